@@ -1,0 +1,155 @@
+"""The one error tree: each leaf knows its HTTP status, its gRPC code and whether a retry elsewhere can help.
+
+    MillraceError
+    ├── InvalidRequest            400  INVALID_ARGUMENT     names the field at fault
+    │   └── ContextLengthExceeded 400  INVALID_ARGUMENT     says by how many tokens
+    ├── Unauthorized              401  UNAUTHENTICATED
+    ├── NotFound                  404  NOT_FOUND
+    ├── RequestTimeout            408  DEADLINE_EXCEEDED    the client sent its body too slowly
+    ├── PayloadTooLarge           413  RESOURCE_EXHAUSTED
+    ├── Overloaded                429  RESOURCE_EXHAUSTED   carries Retry-After
+    ├── InternalError             500  INTERNAL
+    ├── Unavailable               503  UNAVAILABLE          carries Retry-After
+    ├── DeadlineExceeded          504  DEADLINE_EXCEEDED
+    └── Retryable                 503  the router answers these by placing the request again
+        ├── NoRoom                     RESOURCE_EXHAUSTED   no blocks or no sequence slot now
+        ├── Draining                   UNAVAILABLE          the worker takes no new work
+        ├── WorkerLost                 UNAVAILABLE          the worker died or stopped answering
+        ├── Preempted                  ABORTED              its blocks went to an older request
+        ├── StaleLease                 FAILED_PRECONDITION  fence: lease, epoch or instance does not match
+        └── CorruptChunk               DATA_LOSS            digest of a KV chunk does not match its bytes
+
+This module knows nothing of HTTP or gRPC libraries; the doors that own them do the mapping.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class MillraceError(Exception):
+    """Base of every error millrace raises on purpose.
+
+    `status` is the HTTP status, `grpc_code` the name of a `grpc.StatusCode`, `kind` the OpenAI `error.type`,
+    and `retryable` says whether another worker, or the same one later, may do better.
+    """
+
+    status: ClassVar[int] = 500
+    grpc_code: ClassVar[str] = "INTERNAL"
+    kind: ClassVar[str] = "server_error"
+    retryable: ClassVar[bool] = False
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, retry_after: float | None = None
+    ):
+        super().__init__(message)
+        self.message = message
+        self.param = param  # the request field at fault, as a path such as `messages[0].role`
+        self.code = code  # a short machine-readable reason
+        self.retry_after = retry_after  # seconds
+
+
+class InvalidRequest(MillraceError):
+    """The request cannot be served as written; `param` names the field."""
+
+    status = 400
+    grpc_code = "INVALID_ARGUMENT"
+    kind = "invalid_request_error"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and requested output do not fit the model's context or the KV room of any worker."""
+
+
+class Unauthorized(MillraceError):
+    status = 401
+    grpc_code = "UNAUTHENTICATED"
+    kind = "authentication_error"
+
+
+class NotFound(MillraceError):
+    status = 404
+    grpc_code = "NOT_FOUND"
+    kind = "not_found_error"
+
+
+class RequestTimeout(MillraceError):
+    status = 408
+    grpc_code = "DEADLINE_EXCEEDED"
+    kind = "timeout_error"
+
+
+class PayloadTooLarge(MillraceError):
+    status = 413
+    grpc_code = "RESOURCE_EXHAUSTED"
+    kind = "invalid_request_error"
+
+
+class Overloaded(MillraceError):
+    """The queue is full or the request waited out its patience."""
+
+    status = 429
+    grpc_code = "RESOURCE_EXHAUSTED"
+    kind = "overloaded_error"
+
+
+class InternalError(MillraceError):
+    """A bug of ours or a foreign failure nobody mapped."""
+
+
+class Unavailable(MillraceError):
+    """The service is starting, draining, or has no worker able to serve the request."""
+
+    status = 503
+    grpc_code = "UNAVAILABLE"
+    kind = "service_unavailable_error"
+
+
+class DeadlineExceeded(MillraceError):
+    status = 504
+    grpc_code = "DEADLINE_EXCEEDED"
+    kind = "timeout_error"
+
+
+class Retryable(MillraceError):
+    """A failure of one placement, not of the request."""
+
+    status = 503
+    grpc_code = "UNAVAILABLE"
+    kind = "service_unavailable_error"
+    retryable = True
+
+
+class NoRoom(Retryable):
+    grpc_code = "RESOURCE_EXHAUSTED"
+
+
+class Draining(Retryable):
+    pass
+
+
+class WorkerLost(Retryable):
+    pass
+
+
+class Preempted(Retryable):
+    grpc_code = "ABORTED"
+
+
+class StaleLease(Retryable):
+    grpc_code = "FAILED_PRECONDITION"
+
+
+class CorruptChunk(Retryable):
+    grpc_code = "DATA_LOSS"
+
+
+def leaves() -> dict[str, type[MillraceError]]:
+    """Every error class by its name: how an error keeps its type across a process boundary."""
+    found: dict[str, type[MillraceError]] = {}
+    todo: list[type[MillraceError]] = [MillraceError]
+    while todo:
+        kind = todo.pop()
+        found[kind.__name__] = kind
+        todo.extend(kind.__subclasses__())
+    return found

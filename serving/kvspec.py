@@ -1,0 +1,41 @@
+"""What one layer keeps per token in the KV cache, as data: GQA, MLA's latent and INT8 with scales are all planes.
+
+The pool allocates by it, the codec cuts chunks by it, the fingerprint covers it. No torch here: dtypes are names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One tensor of a layer's KV: `shape` elements of `dtype` for each token."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # a key of ITEM_BYTES
+
+    @property
+    def token_bytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """The planes of one layer. The pool holds each as a tensor [num_blocks, block_size, *shape]."""
+
+    kind: str
+    planes: tuple[Plane, ...]
+
+    @property
+    def token_bytes(self) -> int:
+        return sum(plane.token_bytes for plane in self.planes)
+
+
+def gqa(kv_heads: int, head_dim: int, dtype: str) -> LayerKV:
+    """Keys and values of `kv_heads` heads: planes k and v, each [kv_heads, head_dim] a token."""
+    return LayerKV("gqa", (Plane("k", (kv_heads, head_dim), dtype), Plane("v", (kv_heads, head_dim), dtype)))

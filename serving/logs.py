@@ -1,0 +1,40 @@
+"""One log stream, with the request id on every line that belongs to a request. Secrets never come here."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_request_id: ContextVar[str] = ContextVar("request_id", default="-")
+
+
+@contextmanager
+def request_context(request_id: str) -> Iterator[None]:
+    """Lines logged inside carry this request id, in this task and those it starts."""
+    token = _request_id.set(request_id)
+    try:
+        yield
+    finally:
+        _request_id.reset(token)
+
+
+class _AddRequestId(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.request_id = _request_id.get()
+        return True
+
+
+def setup_logging(service: str, level: str = "info") -> None:
+    """Log to stderr: time, level, service, request id, message."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_AddRequestId())
+    line = f"%(asctime)s.%(msecs)03d %(levelname)-7s {service} [%(request_id)s] %(message)s"
+    handler.setFormatter(logging.Formatter(line, datefmt="%H:%M:%S"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    for chatty in ("asyncio", "httpx", "urllib3", "uvicorn.error"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)

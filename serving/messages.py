@@ -1,0 +1,189 @@
+"""The small frozen messages that travel between the rooms: requests, orders, tokens, loads.
+
+They are plain data. Their wire form is `serving.wire`; nothing here knows of protobuf, torch or a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """How an accepted request ends; every one ends exactly once."""
+
+    STOP = "stop"  # a stop token or a stop string
+    LENGTH = "length"  # max_tokens or the model's context
+    ABORT = "abort"  # the client left
+    ERROR = "error"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How the next token is drawn. With `seed`, the draw at position p depends on (logits, these, p) alone."""
+
+    max_tokens: int  # output tokens at most
+    seed: int = 0  # unsigned 64 bits; always set, drawn at admission when the client gave none
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 keeps all
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output
+    presence_penalty: float = 0.0  # over output
+    frequency_penalty: float = 0.0  # over output
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0  # stop tokens are masked before this many output tokens
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; k >= 0: the chosen token's and the k best
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slo:
+    """Objectives of one request, milliseconds; None means the service's default."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One sequence to generate. `n > 1` is n of these that share a prompt and differ in seed."""
+
+    request_id: str
+    prompt: tuple[int, ...]  # token ids, never empty
+    sampling: SamplingParams
+    slo: Slo = field(default_factory=Slo)
+    tenant: str = ""  # salts the KV block keys: tenants never share cached blocks
+    deadline: float | None = None  # seconds on the router's clock
+    prompt_logprobs: int | None = None  # like SamplingParams.logprobs, for the prompt's tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The chosen token's log-probability (of the raw logits) and the best alternatives, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delta:
+    """Consecutive new output tokens of one request, as `generate()` yields them.
+
+    The token that stopped a request is the last of `tokens`, with `finish` STOP; it is counted but not shown.
+    """
+
+    index: int  # output index of tokens[0], counted from 0 over the whole request
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()  # same length as tokens when asked for, else empty
+    finish: FinishReason | None = None
+    cached_tokens: int = 0  # prompt tokens whose KV was reused; meaningful on the first delta
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # on the first delta, when asked for
+
+
+Generate = Callable[[Request], AsyncIterator[Delta]]
+"""The router's `generate`. Leaving the iterator early (`aclose`) cancels the request everywhere."""
+
+
+# ---- placement: what the router orders from workers ------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaseId:
+    """Identity and fence of one try to place a request: a message of an older try or life is refused."""
+
+    lease: str
+    epoch: int  # grows with each prefill try on the same lease
+    instance: str  # the decode worker's instance id, new at every start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaseOrder:
+    """What the router asks of a decode worker: hold KV room, then go on from prompt + generated."""
+
+    lease: LeaseId
+    request: Request
+    generated: tuple[int, ...] = ()  # output tokens the client already has
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaseGrant:
+    """The decode worker's answer: blocks are held; `cached_tokens` of the sequence are already in its pool."""
+
+    lease: LeaseId
+    cached_tokens: int
+    address: str  # where the prefill worker pushes KV to
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillOrder:
+    """What the router asks of a prefill worker: compute, sample one token, hand the KV to the lease."""
+
+    order: LeaseOrder
+    grant: LeaseGrant | None  # None: no decode follows (one token asked for)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prefilled:
+    """The prefill worker's answer when the first token is sampled."""
+
+    delta: Delta
+    cached_tokens: int
+    queue_seconds: float
+    compute_seconds: float
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerIdentity:
+    """What stays the same through a worker's life. Unequal fingerprints are never paired."""
+
+    instance: str  # new at every start
+    name: str  # stable, for people
+    role: Role
+    model: str
+    fingerprint: str  # model, quantization, KV dtype and layout
+    max_model_len: int  # tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerStatus:
+    """A heartbeat: who the worker is and how loaded. The first one registers it."""
+
+    instance: str  # new at every start
+    name: str  # stable, for people
+    role: Role
+    address: str  # host:port of its gRPC server, or an in-process name
+    fingerprint: str  # model, quantization, KV dtype and layout; unequal ones are never paired
+    model: str
+    max_model_len: int  # tokens
+    block_size: int  # tokens
+    total_blocks: int
+    free_blocks: int
+    max_seqs: int
+    running: int  # sequences in the decode batch
+    waiting: int  # sequences queued or in prefill
+    waiting_tokens: int  # prompt tokens still to compute
+    draining: bool = False
+    stalled_seconds: float = 0.0  # age of the step in progress, when there is one
+    counters: dict[str, float] = field(default_factory=dict)  # running totals by metric name, for the router's /metrics
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Audit:
+    """What a service holds right now. On an idle service every count is zero."""
+
+    service: str
+    counts: dict[str, int]  # name → how many
+    leaked: dict[str, int]  # name → how many of those nobody owns
+
+    @property
+    def idle(self) -> bool:
+        return not any(self.counts.values()) and not any(self.leaked.values())
