@@ -1,0 +1,116 @@
+"""A checkpoint as named tensors read one at a time, so that loading never holds a second copy of the model.
+
+Knows the file formats' tensors, not what they mean to a decoder.
+"""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+Container = Literal["safetensors", "gguf"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+class Checkpoint(Protocol):
+    """Named tensors in files."""
+
+    @property
+    def container(self) -> Container:
+        """The file format, which decides how tensors are named."""
+        ...
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every tensor's name."""
+        ...
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that hold them, in a fixed order."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor on the CPU, in its stored dtype, dequantized to float32 where it is quantized."""
+        ...
+
+
+class SafetensorsFolder:
+    """`model.safetensors`, or the shards that `model.safetensors.index.json` lists, in a Hugging Face folder."""
+
+    container: Final[Container] = "safetensors"
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ValueError when the folder holds no safetensors, or a file is missing or damaged."""
+        self._where = _locate(folder)
+        self._open: dict[Path, Any] = {}
+        for file in self.files:
+            try:
+                self._open[file] = safe_open(file, framework="pt", device="cpu")
+            except FileNotFoundError:
+                raise ValueError(f"{folder} lists {file.name}, which is not there; download the model again") from None
+            except SafetensorError as damage:
+                raise ValueError(f"{file} is not a valid safetensors file ({damage}); download it again") from damage
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._where)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(sorted(set(self._where.values())))
+
+    @property
+    def dtype(self) -> str:
+        """The dtype most of the model is stored in, as its largest tensor has it."""
+        largest = max(self.names, key=lambda name: prod(self._slice(name).get_shape()))
+        stored = self._slice(largest).get_dtype()
+        if stored not in STORED_DTYPES:
+            raise ValueError(
+                f"{largest} is stored as {stored}, which is not supported; use a checkpoint in BF16, F16 or F32"
+            )
+        return STORED_DTYPES[stored]
+
+    def _slice(self, name: str) -> Any:
+        return self._open[self._where[name]].get_slice(name)
+
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self._open[self._where[name]].get_tensor(name)
+        return tensor
+
+
+def _locate(folder: Path) -> dict[str, Path]:
+    """Tensor name → file."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map: dict[str, str] = read_json(index)["weight_map"]
+        return {name: folder / file for name, file in weight_map.items()}
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        hint = ""
+        if any(folder.glob("pytorch_model*.bin")):
+            hint = "; its pytorch_model.bin is not read: save the model again with safe_serialization"
+        raise ValueError(f"{folder} holds no model.safetensors{hint}")
+    try:
+        with safe_open(single, framework="pt", device="cpu") as file:
+            return dict.fromkeys(file.keys(), single)
+    except SafetensorError as damage:
+        raise ValueError(f"{single} is not a valid safetensors file ({damage}); download it again") from damage
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises ValueError naming the file when it is not one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as wrong:
+        raise ValueError(f"{path} is not valid JSON: {wrong}") from wrong
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} should hold a JSON object")
+    return value

@@ -1,0 +1,96 @@
+"""Builds a decoder without memory, then fills it tensor by tensor from a checkpoint.
+
+The way from a path to a model that can run. Tokenizers and chat templates are read elsewhere, from the same path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from serving.kernels.onednn import use_onednn
+from serving.model.checkpoint import DTYPES, Checkpoint, SafetensorsFolder, read_json
+from serving.model.decoder import Decoder
+from serving.model.fingerprint import fingerprint
+from serving.model.gguf_file import GgufFile
+from serving.model.gguf_spec import spec_from_gguf
+from serving.model.hub import resolve
+from serving.model.spec import ModelSpec
+from serving.model.weights import Part, sources
+
+__all__ = ["LoadedModel", "load", "resolve"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedModel:
+    model: Decoder
+    spec: ModelSpec
+    dtype: str  # what the weights are held and computed in
+    fingerprint: str  # hex; see `serving.model.fingerprint`
+    path: Path
+
+
+def load(path: Path, dtype: str = "auto", device: str = "cpu") -> LoadedModel:
+    """Load the Hugging Face folder or GGUF file at `path`.
+
+    `dtype` is float32, bfloat16, float16 or auto: the checkpoint's own for a folder, bfloat16 for a GGUF file.
+    Raises ValueError when the model is not supported or its files do not fit together.
+    """
+    if dtype not in (*DTYPES, "auto"):
+        raise ValueError(f"dtype {dtype!r} is not supported; choose auto or one of {', '.join(DTYPES)}")
+    spec, checkpoint, own_dtype = open_checkpoint(path)
+    dtype = own_dtype if dtype == "auto" else dtype
+    with torch.device("meta"):
+        model = Decoder(spec)
+    fill(model, checkpoint, DTYPES[dtype], torch.device(device))
+    if dtype == "float32" and device == "cpu":
+        use_onednn(model)
+    digest = fingerprint(spec, checkpoint.files, dtype)
+    return LoadedModel(model=model.eval(), spec=spec, dtype=dtype, fingerprint=digest, path=path)
+
+
+def open_checkpoint(path: Path) -> tuple[ModelSpec, Checkpoint, str]:
+    """The spec, the tensors and the dtype of the model at `path`, with no weights read yet."""
+    if path.is_file():
+        file = GgufFile(path)
+        return spec_from_gguf(file), file, "bfloat16"
+    config, generation = read_json(path / "config.json"), path / "generation_config.json"
+    spec = ModelSpec.from_hf_config(config, read_json(generation) if generation.is_file() else None)
+    folder = SafetensorsFolder(path)
+    named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    return spec, folder, named if named in DTYPES else folder.dtype
+
+
+def fill(model: Decoder, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+    """Give every parameter of `model`, built on meta, its values out of `checkpoint`, one tensor at a time."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    for name, parts in sources(model.spec, shapes, checkpoint.names, checkpoint.container).items():
+        value = torch.empty(shapes[name], dtype=dtype, device=device)
+        row = 0
+        for part in parts:
+            tensor = _in_order(checkpoint.read(part.name), part)
+            if tensor.shape[1:] != value.shape[1:] or row + len(tensor) > len(value):
+                raise ValueError(
+                    f"{part.name} has shape {list(tensor.shape)}, which does not fit {name} {list(value.shape)}"
+                )
+            value[row : row + len(tensor)].copy_(tensor)
+            row += len(tensor)
+        if row != len(value):
+            raise ValueError(f"{' + '.join(part.name for part in parts)} give {row} rows, {name} needs {len(value)}")
+        owner, leaf = name.rsplit(".", 1)
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+    model.tie_weights()
+    model.to(device)  # the rotary frequencies
+
+
+def _in_order(tensor: Tensor, part: Part) -> Tensor:
+    """The part's values as [out, in] rows, each head's halves of rope pairs apart as the decoder has them."""
+    if part.transposed:
+        tensor = tensor.t()
+    if part.paired_heads:
+        shape = tensor.shape
+        tensor = tensor.view(part.paired_heads, -1, 2, *shape[1:]).transpose(1, 2).reshape(shape)
+    return tensor

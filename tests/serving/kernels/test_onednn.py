@@ -1,0 +1,48 @@
+"""Linear layers through oneDNN give what plain ones give, and stand where those stood."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from serving.kernels import onednn
+from serving.kernels.onednn import OneDnnLinear, use_onednn
+
+
+class Network(nn.Module):
+    """Linear layers at two depths, one of them tied to an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(24, 24)
+        self.inner = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 24, bias=False))
+        self.head = nn.Linear(24, 24, bias=False)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, generator=generator)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.inner(self.embed(tokens)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.skipif(not onednn.available(), reason="this build of torch has no oneDNN")
+@pytest.mark.parametrize("rows", [0, 1, 7, 300])
+def test_same_results_from_the_same_weights(rows: int) -> None:
+    model = Network()
+    tokens = torch.arange(rows) % 24
+    with torch.inference_mode():
+        before = model(tokens)
+        use_onednn(model)
+        after = model(tokens)
+    assert [type(module) for module in (*model.inner, model.head)] == [OneDnnLinear] * 3
+    assert model.head.weight is model.embed.weight
+    torch.testing.assert_close(after, before, atol=1e-4, rtol=1e-5)
+
+
+def test_without_onednn_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "available", lambda: False)
+    model = Network()
+    use_onednn(model)
+    assert type(model.head) is nn.Linear

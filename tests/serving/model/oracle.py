@@ -1,0 +1,166 @@
+"""Tiny random models of every architecture, saved by `transformers`, and what `transformers` says they compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from torch import Tensor
+from transformers import (
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from tests.serving.model.gguf_writing import LLAMA_NAMES
+
+VOCAB = 96
+LONGROPE_ORIGINAL = 24  # prompts on both sides of it are used
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,  # one of the four pairs is kept, one blended, two stretched
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.5],
+    "long_factor": [1.0, 2.0, 4.0, 6.0],
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def configs() -> dict[str, PreTrainedConfig]:
+    """Architecture → a tiny config that exercises what is peculiar to it."""
+    theta = {"rope_theta": 10000.0, "rope_type": "default"}
+    phi3 = COMMON | {"hidden_size": 32, "head_dim": 8}
+    return {
+        "llama2": LlamaConfig(**COMMON | {"num_key_value_heads": 4}, rope_parameters=theta),
+        "llama3": LlamaConfig(**COMMON, rope_parameters=LLAMA3_ROPE),
+        "llama_biased": LlamaConfig(**COMMON, rope_parameters=theta, attention_bias=True, mlp_bias=True),
+        "llama_linear": LlamaConfig(**COMMON, rope_parameters=theta | {"rope_type": "linear", "factor": 3.0}),
+        "smollm2": LlamaConfig(
+            **COMMON | {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48},
+            rope_parameters={"rope_theta": 100000.0, "rope_type": "default"},
+            tie_word_embeddings=True,
+        ),
+        "mistral": MistralConfig(**COMMON, head_dim=16, sliding_window=9, rope_parameters=theta),
+        "qwen2": Qwen2Config(**COMMON, rope_parameters=theta | {"rope_theta": 1e6}),
+        "qwen2_windows": Qwen2Config(
+            **COMMON, rope_parameters=theta, use_sliding_window=True, sliding_window=6, max_window_layers=1
+        ),
+        "qwen2_yarn": Qwen2Config(**COMMON, rope_parameters=YARN),
+        "qwen3": Qwen3Config(**COMMON, head_dim=12, rope_parameters=theta, tie_word_embeddings=True),
+        "phi3": Phi3Config(**COMMON, sliding_window=11, rope_parameters=theta),
+        "phi3_partial": Phi3Config(
+            **COMMON | {"tie_word_embeddings": True}, rope_parameters=theta | {"partial_rotary_factor": 0.5}
+        ),
+        "phi3_longrope": Phi3Config(
+            **phi3, original_max_position_embeddings=LONGROPE_ORIGINAL, rope_parameters=LONGROPE
+        ),
+        "opt": OPTConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            ffn_dim=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+            word_embed_proj_dim=32,
+            dropout=0.0,
+        ),
+        "gpt2": GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=64),
+    }
+
+
+def from_config(config: PreTrainedConfig) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
+
+
+def build(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A model whose every weight matters: matrices keep the scale of their input, norms and biases are not trivial."""
+    model = from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 2:
+                parameter.copy_(noise if "embed" in name or "wte" in name else noise * 1.3 / parameter.shape[-1] ** 0.5)
+            else:
+                parameter.copy_(noise * 0.2 + (0.0 if name.endswith("bias") else 1.0))
+    return model
+
+
+def save(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def expected_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
+    """[len(tokens), V], from one forward pass without a cache."""
+    with torch.inference_mode():
+        logits: Tensor = model(torch.tensor([tokens]), use_cache=False).logits
+    return logits[0].float()
+
+
+def smollm2(path: Path) -> PreTrainedModel:
+    """SmolLM2-135M-Instruct in float32, from its GGUF file as the `gguf` package reads it."""
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_theta": 100000.0, "rope_type": "default"},
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    with torch.device("meta"):
+        model = from_config(config)
+    model = model.to_empty(device="cpu")
+    model.tie_weights()
+    # to_empty leaves computed buffers undefined too
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    stored = {t.name: gguf.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            module, leaf = name.rsplit(".", 1)
+            inner = module.split(".", 3)[3] if ".layers." in module else module
+            prefix = f"blk.{module.split('.')[2]}." if ".layers." in module else ""
+            value = torch.tensor(stored[f"{prefix}{LLAMA_NAMES[inner]}.{leaf}"])
+            if inner in ("self_attn.q_proj", "self_attn.k_proj"):  # pairs back to halves
+                value = value.view(-1, 32, 2, 576).transpose(1, 2).reshape(value.shape)
+            parameter.copy_(value)
+    return model

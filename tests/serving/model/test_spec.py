@@ -1,0 +1,142 @@
+"""Reading configs: what a ModelSpec says of real checkpoints, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from serving.model.rope import Rope, default_frequencies, divided
+from serving.model.spec import ModelSpec
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
+
+
+def test_spec_needs_no_torch() -> None:
+    code = "import sys, serving.model.spec; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_kv_of_smollm2() -> None:
+    layers = ModelSpec.from_hf_config(LLAMA).kv_layers("bfloat16")
+    assert len(layers) == 30
+    assert sum(layer.token_bytes for layer in layers) == 30 * 2 * 3 * 64 * 2
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [(None, (2,)), ({}, (2,)), ({"eos_token_id": 7}, (7,)), ({"eos_token_id": [7, 9]}, (7, 9))],
+)
+def test_generation_config_decides_the_ending(generation: dict[str, Any] | None, expected: tuple[int, ...]) -> None:
+    assert ModelSpec.from_hf_config(LLAMA, generation).eos_token_ids == expected
+
+
+def test_old_and_new_rope_keys_mean_the_same() -> None:
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    old = LLAMA | {"rope_theta": 500000.0, "rope_scaling": scaling | {"type": "llama3"}}
+    new = LLAMA | {"rope_parameters": scaling | {"rope_type": "llama3", "rope_theta": 500000.0}}
+    assert ModelSpec.from_hf_config(old) == ModelSpec.from_hf_config(new)
+    assert ModelSpec.from_hf_config(old) != ModelSpec.from_hf_config(LLAMA)
+
+
+def test_long_rope_is_chosen_by_the_whole_request() -> None:
+    phi3 = LLAMA | {
+        "model_type": "phi3",
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [2.0] * 32},
+    }
+    spec = ModelSpec.from_hf_config(phi3)
+    assert not spec.rope_is_long(4096)
+    assert spec.rope_is_long(4097)
+    assert not ModelSpec.from_hf_config(LLAMA).rope_is_long(8192)
+    assert spec.rope is not None
+    assert spec.rope.long_frequencies is not None
+    assert spec.rope.long_frequencies == tuple(frequency / 2 for frequency in spec.rope.frequencies)
+    assert spec.rope.magnitude == pytest.approx((1 + 1 / 12) ** 0.5)  # ln 2 / ln 4096
+
+
+def test_mistral_windows_by_its_history() -> None:
+    """The first release has a window, later ones say null."""
+    mistral = LLAMA | {"model_type": "mistral"}
+    assert ModelSpec.from_hf_config(mistral | {"sliding_window": 4096}).window(3) == 4096
+    assert ModelSpec.from_hf_config(mistral | {"sliding_window": None}).window(3) is None
+
+
+def test_qwen_windows_begin_at_a_layer() -> None:
+    qwen2 = LLAMA | {"model_type": "qwen2", "num_hidden_layers": 4, "sliding_window": 512, "max_window_layers": 3}
+    assert ModelSpec.from_hf_config(qwen2).windows == ()
+    qwen2["use_sliding_window"] = True
+    assert ModelSpec.from_hf_config(qwen2).windows == (None, None, None, 512)
+    qwen2["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    assert ModelSpec.from_hf_config(qwen2).windows == (512, None, 512, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mamba"}, "choose a model whose model_type is one of gpt2, llama"),
+        ({"model_type": None}, "architecture None is not supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "'gptq' quantized checkpoints are not supported"),
+        ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "needs 'factor'"),
+        ({"num_key_value_heads": 2}, "cannot share"),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "1 factors for 32 pairs",
+        ),
+    ],
+)
+def test_what_is_not_covered_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelSpec.from_hf_config(LLAMA | change)
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings"])
+def test_a_missing_key_is_named(key: str) -> None:
+    with pytest.raises(ValueError, match=f"has no '{key}'"):
+        ModelSpec.from_hf_config({name: value for name, value in LLAMA.items() if name != key})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"do_layer_norm_before": False}, {"word_embed_proj_dim": 512}, {"_remove_final_layer_norm": True}],
+)
+def test_opt_variants_of_another_shape_are_refused(change: dict[str, Any]) -> None:
+    opt = {
+        "model_type": "opt",
+        "vocab_size": 50272,
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "ffn_dim": 4096,
+        "max_position_embeddings": 2048,
+    }
+    assert ModelSpec.from_hf_config(opt).position_offset == 2
+    with pytest.raises(ValueError, match="which is not supported"):
+        ModelSpec.from_hf_config(opt | change)
+
+
+def test_frequencies_fall_from_one_and_divide() -> None:
+    base = default_frequencies(10000.0, 8)
+    assert base == pytest.approx((1.0, 0.1, 0.01, 0.001))
+    assert divided(base, [1, 2, 4, 8]) == Rope(frequencies=(1.0, base[1] / 2, base[2] / 4, base[3] / 8))
