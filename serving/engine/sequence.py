@@ -1,0 +1,141 @@
+"""One sequence as a worker holds it: its tokens, how much of its KV is computed, and the blocks that hold it.
+
+Plain state, owned by whoever holds the worker's lock. No torch, no clock.
+
+    tokens    prompt, then output; the KV of tokens[:computed] is in `blocks`
+    start     tokens the sequence was opened with; output beyond them was made here
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any, Protocol, overload
+
+from serving.messages import Delta, FinishReason, LeaseOrder, Request, TokenLogprob
+
+if TYPE_CHECKING:
+    from serving.engine.output import Output
+
+
+class Sink(Protocol):
+    """Where a sequence's output goes; called on the worker's event loop."""
+
+    def deliver(self, output: Output) -> None: ...
+
+
+class LayerSink(Protocol):
+    """Hears on the worker's event loop that a layer's KV is computed for the sequence's first `upto` tokens."""
+
+    def layer_done(self, layer: int, upto: int) -> None: ...
+
+
+class OutputView(Seq[int]):
+    """tokens[start:], without a copy."""
+
+    __slots__ = ("start", "tokens")
+
+    def __init__(self, tokens: list[int], start: int):
+        self.tokens = tokens
+        self.start = start
+
+    def __len__(self) -> int:
+        return len(self.tokens) - self.start
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return self.tokens[self.start :][index]
+        return self.tokens[index + self.start if index >= 0 else index]
+
+
+class Sequence:
+    """See the module's legend. `stays` says whether decoding goes on in this worker after prefill."""
+
+    __slots__ = (
+        "blocks",
+        "cached",
+        "computed",
+        "ended",
+        "handoff",
+        "in_flight",
+        "keys",
+        "long_rope",
+        "order",
+        "prefill_sink",
+        "prompt_logprobs",
+        "published",
+        "request",
+        "root",
+        "sampler_state",
+        "scheduled_at",
+        "sink",
+        "start",
+        "stays",
+        "tokens",
+        "waiting_since",
+    )
+
+    def __init__(self, order: LeaseOrder, *, root: bytes, stays: bool, long_rope: bool = False, now: float = 0.0):
+        self.order = order
+        self.request: Request = order.request
+        self.tokens: list[int] = [*order.request.prompt, *order.generated]
+        self.start = len(self.tokens)
+        self.root = root
+        self.stays = stays
+        self.long_rope = long_rope
+        self.computed = 0
+        self.cached = 0
+        self.blocks: list[int] = []
+        self.keys: list[bytes] = []
+        self.published = 0
+        self.in_flight = False  # part of the step that runs now: its blocks must outlive the step
+        self.ended = False
+        self.sink: Sink | None = None
+        self.prefill_sink: Sink | None = None
+        self.handoff: LayerSink | None = None
+        self.sampler_state: Any = None  # the sampler's own; can be rebuilt from the tokens at any time
+        self.prompt_logprobs: list[TokenLogprob | None] = []
+        self.waiting_since = now
+        self.scheduled_at: float | None = None
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def output(self) -> Seq[int]:
+        """The output tokens, as a view that costs nothing to make."""
+        return OutputView(self.tokens, self.prompt_len)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def uncomputed(self) -> int:
+        """Tokens whose KV is still to be computed; decoding, always one."""
+        return len(self.tokens) - self.computed
+
+    def finish_for(self, token: int, eos_token_ids: frozenset[int], max_model_len: int) -> FinishReason | None:
+        """Why the sequence ends with `token`, already appended, or None if it goes on."""
+        sampling = self.request.sampling
+        if token in sampling.stop_token_ids or (token in eos_token_ids and not sampling.ignore_eos):
+            return FinishReason.STOP  # the sampler keeps these out until min_tokens is reached
+        if self.output_len >= sampling.max_tokens or len(self.tokens) >= max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    def delta(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], finish: FinishReason | None) -> Delta:
+        """The message for tokens that were just appended."""
+        first = self.output_len - len(tokens)
+        return Delta(
+            index=first,
+            tokens=tokens,
+            logprobs=logprobs,
+            finish=finish,
+            cached_tokens=min(self.cached, self.prompt_len),
+            prompt_logprobs=tuple(self.prompt_logprobs) if first == 0 else (),
+        )

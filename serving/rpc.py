@@ -1,0 +1,131 @@
+"""The one door to gRPC: servers, channels, the cluster key, and errors that keep their type across processes.
+
+A server raises errors of `serving.errors`; the client raises the same class with the same fields. Whatever else
+breaks a call, a refused connection, a reset, a timeout, is WorkerLost to the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+import logging
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, NoReturn
+
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # we only fork to exec; the support would log about it
+
+import grpc
+from grpc import aio
+
+from serving.errors import MillraceError, Unauthorized, WorkerLost
+from serving.proto import millrace_pb2 as pb
+from serving.wire import error_from_pb, error_to_pb
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE = 256 << 20  # bytes; the largest message is a prompt's token ids or one KV chunk
+_ERROR_KEY = "millrace-error-bin"
+_AUTH_KEY = "authorization"
+_OPTIONS = [
+    ("grpc.max_send_message_length", MAX_MESSAGE),
+    ("grpc.max_receive_message_length", MAX_MESSAGE),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.so_reuseport", 0),
+]
+
+
+class _KeyCheck(aio.ServerInterceptor):  # type: ignore[misc]
+    """Refuses every call that does not carry the cluster key."""
+
+    def __init__(self, key: str):
+        self.expected = f"Bearer {key}".encode()
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        given = next((value for name, value in details.invocation_metadata or () if name == _AUTH_KEY), "")
+        handler = await continuation(details)
+        if handler is None or hmac.compare_digest(str(given).encode(), self.expected):
+            return handler
+        return _refusing(handler)
+
+
+def _refusing(handler: Any) -> Any:
+    """A handler of the same kind that only refuses."""
+
+    async def refuse(request: Any, context: aio.ServicerContext) -> None:
+        await _abort(
+            context, Unauthorized("the cluster key is missing or wrong; start every service with the same one")
+        )
+
+    shapes = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }
+    return shapes[handler.request_streaming, handler.response_streaming](refuse)
+
+
+def server(cluster_key: str | None = None) -> aio.Server:
+    """A gRPC server; with a key, calls without it are refused."""
+    return aio.server(interceptors=[_KeyCheck(cluster_key)] if cluster_key else None, options=_OPTIONS)
+
+
+class Caller:
+    """A channel and the metadata its calls carry. `metadata` goes into every stub call."""
+
+    def __init__(self, address: str, cluster_key: str | None = None):
+        self.address = address
+        self.channel = aio.insecure_channel(address, options=_OPTIONS)
+        self.metadata: tuple[tuple[str, str], ...] = ((_AUTH_KEY, f"Bearer {cluster_key}"),) if cluster_key else ()
+
+    async def close(self) -> None:
+        await self.channel.close()
+
+
+async def _abort(context: aio.ServicerContext, error: MillraceError) -> NoReturn:
+    code = getattr(grpc.StatusCode, error.grpc_code)
+    packed = base64.b64encode(error_to_pb(error).SerializeToString())
+    await context.abort(code, error.message, ((_ERROR_KEY, packed),))
+    raise AssertionError("abort returns never")
+
+
+@asynccontextmanager
+async def answering(context: aio.ServicerContext) -> AsyncIterator[None]:
+    """Around a servicer's body: errors of ours end the call with their code and travel whole."""
+    try:
+        yield
+    except MillraceError as error:
+        await _abort(context, error)
+
+
+@contextmanager
+def asking(peer: str) -> Any:
+    """Around a client's call: what the server raised is raised here; a broken call is WorkerLost."""
+    try:
+        yield
+    except aio.AioRpcError as error:
+        raise _from_status(error, peer) from error
+    except aio.UsageError as error:  # a stream that the other side has ended
+        raise WorkerLost(f"{peer} ended the call: {error}") from error
+    except asyncio.InvalidStateError as error:
+        raise WorkerLost(f"{peer} ended the call") from error
+
+
+def _from_status(error: aio.AioRpcError, peer: str) -> MillraceError:
+    for name, value in error.trailing_metadata() or ():
+        if name == _ERROR_KEY:
+            message = pb.Error()
+            message.ParseFromString(base64.b64decode(value))
+            return error_from_pb(message)
+    return WorkerLost(
+        f"{peer}: {error.code().name.lower().replace('_', ' ')}: {error.details()}", code=error.code().name
+    )
