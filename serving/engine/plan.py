@@ -1,0 +1,71 @@
+"""What one engine step will do: which sequences advance and by how many tokens, within the step's budgets.
+
+Schedulers fill a plan in the order the worker's role lists them. Pure; no torch, no clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from serving.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`count` tokens of `seq`, from position `seq.computed`; `by` hears of it when the step is done."""
+
+    seq: Sequence
+    count: int
+    by: Scheduler
+
+    @property
+    def completes(self) -> bool:
+        """Whether the step computes the sequence's last token, so that a new one is drawn."""
+        return self.seq.computed + self.count == len(self.seq.tokens)
+
+
+@dataclass(slots=True)
+class Plan:
+    """A step being planned: `tokens` and `seqs` are what is left of its budgets."""
+
+    tokens: int
+    seqs: int
+    work: list[Work] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)  # lost their blocks; their owners must be told
+    failed: list[tuple[Sequence, Exception]] = field(default_factory=list)  # cannot be served by this worker
+
+    def add(self, seq: Sequence, count: int, by: Scheduler) -> None:
+        assert 0 < count <= self.tokens and self.seqs > 0 and not seq.in_flight
+        self.work.append(Work(seq, count, by))
+        self.tokens -= count
+        self.seqs -= 1
+
+
+class Scheduler(Protocol):
+    """Chooses which of its sequences advance in a step."""
+
+    def fill(self, plan: Plan, now: float) -> None:
+        """Add work until a budget is used up or nothing is left to do."""
+
+    def stepped(self, seq: Sequence) -> None:
+        """A sequence it scheduled has advanced and goes on."""
+
+    def remove(self, seq: Sequence) -> None:
+        """Forget the sequence, if it is here."""
+
+    def sequences(self) -> list[Sequence]:
+        """Every sequence it holds."""
+        ...
+
+
+class KV(Protocol):
+    """What the engine and its schedulers ask of the KV cache (kvcache.manager.KVManager)."""
+
+    @property
+    def block_size(self) -> int: ...
+    def open(self, seq: Sequence, *, headroom: int = 0) -> None: ...
+    def rematch(self, seq: Sequence) -> None: ...
+    def grow(self, seq: Sequence) -> None: ...
+    def publish(self, seq: Sequence) -> None: ...
+    def release(self, seq: Sequence) -> None: ...
