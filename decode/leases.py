@@ -1,0 +1,120 @@
+"""The lease table: who holds KV room on this decode worker, whose KV has arrived, and who may still write it.
+
+A pure state machine: events in, state out, an illegal event raises. No torch, no clock, no I/O.
+
+    open ──► FILLING ──commit──► RUNNING ──► (end)
+               │ ▲                  │
+               └─┘ advance          └── advance: back to FILLING, for another prefill try
+
+A message must carry the lease's current fence (lease, epoch, instance); anything older, or from another life of the
+worker, raises StaleLease and changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from serving.engine.sequence import Sequence
+from serving.errors import CorruptChunk, InvalidRequest, StaleLease
+from serving.messages import LeaseId, LeaseOrder
+
+
+class LeaseState(Enum):
+    FILLING = "filling"  # waits for KV from a prefill worker
+    RUNNING = "running"  # decoding
+
+
+@dataclass(slots=True)
+class Lease:
+    """`filled[layer]` is up to which token that layer's KV is here."""
+
+    fence: LeaseId
+    session: str
+    seq: Sequence
+    filled: list[int]
+    state: LeaseState = LeaseState.FILLING
+
+    def accept(self, first_layer: int, last_layer: int, start: int, end: int) -> None:
+        """May this range be written? Chunks of a layer must come gapless, in order and once. Raises CorruptChunk."""
+        if self.state is not LeaseState.FILLING:
+            raise StaleLease("KV arrived for a lease that is already running", code="state")
+        if end > self.seq.start or any(self.filled[layer] != start for layer in range(first_layer, last_layer)):
+            raise CorruptChunk(f"KV for tokens {start} to {end} arrived out of order", code="order")
+
+    def fill(self, first_layer: int, last_layer: int, end: int) -> None:
+        """The range just accepted has been written."""
+        for layer in range(first_layer, last_layer):
+            self.filled[layer] = end
+
+    @property
+    def complete(self) -> bool:
+        return all(upto == self.seq.start for upto in self.filled)
+
+
+@dataclass(slots=True)
+class LeaseTable:
+    """All leases of one worker life, `instance`; `layers` is the model's number of layers with KV."""
+
+    instance: str
+    layers: int
+    leases: dict[str, Lease] = field(default_factory=dict)
+
+    def open(self, order: LeaseOrder, session: str, seq: Sequence) -> Lease:
+        """Enter a lease whose sequence holds its blocks. Raises StaleLease, InvalidRequest."""
+        if order.lease.instance != self.instance:
+            raise StaleLease("the lease is for another life of this worker", code="instance")
+        if order.lease.lease in self.leases:
+            raise InvalidRequest(f"lease {order.lease.lease} is already open", param="lease")
+        lease = Lease(order.lease, session, seq, [seq.computed] * self.layers)
+        self.leases[order.lease.lease] = lease
+        return lease
+
+    def check(self, fence: LeaseId) -> Lease:
+        """The lease this fence opens. Raises StaleLease."""
+        if fence.instance != self.instance:
+            raise StaleLease("a message for another life of this worker", code="instance")
+        lease = self.leases.get(fence.lease)
+        if lease is None:
+            raise StaleLease(f"lease {fence.lease} is not open here", code="lease")
+        if fence.epoch != lease.fence.epoch:
+            raise StaleLease(
+                f"epoch {fence.epoch} of lease {fence.lease} is over, {lease.fence.epoch} runs", code="epoch"
+            )
+        return lease
+
+    def advance(self, order: LeaseOrder, seq: Sequence) -> Lease:
+        """Start a new epoch with a fresh sequence: what earlier epochs still send is refused from now on."""
+        lease = self.leases.get(order.lease.lease)
+        if lease is None or order.lease.instance != self.instance:
+            raise StaleLease(f"lease {order.lease.lease} is not open here", code="lease")
+        if order.lease.epoch <= lease.fence.epoch:
+            raise StaleLease(f"epoch {order.lease.epoch} does not follow {lease.fence.epoch}", code="epoch")
+        lease.fence = order.lease
+        lease.seq = seq
+        lease.filled = [seq.computed] * self.layers
+        lease.state = LeaseState.FILLING
+        return lease
+
+    def commit(self, fence: LeaseId) -> Lease:
+        """All KV is said to be here: from now on the lease decodes. Raises StaleLease, CorruptChunk."""
+        lease = self.check(fence)
+        if lease.state is not LeaseState.FILLING:
+            raise StaleLease("the lease is already running", code="state")
+        if not lease.complete:
+            raise CorruptChunk("the handoff ended with KV missing", code="incomplete")
+        lease.state = LeaseState.RUNNING
+        return lease
+
+    def adopt(self, fence: LeaseId) -> Lease:
+        """A prefill in this same worker computes the lease's own blocks: nothing will be handed over."""
+        lease = self.check(fence)
+        lease.state = LeaseState.RUNNING
+        return lease
+
+    def end(self, lease_id: str) -> Lease | None:
+        """Take the lease out; None if it is gone already."""
+        return self.leases.pop(lease_id, None)
+
+    def of(self, session: str) -> list[Lease]:
+        return [lease for lease in self.leases.values() if lease.session == session]

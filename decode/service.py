@@ -1,0 +1,104 @@
+"""The decode worker's gRPC door: one stream a router for leases and tokens, one stream a handoff for KV.
+
+Translates and nothing else; what may happen is decided in decode.worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from grpc import aio
+
+from decode.worker import DecodeWorker
+from kvcache.chunk import Chunk
+from serving.errors import InvalidRequest, MillraceError
+from serving.links import DecodeSession, LeaseEvent
+from serving.messages import LeaseOrder
+from serving.proto import millrace_pb2 as pb
+from serving.proto import millrace_pb2_grpc as stubs
+from serving.rpc import answering
+from serving.wire import error_to_pb, event_to_pb, grant_to_pb, lease_from_pb, lease_to_pb, order_from_pb
+
+
+class DecodeService(stubs.DecodeServicer):
+    """Serves `Decode` for one worker."""
+
+    def __init__(self, worker: DecodeWorker):
+        self.worker = worker
+
+    async def Session(
+        self, requests: AsyncIterator[pb.SessionRequest], context: aio.ServicerContext
+    ) -> AsyncIterator[pb.SessionReply]:
+        """Replies leave in the order things happened: an answer never overtakes, nor is overtaken by, its tokens."""
+        replies: asyncio.Queue[pb.SessionReply | None] = asyncio.Queue()
+
+        def deliver(events: Sequence[LeaseEvent]) -> None:
+            replies.put_nowait(pb.SessionReply(events=[event_to_pb(event) for event in events]))
+
+        async with answering(context):
+            hello = await anext(aiter(requests), None)
+            if hello is None or not hello.hello:
+                raise InvalidRequest("a session begins with the router's name", param="hello")
+            session = await self.worker.connect(hello.hello, deliver, lambda error: None)
+            reading = asyncio.create_task(self._read(requests, session, replies), name=f"session-{session.name}")
+            try:
+                yield pb.SessionReply(welcome=True)
+                while (reply := await replies.get()) is not None:
+                    yield reply
+            finally:
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+                await session.close()
+
+    async def _read(
+        self,
+        requests: AsyncIterator[pb.SessionRequest],
+        session: DecodeSession,
+        replies: asyncio.Queue[pb.SessionReply | None],
+    ) -> None:
+        try:
+            async for request in requests:
+                kind = request.WhichOneof("event")
+                if kind == "cancel":
+                    session.cancel(request.cancel)
+                elif kind in ("open", "advance"):
+                    order = order_from_pb(request.open if kind == "open" else request.advance)
+                    replies.put_nowait(await self._answer(session, order, advance=kind == "advance"))
+        finally:
+            replies.put_nowait(None)
+
+    async def _answer(self, session: DecodeSession, order: LeaseOrder, *, advance: bool) -> pb.SessionReply:
+        answer = pb.LeaseAnswer(lease=lease_to_pb(order.lease))
+        try:
+            grant = await (session.advance(order) if advance else session.open(order))
+            answer.grant.CopyFrom(grant_to_pb(grant))
+        except MillraceError as error:
+            answer.error.CopyFrom(error_to_pb(error))
+        return pb.SessionReply(answer=answer)
+
+    async def Push(self, messages: AsyncIterator[pb.PushMessage], context: aio.ServicerContext) -> pb.PushReply:
+        self.worker.receiving += 1
+        try:
+            async with answering(context):
+                async for message in messages:
+                    if message.WhichOneof("part") == "chunk":
+                        await self.worker.receive(chunk_from_pb(message.chunk))
+                    else:
+                        await self.worker.commit(lease_from_pb(message.commit.lease), message.commit.first_token)
+        finally:
+            self.worker.receiving -= 1
+        return pb.PushReply()
+
+
+def chunk_from_pb(message: pb.Chunk) -> Chunk:
+    return Chunk(
+        lease=lease_from_pb(message.lease),
+        layout=message.layout,
+        first_layer=message.first_layer,
+        last_layer=message.last_layer,
+        start=message.start,
+        end=message.end,
+        payload=message.payload,
+        digest=message.digest,
+    )

@@ -1,0 +1,272 @@
+"""The decode worker: opens leases, takes KV in, runs the batch, and tells each router its new tokens once a step.
+
+A thin shell around pure parts: the lease table says what may happen, the scheduler what runs, the KV manager which
+blocks; here they are called under the engine's lock. It knows neither prefill workers nor gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from decode.leases import Lease, LeaseTable
+from decode.scheduler import DecodeScheduler
+from kvcache.chunk import Chunk, split, verify
+from kvcache.device import DevicePool
+from kvcache.manager import KVManager
+from serving.engine.loop import EngineLoop
+from serving.engine.output import Output
+from serving.engine.sequence import Sequence
+from serving.errors import ContextLengthExceeded, Draining, MillraceError, NoRoom, Retryable, StaleLease
+from serving.links import Deliver, LeaseEvent
+from serving.messages import LeaseGrant, LeaseId, LeaseOrder, WorkerIdentity
+
+log = logging.getLogger(__name__)
+
+
+class DecodeWorker:
+    """See the module. `address` is what leases are granted with: where KV is to be pushed."""
+
+    def __init__(
+        self,
+        *,
+        identity: WorkerIdentity,
+        loop: EngineLoop,
+        kv: KVManager,
+        pool: DevicePool,
+        scheduler: DecodeScheduler,
+        long_rope: Callable[[int], bool],
+        address: str,
+    ):
+        self.identity = identity
+        self.loop = loop
+        self.engine = loop.engine
+        self.kv = kv
+        self.pool = pool
+        self.scheduler = scheduler
+        self.long_rope = long_rope
+        self.address = address
+        self.table = LeaseTable(identity.instance, len(pool.specs))
+        self.sessions: dict[str, Session] = {}
+        self.draining = False
+        self.receiving = 0  # handoffs in progress
+        self.refused: dict[str, int] = {}  # KV chunks refused, by reason
+        self._session_count = 0
+        self._idle = asyncio.Event()
+        loop.after_step.append(self._flush)
+
+    # ---- leases ------------------------------------------------------------------------------------------------
+
+    async def connect(self, router: str, deliver: Deliver, lost: Callable[[MillraceError], None]) -> Session:
+        """Start a session for a router; `lost` is never called in process."""
+        self._session_count += 1
+        session = Session(self, f"{router}#{self._session_count}", deliver)
+        self.sessions[session.name] = session
+        return session
+
+    def open(self, order: LeaseOrder, session: str) -> LeaseGrant:
+        """Hold room for the order's tokens. Raises Draining, NoRoom, StaleLease, ContextLengthExceeded."""
+        if self.draining:
+            raise Draining(f"{self.identity.name} is draining")
+        with self.engine.lock:
+            if len(self.table.leases) >= self.engine.max_num_seqs:
+                raise NoRoom(f"{self.identity.name} holds {len(self.table.leases)} sequences, its limit")
+            seq = self._hold(order)
+            try:
+                lease = self.table.open(order, session, seq)
+            except MillraceError:
+                self.kv.release(seq)
+                raise
+            return self._grant(lease)
+
+    def advance(self, order: LeaseOrder) -> LeaseGrant:
+        """Begin the lease anew for another prefill try. When it raises, the lease is gone."""
+        with self.engine.lock:
+            lease = self.table.leases.get(order.lease.lease)
+            if lease is None:
+                raise StaleLease(f"lease {order.lease.lease} is not open here", code="lease")
+            self.engine.end(lease.seq)
+            try:
+                lease = self.table.advance(order, self._hold(order))
+            except MillraceError:
+                self.table.end(order.lease.lease)
+                raise
+            return self._grant(lease)
+
+    def end(self, lease_id: str) -> None:
+        """Forget the lease and free its blocks within a step. Safe to repeat."""
+        with self.engine.lock:
+            lease = self.table.end(lease_id)
+            if lease is not None:
+                self.engine.end(lease.seq)
+        self._note_idle()
+        self.loop.wake()
+
+    def _hold(self, order: LeaseOrder) -> Sequence:
+        request = order.request
+        tokens = len(request.prompt) + len(order.generated)
+        limit = self.identity.max_model_len
+        if tokens >= limit:
+            raise ContextLengthExceeded(
+                f"{tokens} tokens leave no room to generate within the context of {limit}", param="prompt"
+            )
+        long_rope = self.long_rope(len(request.prompt) + request.sampling.max_tokens)
+        root = self.kv.root(request.tenant, long_rope)
+        seq = Sequence(order, root=root, stays=True, long_rope=long_rope, now=self.engine.clock())
+        self.kv.open(seq, headroom=len(self.table.leases))
+        return seq
+
+    def _grant(self, lease: Lease) -> LeaseGrant:
+        lease.seq.sink = LeaseSink(self, lease)
+        return LeaseGrant(lease=lease.fence, cached_tokens=lease.seq.computed, address=self.address)
+
+    # ---- KV in -------------------------------------------------------------------------------------------------
+
+    async def receive(self, chunk: Chunk) -> None:
+        """Check a chunk and write it into its lease's blocks. Raises CorruptChunk, StaleLease."""
+        await asyncio.to_thread(self._receive, chunk)
+
+    def _receive(self, chunk: Chunk) -> None:
+        try:
+            if chunk.layout != self.identity.fingerprint:
+                raise StaleLease("KV of another model or layout", code="layout")
+            verify(chunk, self.pool)
+            layers = split(chunk, self.pool)
+            with self.engine.lock:
+                lease = self.table.check(chunk.lease)
+                lease.accept(chunk.first_layer, chunk.last_layer, chunk.start, chunk.end)
+                slots = self.pool.slots(lease.seq.blocks, chunk.start, chunk.end)
+                for layer, parts in enumerate(layers, chunk.first_layer):
+                    self.pool.write(layer, slots, parts)
+                lease.fill(chunk.first_layer, chunk.last_layer, chunk.end)
+        except Retryable as error:
+            self._refuse(error, chunk.lease)
+            raise
+
+    async def commit(self, fence: LeaseId, first_token: int) -> None:
+        """All KV is here: the lease joins the batch after `first_token`. Raises CorruptChunk, StaleLease."""
+        try:
+            with self.engine.lock:
+                lease = self.table.commit(fence)
+                seq = lease.seq
+                seq.computed = len(seq.tokens)
+                self.kv.publish(seq)
+                seq.tokens.append(first_token)
+                self.scheduler.add(seq)
+        except Retryable as error:
+            self._refuse(error, fence)
+            raise
+        self.loop.wake()
+
+    def adopt(self, fence: LeaseId) -> Sequence:
+        """The lease's own sequence, for a prefill in this same worker. Raises StaleLease."""
+        with self.engine.lock:
+            return self.table.adopt(fence).seq
+
+    def _refuse(self, error: Retryable, fence: LeaseId) -> None:
+        reason = error.code or type(error).__name__
+        self.refused[reason] = self.refused.get(reason, 0) + 1
+        log.warning("KV refused for lease %s epoch %d: %s", fence.lease, fence.epoch, error.message)
+
+    # ---- tokens out --------------------------------------------------------------------------------------------
+
+    def _flush(self) -> None:
+        for session in list(self.sessions.values()):
+            session.flush()
+
+    # ---- leaving -----------------------------------------------------------------------------------------------
+
+    def _note_idle(self) -> None:
+        if not self.table.leases:
+            self._idle.set()
+
+    async def drain(self, seconds: float) -> None:
+        """Take no new leases; let the running ones finish for so long, then send the rest elsewhere."""
+        self.draining = True
+        self._idle.clear()
+        self._note_idle()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            left = list(self.table.leases.values())
+            log.info("%d leases move to other workers", len(left))
+            for lease in left:
+                self.evict(lease, Draining(f"{self.identity.name} is leaving"))
+            self._flush()
+
+    def evict(self, lease: Lease, error: MillraceError) -> None:
+        """End a lease from this side: its router hears why."""
+        session = self.sessions.get(lease.session)
+        self.end(lease.fence.lease)
+        if session is not None:
+            session.pending.append(LeaseEvent(lease.fence.lease, lease.fence.epoch, error=error))
+
+    def abandon(self, error: MillraceError) -> None:
+        """The engine died: every lease ends with this error."""
+        self.draining = True
+        for lease in list(self.table.leases.values()):
+            session = self.sessions.get(lease.session)
+            self.table.end(lease.fence.lease)
+            if session is not None:
+                session.pending.append(LeaseEvent(lease.fence.lease, lease.fence.epoch, error=error))
+        self._flush()
+
+    # ---- accounts ----------------------------------------------------------------------------------------------
+
+    def sequences(self) -> list[Sequence]:
+        return [lease.seq for lease in self.table.leases.values()]
+
+    def orphans(self) -> int:
+        """Leases whose session is gone; 0 unless something leaked."""
+        return sum(lease.session not in self.sessions for lease in self.table.leases.values())
+
+
+class LeaseSink:
+    """Where the engine delivers a lease's tokens: into its session's message for this step."""
+
+    def __init__(self, worker: DecodeWorker, lease: Lease):
+        self.worker = worker
+        self.fence = lease.fence
+        self.session = lease.session
+
+    def deliver(self, output: Output) -> None:
+        session = self.worker.sessions.get(self.session)
+        lease = self.worker.table.leases.get(self.fence.lease)
+        if session is None or lease is None or lease.fence != self.fence:
+            return  # cancelled, or begun anew, while the step ran
+        session.pending.append(LeaseEvent(self.fence.lease, self.fence.epoch, output.delta, output.error))
+        if output.error is not None or (output.delta is not None and output.delta.finish is not None):
+            self.worker.end(self.fence.lease)
+
+
+class Session:
+    """One router's leases on this worker (serving.links.DecodeSession)."""
+
+    def __init__(self, worker: DecodeWorker, name: str, deliver: Deliver):
+        self.worker = worker
+        self.name = name
+        self.deliver = deliver
+        self.pending: list[LeaseEvent] = []
+
+    async def open(self, order: LeaseOrder) -> LeaseGrant:
+        return self.worker.open(order, self.name)
+
+    async def advance(self, order: LeaseOrder) -> LeaseGrant:
+        return self.worker.advance(order)
+
+    def cancel(self, lease: str) -> None:
+        self.worker.end(lease)
+
+    def flush(self) -> None:
+        """Send everything this step brought, in one message."""
+        if self.pending:
+            events, self.pending = self.pending, []
+            self.deliver(events)
+
+    async def close(self) -> None:
+        """End every lease of the session."""
+        self.worker.sessions.pop(self.name, None)
+        for lease in self.worker.table.of(self.name):
+            self.worker.end(lease.fence.lease)

@@ -1,0 +1,1 @@
+"""Prefill: computes prompts in chunks, draws the first token, and hands the KV over."""

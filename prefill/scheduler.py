@@ -1,0 +1,69 @@
+"""Which prompts are computed in a step, and how much of each: first come, first served, in chunks.
+
+Pure: no torch, no clock, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from serving.engine.plan import KV, Plan
+from serving.engine.sequence import Sequence
+from serving.errors import NoRoom
+
+
+class PrefillScheduler:
+    """The queue of prompts. `then` takes sequences that go on decoding in this worker (a mixed worker's batch)."""
+
+    def __init__(self, kv: KV, then: Callable[[Sequence], None] | None = None):
+        self.kv = kv
+        self.then = then
+        self.queue: list[Sequence] = []
+
+    def add(self, seq: Sequence) -> None:
+        self.queue.append(seq)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens still to compute."""
+        return sum(seq.uncomputed for seq in self.queue)
+
+    def fill(self, plan: Plan, now: float) -> None:
+        full = False
+        for seq in self.queue:
+            if plan.tokens < 1 or plan.seqs < 1:
+                return
+            if full and not seq.blocks:
+                continue  # the first prompt that waits for blocks gets the next ones freed
+            if self._start(seq, now):
+                plan.add(seq, min(seq.uncomputed, plan.tokens), self)
+            else:
+                full = True  # but prompts that hold their blocks go on: theirs are the ones that will come free
+
+    def _start(self, seq: Sequence, now: float) -> bool:
+        """See that the sequence has its blocks and the freshest prefix; False while the pool has no room for it."""
+        if seq.scheduled_at is None:
+            if seq.blocks:
+                self.kv.rematch(seq)
+            else:
+                try:
+                    self.kv.open(seq)
+                except NoRoom:
+                    return False
+            seq.scheduled_at = now
+        return True
+
+    def stepped(self, seq: Sequence) -> None:
+        """Called with one token to go, the one just drawn, once the prompt is computed."""
+        if seq.uncomputed == 1 and len(seq.tokens) > seq.start:
+            self.queue.remove(seq)
+            if seq.stays:
+                assert self.then is not None, "a sequence that stays needs a decode scheduler"
+                self.then(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        if seq in self.queue:
+            self.queue.remove(seq)
+
+    def sequences(self) -> list[Sequence]:
+        return list(self.queue)

@@ -1,0 +1,30 @@
+"""The prefill worker's gRPC door: one call a prefill, whose reply stream ends when the KV has been handed over."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+from grpc import aio
+
+from prefill.worker import PrefillWorker
+from serving.logs import request_context
+from serving.proto import millrace_pb2 as pb
+from serving.proto import millrace_pb2_grpc as stubs
+from serving.rpc import answering
+from serving.wire import prefill_order_from_pb, prefilled_to_pb
+
+
+class PrefillService(stubs.PrefillServicer):
+    """Serves `Prefill` for one worker."""
+
+    def __init__(self, worker: PrefillWorker):
+        self.worker = worker
+
+    async def Run(self, request: pb.PrefillOrder, context: aio.ServicerContext) -> AsyncIterator[pb.Prefilled]:
+        order = prefill_order_from_pb(request)
+        async with answering(context):
+            with request_context(order.order.request.request_id):
+                async with aclosing(self.worker.run(order)) as results:  # type: ignore[type-var]
+                    async for prefilled in results:
+                        yield prefilled_to_pb(prefilled)

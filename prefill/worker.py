@@ -1,0 +1,183 @@
+"""The prefill worker: queues a prompt, computes it in chunks, draws the first token, sees the KV handed over.
+
+When the lease is its own (a mixed worker), it computes into the lease's blocks and the handoff is nothing at all.
+It reaches decode workers only through a dialer that is handed to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from kvcache.device import DevicePool
+from kvcache.handoff import Handoff
+from kvcache.manager import KVManager
+from prefill.scheduler import PrefillScheduler
+from serving.engine.loop import EngineLoop
+from serving.engine.output import Output
+from serving.engine.sequence import Sequence
+from serving.errors import ContextLengthExceeded, Draining, MillraceError, WorkerLost
+from serving.links import HandoffDialer, HandoffLink
+from serving.messages import LeaseId, Prefilled, PrefillOrder, WorkerIdentity
+
+
+class LocalLeases(Protocol):
+    """The decode side of the same worker."""
+
+    def adopt(self, fence: LeaseId) -> Sequence: ...
+
+
+class FirstToken:
+    """Waits for what the engine brings out at the end of a prefill."""
+
+    def __init__(self) -> None:
+        self.future: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
+
+    def deliver(self, output: Output) -> None:
+        if not self.future.done():
+            self.future.set_result(output)
+
+
+class PrefillWorker:
+    """See the module (serving.links.PrefillLink). `leases` is set on a mixed worker."""
+
+    def __init__(
+        self,
+        *,
+        identity: WorkerIdentity,
+        loop: EngineLoop,
+        kv: KVManager,
+        pool: DevicePool,
+        scheduler: PrefillScheduler,
+        long_rope: Callable[[int], bool],
+        dialer: HandoffDialer,
+        leases: LocalLeases | None = None,
+    ):
+        self.identity = identity
+        self.loop = loop
+        self.engine = loop.engine
+        self.kv = kv
+        self.pool = pool
+        self.scheduler = scheduler
+        self.long_rope = long_rope
+        self.dialer = dialer
+        self.leases = leases
+        self.draining = False
+        self.bytes_sent = 0
+        self._runs: dict[int, Sequence] = {}  # prefills in progress, by id of the sequence
+        self._idle = asyncio.Event()
+
+    async def run(self, order: PrefillOrder) -> AsyncIterator[Prefilled]:
+        """Compute the order's tokens and draw the next one, then hand the KV over (serving.links.PrefillLink)."""
+        if self.draining:
+            raise Draining(f"{self.identity.name} is draining")
+        async with self._sequence(order) as seq:
+            if order.grant is None or seq.stays:
+                yield await self._first(seq)
+                return
+            link = self.dialer.dial(order.grant.address)
+            try:
+                async for prefilled in self._handing_over(seq, order, link):
+                    yield prefilled
+            finally:
+                await link.close()
+
+    async def _handing_over(self, seq: Sequence, order: PrefillOrder, link: HandoffLink) -> AsyncIterator[Prefilled]:
+        grant = order.grant
+        assert grant is not None
+        fingerprint = self.identity.fingerprint
+        handoff = Handoff(self.pool, link, seq, grant.lease, fingerprint, grant.cached_tokens)
+        seq.handoff = handoff
+        sending = asyncio.create_task(handoff.run(), name=f"handoff-{grant.lease.lease}")
+        first = asyncio.create_task(self._first(seq), name=f"prefill-{grant.lease.lease}")
+        try:
+            done, _ = await asyncio.wait([sending, first], return_when=asyncio.FIRST_COMPLETED)
+            if sending in done:
+                sending.result()  # a refused chunk ends the try before the prompt is computed
+            prefilled = await first
+            yield prefilled
+            if prefilled.delta.finish is None:
+                await sending
+                await link.commit(grant.lease, prefilled.delta.tokens[-1])
+        finally:
+            seq.handoff = None
+            self.bytes_sent += handoff.bytes_sent
+            for task in (sending, first):
+                task.cancel()
+            await asyncio.gather(sending, first, return_exceptions=True)
+
+    async def _first(self, seq: Sequence) -> Prefilled:
+        """Queue the sequence and wait for its first token. Raises what the engine reports."""
+        sink = FirstToken()
+        seq.prefill_sink = sink
+        with self.engine.lock:
+            if seq.ended:
+                raise WorkerLost("the lease ended before its prefill began")
+            self.scheduler.add(seq)
+        self.loop.wake()
+        output = await sink.future
+        if output.error is not None:
+            raise output.error
+        assert output.delta is not None
+        now = self.engine.clock()
+        began = seq.scheduled_at if seq.scheduled_at is not None else now
+        return Prefilled(
+            delta=output.delta,
+            cached_tokens=seq.cached,
+            queue_seconds=began - seq.waiting_since,
+            compute_seconds=now - began,
+        )
+
+    @asynccontextmanager
+    async def _sequence(self, order: PrefillOrder) -> AsyncIterator[Sequence]:
+        """The lease's own sequence, or a new one of ours that is gone when the prefill is over."""
+        grant = order.grant
+        if grant is not None and grant.lease.instance == self.identity.instance and self.leases is not None:
+            seq = self.leases.adopt(grant.lease)
+        else:
+            seq = self._new_sequence(order)
+        self._runs[id(seq)] = seq
+        try:
+            yield seq
+        finally:
+            del self._runs[id(seq)]
+            if not seq.stays:
+                self.loop.end(seq)
+            if not self._runs:
+                self._idle.set()
+
+    def _new_sequence(self, order: PrefillOrder) -> Sequence:
+        request = order.order.request
+        tokens = len(request.prompt) + len(order.order.generated)
+        if tokens >= self.identity.max_model_len:
+            raise ContextLengthExceeded(
+                f"{tokens} tokens leave no room to generate within the context of {self.identity.max_model_len}",
+                param="prompt",
+            )
+        long_rope = self.long_rope(len(request.prompt) + request.sampling.max_tokens)
+        root = self.kv.root(request.tenant, long_rope)
+        return Sequence(order.order, root=root, stays=False, long_rope=long_rope, now=self.engine.clock())
+
+    async def drain(self, seconds: float) -> None:
+        """Take no new prompts; finish the queue and wait until all KV has been handed over, or the time is up."""
+        self.draining = True
+        if not self._runs:
+            return
+        self._idle.clear()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            return  # the process leaves; routers see the broken calls and go elsewhere
+
+    def abandon(self, error: MillraceError) -> None:
+        """The engine died: every prefill that waits for it ends with this error."""
+        self.draining = True
+        for seq in self._runs.values():
+            if seq.prefill_sink is not None:
+                seq.prefill_sink.deliver(Output(seq, error=error))
+
+    def sequences(self) -> list[Sequence]:
+        return list(self._runs.values())
