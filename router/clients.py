@@ -1,0 +1,137 @@
+"""The gRPC forms of the links a router uses: a decode session over one stream, a prefill over one call, an audit.
+
+The in-process forms are the workers themselves; both satisfy serving.links.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from serving.errors import MillraceError, WorkerLost
+from serving.links import Deliver
+from serving.messages import Audit, LeaseGrant, LeaseOrder, Prefilled, PrefillOrder
+from serving.proto import millrace_pb2 as pb
+from serving.proto import millrace_pb2_grpc as stubs
+from serving.rpc import Caller, asking
+from serving.wire import (
+    audit_from_pb,
+    error_from_pb,
+    event_from_pb,
+    grant_from_pb,
+    order_to_pb,
+    prefill_order_to_pb,
+    prefilled_from_pb,
+)
+
+
+class RemoteWorker:
+    """A worker behind gRPC: DecodeWorkerLink, PrefillLink and AuditLink in one."""
+
+    def __init__(self, caller: Caller):
+        self.caller = caller
+
+    async def connect(self, router: str, deliver: Deliver, lost: Callable[[MillraceError], None]) -> RemoteSession:
+        """Raises WorkerLost when the worker cannot be reached."""
+        session = RemoteSession(self.caller, router, deliver, lost)
+        await session.welcome
+        return session
+
+    async def run(self, order: PrefillOrder) -> AsyncIterator[Prefilled]:
+        call = stubs.PrefillStub(self.caller.channel).Run(prefill_order_to_pb(order), metadata=self.caller.metadata)
+        try:
+            with asking(self.caller.address):
+                async for message in call:
+                    yield prefilled_from_pb(message)
+        finally:
+            call.cancel()
+
+    async def audit(self) -> list[Audit]:
+        with asking(self.caller.address):
+            reply = await stubs.WorkerStub(self.caller.channel).GetAudit(
+                pb.AuditRequest(), metadata=self.caller.metadata, timeout=5
+            )
+        return [audit_from_pb(audit) for audit in reply.audits]
+
+    async def close(self) -> None:
+        await self.caller.close()
+
+
+class RemoteSession:
+    """One `Session` stream (DecodeSession). When it ends for any reason, `lost` is called once."""
+
+    def __init__(self, caller: Caller, router: str, deliver: Deliver, lost: Callable[[MillraceError], None]):
+        self.caller = caller
+        self.deliver = deliver
+        self.lost = lost
+        self.welcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._outgoing: asyncio.Queue[pb.SessionRequest | None] = asyncio.Queue()
+        self._outgoing.put_nowait(pb.SessionRequest(hello=router))
+        self._answers: dict[tuple[str, int], asyncio.Future[LeaseGrant]] = {}
+        self._over: MillraceError | None = None
+        self._task = asyncio.create_task(self._run(), name=f"session-{caller.address}")
+
+    async def _run(self) -> None:
+        error: MillraceError = WorkerLost(f"{self.caller.address} ended its session")
+        try:
+            with asking(self.caller.address):
+                call = stubs.DecodeStub(self.caller.channel).Session(self._requests(), metadata=self.caller.metadata)
+                async for reply in call:
+                    self._take(reply)
+        except MillraceError as broken:
+            error = broken
+        finally:
+            self._end(error)
+
+    async def _requests(self) -> AsyncIterator[pb.SessionRequest]:
+        while (request := await self._outgoing.get()) is not None:
+            yield request
+
+    def _take(self, reply: pb.SessionReply) -> None:
+        if reply.welcome and not self.welcome.done():
+            self.welcome.set_result(None)
+        if reply.HasField("answer"):
+            answer = reply.answer
+            future = self._answers.pop((answer.lease.lease, answer.lease.epoch), None)
+            if future is not None and not future.done():
+                if answer.HasField("error"):
+                    future.set_exception(error_from_pb(answer.error))
+                else:
+                    future.set_result(grant_from_pb(answer.grant))
+        if reply.events:
+            self.deliver([event_from_pb(event) for event in reply.events])
+
+    def _end(self, error: MillraceError) -> None:
+        self._over = error
+        waiting: list[asyncio.Future[Any]] = [*self._answers.values(), self.welcome]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(error)
+        self._answers.clear()
+        self.lost(error)
+
+    async def open(self, order: LeaseOrder) -> LeaseGrant:
+        return await self._ask(order, pb.SessionRequest(open=order_to_pb(order)))
+
+    async def advance(self, order: LeaseOrder) -> LeaseGrant:
+        return await self._ask(order, pb.SessionRequest(advance=order_to_pb(order)))
+
+    async def _ask(self, order: LeaseOrder, request: pb.SessionRequest) -> LeaseGrant:
+        if self._over is not None:
+            raise WorkerLost(self._over.message)
+        future: asyncio.Future[LeaseGrant] = asyncio.get_running_loop().create_future()
+        self._answers[order.lease.lease, order.lease.epoch] = future
+        self._outgoing.put_nowait(request)
+        try:
+            return await future
+        finally:
+            self._answers.pop((order.lease.lease, order.lease.epoch), None)
+
+    def cancel(self, lease: str) -> None:
+        self._outgoing.put_nowait(pb.SessionRequest(cancel=lease))
+
+    async def close(self) -> None:
+        self._outgoing.put_nowait(None)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)

@@ -1,0 +1,250 @@
+"""The workers as the router can use them: links, sessions, leases with room, and the wait for any of it.
+
+The registry knows who is there and the policy who is best; this tries them in that order. No torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.admission import CONTINUATION, NEW, Turnstile
+from router.leases import NoLease, RouterLease, WorkerSession
+from router.policy import Candidate, LeastLoaded
+from router.registry import Registry
+from serving.errors import Draining, MillraceError, NoRoom, Overloaded, Unavailable, WorkerLost
+from serving.links import AuditLink, DecodeWorkerLink, PrefillLink
+from serving.messages import Audit, Request, WorkerStatus
+
+log = logging.getLogger(__name__)
+
+RECHECK_SECONDS = 0.25  # room may come free at a worker through another router: look again this often
+
+
+class WorkerLink(DecodeWorkerLink, PrefillLink, AuditLink, Protocol):
+    """Everything a router asks of a worker; a worker answers what its role allows."""
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterConfig:
+    """`patience`: seconds a request may wait for room or for a worker; `max_failures`: tries that may break."""
+
+    name: str = "router"
+    patience: float = 60.0
+    max_waiting: int = 1024
+    max_failures: int = 8
+    silence: float = 5.0  # seconds without a heartbeat until a worker is taken for dead
+
+
+class Fleet:
+    """`make_link` makes the link to a worker that has registered: gRPC, or the worker itself in process."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        make_link: Callable[[WorkerStatus], WorkerLink],
+        policy: LeastLoaded,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.config = config
+        self.make_link = make_link
+        self.policy = policy
+        self.clock = clock
+        self.registry = Registry(config.silence)
+        self.turnstile = Turnstile(config.max_waiting)
+        self._links: dict[str, WorkerLink] = {}
+        self._sessions: dict[str, asyncio.Task[WorkerSession]] = {}
+        self._changed = asyncio.Event()
+        self._lease_count = 0
+
+    # ---- what is heard -----------------------------------------------------------------------------------------
+
+    def heartbeat(self, status: WorkerStatus) -> None:
+        """A worker reports; whoever waits for room looks again."""
+        if self.registry.heartbeat(status, self.clock()):
+            log.info(
+                "%s worker %s (%s) is %s",
+                status.role,
+                status.name,
+                status.address,
+                "leaving" if status.draining else "here",
+            )
+        self.notify()
+
+    def expire(self) -> None:
+        """Take silent workers for dead; call about once a second."""
+        for instance in self.registry.expire(self.clock()):
+            self.suspect(instance, WorkerLost("no heartbeat"))
+        for instance in [known for known in self._links if self.registry.get(known) is None]:
+            link = self._links.pop(instance)
+            asyncio.get_running_loop().create_task(link.close())
+
+    def suspect(self, instance: str, error: MillraceError) -> None:
+        """A call to the worker broke: give it nothing until it reports again, and fail the leases it held."""
+        entry = self.registry.get(instance)
+        if entry is not None and not entry.suspect:
+            log.warning("worker %s is out of reach: %s", entry.status.name, error.message)
+        self.registry.suspect(instance)
+        task = self._sessions.pop(instance, None)
+        if task is not None and task.done() and not task.cancelled() and task.exception() is None:
+            task.result().lose(error)
+
+    def notify(self) -> None:
+        """Something changed that may make room."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # ---- leases ------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def lease(self, request: Request, generated: Sequence[int]) -> AsyncIterator[RouterLease | NoLease]:
+        """Room on the best decode worker that has it; closed, everywhere, when left.
+
+        Raises Overloaded or Unavailable once patience is over, InvalidRequest, ContextLengthExceeded.
+        """
+        self._lease_count += 1
+        lease_id = f"{request.request_id}/{self._lease_count}"
+        if request.sampling.max_tokens - len(generated) == 1:
+            yield NoLease(lease_id)
+            return
+        lease = await self._place(lease_id, request, generated)
+        entry = self.registry.get(lease.fence.instance)
+        if entry is not None:
+            entry.leases += 1
+        try:
+            yield lease
+        finally:
+            if entry is not None:
+                entry.leases -= 1
+            lease.worker.close_lease(lease)
+            self.notify()
+
+    async def _place(self, lease_id: str, request: Request, generated: Sequence[int]) -> RouterLease:
+        full = False
+        try:
+            async with asyncio.timeout(self._patience(request)):
+                async with self.turnstile.turn(CONTINUATION if generated else NEW):
+                    while True:
+                        lease, full = await self._try_all(lease_id, request, generated)
+                        if lease is not None:
+                            return lease
+                        await self.change()
+        except TimeoutError:
+            if full or self.turnstile.waiting:
+                raise Overloaded(
+                    f"no decode worker had room within {self.config.patience:g} s", code="no_room", retry_after=1.0
+                ) from None
+            raise Unavailable("no decode worker is ready; start one, or look at /health", retry_after=2.0) from None
+
+    async def _try_all(
+        self, lease_id: str, request: Request, generated: Sequence[int]
+    ) -> tuple[RouterLease | None, bool]:
+        """A lease on the first worker that grants one, and whether some were full."""
+        full = False
+        for candidate in self.policy.decode_order(request, self.registry.candidates(), avoid=()):
+            instance = candidate.status.instance
+            try:
+                session = await self._session(candidate.status)
+                return await session.open(lease_id, request, generated), False
+            except NoRoom:
+                full = True
+            except Draining:
+                continue  # its heartbeat will say so
+            except WorkerLost as error:
+                self.suspect(instance, error)
+        return None, full
+
+    def _patience(self, request: Request) -> float:
+        if request.deadline is None:
+            return self.config.patience
+        return max(0.0, min(self.config.patience, request.deadline - self.clock()))
+
+    async def change(self) -> None:
+        """Wait until something changed, or a moment."""
+        try:
+            async with asyncio.timeout(RECHECK_SECONDS):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    async def _session(self, status: WorkerStatus) -> WorkerSession:
+        """The session with a worker, begun when first needed. Raises WorkerLost."""
+        task = self._sessions.get(status.instance)
+        if task is None:
+            connecting = WorkerSession.connect(self.link(status), status.instance, self.config.name)
+            task = asyncio.create_task(connecting, name=f"connect-{status.name}")
+            self._sessions[status.instance] = task
+        session = await asyncio.shield(task)
+        if session.lost is not None:
+            self.suspect(status.instance, session.lost)
+            raise WorkerLost(session.lost.message)
+        return session
+
+    # ---- prefill -----------------------------------------------------------------------------------------------
+
+    async def prefill_worker(self, request: Request, lease: RouterLease | NoLease, avoid: set[str]) -> Candidate:
+        """The best worker to prefill for this lease; waits for one. Raises Unavailable, or what ends the lease."""
+        instance = lease.fence.instance
+        try:
+            async with asyncio.timeout(self._patience(request)):
+                while True:
+                    found = self._best_prefill(request, instance, avoid)
+                    if found is not None:
+                        return found
+                    if lease.failed.done():
+                        raise lease.failed.result()
+                    avoid.clear()  # better one that failed before than none
+                    await self.change()
+        except TimeoutError:
+            raise Unavailable("no prefill worker is ready; start one, or look at /health", retry_after=2.0) from None
+
+    def _best_prefill(self, request: Request, instance: str, avoid: set[str]) -> Candidate | None:
+        """The decode worker itself where it can prefill too, else the policy's choice among its equals."""
+        entry = self.registry.get(instance)
+        candidates = self.registry.candidates()
+        for candidate in candidates:
+            if candidate.status.instance == instance and candidate.prefills and instance not in avoid:
+                return candidate
+        fingerprint = entry.status.fingerprint if entry is not None else None
+        order = self.policy.prefill_order(request, candidates, fingerprint, avoid)
+        return order[0] if order else None
+
+    def link(self, status: WorkerStatus) -> WorkerLink:
+        link = self._links.get(status.instance)
+        if link is None:
+            link = self._links[status.instance] = self.make_link(status)
+        return link
+
+    # ---- accounts ----------------------------------------------------------------------------------------------
+
+    def open_leases(self) -> int:
+        sessions = [task for task in self._sessions.values() if task.done() and not task.cancelled()]
+        return sum(len(task.result().leases) for task in sessions if task.exception() is None)
+
+    async def audits(self) -> list[Audit]:
+        """What every worker that can be reached says it holds."""
+        found: list[Audit] = []
+        for candidate in self.registry.candidates():
+            try:
+                found += await self.link(candidate.status).audit()
+            except WorkerLost as error:
+                self.suspect(candidate.status.instance, error)
+        return found
+
+    async def close(self) -> None:
+        for task in list(self._sessions.values()):
+            task.cancel()
+            done = await asyncio.gather(task, return_exceptions=True)
+            if isinstance(done[0], WorkerSession):
+                await done[0].close()
+        self._sessions.clear()
+        for link in self._links.values():
+            await link.close()
+        self._links.clear()
