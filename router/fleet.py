@@ -63,6 +63,7 @@ class Fleet:
         self._sessions: dict[str, asyncio.Task[WorkerSession]] = {}
         self._changed = asyncio.Event()
         self._lease_count = 0
+        self.refused: MillraceError | None = None  # set once no request may go on
 
     # ---- what is heard -----------------------------------------------------------------------------------------
 
@@ -95,6 +96,15 @@ class Fleet:
         task = self._sessions.pop(instance, None)
         if task is not None and task.done() and not task.cancelled() and task.exception() is None:
             task.result().lose(error)
+
+    def refuse_all(self, error: MillraceError) -> None:
+        """The router is leaving and cannot wait: every request still here ends with this error."""
+        self.refused = error
+        for task in self._sessions.values():
+            if task.done() and not task.cancelled() and task.exception() is None:
+                for lease in list(task.result().leases.values()):
+                    lease.fail(error)
+        self.notify()
 
     def notify(self) -> None:
         """Something changed that may make room."""
@@ -132,6 +142,8 @@ class Fleet:
             async with asyncio.timeout(self._patience(request)):
                 async with self.turnstile.turn(CONTINUATION if generated else NEW):
                     while True:
+                        if self.refused is not None:
+                            raise self.refused
                         lease, full = await self._try_all(lease_id, request, generated)
                         if lease is not None:
                             return lease

@@ -76,6 +76,23 @@ class Router:
             self.running -= 1
             timeline.note(Moment.FINISHED, self.clock())
             self.observer.finished(request, timeline, last, failure)
+            self._log_end(request, timeline, last, failure)
+
+    def _log_end(self, request: Request, timeline: Timeline, last: Delta | None, failure: BaseException | None) -> None:
+        if last is not None and last.finish is not None:
+            ending = last.finish.value
+        else:
+            ending = type(failure).__name__ if isinstance(failure, MillraceError) else "left"
+        ttft, tpot = timeline.between(Moment.ARRIVED, Moment.FIRST_TOKEN), timeline.tpot
+        with request_context(request.request_id):
+            log.info(
+                "%d prompt tokens, %d output tokens, first after %s, then one each %s: %s",
+                len(request.prompt),
+                timeline.tokens,
+                "never" if ttft is None else f"{ttft * 1e3:.0f} ms",
+                "-" if tpot is None else f"{tpot * 1e3:.1f} ms",
+                ending,
+            )
 
     async def _tokens(
         self, request: Request, generated: list[int], lease: RouterLease | NoLease, timeline: Timeline

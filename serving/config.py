@@ -68,6 +68,7 @@ class HttpConfig:
     )
     shutdown_timeout: float = option(120.0, "seconds running requests may take to finish after SIGTERM")
     max_body_size: int = option(4 << 20, "bytes of a request body at most")
+    body_timeout: float = option(20.0, "seconds a client may take to send a request's body")
     log_level: str = option("info", "how much to log", choices=("debug", "info", "warning", "error"))
 
 
@@ -89,7 +90,7 @@ class ClusterConfig:
     grpc_port: int = option(0, "port of a service's gRPC; 0 takes a free one (the router's default is 8100)")
     advertise: str | None = option(None, "host:port others reach this service's gRPC at; default: where it listens")
     routers: str = option("127.0.0.1:8100", "routers a worker reports to: host:port, comma-separated")
-    worker_name: str | None = option(None, "the worker's name; default: role and process id")
+    worker_name: str | None = option(None, "the worker's name; default: role, host and process id")
     metrics_port: int | None = option(None, "port of a worker's own /health, /metrics and /audit; default: none")
     cluster_key: str | None = option(None, "key services show each other; set MILLRACE_CLUSTER_KEY", secret=True)
 

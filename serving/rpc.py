@@ -79,6 +79,15 @@ def server(cluster_key: str | None = None) -> aio.Server:
     return aio.server(interceptors=[_KeyCheck(cluster_key)] if cluster_key else None, options=_OPTIONS)
 
 
+def listen(on: aio.Server, host: str, port: int) -> int:
+    """Have the server listen on host:port, 0 for a free one; the port. Raises ValueError when it cannot be had."""
+    try:
+        bound: int = on.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:
+        raise ValueError(f"gRPC cannot listen on {host}:{port}; choose another --grpc-host or --grpc-port") from error
+    return bound
+
+
 class Caller:
     """A channel and the metadata its calls carry. `metadata` goes into every stub call."""
 

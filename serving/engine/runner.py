@@ -16,6 +16,7 @@ from serving.engine.penalties import PenaltyState, penalised
 from serving.engine.plan import Work
 from serving.engine.sampling import Sampled, Sampler, SampleRow, SamplingFailed, token_logprobs
 from serving.engine.sequence import Sequence
+from serving.errors import InternalError
 from serving.messages import TokenLogprob
 from serving.model.decoder import Decoder
 
@@ -53,17 +54,20 @@ class ModelRunner(Runner):
     def _draw(self, work: Seq[Work], rows: list[range], logits: Tensor) -> RunResult:
         """Split the logits back to their sequences, draw where a sequence's last token was computed."""
         prompt: dict[int, list[TokenLogprob | None]] = {}
+        sampled: list[Sampled | SamplingFailed | None] = [None] * len(work)
         drawn: list[int] = []
         picks: list[int] = []
         first = 0
         for i, (item, span) in enumerate(zip(work, rows, strict=True)):
             if item.seq.request.prompt_logprobs is not None:
-                prompt[i] = prompt_logprobs(item, logits[first : first + len(span)])
+                try:
+                    prompt[i] = prompt_logprobs(item, logits[first : first + len(span)])
+                except InternalError as error:
+                    sampled[i] = SamplingFailed(error.message)
             first += len(span)
-            if item.completes:
+            if item.completes and sampled[i] is None:
                 drawn.append(i)
                 picks.append(first - 1)
-        sampled: list[Sampled | SamplingFailed | None] = [None] * len(work)
         if drawn:
             chosen = logits if len(picks) == len(logits) else logits[picks]
             for i, sample in zip(drawn, self.sampler(chosen, [self._row(work[i].seq) for i in drawn]), strict=True):

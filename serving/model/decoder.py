@@ -64,7 +64,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """Scores of the next token [R, V], float32, for rows of what `forward` returned."""
-        return self.head(hidden_RH).float()  # type: ignore[no-any-return]
+        return self.head(hidden_RH.to(self.head.weight.dtype)).float()  # type: ignore[no-any-return]
 
 
 class Layer(nn.Module):

@@ -46,7 +46,9 @@ def load(path: Path, dtype: str = "auto", device: str = "cpu") -> LoadedModel:
     with torch.device("meta"):
         model = Decoder(spec)
     fill(model, checkpoint, DTYPES[dtype], torch.device(device))
-    if dtype == "float32" and device == "cpu":
+    if device == "cpu":
+        if dtype != "float32":
+            use_float32_head(model)
         use_onednn(model)
     digest = fingerprint(spec, checkpoint.files, dtype)
     return LoadedModel(model=model.eval(), spec=spec, dtype=dtype, fingerprint=digest, path=path)
@@ -84,6 +86,13 @@ def fill(model: Decoder, checkpoint: Checkpoint, dtype: torch.dtype, device: tor
         setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
     model.tie_weights()
     model.to(device)  # the rotary frequencies
+
+
+def use_float32_head(model: Decoder) -> None:
+    """Let the head compute in float32: scores rounded to 8 bits of mantissa tie, and a tie is a wrong token."""
+    model.head.to(torch.float32)
+    if model.spec.tied_embeddings:  # `to` has converted the embedding with it: that one keeps the model's type
+        model.embed.weight = nn.Parameter(model.embed.weight.to(model.norm.weight.dtype), requires_grad=False)
 
 
 def _in_order(tensor: Tensor, part: Part) -> Tensor:

@@ -101,7 +101,7 @@ class TestDtype:
     def test_weights_have_the_dtype_asked_for(self, tiny: Path, dtype: str) -> None:
         loaded = load(tiny, dtype)
         assert loaded.dtype == dtype
-        assert {parameter.dtype for parameter in loaded.model.parameters()} == {getattr(torch, dtype)}
+        assert {parameter.dtype for parameter in loaded.model.layers.parameters()} == {getattr(torch, dtype)}
 
     def test_auto_is_the_config_s_own(self, tiny: Path, tmp_path: Path) -> None:
         assert load(tiny).dtype == "float32"
