@@ -1,0 +1,147 @@
+"""The HTTP front door: an OpenAI-compatible API over a `generate` that it is handed.
+
+Endpoints are listed here and do their work elsewhere. The door knows neither router nor workers: what it shows of
+them comes in through callables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import orjson
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serving import __version__
+from serving.api.failures import handle_failures
+from serving.api.gate import Gate
+from serving.api.generation import GenerationResponse, Service
+from serving.api.guard import Guard
+from serving.api.openapi import describe_bodies, takes
+from serving.api.prepare import Preparer
+from serving.api.prompts import PromptReader
+from serving.api.schema import ChatCompletionBody, CompletionBody, DetokenizeBody, TokenizeBody
+from serving.api.settings import ApiConfig, Health, Observer, ReadAudit, ServedModel, SilentObserver
+from serving.api.tokens import TokenDesk
+from serving.errors import NotFound, Unavailable
+from serving.messages import Generate
+from serving.text.tokenizer import Tokenizer
+
+
+def create_app(
+    generate: Generate,
+    *,
+    tokenizer: Tokenizer,
+    served: ServedModel,
+    config: ApiConfig,
+    health: Health,
+    audit: ReadAudit,
+    metrics_text: Callable[[], bytes],
+    observer: Observer | None = None,
+    gate: Gate | None = None,
+) -> FastAPI:
+    """The ASGI application. `app.state.gate` is the `Gate` through which a server drains it.
+
+    Raises `ValueError` when the tokenizer's chat template is not valid.
+    """
+    app = FastAPI(title="millrace", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    gate = gate or Gate(retry_after_s=config.retry_after_s)
+    app.state.gate = gate
+    app.add_middleware(Guard, api_keys=config.api_keys)
+    handle_failures(app)
+    prompts = PromptReader(tokenizer=tokenizer, served=served)
+    service = Service(
+        generate=generate, tokenizer=tokenizer, config=config, gate=gate, observer=observer or SilentObserver()
+    )
+    _add_generation(app, service, Preparer(served=served, config=config, prompts=prompts))
+    _add_models(app, served)
+    _add_tokens(app, config, TokenDesk(tokenizer=tokenizer, served=served, prompts=prompts))
+    _add_operations(app, gate, health, audit, metrics_text)
+    describe_bodies(app, [ChatCompletionBody, CompletionBody, TokenizeBody, DetokenizeBody])
+    return app
+
+
+def _json(content: object) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")
+
+
+def _add_generation(app: FastAPI, service: Service, preparer: Preparer) -> None:
+    @app.post("/v1/chat/completions", openapi_extra=takes(ChatCompletionBody))
+    async def chat_completions(request: Request) -> Response:
+        return GenerationResponse(service, preparer.chat, request.state.identity)
+
+    @app.post("/v1/completions", openapi_extra=takes(CompletionBody))
+    async def completions(request: Request) -> Response:
+        return GenerationResponse(service, preparer.completion, request.state.identity)
+
+
+def _add_models(app: FastAPI, served: ServedModel) -> None:
+    def card(name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": served.created,
+            "owned_by": "millrace",
+            "root": served.names[0],
+            "parent": None,
+            "max_model_len": served.max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [card(name) for name in served.names]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if name not in served.names:
+            raise NotFound(f"the model {name[:200]!r} does not exist", param="model", code="model_not_found")
+        return _json(card(name))
+
+
+def _add_tokens(app: FastAPI, config: ApiConfig, desk: TokenDesk) -> None:
+    @app.post("/tokenize", openapi_extra=takes(TokenizeBody))
+    async def tokenize(request: Request) -> Response:
+        return _json(await desk.answer(request, desk.tokenize, config))
+
+    @app.post("/detokenize", openapi_extra=takes(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        return _json(await desk.answer(request, desk.detokenize, config))
+
+
+def _add_operations(
+    app: FastAPI, gate: Gate, health: Health, audit: ReadAudit, metrics_text: Callable[[], bytes]
+) -> None:
+    @app.get("/health")
+    async def healthy() -> Response:
+        if gate.draining:
+            raise Unavailable("the server is shutting down", code="draining")
+        able, reason = health()
+        if not able:
+            raise Unavailable(reason, code="unhealthy")
+        return _json({"status": "ok"})
+
+    @app.get("/live")
+    async def live() -> Response:
+        return _json({"status": "ok"})
+
+    @app.get("/ping")
+    @app.post("/ping", include_in_schema=False)
+    async def ping() -> Response:
+        return await healthy()
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/version")
+    async def version() -> Response:
+        return _json({"version": __version__})
+
+    @app.get("/load")
+    async def load() -> Response:
+        return _json({"server_load": gate.in_flight})
+
+    @app.get("/audit")
+    async def read_audit() -> Response:
+        return _json(await audit())

@@ -1,0 +1,141 @@
+"""One choice of a response as it grows: tokens in, showable text out, with one ending.
+
+It decides what the client sees of the tokens (stop strings, special tokens, logprobs, counts), not how it is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serving.api.logprobs import Entry
+from serving.api.plan import Plan, Sequence
+from serving.errors import InternalError
+from serving.messages import Delta, FinishReason, TokenLogprob
+from serving.text.detokenizer import Detokenizer, Piece, StopMatcher
+from serving.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one delta adds to a choice."""
+
+    text: str
+    entries: list[Entry]  # logprobs of the tokens whose text begins in what has been shown so far
+    tokens: tuple[int, ...]
+    finish: FinishReason | None
+    stop_reason: str | int | None = None  # the stop string, or the stop token id the client asked for
+
+
+class Choice:
+    """Push deltas until one of the outputs has a `finish`; then close the iterator they came from."""
+
+    def __init__(self, plan: Plan, sequence: Sequence, tokenizer: Tokenizer) -> None:
+        self.index = sequence.index
+        self.prompt_number = sequence.prompt_number
+        self.request = sequence.request
+        self.completion_tokens = 0
+        self.cached_tokens: int | None = None  # known from the first delta on
+        self.finish: FinishReason | None = None
+        self._plan = plan
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=plan.skip_special_tokens)
+        self._matcher = StopMatcher(plan.stops, include=plan.include_stop) if plan.stops else None
+        self._echo = sequence.prompt_text
+        self._read = len(sequence.prompt_text or "")  # characters that the tokens so far stand for
+        self._shown = self._read  # characters given out; the rest is held back as a possible stop string
+        self._waiting: list[Entry] = []
+
+    def push(self, delta: Delta) -> Output:
+        """What `delta` lets the client see. Tokens after a stop string are neither shown nor counted."""
+        assert self.finish is None, "a choice that has ended gets no more tokens"
+        if delta.index != self.completion_tokens:
+            raise InternalError(f"output token {self.completion_tokens} was due and token {delta.index} came")
+        if delta.finish is FinishReason.ERROR:
+            raise InternalError("the generation ended with an error that has no name")
+        entries = self._begin(delta) if self.cached_tokens is None else []
+        if not self._plan.shows_output:
+            return self._prompt_only(entries)
+        shown, stop = self._read_tokens(delta)
+        count = self.completion_tokens - delta.index
+        if stop is not None:
+            self.finish = FinishReason.STOP
+        elif delta.finish is not None:
+            tail, stop = self._end()
+            shown.append(tail)
+            self.finish = delta.finish if stop is None else FinishReason.STOP
+        text = "".join(shown)
+        self._shown += len(text)
+        if self._waiting:
+            entries = entries + self._release(stop)
+        if self._echo is not None:
+            text, self._echo = self._echo + text, None
+        reason = stop if stop is not None else self._stop_token(delta)
+        return Output(text, entries, delta.tokens[:count], self.finish, reason)
+
+    def _read_tokens(self, delta: Delta) -> tuple[list[str], str | None]:
+        """The text to show for the tokens, and the stop string that ended it."""
+        hidden = len(delta.tokens) - 1 if delta.finish is FinishReason.STOP and not self._plan.include_stop else None
+        shown: list[str] = []
+        for position, token in enumerate(delta.tokens):
+            self.completion_tokens += 1
+            if position == hidden:
+                break
+            text = self._detokenizer.push(token)
+            if self._plan.logprobs is not None:
+                self._waiting.append(Entry(token, delta.logprobs[position], self._read))
+            self._read += len(text)
+            piece = self._match(text)
+            shown.append(piece.text)
+            if piece.stop is not None:
+                return shown, piece.stop
+        return shown, None
+
+    def _match(self, text: str) -> Piece:
+        if self._matcher is None:
+            return Piece(text)
+        if self.completion_tokens <= self._plan.min_tokens:
+            return self._matcher.skip(text)
+        return self._matcher.push(text)
+
+    def _end(self) -> tuple[str, str | None]:
+        """The last text when no token follows, and the stop string if it completes one."""
+        tail = self._detokenizer.finish()
+        self._read += len(tail)
+        piece = self._match(tail)
+        if piece.stop is None and self._matcher is not None:
+            return piece.text + self._matcher.finish(), None
+        return piece.text, piece.stop
+
+    def _release(self, stop: str | None) -> list[Entry]:
+        """Entries of tokens whose text has begun to be shown; at the end all, unless a stop string cut them off."""
+        if self.finish is not None and stop is None:
+            ready, self._waiting = self._waiting, []
+            return ready
+        ready = [entry for entry in self._waiting if entry.start < self._shown]
+        self._waiting = self._waiting[len(ready) :]
+        return ready
+
+    def _stop_token(self, delta: Delta) -> int | None:
+        stopped = self.finish is FinishReason.STOP and delta.tokens
+        return delta.tokens[-1] if stopped and delta.tokens[-1] in self.request.sampling.stop_token_ids else None
+
+    def _begin(self, delta: Delta) -> list[Entry]:
+        """The first delta says how much of the prompt was cached, and brings its logprobs when it is echoed."""
+        self.cached_tokens = delta.cached_tokens
+        if self.request.prompt_logprobs is None:
+            return []
+        if len(delta.prompt_logprobs) != len(self.request.prompt):
+            raise InternalError("the log-probabilities of the prompt are not one for each token")
+        return self._prompt_entries(delta.prompt_logprobs)
+
+    def _prompt_entries(self, logprobs: tuple[TokenLogprob | None, ...]) -> list[Entry]:
+        reader = Detokenizer(self._tokenizer, skip_special_tokens=self._plan.skip_special_tokens, continues=False)
+        entries, start = [], 0
+        for token, logprob in zip(self.request.prompt, logprobs, strict=True):
+            entries.append(Entry(token, logprob, start))
+            start += len(reader.push(token))
+        return entries
+
+    def _prompt_only(self, entries: list[Entry]) -> Output:
+        self.finish = FinishReason.LENGTH
+        return Output(self._echo or "", entries, (), self.finish)

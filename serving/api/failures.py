@@ -1,0 +1,113 @@
+"""Every error as OpenAI clients expect it: a JSON object with message, type, param and code, and the right status.
+
+The one place where foreign exceptions (Starlette's own and bugs) become answers; it starts nothing and retries
+nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+
+import orjson
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from serving.api.body import ClientGoneError
+from serving.errors import InternalError, MillraceError, NotFound, PayloadTooLarge, RequestTimeout
+
+logger = logging.getLogger(__name__)
+
+_LINGER_S = 2.0
+_LINGER_BYTES = 32 * 1024 * 1024
+
+
+def error_body(error: MillraceError) -> bytes:
+    return _body(error.message, error.kind, error.param, error.code)
+
+
+def _body(message: str, kind: str, param: str | None, code: str | None) -> bytes:
+    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def error_response(error: MillraceError) -> Response:
+    """The whole answer for an error of ours."""
+    headers: dict[str, str] = {}
+    if error.retry_after is not None or error.status in (429, 503):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after or 1)))
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if isinstance(error, (PayloadTooLarge, RequestTimeout)):
+        headers["connection"] = "close"  # the rest of the body is not wanted
+    kind = _LingeringResponse if isinstance(error, PayloadTooLarge) else Response
+    return kind(error_body(error), error.status, headers, media_type="application/json")
+
+
+class _LingeringResponse(Response):
+    """Answers while the client is still sending, and listens on for a moment before it closes.
+
+    A connection closed with unread bytes is reset, and a reset can take the answer away from the client. What
+    arrives is thrown away, up to bounds in time and size.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        try:
+            async with asyncio.timeout(_LINGER_S):
+                await _discard(receive, _LINGER_BYTES)
+        except TimeoutError:
+            logger.debug("a client went on sending a body that was refused")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _discard(receive: Receive, limit: int) -> None:
+    left = limit
+    while left > 0:
+        message = await receive()
+        left -= len(message.get("body", b""))
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            return
+
+
+async def _on_our_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, MillraceError)
+    if isinstance(error, InternalError):
+        logger.error("request %s failed: %s", request.state.request_id, error.message, exc_info=error)
+    return error_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own: no such route, wrong method, wrong media type."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return error_response(NotFound(f"there is nothing at {request.url.path[:200]}", code="unknown_route"))
+    message = str(error.detail)
+    if error.status_code == 405:
+        message = f"{request.method} is not allowed here"
+    body = _body(message, "invalid_request_error", None, None)
+    return Response(body, error.status_code, error.headers, media_type="application/json")
+
+
+async def _on_hang_up(request: Request, error: Exception) -> Response:
+    """The client left while it was sending; the answer goes nowhere, and 499 is what logs usually show for that."""
+    return Response(status_code=499)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """Anything else; the server logs it with its trace, the client learns only that it happened."""
+    response = error_response(InternalError("the server failed on this request"))
+    response.headers["x-request-id"] = request.state.request_id
+    return response
+
+
+def handle_failures(app: FastAPI) -> None:
+    """Let every exception leave `app` as an answer of ours."""
+    app.add_exception_handler(MillraceError, _on_our_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientGoneError, _on_hang_up)
+    app.add_exception_handler(Exception, _on_bug)

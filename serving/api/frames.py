@@ -1,0 +1,114 @@
+"""Chunks of a streamed response as server-sent events, written once per delta and therefore cheap.
+
+Everything that stays the same over a stream is rendered when it begins; for a delta only its text is encoded. The
+bytes are those of OpenAI's API with vLLM's extensions; nothing here decides what to show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from serving.api.choice import Choice, Output
+from serving.api.logprobs import chat_logprobs, completion_logprobs
+from serving.api.plan import Plan
+from serving.text.tokenizer import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+
+
+def usage_of(plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:
+    """The `usage` object for the tokens so far.
+
+    A prompt is counted once however many choices it has, and of its tokens those are cached that no choice computed.
+    """
+    cached: dict[int, int] = {}
+    for choice in choices:
+        count = choice.cached_tokens or 0
+        cached[choice.prompt_number] = min(cached.get(choice.prompt_number, count), count)
+    completion = sum(choice.completion_tokens for choice in choices)
+    return {
+        "prompt_tokens": plan.prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": plan.prompt_tokens + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+    }
+
+
+def head_of(plan: Plan, kind: str) -> dict[str, Any]:
+    """The fields every response and every chunk begins with."""
+    head = {"id": plan.id, "object": kind, "created": plan.created, "model": plan.model}
+    return head if plan.fingerprint is None else {**head, "system_fingerprint": plan.fingerprint}
+
+
+class FrameWriter:
+    """Turns the outputs of a stream's choices into the bytes of its events."""
+
+    def __init__(self, plan: Plan, choices: Sequence[Choice], tokenizer: Tokenizer) -> None:
+        self._plan = plan
+        self._choices = choices
+        self._tokenizer = tokenizer
+        is_chat = plan.kind == "chat"
+        self._render_logprobs = chat_logprobs if is_chat else completion_logprobs
+        kind = "chat.completion.chunk" if is_chat else "text_completion"
+        self._open = b"data: " + orjson.dumps(head_of(plan, kind))[:-1] + b',"choices":['
+        before = b',"delta":{"content":' if is_chat else b',"text":'
+        self._after = b"}" if is_chat else b""  # closes the delta
+        self._before = [self._open + b'{"index":%d' % choice.index + before for choice in choices]
+        self._close = b"" if plan.continuous_usage else b',"usage":null}\n\n' if plan.include_usage else b"}\n\n"
+        self._plain = self._after + b',"logprobs":null,"finish_reason":null}]' + self._close
+        self._announced = [not is_chat for _ in choices]
+
+    def frames(self, choice: Choice, output: Output) -> bytes:
+        """The events for one output; empty when it has nothing to show yet."""
+        index = choice.index
+        announcement = b"" if self._announced[index] else self._announce(index)
+        if output.finish is None and not output.entries and not self._plan.return_token_ids:
+            if not output.text:
+                return announcement
+            body = self._before[index] + orjson.dumps(output.text) + self._plain
+            return announcement + (body + self._usage_so_far() if self._plan.continuous_usage else body)
+        return announcement + self._full(choice, output)
+
+    def _announce(self, index: int) -> bytes:
+        """A chat choice begins with a chunk that says whose turn it is."""
+        self._announced[index] = True
+        role = self._open + b'{"index":%d,"delta":{"role":"assistant","content":""}' % index
+        ids = b""
+        if self._plan.return_token_ids:
+            ids = b',"prompt_token_ids":' + orjson.dumps(self._choices[index].request.prompt)
+        close = self._usage_so_far() if self._plan.continuous_usage else self._close
+        return role + b',"logprobs":null,"finish_reason":null}]' + ids + close
+
+    def _full(self, choice: Choice, output: Output) -> bytes:
+        """A chunk with more than text."""
+        rendered = self._render_logprobs(output.entries, self._tokenizer) if output.entries else None
+        parts = [
+            self._before[choice.index],
+            orjson.dumps(output.text),
+            self._after,
+            b',"logprobs":',
+            orjson.dumps(rendered),
+            b',"finish_reason":',
+            orjson.dumps(output.finish),
+        ]
+        if output.finish is not None:
+            parts += [b',"stop_reason":', orjson.dumps(output.stop_reason)]
+        if self._plan.return_token_ids:
+            parts += [b',"token_ids":', orjson.dumps(output.tokens)]
+        parts += [b"}]", self._usage_so_far() if self._plan.continuous_usage else self._close]
+        return b"".join(parts)
+
+    def _usage_so_far(self) -> bytes:
+        return b',"usage":' + orjson.dumps(usage_of(self._plan, self._choices)) + b"}\n\n"
+
+    def end(self) -> bytes:
+        """What follows the last choice's end: the usage when asked for, and the mark of a complete stream."""
+        return self._open + b"]" + self._usage_so_far() + DONE if self._plan.include_usage else DONE
+
+
+def error_frame(body: bytes) -> bytes:
+    """An error after streaming has begun. The stream ends with it, without the mark of a complete one."""
+    return b"data: " + body + b"\n\n"

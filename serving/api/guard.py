@@ -1,0 +1,66 @@
+"""The outermost layer of the door: every request gets an id, and none gets past without a key where one is needed.
+
+It looks at headers only; keys are compared in constant time and never logged.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Sequence
+from hashlib import sha256
+from uuid import uuid4
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serving.api.failures import error_response
+from serving.api.prepare import Identity
+from serving.errors import Unauthorized
+
+OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/metrics", "/version"})
+
+_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class Guard:
+    """ASGI middleware. Without keys it only gives ids."""
+
+    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str] = ()) -> None:
+        self._app = app
+        # Digests have one length, so a comparison says nothing about the length of a key either.
+        self._keys = [sha256(key.encode()).digest() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        identity = identify(headers.get("x-request-id", ""))
+        state = scope.setdefault("state", {})
+        state["identity"], state["request_id"] = identity, identity.shown
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = identity.shown
+            await send(message)
+
+        if self._keys and scope["path"] not in OPEN_PATHS and not self._opens(headers.get("authorization", "")):
+            refusal = Unauthorized("a valid API key is required: Authorization: Bearer <key>", code="invalid_api_key")
+            await error_response(refusal)(scope, receive, send_with_id)
+            return
+        await self._app(scope, receive, send_with_id)
+
+    def _opens(self, authorization: str) -> bool:
+        scheme, _, key = authorization.partition(" ")
+        digest = sha256(key.strip().encode("latin-1")).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._keys]  # all of them: no early end
+        return scheme.lower() == "bearer" and any(matches)
+
+
+def identify(wanted: str) -> Identity:
+    """The client's own request id if it is a short plain word, with something of ours to make it unique."""
+    ours = uuid4().hex
+    if not _SANE_ID.fullmatch(wanted):
+        return Identity(shown=ours, unique=ours)
+    return Identity(shown=wanted, unique=f"{wanted}-{ours[:12]}")

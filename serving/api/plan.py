@@ -1,0 +1,46 @@
+"""What one HTTP request asks for, once validated: the sequences to generate and how to show them.
+
+Plain data between preparing, generating and rendering.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from serving.messages import Request
+
+Kind = Literal["chat", "completion"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sequence:
+    """One sequence to generate; a request with n = 3 and two prompts has six."""
+
+    index: int  # the choice it fills
+    prompt_number: int  # which of the request's prompts it continues
+    request: Request
+    prompt_text: str | None = None  # shown before the output, when the prompt is to be echoed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """One HTTP request."""
+
+    kind: Kind
+    id: str  # of the response
+    created: int  # Unix seconds
+    model: str  # the name the client used
+    fingerprint: str | None
+    sequences: tuple[Sequence, ...]
+    prompt_tokens: int  # of all prompts, each counted once
+    stream: bool
+    include_usage: bool  # a last chunk with the usage
+    continuous_usage: bool  # usage in every chunk
+    stops: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
+    min_tokens: int
+    logprobs: int | None  # how many alternatives to show beside each token; None: no logprobs at all
+    return_token_ids: bool
+    shows_output: bool  # False: only the echoed prompt is wanted

@@ -1,0 +1,223 @@
+"""From a request's body to a `Plan`: everything about a request that can be wrong is found here, before any work.
+
+Pure apart from the seed of a request that gives none; slow for long texts, so callers may run it in a thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from serving.api.body import parse_body
+from serving.api.plan import Kind, Plan, Sequence
+from serving.api.prompts import Prompt, PromptReader, prompt_too_long
+from serving.api.schema import ChatCompletionBody, CompletionBody, SamplingBody
+from serving.api.settings import ApiConfig, ServedModel
+from serving.errors import ContextLengthExceeded, InvalidRequest
+from serving.messages import Request, SamplingParams, Slo
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identity:
+    """The names of one HTTP request: `shown` in headers, `unique` in ids even if a client reuses its own."""
+
+    shown: str
+    unique: str
+
+
+class Preparer:
+    """Knows the model, its tokenizer and the limits; turns bodies into plans. Safe to use from several threads."""
+
+    def __init__(self, *, served: ServedModel, config: ApiConfig, prompts: PromptReader) -> None:
+        self._served = served
+        self._config = config
+        self._prompts = prompts
+
+    def chat(self, body: bytes, identity: Identity) -> Plan:
+        """Raises `InvalidRequest` or `NotFound`, naming the field."""
+        fields = parse_body(ChatCompletionBody, body)
+        model = self._prompts.model(fields.model)
+        prompt = self._prompts.of_messages(fields.messages, fields, add_special_tokens=fields.add_special_tokens)
+        return self._plan(
+            "chat",
+            fields,
+            model,
+            f"chatcmpl-{identity.unique}",
+            prompts=[prompt],
+            max_tokens=_chat_max_tokens(fields),
+            logprobs=self._chat_logprobs(fields),
+        )
+
+    def completion(self, body: bytes, identity: Identity) -> Plan:
+        """Raises `InvalidRequest` or `NotFound`, naming the field."""
+        fields = parse_body(CompletionBody, body)
+        model = self._prompts.model(fields.model)
+        if fields.best_of is not None and fields.best_of != (fields.n or 1):
+            raise InvalidRequest("best_of is not supported unless it equals n", param="best_of")
+        if fields.max_tokens == 0 and not fields.echo:
+            raise InvalidRequest("max_tokens must be at least 1 unless the prompt is echoed", param="max_tokens")
+        if fields.logprobs is not None and fields.logprobs > self._config.max_logprobs:
+            raise InvalidRequest(f"logprobs must be at most {self._config.max_logprobs}", param="logprobs")
+        return self._plan(
+            "completion",
+            fields,
+            model,
+            f"cmpl-{identity.unique}",
+            prompts=self._prompts.of_completion(fields.prompt, add_special_tokens=fields.add_special_tokens),
+            max_tokens=fields.max_tokens,
+            logprobs=fields.logprobs,
+            echo=bool(fields.echo),
+        )
+
+    def _plan(
+        self,
+        kind: Kind,
+        fields: SamplingBody,
+        model: str,
+        plan_id: str,
+        *,
+        prompts: Seq[Prompt],
+        max_tokens: int | None,
+        logprobs: int | None,
+        echo: bool = False,
+    ) -> Plan:
+        self._check_choices(fields.n or 1, len(prompts))
+        if fields.stream_options is not None and not fields.stream:
+            raise InvalidRequest("stream_options is only allowed with stream: true", param="stream_options")
+        options = fields.stream_options
+        return Plan(
+            kind=kind,
+            id=plan_id,
+            created=int(time.time()),
+            model=model,
+            fingerprint=self._served.fingerprint,
+            sequences=tuple(self._sequences(kind, fields, plan_id, prompts, max_tokens, logprobs, echo)),
+            prompt_tokens=sum(len(prompt.tokens) for prompt in prompts),
+            stream=bool(fields.stream),
+            include_usage=options is not None and options.include_usage,
+            continuous_usage=options is not None and options.continuous_usage_stats,
+            stops=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
+            include_stop=fields.include_stop_str_in_output,
+            skip_special_tokens=fields.skip_special_tokens,
+            min_tokens=fields.min_tokens,
+            logprobs=logprobs,
+            return_token_ids=bool(fields.return_token_ids),
+            shows_output=max_tokens != 0,
+        )
+
+    def _sequences(
+        self,
+        kind: Kind,
+        fields: SamplingBody,
+        plan_id: str,
+        prompts: Seq[Prompt],
+        max_tokens: int | None,
+        logprobs: int | None,
+        echo: bool,
+    ) -> Iterator[Sequence]:
+        """The choices in order: all of the first prompt, then all of the second."""
+        n = fields.n or 1
+        for position, prompt in enumerate(prompts):
+            room = self._room(prompt, kind, max_tokens)
+            text = self._prompts.text_of(prompt, fields.skip_special_tokens) if echo else None
+            for number in range(n):
+                index = position * n + number
+                request = Request(
+                    request_id=plan_id if n * len(prompts) == 1 else f"{plan_id}-{index}",
+                    prompt=prompt.tokens,
+                    sampling=self._sampling(fields, max(room, 1), number, logprobs),
+                    slo=Slo(ttft_ms=fields.ttft_slo_ms, tpot_ms=fields.tpot_slo_ms),
+                    prompt_logprobs=logprobs if echo else None,
+                )
+                yield Sequence(index=index, prompt_number=position, request=request, prompt_text=text)
+
+    def _check_choices(self, n: int, prompts: int) -> None:
+        limit = self._config.max_choices
+        if n > limit:
+            raise InvalidRequest(f"n must be at most {limit}", param="n")
+        if n * prompts > limit:
+            raise InvalidRequest(f"{prompts} prompts times n = {n} is more than {limit} choices", param="prompt")
+
+    def _room(self, prompt: Prompt, kind: Kind, max_tokens: int | None) -> int:
+        """Output tokens at most: as asked if that fits, else the default or what is left of the context."""
+        context, count = self._served.max_model_len, len(prompt.tokens)
+        room = context - count
+        if room < 1:
+            raise prompt_too_long(count, context, prompt.param)
+        if max_tokens is None:
+            default = self._config.default_max_tokens if kind == "chat" else self._config.default_completion_tokens
+            return room if default is None else min(default, room)
+        if max_tokens > room:
+            raise ContextLengthExceeded(
+                f"the prompt has {count} tokens and max_tokens is {max_tokens}: {max_tokens - room} tokens more than "
+                f"the model's context of {context}",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        return max_tokens
+
+    def _sampling(self, fields: SamplingBody, max_tokens: int, number: int, logprobs: int | None) -> SamplingParams:
+        if fields.min_tokens > max_tokens:
+            raise InvalidRequest(
+                f"min_tokens = {fields.min_tokens} is more than the {max_tokens} output tokens allowed",
+                param="min_tokens",
+            )
+        return SamplingParams(
+            max_tokens=max_tokens,
+            seed=secrets.randbits(64) if fields.seed is None else derive_seed(fields.seed, number),
+            temperature=1.0 if fields.temperature is None else fields.temperature,
+            top_p=1.0 if fields.top_p is None else fields.top_p,
+            top_k=max(fields.top_k or 0, 0),
+            min_p=fields.min_p or 0.0,
+            repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
+            presence_penalty=fields.presence_penalty or 0.0,
+            frequency_penalty=fields.frequency_penalty or 0.0,
+            logit_bias=self._logit_bias(fields.logit_bias or {}),
+            min_tokens=fields.min_tokens,
+            stop_token_ids=self._stop_token_ids(fields.stop_token_ids or []),
+            ignore_eos=fields.ignore_eos,
+            logprobs=logprobs,
+        )
+
+    def _logit_bias(self, biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
+        pairs = []
+        for key, bias in biases.items():
+            if not (key.isascii() and key.isdecimal() and len(key) < 20 and int(key) < self._served.vocab_size):
+                raise InvalidRequest(f"logit_bias: {key[:40]!r} is not a token id of this model", param="logit_bias")
+            pairs.append((int(key), bias))
+        return tuple(pairs)
+
+    def _stop_token_ids(self, ids: list[int]) -> tuple[int, ...]:
+        for position, token in enumerate(ids):
+            if not 0 <= token < self._served.vocab_size:
+                where = f"stop_token_ids[{position}]"
+                raise InvalidRequest(f"{where}: {token} is not a token id of this model", param=where)
+        return tuple(dict.fromkeys(ids))
+
+    def _chat_logprobs(self, fields: ChatCompletionBody) -> int | None:
+        if fields.top_logprobs is not None:
+            if not fields.logprobs:
+                raise InvalidRequest("top_logprobs is only allowed with logprobs: true", param="top_logprobs")
+            if fields.top_logprobs > self._config.max_logprobs:
+                raise InvalidRequest(f"top_logprobs must be at most {self._config.max_logprobs}", param="top_logprobs")
+        return (fields.top_logprobs or 0) if fields.logprobs else None
+
+
+def _chat_max_tokens(fields: ChatCompletionBody) -> int | None:
+    old, new = fields.max_tokens, fields.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise InvalidRequest("max_tokens and max_completion_tokens contradict each other", param="max_tokens")
+    return old if new is None else new
+
+
+def derive_seed(seed: int, number: int) -> int:
+    """The seed, unsigned 64 bits, of the `number`-th sequence for one prompt; the first has the client's own."""
+    seed %= 2**64
+    if number == 0:
+        return seed
+    mixed = blake2b(seed.to_bytes(8, "little") + number.to_bytes(8, "little"), digest_size=8)
+    return int.from_bytes(mixed.digest(), "little")

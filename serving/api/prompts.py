@@ -1,0 +1,136 @@
+"""Prompts in every form the API takes them, as token ids: messages, texts, ids and lists of those.
+
+Knows the tokenizer and the chat template, not how a prompt will be sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from serving.api.schema import ChatOptions, Message
+from serving.api.settings import ServedModel
+from serving.errors import ContextLengthExceeded, InvalidRequest, NotFound
+from serving.text.chat import RESERVED, ChatTemplate
+from serving.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    tokens: tuple[int, ...]
+    text: str | None  # as the client wrote it; None when it came as ids
+    param: str  # the field it came from
+
+
+class PromptReader:
+    """Raises `InvalidRequest` that names the field, down to the item of a list."""
+
+    def __init__(self, *, tokenizer: Tokenizer, served: ServedModel) -> None:
+        self._tokenizer = tokenizer
+        self._served = served
+        source = tokenizer.chat_template
+        self._template = None if source is None else ChatTemplate(source, tokenizer.special_tokens)
+
+    def model(self, name: str | None) -> str:
+        """The name the model goes by in the answer. Raises NotFound for any but a served one."""
+        if name is None:
+            return self._served.names[0]
+        if name not in self._served.names:
+            raise NotFound(f"the model {name[:200]!r} does not exist", param="model", code="model_not_found")
+        return name
+
+    def of_messages(self, messages: Seq[Message], options: ChatOptions, *, add_special_tokens: bool = False) -> Prompt:
+        if self._template is None:
+            raise InvalidRequest(
+                "this model has no chat template; use /v1/completions", param="messages", code="no_chat_template"
+            )
+        variables = options.chat_template_kwargs or {}
+        if reserved := sorted(RESERVED & variables.keys()):
+            raise InvalidRequest(f"chat_template_kwargs must not set {reserved[0]}", param="chat_template_kwargs")
+        if options.continue_final_message and options.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message needs add_generation_prompt: false", param="continue_final_message"
+            )
+        text = self._template.render(
+            [_template_message(message) for message in messages],
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+            variables=variables,
+        )
+        return self.of_text(text, "messages", add_special_tokens=add_special_tokens)
+
+    def of_text(self, text: str, param: str, *, add_special_tokens: bool) -> Prompt:
+        tokens = tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        if not tokens:
+            raise InvalidRequest(f"{param}: the prompt is empty", param=param)
+        return Prompt(tokens=tokens, text=text, param=param)
+
+    def of_completion(self, prompt: Any, *, add_special_tokens: bool) -> list[Prompt]:
+        """One prompt or several: a string, a list of strings, a list of token ids, a list of lists of ids."""
+        match prompt:
+            case str():
+                return [self.of_text(prompt, "prompt", add_special_tokens=add_special_tokens)]
+            case []:
+                raise InvalidRequest("prompt: the list is empty", param="prompt")
+            case [str(), *_]:
+                texts = _all_of(str, prompt, "a string")
+                return [
+                    self.of_text(text, f"prompt[{i}]", add_special_tokens=add_special_tokens)
+                    for i, text in enumerate(texts)
+                ]
+            case [list(), *_]:
+                lists = _all_of(list, prompt, "a list of token ids")
+                return [self._of_ids(ids, f"prompt[{i}]") for i, ids in enumerate(lists)]
+            case [*_]:
+                return [self._of_ids(prompt, "prompt")]
+        raise InvalidRequest("prompt must be a string, token ids, or a list of either", param="prompt")
+
+    def _of_ids(self, ids: list[Any], param: str) -> Prompt:
+        if not ids:
+            raise InvalidRequest(f"{param}: the prompt is empty", param=param)
+        if len(ids) >= self._served.max_model_len:
+            # Refused before each id is looked at, so that a body full of ids costs nothing.
+            raise prompt_too_long(len(ids), self._served.max_model_len, param)
+        check_token_ids(ids, param, self._served.vocab_size)
+        return Prompt(tokens=tuple(ids), text=None, param=param)
+
+    def text_of(self, prompt: Prompt, skip_special_tokens: bool) -> str:
+        """The prompt as it is echoed."""
+        if prompt.text is not None:
+            return prompt.text
+        return self._tokenizer.decode(prompt.tokens, skip_special_tokens=skip_special_tokens)
+
+
+def prompt_too_long(count: int, context: int, param: str) -> ContextLengthExceeded:
+    """The error for a prompt of `count` tokens that leaves no room for output in `context` tokens."""
+    return ContextLengthExceeded(
+        f"the prompt has {count} tokens, {count + 1 - context} too many: the model's context of {context} tokens "
+        "must hold the prompt and at least one output token",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def check_token_ids(ids: list[Any], param: str, vocab_size: int) -> None:
+    """Raises `InvalidRequest` at the first item that is no token id."""
+    for position, token in enumerate(ids):
+        if type(token) is not int or not 0 <= token < vocab_size:
+            where = f"{param}[{position}]"
+            raise InvalidRequest(f"{where}: is not a token id between 0 and {vocab_size - 1}", param=where)
+
+
+def _all_of(kind: type[Any], items: list[Any], name: str) -> list[Any]:
+    for position, item in enumerate(items):
+        if not isinstance(item, kind):
+            raise InvalidRequest(f"prompt[{position}]: is not {name}, as the first one is", param=f"prompt[{position}]")
+    return items
+
+
+def _template_message(message: Message) -> dict[str, Any]:
+    """As templates know it: content is one text, and `developer` is the newer word for `system`."""
+    content = message.content
+    if not isinstance(content, str):
+        content = "\n".join(part.text for part in content)
+    shown = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    return shown if message.name is None else {**shown, "name": message.name}

@@ -1,0 +1,61 @@
+"""The /tokenize and /detokenize endpoints, in vLLM's shapes. They ask nothing of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+
+from serving.api.body import check_headers, parse_body, read_body
+from serving.api.generation import off_loop
+from serving.api.prompts import PromptReader, check_token_ids
+from serving.api.schema import DetokenizeBody, TokenizeBody
+from serving.api.settings import ApiConfig, ServedModel
+from serving.errors import InvalidRequest
+from serving.text.tokenizer import Tokenizer
+
+
+class TokenDesk:
+    """Answers raise `InvalidRequest` or `NotFound`, naming the field."""
+
+    def __init__(self, *, tokenizer: Tokenizer, served: ServedModel, prompts: PromptReader) -> None:
+        self._tokenizer = tokenizer
+        self._served = served
+        self._prompts = prompts
+
+    async def answer(
+        self, request: Request, work: Callable[[bytes], dict[str, Any]], config: ApiConfig
+    ) -> dict[str, Any]:
+        """Read the body, in bounds, and do `work` on it, in a thread when it is large."""
+        check_headers(request.headers)
+        body = await read_body(
+            request.receive, request.headers, limit=config.max_body_bytes, timeout_s=config.body_timeout_s
+        )
+        return await off_loop(work, body)
+
+    def tokenize(self, body: bytes) -> dict[str, Any]:
+        fields = parse_body(TokenizeBody, body)
+        self._prompts.model(fields.model)
+        if (fields.prompt is None) == (fields.messages is None):
+            raise InvalidRequest("give either prompt or messages", param="prompt")
+        if fields.messages is not None:
+            tokens = self._prompts.of_messages(
+                fields.messages, fields, add_special_tokens=bool(fields.add_special_tokens)
+            ).tokens
+        else:
+            adds = fields.add_special_tokens is not False
+            tokens = tuple(self._tokenizer.encode(fields.prompt or "", add_special_tokens=adds))
+        strings = [self._tokenizer.token_text(token) for token in tokens] if fields.return_token_strs else None
+        return {
+            "count": len(tokens),
+            "max_model_len": self._served.max_model_len,
+            "tokens": tokens,
+            "token_strs": strings,
+        }
+
+    def detokenize(self, body: bytes) -> dict[str, Any]:
+        fields = parse_body(DetokenizeBody, body)
+        self._prompts.model(fields.model)
+        check_token_ids(fields.tokens, "tokens", self._served.vocab_size)
+        return {"prompt": self._tokenizer.decode(fields.tokens, skip_special_tokens=False)}

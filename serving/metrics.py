@@ -1,0 +1,182 @@
+"""The one door to Prometheus: what the router counts, what workers report, under vLLM's names with our prefix.
+
+`docs/metrics.md` documents every name here. Nothing is global: each service makes its own registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from serving.errors import MillraceError
+from serving.messages import Audit, Delta, FinishReason, Request, WorkerStatus
+from serving.timeline import Moment, Timeline
+
+_TTFT = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_TPOT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
+_E2E = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+_LENGTH = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+_WORKER_GAUGES: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
+    "num_requests_running": ("Sequences in the running batch", lambda s: s.running),
+    "num_requests_waiting": ("Sequences waiting for prefill", lambda s: s.waiting),
+    "kv_cache_usage_perc": ("Share of KV blocks in use, 0 to 1", lambda s: 1 - s.free_blocks / max(1, s.total_blocks)),
+    "worker_stalled_seconds": ("Age of the engine step in progress", lambda s: s.stalled_seconds),
+    "worker_draining": ("1 while the worker takes no new work", lambda s: float(s.draining)),
+}
+_WORKER_COUNTERS = {
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache",
+    "num_preemptions": "Sequences that lost their blocks to older ones",
+    "kv_transfer_bytes": "Bytes of KV sent to decode workers",
+    "engine_steps": "Steps the engine has run",
+}
+
+
+class RouterMetrics:
+    """What the router (router.router.Observer), the HTTP door and the workers tell of their work."""
+
+    def __init__(self, model_name: str, workers: Callable[[], Iterable[WorkerStatus]], waiting: Callable[[], int]):
+        self.registry = CollectorRegistry()
+        self.model = model_name
+        self.leaked: dict[str, int] = {}
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests served")
+        self.generation_tokens = self._counter("generation_tokens", "Output tokens produced")
+        self.cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens whose KV was reused")
+        self.success = self._counter("request_success", "Sequences ended, by how", "finished_reason")
+        self.refused = self._counter("request_refused", "Requests answered with an error before any token", "status")
+        self.failed = self._counter("request_failure", "Requests ended by an error, by which", "error")
+        self.replacements = self._counter("replacements", "Tries that failed and were placed again, by why", "reason")
+        self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _TTFT)
+        self.itl = self._histogram("inter_token_latency_seconds", "Time between a request's tokens", _TPOT)
+        self.tpot = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time per token after the first", _TPOT
+        )
+        self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to end", _E2E)
+        self.queue = self._histogram("request_queue_time_seconds", "Arrival to lease", _E2E)
+        self.prefill = self._histogram("request_prefill_time_seconds", "Prefill order to first token", _E2E)
+        self.prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens a request", _LENGTH)
+        self.output_length = self._histogram("request_generation_tokens", "Output tokens a request", _LENGTH)
+        self.registry.register(WorkerCollector(model_name, workers))
+        self.registry.register(_Gauges(model_name, waiting, self._leaked))
+
+    def _leaked(self) -> dict[str, int]:
+        return self.leaked
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"millrace:{name}", text, ("model_name", *labels), registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        made = Histogram(f"millrace:{name}", text, ("model_name",), registry=self.registry, buckets=buckets)
+        return made.labels(self.model)
+
+    def first_token(self, request: Request, seconds: float, cached: int) -> None:
+        self.ttft.observe(seconds)
+        self.prompt_tokens.labels(self.model).inc(len(request.prompt))
+        self.cached_tokens.labels(self.model).inc(cached)
+        self.generation_tokens.labels(self.model).inc()
+
+    def tokens(self, seconds: float, count: int) -> None:
+        self.itl.observe(seconds / max(1, count))
+        self.generation_tokens.labels(self.model).inc(count)
+
+    def replaced(self, error: MillraceError) -> None:
+        self.replacements.labels(self.model, error.code or type(error).__name__).inc()
+
+    def finished(self, request: Request, timeline: Timeline, last: Delta | None, error: BaseException | None) -> None:
+        """The router has let go of a request; its latencies are known, its ending is the door's to say."""
+        if isinstance(error, MillraceError):
+            self.failed.labels(self.model, type(error).__name__).inc()
+            return
+        spans = (
+            (self.e2e, timeline.between(Moment.ARRIVED, Moment.FINISHED)),
+            (self.queue, timeline.between(Moment.ARRIVED, Moment.LEASED)),
+            (self.prefill, timeline.between(Moment.PREFILL_SENT, Moment.FIRST_TOKEN)),
+            (self.tpot, timeline.tpot),
+        )
+        for histogram, seconds in spans:
+            if seconds is not None:
+                histogram.observe(seconds)
+
+    def request_started(self, *, prompt_tokens: int, max_tokens: int) -> None:
+        self.prompt_length.observe(prompt_tokens)
+
+    def request_finished(self, *, finish: FinishReason, prompt_tokens: int, completion_tokens: int) -> None:
+        """How the client saw a sequence end: the door knows of stop strings and hang-ups, the router does not."""
+        self.success.labels(self.model, finish.value).inc()
+        self.output_length.observe(completion_tokens)
+
+    def request_refused(self, *, status: int) -> None:
+        self.refused.labels(self.model, str(status)).inc()
+
+    def note_audit(self, audits: Iterable[Audit]) -> None:
+        """Take up what an audit found that nobody owns."""
+        leaked: dict[str, int] = {"leases": 0, "blocks": 0, "tasks": 0, "streams": 0}
+        for audit in audits:
+            for name, count in audit.leaked.items():
+                leaked[name] = leaked.get(name, 0) + count
+        self.leaked = leaked
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class WorkerCollector:
+    """Gauges and counters of workers, as their last heartbeat told them."""
+
+    def __init__(self, model_name: str, workers: Callable[[], Iterable[WorkerStatus]]):
+        self.model = model_name
+        self.workers = workers
+
+    def collect(self) -> Iterator[Metric]:
+        statuses = list(self.workers())
+        for name, (text, read) in _WORKER_GAUGES.items():
+            gauge = GaugeMetricFamily(f"millrace:{name}", text, labels=("model_name", "engine"))
+            for status in statuses:
+                gauge.add_metric((self.model, status.name), float(read(status)))
+            yield gauge
+        for name, text in _WORKER_COUNTERS.items():
+            counter = CounterMetricFamily(f"millrace:{name}", text, labels=("model_name", "engine"))
+            for status in statuses:
+                counter.add_metric((self.model, status.name), status.counters.get(name, 0.0))
+            yield counter
+        refused = CounterMetricFamily(
+            "millrace:kv_chunks_refused", "KV chunks refused, by why", labels=("model_name", "engine", "reason")
+        )
+        for status in statuses:
+            for key, value in status.counters.items():
+                kind, _, reason = key.partition("/")
+                if kind == "kv_chunks_refused":
+                    refused.add_metric((self.model, status.name, reason), value)
+        yield refused
+
+
+class _Gauges:
+    """What the router itself holds: requests waiting for room, and leaks its last audit found."""
+
+    def __init__(self, model_name: str, waiting: Callable[[], int], leaked: Callable[[], dict[str, int]]):
+        self.model = model_name
+        self.waiting = waiting
+        self.leaked = leaked
+
+    def collect(self) -> Iterator[Metric]:
+        waiting = GaugeMetricFamily(
+            "millrace:router_queue_requests", "Requests waiting for room", labels=("model_name",)
+        )
+        waiting.add_metric((self.model,), self.waiting())
+        yield waiting
+        for kind in ("leases", "blocks", "tasks", "streams"):
+            gauge = GaugeMetricFamily(
+                f"millrace:leaked_{kind}", "Held by nobody: 0 unless something leaked", labels=("model_name",)
+            )
+            gauge.add_metric((self.model,), self.leaked().get(kind, 0))
+            yield gauge
+
+
+def worker_metrics(model_name: str, status: Callable[[], WorkerStatus]) -> Callable[[], bytes]:
+    """The /metrics of a worker on its own."""
+    registry = CollectorRegistry()
+    registry.register(WorkerCollector(model_name, lambda: [status()]))
+    return lambda: generate_latest(registry)

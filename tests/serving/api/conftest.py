@@ -1,0 +1,13 @@
+"""Tokenizers the door is tested with."""
+
+from __future__ import annotations
+
+import pytest
+
+from serving.text.tokenizer import Tokenizer
+from tests.serving.api.scripted import tiny_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))

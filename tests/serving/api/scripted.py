@@ -1,0 +1,146 @@
+"""A `generate` that plays back tokens, and the door in front of it: in the event loop or on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+
+from serving.api.app import create_app
+from serving.api.settings import ApiConfig, ServedModel
+from serving.messages import Delta, FinishReason, Request, TokenLogprob
+from serving.text.tokenizer import Tokenizer, load_tokenizer
+from tests.tiny import write_tokenizer
+
+MODEL = "tiny"
+VOCAB_SIZE = 384
+MAX_MODEL_LEN = 256
+KEY = "sk-test-0123456789"
+
+
+def tiny_tokenizer(folder: Path) -> Tokenizer:
+    write_tokenizer(folder, vocab_size=VOCAB_SIZE)
+    return load_tokenizer(folder)
+
+
+@dataclass
+class Script:
+    """Plays `tokens(request)` back, `chunk` tokens a delta, and remembers who was started and closed.
+
+    Before output token i it awaits `before(request, i)`, which may wait or raise.
+    """
+
+    tokens: Callable[[Request], Sequence[int]]
+    chunk: int = 1
+    cached: int = 0
+    eos: int | None = None
+    before: Callable[[Request, int], Any] | None = None
+    started: list[Request] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)
+    all_closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+        self.started.append(request)
+        try:
+            tokens = list(self.tokens(request))[: request.sampling.max_tokens]
+            for start in range(0, len(tokens), self.chunk):
+                if self.before is not None:
+                    await self.before(request, start)
+                await asyncio.sleep(0)  # as a real one, it gives others a turn
+                yield self._delta(request, tokens, start)
+        finally:
+            self.closed.append(request.request_id)
+            if len(self.closed) == len(self.started):
+                self.all_closed.set()
+
+    def _delta(self, request: Request, tokens: list[int], start: int) -> Delta:
+        part = tuple(tokens[start : start + self.chunk])
+        finish = None
+        if start + len(part) == len(tokens):
+            finish = FinishReason.STOP if part[-1] == self.eos else FinishReason.LENGTH
+        wanted, prompt_wanted = request.sampling.logprobs, request.prompt_logprobs
+        prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+        if start == 0 and prompt_wanted is not None:
+            prompt_logprobs = (None, *(logprob_of(token, prompt_wanted) for token in request.prompt[1:]))
+        return Delta(
+            index=start,
+            tokens=part,
+            logprobs=() if wanted is None else tuple(logprob_of(token, wanted) for token in part),
+            finish=finish,
+            cached_tokens=self.cached if start == 0 else 0,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+def logprob_of(token: int, k: int) -> TokenLogprob:
+    """Some numbers that are a function of the token, the token itself the best of the k."""
+    return TokenLogprob(-token / 100, tuple(((token + i) % VOCAB_SIZE, -token / 100 - i) for i in range(k)))
+
+
+def saying(tokenizer: Tokenizer, text: str) -> Callable[[Request], list[int]]:
+    """Every request gets the tokens of `text`."""
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    return lambda request: tokens
+
+
+def app_of(script: Script, tokenizer: Tokenizer, **options: Any) -> FastAPI:
+    """The door before `script`. Options are those of `create_app`, or of `ApiConfig`."""
+    config = {name: options.pop(name) for name in list(options) if name in ApiConfig.__dataclass_fields__}
+    given: dict[str, Any] = {
+        "served": ServedModel(
+            names=(MODEL, "tiny-alias"), max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, created=1_700_000_000
+        ),
+        "config": ApiConfig(**config),
+        "health": lambda: (True, ""),
+        "audit": _empty_audit,
+        "metrics_text": lambda: b"# nothing\n",
+    }
+    return create_app(script.generate, tokenizer=tokenizer, **{**given, **options})
+
+
+async def _empty_audit() -> dict[str, Any]:
+    return {"router": {"counts": {}, "leaked": {}}}
+
+
+@asynccontextmanager
+async def calling(app: FastAPI, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client that calls the app directly; a bug in the app is an answer, as it is behind a real server."""
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://door", **options) as client:
+        yield client
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+
+@asynccontextmanager
+async def listening(app: FastAPI) -> AsyncIterator[int]:
+    """The app on a real socket of this event loop; gives the port."""
+    server = _Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", ws="none", lifespan="off"))
+    serving = asyncio.create_task(server.serve())
+    try:
+        await asyncio.wait_for(server.listening.wait(), timeout=10)
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        await serving
+
+
+def events(lines: Iterable[str]) -> list[str]:
+    """The data of each server-sent event."""
+    return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
