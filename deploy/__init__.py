@@ -1,0 +1,1 @@
+"""Puts the rooms together: the command line, workers, local wiring, processes."""

@@ -1,0 +1,172 @@
+"""The `millrace` command. It reads the settings and hands over; each command imports only what it needs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import command as bench
+from serving import __version__
+from serving.config import (
+    ClusterConfig,
+    EngineConfig,
+    HttpConfig,
+    ModelConfig,
+    PlacementConfig,
+    add_flags,
+    build,
+    load_file,
+    names,
+)
+from serving.errors import MillraceError
+from serving.logs import setup_logging
+from serving.messages import Role
+
+CONFIGS = (ModelConfig, EngineConfig, HttpConfig, PlacementConfig, ClusterConfig)
+
+DESCRIPTION = """Disaggregated LLM serving: prefill, decode and KV cache as services behind an OpenAI-compatible API.
+
+  millrace serve                          one process, SmolLM2-135M-Instruct, http://localhost:8000/v1
+  millrace serve MODEL                    a Hugging Face folder, a .gguf file, or a hub name
+  millrace serve --prefill 2 --decode 1   each worker a process of its own
+  millrace router | prefill | decode      one service alone, on any host
+  millrace bench                          measure this or any other OpenAI-compatible server
+"""
+
+COMMANDS = {
+    "serve": "API, router and workers on this host",
+    "router": "the API and the router alone; workers report to it",
+    "prefill": "a prefill worker alone",
+    "decode": "a decode worker alone",
+    "mixed": "a worker that prefills and decodes, alone",
+}
+MEASURE = "measure any OpenAI-compatible endpoint: latencies, throughput, goodput"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="millrace", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"millrace {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        command.add_argument(
+            "model", nargs="?", help="a folder, a .gguf file or a hub name (default: SmolLM2-135M-Instruct)"
+        )
+        command.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of any of the settings below")
+        if name == "serve":
+            _add_counts(command)
+        if name in ("prefill", "decode", "mixed"):
+            command.add_argument("--parent", type=int, help=argparse.SUPPRESS)
+        add_flags(command, *CONFIGS)
+    bench.add_arguments(commands.add_parser("bench", help=MEASURE, description=MEASURE[0].upper() + MEASURE[1:] + "."))
+    return parser
+
+
+def _add_counts(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("Workers as processes of their own")
+    for role in Role:
+        group.add_argument(
+            f"--{role}",
+            type=int,
+            default=0,
+            metavar="N",
+            help=f"start N {role} workers (default: 0; with none of any kind, all in one process)",
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the process's exit code."""
+    parsed = make_parser().parse_args(arguments)
+    try:
+        return bench.run(parsed) if parsed.command == "bench" else _run(vars(parsed))
+    except (MillraceError, ValueError, OSError) as error:
+        print(f"millrace: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(given: dict[str, Any]) -> int:
+    from deploy.serve import Settings
+
+    file = load_file(given.get("config"), names(*CONFIGS))
+    flags = {key: value for key, value in given.items() if key in names(*CONFIGS)}
+    settings = Settings(
+        model=given["model"],
+        model_config=build(ModelConfig, file, os.environ, flags),
+        engine=build(EngineConfig, file, os.environ, flags),
+        http=build(HttpConfig, file, os.environ, flags),
+        placement=build(PlacementConfig, file, os.environ, flags),
+        cluster=build(ClusterConfig, file, os.environ, flags),
+    )
+    setup_logging(settings.cluster.worker_name or given["command"], settings.http.log_level)
+    return _start(given, settings, worker_flags(settings))
+
+
+def _start(given: Mapping[str, Any], settings: Any, child_flags: tuple[str, ...]) -> int:
+    import uvloop
+
+    from deploy.serve import serve_embedded, serve_front
+
+    command = given["command"]
+    if command == "serve":
+        children = {role: given[role.value] for role in Role if given[role.value]}
+        check_counts(children)
+        if not children:
+            return uvloop.run(serve_embedded(settings))
+        return uvloop.run(serve_front(settings, children, child_flags))
+    if command == "router":
+        return uvloop.run(serve_front(settings, {}, ()))
+    return uvloop.run(_host(Role(command), settings, given.get("parent")))
+
+
+async def _host(role: Role, settings: Any, parent: int | None) -> int:
+    from deploy.host import WorkerHost
+
+    host = WorkerHost(
+        role,
+        settings.model,
+        settings.model_config,
+        settings.engine,
+        settings.cluster,
+        settings.http,
+        settings.placement,
+        parent=parent,
+    )
+    return await host.run()
+
+
+def check_counts(children: Mapping[Role, int]) -> None:
+    """Raises ValueError for numbers of workers that could never serve."""
+    if any(count < 0 for count in children.values()):
+        raise ValueError("a number of workers cannot be negative")
+    if children and not children.get(Role.MIXED):
+        for role, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
+            if children.get(role) and not children.get(other):
+                raise ValueError(f"--{role} {children[role]} needs --{other} too, or --mixed")
+
+
+def worker_flags(settings: Any) -> tuple[str, ...]:
+    """The settings of a worker as flags for a child process, but for those each child is given of its own."""
+    flags: list[str] = ["--log-level", settings.http.log_level]
+    flags += ["--shutdown-timeout", str(settings.http.shutdown_timeout)]
+    flags += ["--heartbeat-interval", str(settings.placement.heartbeat_interval)]
+    for config in (settings.model_config, settings.engine):
+        for name in names(type(config)):
+            value = getattr(config, name)
+            flag = "--" + name.replace("_", "-")
+            if isinstance(value, bool):
+                flags.append(flag if value else flag.replace("--", "--no-", 1))
+            elif value is not None and name != "threads":
+                flags += [flag, str(value)]
+    return tuple(flags)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

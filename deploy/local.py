@@ -1,0 +1,89 @@
+"""Everything in one process: workers called directly, heartbeats without a wire. What `millrace serve` starts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from deploy.worker import Worker
+from kvcache.transports import Dialer
+from router.fleet import Fleet, RouterConfig, WorkerLink
+from router.policy import LeastLoaded
+from router.router import Observer, Router
+from serving.config import EngineConfig, ModelConfig
+from serving.messages import Role, WorkerStatus
+from serving.model.loading import LoadedModel
+
+
+class LocalCluster:
+    """A router and workers of these roles over one loaded model, in this process. Use as an async context manager."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        model_config: ModelConfig,
+        engine_config: EngineConfig,
+        router_config: RouterConfig,
+        *,
+        roles: Sequence[Role] = (Role.MIXED,),
+        heartbeat_interval: float = 0.5,
+    ):
+        self.model = model
+        self.model_config = model_config
+        self.engine_config = engine_config
+        self.router_config = router_config
+        self.roles = roles
+        self.heartbeat_interval = heartbeat_interval
+        self.fleet = Fleet(router_config, self._link, LeastLoaded())
+
+    async def start(self) -> None:
+        """Build and start the workers on the running event loop."""
+        dialer = Dialer(local={})
+        self.workers = [self._worker(role, number, dialer) for number, role in enumerate(self.roles)]
+        for worker in self.workers:
+            if worker.decode is not None:
+                dialer.local[worker.address] = worker.decode
+            worker.start()
+        self.beat()
+        self._start_beating()
+
+    def _start_beating(self) -> None:
+        self._beating = asyncio.create_task(self._beat(), name="heartbeats")
+
+    def router(self, observer: Observer) -> Router:
+        return Router(self.fleet, observer)
+
+    def _worker(self, role: Role, number: int, dialer: Dialer) -> Worker:
+        name = f"{role}-{number}"
+        return Worker(
+            role, self.model, self.model_config, self.engine_config, name=name, address=f"local:{name}", dialer=dialer
+        )
+
+    def _link(self, status: WorkerStatus) -> WorkerLink:
+        return next(worker for worker in self.workers if worker.identity.instance == status.instance)
+
+    def beat(self) -> None:
+        """Every worker that still runs reports."""
+        for worker in self.workers:
+            if not worker.loop.crashed:
+                self.fleet.heartbeat(worker.status())
+        self.fleet.expire()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self.heartbeat_interval)
+            self.beat()
+
+    async def stop(self) -> None:
+        self._beating.cancel()
+        await asyncio.gather(self._beating, return_exceptions=True)
+        await self.fleet.close()
+        for worker in self.workers:
+            await worker.stop()
+
+    async def __aenter__(self) -> LocalCluster:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()

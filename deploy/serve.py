@@ -1,0 +1,136 @@
+"""What `millrace serve` and `millrace router` run: a front over workers in process, below it, or elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.front import Front, served_model
+from deploy.http_server import bind
+from deploy.local import LocalCluster
+from deploy.supervisor import ChildSpec, Supervisor
+from router.clients import RemoteWorker
+from router.fleet import Fleet, RouterConfig
+from router.policy import LeastLoaded
+from router.service import RegistryService
+from serving.config import ClusterConfig, EngineConfig, HttpConfig, ModelConfig, PlacementConfig
+from serving.messages import Role, WorkerStatus
+from serving.model.hub import resolve
+from serving.model.loading import open_checkpoint
+from serving.proto import millrace_pb2_grpc as stubs
+from serving.rpc import Caller, listen, server
+from serving.text.tokenizer import load_tokenizer
+
+log = logging.getLogger(__name__)
+
+ROUTER_PORT = 8100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Everything a command may be configured with."""
+
+    model: str | None
+    model_config: ModelConfig
+    engine: EngineConfig
+    http: HttpConfig
+    placement: PlacementConfig
+    cluster: ClusterConfig
+
+    def router_config(self) -> RouterConfig:
+        return RouterConfig(
+            patience=self.placement.queue_patience,
+            max_waiting=self.placement.max_waiting,
+            silence=self.placement.heartbeat_timeout,
+        )
+
+
+async def serve_embedded(settings: Settings) -> int:
+    """One process: a mixed worker, the router and the API."""
+    from deploy.threads import use_threads
+    from serving.model.loading import load
+
+    listening = bind(settings.http.host, settings.http.port)
+    use_threads(settings.engine.threads)
+    path = resolve(settings.model)
+    log.info("loading %s", path)
+    config = settings.model_config
+    model, tokenizer = await asyncio.gather(
+        asyncio.to_thread(load, path, config.dtype, config.device), asyncio.to_thread(load_tokenizer, path)
+    )
+    cluster = LocalCluster(
+        model,
+        config,
+        settings.engine,
+        settings.router_config(),
+        roles=[Role.MIXED],
+        heartbeat_interval=settings.placement.heartbeat_interval,
+    )
+    async with cluster:
+        identity = cluster.workers[0].identity
+        served = served_model(
+            path, config.served_model_name, identity.max_model_len, model.spec.vocab_size, identity.fingerprint
+        )
+        front = Front(cluster.fleet, settings.http, served, tokenizer, listening)
+        front.leave_on_signals()
+        cluster.workers[0].on_crash = front.leaving.set
+        await front.run()
+        return 1 if cluster.workers[0].loop.crashed else 0
+
+
+async def serve_front(settings: Settings, children: Mapping[Role, int], child_flags: tuple[str, ...]) -> int:
+    """A router and the API here; workers report over gRPC: our own children, and any others that know the key."""
+    listening = bind(settings.http.host, settings.http.port)
+    path = resolve(settings.model)
+    key = settings.cluster.cluster_key or (secrets.token_hex(16) if children else None)
+    fleet = Fleet(settings.router_config(), lambda status: _remote(status, key), LeastLoaded())
+    door = server(key)
+    stubs.add_RegistryServicer_to_server(RegistryService(fleet), door)
+    wanted = settings.cluster.grpc_port or (0 if children else ROUTER_PORT)
+    port = listen(door, settings.cluster.grpc_host, wanted)
+    await door.start()
+    log.info("workers report to %s:%d", settings.cluster.grpc_host, port)
+    specs = child_specs(path, children, f"127.0.0.1:{port}", settings, child_flags)
+    supervisor = Supervisor(specs, {"MILLRACE_CLUSTER_KEY": key or ""} if key else {})
+    supervisor.start()
+    try:
+        front = await asyncio.to_thread(_front, fleet, settings, path, listening)
+        front.leave_on_signals()
+        await front.run()
+    finally:
+        await supervisor.stop(settings.http.shutdown_timeout)
+        await fleet.close()
+        await door.stop(1.0)
+    return 0
+
+
+def _front(fleet: Fleet, settings: Settings, path: Path, listening: socket.socket) -> Front:
+    spec, _, _ = open_checkpoint(path)
+    limit = min(spec.max_position, settings.model_config.max_model_len or spec.max_position)
+    served = served_model(path, settings.model_config.served_model_name, limit, spec.vocab_size, None)
+    return Front(fleet, settings.http, served, load_tokenizer(path), listening)
+
+
+def _remote(status: WorkerStatus, key: str | None) -> RemoteWorker:
+    return RemoteWorker(Caller(status.address, key))
+
+
+def child_specs(
+    path: Path, children: Mapping[Role, int], router: str, settings: Settings, flags: tuple[str, ...]
+) -> list[ChildSpec]:
+    """The commands of the children: our own model and worker flags, this router, an even share of the cores."""
+    total = sum(children.values())
+    threads = settings.engine.threads or max(1, len(os.sched_getaffinity(0)) // max(1, total))
+    specs = []
+    for role, count in children.items():
+        for number in range(count):
+            name = f"{role}-{number}"
+            own = ("--routers", router, "--worker-name", name, "--parent", str(os.getpid()), "--threads", str(threads))
+            specs.append(ChildSpec(name=name, arguments=(role.value, str(path), *flags, *own)))
+    return specs

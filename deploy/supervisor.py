@@ -1,0 +1,95 @@
+"""Child processes of `millrace serve --prefill N --decode M`: started, restarted when they die, stopped with us.
+
+Children share our standard error, so there is one log stream, and sit in sessions of their own, so that Ctrl-C
+reaches only us and we stop them in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE = 0.5  # seconds before a dead child is started again; doubles while it keeps dying young
+LONGEST_PAUSE = 15.0
+YOUNG = 20.0  # seconds: a child that lived longer is not crash-looping
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChildSpec:
+    """A child: its name in logs, and the millrace command it runs."""
+
+    name: str
+    arguments: tuple[str, ...]
+
+
+class Supervisor:
+    """`start()` the children, `stop()` them all."""
+
+    def __init__(self, children: Sequence[ChildSpec], environ: Mapping[str, str]):
+        self.children = children
+        self.environ = {**os.environ, **environ}
+        self.processes: dict[str, asyncio.subprocess.Process] = {}
+        self._stopping = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._keep(child), name=f"keep-{child.name}") for child in self.children]
+
+    async def _keep(self, child: ChildSpec) -> None:
+        """Run the child, again and again, until we stop."""
+        pause = FIRST_PAUSE
+        while not self._stopping:
+            began = time.monotonic()
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "deploy.cli",
+                *child.arguments,
+                env=self.environ,
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            self.processes[child.name] = process
+            code = await process.wait()
+            if self._stopping:
+                return
+            pause = FIRST_PAUSE if time.monotonic() - began > YOUNG else min(2 * pause, LONGEST_PAUSE)
+            log.warning("%s ended with %s; starting it again in %.1f s", child.name, _ending(code), pause)
+            await asyncio.sleep(pause)
+
+    async def stop(self, seconds: float) -> None:
+        """Ask every child to leave, and kill those that have not within this time."""
+        self._stopping = True
+        for process in self.processes.values():
+            if process.returncode is None:
+                process.send_signal(signal.SIGTERM)
+        waiting = [task for task in self._tasks if not task.done()]
+        sleeping = [task for task in waiting if not self._runs(task)]
+        for task in sleeping:
+            task.cancel()
+        if waiting:
+            await asyncio.wait(waiting, timeout=seconds)
+        for name, process in self.processes.items():
+            if process.returncode is None:
+                log.warning("%s did not leave in %.0f s and is killed", name, seconds)
+                process.kill()
+                await process.wait()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _runs(self, task: asyncio.Task[None]) -> bool:
+        """Whether the task's child is a living process rather than one to be started again."""
+        name = task.get_name().removeprefix("keep-")
+        process = self.processes.get(name)
+        return process is not None and process.returncode is None
+
+
+def _ending(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

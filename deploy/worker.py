@@ -1,0 +1,245 @@
+"""One worker: a model on a device, its KV pool, and the schedulers and doors of its role, put together.
+
+A mixed worker is a decode worker and a prefill worker over one engine and one pool; that is all there is to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import uuid
+from collections.abc import AsyncIterator, Callable
+
+from decode.scheduler import DecodeScheduler
+from decode.worker import DecodeWorker, Session
+from kvcache.blocks import BlockPool
+from kvcache.device import DevicePool, blocks_in
+from kvcache.manager import KVManager
+from kvcache.transports import Dialer
+from prefill.scheduler import PrefillScheduler
+from prefill.worker import PrefillWorker
+from serving.config import EngineConfig, ModelConfig
+from serving.engine.engine import Engine
+from serving.engine.loop import EngineLoop
+from serving.engine.plan import Scheduler
+from serving.engine.runner import ModelRunner
+from serving.engine.sequence import Sequence
+from serving.errors import InvalidRequest, MillraceError, WorkerLost
+from serving.kvspec import LayerKV
+from serving.links import Deliver
+from serving.messages import Audit, Prefilled, PrefillOrder, Role, WorkerIdentity, WorkerStatus
+from serving.model.loading import LoadedModel
+
+
+class Worker:
+    """See the module. In process it is its own link (router.fleet.WorkerLink).
+
+    `address` is where others reach its gRPC, or its name in process. Create and start it on a running event loop.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        model: LoadedModel,
+        model_config: ModelConfig,
+        engine_config: EngineConfig,
+        *,
+        name: str | None = None,
+        address: str,
+        dialer: Dialer,
+        on_crash: Callable[[], None] | None = None,
+    ):
+        specs = model.spec.kv_layers(model.dtype)
+        blocks = engine_config.num_kv_blocks or blocks_in(
+            engine_config.kv_cache_memory, specs, engine_config.block_size
+        )
+        limit = context_limit(model, model_config, blocks * engine_config.block_size)
+        self.model = model
+        self.address = address
+        self.on_crash = on_crash
+        self.identity = WorkerIdentity(
+            instance=uuid.uuid4().hex,
+            name=name or f"{role}-{socket.gethostname()}-{os.getpid()}",
+            role=role,
+            model=str(model.path),
+            fingerprint=layout_fingerprint(model.fingerprint, specs),
+            max_model_len=limit,
+        )
+        self.pool = DevicePool(specs, blocks, engine_config.block_size, model_config.device)
+        self.blocks = BlockPool(blocks, engine_config.block_size, caching=engine_config.enable_prefix_caching)
+        self.kv = KVManager(self.blocks, self.identity.fingerprint)
+        self._decoding = DecodeScheduler(self.kv)
+        self._prefilling = PrefillScheduler(self.kv, then=self._decoding.add)
+        eos = frozenset(model.spec.eos_token_ids)
+        self.engine = Engine(
+            ModelRunner(model.model, self.pool.planes, engine_config.block_size, eos),
+            self.kv,
+            self._schedulers(role),
+            max_num_batched_tokens=engine_config.max_num_batched_tokens,
+            max_num_seqs=engine_config.max_num_seqs,
+            max_model_len=limit,
+            eos_token_ids=eos,
+        )
+        self.loop = EngineLoop(self.engine, on_crash=self._crashed)
+        self._make_doors(role, dialer)
+
+    def _schedulers(self, role: Role) -> list[Scheduler]:
+        """The role is just this list: decode goes first, prompts get the rest of the step."""
+        schedulers: dict[Role, list[Scheduler]] = {
+            Role.PREFILL: [self._prefilling],
+            Role.DECODE: [self._decoding],
+            Role.MIXED: [self._decoding, self._prefilling],
+        }
+        return schedulers[role]
+
+    def _make_doors(self, role: Role, dialer: Dialer) -> None:
+        long_rope = self.model.spec.rope_is_long
+        self.decode: DecodeWorker | None = None
+        self.prefill: PrefillWorker | None = None
+        if role is not Role.PREFILL:
+            self.decode = DecodeWorker(
+                identity=self.identity,
+                loop=self.loop,
+                kv=self.kv,
+                pool=self.pool,
+                scheduler=self._decoding,
+                long_rope=long_rope,
+                address=self.address,
+            )
+        if role is not Role.DECODE:
+            self.prefill = PrefillWorker(
+                identity=self.identity,
+                loop=self.loop,
+                kv=self.kv,
+                pool=self.pool,
+                scheduler=self._prefilling,
+                long_rope=long_rope,
+                dialer=dialer,
+                leases=self.decode,
+            )
+
+    # ---- links -------------------------------------------------------------------------------------------------
+
+    async def connect(self, router: str, deliver: Deliver, lost: Callable[[MillraceError], None]) -> Session:
+        if self.decode is None:
+            raise InvalidRequest(f"{self.identity.name} does not decode")
+        return await self.decode.connect(router, deliver, lost)
+
+    def run(self, order: PrefillOrder) -> AsyncIterator[Prefilled]:
+        if self.prefill is None:
+            raise InvalidRequest(f"{self.identity.name} does not prefill")
+        return self.prefill.run(order)
+
+    async def audit(self) -> list[Audit]:
+        return [self.audit_now()]
+
+    async def close(self) -> None:
+        """A link is closed by its router; the worker itself goes on."""
+
+    # ---- life --------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self.loop.start()
+
+    async def drain(self, seconds: float) -> None:
+        """Take no new work, finish or hand back what there is, and see all KV handed over."""
+        if self.prefill is not None:
+            self.prefill.draining = True
+        if self.decode is not None:
+            await self.decode.drain(seconds)
+        if self.prefill is not None:
+            await self.prefill.drain(seconds)
+
+    async def stop(self) -> None:
+        await self.loop.stop()
+
+    def _crashed(self) -> None:
+        """The engine is gone: everyone who waits for it must hear so."""
+        error = WorkerLost(f"the engine of {self.identity.name} died")
+        if self.prefill is not None:
+            self.prefill.abandon(error)
+        if self.decode is not None:
+            self.decode.abandon(error)
+        if self.on_crash is not None:
+            self.on_crash()
+
+    # ---- accounts ----------------------------------------------------------------------------------------------
+
+    @property
+    def draining(self) -> bool:
+        return any(door is not None and door.draining for door in (self.decode, self.prefill))
+
+    def status(self) -> WorkerStatus:
+        """The heartbeat."""
+        identity = self.identity
+        counters = {
+            "prefix_cache_queries": float(self.kv.queries),
+            "prefix_cache_hits": float(self.kv.hits),
+            "num_preemptions": float(self._decoding.preemptions),
+            "engine_steps": float(self.engine.steps),
+            "kv_transfer_bytes": float(self.prefill.bytes_sent if self.prefill is not None else 0),
+        }
+        if self.decode is not None:
+            for reason, count in self.decode.refused.items():
+                counters[f"kv_chunks_refused/{reason}"] = float(count)
+        return WorkerStatus(
+            instance=identity.instance,
+            name=identity.name,
+            role=identity.role,
+            address=self.address,
+            fingerprint=identity.fingerprint,
+            model=identity.model,
+            max_model_len=identity.max_model_len,
+            block_size=self.blocks.block_size,
+            total_blocks=self.blocks.num_blocks,
+            free_blocks=self.blocks.available,
+            max_seqs=self.engine.max_num_seqs,
+            running=len(self._decoding.running),
+            waiting=len(self._prefilling.queue),
+            waiting_tokens=self._prefilling.waiting_tokens,
+            draining=self.draining,
+            stalled_seconds=self.engine.stalled_seconds,
+            counters=counters,
+        )
+
+    def audit_now(self) -> Audit:
+        """What the worker holds this moment, and what of it nobody owns."""
+        with self.engine.lock:
+            owned: dict[int, Sequence] = {}
+            for seq in self._owned():
+                owned[id(seq)] = seq
+            queued = [seq for scheduler in self.engine.schedulers for seq in scheduler.sequences()]
+            decode = self.decode
+            counts = {
+                "leases": len(decode.table.leases) if decode is not None else 0,
+                "blocks": self.blocks.held,
+                "sequences": len(queued),
+                "streams": decode.receiving if decode is not None else 0,
+                "tasks": len(self.prefill.sequences()) if self.prefill is not None else 0,
+            }
+            leaked = {
+                "leases": decode.orphans() if decode is not None else 0,
+                "blocks": self.kv.unaccounted(owned.values()),
+                "tasks": sum(id(seq) not in owned for seq in queued),
+            }
+        return Audit(service=self.identity.name, counts=counts, leaked=leaked)
+
+    def _owned(self) -> list[Sequence]:
+        doors = [door for door in (self.decode, self.prefill) if door is not None]
+        return [*(seq for door in doors for seq in door.sequences()), *self.engine.flying]
+
+
+def context_limit(model: LoadedModel, config: ModelConfig, pool_tokens: int) -> int:
+    """Tokens a sequence may have: what the model, the configuration and the KV pool allow. Raises ValueError."""
+    allowed = model.spec.max_position
+    if config.max_model_len is not None:
+        if config.max_model_len > allowed:
+            raise ValueError(f"--max-model-len {config.max_model_len} is more than the model's {allowed} tokens")
+        allowed = config.max_model_len
+    return min(allowed, pool_tokens)
+
+
+def layout_fingerprint(model: str, specs: tuple[LayerKV, ...]) -> str:
+    """Hex; equal only for the same weights and the same KV layout."""
+    return hashlib.sha256(f"{model}|{specs!r}".encode()).hexdigest()[:32]
