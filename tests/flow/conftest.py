@@ -1,0 +1,123 @@
+"""Fixtures of the flow tests: a tiny model on disk and in memory, and clusters of every placement in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deploy.local import LocalCluster
+from router.fleet import RouterConfig
+from router.router import Router
+from serving.config import EngineConfig, ModelConfig
+from serving.errors import MillraceError
+from serving.messages import Delta, Request, Role
+from serving.model.loading import LoadedModel, load
+from tests.flow.remote import RemoteCluster
+from tests.tiny import tiny_llama
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_threads() -> None:
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_path: Path) -> LoadedModel:
+    return load(tiny_path, "float32")
+
+
+class Recorder:
+    """An observer that remembers (router.router.Observer)."""
+
+    def __init__(self) -> None:
+        self.replacements: list[MillraceError] = []
+        self.endings: list[tuple[Request, Delta | None, BaseException | None]] = []
+        self.on_replaced: Callable[[MillraceError], None] = lambda error: None
+
+    def first_token(self, request: Request, seconds: float, cached: int) -> None: ...
+    def tokens(self, seconds: float, count: int) -> None: ...
+
+    def replaced(self, error: MillraceError) -> None:
+        self.replacements.append(error)
+        self.on_replaced(error)
+
+    def finished(self, request: Request, timeline: Any, last: Delta | None, error: BaseException | None) -> None:
+        self.endings.append((request, last, error))
+
+
+class Cluster:
+    """A router over workers in this process, what it observed, and the wait for idleness every test ends with."""
+
+    def __init__(self, cluster: LocalCluster | RemoteCluster):
+        self.cluster = cluster
+        self.seen = Recorder()
+        self.router: Router = cluster.router(self.seen)
+
+    async def tokens(self, request: Request) -> list[int]:
+        """All tokens of a request; checks that it ends once and that nothing is skipped or repeated."""
+        found: list[int] = []
+        finish = None
+        async for delta in self.router.generate(request):
+            assert finish is None, "tokens after the end"
+            assert delta.index == len(found), "a token was skipped or repeated"
+            found += delta.tokens
+            finish = delta.finish
+        assert finish is not None, "no ending"
+        return found
+
+    async def idle(self) -> None:
+        """Fails unless nothing is held anywhere within a second."""
+        for _ in range(100):
+            audits = await self.router.audit()
+            if all(audit.idle for audit in audits):
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"not idle: {audits}")
+
+
+ClusterMaker = Callable[..., Any]
+
+PLACEMENTS = {
+    "embedded": (LocalCluster, [Role.MIXED]),
+    "embedded-two": (LocalCluster, [Role.MIXED, Role.MIXED]),
+    "split-local": (LocalCluster, [Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE]),
+    "split-grpc": (RemoteCluster, [Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE]),
+    "all-grpc": (RemoteCluster, [Role.MIXED, Role.PREFILL, Role.DECODE]),
+}
+
+
+@pytest.fixture
+def make_cluster(tiny_model: LoadedModel) -> ClusterMaker:
+    """`async with make_cluster(placement, **engine settings) as cluster`; asserts idleness at the end."""
+
+    @asynccontextmanager
+    async def make(
+        placement: str, *, model: LoadedModel | None = None, router: RouterConfig | None = None, **engine: Any
+    ) -> AsyncIterator[Cluster]:
+        kind, roles = PLACEMENTS[placement]
+        config = EngineConfig(**{"num_kv_blocks": 512, "block_size": 16, **engine})
+        router_config = router or RouterConfig(patience=20.0)
+        async with kind(model or tiny_model, ModelConfig(), config, router_config, roles=roles) as started:
+            cluster = Cluster(started)
+            yield cluster
+            await cluster.idle()
+
+    return make
+
+
+@pytest.fixture(params=list(PLACEMENTS))
+def placement(request: pytest.FixtureRequest) -> str:
+    """Every way a request may be placed and its KV moved."""
+    name: str = request.param
+    return name

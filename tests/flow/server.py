@@ -1,0 +1,167 @@
+"""A real millrace server as child processes, and what a test may do to it: ask, watch, freeze, kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+START_SECONDS = 90.0  # a loaded machine starts five Python processes slowly
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+    """Poll until the condition holds; its value. Fails the test when time is up."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.02)
+    raise AssertionError(f"not within {seconds} s: {what}")
+
+
+class MillraceServer:
+    """`millrace serve` with these arguments, on a port of its own. Use as a context manager."""
+
+    def __init__(self, *arguments: str, workers: Sequence[str] = (), environ: dict[str, str] | None = None):
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.worker_names = list(workers)
+        self._log = tempfile.NamedTemporaryFile(mode="w+", suffix=".log", prefix="millrace-", delete=False)  # noqa: SIM115
+        command = [
+            sys.executable,
+            "-m",
+            "deploy.cli",
+            "serve",
+            *arguments,
+            "--port",
+            str(self.port),
+            "--host",
+            "127.0.0.1",
+        ]
+        repository = str(Path(__file__).resolve().parents[2])
+        self.process = subprocess.Popen(
+            command,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": repository, **(environ or {})},
+        )
+
+    def __enter__(self) -> MillraceServer:
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> int:
+        """SIGTERM and wait; the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self._log.close()
+        return self.process.returncode
+
+    def log(self) -> str:
+        return Path(self._log.name).read_text()
+
+    # ---- asking ------------------------------------------------------------------------------------------------
+
+    def get(self, path: str, timeout: float = 10.0) -> tuple[int, bytes]:
+        """Status and body; status 0 while nobody listens."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=timeout) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return 0, b""
+
+    def wait_ready(self) -> None:
+        """Every worker reports and /health is 200."""
+
+        def ready() -> bool:
+            if self.process.poll() is not None:
+                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log()}")
+            return self.get("/health")[0] == 200 and set(self.worker_names) <= set(self.reporting())
+
+        wait_until(ready, START_SECONDS, f"the server is ready; its log:\n{self.log()}")
+
+    def audit(self) -> dict[str, Any]:
+        status, body = self.get("/audit")
+        assert status == 200, body
+        found: dict[str, Any] = json.loads(body)
+        return found
+
+    def wait_idle(self, seconds: float = 5.0) -> None:
+        """Nothing is held anywhere, and nothing leaked."""
+        last: dict[str, Any] = {}
+
+        def idle() -> bool:
+            last.update(self.audit())
+            return bool(last["idle"])
+
+        try:
+            wait_until(idle, seconds, "idle")
+        except AssertionError:
+            raise AssertionError(f"still held after {seconds} s: {last}") from None
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that carry these labels; 0 when there is none."""
+        total = 0.0
+        status, body = self.get("/metrics")
+        assert status == 200, f"/metrics answered {status}"
+        for line in body.decode().splitlines():
+            match = re.fullmatch(rf"millrace:{name}(?:\{{(.*)\}})? (\S+)", line)
+            if match and all(f'{key}="{value}"' in (match[1] or "") for key, value in labels.items()):
+                total += float(match[2])
+        return total
+
+    def reporting(self) -> list[str]:
+        """Names of the workers the router knows."""
+        text = self.get("/metrics")[1].decode()
+        return re.findall(r'millrace:worker_draining\{engine="([^"]+)"', text)
+
+    # ---- doing harm --------------------------------------------------------------------------------------------
+
+    def worker_pid(self, name: str) -> int:
+        """The process of the worker of this name."""
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    command = (entry / "cmdline").read_bytes().split(b"\0")
+                    parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                except (OSError, IndexError):
+                    continue
+                if parent == self.process.pid and name.encode() in command:
+                    return int(entry.name)
+        raise AssertionError(f"no process of worker {name}")
+
+    def signal_worker(self, name: str, number: signal.Signals) -> None:
+        os.kill(self.worker_pid(name), number)

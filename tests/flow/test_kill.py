@@ -1,0 +1,153 @@
+"""kill -9 of workers at every stage of a request: the client's text is that of an undisturbed run, nothing is left.
+
+Greedy and seeded-sampled, streaming and not, are asked at once; the victim is one of two workers of its role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from signal import SIGCONT, SIGKILL, SIGSTOP
+
+import pytest
+
+from tests.flow.client import Asked, Client
+from tests.flow.reference import prompts
+from tests.flow.server import MillraceServer, wait_until
+from tests.tiny import tiny_llama
+
+pytestmark = pytest.mark.slow
+
+WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+TOKENS = 120
+KINDS = (
+    {"stream": True, "temperature": 0.0},
+    {"stream": False, "temperature": 0.0},
+    {"stream": True, "temperature": 1.0, "seed": 11, "top_p": 0.9},
+    {"stream": False, "temperature": 1.0, "seed": 12, "frequency_penalty": 0.3},
+)
+
+Outcomes = list[tuple[str, str | None, int, int]]
+
+
+@pytest.fixture(scope="module")
+def slow_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Deep enough that a long prompt in small chunks takes a while, its KV (16 MB) too large for socket buffers."""
+    return tiny_llama(tmp_path_factory.mktemp("model") / "tiny", layers=8, hidden=256, kv_heads=4)
+
+
+@pytest.fixture(scope="module")
+def server(slow_path: Path) -> Iterator[MillraceServer]:
+    arguments = (
+        str(slow_path),
+        *("--prefill", "2", "--decode", "2", "--dtype", "float32", "--served-model-name", "tiny"),
+        *("--max-num-batched-tokens", "24", "--max-num-seqs", "24", "--no-enable-prefix-caching"),
+        *("--num-kv-blocks", "1024", "--heartbeat-interval", "0.2", "--heartbeat-timeout", "30"),
+    )
+    with MillraceServer(*arguments, workers=WORKERS) as started:
+        yield started
+
+
+@pytest.fixture
+def client(server: MillraceServer) -> Iterator[Client]:
+    server.wait_ready()
+    made = Client(server.url)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: MillraceServer) -> Outcomes:
+    client = Client(server.url)
+    try:
+        return client.finish(ask(client))
+    finally:
+        client.close()
+
+
+def ask(client: Client) -> list[Asked]:
+    wanted = prompts(len(KINDS), shortest=900, longest=1100, seed=3)
+    return [client.start(prompt, max_tokens=TOKENS, **kind) for prompt, kind in zip(wanted, KINDS, strict=True)]
+
+
+def check(server: MillraceServer, client: Client, asked: list[Asked], undisturbed: Outcomes, before: float) -> None:
+    assert client.finish(asked) == undisturbed
+    assert server.metric("replacements_total") > before, "nothing was disturbed"
+    server.wait_idle(5.0)
+
+
+def waiting(server: MillraceServer, name: str) -> float:
+    return server.metric("num_requests_waiting", engine=name)
+
+
+def leases(server: MillraceServer) -> int:
+    return int(server.audit()["services"][0]["held"]["leases"])
+
+
+def test_prefill_worker_dies_with_the_request_queued(
+    server: MillraceServer, client: Client, undisturbed: Outcomes
+) -> None:
+    before = server.metric("replacements_total")
+    server.signal_worker("prefill-0", SIGSTOP)  # what is sent there now stays in its socket
+    asked = ask(client)
+    wait_until(lambda: waiting(server, "prefill-1"), 20, "the other prefill worker has its share")
+    server.signal_worker("prefill-0", SIGKILL)
+    check(server, client, asked, undisturbed, before)
+
+
+def test_prefill_worker_dies_computing(server: MillraceServer, client: Client, undisturbed: Outcomes) -> None:
+    before = server.metric("replacements_total")
+    asked = ask(client)
+    wait_until(lambda: waiting(server, "prefill-0"), 20, "prefill-0 computes")
+    server.signal_worker("prefill-0", SIGKILL)
+    check(server, client, asked, undisturbed, before)
+
+
+def test_prefill_worker_dies_in_the_middle_of_its_handoff(
+    server: MillraceServer, client: Client, undisturbed: Outcomes
+) -> None:
+    before = server.metric("replacements_total")
+    asked = ask(client)
+    wait_until(lambda: waiting(server, "prefill-0") and leases(server) == len(asked), 20, "all are leased")
+    for decode in ("decode-0", "decode-1"):
+        server.signal_worker(decode, SIGSTOP)  # KV goes out and is not taken in
+    try:
+        wait_until(lambda: not waiting(server, "prefill-0"), 60, "prefill-0 has computed all it has")
+        server.signal_worker("prefill-0", SIGKILL)
+    finally:
+        for decode in ("decode-0", "decode-1"):
+            server.signal_worker(decode, SIGCONT)
+    check(server, client, asked, undisturbed, before)
+
+
+def test_decode_worker_dies_before_its_first_token(
+    server: MillraceServer, client: Client, undisturbed: Outcomes
+) -> None:
+    before = server.metric("replacements_total")
+    asked = ask(client)
+    wait_until(lambda: leases(server) == len(asked), 20, "all are leased")
+    assert not any(one.chunks for one in asked), "the prompts were meant to take longer"
+    server.signal_worker("decode-0", SIGKILL)
+    check(server, client, asked, undisturbed, before)
+
+
+def test_decode_worker_dies_after_the_tenth_token(
+    server: MillraceServer, client: Client, undisturbed: Outcomes
+) -> None:
+    before = server.metric("replacements_total")
+    asked = ask(client)
+    for one in asked:
+        if one.stream:
+            assert one.progressed.wait(60), "ten tokens"
+    server.signal_worker("decode-0", SIGKILL)
+    check(server, client, asked, undisturbed, before)
+
+
+def test_both_decode_workers_die_and_come_back(server: MillraceServer, client: Client, undisturbed: Outcomes) -> None:
+    """Nobody is left to take over: the requests wait for the workers that are started again."""
+    before = server.metric("replacements_total")
+    asked = ask(client)
+    assert asked[0].progressed.wait(60), "ten tokens"
+    for decode in ("decode-0", "decode-1"):
+        server.signal_worker(decode, SIGKILL)
+    check(server, client, asked, undisturbed, before)
