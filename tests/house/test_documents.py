@@ -1,0 +1,52 @@
+"""The pages that describe what users see: metrics, flags and the README's links keep up with the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from deploy.cli import make_parser
+from scripts.flags import PAGE, render
+from serving.metrics import RouterMetrics
+from tests.house.source import ROOT
+
+EXPORTED = re.compile(r"^# TYPE (millrace:\w+) (\w+)$", re.MULTILINE)
+DOCUMENTED = re.compile(r"^\| `(millrace:\w+)` \| (\w+) \|", re.MULTILINE)
+LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#]+)(?:#[^)]*)?\)")
+
+
+def exported() -> dict[str, str]:
+    """Name and type of every metric on the router's /metrics, which holds the workers' too."""
+    text = RouterMetrics("model", lambda: [], lambda: 0).text().decode()
+    return {name: kind for name, kind in EXPORTED.findall(text) if not name.endswith("_created")}
+
+
+def test_every_metric_is_documented_and_no_other() -> None:
+    assert dict(DOCUMENTED.findall((ROOT / "docs/metrics.md").read_text())) == exported()
+
+
+def test_the_flags_page_is_up_to_date() -> None:
+    page = PAGE.read_text()
+    assert page == render(page, make_parser()), "run `make docs`"
+
+
+@pytest.mark.parametrize(
+    "page", sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+)
+def test_links_between_pages_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    broken = [link for link in LINK.findall(path.read_text()) if not (path.parent / link).exists()]
+    assert broken == []
+
+
+def test_the_readme_opens_with_the_two_commands_and_a_request() -> None:
+    first_screen = (ROOT / "README.md").read_text().splitlines()[:45]
+    text = "\n".join(first_screen)
+    assert all(words in text for words in ("make serve", "make test", "curl ", '"content"'))
+
+
+def test_every_decision_is_numbered_once() -> None:
+    names = sorted(path.name for path in Path(ROOT / "docs/decisions").glob("*.md"))
+    assert [name[:4] for name in names] == [f"{number:04d}" for number in range(1, len(names) + 1)]

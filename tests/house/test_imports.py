@@ -1,0 +1,142 @@
+"""Who may import whom, which files must not know torch, and which files are the one door to a library."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from tests.house.source import ROOMS, ROOT, files, imports, module_file, room_files, start_closure
+
+# What each room may import besides itself. docs/way.md says why; a name with a dot allows that module alone.
+MAY_IMPORT = {
+    "serving": (),
+    "kvcache": ("serving",),
+    "prefill": ("kvcache", "serving"),
+    "decode": ("kvcache", "serving"),
+    "router": ("kvcache.prefix", "serving"),
+    "deploy": ("router", "prefill", "decode", "kvcache", "serving", "bench"),
+    "bench": ("deploy", "router", "prefill", "decode", "kvcache", "serving"),
+}
+
+# Decisions are pure code, so that the simulator can run them; the front starts quickly, so it does not wait for torch.
+TORCH_FREE = (
+    "router/*",
+    "serving/api/*",
+    "serving/text/*",
+    "serving/proto/*",
+    "serving/config.py",
+    "serving/errors.py",
+    "serving/kvspec.py",
+    "serving/links.py",
+    "serving/logs.py",
+    "serving/messages.py",
+    "serving/metrics.py",
+    "serving/rpc.py",
+    "serving/timeline.py",
+    "serving/wire.py",
+    "serving/model/spec.py",
+    "serving/model/hub.py",
+    "serving/engine/plan.py",
+    "serving/engine/randomness.py",
+    "serving/engine/sequence.py",
+    "kvcache/blocks.py",
+    "kvcache/prefix.py",
+    "prefill/scheduler.py",
+    "decode/scheduler.py",
+    "decode/leases.py",
+    "deploy/cli.py",
+    "deploy/*planner*.py",
+    "deploy/*simulator*.py",
+    "deploy/*placement*.py",
+    "deploy/*cost*.py",
+)
+
+# Where a library may be imported at all. Nothing below is imported anywhere else in the rooms.
+DOORS = {
+    "fastapi": ("serving/api/*", "deploy/*"),
+    "starlette": ("serving/api/*",),
+    "uvicorn": ("serving/api/*", "deploy/*"),
+    "pydantic": ("serving/api/*",),
+    "prometheus_client": ("serving/metrics.py",),
+    "grpc": ("serving/rpc.py", "prefill/service.py", "decode/service.py", "kvcache/service.py", "router/service.py"),
+    "tokenizers": ("serving/text/*", "bench/prompts.py"),
+    "jinja2": ("serving/text/*",),
+    "safetensors": ("serving/model/*",),
+    "gguf": ("serving/model/*", "serving/text/*"),
+    "huggingface_hub": ("serving/model/hub.py",),
+    "xxhash": ("serving/model/fingerprint.py", "kvcache/chunk.py"),
+    "transformers": (),
+    "openai": (),
+}
+# Where one file, whichever it is, is the door.
+ONE_FILE = {"triton": "serving/kernels/*", "ray": "deploy/*", "nixl": "kvcache/*"}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_import_only_what_they_may(room: str) -> None:
+    def allowed(name: str) -> bool:
+        return any(name == permitted or name.startswith(permitted + ".") for permitted in (room, *MAY_IMPORT[room]))
+
+    wrong = [
+        f"{path}:{found.line} imports {found.name}"
+        for path in files(room)
+        for found in imports(path)
+        if found.top in (*ROOMS, "tests", "scripts")
+        and not allowed(found.name)
+        # `from kvcache import prefix` names the package too; the module is looked at by itself.
+        and not any(permitted.startswith(found.name + ".") for permitted in MAY_IMPORT[room])
+    ]
+    assert wrong == []
+
+
+def test_every_project_import_leads_to_a_file() -> None:
+    wrong = [
+        f"{path}:{found.line} imports {found.name}"
+        for path in files(*ROOMS, "tests", "scripts")
+        for found in imports(path)
+        if found.top in ROOMS and module_file(found.name) is None and not (ROOT / Path(*found.name.split("."))).is_dir()
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("pattern", TORCH_FREE)
+def test_torch_free_files_do_not_reach_torch(pattern: str) -> None:
+    for path in room_files():
+        if not fnmatch(path.as_posix(), pattern):
+            continue
+        closure = start_closure(path)
+        assert "torch" not in closure, f"{path} imports torch through {closure['torch']}"
+        late = [found.line for found in imports(path) if found.top == "torch"]
+        assert not late, f"{path}:{late[0]} imports torch"
+
+
+@pytest.mark.parametrize(
+    "module", ["router.router", "prefill.scheduler", "decode.scheduler", "serving.messages", "deploy.cli"]
+)
+def test_importing_leaves_torch_out(module: str) -> None:
+    assert module_file(module) is not None
+    program = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr or f"{module} imports torch"
+
+
+@pytest.mark.parametrize("library", DOORS)
+def test_a_library_is_imported_only_at_its_doors(library: str) -> None:
+    doors = DOORS[library]
+    wrong = [path for path in users(library) if not any(fnmatch(path, door) for door in doors)]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("library", ONE_FILE)
+def test_a_library_is_imported_in_one_file(library: str) -> None:
+    found = users(library)
+    assert len(found) <= 1
+    assert all(fnmatch(path, ONE_FILE[library]) for path in found)
+
+
+def users(library: str) -> list[str]:
+    return [path.as_posix() for path in room_files() if any(found.top == library for found in imports(path))]
