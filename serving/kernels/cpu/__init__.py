@@ -1,0 +1,68 @@
+"""CPU kernels in C++: INT8, bfloat16 and float32 linear layers, paged attention, and a whole decoder step in one call.
+
+They are compiled on first use and cached; where that cannot be, `load` says so once and returns None.
+
+How a result stays the same whatever runs beside it. Each output of a linear layer is one accumulator over the inputs
+in order (exact integers for INT8), wherever the tile, the panel or the block of rows is cut. A row's norm,
+quantization and rotation are functions of that row. Attention takes keys in chunks of 128 counted from position 0,
+each chunk's softmax on its own, and joins the chunks in order; prefill and decode run the same code with more or
+fewer rows, and splitting a long context over threads happens at chunk borders and joins in the same order.
+Contraction of a * b + c is off, so one formula rounds alike wherever the compiler inlines it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable
+
+from serving.kernels.cpu.decoder import Decoder, DecoderShape, KvPlanes, LayerWeights, StepOutput
+from serving.kernels.cpu.extension import Kernels, default_threads, forms, open_library
+from serving.kernels.cpu.structures import Finish, Kind
+from serving.kernels.cpu.weights import PackedLinear, interleave
+
+__all__ = [
+    "Decoder",
+    "DecoderShape",
+    "Finish",
+    "Kernels",
+    "Kind",
+    "KvPlanes",
+    "LayerWeights",
+    "PackedLinear",
+    "StepOutput",
+    "available",
+    "default_threads",
+    "forms",
+    "interleave",
+    "load",
+    "shared_library",
+]
+
+_log = logging.getLogger("millrace.kernels")
+
+
+_opened: dict[str, ctypes.CDLL | None] = {}
+
+
+def shared_library(progress: Callable[[str], None] = _log.info) -> ctypes.CDLL | None:
+    """The library, opened (and built, with a line to `progress`) once a process; None where it cannot be had."""
+    if "library" not in _opened:
+        _opened["library"] = open_library(progress)
+    return _opened["library"]
+
+
+def available() -> bool:
+    """Whether the kernels can run here. The first call may compile them."""
+    return shared_library() is not None
+
+
+def load(
+    *, threads: int | None = None, form: str | None = None, progress: Callable[[str], None] = _log.info
+) -> Kernels | None:
+    """Kernels on a pool of `threads` (default: the CPUs this process may use), or None where they cannot be had.
+
+    `progress` receives a line before and after a build. Raises ValueError for a form this CPU does not run.
+    """
+    library = shared_library(progress)
+    return None if library is None else Kernels(library, threads=threads, form=form)

@@ -1,0 +1,90 @@
+// The plain C structures the Python door fills in; `structures.py` mirrors them field by field. Nothing here computes.
+//
+// Shapes: T new tokens of the step, B sequences, M blocks of the widest block table, R rows whose logits are wanted.
+#pragma once
+
+#include <stdint.h>
+
+enum Kind { KIND_NONE = 0, KIND_INT8 = 1, KIND_BF16 = 2, KIND_F32 = 3 };
+
+// A linear layer's packed weight: panels of 32 output channels, each [ceil(k / per)][32][per] with per = 4 / element
+// bytes, so that one 32-bit word holds the inputs a dot-product instruction takes at once. Padding is zero.
+struct Linear {
+    int32_t kind;
+    int32_t outputs;
+    int32_t inputs;
+    int32_t unused;
+    const void* packed;
+    const float* scale;   // [outputs], int8 only
+    const float* bias;    // [outputs] or null
+    const int32_t* sums;  // [padded outputs], int8 only: 128 * sum over inputs, what the unsigned shift adds
+};
+
+// One layer's KV planes, each [num_blocks, block_size, kv_heads, head_dim]; scales [num_blocks, block_size, kv_heads].
+struct KvPlanes {
+    int32_t kind;
+    int32_t block_size;
+    int32_t kv_heads;
+    int32_t head_dim;
+    void* k;
+    void* v;
+    float* k_scale;  // int8 only
+    float* v_scale;
+};
+
+// A ragged batch, as serving.engine.batch.RaggedBatch holds it.
+struct Batch {
+    int32_t tokens_count;   // T
+    int32_t sequences;      // B
+    int32_t table_width;    // M
+    int32_t logits_count;   // R
+    const int64_t* tokens;         // [T]
+    const int64_t* positions;      // [T]
+    const int64_t* slots;          // [T]
+    const int32_t* query_start;    // [B + 1]
+    const int32_t* context_lens;   // [B]
+    const int32_t* block_tables;   // [B, M]
+    const int64_t* logits_rows;    // [R]
+};
+
+struct Layer {
+    const float* attention_norm;  // [hidden]
+    const float* mlp_norm;        // [hidden]
+    const float* q_norm;          // [head_dim] or null
+    const float* k_norm;
+    Linear qkv;      // outputs q heads, then k heads, then v heads
+    Linear o;
+    Linear gate_up;  // 16 gate channels, 16 up channels, and so on: see FINISH_SWIGLU
+    Linear down;
+    KvPlanes kv;
+    int32_t window;  // tokens a query sees, itself included; 0 means all
+    int32_t unused;
+};
+
+// A decoder of the Llama shape.
+struct Model {
+    int32_t layers;
+    int32_t hidden;
+    int32_t heads;
+    int32_t rotary_dim;      // leading dimensions of a head that rotate
+    int32_t intermediate;
+    int32_t embedding_kind;  // KIND_BF16 or KIND_F32
+    float eps;
+    float attention_scale;
+    float embedding_scale;
+    int32_t unused;
+    const Layer* layer;      // [layers]
+    const float* cos;        // [positions, rotary_dim / 2]
+    const float* sin;
+    const void* embedding;   // [vocab, hidden]
+    const float* final_norm;
+    Linear head;
+};
+
+// Where a step's results go; null pointers are skipped.
+struct Results {
+    float* logits;      // [R, vocab]
+    int64_t* greedy;    // [R]: the best token, the lowest id among equals
+    float* hidden;      // [T, hidden]: the last layer's residual stream
+    int32_t* progress;  // one int32: layers whose KV of this step is written, stored with release order
+};

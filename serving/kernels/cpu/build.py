@@ -1,0 +1,120 @@
+"""Compiles the C++ sources of this folder into one shared library, once per source, compiler and CPU, and caches it.
+
+It may not know what the library does. Several processes may build at once: one compiles, the others wait for it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+log = logging.getLogger("millrace.kernels")
+
+SOURCES = Path(__file__).parent
+COMMON = (
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-pthread",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",  # the same formula gives the same bits wherever it is inlined
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+)
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma")
+X86_FORMS = {"avx512_bf16": (*AVX512, "-mavx512bf16"), "avx512_vnni": AVX512, "avx2": ("-mavx2", "-mfma")}
+
+
+class BuildError(RuntimeError):
+    """The compiler refused the sources; the message carries its first lines."""
+
+
+def find_compiler() -> str | None:
+    """`$CXX`, else g++ or clang++ on the path; None when there is none."""
+    for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++"):
+        path = shutil.which(name) if name else None
+        if path:
+            return path
+    return None
+
+
+def forms() -> dict[str, tuple[str, ...]]:
+    """Compiler flags of each form built for this architecture."""
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return {**(X86_FORMS if x86 else {}), "plain": ()}
+
+
+def cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "millrace"
+
+
+def library_path(compiler: str) -> Path:
+    """Where the library for these sources, this compiler and this CPU lies once built."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout  # noqa: S603
+    digest = hashlib.sha256(version)
+    for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    digest.update(repr((COMMON, forms(), platform.machine(), _cpu_flags())).encode())
+    return cache_folder() / f"cpu-kernels-{digest.hexdigest()[:20]}.so"
+
+
+def build(compiler: str, progress: Callable[[str], None] = log.info) -> Path:
+    """The library's path, compiled first when it is not cached. Raises BuildError or OSError."""
+    target = library_path(compiler)
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (target.parent / f"{target.stem}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            started = time.monotonic()
+            progress(f"building the CPU kernels with {compiler} (once; cached in {target.parent})")
+            _compile(compiler, target)
+            progress(f"built the CPU kernels in {time.monotonic() - started:.0f} s")
+    return target
+
+
+def _compile(compiler: str, target: Path) -> None:
+    units = [(SOURCES / "form.cpp", name, (*flags, f"-DMILLRACE_FORM={name}")) for name, flags in forms().items()]
+    units += [(SOURCES / "door.cpp", "door", ()), (SOURCES / "pool.cpp", "pool", ())]
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        objects = [str(Path(folder) / f"{name}.o") for _, name, _ in units]
+        commands = [
+            [compiler, *COMMON, *flags, "-c", str(source), "-o", output]
+            for (source, _, flags), output in zip(units, objects, strict=True)
+        ]
+        _run(commands)
+        library = str(Path(folder) / "library.so")
+        _run([[compiler, "-shared", "-pthread", "-o", library, *objects]])
+        Path(library).replace(target)  # atomic: another process sees all of it or nothing
+
+
+def _run(commands: list[list[str]]) -> None:
+    """Runs the commands side by side; raises BuildError for the first that fails, once all have ended."""
+    running = [
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)  # noqa: S603
+        for command in commands
+    ]
+    errors = [(process.communicate()[1], process.returncode) for process in running]
+    for (text, code), command in zip(errors, commands, strict=True):
+        if code != 0:
+            raise BuildError(f"{' '.join(command)} failed: {text[:2000]}")
+
+
+def _cpu_flags() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

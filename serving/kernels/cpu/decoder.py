@@ -1,0 +1,247 @@
+"""A whole decoder of the Llama shape as one C call a step: the tables the kernels walk, built once from packed weights.
+
+It may not know checkpoints or schedulers: it is handed tensors, and a ragged batch for each step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from serving.engine.batch import RaggedBatch
+from serving.kernels.cpu.extension import Kernels
+from serving.kernels.cpu.structures import BatchC, Kind, KvPlanesC, LayerC, ModelC, ResultsC
+from serving.kernels.cpu.weights import PackedLinear, address
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderShape:
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int  # leading dimensions of a head that rotate, in halves
+    intermediate: int
+    vocab: int
+    eps: float
+    attention_scale: float
+    embedding_scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerWeights:
+    """Norm weights are float32. `gate_up` is packed from `interleave(gate, up)`."""
+
+    attention_norm: Tensor  # [hidden]
+    mlp_norm: Tensor  # [hidden]
+    qkv: PackedLinear  # outputs: query heads, then key heads, then value heads
+    o: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+    q_norm: Tensor | None = None  # [head_dim]
+    k_norm: Tensor | None = None
+    window: int = 0  # tokens a query sees, itself included; 0 means all
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KvPlanes:
+    """One layer's part of the pool: k and v [num_blocks, block_size, kv_heads, head_dim], int8, bfloat16 or float32.
+
+    int8 planes come with scales [num_blocks, block_size, kv_heads] float32.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    def as_c(self) -> KvPlanesC:
+        for plane in (self.k, self.v, self.k_scale, self.v_scale):
+            assert plane is None or plane.is_contiguous(), "KV planes are read by address"
+        _, block_size, kv_heads, head_dim = self.k.shape
+        kind = Kind.of(self.k.dtype)
+        if (self.k_scale is None or self.v_scale is None) and kind is Kind.INT8:
+            raise ValueError("int8 KV needs a scale plane for keys and one for values")
+        return KvPlanesC(
+            int(kind),
+            block_size,
+            kv_heads,
+            head_dim,
+            self.k.data_ptr(),
+            self.v.data_ptr(),
+            address(self.k_scale),
+            address(self.v_scale),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    logits: Tensor | None  # [R, vocab] float32
+    greedy: Tensor | None  # [R] int64, the lowest id among equal logits
+
+
+class Decoder:
+    """Holds the weights, their C tables and the KV planes; `step` runs one ragged batch through all layers.
+
+    A token's result depends on nothing but its own sequence: not on the rest of the batch, on how a prompt was cut into
+    steps, or on the number of threads. Different forms (instruction sets) may differ in the last bits.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        shape: DecoderShape,
+        *,
+        embedding: Tensor,  # [vocab, hidden] bfloat16 or float32
+        layers: Sequence[LayerWeights],
+        final_norm: Tensor,  # [hidden] float32
+        head: PackedLinear,
+        cos: Tensor,  # [positions, rotary_dim / 2] float32
+        sin: Tensor,
+        kv: Sequence[KvPlanes],
+    ):
+        _check(shape, embedding, layers, final_norm, cos, sin, kv)
+        self.kernels = kernels
+        self.shape = shape
+        self._kept = (embedding, tuple(layers), final_norm, head, cos, sin, tuple(kv))  # the C side holds addresses
+        self._positions = cos.shape[0]
+        self._layers = (LayerC * len(layers))(*(_layer(w, planes) for w, planes in zip(layers, kv, strict=True)))
+        self._model = ModelC(
+            len(layers),
+            shape.hidden,
+            shape.heads,
+            shape.rotary_dim,
+            shape.intermediate,
+            int(Kind.of(embedding.dtype)),
+            shape.eps,
+            shape.attention_scale,
+            shape.embedding_scale,
+            0,
+            ctypes.cast(self._layers, ctypes.POINTER(LayerC)),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            embedding.data_ptr(),
+            final_norm.data_ptr(),
+            head.as_c(),
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weight a decode step reads: every layer and the head once."""
+        _, layers, _, head, *_ = self._kept
+        return head.stored_bytes + sum(
+            w.stored_bytes for one in layers for w in (one.qkv, one.o, one.gate_up, one.down)
+        )
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one weight, by the head."""
+        return self._kept[3].kind.item_bytes
+
+    def step(
+        self,
+        batch: RaggedBatch,
+        *,
+        logits: bool = True,
+        greedy: bool = False,
+        hidden: Tensor | None = None,
+        progress: Tensor | None = None,
+    ) -> StepOutput:
+        """Writes the batch's KV and returns what was asked for of its R logits rows.
+
+        `hidden` [T, hidden] float32 receives the last layer's residual stream. `progress`, one int32, counts the layers
+        whose KV of this step is written; another thread may watch it. Raises ValueError past the last known position.
+        """
+        if batch.long_rope is not None:
+            raise ValueError("the fused step holds one rotary table: LongRoPE batches take the model's own path")
+        if max(batch.context_lens_list) > self._positions:
+            raise ValueError(f"context of {max(batch.context_lens_list)} tokens, rotary table of {self._positions}")
+        rows = batch.logits_rows.shape[0]
+        out = StepOutput(
+            torch.empty(rows, self.shape.vocab) if logits else None,
+            torch.empty(rows, dtype=torch.int64) if greedy else None,
+        )
+        results = ResultsC(address(out.logits), address(out.greedy), address(hidden), address(progress))
+        self.kernels.library.millrace_step(self.kernels.context, self._model, _batch(batch), results)
+        return out
+
+    def rotate_and_write(self, layer: int, batch: RaggedBatch, qkv: Tensor) -> Tensor:
+        """One layer's q/k norm, rotary embedding and KV write: qkv [T, (heads + 2 kv_heads) · head_dim] float32.
+
+        Returns the queries [T, heads, head_dim] float32, rounded to what they are multiplied as.
+        """
+        q = torch.empty(qkv.shape[0], self.shape.heads, self.shape.head_dim)
+        call = self.kernels.library.millrace_rotate_and_write
+        call(self.kernels.context, self._model, layer, _batch(batch), qkv.contiguous().data_ptr(), q.data_ptr())
+        return q
+
+    def attention(self, layer: int, batch: RaggedBatch, q: Tensor) -> Tensor:
+        """Causal attention of q [T, heads, head_dim] float32 over one layer's written KV; same shape out."""
+        q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
+        call = self.kernels.library.millrace_attention
+        call(self.kernels.context, self._model, layer, _batch(batch), q.data_ptr(), out.data_ptr())
+        return out
+
+
+def _layer(w: LayerWeights, planes: KvPlanes) -> LayerC:
+    return LayerC(
+        w.attention_norm.data_ptr(),
+        w.mlp_norm.data_ptr(),
+        address(w.q_norm),
+        address(w.k_norm),
+        w.qkv.as_c(),
+        w.o.as_c(),
+        w.gate_up.as_c(),
+        w.down.as_c(),
+        planes.as_c(),
+        w.window,
+        0,
+    )
+
+
+def _batch(batch: RaggedBatch) -> BatchC:
+    return BatchC(
+        batch.tokens.shape[0],
+        len(batch.query_lens),
+        batch.block_tables.shape[1],
+        batch.logits_rows.shape[0],
+        batch.tokens.data_ptr(),
+        batch.positions.data_ptr(),
+        batch.slots.data_ptr(),
+        batch.query_start.data_ptr(),
+        batch.context_lens.data_ptr(),
+        batch.block_tables.data_ptr(),
+        batch.logits_rows.data_ptr(),
+    )
+
+
+def _check(
+    shape: DecoderShape,
+    embedding: Tensor,
+    layers: Sequence[LayerWeights],
+    final_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv: Sequence[KvPlanes],
+) -> None:
+    """Raises ValueError for what the kernels cannot read: they see addresses only."""
+    if len(layers) != len(kv) or not layers:
+        raise ValueError(f"{len(layers)} layers of weights and {len(kv)} of KV planes")
+    if len({(planes.k.shape[1:], planes.k.dtype) for planes in kv}) != 1:
+        raise ValueError("the fused step needs KV planes of one shape in all layers")
+    if kv[0].k.shape[2:] != (shape.kv_heads, shape.head_dim) or shape.heads % shape.kv_heads:
+        raise ValueError(f"KV planes {tuple(kv[0].k.shape)} do not hold {shape.kv_heads} heads of {shape.head_dim}")
+    if embedding.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"the embedding must be bfloat16 or float32, not {embedding.dtype}")
+    plain = [final_norm, cos, sin]
+    for w in layers:
+        plain += [one for one in (w.attention_norm, w.mlp_norm, w.q_norm, w.k_norm) if one is not None]
+        expected = ((shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.hidden, shape.hidden)
+        if (w.qkv.outputs, w.o.outputs, w.down.outputs) != expected or w.down.inputs != shape.intermediate:
+            raise ValueError(f"a layer's projections do not fit {shape}")
+    if any(one.dtype != torch.float32 or not one.is_contiguous() for one in (*plain,)) or not embedding.is_contiguous():
+        raise ValueError("norm weights and rotary tables must be contiguous float32, the embedding contiguous")

@@ -1,0 +1,107 @@
+"""The compiled kernels as functions over torch tensors: loading the library, one thread pool, one call an operation.
+
+It may not know any model. Tensors are on the CPU and contiguous; every function blocks and releases the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from serving.kernels.cpu import weights
+from serving.kernels.cpu.build import BuildError, build, find_compiler
+from serving.kernels.cpu.structures import Finish, declare
+from serving.kernels.cpu.weights import PackedLinear
+
+log = logging.getLogger("millrace.kernels")
+
+_SPIN_MICROSECONDS = 50  # how long idle threads wait awake for the next call: a decode step follows within that
+
+
+def default_threads() -> int:
+    """The CPUs this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def open_library(progress: Callable[[str], None] = log.info) -> ctypes.CDLL | None:
+    """The compiled library, built on first use; None, and one log line saying why, where it cannot be had."""
+    compiler = find_compiler()
+    if compiler is None:
+        log.warning("no C++ compiler found: the CPU runs the slower torch kernels")
+        return None
+    try:
+        return open_built(build(compiler, progress))
+    except (BuildError, OSError) as error:
+        log.warning("the CPU kernels cannot be built, the CPU runs the slower torch kernels: %s", error)
+        return None
+
+
+def open_built(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    declare(library)
+    return library
+
+
+def forms(library: ctypes.CDLL) -> list[str]:
+    """Names of the forms this CPU runs, best first."""
+    found: list[str] = []
+    while name := library.millrace_form_name(len(found)):
+        found.append(name.decode())
+    return found
+
+
+class Kernels:
+    """One form of the kernels on a pool of threads of its own. Calls from several threads take turns.
+
+    The pool sleeps between calls. torch's own OpenMP threads spin after each parallel torch operation, so a process
+    that steps with these kernels should give torch one thread.
+    """
+
+    def __init__(self, library: ctypes.CDLL, *, threads: int | None = None, form: str | None = None):
+        """`form` names one of `forms()`; the best by default. Raises ValueError for one this CPU does not run."""
+        known = forms(library)
+        if form is not None and form not in known:
+            raise ValueError(f"this CPU runs the forms {', '.join(known)}, not {form}")
+        self.library = library
+        self.form = form or known[0]
+        self.threads = threads or default_threads()
+        self.context = library.millrace_create(self.form.encode(), self.threads, _SPIN_MICROSECONDS)
+        self._close = weakref.finalize(self, library.millrace_destroy, self.context)
+
+    def close(self) -> None:
+        """Ends the threads. Nothing may be called afterwards."""
+        self._close()
+
+    def pack(self, weight: Tensor, *, scale: Tensor | None = None, bias: Tensor | None = None) -> PackedLinear:
+        """Weight [outputs, inputs] int8 (with scale [outputs]), bfloat16 or float32, packed once for many calls."""
+        return weights.pack(self.library, weight, scale=scale, bias=bias)
+
+    def linear(self, x: Tensor, w: PackedLinear, *, finish: Finish = Finish.STORE, out: Tensor | None = None) -> Tensor:
+        """x [M, inputs] float32 to float32 [M, outputs], or [M, padded outputs / 2] with the SwiGLU finish.
+
+        `out` is written, or added to with the ADD finish, which needs it.
+        """
+        rows = x.shape[0]
+        if x.shape[1] != w.inputs or x.dtype != torch.float32:
+            raise ValueError(f"x must be float32 [M, {w.inputs}], got {x.dtype} {tuple(x.shape)}")
+        columns = w.packed.shape[0] * weights.HALF if finish is Finish.SWIGLU else w.outputs
+        if out is None:
+            out = torch.empty(rows, columns)
+        assert out.shape == (rows, columns) and out.is_contiguous()
+        x = x.contiguous()
+        self.library.millrace_linear(self.context, w.as_c(), int(finish), x.data_ptr(), rows, out.data_ptr())
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x²) + eps) · weight over the last dimension of x [M, n] float32."""
+        x, weight, out = x.contiguous(), weight.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        rows, n = x.shape
+        self.library.millrace_rms_norm(self.context, x.data_ptr(), weight.data_ptr(), rows, n, eps, out.data_ptr())
+        return out

@@ -1,0 +1,128 @@
+// One form of the kernels: compiled once per instruction set, with MILLRACE_FORM naming it.
+#include "form.h"
+
+#include "decoder.h"
+
+namespace {
+
+struct Span {
+    long first, last;
+};
+
+INLINE Span share(long count, int thread, int threads) {
+    return {count * thread / threads, count * (thread + 1) / threads};
+}
+
+// Up to this many rows each byte of weight is read by one thread only; beyond, threads take blocks of rows.
+constexpr long PANEL_ROWS = 64;
+
+void linear(Pool* pool, Scratch& scratch, const Linear& w, int finish, const float* x, long rows, float* out) {
+    const int threads = pool_threads(pool);
+    const long words = words_of(w.kind, w.inputs), count = panels_of(w);
+    const long ld = finish == FINISH_SWIGLU ? count * PANEL / 2 : w.outputs;
+    Arena measure = {nullptr};
+    measure.take<int32_t>(rows * words);
+    measure.take<float>(rows);
+    Arena arena = {scratch.reserve(measure.used)};
+    int32_t* const encoded = arena.take<int32_t>(rows * words);
+    const Rows a = {encoded, arena.take<float>(rows), words};
+    const Target target = {Finish(finish), out, ld};
+    pool_each(pool, [&](int thread) {
+        const Span mine = share(rows, thread, threads);
+        for (long i = mine.first; i < mine.last; ++i)
+            encode_row(w.kind, x + i * w.inputs, w.inputs, a.row(i), a.scale + i);
+        pool_barrier(pool);
+        const Span panels = share(count, thread, threads);
+        if (rows <= PANEL_ROWS) return linear_block(w, a, 0, rows, panels.first, panels.last, target);
+        for (long row = thread * PANEL_ROWS; row < rows; row += threads * PANEL_ROWS)
+            linear_block(w, a, row, least(row + PANEL_ROWS, rows), 0, count, target);
+    });
+}
+
+void norm_rows(Pool* pool, const float* x, const float* weight, long rows, long n, float eps, float* out) {
+    pool_each(pool, [&](int thread) {
+        const Span mine = share(rows, thread, pool_threads(pool));
+        for (long i = mine.first; i < mine.last; ++i) rms_norm(x + i * n, weight, n, eps, out + i * n);
+    });
+}
+
+// Decodes the encoded queries again, so that q [T, heads, head_dim] float32 can be looked at and handed to `attention`.
+void rotate_rows(Pool* pool, Scratch& scratch, const Model& m, const Layer& layer, const Batch& batch, const float* qkv,
+                 float* q) {
+    const long width = layer.qkv.outputs, dim = layer.kv.head_dim, words = words_of(product_kind(layer.kv), dim);
+    const int threads = pool_threads(pool), kind = product_kind(layer.kv);
+    const long each = round_up(width, 16) + m.heads * words;
+    float* const local = reinterpret_cast<float*>(scratch.reserve(threads * each * 4));
+    const Rotary rotary = {m.heads, m.rotary_dim, layer.q_norm, layer.k_norm, m.eps, m.cos, m.sin};
+    pool_each(pool, [&](int thread) {
+        float* row = local + thread * each;
+        int32_t* encoded = reinterpret_cast<int32_t*>(row + round_up(width, 16));
+        const Span mine = share(batch.tokens_count, thread, threads);
+        for (long i = mine.first; i < mine.last; ++i) {
+            __builtin_memcpy(row, qkv + i * width, width * sizeof(float));
+            rotate_and_write(rotary, layer.kv, row, batch.positions[i], batch.slots[i], encoded);
+            for (long h = 0; h < m.heads; ++h)
+                for (long d = 0; d < dim; ++d)
+                    q[(i * m.heads + h) * dim + d] =
+                        kind == KIND_F32 ? reinterpret_cast<float*>(encoded + h * words)[d]
+                                         : from_bf16(reinterpret_cast<uint16_t*>(encoded + h * words)[d]);
+        }
+    });
+}
+
+void attention(Pool* pool, Scratch& scratch, const Model& m, const Layer& layer, const Batch& batch, const float* q,
+               float* out) {
+    const KvPlanes& kv = layer.kv;
+    const AttentionShape shape = {m.heads, layer.window, m.attention_scale};
+    const int threads = pool_threads(pool), kind = product_kind(kv);
+    const long words = words_of(kind, kv.head_dim), rows = batch.tokens_count * m.heads;
+    struct {
+        int32_t* encoded;
+        int* counter;
+        AttentionScratch* scratch;
+        ItemPlan plan;
+    } mine;
+    const auto lay_out = [&](Arena arena) {
+        mine.encoded = arena.take<int32_t>(rows * words);
+        mine.counter = arena.take<int>(1);
+        mine.scratch = arena.take<AttentionScratch>(threads);
+        mine.plan = plan_items(arena, batch, kv, shape, threads);
+        for (int t = 0; t < threads; ++t) {
+            AttentionScratch s;
+            take_attention(arena, ITEM_TOKENS, group_of(kv, shape), words, padded_dim(kv), s);
+            if (arena.base) mine.scratch[t] = s;
+        }
+        return arena.used;
+    };
+    lay_out({scratch.reserve(lay_out({nullptr}))});
+    *mine.counter = 0;
+    pool_each(pool, [&](int thread) {
+        const Span heads = share(rows, thread, threads), tokens = share(batch.tokens_count, thread, threads);
+        for (long i = heads.first; i < heads.last; ++i)
+            encode_row(kind, q + i * kv.head_dim, kv.head_dim, mine.encoded + i * words, nullptr);
+        pool_barrier(pool);
+        AttentionScratch& s = mine.scratch[thread];
+        attend_items(kv, shape, mine.plan, mine.encoded, mine.counter, s, out);
+        pool_barrier(pool);
+        join_rows(kv, shape, mine.plan, tokens.first, tokens.last, s.part, out);
+    });
+}
+
+void step(Pool* pool, Scratch& scratch, const Model& model, const Batch& batch, const Results& results) {
+    Arena measure = {nullptr};
+    (void)Step(pool, model, batch, results, measure);
+    Arena arena = {scratch.reserve(measure.used)};
+    Step step(pool, model, batch, results, arena);
+    pool_each(pool, [&](int thread) { step.run(thread); });
+}
+
+}  // namespace
+
+#define PASTE(a, b) a##b
+#define NAME(a, b) PASTE(a, b)
+#define TEXT_(a) #a
+#define TEXT(a) TEXT_(a)
+
+extern "C" const Form NAME(millrace_form_, MILLRACE_FORM) = {
+    TEXT(MILLRACE_FORM), UNSIGNED_SHIFT, linear, norm_rows, rotate_rows, attention, step,
+};

@@ -1,0 +1,22 @@
+// What each form of the kernels offers to the door: one table of functions per instruction set.
+#pragma once
+
+#include "abi.h"
+#include "pool.h"
+
+// Scratch that only grows; `reserve` returns at least `bytes`, aligned to 64.
+struct Scratch {
+    char* data = nullptr;
+    long size = 0;
+    char* reserve(long bytes);
+};
+
+struct Form {
+    const char* name;
+    int unsigned_shift;  // what int8 activations carry, and `sums` in Linear must undo
+    void (*linear)(Pool*, Scratch&, const Linear&, int finish, const float* x, long rows, float* out);
+    void (*rms_norm)(Pool*, const float* x, const float* weight, long rows, long n, float eps, float* out);
+    void (*rotate_and_write)(Pool*, Scratch&, const Model&, const Layer&, const Batch&, const float* qkv, float* q);
+    void (*attention)(Pool*, Scratch&, const Model&, const Layer&, const Batch&, const float* q, float* out);
+    void (*step)(Pool*, Scratch&, const Model&, const Batch&, const Results&);
+};

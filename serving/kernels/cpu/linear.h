@@ -1,0 +1,249 @@
+// Linear layers over packed weights: one register tile for INT8, bfloat16 and float32, streamed or cache-blocked.
+//
+// Every output is one accumulator that walks the inputs in order, whatever the tile around it: a row's result depends
+// neither on its neighbours nor on how rows and panels are shared out among threads. Shapes: A rows of `ld` 32-bit
+// words, B panels of 32 columns.
+#pragma once
+
+#include "abi.h"
+#include "vector.h"
+
+namespace {
+
+constexpr int PANEL = 32;             // output channels a panel
+constexpr int NV = PANEL / LANES;     // vectors a panel row
+#if defined(__AVX512F__)
+constexpr int TILE_ROWS = 12;         // 12 x 2 accumulators of 32 registers
+#elif defined(__AVX2__)
+constexpr int TILE_ROWS = 3;          // 3 x 4 of 16
+#else
+constexpr int TILE_ROWS = 2;
+#endif
+
+// Encoded activation rows, ready to multiply: `words` 32-bit words a row.
+struct Rows {
+    int32_t* data;
+    float* scale;  // [rows], int8 only
+    long words;
+
+    int32_t* row(long i) const { return data + i * words; }
+};
+
+INLINE int per_word(int kind) { return kind == KIND_INT8 ? 4 : kind == KIND_BF16 ? 2 : 1; }
+INLINE long words_of(int kind, long n) { return (n + per_word(kind) - 1) / per_word(kind); }
+
+// ---- the three dot products: acc[j] += a_word . b_word[j] ----------------------------------------------------------
+
+struct DotF32 {
+    struct Left { vf value; };
+    static INLINE Left left(int32_t word) { return {bits(splat(word))}; }
+    static INLINE vi step(vi acc, Left a, vi b) { return bits(fma(a.value, bits(b), bits(acc))); }
+};
+
+struct DotBf16 {
+#if defined(__AVX512BF16__)
+    struct Left { vi value; };
+    static INLINE Left left(int32_t word) { return {splat(word)}; }
+    static INLINE vi step(vi acc, Left a, vi b) {
+        return (vi)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a.value, (__m512bh)b);
+    }
+#else
+    struct Left { vf low, high; };
+    static INLINE Left left(int32_t word) {
+        return {bits(splat(int32_t(uint32_t(word) << 16))), bits(splat(int32_t(word & 0xffff0000)))};
+    }
+    static INLINE vi step(vi acc, Left a, vi b) {
+        const vf sum = fma(a.low, bits(b << 16), bits(acc));
+        return bits(fma(a.high, bits(b & int32_t(0xffff0000)), sum));
+    }
+#endif
+};
+
+struct DotInt8 {
+#if defined(__AVX512VNNI__)
+    struct Left { vi value; };  // activations shifted by +128 to unsigned bytes
+    static INLINE Left left(int32_t word) { return {splat(word)}; }
+    static INLINE vi step(vi acc, Left a, vi b) {
+        return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a.value, (__m512i)b);
+    }
+#elif defined(__AVX2__)
+    struct Left { __m256i value; };
+    static INLINE Left left(int32_t word) { return {_mm256_set1_epi32(word)}; }
+    static INLINE vi step(vi acc, Left a, vi b) {  // |b| <= 128 and |a| <= 127 keep each pair of products in int16
+        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)b), _mm256_sign_epi8(a.value, (__m256i)b));
+        return acc + (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    }
+#else
+    struct Left { int32_t byte[4]; };
+    static INLINE Left left(int32_t word) {
+        return {{int8_t(word), int8_t(word >> 8), int8_t(word >> 16), int8_t(word >> 24)}};
+    }
+    static INLINE vi step(vi acc, Left a, vi b) {
+        acc += ((b << 24) >> 24) * a.byte[0] + ((b << 16) >> 24) * a.byte[1];
+        return acc + ((b << 8) >> 24) * a.byte[2] + (b >> 24) * a.byte[3];
+    }
+#endif
+};
+
+#if defined(__AVX512VNNI__)
+constexpr int32_t UNSIGNED_SHIFT = 128;  // what int8 activations are stored with added
+#else
+constexpr int32_t UNSIGNED_SHIFT = 0;
+#endif
+
+constexpr long AHEAD = 512;                 // words of weights fetched ahead of use; panels follow one another
+constexpr int PAIR_ROWS = TILE_ROWS / 2;  // up to here two panels at a time keep the multipliers busy
+
+// out[r][0:32] = A[r] . panel for ROWS rows; raw accumulators (int32, or float32 bits). With PANELS = 2 the next panel,
+// `apart` words further on, goes to out[r][32:64].
+template <class Dot, int ROWS, int PANELS>
+void tile(const int32_t* a, long lda, const int32_t* b, long apart, long words, int32_t* out, long ldo) {
+    vi acc[ROWS][PANELS * NV] = {};
+    for (long k = 0; k < words; ++k, b += PANEL, ++a) {
+        __builtin_prefetch(b + AHEAD);
+        __builtin_prefetch(b + AHEAD + 16);
+        vi right[PANELS * NV];
+#pragma GCC unroll 16
+        for (int j = 0; j < PANELS * NV; ++j) right[j] = load(b + (j / NV) * apart + (j % NV) * LANES);
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; ++r) {
+            const typename Dot::Left left = Dot::left(a[r * lda]);
+#pragma GCC unroll 16
+            for (int j = 0; j < PANELS * NV; ++j) acc[r][j] = Dot::step(acc[r][j], left, right[j]);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 16
+        for (int j = 0; j < PANELS * NV; ++j) *reinterpret_cast<vi_at*>(out + r * ldo + j * LANES) = acc[r][j];
+}
+
+typedef void (*Tile)(const int32_t*, long, const int32_t*, long, long, int32_t*, long);
+
+template <class Dot, int PANELS>
+INLINE Tile pick(long rows) {
+    switch (rows) {
+        case 1: return tile<Dot, 1, PANELS>;
+        case 2: return tile<Dot, 2, PANELS>;
+#if defined(__AVX2__)
+        case 3: return tile<Dot, 3, PANELS>;
+#endif
+#if defined(__AVX512F__)
+        case 4: return tile<Dot, 4, PANELS>;
+        case 5: return tile<Dot, 5, PANELS>;
+        case 6: return tile<Dot, 6, PANELS>;
+        case 7: return tile<Dot, 7, 1>;
+        case 8: return tile<Dot, 8, 1>;
+        case 9: return tile<Dot, 9, 1>;
+        case 10: return tile<Dot, 10, 1>;
+        case 11: return tile<Dot, 11, 1>;
+        case 12: return tile<Dot, 12, 1>;
+#endif
+    }
+    __builtin_unreachable();
+}
+
+Tile tile_for(int kind, long rows) {
+    if (kind == KIND_INT8) return pick<DotInt8, 1>(rows);
+    return kind == KIND_BF16 ? pick<DotBf16, 1>(rows) : pick<DotF32, 1>(rows);
+}
+
+// out [rows][32 * panels] = A . panels, `apart` words from one to the next; rows at most TILE_ROWS. For float kinds.
+INLINE void multiply(int kind, long rows, const int32_t* a, long lda, const int32_t* b, long apart, long words,
+                     long panels, float* out, long ldo) {
+    int32_t* raw = reinterpret_cast<int32_t*>(out);
+    long panel = 0;
+    if (rows <= PAIR_ROWS) {
+        const Tile pair = kind == KIND_BF16 ? pick<DotBf16, 2>(rows) : pick<DotF32, 2>(rows);
+        for (; panel + 2 <= panels; panel += 2) pair(a, lda, b + panel * apart, apart, words, raw + panel * PANEL, ldo);
+    }
+    const Tile one = tile_for(kind, rows);
+    for (; panel < panels; ++panel) one(a, lda, b + panel * apart, 0, words, raw + panel * PANEL, ldo);
+}
+
+// ---- from accumulators to outputs ----------------------------------------------------------------------------------
+
+enum Finish {
+    FINISH_STORE,   // out[row][n] = value
+    FINISH_ADD,     // out[row][n] += value: the residual
+    FINISH_SWIGLU,  // panels interleave 16 gate and 16 up channels: out[row][n / 2] = silu(gate) * up
+    FINISH_LOGITS,  // like FINISH_STORE where out is not null, and keeps each row's best in `best`
+};
+
+struct Best {
+    float value;
+    int64_t token;
+};
+
+struct Target {
+    Finish finish;
+    float* out;
+    long ld;
+    Best* best = nullptr;  // [rows], FINISH_LOGITS only
+};
+
+// Scales one tile row of a panel to float32 in place. Padding columns hold zero weights and are never written out.
+INLINE void to_values(const Linear& w, long panel, float row_scale, int32_t* raw) {
+    float* value = reinterpret_cast<float*>(raw);
+    const long first = panel * PANEL;
+    if (w.kind == KIND_INT8)
+        for (int j = 0; j < PANEL; j += LANES) {
+            const vi exact = UNSIGNED_SHIFT ? load(raw + j) - load(w.sums + first + j) : load(raw + j);
+            store(value + j, to_float(exact) * (load(w.scale + first + j) * row_scale));
+        }
+    if (w.bias)
+        for (int j = 0; j < PANEL; j += LANES) store(value + j, load(value + j) + load(w.bias + first + j));
+}
+
+// Panels come in ascending order and only a greater value wins: the lowest token id among equals.
+INLINE void keep_best(const float* value, long first, long columns, Best& best) {
+    for (long j = 0; j < columns; ++j)
+        if (value[j] > best.value) best = {value[j], first + j};
+}
+
+INLINE void deliver(const Linear& w, long panel, const float* value, const Target& target, long row) {
+    if (target.finish == FINISH_SWIGLU) {
+        float* out = target.out + row * target.ld + panel * (PANEL / 2);
+        for (int j = 0; j < PANEL / 2; j += LANES) store(out + j, silu(load(value + j)) * load(value + PANEL / 2 + j));
+        return;
+    }
+    const long columns = least(PANEL, w.outputs - panel * PANEL);
+    if (target.finish == FINISH_LOGITS) {
+        vf top = load(value);
+        for (int j = LANES; j < PANEL; j += LANES) top = maximum(top, load(value + j));
+        if (max_lanes(top) > target.best[row].value) keep_best(value, panel * PANEL, columns, target.best[row]);
+        if (!target.out) return;
+    }
+    float* out = target.out + row * target.ld + panel * PANEL;
+    if (columns < PANEL) {
+        for (long j = 0; j < columns; ++j) out[j] = value[j] + (target.finish == FINISH_ADD ? out[j] : 0.0f);
+    } else if (target.finish == FINISH_ADD) {
+        for (int j = 0; j < PANEL; j += LANES) store(out + j, load(out + j) + load(value + j));
+    } else {
+        for (int j = 0; j < PANEL; j += LANES) store(out + j, load(value + j));
+    }
+}
+
+// Rows [row0, row1) of A against panels [panel0, panel1). The rows are cut into tiles of nearly equal height.
+void linear_block(const Linear& w, const Rows& a, long row0, long row1, long panel0, long panel1,
+                  const Target& target) {
+    const long words = words_of(w.kind, w.inputs), count = row1 - row0;
+    if (count <= 0) return;
+    const long tiles = (count + TILE_ROWS - 1) / TILE_ROWS;
+    alignas(64) int32_t raw[TILE_ROWS * PANEL];
+    for (long panel = panel0; panel < panel1; ++panel) {
+        const int32_t* b = static_cast<const int32_t*>(w.packed) + panel * words * PANEL;
+        for (long t = 0; t < tiles; ++t) {
+            const long first = row0 + count * t / tiles, rows = row0 + count * (t + 1) / tiles - first;
+            tile_for(w.kind, rows)(a.data + first * a.words, a.words, b, 0, words, raw, PANEL);
+            for (long r = 0; r < rows; ++r) {
+                to_values(w, panel, w.kind == KIND_INT8 ? a.scale[first + r] : 1.0f, raw + r * PANEL);
+                deliver(w, panel, reinterpret_cast<float*>(raw + r * PANEL), target, first + r);
+            }
+        }
+    }
+}
+
+INLINE long panels_of(const Linear& w) { return (w.outputs + PANEL - 1) / PANEL; }
+
+}  // namespace

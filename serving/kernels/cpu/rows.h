@@ -1,0 +1,113 @@
+// What happens to one row between two linear layers: norm, quantizing, rotary embedding, the write into the KV pool.
+//
+// A row's result is a function of that row alone, in a fixed order of additions.
+#pragma once
+
+#include "linear.h"
+
+namespace {
+
+INLINE float max_magnitude(const float* x, long n) {
+    vf best = {};
+    long i = 0;
+    for (; i + LANES <= n; i += LANES) best = maximum(best, magnitude(load(x + i)));
+    float top = max_lanes(best);
+    for (; i < n; ++i) top = __builtin_fabsf(x[i]) > top ? __builtin_fabsf(x[i]) : top;
+    return top;
+}
+
+// Symmetric int8 of n values, each stored with `shift` added modulo 256; returns the scale. Largest magnitude -> 127.
+INLINE float quantize(const float* x, long n, int8_t* out, int32_t shift) {
+    const float top = max_magnitude(x, n);
+    const float inverse = top > 0.0f ? 127.0f / top : 0.0f;
+    long i = 0;
+    for (; i + LANES <= n; i += LANES) store_int8(out + i, round_to_int(load(x + i) * inverse) + shift);
+    for (; i < n; ++i) out[i] = int8_t(round_to_int(splat(x[i] * inverse))[0] + shift);
+    return top / 127.0f;
+}
+
+INLINE void to_bf16_row(const float* x, long n, uint16_t* out) {
+    long i = 0;
+    for (; i + LANES <= n; i += LANES) store_bf16(out + i, load(x + i));
+    for (; i < n; ++i) out[i] = to_bf16(x[i]);
+}
+
+// One row of n float32 values as the words a linear layer of `kind` multiplies; the last word is padded with zeros.
+INLINE void encode_row(int kind, const float* x, long n, int32_t* words, float* scale) {
+    if (n % per_word(kind)) words[words_of(kind, n) - 1] = 0;
+    if (kind == KIND_INT8)
+        *scale = quantize(x, n, reinterpret_cast<int8_t*>(words), UNSIGNED_SHIFT);
+    else if (kind == KIND_BF16)
+        to_bf16_row(x, n, reinterpret_cast<uint16_t*>(words));
+    else
+        __builtin_memcpy(words, x, n * sizeof(float));
+}
+
+// out = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, "Root Mean Square Layer Normalization").
+INLINE void rms_norm(const float* x, const float* weight, long n, float eps, float* out) {
+    vf square = {};
+    long i = 0;
+    for (; i + LANES <= n; i += LANES) square = fma(load(x + i), load(x + i), square);
+    float sum = sum_lanes(square);
+    for (; i < n; ++i) sum += x[i] * x[i];
+    const float inverse = 1.0f / __builtin_sqrtf(sum / float(n) + eps);
+    for (i = 0; i + LANES <= n; i += LANES) store(out + i, load(x + i) * inverse * load(weight + i));
+    for (; i < n; ++i) out[i] = x[i] * inverse * weight[i];
+}
+
+// Rotates pairs (i, i + half) of one head in place by the angles of its position.
+INLINE void rotate(float* head, const float* cos, const float* sin, long half) {
+    long i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        const vf a = load(head + i), b = load(head + half + i), c = load(cos + i), s = load(sin + i);
+        store(head + i, a * c - b * s);
+        store(head + half + i, b * c + a * s);
+    }
+    for (; i < half; ++i) {
+        const float a = head[i], b = head[half + i];
+        head[i] = a * cos[i] - b * sin[i];
+        head[half + i] = b * cos[i] + a * sin[i];
+    }
+}
+
+// Queries, keys and values of one token, from the qkv projection to where attention reads them.
+struct Rotary {
+    long heads, rotary_dim;
+    const float* q_norm;  // [head_dim] or null
+    const float* k_norm;
+    float eps;
+    const float* cos;  // [positions, rotary_dim / 2]
+    const float* sin;
+};
+
+// Keys and values take part in products of this kind, whatever the pool stores.
+INLINE int product_kind(const KvPlanes& kv) { return kv.kind == KIND_F32 ? KIND_F32 : KIND_BF16; }
+
+INLINE void write_plane(const KvPlanes& kv, void* plane, float* scales, long place, const float* x) {
+    const long at = place * kv.head_dim;
+    if (kv.kind == KIND_INT8)
+        scales[place] = quantize(x, kv.head_dim, static_cast<int8_t*>(plane) + at, 0);
+    else if (kv.kind == KIND_BF16)
+        to_bf16_row(x, kv.head_dim, static_cast<uint16_t*>(plane) + at);
+    else
+        __builtin_memcpy(static_cast<float*>(plane) + at, x, kv.head_dim * sizeof(float));
+}
+
+// qkv [heads + 2 kv_heads, head_dim] is used up; q [heads, words] comes out encoded for the products of attention.
+void rotate_and_write(const Rotary& r, const KvPlanes& kv, float* qkv, long position, long slot, int32_t* q) {
+    const long half = r.rotary_dim / 2, dim = kv.head_dim, words = words_of(product_kind(kv), dim);
+    const float *cos = r.cos + position * half, *sin = r.sin + position * half;
+    for (long h = 0; h < r.heads + kv.kv_heads; ++h) {
+        const float* norm = h < r.heads ? r.q_norm : r.k_norm;
+        if (norm) rms_norm(qkv + h * dim, norm, dim, r.eps, qkv + h * dim);
+        rotate(qkv + h * dim, cos, sin, half);
+        if (h < r.heads) encode_row(product_kind(kv), qkv + h * dim, dim, q + h * words, nullptr);
+    }
+    for (long h = 0; h < kv.kv_heads; ++h) {
+        const float* k = qkv + (r.heads + h) * dim;
+        write_plane(kv, kv.k, kv.k_scale, slot * kv.kv_heads + h, k);
+        write_plane(kv, kv.v, kv.v_scale, slot * kv.kv_heads + h, k + kv.kv_heads * dim);
+    }
+}
+
+}  // namespace

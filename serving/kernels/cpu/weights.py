@@ -1,0 +1,88 @@
+"""Weights of linear layers in the panels the kernels stream. It knows the layout, not who multiplies by it."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from serving.kernels.cpu.structures import Kind, LinearC
+
+PANEL = 32  # output channels a panel
+HALF = PANEL // 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedLinear:
+    """y [M, outputs] = x [M, inputs] · Wᵀ + bias, with W int8 (and a scale per output channel), bfloat16 or float32.
+
+    int8 activations are quantized per token when they meet it: q = round(127 x / max|x|).
+    """
+
+    kind: Kind
+    outputs: int
+    inputs: int
+    packed: Tensor  # [panels, words, 32] int32
+    scale: Tensor | None  # [padded outputs] float32, int8 only
+    sums: Tensor | None  # [padded outputs] int32, 128 * sum of each channel's weights, int8 only
+    bias: Tensor | None  # [padded outputs] float32
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of weight one multiplication reads."""
+        return self.packed.numel() * 4
+
+    def as_c(self) -> LinearC:
+        return LinearC(
+            int(self.kind),
+            self.outputs,
+            self.inputs,
+            0,
+            self.packed.data_ptr(),
+            address(self.scale),
+            address(self.bias),
+            address(self.sums),
+        )
+
+
+def address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def pack(
+    library: ctypes.CDLL, weight: Tensor, *, scale: Tensor | None = None, bias: Tensor | None = None
+) -> PackedLinear:
+    """Packs `weight` [outputs, inputs]. `scale` [outputs] belongs to int8 weights and to no others (ValueError)."""
+    kind = Kind.of(weight.dtype)
+    if (scale is not None) != (kind is Kind.INT8):
+        raise ValueError("int8 weights, and only they, come with one scale per output channel")
+    outputs, inputs = weight.shape
+    padded = -(-outputs // PANEL) * PANEL
+    words = -(-inputs * kind.item_bytes // 4)
+    packed = torch.zeros(padded // PANEL, words, PANEL, dtype=torch.int32)
+    source = weight.contiguous()
+    library.millrace_pack(source.data_ptr(), outputs, inputs, kind.item_bytes, packed.data_ptr())
+    sums = None if scale is None else _pad(weight.sum(dim=1, dtype=torch.int32) * 128, padded)
+    return PackedLinear(
+        kind=kind,
+        outputs=outputs,
+        inputs=inputs,
+        packed=packed,
+        scale=None if scale is None else _pad(scale.float().reshape(outputs), padded),
+        sums=sums,
+        bias=None if bias is None else _pad(bias.float(), padded),
+    )
+
+
+def interleave(gate: Tensor, up: Tensor) -> Tensor:
+    """Rows of gate and up [n, ...] as the SwiGLU finish wants them: 16 of gate, 16 of up, ..., zeros at the end."""
+    missing = -gate.shape[0] % HALF
+    pair = [F.pad(part, (0, 0) * (part.dim() - 1) + (0, missing)) for part in (gate, up)]
+    return torch.stack([part.view(-1, HALF, *part.shape[1:]) for part in pair], dim=1).flatten(0, 2)
+
+
+def _pad(vector: Tensor, length: int) -> Tensor:
+    return F.pad(vector, (0, length - vector.shape[0])).contiguous()

@@ -1,0 +1,196 @@
+// The memory of one decoder step and how its work is cut: buffers, attention items, counters. It computes nothing.
+#pragma once
+
+#include "attention.h"
+#include "pool.h"
+
+namespace {
+
+constexpr long PARTS_LIMIT = 64L << 20;  // bytes of split-attention results
+constexpr long ROWS_MODE_TOKENS = 32;    // tokens a thread from which blocks of rows beat panels of weights
+
+// Hands out aligned pieces of one allocation; with a null base it only measures.
+struct Arena {
+    char* base;
+    long used = 0;
+
+    template <class T>
+    T* take(long count) {
+        const long at = used;
+        used += round_up(count * long(sizeof(T)), 64);
+        return reinterpret_cast<T*>(base + at);
+    }
+};
+
+// Buffers of consecutive rows between linear layers.
+struct RowBuffers {
+    int32_t* words;  // encoded input of the next linear layer
+    float* scale;
+    float* qkv;   // [rows, (heads + 2 kv_heads) * head_dim]
+    float* attn;  // [rows, heads * head_dim]
+    float* h;     // [rows, padded intermediate]
+};
+
+struct ThreadScratch {
+    AttentionScratch attention;
+    RowBuffers rows;  // of `local_rows` rows
+    float* normed;    // one row
+    Best* best;       // [R]
+};
+
+struct Sizes {
+    long hidden, q_width, qkv_width, h_width, widest;  // in elements
+    long q_words;                                      // of one token's encoded queries
+    long group, padded_head, head_words;               // largest over layers
+};
+
+INLINE Sizes sizes_of(const Model& m) {
+    Sizes s = {};
+    s.hidden = m.hidden;
+    for (long i = 0; i < m.layers; ++i) {
+        const Layer& layer = m.layer[i];
+        const long words = words_of(product_kind(layer.kv), layer.kv.head_dim);
+        s.q_width = most(s.q_width, m.heads * layer.kv.head_dim);
+        s.qkv_width = most(s.qkv_width, layer.qkv.outputs);
+        s.h_width = most(s.h_width, panels_of(layer.gate_up) * PANEL / 2);
+        s.q_words = most(s.q_words, m.heads * words);
+        s.head_words = most(s.head_words, words);
+        s.group = most(s.group, m.heads / layer.kv.kv_heads);
+        s.padded_head = most(s.padded_head, padded_dim(layer.kv));
+    }
+    s.widest = most(s.hidden, most(s.q_width, s.h_width));
+    return s;
+}
+
+INLINE void take_attention(Arena& arena, long item_tokens, long group, long head_words, long padded_head,
+                           AttentionScratch& a) {
+    const long rows = item_tokens * group;
+    a.chunk.k = arena.take<int32_t>(CHUNK * head_words);
+    a.chunk.v = arena.take<int32_t>(CHUNK * padded_head);
+    a.chunk.wide = arena.take<uint16_t>(CHUNK * padded_head);
+    a.q = arena.take<int32_t>(rows * head_words);
+    a.scores = arena.take<float>(TILE_ROWS * CHUNK);
+    a.p = arena.take<int32_t>(TILE_ROWS * CHUNK);
+    a.part = arena.take<float>(TILE_ROWS * padded_head);
+    a.acc = arena.take<float>(rows * padded_head);
+    a.top = arena.take<float>(rows);
+    a.total = arena.take<float>(rows);
+}
+
+INLINE RowBuffers take_rows(Arena& arena, const Sizes& s, long rows) {
+    RowBuffers b;
+    b.words = arena.take<int32_t>(rows * s.widest);
+    b.scale = arena.take<float>(rows);
+    b.qkv = arena.take<float>(rows * s.qkv_width);
+    b.attn = arena.take<float>(rows * s.q_width);
+    b.h = arena.take<float>(rows * s.h_width);
+    return b;
+}
+
+INLINE Segment segment_of(const Batch& batch, long sequence, long row, long tokens) {
+    const long ahead = batch.query_start[sequence + 1] - row;  // of the sequence's end
+    return {row, tokens, batch.context_lens[sequence] - ahead, batch.block_tables + sequence * batch.table_width};
+}
+
+// Calls visit(segment) for each stretch of at most ITEM_TOKENS rows of one sequence within rows [row0, row1).
+template <class Visit>
+INLINE void each_segment(const Batch& batch, long row0, long row1, Visit visit) {
+    for (long b = 0; b < batch.sequences; ++b) {
+        const long end = least(batch.query_start[b + 1], row1);
+        for (long row = most(batch.query_start[b], row0); row < end; row += ITEM_TOKENS)
+            visit(segment_of(batch, b, row, least(ITEM_TOKENS, end - row)));
+    }
+}
+
+// Attention of a batch as items, and whether their chunks are shared out one by one.
+struct ItemPlan {
+    Item* items;
+    long count, chunks;  // chunks: of the longest item
+    bool split;
+    float* parts;  // [heads * T][chunks][stride] when split
+    long stride;
+};
+
+// Splits by chunk, and by head, when whole sequences would leave threads idle: fewer than two for each, or one far
+// longer than the rest.
+INLINE ItemPlan plan_items(Arena& arena, const Batch& batch, const KvPlanes& kv, const AttentionShape& shape,
+                           int threads) {
+    ItemPlan plan = {};
+    plan.items = arena.take<Item>((batch.tokens_count / ITEM_TOKENS + batch.sequences) * kv.kv_heads);
+    plan.stride = padded_dim(kv) + PANEL;
+    long total = 0;
+    each_segment(batch, 0, batch.tokens_count, [&](const Segment& segment) {
+        const Item item = {segment, 0, 1};
+        const long chunks = chunks_end(item) - first_chunk(shape, item);
+        plan.chunks = most(plan.chunks, chunks);
+        total += chunks;
+    });
+    const long floats = batch.tokens_count * shape.heads * plan.chunks * plan.stride;
+    plan.split = plan.chunks > 1 && plan.chunks * 2 * threads > total && floats * long(sizeof(float)) <= PARTS_LIMIT;
+    if (plan.split) plan.parts = arena.take<float>(floats);
+    if (!arena.base) return plan;
+    each_segment(batch, 0, batch.tokens_count, [&](const Segment& segment) {
+        const long heads = plan.split ? 1 : item_heads(kv, segment.tokens);
+        for (long head = 0; head < kv.kv_heads; head += heads) plan.items[plan.count++] = {segment, head, heads};
+    });
+    return plan;
+}
+
+// The parts of item row 0, chunk 0; rows lie plan.chunks * plan.stride apart.
+INLINE float* parts_of(const ItemPlan& plan, const Item& item, long heads, long group) {
+    const long row = item.segment.row * heads + item.head * item.segment.tokens * group;
+    return plan.parts + row * plan.chunks * plan.stride;
+}
+
+INLINE int next(int* counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
+
+// The next unit of attention work nobody has taken: an item from its first chunk on, or one chunk of it when the plan
+// is split. No item past the last.
+INLINE Coming take_unit(const AttentionShape& shape, const ItemPlan& plan, int* counter) {
+    const long each = plan.split ? plan.chunks : 1;
+    for (;;) {
+        const long taken = next(counter);
+        if (taken >= plan.count * each) return {nullptr, 0};
+        const Item* item = &plan.items[taken / each];
+        const long chunk = first_chunk(shape, *item) + taken % each;
+        if (chunk < chunks_end(*item)) return {item, chunk};
+    }
+}
+
+// Attention of a batch shared out over the pool; every thread calls it, and join_rows after a barrier. A thread takes
+// its next unit before it works on one, so as to fetch the keys and values it will need.
+INLINE void attend_items(const KvPlanes& kv, const AttentionShape& shape, const ItemPlan& plan, const int32_t* q,
+                         int* counter, AttentionScratch& s, float* out) {
+    Coming unit = take_unit(shape, plan, counter);
+    while (unit.item) {
+        const Item& item = *unit.item;
+        const Coming coming = take_unit(shape, plan, counter);
+        if (plan.split) {
+            take_queries(kv, shape, item, q, s);
+            float* parts = parts_of(plan, item, shape.heads, group_of(kv, shape));
+            parts += (unit.chunk - first_chunk(shape, item)) * plan.stride;
+            attend_chunk(kv, shape, item, unit.chunk, coming, s, Parts{parts, plan.chunks * plan.stride});
+        } else {
+            attend_item(kv, shape, item, q, coming, s, out + item.segment.row * shape.heads * kv.head_dim);
+        }
+        unit = coming;
+    }
+}
+
+// After a barrier: finishes rows [row0, row1) of out [T, heads * head_dim] when their chunks were split.
+INLINE void join_rows(const KvPlanes& kv, const AttentionShape& shape, const ItemPlan& plan, long row0, long row1,
+                      float* acc, float* out) {
+    if (!plan.split) return;
+    const long group = group_of(kv, shape), apart = plan.chunks * plan.stride;
+    for (long i = 0; i < plan.count; ++i) {
+        const Item& item = plan.items[i];
+        const Segment& seg = item.segment;
+        for (long t = most(0, row0 - seg.row); t < least(seg.tokens, row1 - seg.row); ++t)
+            for (long g = 0; g < group; ++g)
+                join_parts(kv, parts_of(plan, item, shape.heads, group) + (t * group + g) * apart, plan.stride,
+                           (seg.position + t) / CHUNK + 1 - first_chunk(shape, item), acc,
+                           out + ((seg.row + t) * shape.heads + item.head * group + g) * kv.head_dim);
+    }
+}
+
+}  // namespace

@@ -1,0 +1,244 @@
+"""Plain torch forms of what the CPU kernels compute, one obvious formula each, and small random decoders.
+
+They know nothing of packing, tiles or threads: the kernels are held against them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from serving.engine.batch import RaggedBatch
+from serving.kernels import cpu
+from serving.kernels.cpu import Kind
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 of each row: values and scales [..., 1]."""
+    top = x.abs().amax(dim=-1, keepdim=True)
+    inverse = torch.where(top > 0, 127 / top, torch.zeros_like(top))
+    return (x * inverse).round(), top / 127
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain:
+    """An unpacked linear layer: int8 weights with `scale`, or bfloat16 or float32 ones without."""
+
+    weight: Tensor
+    scale: Tensor | None = None
+    bias: Tensor | None = None
+
+    @staticmethod
+    def random(kind: Kind, outputs: int, inputs: int, *, bias: bool = False) -> Plain:
+        added = torch.randn(outputs) if bias else None
+        if kind is Kind.INT8:
+            weight = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
+            return Plain(weight=weight, scale=(torch.rand(outputs) + 0.5) * inputs**-0.5 / 74, bias=added)
+        return Plain(weight=(torch.randn(outputs, inputs) * inputs**-0.5).to(kind.dtype), bias=added)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.scale is not None:
+            values, scale = quantize_rows(x)
+            out = (values.double() @ self.weight.double().T).float() * (self.scale * scale)
+        else:
+            out = x.to(self.weight.dtype).float() @ self.weight.float().T
+        return out if self.bias is None else out + self.bias
+
+    def packed(self, kernels: cpu.Kernels) -> cpu.PackedLinear:
+        return kernels.pack(self.weight, scale=self.scale, bias=self.bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + eps) * weight
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, dim], cos and sin [T, rotary_dim / 2]."""
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+
+
+def stored(planes: cpu.KvPlanes, name: str) -> Tensor:
+    """The numbers a plane stands for, [num_blocks * block_size, kv_heads, dim] float32."""
+    plane: Tensor = getattr(planes, name)
+    values = plane.float().flatten(0, 1)
+    scale: Tensor | None = getattr(planes, f"{name}_scale")
+    return values if scale is None else values * scale.flatten(0, 1)[..., None]
+
+
+def attention(q: Tensor, planes: cpu.KvPlanes, batch: RaggedBatch, scale: float, window: int = 0) -> Tensor:
+    """q [T, heads, dim] over the written KV, each sequence with a plain masked softmax."""
+    out = torch.empty_like(q)
+    k_all, v_all = stored(planes, "k"), stored(planes, "v")
+    group = q.shape[1] // k_all.shape[1]
+    for b, context in enumerate(batch.context_lens_list):
+        rows = slice(int(batch.query_start[b]), int(batch.query_start[b + 1]))
+        keys = torch.arange(context)
+        slots = batch.block_tables[b][keys // batch.block_size].long() * batch.block_size + keys % batch.block_size
+        k, v = (part[slots].repeat_interleave(group, dim=1) for part in (k_all, v_all))
+        position = batch.positions[rows]
+        visible = keys[None] <= position[:, None]
+        if window:
+            visible &= keys[None] > position[:, None] - window
+        scores = torch.einsum("qhd,khd->hqk", q[rows], k) * scale
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+        out[rows] = torch.einsum("hqk,khd->qhd", weights, v)
+    return out
+
+
+def ragged(spans: Sequence[tuple[int, int]], *, block_size: int = 16, vocab: int = 100, seed: int = 0) -> RaggedBatch:
+    """A batch of (start, new tokens) spans over blocks in random order; block 0 is left unused."""
+    chooser = random.Random(seed)
+    needed = [-(-(start + new) // block_size) for start, new in spans]
+    ids = list(range(1, sum(needed) + 1))
+    chooser.shuffle(ids)
+    tables = []
+    for count in needed:
+        tables.append(ids[:count])
+        ids = ids[count:]
+    tokens = [[chooser.randrange(vocab) for _ in range(new)] for _, new in spans]
+    return RaggedBatch.build(
+        tokens=tokens, starts=[start for start, _ in spans], block_tables=tables, block_size=block_size
+    )
+
+
+def planes_for(kind: Kind, blocks: int, block_size: int, kv_heads: int, dim: int, *, filled: bool) -> cpu.KvPlanes:
+    size = (blocks, block_size, kv_heads, dim)
+    if kind is Kind.INT8:
+        pair = [torch.randint(-127, 128, size, dtype=torch.int8) if filled else torch.zeros(size, dtype=torch.int8)] * 2
+        scale = (torch.rand(blocks, block_size, kv_heads) + 0.5) / 74
+        return cpu.KvPlanes(k=pair[0].clone(), v=pair[1].flip(0).clone(), k_scale=scale, v_scale=scale.flip(0).clone())
+    pair = [(torch.randn(size) if filled else torch.zeros(size)).to(kind.dtype) for _ in range(2)]
+    return cpu.KvPlanes(k=pair[0], v=pair[1])
+
+
+def rotary_table(positions: int, rotary_dim: int) -> tuple[Tensor, Tensor]:
+    angles = torch.arange(positions)[:, None] * 100.0 ** (-torch.arange(0, rotary_dim, 2) / rotary_dim)
+    return angles.cos().contiguous(), angles.sin().contiguous()
+
+
+@dataclass
+class SmallDecoder:
+    """A random decoder of the Llama shape: as plain formulas, and packed for the kernels by `build`."""
+
+    kind: Kind
+    kv_kind: Kind
+    layers: int = 2
+    hidden: int = 96
+    heads: int = 6
+    kv_heads: int = 2
+    head_dim: int = 32
+    rotary_dim: int = 32
+    intermediate: int = 136
+    vocab: int = 100
+    positions: int = 1024
+    blocks: int = 160
+    block_size: int = 16
+    windows: tuple[int, ...] = (0, 0)
+    head_norms: bool = False
+    bias: bool = False
+    planes: list[cpu.KvPlanes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        kind, width = self.kind, (self.heads + 2 * self.kv_heads) * self.head_dim
+        self.embedding = torch.randn(self.vocab, self.hidden).to(torch.bfloat16)
+        self.cos, self.sin = rotary_table(self.positions, self.rotary_dim)
+        self.final_norm = torch.rand(self.hidden) + 0.5
+        self.head = Plain.random(kind, self.vocab, self.hidden)
+        self.parts = [
+            {
+                "qkv": Plain.random(kind, width, self.hidden, bias=self.bias),
+                "o": Plain.random(kind, self.hidden, self.heads * self.head_dim, bias=self.bias),
+                "gate": Plain.random(kind, self.intermediate, self.hidden),
+                "up": Plain.random(kind, self.intermediate, self.hidden),
+                "down": Plain.random(kind, self.hidden, self.intermediate),
+            }
+            for _ in range(self.layers)
+        ]
+        self.norms = [
+            {name: torch.rand(size) + 0.5 for name, size in self._norm_sizes().items()} for _ in range(self.layers)
+        ]
+        self.clear()
+
+    def _norm_sizes(self) -> dict[str, int]:
+        sizes = {"attention_norm": self.hidden, "mlp_norm": self.hidden}
+        return sizes | ({"q_norm": self.head_dim, "k_norm": self.head_dim} if self.head_norms else {})
+
+    def clear(self) -> None:
+        """Fresh, empty KV planes."""
+        self.planes = [
+            planes_for(self.kv_kind, self.blocks, self.block_size, self.kv_heads, self.head_dim, filled=False)
+            for _ in range(self.layers)
+        ]
+
+    def build(self, kernels: cpu.Kernels) -> cpu.Decoder:
+        names = ("hidden", "heads", "kv_heads", "head_dim", "rotary_dim", "intermediate", "vocab")
+        shape = cpu.DecoderShape(
+            **{name: getattr(self, name) for name in names}, eps=1e-5, attention_scale=self.head_dim**-0.5
+        )
+        layers = [
+            cpu.LayerWeights(
+                qkv=parts["qkv"].packed(kernels),
+                o=parts["o"].packed(kernels),
+                gate_up=self._gate_up(parts, kernels),
+                down=parts["down"].packed(kernels),
+                window=window,
+                **norms,
+            )
+            for parts, norms, window in zip(self.parts, self.norms, self.windows, strict=True)
+        ]
+        return cpu.Decoder(
+            kernels,
+            shape,
+            embedding=self.embedding,
+            layers=layers,
+            final_norm=self.final_norm,
+            head=self.head.packed(kernels),
+            cos=self.cos,
+            sin=self.sin,
+            kv=self.planes,
+        )
+
+    @staticmethod
+    def _gate_up(parts: dict[str, Plain], kernels: cpu.Kernels) -> cpu.PackedLinear:
+        gate, up = parts["gate"], parts["up"]
+        scale = None if gate.scale is None or up.scale is None else cpu.interleave(gate.scale, up.scale)
+        return kernels.pack(cpu.interleave(gate.weight, up.weight), scale=scale)
+
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """Logits [T, vocab] of one whole sequence, by the formulas and without any cache."""
+        batch = ragged([(0, len(tokens))], block_size=self.block_size)
+        x = self.embedding[torch.tensor(tokens)].float()
+        count, dim = len(tokens), self.head_dim
+        cos, sin = self.cos[:count], self.sin[:count]
+        for parts, norms, window in zip(self.parts, self.norms, self.windows, strict=True):
+            qkv = parts["qkv"](rms_norm(x, norms["attention_norm"], 1e-5)).view(count, -1, dim)
+            q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+            if self.head_norms:
+                q, k = rms_norm(q, norms["q_norm"], 1e-5), rms_norm(k, norms["k_norm"], 1e-5)
+            planes = planes_for(self.kv_kind, self.blocks, self.block_size, self.kv_heads, dim, filled=False)
+            write(planes, batch.slots, rotate(k, cos, sin), v)
+            attended = attention(rotate(q, cos, sin), planes, batch, dim**-0.5, window)
+            x = x + parts["o"](attended.flatten(1))
+            normed = rms_norm(x, norms["mlp_norm"], 1e-5)
+            x = x + parts["down"](F.silu(parts["gate"](normed)) * parts["up"](normed))
+        return self.head(rms_norm(x, self.final_norm, 1e-5))
+
+
+def write(planes: cpu.KvPlanes, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """Stores k and v [T, kv_heads, dim] at `slots`, quantized per token and head for int8 planes."""
+    for plane, scale, values in ((planes.k, planes.k_scale, k), (planes.v, planes.v_scale, v)):
+        flat = plane.view(-1, *plane.shape[2:])
+        if scale is None:
+            flat[slots] = values.to(plane.dtype)
+            continue
+        whole, steps = quantize_rows(values)
+        flat[slots] = whole.to(torch.int8)
+        scale.view(-1, scale.shape[2])[slots] = steps[..., 0]

@@ -1,0 +1,72 @@
+"""Building and caching the library: once for several at a time, and never a failure for want of a compiler."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from serving.kernels.cpu import build as builder
+from serving.kernels.cpu.build import BuildError, cache_folder, find_compiler
+from serving.kernels.cpu.extension import forms, open_built, open_library
+
+
+@pytest.fixture
+def small_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An own cache, and a copy of the sources that builds the plain form alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    for source in (*builder.SOURCES.glob("*.h"), *builder.SOURCES.glob("*.cpp")):
+        shutil.copy(source, sources)
+    door = (sources / "door.cpp").read_text().replace("__x86_64__", "MILLRACE_NO_SUCH_MACHINE")
+    (sources / "door.cpp").write_text(door)
+    monkeypatch.setattr(builder, "SOURCES", sources)
+    monkeypatch.setattr(builder, "forms", lambda: {"plain": ("-O0",)})
+    return sources
+
+
+def compiler() -> str:
+    found = find_compiler()
+    if found is None:
+        pytest.skip("no C++ compiler")
+    return found
+
+
+def test_builds_once_for_all_who_ask_together(small_sources: Path) -> None:
+    lines: list[str] = []
+    paths: list[Path] = []
+    workers = [threading.Thread(target=lambda: paths.append(builder.build(compiler(), lines.append))) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(set(paths)) == 1
+    assert [line.split()[0] for line in lines] == ["building", "built"]
+    assert paths[0].parent == cache_folder()
+    assert forms(open_built(paths[0])) == ["plain"]
+    (small_sources / "pool.h").write_text((small_sources / "pool.h").read_text() + "\n")
+    assert builder.library_path(compiler()) != paths[0]
+
+
+def test_broken_sources_leave_no_library(small_sources: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (small_sources / "pool.cpp").write_text("not C++")
+    with pytest.raises(BuildError, match=r"pool\.cpp"):
+        builder.build(compiler())
+    assert not list(cache_folder().glob("*.so"))
+    with caplog.at_level(logging.WARNING, "millrace.kernels"):
+        assert open_library() is None
+    assert len(caplog.records) == 1
+
+
+def test_no_compiler_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with caplog.at_level(logging.WARNING, "millrace.kernels"):
+        assert open_library() is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "no C++ compiler found: the CPU runs the slower torch kernels"
+    ]

@@ -1,0 +1,155 @@
+"""The fused step against plain formulas, and the promise that a token's bits depend on its own sequence alone."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from serving.engine.batch import RaggedBatch
+from serving.kernels import cpu
+from serving.kernels.cpu import Kind
+from tests.serving.kernels.cpu.formulas import SmallDecoder, rms_norm
+
+KINDS = [(Kind.F32, Kind.F32), (Kind.BF16, Kind.BF16), (Kind.INT8, Kind.BF16), (Kind.INT8, Kind.INT8)]
+TOLERANCE = {
+    Kind.F32: 2e-4,
+    Kind.BF16: 8e-2,
+    Kind.INT8: 2.5e-1,
+}  # a rounding tie may fall either way in a layer's input
+PROMPT = [(13 * i + 5) % 100 for i in range(200)]
+
+
+def batch_of(sequences: list[tuple[int, list[int]]], *, all_rows: bool = False, width: int = 16) -> RaggedBatch:
+    """Each sequence is (start, new tokens), in the `width` blocks that are its own by its place in the list."""
+    total = sum(len(new) for _, new in sequences)
+    return RaggedBatch.build(
+        tokens=[new for _, new in sequences],
+        starts=[start for start, _ in sequences],
+        block_tables=[list(range(i * width, (i + 1) * width)) for i in range(len(sequences))],
+        block_size=16,
+        logits_rows=range(total) if all_rows else None,
+    )
+
+
+def logits_of(decoder: cpu.Decoder, batch: RaggedBatch) -> Tensor:
+    logits = decoder.step(batch).logits
+    assert logits is not None
+    return logits
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: f"{kinds[0].name}-{kinds[1].name}")
+@pytest.mark.parametrize("extra", [{}, {"head_norms": True, "bias": True, "rotary_dim": 16, "windows": (20, 0)}])
+def test_logits_equal_the_formulas(kernels: cpu.Kernels, kinds: tuple[Kind, Kind], extra: dict[str, object]) -> None:
+    small = SmallDecoder(kind=kinds[0], kv_kind=kinds[1], **extra)  # type: ignore[arg-type]
+    decoder = small.build(kernels)
+    expected = small.logits(PROMPT)
+    got = logits_of(decoder, batch_of([(0, PROMPT)], all_rows=True))
+    error = (got - expected).abs()
+    assert error.max() < TOLERANCE[kinds[0]] * expected.std()
+    assert error.mean() < 0.1 * TOLERANCE[kinds[0]] * expected.std()
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: f"{kinds[0].name}-{kinds[1].name}")
+def test_bits_do_not_depend_on_how_a_prompt_is_cut(kernels: cpu.Kernels, kinds: tuple[Kind, Kind]) -> None:
+    small = SmallDecoder(kind=kinds[0], kv_kind=kinds[1])
+    decoder = small.build(kernels)
+    whole = logits_of(decoder, batch_of([(0, PROMPT)], all_rows=True))
+    planes = [plane.clone() for one in small.planes for plane in (one.k, one.v)]
+    for cut in ([200], [1] * 5 + [60, 64, 71], [130] + [1] * 70, [3, 197]):
+        for one in small.planes:
+            one.k.zero_()
+            one.v.zero_()
+        ends = list(itertools.accumulate(cut))
+        starts = [end - count for end, count in zip(ends, cut, strict=True)]
+        parts = [
+            logits_of(decoder, batch_of([(start, PROMPT[start:end])], all_rows=True))
+            for start, end in zip(starts, ends, strict=True)
+        ]
+        assert torch.equal(torch.cat(parts), whole)
+        assert all(
+            torch.equal(plane, kept)
+            for plane, kept in zip((p for one in small.planes for p in (one.k, one.v)), planes, strict=True)
+        )
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: f"{kinds[0].name}-{kinds[1].name}")
+@pytest.mark.parametrize("company", [1, 7, 80])
+def test_bits_do_not_depend_on_the_batch(kernels: cpu.Kernels, kinds: tuple[Kind, Kind], company: int) -> None:
+    small = SmallDecoder(kind=kinds[0], kv_kind=kinds[1], blocks=16 * 90)
+    decoder = small.build(kernels)
+    logits_of(decoder, batch_of([(0, PROMPT[:150])]))
+    alone = logits_of(decoder, batch_of([(150, [7])]))
+    others = [(i, [3 + i % 50] * (1 + 2 * (i % 3))) for i in range(company)]
+    beside = logits_of(decoder, batch_of([(150, [7]), *others]))
+    assert torch.equal(beside[0], alone[0])
+
+
+def test_threads_do_not_change_bits() -> None:
+    library = cpu.shared_library()
+    assert library is not None
+    for form in cpu.forms(library):
+        results = []
+        for threads in (1, 2, 3):
+            torch.manual_seed(1)
+            kernels = cpu.Kernels(library, threads=threads, form=form)
+            small = SmallDecoder(kind=Kind.INT8, kv_kind=Kind.BF16)
+            decoder = small.build(kernels)
+            steps = [batch_of([(0, PROMPT)]), batch_of([(200, [9])]), batch_of([(201, [1, 2]), (0, [5] * 40)])]
+            results.append(torch.cat([logits_of(decoder, batch) for batch in steps]))
+            kernels.close()
+        assert torch.equal(results[0], results[1])
+        assert torch.equal(results[0], results[2])
+
+
+def test_greedy_is_the_first_best_logit(kernels: cpu.Kernels) -> None:
+    small = SmallDecoder(kind=Kind.BF16, kv_kind=Kind.BF16)
+    small.head.weight[50:].copy_(small.head.weight[:50])
+    small.head.weight[1::2].copy_(small.head.weight[::2])  # every logit four times, twice within a panel
+    decoder = small.build(kernels)
+    out = decoder.step(batch_of([(0, PROMPT)], all_rows=True), greedy=True)
+    assert out.logits is not None
+    assert out.greedy is not None
+    best = out.logits == out.logits.amax(dim=-1, keepdim=True)
+    assert torch.equal(out.greedy, torch.where(best, torch.arange(100), 100).amin(dim=-1))
+    assert (best.sum(dim=-1) >= 4).all()
+    only = decoder.step(batch_of([(0, PROMPT)], all_rows=True), logits=False, greedy=True)
+    assert only.logits is None
+    assert only.greedy is not None
+    assert torch.equal(only.greedy, out.greedy)
+
+
+def test_hidden_rows_and_progress(kernels: cpu.Kernels) -> None:
+    small = SmallDecoder(kind=Kind.F32, kv_kind=Kind.F32)
+    decoder, progress = small.build(kernels), torch.zeros(1, dtype=torch.int32)
+    for count in (10, 200):
+        hidden = torch.empty(count, small.hidden)
+        progress.zero_()
+        batch = batch_of([(0, PROMPT[:count])])
+        decoder.step(batch, hidden=hidden, progress=progress)
+        assert progress.item() == small.layers
+        logits = logits_of(decoder, batch_of([(0, PROMPT[:count])], all_rows=True))
+        expected = small.head(rms_norm(hidden, small.final_norm, 1e-5))
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_without_logits_writes_kv(kernels: cpu.Kernels) -> None:
+    small = SmallDecoder(kind=Kind.INT8, kv_kind=Kind.BF16)
+    decoder = small.build(kernels)
+    batch = RaggedBatch.build(tokens=[PROMPT[:20]], starts=[0], block_tables=[[1, 2]], block_size=16, logits_rows=[])
+    logits = decoder.step(batch).logits
+    assert logits is not None
+    assert logits.shape == (0, small.vocab)
+    assert small.planes[-1].k[1].any()
+
+
+def test_mistakes_are_named(kernels: cpu.Kernels) -> None:
+    small = SmallDecoder(kind=Kind.F32, kv_kind=Kind.F32, positions=16)
+    decoder = small.build(kernels)
+    with pytest.raises(ValueError, match="rotary table of 16"):
+        decoder.step(batch_of([(10, [1] * 7)]))
+    small.planes.pop()
+    with pytest.raises(ValueError, match="2 layers of weights and 1"):
+        small.build(kernels)
