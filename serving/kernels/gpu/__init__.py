@@ -1,0 +1,50 @@
+"""The decoder's operations as Triton kernels, for CUDA devices; importing this needs triton, the extra `gpu`.
+
+`rms_norm`, `rope`, `silu_mul`, `write_kv` and `paged_attention` mean what their namesakes in
+`serving.kernels.reference` mean; the others fuse some of them, or compute in int8. The `supports_`
+functions say what they can do.
+"""
+
+from serving.kernels.gpu import attention, linear, rotary, rows
+from serving.kernels.gpu.attention import paged_attention
+from serving.kernels.gpu.launch import INTERPRETED, runs_on
+from serving.kernels.gpu.linear import int8_linear, tune
+from serving.kernels.gpu.rotary import rope, rope_write_kv, write_kv
+from serving.kernels.gpu.rows import (
+    Quantized,
+    add_rms_norm,
+    add_rms_norm_quantize,
+    quantize,
+    rms_norm,
+    rms_norm_quantize,
+    silu_mul,
+    silu_mul_quantize,
+)
+
+supports_attention = attention.supported
+supports_linear = linear.supported
+supports_rotary = rotary.supported
+supports_rows = rows.supported
+
+__all__ = [
+    "INTERPRETED",
+    "Quantized",
+    "add_rms_norm",
+    "add_rms_norm_quantize",
+    "int8_linear",
+    "paged_attention",
+    "quantize",
+    "rms_norm",
+    "rms_norm_quantize",
+    "rope",
+    "rope_write_kv",
+    "runs_on",
+    "silu_mul",
+    "silu_mul_quantize",
+    "supports_attention",
+    "supports_linear",
+    "supports_rotary",
+    "supports_rows",
+    "tune",
+    "write_kv",
+]

@@ -1,0 +1,89 @@
+"""The door of paged attention: checks its arguments and sends each sequence to the kernel for its kind of query.
+
+Sequences with one query go to `decode`, which splits their context over programs; longer ones to `prompt`. A row's
+numbers depend on its own sequence alone, whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from serving.engine.batch import RaggedBatch
+from serving.kernels.gpu.decode_attention import decode_attention
+from serving.kernels.gpu.launch import FLOATS, require, require_device
+from serving.kernels.gpu.planes import Paged
+from serving.kernels.gpu.prompt_attention import LARGEST_GROUP, prompt_attention
+
+WIDEST_HEAD = 256
+
+
+def supported(heads: int, kv_heads: int, head_dim: int, query_dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
+    """Whether attention of this shape can be computed: planes of the queries' type, or int8."""
+    return (
+        0 < head_dim <= WIDEST_HEAD
+        and head_dim % 8 == 0
+        and heads % kv_heads == 0
+        and heads // kv_heads <= LARGEST_GROUP
+        and query_dtype in FLOATS
+        and kv_dtype in (query_dtype, torch.int8)
+    )
+
+
+def paged_attention(
+    q: Tensor,
+    k_plane: Tensor,
+    v_plane: Tensor,
+    batch: RaggedBatch,
+    scale: float,
+    window: int | None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    split: bool = True,
+) -> Tensor:
+    """Causal attention of q [T, Hq, D] over each sequence's own blocks; returns [T, Hq, D] in q's dtype.
+
+    Planes are [num_blocks, block_size, Hkv, D] of q's dtype, or int8 with k_scale and v_scale [num_blocks, block_size,
+    Hkv] float32; any strides but the last, which is 1. `window` limits a query to that many last tokens, its own
+    included. This step's k and v must be written already. A sequence with a context of 0 gets zeros.
+
+    Without `split`, single queries go the way of longer ones: slower, but then a token's numbers do not depend either
+    on whether it was computed alone or as part of its prompt. ValueError for other shapes and types.
+    """
+    paged = Paged(k_plane, v_plane, k_scale, v_scale)
+    paged.check()
+    require_device(q, k_plane, batch.block_tables)
+    require(q.dim() == 3 and q.stride(2) == 1, "q must be [T, Hq, D] with the last stride 1")
+    heads, head_dim = q.shape[1:]
+    require(head_dim == k_plane.shape[3], f"q has {head_dim} dimensions, the planes {k_plane.shape[3]}")
+    kv_heads = k_plane.shape[2]
+    require(
+        supported(heads, kv_heads, head_dim, q.dtype, k_plane.dtype),
+        f"attention of {heads} heads over {kv_heads}, {head_dim} dimensions, {q.dtype} over {k_plane.dtype}"
+        " is not supported",
+    )
+    require(window is None or window > 0, f"a window of {window} tokens sees nothing")
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    kinds = Kinds.of(batch.query_lens, split)
+    if kinds.single:
+        decode_attention(q, paged, batch, scale, window, out)
+    if kinds.longer:
+        prompt_attention(q, paged, batch, scale, window, out, singles=not split)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """Which kernels a batch needs; each skips the sequences that are the other's."""
+
+    single: bool
+    longer: bool
+
+    @staticmethod
+    def of(query_lens: tuple[int, ...], split: bool) -> Kinds:
+        if not split:
+            return Kinds(single=False, longer=any(query_lens))
+        return Kinds(single=1 in query_lens, longer=any(count > 1 for count in query_lens))

@@ -1,0 +1,302 @@
+"""Operations that look at one row at a time: RMSNorm, SiLU·mul, residual addition, and int8 quantization of the result.
+
+Memory-bound: each fused form reads its inputs once and writes its outputs once. Numbers are rounded to the tensors'
+type exactly where the unfused reference rounds them, so fused and unfused forms differ by float32 rounding alone.
+
+Quantization is symmetric: scale = max|row| / 127 and value = round(x / scale), a row of zeros getting scale 0. A row
+with an infinity or a NaN gets the scale NaN, so what follows shows it and does not hide it in an integer.
+
+Shapes: R rows (all leading dimensions), W their width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from serving.kernels.gpu.launch import kernel, power_of_two, require, require_device, require_float
+
+TILE = 2048  # elements of one program's tile, unless a single row is longer
+WIDEST = 65536  # a row has to fit into the registers of one program
+
+ROUNDER = tl.constexpr(12582912.0)  # 1.5 · 2^23: adding it leaves no fraction bits, so the sum is rounded half to even
+SMALLEST = tl.constexpr(1e-30)  # rows below this are zeros: 127 / max would overflow float32
+
+
+class Quantized(NamedTuple):
+    values: Tensor  # [..., W] int8
+    scales: Tensor  # [...] float32: x ≈ values * scales[..., None]
+
+
+def supported(width: int, dtype: torch.dtype) -> bool:
+    """Whether rows of this width and type can be worked on."""
+    return 0 < width <= WIDEST and dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., W] / sqrt(mean(x²) + eps) * weight [W], in float32, returned in x's dtype (float32, bf16 or fp16).
+
+    x may have two strides, as a slice of heads has. ValueError for other layouts, types or shapes.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _run_norm(x, None, weight, eps, summed=None, out=out, quantized=None)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(s), s) with s = x + residual, all [..., W] of one dtype; see `rms_norm`."""
+    out, summed = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    _run_norm(x, residual, weight, eps, summed=summed, out=out, quantized=None)
+    return out, summed
+
+
+def rms_norm_quantize(x: Tensor, weight: Tensor, eps: float) -> Quantized:
+    """quantize(rms_norm(x)) without writing the normed row."""
+    quantized = _empty(x, x.shape[-1])
+    _run_norm(x, None, weight, eps, summed=None, out=None, quantized=quantized)
+    return quantized
+
+
+def add_rms_norm_quantize(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Quantized, Tensor]:
+    """(quantize(rms_norm(s)), s) with s = x + residual, all [..., W] of one dtype."""
+    quantized = _empty(x, x.shape[-1])
+    summed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _run_norm(x, residual, weight, eps, summed=summed, out=None, quantized=quantized)
+    return quantized, summed
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up for gate_up [..., 2W], gate first. Returns [..., W] in its dtype (float32, bf16 or fp16)."""
+    width = gate_up.shape[-1] // 2
+    out = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device)
+    _run_silu(gate_up, out=out, quantized=None)
+    return out
+
+
+def silu_mul_quantize(gate_up: Tensor) -> Quantized:
+    """quantize(silu_mul(gate_up)) for gate_up [..., 2W] without writing the product."""
+    quantized = _empty(gate_up, gate_up.shape[-1] // 2)
+    _run_silu(gate_up, out=None, quantized=quantized)
+    return quantized
+
+
+def quantize(x: Tensor) -> Quantized:
+    """Symmetric int8 of each row of x [..., W] (float32, bf16 or fp16)."""
+    _check(x, x.shape[-1])
+    quantized = _empty(x, x.shape[-1])
+    rows_inner = _strides(x)
+    if x.numel():
+        rows, block, warps = _tile(x.shape[-1])
+        _quantize_rows[(triton.cdiv(_rows(x), rows),)](
+            x, *quantized, _rows(x), x.shape[-1], *rows_inner, ROWS=rows, BLOCK=block, num_warps=warps
+        )
+    return quantized
+
+
+def _run_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    summed: Tensor | None,
+    out: Tensor | None,
+    quantized: Quantized | None,
+) -> None:
+    width = x.shape[-1]
+    _check(x, width)
+    require_device(x, weight)
+    require(weight.shape == (width,) and weight.is_contiguous(), f"weight must be [{width}], not {list(weight.shape)}")
+    if residual is not None:
+        require(residual.shape == x.shape and residual.dtype == x.dtype, "x and residual must be alike")
+        require(x.is_contiguous() and residual.is_contiguous(), "x and residual must be contiguous")
+        require_device(x, residual)
+    if not x.numel():
+        return
+    rows, block, warps = _tile(width)
+    values, scales = quantized if quantized is not None else (x, x)
+    _norm_rows[(triton.cdiv(_rows(x), rows),)](
+        x,
+        x if residual is None else residual,
+        weight,
+        x if summed is None else summed,
+        x if out is None else out,
+        values,
+        scales,
+        _rows(x),
+        width,
+        *_strides(x),
+        eps,
+        ADD=residual is not None,
+        QUANTIZE=quantized is not None,
+        ROWS=rows,
+        BLOCK=block,
+        num_warps=warps,
+    )
+
+
+def _run_silu(gate_up: Tensor, *, out: Tensor | None, quantized: Quantized | None) -> None:
+    require(gate_up.shape[-1] % 2 == 0, "gate_up must have an even width")
+    width = gate_up.shape[-1] // 2
+    _check(gate_up, width)
+    if not gate_up.numel():
+        return
+    rows, block, warps = _tile(width)
+    values, scales = quantized if quantized is not None else (gate_up, gate_up)
+    _silu_rows[(triton.cdiv(_rows(gate_up), rows),)](
+        gate_up,
+        gate_up if out is None else out,
+        values,
+        scales,
+        _rows(gate_up),
+        width,
+        *_strides(gate_up),
+        QUANTIZE=quantized is not None,
+        ROWS=rows,
+        BLOCK=block,
+        num_warps=warps,
+    )
+
+
+def _check(x: Tensor, width: int) -> None:
+    require_device(x)
+    require_float("x", x)
+    require(supported(width, x.dtype), f"rows must be 1 to {WIDEST} wide, not {width}")
+
+
+def _rows(x: Tensor) -> int:
+    return x.numel() // x.shape[-1]
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    """(inner, outer stride, inner stride): row r lies at (r // inner) * outer stride + (r % inner) * inner stride."""
+    require(x.stride(-1) == 1, "the last dimension must have stride 1")
+    if x.is_contiguous():
+        return 1, x.shape[-1], 0
+    require(x.dim() in (2, 3), "tensors of more than three dimensions must be contiguous")
+    return (1, x.stride(0), 0) if x.dim() == 2 else (x.shape[1], x.stride(0), x.stride(1))
+
+
+def _tile(width: int) -> tuple[int, int, int]:
+    """(rows, columns, warps) of one program."""
+    block = power_of_two(width)
+    warps = 4 if block <= TILE else 8 if block <= 8192 else 16
+    return max(1, TILE // block), block, warps
+
+
+def _empty(x: Tensor, width: int) -> Quantized:
+    values = torch.empty((*x.shape[:-1], width), dtype=torch.int8, device=x.device)
+    return Quantized(values, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device))
+
+
+@kernel
+def quantized_tile(x):  # type: ignore[no-untyped-def]
+    """x [ROWS, BLOCK] float32 → (int8 values [ROWS, BLOCK], scales [ROWS]); masked elements must be 0."""
+    top = tl.max(tl.abs(x), axis=1)
+    inverse = tl.where(top > SMALLEST, tl.div_rn(127.0, tl.maximum(top, SMALLEST)), 0.0)
+    rounded = (x * inverse[:, None] + ROUNDER) - ROUNDER
+    wrong = tl.sum(x * 0.0, axis=1)  # 0, or NaN if any element is not finite
+    scale = tl.where(top > SMALLEST, tl.div_rn(top, 127.0), 0.0) + wrong
+    return rounded.to(tl.int8), scale
+
+
+@kernel
+def _row_tile(rows, width, inner, outer_stride, inner_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(row numbers, where each starts in the input, columns, mask) of this program's tile."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    start = (row // inner) * outer_stride + (row % inner) * inner_stride
+    return row, start, column[None, :], (row < rows)[:, None] & (column < width)[None, :]
+
+
+@kernel
+def _norm_rows(  # type: ignore[no-untyped-def]
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    summed_ptr,
+    out_ptr,
+    values_ptr,
+    scales_ptr,
+    rows,
+    width,
+    inner,
+    outer_stride,
+    inner_stride,
+    eps,
+    ADD: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, start, column, mask = _row_tile(rows, width, inner, outer_stride, inner_stride, ROWS, BLOCK)
+    at = row[:, None] * width + column
+    x = tl.load(x_ptr + start[:, None] + column, mask=mask, other=0.0)
+    if ADD:
+        residual = tl.load(residual_ptr + at, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x_ptr.dtype.element_ty)
+        tl.store(summed_ptr + at, x, mask=mask)
+    x = x.to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    mean = tl.sum(x * x, axis=1) / width
+    normed = (x * tl.rsqrt(mean + eps)[:, None] * weight).to(x_ptr.dtype.element_ty)
+    if QUANTIZE:
+        values, scales = quantized_tile(normed.to(tl.float32))
+        tl.store(values_ptr + at, values, mask=mask)
+        tl.store(scales_ptr + row, scales, mask=row < rows)
+    else:
+        tl.store(out_ptr + at, normed, mask=mask)
+
+
+@kernel
+def _silu_rows(  # type: ignore[no-untyped-def]
+    gate_up_ptr,
+    out_ptr,
+    values_ptr,
+    scales_ptr,
+    rows,
+    width,
+    inner,
+    outer_stride,
+    inner_stride,
+    QUANTIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, start, column, mask = _row_tile(rows, width, inner, outer_stride, inner_stride, ROWS, BLOCK)
+    at = row[:, None] * width + column
+    kind = gate_up_ptr.dtype.element_ty
+    gate = tl.load(gate_up_ptr + start[:, None] + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + start[:, None] + width + column, mask=mask, other=0.0).to(tl.float32)
+    activated = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(kind).to(tl.float32)
+    product = (activated * up).to(kind)
+    if QUANTIZE:
+        values, scales = quantized_tile(product.to(tl.float32))
+        tl.store(values_ptr + at, values, mask=mask)
+        tl.store(scales_ptr + row, scales, mask=row < rows)
+    else:
+        tl.store(out_ptr + at, product, mask=mask)
+
+
+@kernel
+def _quantize_rows(  # type: ignore[no-untyped-def]
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    rows,
+    width,
+    inner,
+    outer_stride,
+    inner_stride,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, start, column, mask = _row_tile(rows, width, inner, outer_stride, inner_stride, ROWS, BLOCK)
+    x = tl.load(x_ptr + start[:, None] + column, mask=mask, other=0.0).to(tl.float32)
+    values, scales = quantized_tile(x)
+    tl.store(values_ptr + row[:, None] * width + column, values, mask=mask)
+    tl.store(scales_ptr + row, scales, mask=row < rows)

@@ -1,0 +1,38 @@
+"""The Triton kernels in processes of their own: this folder's tests interpreted, and all compiled for Hopper."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.serving.kernels.gpu.conftest import GPU, INTERPRETED
+
+ROOT = Path(__file__).resolve().parents[4]
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (the extra `gpu`)")
+
+
+def run(command: list[str], **environment: str) -> None:
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, env=clean | environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED or GPU, reason="they run in this process")
+def test_the_kernels_under_the_interpreter() -> None:
+    run(["pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).parent)], TRITON_INTERPRET="1")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED or GPU, reason="compiling for another machine is for machines without a GPU")
+def test_the_kernels_compile_for_hopper(tmp_path: Path) -> None:
+    """Without a GPU: to machine code, with the matrix and copy instructions expected, and no register spilled."""
+    run(["tests.serving.kernels.gpu.hopper"], TRITON_CACHE_DIR=str(tmp_path))

@@ -1,0 +1,35 @@
+"""A step padded as for a graph, through the Triton kernels: the same rows as without, and nothing else written."""
+
+from __future__ import annotations
+
+import torch
+
+from serving.engine.batch import RaggedBatch
+from serving.engine.graphs import GraphSizes, StaticBatch
+from serving.kernels import gpu
+from tests.serving.kernels.gpu.formulas import Pages
+
+
+def test_padding_changes_nothing(device: torch.device) -> None:
+    contexts = [40, 300, 7]
+    pages = Pages(contexts, 16, 2, 64, torch.float32, device)
+    batch = pages.batch([n - 1 for n in contexts], [1, 1, 1])
+    sizes = GraphSizes(sequences=(2, 4), contexts=(64, 1024))
+    static = StaticBatch(sizes, 16, device)
+    static.block_tables.fill_(10**6)  # left by another step; reading a block of this number would show
+    size = sizes.fit(3, 300)
+    assert size == (4, 1024)
+    static.fill(batch, size)
+    q, k, v = torch.randn(4, 4, 64), torch.randn(4, 2, 64), torch.randn(4, 2, 64)
+
+    def step(of: RaggedBatch) -> tuple[torch.Tensor, ...]:
+        rows = len(of.tokens)
+        planes = [plane.clone() for plane in pages.planes]
+        gpu.write_kv(k[:rows].to(device), v[:rows].to(device), *planes, of.slots)
+        return gpu.paged_attention(q[:rows].to(device), *planes, of, 0.1, None), *planes
+
+    plain, padded = step(batch), step(static.view(size))
+    assert torch.equal(padded[0][:3], plain[0])
+    assert not padded[0][3].any()
+    for one, other in zip(plain[1:], padded[1:], strict=True):
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
