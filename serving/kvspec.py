@@ -39,3 +39,15 @@ class LayerKV:
 def gqa(kv_heads: int, head_dim: int, dtype: str) -> LayerKV:
     """Keys and values of `kv_heads` heads: planes k and v, each [kv_heads, head_dim] a token."""
     return LayerKV("gqa", (Plane("k", (kv_heads, head_dim), dtype), Plane("v", (kv_heads, head_dim), dtype)))
+
+
+def gqa_int8(kv_heads: int, head_dim: int) -> LayerKV:
+    """`gqa` in 8 bits: planes k and v, and a float32 scale for each head of each token in k_scale and v_scale."""
+    return LayerKV(
+        "gqa_int8",
+        (
+            *gqa(kv_heads, head_dim, "int8").planes,
+            Plane("k_scale", (kv_heads,), "float32"),
+            Plane("v_scale", (kv_heads,), "float32"),
+        ),
+    )

@@ -1,19 +1,14 @@
 """The operations a decoder is made of. The model calls them here and does not know which form runs.
 
-Every form has the signature and the meaning of its namesake in `serving.kernels.reference`.
+Every form has the signature and the meaning of its namesake in `serving.kernels.reference`, but for those over KV: they
+take a layer's planes as one tuple, and what planes there are says how KV is stored.
 """
 
-from serving.kernels.reference import (
-    gelu,
-    gelu_tanh,
-    layer_norm,
-    paged_attention,
-    relu,
-    rms_norm,
-    rope,
-    silu_mul,
-    write_kv,
-)
+from torch import Tensor
+
+from serving.engine.batch import RaggedBatch
+from serving.kernels import int8, reference
+from serving.kernels.reference import gelu, gelu_tanh, layer_norm, relu, rms_norm, rope, silu_mul
 
 __all__ = [
     "gelu",
@@ -26,3 +21,17 @@ __all__ = [
     "silu_mul",
     "write_kv",
 ]
+
+_BY_PLANES = {2: reference, 4: int8}  # k and v; k, v and the scales of each
+
+
+def write_kv(k: Tensor, v: Tensor, planes: tuple[Tensor, ...], slots: Tensor) -> None:
+    """Store k and v [T, Hkv, D] at `slots` [T] of a layer's planes, as `ModelSpec.kv_layers` describes them."""
+    _BY_PLANES[len(planes)].write_kv(k, v, *planes, slots)
+
+
+def paged_attention(
+    q: Tensor, planes: tuple[Tensor, ...], batch: RaggedBatch, scale: float, window: int | None
+) -> Tensor:
+    """Causal attention of q [T, Hq, D] over each sequence's own blocks of a layer's planes; [T, Hq, D] in q's dtype."""
+    return _BY_PLANES[len(planes)].paged_attention(q, *planes, batch, scale, window)

@@ -37,8 +37,13 @@ class Checkpoint(Protocol):
         """The files that hold them, in a fixed order."""
         ...
 
+    @property
+    def int8_names(self) -> frozenset[str]:
+        """The tensors stored as plain 8-bit integers, whose scales are tensors of their own."""
+        ...
+
     def read(self, name: str) -> Tensor:
-        """The whole tensor on the CPU, in its stored dtype, dequantized to float32 where it is quantized."""
+        """The whole tensor on the CPU in its stored dtype; of a format with quantized blocks, dequantized to float32."""
         ...
 
 
@@ -70,13 +75,17 @@ class SafetensorsFolder:
     @property
     def dtype(self) -> str:
         """The dtype most of the model is stored in, as its largest tensor has it."""
-        largest = max(self.names, key=lambda name: prod(self._slice(name).get_shape()))
+        largest = max(self.names - self.int8_names, key=lambda name: prod(self._slice(name).get_shape()))
         stored = self._slice(largest).get_dtype()
         if stored not in STORED_DTYPES:
             raise ValueError(
                 f"{largest} is stored as {stored}, which is not supported; use a checkpoint in BF16, F16 or F32"
             )
         return STORED_DTYPES[stored]
+
+    @property
+    def int8_names(self) -> frozenset[str]:
+        return frozenset(name for name in self._where if self._slice(name).get_dtype() == "I8")
 
     def _slice(self, name: str) -> Any:
         return self._open[self._where[name]].get_slice(name)

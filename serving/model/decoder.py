@@ -20,7 +20,7 @@ from serving.model.rope import Rope
 from serving.model.spec import ModelSpec
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, each [T, P] float32
-Planes = tuple[Tensor, ...]  # a layer's KV: k and v, each [num_blocks, block_size, Hkv, D]
+Planes = tuple[Tensor, ...]  # a layer's KV, each [num_blocks, block_size, ...]: see `ModelSpec.kv_layers`
 
 ACTIVATIONS = {"gelu": kernels.gelu, "gelu_tanh": kernels.gelu_tanh, "relu": kernels.relu}
 
@@ -38,6 +38,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(spec, index) for index in range(spec.layers))
         self.norm = make_norm(spec)
         self.head = nn.Linear(spec.hidden, spec.vocab_size, bias=False)
+        self.head_dtype: torch.dtype | None = None  # what the head computes in; None: the model's own
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -64,7 +65,8 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """Scores of the next token [R, V], float32, for rows of what `forward` returned."""
-        return self.head(hidden_RH.to(self.head.weight.dtype)).float()  # type: ignore[no-any-return]
+        rows_RH = hidden_RH if self.head_dtype is None else hidden_RH.to(self.head_dtype)
+        return self.head(rows_RH).float()  # type: ignore[no-any-return]
 
 
 class Layer(nn.Module):
@@ -102,9 +104,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = kernels.rope(q, k, *rotation)
-        k_plane, v_plane = planes
-        kernels.write_kv(k, v, k_plane, v_plane, batch.slots)
-        out_TND = kernels.paged_attention(q, k_plane, v_plane, batch, self.scale, self.window)
+        kernels.write_kv(k, v, planes, batch.slots)
+        out_TND = kernels.paged_attention(q, planes, batch, self.scale, self.window)
         return self.o(out_TND.flatten(1))  # type: ignore[no-any-return]
 
 

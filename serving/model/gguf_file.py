@@ -68,6 +68,10 @@ class GgufFile:
     def files(self) -> tuple[Path, ...]:
         return (self.path,)
 
+    @property
+    def int8_names(self) -> frozenset[str]:
+        return frozenset()  # its quantized tensors carry their scales within
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
 

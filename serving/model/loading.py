@@ -90,6 +90,7 @@ def fill(model: Decoder, checkpoint: Checkpoint, dtype: torch.dtype, device: tor
 
 def use_float32_head(model: Decoder) -> None:
     """Let the head compute in float32: scores rounded to 8 bits of mantissa tie, and a tie is a wrong token."""
+    model.head_dtype = torch.float32
     model.head.to(torch.float32)
     if model.spec.tied_embeddings:  # `to` has converted the embedding with it: that one keeps the model's type
         model.embed.weight = nn.Parameter(model.embed.weight.to(model.norm.weight.dtype), requires_grad=False)

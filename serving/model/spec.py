@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from serving.kvspec import LayerKV, gqa
+from serving.kvspec import LayerKV, gqa, gqa_int8
+from serving.model.quantization.convention import check_config
 from serving.model.rope import Rope, from_parameters
 
 NormKind = Literal["rms", "layernorm"]
@@ -62,8 +63,9 @@ class ModelSpec:
         return self.windows[layer] if self.windows else None
 
     def kv_layers(self, dtype: str) -> tuple[LayerKV, ...]:
-        """What each layer keeps per token when KV is stored as `dtype` (a key of `kvspec.ITEM_BYTES`)."""
-        return (gqa(self.kv_heads, self.head_dim, dtype),) * self.layers
+        """What each layer keeps per token when KV is stored as `dtype`: a float type, or int8 with scales beside it."""
+        layer = gqa_int8(self.kv_heads, self.head_dim) if dtype == "int8" else gqa(self.kv_heads, self.head_dim, dtype)
+        return (layer,) * self.layers
 
     def rope_is_long(self, total_tokens: int) -> bool:
         """Whether a request rotates by LongRoPE's long factors; always False for other models.
@@ -86,11 +88,7 @@ class ModelSpec:
             raise ValueError(
                 f"architecture {kind!r} is not supported; choose a model whose model_type is one of {known}"
             )
-        if config.get("quantization_config"):
-            method = config["quantization_config"].get("quant_method", "unknown")
-            raise ValueError(
-                f"{method!r} quantized checkpoints are not supported; use unquantized weights or a GGUF file"
-            )
+        check_config(config.get("quantization_config"))
         try:
             spec = read(config)
         except KeyError as missing:

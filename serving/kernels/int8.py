@@ -1,0 +1,77 @@
+"""INT8 in plain torch: linear layers of 8-bit weights and activations, and attention over an 8-bit KV cache.
+
+The truth that faster forms are tested against. Products are exact integers; scales, softmax and sums are float32.
+
+Shapes: M rows, K inputs, N outputs, T new tokens in the step, Hq query heads, Hkv key-value heads, D head dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from serving.engine.batch import RaggedBatch
+from serving.kernels import reference
+
+LARGEST = 127  # symmetric: -128 is not used
+_CUDA_ROWS = 32  # torch's integer product on CUDA wants more than 16 rows, and widths that are multiples of 8
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 of x [..., W] = round(127 x / max|x|) for each row, and the float32 scales max|x| / 127 [...]."""
+    x = x.float()
+    largest = x.abs().amax(dim=-1)
+    inverse = torch.where(largest > 0, LARGEST / largest, 0.0)
+    return (x * inverse[..., None]).round().to(torch.int8), largest / LARGEST
+
+
+def integer_product(a: Tensor, b: Tensor) -> Tensor:
+    """Exact a [M, K] · b [N, K]ᵀ of int8 matrices, as integers or as floating point numbers that hold them exactly."""
+    rows = a.shape[0]
+    if a.device.type == "cpu":
+        return torch._int_mm(a, b.t()) if a.numel() else torch.zeros(rows, b.shape[0], dtype=torch.int32)
+    if a.device.type == "cuda" and not b.shape[0] % 8 and not b.shape[1] % 8:
+        padded = F.pad(a, (0, 0, 0, max(_CUDA_ROWS - rows, 0)))
+        return torch._int_mm(padded, b.t())[:rows]
+    return a.double() @ b.double().t()
+
+
+def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., K] · (weight [N, K] int8 * scale [N])ᵀ + bias, each row of x quantized on its own; in x's dtype."""
+    values, row_scale = quantize_rows(x.reshape(-1, x.shape[-1]))
+    out = integer_product(values, weight).float() * (scale * row_scale[:, None])
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def write_kv(
+    k: Tensor, v: Tensor, k_plane: Tensor, v_plane: Tensor, k_scale: Tensor, v_scale: Tensor, slots: Tensor
+) -> None:
+    """Store k and v [T, Hkv, D] at `slots` [T], each head of each token with a scale of its own.
+
+    Planes are int8 [num_blocks, block_size, Hkv, D], scales float32 [num_blocks, block_size, Hkv].
+    """
+    blocks, offsets = slots // k_plane.shape[1], slots % k_plane.shape[1]
+    for new, plane, scales in ((k, k_plane, k_scale), (v, v_plane, v_scale)):
+        plane[blocks, offsets], scales[blocks, offsets] = quantize_rows(new)
+
+
+def paged_attention(
+    q: Tensor,
+    k_plane: Tensor,
+    v_plane: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    batch: RaggedBatch,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """`reference.paged_attention` over what the planes stand for, which is worked out for the blocks in use."""
+    used, tables = torch.unique(batch.block_tables, return_inverse=True)
+    keys = k_plane[used].float() * k_scale[used][..., None]
+    values = v_plane[used].float() * v_scale[used][..., None]
+    return reference.paged_attention(q, keys, values, replace(batch, block_tables=tables), scale, window)

@@ -1,0 +1,37 @@
+"""A linear layer of 8-bit weights and activations, in place of `nn.Linear` in a built model.
+
+It computes by the reference; who has faster kernels takes `weight`, `scale` and `bias` and computes the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from serving.kernels import int8
+
+
+class QuantizedLinear(nn.Module):
+    """x [..., in] → [..., out] in x's dtype: (Q(x) · weightᵀ) * scale * row scale + bias.
+
+    `weight` is int8 [out, in], `scale` float32 [out], one for each output; rows of x are quantized as they come, each
+    by its largest magnitude.
+    """
+
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        assert weight.dtype == torch.int8 and scale.shape == weight.shape[:1], (weight.dtype, scale.shape)
+        self.out_features, self.in_features = weight.shape
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.scale = nn.Parameter(scale.float(), requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return int8.linear(x, self.weight, self.scale, self.bias)
+
+    def dequantized(self) -> Tensor:
+        """The weight it stands for, float32 [out, in]."""
+        return self.weight.float() * self.scale[:, None]
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
