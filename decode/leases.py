@@ -109,6 +109,8 @@ class LeaseTable:
     def adopt(self, fence: LeaseId) -> Lease:
         """A prefill in this same worker computes the lease's own blocks: nothing will be handed over."""
         lease = self.check(fence)
+        if lease.state is not LeaseState.FILLING:
+            raise StaleLease("the lease is already running", code="state")
         lease.state = LeaseState.RUNNING
         return lease
 

@@ -5,16 +5,20 @@ Pure: no torch, no clock, no I/O.
 
 from __future__ import annotations
 
+from decode.speculation import Lookup, Speculation
 from serving.engine.plan import KV, Plan
+from serving.engine.record import StepRecord
 from serving.engine.sequence import Sequence
 from serving.errors import NoRoom
 
 
 class DecodeScheduler:
-    """The running batch, in order of arrival."""
+    """The running batch, in order of arrival. With `speculation`, more than one token of a sequence may be tried."""
 
-    def __init__(self, kv: KV):
+    def __init__(self, kv: KV, *, max_model_len: int, speculation: Speculation | None = None):
         self.kv = kv
+        self.max_model_len = max_model_len
+        self.speculation = speculation
         self.running: list[Sequence] = []
         self.preemptions = 0
 
@@ -30,7 +34,20 @@ class DecodeScheduler:
             if seq in plan.preempted:
                 continue
             if self._make_room(seq, plan):
-                plan.add(seq, 1, self)
+                draft = self._guess(seq, plan)
+                plan.add(seq, 1 + len(draft), self, draft)
+
+    def _guess(self, seq: Sequence, plan: Plan) -> tuple[int, ...]:
+        """Tokens to try beyond the next, when that pays and costs nobody else their turn or their blocks."""
+        if self.speculation is None or not seq.guessable:
+            return ()
+        if seq.lookup is None:
+            seq.lookup = Lookup()
+        left = min(seq.request.sampling.max_tokens - seq.output_len - 1, self.max_model_len - len(seq.tokens) - 1)
+        others = len(self.running) - len(plan.work) - 1
+        held = len(seq.blocks) * self.kv.block_size - len(seq.tokens)  # a guess is not worth a block
+        room = min(left, held, plan.tokens - 1 - others)
+        return tuple(self.speculation.guess(seq.lookup, seq.tokens, room, len(self.running)))
 
     def _make_room(self, seq: Sequence, plan: Plan) -> bool:
         """Grow `seq` by a block if it needs one, preempting from the youngest on; False if it had to go itself."""
@@ -49,6 +66,14 @@ class DecodeScheduler:
         self.kv.release(seq)
         self.preemptions += 1
         plan.preempted.append(seq)
+
+    def judged(self, seq: Sequence, guessed: int, right: int) -> None:
+        if self.speculation is not None:
+            self.speculation.judged(seq.lookup, guessed, right)
+
+    def measured(self, record: StepRecord) -> None:
+        if self.speculation is not None:
+            self.speculation.measured(record)
 
     def stepped(self, seq: Sequence) -> None:
         """Nothing to do: a decoding sequence stays in the batch."""

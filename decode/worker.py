@@ -90,8 +90,9 @@ class DecodeWorker:
             try:
                 lease = self.table.advance(order, self._hold(order))
             except MillraceError:
-                self.table.end(order.lease.lease)
+                self.end(order.lease.lease)
                 raise
+            self.loop.wake()
             return self._grant(lease)
 
     def end(self, lease_id: str) -> None:

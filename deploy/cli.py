@@ -163,8 +163,8 @@ def worker_flags(settings: Any) -> tuple[str, ...]:
             flag = "--" + name.replace("_", "-")
             if isinstance(value, bool):
                 flags.append(flag if value else flag.replace("--", "--no-", 1))
-            elif value is not None and name != "threads":
-                flags += [flag, str(value)]
+            elif value is not None and name not in ("threads", "cpus"):
+                flags.append(f"{flag}={value}")  # in one, since a value may begin with a dash
     return tuple(flags)
 
 

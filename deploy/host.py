@@ -9,7 +9,7 @@ import signal
 
 from decode.service import DecodeService
 from deploy.http_server import HttpServer, bind
-from deploy.threads import use_threads
+from deploy.threads import use_cores
 from deploy.worker import Worker
 from kvcache.transports import Dialer
 from prefill.service import PrefillService
@@ -66,7 +66,7 @@ class WorkerHost:
         self._exit_code = 0
 
     async def run(self) -> int:
-        use_threads(self.engine_config.threads)
+        use_cores(self.engine_config.cpus, self.engine_config.threads)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._leaving.set)

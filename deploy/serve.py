@@ -15,6 +15,7 @@ from deploy.front import Front, served_model
 from deploy.http_server import bind
 from deploy.local import LocalCluster
 from deploy.supervisor import ChildSpec, Supervisor
+from deploy.threads import parse_cpus, use_cores
 from router.clients import RemoteWorker
 from router.fleet import Fleet, RouterConfig
 from router.policy import LeastLoaded
@@ -53,11 +54,10 @@ class Settings:
 
 async def serve_embedded(settings: Settings) -> int:
     """One process: a mixed worker, the router and the API."""
-    from deploy.threads import use_threads
     from serving.model.loading import load
 
     listening = bind(settings.http.host, settings.http.port)
-    use_threads(settings.engine.threads)
+    use_cores(settings.engine.cpus, settings.engine.threads)
     path = resolve(settings.model)
     log.info("loading %s", path)
     config = settings.model_config
@@ -126,11 +126,15 @@ def child_specs(
 ) -> list[ChildSpec]:
     """The commands of the children: our own model and worker flags, this router, an even share of the cores."""
     total = sum(children.values())
-    threads = settings.engine.threads or max(1, len(os.sched_getaffinity(0)) // max(1, total))
-    specs = []
+    cores = sorted(parse_cpus(settings.engine.cpus)) if settings.engine.cpus else None
+    threads = settings.engine.threads or max(1, len(cores or os.sched_getaffinity(0)) // max(1, total))
+    specs: list[ChildSpec] = []
     for role, count in children.items():
         for number in range(count):
             name = f"{role}-{number}"
-            own = ("--routers", router, "--worker-name", name, "--parent", str(os.getpid()), "--threads", str(threads))
+            own = ["--routers", router, "--worker-name", name, "--parent", str(os.getpid()), "--threads", str(threads)]
+            if cores:
+                share = cores[len(specs) * len(cores) // total : (len(specs) + 1) * len(cores) // total] or cores
+                own += ["--cpus", ",".join(map(str, share))]
             specs.append(ChildSpec(name=name, arguments=(role.value, str(path), *flags, *own)))
     return specs

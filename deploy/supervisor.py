@@ -15,6 +15,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from serving.config import ENV_PREFIX
+
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE = 0.5  # seconds before a dead child is started again; doubles while it keeps dying young
@@ -35,7 +37,8 @@ class Supervisor:
 
     def __init__(self, children: Sequence[ChildSpec], environ: Mapping[str, str]):
         self.children = children
-        self.environ = {**os.environ, **environ}
+        own = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+        self.environ = {**own, **environ}  # our settings reach children as flags; the API's port and key are not theirs
         self.processes: dict[str, asyncio.subprocess.Process] = {}
         self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []

@@ -10,9 +10,12 @@ import os
 import socket
 import uuid
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 from decode.scheduler import DecodeScheduler
+from decode.speculation import Speculation
 from decode.worker import DecodeWorker, Session
+from deploy.forward import make_forward
 from kvcache.blocks import BlockPool
 from kvcache.device import DevicePool, blocks_in
 from kvcache.manager import KVManager
@@ -25,6 +28,7 @@ from serving.engine.loop import EngineLoop
 from serving.engine.plan import Scheduler
 from serving.engine.runner import ModelRunner
 from serving.engine.sequence import Sequence
+from serving.engine.tracing import TraceWriter
 from serving.errors import InvalidRequest, MillraceError, WorkerLost
 from serving.kvspec import LayerKV
 from serving.links import Deliver
@@ -50,7 +54,7 @@ class Worker:
         dialer: Dialer,
         on_crash: Callable[[], None] | None = None,
     ):
-        specs = model.spec.kv_layers(model.dtype)
+        specs = model.spec.kv_layers(model.dtype if model_config.kv_cache_dtype == "auto" else "int8")
         blocks = engine_config.num_kv_blocks or blocks_in(
             engine_config.kv_cache_memory, specs, engine_config.block_size
         )
@@ -58,22 +62,27 @@ class Worker:
         self.model = model
         self.address = address
         self.on_crash = on_crash
+        self.pool = DevicePool(specs, blocks, engine_config.block_size, model_config.device)
+        forward = make_forward(model, self.pool, engine_config, limit)
         self.identity = WorkerIdentity(
             instance=uuid.uuid4().hex,
             name=name or f"{role}-{socket.gethostname()}-{os.getpid()}",
             role=role,
             model=str(model.path),
-            fingerprint=layout_fingerprint(model.fingerprint, specs),
+            fingerprint=layout_fingerprint(
+                model.fingerprint, specs, forward.form if engine_config.deterministic else "any"
+            ),
             max_model_len=limit,
         )
-        self.pool = DevicePool(specs, blocks, engine_config.block_size, model_config.device)
         self.blocks = BlockPool(blocks, engine_config.block_size, caching=engine_config.enable_prefix_caching)
         self.kv = KVManager(self.blocks, self.identity.fingerprint)
-        self._decoding = DecodeScheduler(self.kv)
+        guesses = engine_config.num_speculative_tokens
+        speculation = Speculation(guesses) if guesses > 0 else None
+        self._decoding = DecodeScheduler(self.kv, max_model_len=limit, speculation=speculation)
         self._prefilling = PrefillScheduler(self.kv, then=self._decoding.add)
         eos = frozenset(model.spec.eos_token_ids)
         self.engine = Engine(
-            ModelRunner(model.model, self.pool.planes, engine_config.block_size, eos),
+            ModelRunner(forward, model.spec, engine_config.block_size, model_config.device),
             self.kv,
             self._schedulers(role),
             max_num_batched_tokens=engine_config.max_num_batched_tokens,
@@ -81,6 +90,8 @@ class Worker:
             max_model_len=limit,
             eos_token_ids=eos,
         )
+        if engine_config.profile is not None:
+            self.engine.trace = TraceWriter(trace_path(engine_config.profile, self.identity.name), self.identity.name)
         self.loop = EngineLoop(self.engine, on_crash=self._crashed)
         self._make_doors(role, dialer)
 
@@ -153,6 +164,8 @@ class Worker:
 
     async def stop(self) -> None:
         await self.loop.stop()
+        if self.engine.trace is not None:
+            self.engine.trace.close()
 
     def _crashed(self) -> None:
         """The engine is gone: everyone who waits for it must hear so."""
@@ -172,14 +185,22 @@ class Worker:
 
     def status(self) -> WorkerStatus:
         """The heartbeat."""
-        identity = self.identity
+        identity, totals = self.identity, self.engine.totals
         counters = {
             "prefix_cache_queries": float(self.kv.queries),
             "prefix_cache_hits": float(self.kv.hits),
             "num_preemptions": float(self._decoding.preemptions),
-            "engine_steps": float(self.engine.steps),
+            "engine_steps": float(totals.steps),
+            "engine_tokens": float(totals.tokens),
+            "engine_step_seconds": totals.step_seconds,
+            "engine_forward_seconds": totals.forward_seconds,
+            "engine_sample_seconds": totals.sample_seconds,
+            "engine_python_seconds": totals.python_seconds,
             "kv_transfer_bytes": float(self.prefill.bytes_sent if self.prefill is not None else 0),
         }
+        if self._decoding.speculation is not None:
+            counters["spec_decode_num_draft_tokens"] = float(self._decoding.speculation.drafted)
+            counters["spec_decode_num_accepted_tokens"] = float(self._decoding.speculation.accepted)
         if self.decode is not None:
             for reason, count in self.decode.refused.items():
                 counters[f"kv_chunks_refused/{reason}"] = float(count)
@@ -240,6 +261,12 @@ def context_limit(model: LoadedModel, config: ModelConfig, pool_tokens: int) -> 
     return min(allowed, pool_tokens)
 
 
-def layout_fingerprint(model: str, specs: tuple[LayerKV, ...]) -> str:
-    """Hex; equal only for the same weights and the same KV layout."""
-    return hashlib.sha256(f"{model}|{specs!r}".encode()).hexdigest()[:32]
+def trace_path(path: str, worker: str) -> Path:
+    """The file a worker traces to: steps.json becomes steps.decode-0.json, so that workers do not share one."""
+    asked = Path(path)
+    return asked.with_name(f"{asked.stem}.{worker}{asked.suffix or '.json'}")
+
+
+def layout_fingerprint(model: str, specs: tuple[LayerKV, ...], form: str) -> str:
+    """Hex; equal only for the same weights, KV layout and, where bits are promised, form of computing."""
+    return hashlib.sha256(f"{model}|{specs!r}|{form}".encode()).hexdigest()[:32]

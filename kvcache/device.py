@@ -45,6 +45,8 @@ class DevicePool:
     def write(self, layer: int, slots: Tensor, parts: Sequence[Tensor]) -> None:
         """The inverse of `read`."""
         for plane, part in zip(self.planes[layer], parts, strict=True):
+            if part.storage_offset() % plane.element_size():
+                part = part.clone()  # a view of another type must begin where that type may
             rows = part.view(plane.dtype).view(len(slots), *plane.shape[2:])
             plane.flatten(0, 1).index_copy_(0, slots.to(plane.device), rows.to(plane.device))
 

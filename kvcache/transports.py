@@ -63,10 +63,11 @@ class GrpcHandoff:
     async def _put(self, message: pb.PushMessage | None) -> None:
         """Queue a message, unless the call ends first: then raise why."""
         put = asyncio.create_task(self._messages.put(message))
-        await asyncio.wait([put, self._call], return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait([put, self._call], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            put.cancel()  # does nothing to one that is done
         if self._call.done():
-            put.cancel()
-            await asyncio.gather(put, return_exceptions=True)
             self._call.result()
             raise WorkerLost(f"{self.caller.address} ended the handoff early")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from serving.engine.plan import KV, Plan
+from serving.engine.record import StepRecord
 from serving.engine.sequence import Sequence
 from serving.errors import NoRoom
 
@@ -60,6 +61,12 @@ class PrefillScheduler:
             if seq.stays:
                 assert self.then is not None, "a sequence that stays needs a decode scheduler"
                 self.then(seq)
+
+    def judged(self, seq: Sequence, guessed: int, right: int) -> None:
+        """Prompts are not guessed."""
+
+    def measured(self, record: StepRecord) -> None:
+        """Chunks are as large as the step's budget, whatever they take."""
 
     def remove(self, seq: Sequence) -> None:
         if seq in self.queue:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from serving.errors import InvalidRequest
 
+KERNELS = ("auto", "compiled", "torch")
 ENV_PREFIX = "MILLRACE_"
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 
@@ -26,10 +27,18 @@ class ConfigError(InvalidRequest):
     """A setting is unknown or has no meaning; `param` names it."""
 
 
-def option(default: Any, help: str, *, choices: Sequence[str] | None = None, secret: bool = False) -> Any:
-    """A configurable field. `secret` ones may come from the environment and never appear in output."""
-    metadata = {"help": help, "choices": choices, "secret": secret}
-    return dataclasses.field(default=default, metadata=metadata)
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[str] | None = None,
+    least: float | None = None,
+    most: float | None = None,
+    secret: bool = False,
+) -> Any:
+    """A configurable field, a number from `least` to `most`. A `secret` one never appears in output."""
+    metadata = {"help": help, "choices": choices, "least": least, "most": most, "secret": secret}
+    return dataclasses.field(default=default, metadata=metadata, repr=not secret)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +48,14 @@ class ModelConfig:
     dtype: str = option(
         "auto", "type of the weights and of the KV cache", choices=("auto", "float32", "bfloat16", "float16")
     )
+    quantization: str | None = option(
+        None, "compress the weights when they are loaded: int8 weights and activations (W8A8)", choices=("int8",)
+    )
+    kv_cache_dtype: str = option("auto", "type of the KV cache; auto: as --dtype", choices=("auto", "int8"))
     served_model_name: str | None = option(None, "the model's name in the API; default: the model's own")
-    max_model_len: int | None = option(None, "tokens of prompt and output at most; default: what the model allows")
+    max_model_len: int | None = option(
+        None, "tokens of prompt and output at most; default: what the model allows", least=2
+    )
     device: str = option("cpu", "torch device of the workers")
 
 
@@ -48,13 +63,26 @@ class ModelConfig:
 class EngineConfig:
     """How a worker batches, and how much KV it holds."""
 
-    block_size: int = option(16, "tokens a KV block")
-    kv_cache_memory: int = option(2 << 30, "bytes of KV cache a worker, such as 2GiB")
-    num_kv_blocks: int | None = option(None, "KV blocks a worker; overrides --kv-cache-memory")
-    max_num_seqs: int = option(128, "sequences a worker holds at most")
-    max_num_batched_tokens: int = option(512, "tokens a step computes at most: longer prompts go in chunks")
+    block_size: int = option(16, "tokens a KV block", least=1)
+    kv_cache_memory: int = option(2 << 30, "bytes of KV cache a worker, such as 2GiB", least=1)
+    num_kv_blocks: int | None = option(None, "KV blocks a worker; overrides --kv-cache-memory", least=1)
+    max_num_seqs: int = option(128, "sequences a worker holds at most", least=1)
+    max_num_batched_tokens: int = option(512, "tokens a step computes at most: longer prompts go in chunks", least=1)
     enable_prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings")
-    threads: int | None = option(None, "compute threads a worker; default: the host's cores shared out")
+    num_speculative_tokens: int = option(
+        4,
+        "tokens to guess ahead from the text so far, where that pays; changes no token; 0 never guesses",
+        least=0,
+    )
+    profile: str | None = option(None, "trace every step to FILE.<worker>.json, for ui.perfetto.dev")
+    deterministic: bool = option(
+        False, "promise the same bits whatever runs beside a request, and wherever it goes on; needs compiled kernels"
+    )
+    kernels: str = option(
+        "auto", "compute with compiled kernels or with torch alone; auto: compiled where they fit", choices=KERNELS
+    )
+    threads: int | None = option(None, "compute threads a worker; default: the host's cores shared out", least=1)
+    cpus: str | None = option(None, "cores a worker is bound to, such as 0-3,8; its memory stays on their NUMA node")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +90,13 @@ class HttpConfig:
     """The HTTP door."""
 
     host: str = option("0.0.0.0", "address to listen on")  # noqa: S104 - what users of such servers expect
-    port: int = option(8000, "port of the HTTP API")
+    port: int = option(8000, "port of the HTTP API", least=0, most=65535)
     api_key: str | None = option(
         None, "require this key (Authorization: Bearer ...); better set MILLRACE_API_KEY", secret=True
     )
-    shutdown_timeout: float = option(120.0, "seconds running requests may take to finish after SIGTERM")
-    max_body_size: int = option(4 << 20, "bytes of a request body at most")
-    body_timeout: float = option(20.0, "seconds a client may take to send a request's body")
+    shutdown_timeout: float = option(120.0, "seconds running requests may take to finish after SIGTERM", least=0)
+    max_body_size: int = option(4 << 20, "bytes of a request body at most", least=1)
+    body_timeout: float = option(20.0, "seconds a client may take to send a request's body", least=0.01)
     log_level: str = option("info", "how much to log", choices=("debug", "info", "warning", "error"))
 
 
@@ -76,10 +104,10 @@ class HttpConfig:
 class PlacementConfig:
     """How long requests wait, and when a worker is given up."""
 
-    queue_patience: float = option(60.0, "seconds a request may wait for room before it gets a 429")
-    max_waiting: int = option(1024, "requests that may wait for room; more get a 429 at once")
-    heartbeat_interval: float = option(1.0, "seconds between a worker's heartbeats")
-    heartbeat_timeout: float = option(5.0, "seconds of silence after which a worker is taken for dead")
+    queue_patience: float = option(60.0, "seconds a request may wait for room before it gets a 429", least=0)
+    max_waiting: int = option(1024, "requests that may wait for room; more get a 429 at once", least=1)
+    heartbeat_interval: float = option(1.0, "seconds between a worker's heartbeats", least=0.01)
+    heartbeat_timeout: float = option(5.0, "seconds of silence after which a worker is taken for dead", least=0.01)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +115,15 @@ class ClusterConfig:
     """How services reach each other."""
 
     grpc_host: str = option("127.0.0.1", "address a service's gRPC listens on")
-    grpc_port: int = option(0, "port of a service's gRPC; 0 takes a free one (the router's default is 8100)")
+    grpc_port: int = option(
+        0, "port of a service's gRPC; 0 takes a free one (the router's default is 8100)", least=0, most=65535
+    )
     advertise: str | None = option(None, "host:port others reach this service's gRPC at; default: where it listens")
     routers: str = option("127.0.0.1:8100", "routers a worker reports to: host:port, comma-separated")
     worker_name: str | None = option(None, "the worker's name; default: role, host and process id")
-    metrics_port: int | None = option(None, "port of a worker's own /health, /metrics and /audit; default: none")
+    metrics_port: int | None = option(
+        None, "port of a worker's own /health, /metrics and /audit; default: none", least=0, most=65535
+    )
     cluster_key: str | None = option(None, "key services show each other; set MILLRACE_CLUSTER_KEY", secret=True)
 
 
@@ -103,7 +135,10 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgG]i?)?[bB]?\s*", text)
     if match is None:
         raise ValueError(f"{text!r} is not a size such as 512MiB or 4GiB")
-    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+    size = float(match[1]) * _UNITS[(match[2] or "").lower()]
+    if size != int(size):
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(size)
 
 
 def _kind(annotation: Any) -> type:
@@ -112,20 +147,31 @@ def _kind(annotation: Any) -> type:
     return kinds[0]
 
 
-def _convert(name: str, kind: type, value: Any, choices: Sequence[str] | None) -> Any:
+def _convert(name: str, kind: type, value: Any, rules: Mapping[str, Any]) -> Any:
+    """The value as the field's type. Raises ConfigError naming the setting; of a secret, not its value."""
     try:
-        if kind is bool:
-            return _to_bool(value)
-        if kind is int and isinstance(value, str):
-            return parse_bytes(value)
-        if kind is float and isinstance(value, int | str):
-            return float(value)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise ValueError(f"{value!r} is not a {kind.__name__}")
+        value = _as_kind(kind, value)
     except ValueError as error:
-        raise ConfigError(f"{name}: {error}", param=name) from None
+        raise ConfigError(f"{name}: {'not a text' if rules['secret'] else error}", param=name) from None
+    choices, least, most = rules["choices"], rules["least"], rules["most"]
     if choices and value not in choices:
         raise ConfigError(f"{name}: {value!r} is none of {', '.join(choices)}", param=name)
+    if (least is not None and not value >= least) or (most is not None and not value <= most):
+        bounds = f"at least {least:g}" if most is None else f"from {least:g} to {most:g}"
+        raise ConfigError(f"{name}: {value!r} must be {bounds}", param=name)
+    return value
+
+
+def _as_kind(kind: type, value: Any) -> Any:
+    """Raises ValueError."""
+    if kind is bool:
+        return _to_bool(value)
+    if kind is int and isinstance(value, str):
+        return parse_bytes(value)
+    if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{value!r} is not a {kind.__name__}")
     return value
 
 
@@ -192,7 +238,7 @@ def build(config: type[C], file: Mapping[str, Any], environ: Mapping[str, str], 
             (file, name, name),
         ):
             if key in source:
-                values[name] = _convert(label, kind, source[key], field.metadata["choices"])
+                values[name] = _convert(label, kind, source[key], field.metadata)
                 break
     return config(**values)
 

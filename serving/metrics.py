@@ -31,7 +31,14 @@ _WORKER_COUNTERS = {
     "prefix_cache_hits": "Prompt tokens found in the prefix cache",
     "num_preemptions": "Sequences that lost their blocks to older ones",
     "kv_transfer_bytes": "Bytes of KV sent to decode workers",
+    "spec_decode_num_draft_tokens": "Tokens guessed ahead",
+    "spec_decode_num_accepted_tokens": "Tokens guessed ahead that were right",
     "engine_steps": "Steps the engine has run",
+    "engine_tokens": "Tokens those steps computed, prompt and output",
+    "engine_step_seconds": "Time in steps",
+    "engine_forward_seconds": "Time of steps in the model",
+    "engine_sample_seconds": "Time of steps in drawing tokens",
+    "engine_python_seconds": "Time of steps in everything else: scheduling, batches, accounts",
 }
 
 

@@ -15,31 +15,32 @@ from functools import partial
 
 from serving.engine.output import Output
 from serving.engine.plan import KV, Plan, Scheduler, Work
+from serving.engine.record import StepRecord, StepTotals
 from serving.engine.sampling import Sampled, SamplingFailed
 from serving.engine.sequence import Sequence
+from serving.engine.tracing import TraceWriter
 from serving.errors import Preempted
 from serving.messages import FinishReason, TokenLogprob
 
 LayerDone = Callable[[int], None]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepRecord:
-    """What one step did and how long it took, in seconds; the cost model and the metrics are fed by these."""
+@dataclass(frozen=True, slots=True)
+class RunTimes:
+    """Seconds a run spent building its batch, in the model, and drawing tokens."""
 
-    sequences: int
-    new_tokens: int
-    context_tokens: int  # tokens of KV read, summed over the batch
-    run_seconds: float  # in the model and the sampler
-    step_seconds: float
+    batch: float
+    forward: float
+    sample: float
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """`sampled[i]` is the draw for work i, None where its prompt goes on; prompt logprobs likewise."""
+    """`drawn[i]` are the draws for work i: none where its prompt goes on, one more than it has guesses otherwise."""
 
-    sampled: list[Sampled | SamplingFailed | None]
+    drawn: list[list[Sampled | SamplingFailed]]
     prompt_logprobs: dict[int, list[TokenLogprob | None]]
+    times: RunTimes
 
 
 class Runner:
@@ -76,8 +77,8 @@ class Engine:
         self.layer_listener: Callable[[Seq[Work], int], None] | None = None
         self.flying: list[Sequence] = []  # sequences of the step that runs now
         self.step_began: float | None = None
-        self.last_step: StepRecord | None = None
-        self.steps = 0
+        self.totals = StepTotals()
+        self.trace: TraceWriter | None = None
 
     def step(self) -> list[Output] | None:
         """Run one step; what it brought out, or None when there was nothing to do."""
@@ -86,9 +87,12 @@ class Engine:
         if not plan.work:
             return outputs or None
         self.step_began = began
-        result, run_seconds = self._run(plan)
+        context = sum(len(work.seq.tokens) for work in plan.work)
+        scheduled = self.clock()
+        result = self._run(plan)
         outputs += self.postprocess(plan, result)
-        self._record(plan, began, run_seconds)
+        self.step_began = None
+        self._record(plan, context, began, scheduled, result.times)
         return outputs
 
     def schedule(self, now: float) -> tuple[Plan, list[Output]]:
@@ -106,47 +110,67 @@ class Engine:
                 outputs.append(Output(seq, error=Preempted("KV blocks ran out on this worker")))
             return plan, outputs
 
-    def _run(self, plan: Plan) -> tuple[RunResult, float]:
+    def _run(self, plan: Plan) -> RunResult:
         listener = self.layer_listener
         handing_off = [work for work in plan.work if work.seq.handoff is not None]
         layer_done = partial(listener, handing_off) if listener is not None and handing_off else None
-        began = self.clock()
-        result = self.runner.run(plan.work, layer_done)
-        return result, self.clock() - began
+        return self.runner.run(plan.work, layer_done)
 
     def postprocess(self, plan: Plan, result: RunResult) -> list[Output]:
         """Account for the computed KV, append the drawn tokens, end what has ended."""
         outputs = []
         with self.lock:
-            for i, (work, sample) in enumerate(zip(plan.work, result.sampled, strict=True)):
+            for i, (work, drawn) in enumerate(zip(plan.work, result.drawn, strict=True)):
                 seq = work.seq
                 seq.in_flight = False
                 if seq.ended:  # cancelled while the model ran: its blocks were waiting for this moment
                     self.kv.release(seq)
                     continue
-                seq.computed += work.count
-                self.kv.publish(seq)
                 seq.prompt_logprobs += result.prompt_logprobs.get(i, [])
-                if sample is not None:
-                    outputs.append(self._append(work, sample))
+                seq.computed += work.count - len(work.draft)
+                if drawn:
+                    outputs.append(self._append(work, drawn))
+                else:
+                    self.kv.publish(seq)
             self.flying = []
         return outputs
 
-    def _append(self, work: Work, sample: Sampled | SamplingFailed) -> Output:
+    def _append(self, work: Work, drawn: Seq[Sampled | SamplingFailed]) -> Output:
+        """Take the drawn tokens up to the first that differs from its guess or ends the sequence."""
         seq = work.seq
         prefilled = len(seq.tokens) == seq.start
-        if isinstance(sample, SamplingFailed):
-            self.end(seq)
-            return Output(seq, error=sample.error(), prefilled=prefilled)
-        seq.tokens.append(sample.token)
-        finish: FinishReason | None = seq.finish_for(sample.token, self.eos_token_ids, self.max_model_len)
-        logprobs = (sample.logprob,) if sample.logprob is not None else ()
-        output = Output(seq, delta=seq.delta((sample.token,), logprobs, finish), prefilled=prefilled)
+        tokens: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        finish: FinishReason | None = None
+        for i, sample in enumerate(drawn):
+            if isinstance(sample, SamplingFailed):
+                self._finish(seq)
+                return Output(seq, error=sample.error(), prefilled=prefilled)
+            seq.tokens.append(sample.token)
+            tokens.append(sample.token)
+            logprobs += [sample.logprob] if sample.logprob is not None else []
+            finish = seq.finish_for(sample.token, self.eos_token_ids, self.max_model_len)
+            if finish is not None or i == len(work.draft) or sample.token != work.draft[i]:
+                break
+        right = len(tokens) - 1
+        seq.computed += right  # the KV of right guesses is as good as any
+        if work.draft:
+            work.by.judged(seq, len(work.draft), right)
+        self.kv.publish(seq)
+        output = Output(seq, delta=seq.delta(tuple(tokens), tuple(logprobs), finish), prefilled=prefilled)
         if finish is not None:
-            self.end(seq)
+            self._finish(seq)
         else:
             work.by.stepped(seq)
         return output
+
+    def _finish(self, seq: Sequence) -> None:
+        """No more tokens here. The blocks of one that was to leave may still be read: who sends them frees them."""
+        if seq.stays:
+            self.end(seq)
+        else:
+            for scheduler in self.schedulers:
+                scheduler.remove(seq)
 
     def end(self, seq: Sequence) -> None:
         """Take the sequence out and free its blocks, at the end of the step if it is part of one. Safe to repeat."""
@@ -157,16 +181,23 @@ class Engine:
             if not seq.in_flight:
                 self.kv.release(seq)
 
-    def _record(self, plan: Plan, began: float, run_seconds: float) -> None:
-        self.steps += 1
-        self.step_began = None
-        self.last_step = StepRecord(
+    def _record(self, plan: Plan, context: int, began: float, scheduled: float, times: RunTimes) -> None:
+        record = StepRecord(
+            began=began,
             sequences=len(plan.work),
             new_tokens=sum(work.count for work in plan.work),
-            context_tokens=sum(len(work.seq.tokens) for work in plan.work),
-            run_seconds=run_seconds,
+            context_tokens=context,
+            schedule_seconds=scheduled - began,
+            batch_seconds=times.batch,
+            forward_seconds=times.forward,
+            sample_seconds=times.sample,
             step_seconds=self.clock() - began,
         )
+        self.totals.add(record)
+        for scheduler in self.schedulers:
+            scheduler.measured(record)
+        if self.trace is not None:
+            self.trace.step(record)
 
     @property
     def stalled_seconds(self) -> float:

@@ -8,21 +8,32 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from serving.engine.record import StepRecord
 from serving.engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`count` tokens of `seq`, from position `seq.computed`; `by` hears of it when the step is done."""
+    """`count` tokens of `seq`, from position `seq.computed`; `by` hears of it when the step is done.
+
+    The last of them may be guesses: `draft`, tokens the sequence does not have yet, to be compared with those drawn.
+    """
 
     seq: Sequence
     count: int
     by: Scheduler
+    draft: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens the step computes."""
+        start = self.seq.computed
+        return [*self.seq.tokens[start : start + self.count - len(self.draft)], *self.draft]
 
     @property
     def completes(self) -> bool:
-        """Whether the step computes the sequence's last token, so that a new one is drawn."""
-        return self.seq.computed + self.count == len(self.seq.tokens)
+        """Whether the step computes the sequence's last token, so that a new one is drawn after it and each guess."""
+        return self.seq.computed + self.count == len(self.seq.tokens) + len(self.draft)
 
 
 @dataclass(slots=True)
@@ -35,9 +46,9 @@ class Plan:
     preempted: list[Sequence] = field(default_factory=list)  # lost their blocks; their owners must be told
     failed: list[tuple[Sequence, Exception]] = field(default_factory=list)  # cannot be served by this worker
 
-    def add(self, seq: Sequence, count: int, by: Scheduler) -> None:
-        assert 0 < count <= self.tokens and self.seqs > 0 and not seq.in_flight
-        self.work.append(Work(seq, count, by))
+    def add(self, seq: Sequence, count: int, by: Scheduler, draft: tuple[int, ...] = ()) -> None:
+        assert len(draft) < count <= self.tokens and self.seqs > 0 and not seq.in_flight
+        self.work.append(Work(seq, count, by, draft))
         self.tokens -= count
         self.seqs -= 1
 
@@ -50,6 +61,12 @@ class Scheduler(Protocol):
 
     def stepped(self, seq: Sequence) -> None:
         """A sequence it scheduled has advanced and goes on."""
+
+    def judged(self, seq: Sequence, guessed: int, right: int) -> None:
+        """Of the tokens it had guessed for a sequence so many were right."""
+
+    def measured(self, record: StepRecord) -> None:
+        """What a step took."""
 
     def remove(self, seq: Sequence) -> None:
         """Forget the sequence, if it is here."""

@@ -5,39 +5,51 @@ It knows torch and the model, and nothing of queues, leases or sockets.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
 
 from serving.engine.batch import RaggedBatch
-from serving.engine.engine import LayerDone, Runner, RunResult
+from serving.engine.engine import LayerDone, Runner, RunResult, RunTimes
+from serving.engine.forward import Forward
 from serving.engine.penalties import PenaltyState, penalised
 from serving.engine.plan import Work
-from serving.engine.sampling import Sampled, Sampler, SampleRow, SamplingFailed, token_logprobs
-from serving.engine.sequence import Sequence
+from serving.engine.sampling import (
+    GREEDY_BELOW,
+    Sampled,
+    Sampler,
+    SampleRow,
+    SamplingFailed,
+    token_logprobs,
+)
 from serving.errors import InternalError
 from serving.messages import TokenLogprob
-from serving.model.decoder import Decoder
+from serving.model.spec import ModelSpec
+
+Draws = tuple[list[list[Sampled | SamplingFailed]], dict[int, list[TokenLogprob | None]]]
+"""For each work item what was drawn, and the prompt log-probabilities of those that asked."""
 
 
 class ModelRunner(Runner):
-    """`planes[layer]` are the layer's KV tensors, each [num_blocks, block_size, ...]; see kvcache.device."""
+    """Runs plans through `forward`; block tables of its batches are in blocks of `block_size` tokens."""
 
-    def __init__(self, model: Decoder, planes: Seq[tuple[Tensor, ...]], block_size: int, eos_token_ids: frozenset[int]):
-        self.model = model
-        self.planes = planes
+    def __init__(self, forward: Forward, spec: ModelSpec, block_size: int, device: torch.device | str = "cpu"):
+        self.forward = forward
+        self.vocab_size = spec.vocab_size
         self.block_size = block_size
-        self.eos_token_ids = tuple(sorted(eos_token_ids))
+        self.eos_token_ids = tuple(sorted(set(spec.eos_token_ids)))
         self.sampler = Sampler()
-        self.device = planes[0][0].device
+        self.device = device
 
     @torch.inference_mode()
     def run(self, work: Seq[Work], layer_done: LayerDone | None) -> RunResult:
+        began = time.perf_counter()
         wants_all = [i for i, item in enumerate(work) if item.seq.request.prompt_logprobs is not None]
         rows = logits_rows(work, frozenset(wants_all))
         batch = RaggedBatch.build(
-            tokens=[item.seq.tokens[item.seq.computed : item.seq.computed + item.count] for item in work],
+            tokens=[item.tokens for item in work],
             starts=[item.seq.computed for item in work],
             block_tables=[item.seq.blocks for item in work],
             block_size=self.block_size,
@@ -45,17 +57,19 @@ class ModelRunner(Runner):
             long_rope=[item.seq.long_rope for item in work],
             device=self.device,
         )
-        hidden = self.model(batch, self.planes, layer_done)
-        if not len(batch.logits_rows):
-            return RunResult([None] * len(work), {})
-        logits = self.model.logits(hidden[batch.logits_rows])
-        return self._draw(work, rows, logits)
+        greedy = not wants_all and all(_greedy(item) for item in work if item.completes)
+        built = time.perf_counter()
+        scores = (self.forward.greedy if greedy else self.forward.logits)(batch, layer_done)
+        computed = time.perf_counter()
+        drawn, prompt = _chosen(work, scores) if greedy else self._draw(work, rows, scores)
+        times = RunTimes(built - began, computed - built, time.perf_counter() - computed)
+        return RunResult(drawn, prompt, times)
 
-    def _draw(self, work: Seq[Work], rows: list[range], logits: Tensor) -> RunResult:
-        """Split the logits back to their sequences, draw where a sequence's last token was computed."""
+    def _draw(self, work: Seq[Work], rows: list[range], logits: Tensor) -> Draws:
+        """Split the logits back to their sequences, draw after each one's last token and after each of its guesses."""
         prompt: dict[int, list[TokenLogprob | None]] = {}
-        sampled: list[Sampled | SamplingFailed | None] = [None] * len(work)
-        drawn: list[int] = []
+        drawn: list[list[Sampled | SamplingFailed]] = [[] for _ in work]
+        wanted: list[tuple[int, SampleRow]] = []
         picks: list[int] = []
         first = 0
         for i, (item, span) in enumerate(zip(work, rows, strict=True)):
@@ -63,32 +77,56 @@ class ModelRunner(Runner):
                 try:
                     prompt[i] = prompt_logprobs(item, logits[first : first + len(span)])
                 except InternalError as error:
-                    sampled[i] = SamplingFailed(error.message)
+                    drawn[i].append(SamplingFailed(error.message))
             first += len(span)
-            if item.completes and sampled[i] is None:
-                drawn.append(i)
-                picks.append(first - 1)
-        if drawn:
+            if item.completes and not drawn[i]:
+                wanted += [(i, self._row(item, guesses)) for guesses in range(len(item.draft) + 1)]
+                picks += range(first - 1 - len(item.draft), first)
+        if wanted:
             chosen = logits if len(picks) == len(logits) else logits[picks]
-            for i, sample in zip(drawn, self.sampler(chosen, [self._row(work[i].seq) for i in drawn]), strict=True):
-                sampled[i] = sample
-        return RunResult(sampled, prompt)
+            for (i, _), sample in zip(wanted, self.sampler(chosen, [row for _, row in wanted]), strict=True):
+                drawn[i].append(sample)
+        return drawn, prompt
 
-    def _row(self, seq: Sequence) -> SampleRow:
+    def _row(self, item: Work, guesses: int) -> SampleRow:
+        """The draw after the sequence's tokens and so many of its guesses."""
+        seq = item.seq
         if seq.sampler_state is None and penalised(seq.request.sampling):
-            seq.sampler_state = PenaltyState(seq.request.prompt, self.model.spec.vocab_size, self.device)
+            seq.sampler_state = PenaltyState(seq.request.prompt, self.vocab_size, self.device)
         return SampleRow(
             params=seq.request.sampling,
-            position=len(seq.tokens),
-            output_tokens=seq.output,
+            position=len(seq.tokens) + guesses,
+            output_tokens=[*seq.output, *item.draft[:guesses]] if guesses else seq.output,
             prompt_tokens=seq.request.prompt,
             eos_token_ids=self.eos_token_ids,
             state=seq.sampler_state,
         )
 
 
+def _greedy(item: Work) -> bool:
+    """Whether the next token is simply the best-scored one, and nothing else of the scores is asked for."""
+    seq, params = item.seq, item.seq.request.sampling
+    return (
+        params.temperature < GREEDY_BELOW
+        and params.logprobs is None
+        and not params.logit_bias
+        and not penalised(params)
+        and seq.output_len >= params.min_tokens
+    )
+
+
+def _chosen(work: Seq[Work], tokens: Tensor) -> Draws:
+    """Give each sequence that draws its best-scored tokens; -1 marks scores that are no numbers."""
+    best = iter(tokens.tolist())
+    drawn: list[list[Sampled | SamplingFailed]] = []
+    for item in work:
+        found = [next(best) for _ in range(len(item.draft) + 1)] if item.completes else []
+        drawn.append([Sampled(t) if t >= 0 else SamplingFailed("the model's scores are no numbers") for t in found])
+    return drawn, {}
+
+
 def logits_rows(work: Seq[Work], all_rows: frozenset[int]) -> list[range]:
-    """The batch rows whose logits each work item needs: its last if it draws, all for prompt log-probabilities."""
+    """The batch rows whose logits each work item needs: its last and its guesses' if it draws, all for the prompt's."""
     rows = []
     first = 0
     for i, item in enumerate(work):
@@ -97,7 +135,7 @@ def logits_rows(work: Seq[Work], all_rows: frozenset[int]) -> list[range]:
         if i in all_rows and in_prompt:
             rows.append(range(first, end))
         elif item.completes:
-            rows.append(range(end - 1, end))
+            rows.append(range(end - 1 - len(item.draft), end))
         else:
             rows.append(range(end, end))
         first = end

@@ -48,6 +48,8 @@ class OutputView(Seq[int]):
     def __getitem__(self, index: int | slice) -> int | list[int]:
         if isinstance(index, slice):
             return self.tokens[self.start :][index]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"output token {index} of {len(self)}")
         return self.tokens[index + self.start if index >= 0 else index]
 
 
@@ -63,6 +65,7 @@ class Sequence:
         "in_flight",
         "keys",
         "long_rope",
+        "lookup",
         "order",
         "prefill_sink",
         "prompt_logprobs",
@@ -97,6 +100,7 @@ class Sequence:
         self.prefill_sink: Sink | None = None
         self.handoff: LayerSink | None = None
         self.sampler_state: Any = None  # the sampler's own; can be rebuilt from the tokens at any time
+        self.lookup: Any = None  # the decode scheduler's own, likewise
         self.prompt_logprobs: list[TokenLogprob | None] = []
         self.waiting_since = now
         self.scheduled_at: float | None = None
@@ -113,6 +117,12 @@ class Sequence:
     @property
     def output_len(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def guessable(self) -> bool:
+        """Whether tokens may be guessed ahead: not where each draw changes the scores of the next."""
+        params = self.request.sampling
+        return params.repetition_penalty == 1.0 and not params.presence_penalty and not params.frequency_penalty
 
     @property
     def uncomputed(self) -> int:

@@ -1,0 +1,115 @@
+"""Speculative decoding without a second model: guess that the text goes on as it did the last time it was here.
+
+A guess changes no token. The draw at a position is a function of (logits, parameters, seed, position), so each guessed
+token is simply compared with the one that would have been drawn; the first that differs replaces the rest. What is at
+stake is time alone, and this file decides when guessing pays. Pure: no torch, no clock.
+
+Prompt lookup is due to Saxena, "Prompt Lookup Decoding" (2023); that draws by fixed noise verify exactly, to us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from serving.engine.record import StepRecord
+
+SIZES = (4, 3, 2)  # tokens that must match, longest first
+RARE = 24  # tokens between guesses at a sequence whose guesses have been failing
+FADE = 0.99  # of the memory of steps, a step
+DECAY = 0.9  # of the memory of accepted guesses, a guess
+
+
+@dataclass(slots=True)
+class Lookup:
+    """Where each run of tokens of a sequence was last followed by something: a function of its tokens, kept up."""
+
+    last: dict[tuple[int, ...], int] = field(default_factory=dict)  # run of tokens → position after it
+    seen: int = 0  # tokens taken in
+    accepted: float = 0.5  # share of guessed tokens that were right, recent ones counting more
+    rest: int = 0  # tokens to go before the next trial, while guessing does not pay
+
+    def guess(self, tokens: Sequence[int], count: int) -> list[int]:
+        """Up to `count` tokens that followed the latest earlier place where the sequence ended like now."""
+        self._take_in(tokens)
+        for size in SIZES:
+            at = self.last.get(tuple(tokens[-size:]))
+            if at is not None:
+                return list(tokens[at : at + count])
+        return []
+
+    def _take_in(self, tokens: Sequence[int]) -> None:
+        """Remember every run that something follows: all but the one at the very end."""
+        for end in range(max(self.seen, 1), len(tokens)):
+            for size in SIZES:
+                if end >= size:
+                    self.last[tuple(tokens[end - size : end])] = end
+        self.seen = len(tokens)
+
+    def judged(self, guessed: int, right: int) -> None:
+        """How a guess came out."""
+        self.accepted = DECAY * self.accepted + (1 - DECAY) * right / guessed
+
+
+@dataclass(slots=True)
+class StepCost:
+    """Seconds of a step as a + b · tokens, fitted to the steps so far, old ones fading (weighted least squares)."""
+
+    weight: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        self.weight = FADE * self.weight + 1.0
+        self.x = FADE * self.x + tokens
+        self.y = FADE * self.y + seconds
+        self.xx = FADE * self.xx + tokens**2
+        self.xy = FADE * self.xy + tokens * seconds
+
+    def token_share(self, tokens: int) -> float:
+        """Which share of the time of a step of so many tokens grows with their number: 0 to 1; 1 while unknown."""
+        spread = self.weight * self.xx - self.x**2
+        if self.weight < 3 or spread <= 1e-9 * self.xx * self.weight:
+            return 1.0
+        slope = max(0.0, (self.weight * self.xy - self.x * self.y) / spread)
+        base = max(0.0, (self.y - slope * self.x) / self.weight)
+        whole = base + slope * tokens
+        return slope * tokens / whole if whole > 0 else 1.0
+
+
+class Speculation:
+    """Guesses for the sequences of one worker, `limit` tokens at most each, where they pay.
+
+    k more tokens in a step of T tokens, of which a share p is right, cost k·b seconds and save k·p tokens' worth of
+    steps, (a + b·T)/T seconds each. So guessing pays when p > b·T / (a + b·T): when the cost of a step is mostly that
+    of taking it at all.
+    """
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.cost = StepCost()
+        self.drafted = 0
+        self.accepted = 0
+
+    def guess(self, lookup: Lookup, tokens: Sequence[int], room: int, batch: int) -> list[int]:
+        """Tokens to try after `tokens`, at most `room`, in a step of about `batch` tokens."""
+        count = min(self.limit, room)
+        if count < 1:
+            return []
+        if lookup.accepted <= self.cost.token_share(batch):
+            lookup.rest -= 1
+            if lookup.rest > 0:
+                return []
+            lookup.rest = RARE  # does not pay now; look again from time to time
+            count = 1
+        return lookup.guess(tokens, count)
+
+    def judged(self, lookup: Lookup, guessed: int, right: int) -> None:
+        lookup.judged(guessed, right)
+        self.drafted += guessed
+        self.accepted += right
+
+    def measured(self, record: StepRecord) -> None:
+        self.cost.observe(record.new_tokens, record.step_seconds)

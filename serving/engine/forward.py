@@ -1,0 +1,57 @@
+"""How a worker computes a ragged batch: through the model's own modules, or as one call into compiled kernels.
+
+Each form writes the batch's KV and scores the rows that were asked for. None knows sequences, leases or sampling.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from serving.engine.batch import RaggedBatch
+from serving.model.decoder import Decoder, Planes
+
+log = logging.getLogger(__name__)
+
+LayerDone = Callable[[int], None]
+
+
+class Forward(Protocol):
+    """Computes a batch. Workers of equal `form` compute equal bits, if the form is deterministic at all.
+
+    `layer_done(layer)` is called, on any thread, once that layer's KV of the batch is written.
+    """
+
+    form: str
+
+    def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+        """Scores [R, V] float32 for `batch.logits_rows`."""
+        ...
+
+    def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+        """The best-scored token [R] int64 for each of `batch.logits_rows`, the lowest id among equals.
+
+        -1 where no score is a finite number.
+        """
+        ...
+
+
+class EagerForward:
+    """The model's modules, one operation after another: any model, any device."""
+
+    form = "torch"
+
+    def __init__(self, model: Decoder, planes: Sequence[Planes]):
+        self.model = model
+        self.planes = planes
+
+    def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+        hidden = self.model(batch, self.planes, layer_done)
+        return self.model.logits(hidden[batch.logits_rows])
+
+    def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+        peaks, tokens = self.logits(batch, layer_done).max(dim=-1)
+        return tokens.where(peaks.isfinite(), -1)

@@ -1,0 +1,52 @@
+"""Writes where a worker's steps spend their time as a Chrome trace, for chrome://tracing or ui.perfetto.dev.
+
+Events go to the file as they happen, so a killed worker leaves what it had; the format lets the array stay open.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from serving.engine.record import StepRecord
+
+
+class TraceWriter:
+    """One file for one worker. Raises OSError when it cannot be written."""
+
+    def __init__(self, path: Path, worker: str):
+        self._file = path.open("w", buffering=1 << 16)
+        self._process = os.getpid()
+        self._file.write("[\n")
+        self._write({"name": "process_name", "ph": "M", "args": {"name": worker}})
+
+    def step(self, record: StepRecord) -> None:
+        """A step as four spans in a row under one: schedule, forward, sample, account."""
+        begin = record.began
+        counts = {
+            "sequences": record.sequences,
+            "new_tokens": record.new_tokens,
+            "context_tokens": record.context_tokens,
+        }
+        self._span("step", begin, record.step_seconds, counts)
+        for name, seconds in (
+            ("schedule", record.schedule_seconds),
+            ("batch", record.batch_seconds),
+            ("forward", record.forward_seconds),
+            ("sample", record.sample_seconds),
+        ):
+            self._span(name, begin, seconds, {})
+            begin += seconds
+        self._span("account", begin, record.began + record.step_seconds - begin, {})
+
+    def _span(self, name: str, begin: float, seconds: float, args: dict[str, int]) -> None:
+        self._write(
+            {"name": name, "ph": "X", "ts": begin * 1e6, "dur": max(0.0, seconds) * 1e6, "tid": 1, "args": args}
+        )
+
+    def _write(self, event: dict[str, object]) -> None:
+        self._file.write(json.dumps({"pid": self._process, **event}) + ",\n")
+
+    def close(self) -> None:
+        self._file.close()

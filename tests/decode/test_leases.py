@@ -1,0 +1,199 @@
+"""The lease table against a model of what each lease may do next; whatever is refused must change nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from decode.leases import Lease, LeaseState, LeaseTable
+from serving.engine.sequence import Sequence
+from serving.errors import CorruptChunk, InvalidRequest, StaleLease
+from serving.messages import LeaseId
+from tests.kvcache.sequences import lease_id, make_order, make_sequence
+
+LEASES = st.sampled_from(["a", "b", "c"])
+EPOCH = st.integers(0, 4)
+INSTANCES = st.sampled_from(["now", "now", "now", "before"])
+
+
+def make(tokens: int, computed: int) -> Sequence:
+    seq = make_sequence(None, range(tokens))
+    seq.computed = min(computed, tokens - 1)
+    return seq
+
+
+@dataclass
+class Expected:
+    """What the model knows of a lease: `missing[layer]` are its tokens still to come, in order."""
+
+    epoch: int
+    session: str
+    seq: Sequence
+    missing: list[list[int]] = field(default_factory=list)
+    running: bool = False
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    @initialize(layers=st.integers(1, 3))
+    def start(self, layers: int) -> None:
+        self.table = LeaseTable("now", layers)
+        self.layers = layers
+        self.model: dict[str, Expected] = {}
+
+    def expect(self, epoch: int, session: str, seq: Sequence) -> Expected:
+        return Expected(epoch, session, seq, [list(range(seq.computed, seq.start)) for _ in range(self.layers)])
+
+    def known(self, fence: LeaseId) -> Expected | None:
+        """The lease this fence should open."""
+        entry = self.model.get(fence.lease)
+        return entry if entry is not None and fence.instance == "now" and fence.epoch == entry.epoch else None
+
+    @rule(name=LEASES, epoch=EPOCH, instance=INSTANCES, session=st.sampled_from("xy"), tokens=st.integers(1, 6))
+    def open(self, name: str, epoch: int, instance: str, session: str, tokens: int) -> None:
+        order = make_order([1], lease=lease_id(name, epoch, instance))
+        seq = make(tokens, tokens // 2)
+        if instance != "now":
+            with pytest.raises(StaleLease):
+                self.table.open(order, session, seq)
+        elif name in self.model:
+            with pytest.raises(InvalidRequest):
+                self.table.open(order, session, seq)
+        else:
+            self.table.open(order, session, seq)
+            self.model[name] = self.expect(epoch, session, seq)
+
+    @rule(name=LEASES, epoch=EPOCH, instance=INSTANCES, data=st.data())
+    def fill(self, name: str, epoch: int, instance: str, data: st.DataObject) -> None:
+        fence = lease_id(name, epoch, instance)
+        entry = self.known(fence)
+        if entry is None:
+            with pytest.raises(StaleLease):
+                self.table.check(fence)
+            return
+        lease = self.table.check(fence)
+        first = data.draw(st.integers(0, self.layers - 1))
+        last = data.draw(st.integers(first + 1, self.layers))
+        start = data.draw(st.integers(0, entry.seq.start))
+        end = data.draw(st.integers(start + 1, entry.seq.start + 2))
+        wanted = all(entry.missing[layer][: end - start] == list(range(start, end)) for layer in range(first, last))
+        if entry.running:
+            with pytest.raises(StaleLease):
+                lease.accept(first, last, start, end)
+        elif not wanted:
+            with pytest.raises(CorruptChunk):
+                lease.accept(first, last, start, end)
+        else:
+            lease.accept(first, last, start, end)
+            lease.fill(first, last, end)
+            for layer in range(first, last):
+                del entry.missing[layer][: end - start]
+
+    @rule(name=LEASES)
+    def fill_all(self, name: str) -> None:
+        entry = self.model.get(name)
+        if entry is not None and not entry.running:
+            for layer, missing in enumerate(entry.missing):
+                if missing:
+                    lease = self.table.check(lease_id(name, entry.epoch, "now"))
+                    lease.accept(layer, layer + 1, missing[0], missing[-1] + 1)
+                    lease.fill(layer, layer + 1, missing[-1] + 1)
+                    missing.clear()
+
+    @rule(name=LEASES, epoch=EPOCH, instance=INSTANCES)
+    def commit(self, name: str, epoch: int, instance: str) -> None:
+        fence = lease_id(name, epoch, instance)
+        entry = self.known(fence)
+        if entry is None or entry.running:
+            with pytest.raises(StaleLease):
+                self.table.commit(fence)
+        elif any(entry.missing):
+            with pytest.raises(CorruptChunk):
+                self.table.commit(fence)
+        else:
+            assert self.table.commit(fence).seq is entry.seq
+            entry.running = True
+
+    @rule(name=LEASES, epoch=EPOCH, instance=INSTANCES)
+    def adopt(self, name: str, epoch: int, instance: str) -> None:
+        fence = lease_id(name, epoch, instance)
+        entry = self.known(fence)
+        if entry is None or entry.running:
+            with pytest.raises(StaleLease):
+                self.table.adopt(fence)
+        else:
+            assert self.table.adopt(fence).seq is entry.seq
+            entry.running = True
+
+    @rule(name=LEASES, epoch=EPOCH, instance=INSTANCES, tokens=st.integers(1, 6))
+    def advance(self, name: str, epoch: int, instance: str, tokens: int) -> None:
+        order = make_order([1], lease=lease_id(name, epoch, instance))
+        seq = make(tokens, tokens // 3)
+        entry = self.model.get(name)
+        if entry is None or instance != "now" or epoch <= entry.epoch:
+            with pytest.raises(StaleLease):
+                self.table.advance(order, seq)
+        else:
+            self.table.advance(order, seq)
+            self.model[name] = self.expect(epoch, entry.session, seq)
+
+    @rule(name=LEASES)
+    def end(self, name: str) -> None:
+        gone = self.table.end(name)
+        assert (gone is None) == (self.model.pop(name, None) is None)
+        assert self.table.end(name) is None
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        assert self.table.leases.keys() == self.model.keys()
+        for name, entry in self.model.items():
+            lease = self.table.leases[name]
+            assert lease.fence == lease_id(name, entry.epoch, "now")
+            assert lease.seq is entry.seq and lease.session == entry.session
+            assert (lease.state is LeaseState.RUNNING) == entry.running
+            assert lease.complete == (not any(entry.missing))
+        for session in "xy":
+            assert {lease.fence.lease for lease in self.table.of(session)} == {
+                name for name, entry in self.model.items() if entry.session == session
+            }
+
+
+TestLeases = LeaseMachine.TestCase
+TestLeases.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def running_lease() -> tuple[LeaseTable, Lease, LeaseId]:
+    table = LeaseTable("now", 1)
+    fence = lease_id("a", 0, "now")
+    lease = table.open(make_order([1], lease=fence), "x", make(1, 0))
+    lease.accept(0, 1, 0, 1)
+    lease.fill(0, 1, 1)
+    table.commit(fence)
+    return table, lease, fence
+
+
+def test_a_finished_handoff_cannot_be_committed_twice() -> None:
+    table, _, fence = running_lease()
+    with pytest.raises(StaleLease) as refused:
+        table.commit(fence)
+    assert refused.value.code == "state"
+
+
+def test_a_running_lease_cannot_be_adopted() -> None:
+    """Its sequence would be queued for prefill while it decodes, or twice."""
+    table, _, fence = running_lease()
+    with pytest.raises(StaleLease):
+        table.adopt(fence)
+
+
+def test_why_a_fence_is_refused_is_said() -> None:
+    table, _, fence = running_lease()
+    wrong = {"instance": replace(fence, instance="before"), "lease": replace(fence, lease="b")}
+    wrong["epoch"] = replace(fence, epoch=1)
+    for code, other in wrong.items():
+        with pytest.raises(StaleLease) as refused:
+            table.check(other)
+        assert refused.value.code == code

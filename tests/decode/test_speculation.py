@@ -1,0 +1,87 @@
+"""Guessing ahead: what is guessed, when it is thought to pay, and that both are functions of what was seen."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decode.speculation import RARE, SIZES, Lookup, Speculation, StepCost
+
+tokens = st.lists(st.integers(0, 3), max_size=60)
+
+
+def slowly(tokens: list[int], count: int) -> list[int]:
+    """The definition: the latest earlier place that ends like the sequence does, by the longest run there is."""
+    for size in SIZES:
+        if len(tokens) <= size:
+            continue
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if tokens[end - size : end] == tokens[-size:]:
+                return tokens[end : end + count]
+    return []
+
+
+@given(tokens, st.integers(1, 6))
+def test_a_guess_is_what_followed_last_time(found: list[int], count: int) -> None:
+    assert Lookup().guess(found, count) == slowly(found, count)
+
+
+@given(tokens, st.lists(st.integers(1, 5), max_size=30))
+def test_taking_tokens_in_bit_by_bit_changes_nothing(found: list[int], steps: list[int]) -> None:
+    """A worker that takes a sequence over guesses as the one before it did."""
+    lookup, seen = Lookup(), 0
+    for step in steps:
+        seen = min(len(found), seen + step)
+        assert lookup.guess(found[:seen], 4) == Lookup().guess(found[:seen], 4)
+
+
+@given(st.floats(1e-4, 1e-1), st.floats(1e-6, 1e-2), st.integers(1, 64))
+def test_the_cost_of_a_token_is_found_from_steps(base: float, slope: float, batch: int) -> None:
+    cost = StepCost()
+    for size in (1, 2, 4, 8, 16, 32) * 3:
+        cost.observe(size, base + slope * size)
+    assert cost.token_share(batch) == pytest.approx(slope * batch / (base + slope * batch), rel=1e-3, abs=1e-4)
+
+
+def test_nothing_is_known_from_steps_of_one_size() -> None:
+    cost = StepCost()
+    for _ in range(20):
+        cost.observe(8, 0.01)
+    assert cost.token_share(8) == 1.0
+
+
+def cheap(limit: int = 4) -> Speculation:
+    """Steps that cost the same however many tokens they have: guessing is free."""
+    made = Speculation(limit)
+    for size in (1, 2, 8, 32):
+        made.cost.observe(size, 0.01)
+    return made
+
+
+def test_it_guesses_as_long_as_that_is_free_and_within_the_room() -> None:
+    made, repeating = cheap(), [1, 2, 3, 4] * 4
+    assert made.guess(Lookup(), repeating, room=10, batch=1) == [1, 2, 3, 4]
+    assert made.guess(Lookup(), repeating, room=2, batch=1) == [1, 2]
+    assert made.guess(Lookup(), repeating, room=0, batch=1) == []
+
+
+def test_it_stops_when_its_guesses_fail_and_looks_again_later() -> None:
+    made, lookup, repeating = Speculation(4), Lookup(), [1, 2, 3, 4] * 4
+    for size in (1, 2, 8, 32):
+        made.cost.observe(size, 0.01 + 0.01 * size)  # at one token half of a step's time is the token's
+    for _ in range(20):
+        made.judged(lookup, 4, 0)
+    guesses = [made.guess(lookup, repeating, room=10, batch=1) for _ in range(3 * RARE)]
+    tried = [i for i, guess in enumerate(guesses) if guess]
+    assert all(len(guesses[i]) == 1 for i in tried), "a trial costs one token"
+    assert len(tried) == 3
+    assert (made.drafted, made.accepted) == (80, 0)
+
+
+def test_large_batches_need_better_guesses() -> None:
+    made, lookup, repeating = Speculation(4), Lookup(accepted=0.6), [1, 2, 3, 4] * 4
+    for size in (1, 2, 8, 32):
+        made.cost.observe(size, 0.01 + 0.001 * size)
+    assert len(made.guess(lookup, repeating, room=10, batch=2)) == 4
+    assert [len(made.guess(lookup, repeating, room=10, batch=64)) for _ in range(3)] == [1, 0, 0], "a trial, then none"

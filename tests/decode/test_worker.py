@@ -1,0 +1,219 @@
+"""The decode worker's doors: leases are opened, filled, run, begun anew, handed back and ended without a trace."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from decode.worker import Session
+from kvcache.chunk import Chunk, encode
+from serving.errors import ContextLengthExceeded, CorruptChunk, Draining, InvalidRequest, NoRoom, Preempted, StaleLease
+from serving.messages import FinishReason, LeaseGrant, LeaseId, Role
+from tests.decode.workers import FINGERPRINT, SPECS, Worker
+from tests.kvcache.layers import random_pool, token_at
+from tests.kvcache.sequences import make_order
+from tests.prefill.scripted import next_token, written_out
+
+PROMPT = list(range(10))
+SOURCE = random_pool(SPECS, 8, 4, 7)
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[Worker]:
+    made = Worker(Role.DECODE)
+    yield made
+    for session in list(made.decode.sessions.values()):
+        await session.close()
+    assert made.idle() and made.kv.unaccounted([]) == 0, "a session that ends takes everything with it"
+
+
+@pytest.fixture
+async def session(worker: Worker) -> Session:
+    return await worker.session()
+
+
+def chunk(fence: LeaseId, start: int, end: int, layers: range = range(2)) -> Chunk:
+    return encode(SOURCE, fence, FINGERPRINT, layers, list(range(8)), start, end)
+
+
+async def hand_over(worker: Worker, grant: LeaseGrant, tokens: list[int]) -> int:
+    """All KV of these tokens, and the first token after them."""
+    if grant.cached_tokens < len(tokens):
+        await worker.decode.receive(chunk(grant.lease, grant.cached_tokens, len(tokens)))
+    seq = worker.decode.table.check(grant.lease).seq
+    worker.runner.write(seq.root, seq.tokens, seq.blocks, seq.computed)
+    first = next_token(tokens)
+    await worker.decode.commit(grant.lease, first)
+    return first
+
+
+async def test_a_lease_holds_room_then_decodes_then_is_gone(worker: Worker, session: Session) -> None:
+    grant = await worker.lease(session, PROMPT, max_tokens=4)
+    assert (grant.cached_tokens, grant.address) == (0, "local:decode") and worker.kv.pool.held == 3
+    tokens = [await hand_over(worker, grant, PROMPT)]
+    seq = worker.decode.table.check(grant.lease).seq
+    for layer in range(2):
+        for position in range(len(PROMPT)):
+            there = token_at(SOURCE, layer, list(range(8)), position)
+            assert token_at(worker.pool, layer, seq.blocks, position) == there
+    while not worker.idle():
+        worker.step()
+    deltas = [event.delta for event in worker.events if event.delta is not None]
+    assert [delta.index for delta in deltas] == [1, 2, 3]
+    assert tokens + [token for delta in deltas for token in delta.tokens] == written_out(PROMPT, 4)
+    assert deltas[-1].finish is FinishReason.LENGTH
+    assert await worker.lease(session, PROMPT, "r/2") == LeaseGrant(
+        lease=worker.fence("r/2"), cached_tokens=8, address="local:decode"
+    )
+
+
+async def test_all_leases_of_a_session_are_told_in_one_message_a_step(worker: Worker) -> None:
+    messages: list[int] = []
+    session = await worker.decode.connect("router", lambda events: messages.append(len(events)), lambda error: None)
+    for n in range(3):
+        await hand_over(worker, await worker.lease(session, [n, n], f"r/{n}"), [n, n])
+    worker.step()
+    worker.step()
+    assert messages == [3, 3]
+
+
+async def test_room_is_refused_when_there_is_none(worker: Worker, session: Session) -> None:
+    for n in range(worker.engine.max_num_seqs):
+        await worker.lease(session, [n], f"r/{n}")
+    with pytest.raises(NoRoom, match="its limit"):
+        await worker.lease(session, [9], "r/9")
+    session.cancel("r/3")
+    await worker.lease(session, [9], "r/9")
+
+
+async def test_a_lease_leaves_the_running_ones_a_block_each_to_grow_into(session: Session, worker: Worker) -> None:
+    await worker.lease(session, range(11), "r/1")  # 3 blocks of 32
+    with pytest.raises(NoRoom, match="spare"):
+        await worker.lease(session, range(115), "r/2")  # all 29 others
+    await worker.lease(session, range(111), "r/3")  # 28 of them
+    assert len(worker.decode.table.leases) == 2
+
+
+async def test_a_prompt_that_leaves_no_room_to_generate_is_refused(session: Session, worker: Worker) -> None:
+    with pytest.raises(ContextLengthExceeded, match="128 tokens leave no room"):
+        await worker.lease(session, [0] * 128)
+    await worker.lease(session, [0] * 127)
+
+
+async def test_the_same_lease_cannot_be_opened_twice(session: Session, worker: Worker) -> None:
+    await worker.lease(session, PROMPT)
+    held = worker.kv.pool.held
+    with pytest.raises(InvalidRequest, match="already open"):
+        await worker.lease(session, PROMPT)
+    assert worker.kv.pool.held == held
+
+
+async def test_an_order_for_another_life_takes_nothing(session: Session, worker: Worker) -> None:
+    fence = LeaseId(lease="r/1", epoch=0, instance="before")
+    with pytest.raises(StaleLease):
+        await session.open(make_order(PROMPT, lease=fence))
+    assert worker.kv.pool.held == 0
+
+
+async def test_beginning_anew_shuts_out_what_the_last_try_still_sends(session: Session, worker: Worker) -> None:
+    old = await worker.lease(session, PROMPT)
+    await worker.decode.receive(chunk(old.lease, 0, 4))
+    new = await session.advance(make_order(PROMPT, lease=worker.fence(epoch=1), generated=[3]))
+    for late in (chunk(old.lease, 4, 8), chunk(old.lease, 0, 4)):
+        with pytest.raises(StaleLease):
+            await worker.decode.receive(late)
+    with pytest.raises(StaleLease):
+        await worker.decode.commit(old.lease, 1)
+    await hand_over(worker, new, [*PROMPT, 3])
+    worker.step()
+    assert [event.epoch for event in worker.events] == [1]
+    assert worker.decode.refused == {"epoch": 3}
+
+
+@pytest.mark.parametrize(("start", "end"), [(4, 8), (0, 11)])
+async def test_kv_out_of_order_is_refused_and_the_handoff_may_go_on(
+    session: Session, worker: Worker, start: int, end: int
+) -> None:
+    grant = await worker.lease(session, PROMPT)
+    with pytest.raises(CorruptChunk):
+        await worker.decode.receive(chunk(grant.lease, start, end))
+    assert worker.decode.refused == {"order": 1}
+    await hand_over(worker, grant, PROMPT)
+
+
+async def test_a_commit_with_kv_missing_is_refused(session: Session, worker: Worker) -> None:
+    grant = await worker.lease(session, PROMPT)
+    await worker.decode.receive(chunk(grant.lease, 0, 10, range(1)))
+    with pytest.raises(CorruptChunk, match="missing"):
+        await worker.decode.commit(grant.lease, 1)
+    assert worker.decoding.running == [] and worker.kv.pool.match(worker.decode.sequences()[0].keys) == []
+
+
+async def test_a_preempted_lease_ends_with_its_error() -> None:
+    worker = Worker(Role.DECODE, blocks=4, size=2)
+    session = await worker.session()
+    old = await worker.lease(session, [0, 1, 0], "r/1", max_tokens=99)
+    await hand_over(worker, old, [0, 1, 0])
+    worker.step()
+    young = await worker.lease(session, [1], "r/2", max_tokens=99)
+    await hand_over(worker, young, [1])
+    while all(event.error is None for event in worker.events):
+        worker.step()
+    errors = [(event.lease, type(event.error)) for event in worker.events if event.error is not None]
+    assert errors == [("r/2", Preempted)]
+    assert list(worker.decode.table.leases) == ["r/1"] and worker.kv.unaccounted(worker.decode.sequences()) == 0
+
+
+async def test_a_cancelled_lease_is_silent_even_if_its_step_was_running(session: Session, worker: Worker) -> None:
+    grant = await worker.lease(session, PROMPT)
+    await hand_over(worker, grant, PROMPT)
+    worker.runner.during = lambda work: session.cancel("r/1")
+    worker.step()
+    assert worker.events == [] and worker.idle()
+
+
+async def test_draining_waits_for_the_leases_there_are(session: Session, worker: Worker) -> None:
+    grant = await worker.lease(session, PROMPT, max_tokens=3)
+    draining = asyncio.create_task(worker.decode.drain(60))
+    await asyncio.sleep(0)
+    with pytest.raises(Draining):
+        await worker.lease(session, PROMPT, "r/2")
+    await hand_over(worker, grant, PROMPT)
+    while not worker.idle():
+        assert not draining.done()
+        worker.step()
+    await draining
+
+
+async def test_draining_sends_the_rest_elsewhere_when_time_is_up(session: Session, worker: Worker) -> None:
+    await worker.lease(session, PROMPT)
+    await worker.decode.drain(0)
+    assert [(event.lease, type(event.error)) for event in worker.events] == [("r/1", Draining)]
+    assert worker.idle()
+
+
+async def test_draining_notices_a_lease_that_could_not_begin_anew(session: Session, worker: Worker) -> None:
+    await worker.lease(session, PROMPT)
+    draining = asyncio.create_task(worker.decode.drain(0.5))
+    await asyncio.sleep(0)
+    blocks = worker.kv.pool.allocate(worker.kv.pool.available)  # somebody else's
+    with pytest.raises(NoRoom):
+        await session.advance(make_order([*PROMPT, 1, 2, 3], lease=worker.fence(epoch=1)))
+    worker.kv.pool.release(blocks)
+    assert worker.decode.table.leases == {}
+    done, _ = await asyncio.wait([draining], timeout=0.1)
+    draining.cancel()
+    await asyncio.gather(draining, return_exceptions=True)
+    assert done, "it would wait out its whole patience"
+
+
+async def test_the_engines_death_is_told_to_every_lease(session: Session, worker: Worker) -> None:
+    await worker.lease(session, PROMPT, "r/1")
+    await worker.lease(session, PROMPT, "r/2")
+    leases = list(worker.decode.sequences())
+    worker.decode.abandon(NoRoom("the engine died"))
+    assert [event.lease for event in worker.events] == ["r/1", "r/2"] and worker.decode.draining
+    for seq in leases:
+        worker.kv.release(seq)

@@ -1,0 +1,88 @@
+"""Decode, prefill and mixed workers over a scripted runner: real doors, tables, pools and schedulers, but no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from decode.worker import DecodeWorker, Session
+from kvcache.device import DevicePool
+from kvcache.transports import Dialer
+from prefill.scheduler import PrefillScheduler
+from prefill.worker import PrefillWorker
+from serving.engine.engine import Engine
+from serving.engine.loop import EngineLoop
+from serving.kvspec import gqa
+from serving.links import LeaseEvent
+from serving.messages import LeaseGrant, LeaseId, Role, WorkerIdentity
+from tests.kvcache.sequences import make_order
+from tests.prefill.scripted import ScriptedRunner, make_decoding, make_engine, make_kv
+
+SPECS = (gqa(1, 2, "float32"), gqa(1, 2, "float32"))
+FINGERPRINT = "model"
+
+
+def make_identity(role: Role, max_model_len: int) -> WorkerIdentity:
+    return WorkerIdentity(
+        instance=f"{role}-life",
+        name=f"{role}-0",
+        role=role,
+        model="model",
+        fingerprint=FINGERPRINT,
+        max_model_len=max_model_len,
+    )
+
+
+class Worker:
+    """Both doors over one engine, whatever the role; a test starts the engine's thread or steps by hand."""
+
+    def __init__(self, role: Role, *, blocks: int = 32, size: int = 4, tokens: int = 8, seqs: int = 8):
+        self.kv = make_kv(blocks, size)
+        self.pool = DevicePool(SPECS, blocks, size)
+        self.dialer = Dialer()
+        self.decoding = make_decoding(self.kv)
+        self.prefilling = PrefillScheduler(self.kv, then=self.decoding.add)
+        self.engine: Engine
+        self.runner: ScriptedRunner
+        self.engine, self.runner = make_engine(self.kv, [self.decoding, self.prefilling], tokens=tokens, seqs=seqs)
+        self.loop = EngineLoop(self.engine)
+        self.identity = make_identity(role, blocks * size)
+        self.decode = DecodeWorker(
+            identity=self.identity,
+            loop=self.loop,
+            kv=self.kv,
+            pool=self.pool,
+            scheduler=self.decoding,
+            long_rope=lambda tokens: False,
+            address="local:decode",
+        )
+        self.prefill = PrefillWorker(
+            identity=self.identity,
+            loop=self.loop,
+            kv=self.kv,
+            pool=self.pool,
+            scheduler=self.prefilling,
+            long_rope=lambda tokens: False,
+            dialer=self.dialer,
+            leases=self.decode if role is Role.MIXED else None,
+        )
+        self.events: list[LeaseEvent] = []
+
+    async def session(self) -> Session:
+        return await self.decode.connect("router", self.events.extend, lambda error: None)
+
+    def fence(self, lease: str = "r/1", epoch: int = 0) -> LeaseId:
+        return LeaseId(lease=lease, epoch=epoch, instance=self.identity.instance)
+
+    async def lease(self, session: Session, prompt: Seq[int], lease: str = "r/1", **fields: Any) -> LeaseGrant:
+        return await session.open(make_order(prompt, lease=self.fence(lease), **fields))
+
+    def step(self) -> None:
+        """One step, delivered as the engine's thread would have it delivered."""
+        outputs = self.engine.step()
+        if outputs:
+            self.loop._deliver(outputs)
+
+    def idle(self) -> bool:
+        held = [*self.decode.sequences(), *self.prefill.sequences(), *self.prefilling.queue, *self.decoding.running]
+        return self.kv.pool.held == 0 and not held and self.decode.receiving == 0

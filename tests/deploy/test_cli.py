@@ -1,0 +1,220 @@
+"""The command line: what parses to what, what a child is told, and how a mistake is answered: one line, exit code 2."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deploy import cli
+from deploy.cli import COMMANDS, CONFIGS, check_counts, main, make_parser, worker_flags
+from deploy.serve import child_specs
+from serving.config import ClusterConfig, EngineConfig, HttpConfig, ModelConfig, PlacementConfig, build, names
+from serving.messages import Role
+
+WORKERS = ("prefill", "decode", "mixed")
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("MILLRACE_")]:
+        monkeypatch.delenv(name)
+
+
+class Started:
+    """What a command would have run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.given: dict[str, Any] = {}
+        self.settings: Any = None
+        self.child_flags: tuple[str, ...] = ()
+        monkeypatch.setattr(cli, "_start", self.start)
+        monkeypatch.setattr(cli, "setup_logging", lambda service, level: None)
+
+    def start(self, given: dict[str, Any], settings: Any, child_flags: tuple[str, ...]) -> int:
+        self.given, self.settings, self.child_flags = dict(given), settings, child_flags
+        return 0
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    return Started(monkeypatch)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_takes_a_model_and_all_settings(command: str, started: Started) -> None:
+    assert main([command, "some/model", "--max-num-seqs", "3", "--port", "9000", "--queue-patience", "7"]) == 0
+    made = started.settings
+    assert (started.given["command"], made.model) == (command, "some/model")
+    assert (made.engine.max_num_seqs, made.http.port, made.placement.queue_patience) == (3, 9000, 7.0)
+
+
+def test_without_arguments_there_is_a_default_for_everything(started: Started) -> None:
+    assert main(["serve"]) == 0
+    made = started.settings
+    assert made.model is None and made.engine == EngineConfig() and made.http == HttpConfig()
+    assert made.model_config == ModelConfig() and made.placement == PlacementConfig()
+    assert made.cluster == ClusterConfig()
+
+
+def test_the_environment_and_a_file_are_read(started: Started, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "millrace.toml"
+    path.write_text("block-size = 8\nmax-num-seqs = 5\nport = 1\n")
+    monkeypatch.setenv("MILLRACE_MAX_NUM_SEQS", "6")
+    monkeypatch.setenv("MILLRACE_API_KEY", "secret")
+    assert main(["serve", "--config", str(path), "--port", "2"]) == 0
+    made = started.settings
+    assert (made.engine.block_size, made.engine.max_num_seqs, made.http.port) == (8, 6, 2)
+    assert made.http.api_key == "secret"
+
+
+MISTAKES = {
+    "--block-size": ["serve", "--block-size", "many"],
+    "MILLRACE_PORT": ["serve"],
+    "--config": ["router", "--config", "/nowhere.toml"],
+    "negative": ["serve", "--prefill", "-1"],
+    "--decode": ["serve", "--prefill", "2"],
+    "--prefill": ["serve", "--decode", "1"],
+}
+
+
+@pytest.mark.parametrize("named", MISTAKES)
+def test_a_mistake_is_one_clear_line(
+    named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "setup_logging", lambda service, level: None)
+    if named == "MILLRACE_PORT":
+        monkeypatch.setenv("MILLRACE_PORT", "tcp://10.0.0.1:8000")  # what Kubernetes says of a service of this name
+    assert main(MISTAKES[named]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("millrace: ") and err.count("\n") == 1 and named in err
+    assert "Traceback" not in err
+
+
+def test_an_unknown_setting_in_the_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "millrace.toml"
+    path.write_text("max-num-sequences = 5\n")
+    assert main(["serve", "--config", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert "unknown setting 'max_num_sequences'" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["fly"], ["serve", "--no-such-flag"], ["serve", "--dtype", "float8"], ["prefill", "--prefill", "1"]],
+    ids=str,
+)
+def test_what_does_not_parse_exits_with_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2 and "usage: millrace" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_names_every_setting_and_no_key(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MILLRACE_API_KEY", "hunter2")
+    with pytest.raises(SystemExit) as left:
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert left.value.code == 0 and "hunter2" not in text and "--parent" not in text
+    assert [name for name in names(*CONFIGS) if "--" + name.replace("_", "-") not in text] == []
+
+
+# ---- numbers of workers --------------------------------------------------------------------------------------------
+
+COUNT = st.integers(-1, 3)
+
+
+@given(st.dictionaries(st.sampled_from(Role), COUNT.filter(bool)))
+def test_only_numbers_that_could_serve_pass(counts: dict[Role, int]) -> None:
+    mixed, prefill, decode = (counts.get(role, 0) for role in (Role.MIXED, Role.PREFILL, Role.DECODE))
+    serves = min([0, *counts.values()]) == 0 and (not counts or bool(mixed) or (prefill > 0 and decode > 0))
+    if serves:
+        check_counts(counts)
+    else:
+        with pytest.raises(ValueError, match=r"needs --|negative"):
+            check_counts(counts)
+
+
+# ---- what a child is told ------------------------------------------------------------------------------------------
+
+WORD = st.text(st.characters(codec="ascii", exclude_characters="\0"), min_size=1, max_size=8)
+
+
+def drawn(config: type, **special: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Any config of this class, by the types of its fields."""
+    strategies: dict[str, st.SearchStrategy[Any]] = {}
+    for field in dataclasses.fields(config):
+        kind = str(field.type)
+        least, most = field.metadata["least"] or 0, field.metadata["most"]
+        base: st.SearchStrategy[Any] = st.booleans()
+        if kind.startswith("int"):
+            base = st.integers(int(least), int(most or 2**40))
+        if kind.startswith("float"):
+            base = st.floats(least, 1e6)
+        if kind.startswith("str"):
+            base = st.sampled_from(field.metadata["choices"]) if field.metadata["choices"] else WORD
+        strategies[field.name] = base | st.none() if "None" in kind else base
+    return st.builds(config, **{**strategies, **special})
+
+
+def settings_of(model: ModelConfig, engine: EngineConfig, http: HttpConfig, placement: PlacementConfig) -> Any:
+    return SimpleNamespace(model_config=model, engine=engine, http=http, placement=placement, cluster=ClusterConfig())
+
+
+def as_a_child(flags: tuple[str, ...], config: type) -> Any:
+    given = vars(make_parser().parse_args(["decode", "model", *flags]))
+    return build(config, {}, {}, {key: value for key, value in given.items() if key in names(config)})
+
+
+@settings(max_examples=40)
+@given(
+    drawn(ModelConfig, served_model_name=st.none() | WORD.filter(lambda word: not word.startswith("-"))),
+    drawn(EngineConfig, profile=st.none() | WORD.filter(lambda word: not word.startswith("-"))),
+    drawn(HttpConfig),
+    drawn(PlacementConfig),
+)
+def test_a_childs_flags_say_what_its_parent_was_told(
+    model: ModelConfig, engine: EngineConfig, http: HttpConfig, placement: PlacementConfig
+) -> None:
+    model = dataclasses.replace(model, device="cpu")
+    flags = worker_flags(settings_of(model, engine, http, placement))
+    assert as_a_child(flags, ModelConfig) == model
+    own = dataclasses.replace(engine, threads=None, cpus=None)  # each child is given its share
+    assert as_a_child(flags, EngineConfig) == own
+    there = as_a_child(flags, HttpConfig)
+    assert (there.log_level, there.shutdown_timeout) == (http.log_level, http.shutdown_timeout)
+    assert as_a_child(flags, PlacementConfig).heartbeat_interval == placement.heartbeat_interval
+
+
+def test_a_childs_flags_hold_no_secret() -> None:
+    made = settings_of(ModelConfig(), EngineConfig(), HttpConfig(api_key="hunter2"), PlacementConfig())
+    made.cluster = ClusterConfig(cluster_key="hunter2")
+    assert "hunter2" not in " ".join(worker_flags(made)), "a command line can be read by everyone on the host"
+
+
+def test_a_name_may_begin_with_a_dash() -> None:
+    made = settings_of(ModelConfig(served_model_name="-tiny"), EngineConfig(), HttpConfig(), PlacementConfig())
+    try:
+        assert as_a_child(worker_flags(made), ModelConfig).served_model_name == "-tiny"
+    except SystemExit:
+        pytest.fail("the child cannot read its flags")
+
+
+def test_every_child_is_named_told_its_router_and_given_its_share() -> None:
+    made = settings_of(ModelConfig(), EngineConfig(threads=3), HttpConfig(), PlacementConfig())
+    specs = child_specs(Path("model"), {Role.PREFILL: 2, Role.DECODE: 1}, "127.0.0.1:7", made, ("--dtype", "float32"))
+    assert [spec.name for spec in specs] == ["prefill-0", "prefill-1", "decode-0"]
+    for spec in specs:
+        given = make_parser().parse_args(spec.arguments)
+        assert given.command == spec.name.partition("-")[0] and given.model == "model"
+        assert (given.routers, given.worker_name, given.parent) == ("127.0.0.1:7", spec.name, os.getpid())
+        assert (given.threads, given.dtype) == ("3", "float32")

@@ -1,0 +1,45 @@
+"""KV layouts the pool and the codec must take as they come: even ones, quantized ones, odd ones, unequal ones."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcache.device import DevicePool
+from serving.kvspec import LayerKV, Plane, gqa
+
+INT8 = LayerKV("int8", (Plane("k", (3,), "int8"), Plane("k_scale", (), "float32"), Plane("v", (2, 5), "int8")))
+SCALE_LAST = LayerKV("int8", (Plane("k", (1,), "uint8"), Plane("scales", (1,), "float32")))
+LATENT = LayerKV("mla", (Plane("latent", (7,), "bfloat16"), Plane("rope", (3,), "bfloat16")))
+
+LAYOUTS: dict[str, tuple[LayerKV, ...]] = {
+    "float32": (gqa(2, 4, "float32"),) * 3,
+    "bfloat16": (gqa(1, 8, "bfloat16"),) * 2,
+    "float16": (gqa(1, 3, "float16"),),
+    "int8 and scales": (INT8, INT8),
+    "one byte, then a scale": (SCALE_LAST, SCALE_LAST),
+    "latent": (LATENT, LATENT),
+    "unequal": (gqa(2, 4, "float32"), SCALE_LAST, LATENT, INT8, gqa(1, 2, "bfloat16")),
+}
+
+
+def random_pool(specs: tuple[LayerKV, ...], num_blocks: int, block_size: int, seed: int) -> DevicePool:
+    """A pool of random bytes, NaNs and denormals among them: the codec has no opinion on values."""
+    pool = DevicePool(specs, num_blocks, block_size)
+    generator = torch.Generator().manual_seed(seed)
+    for planes in pool.planes:
+        for plane in planes:
+            raw = plane.view(-1).view(torch.uint8)
+            raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8, generator=generator))
+    return pool
+
+
+def token_at(pool: DevicePool, layer: int, blocks: list[int], position: int) -> bytes:
+    """The bytes of one token in one layer, read the slow and obvious way."""
+    block, offset = blocks[position // pool.block_size], position % pool.block_size
+    return b"".join(
+        plane[block, offset].reshape(-1).view(torch.uint8).numpy().tobytes() for plane in pool.planes[layer]
+    )
+
+
+def all_bytes(pool: DevicePool) -> bytes:
+    return b"".join(plane.reshape(-1).view(torch.uint8).numpy().tobytes() for planes in pool.planes for plane in planes)

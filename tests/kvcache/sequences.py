@@ -1,0 +1,43 @@
+"""Sequences for tests of the KV cache and the schedulers: small prompts of a small vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from kvcache.manager import KVManager
+from serving.engine.sequence import Sequence
+from serving.messages import LeaseId, LeaseOrder, Request, SamplingParams
+
+
+def lease_id(lease: str = "r/1", epoch: int = 0, instance: str = "decode") -> LeaseId:
+    return LeaseId(lease=lease, epoch=epoch, instance=instance)
+
+
+def make_request(prompt: Seq[int], *, request_id: str = "r", max_tokens: int = 8, **fields: Any) -> Request:
+    """A greedy request; `fields` are of Request or of SamplingParams."""
+    own = {name: fields.pop(name) for name in ("tenant", "prompt_logprobs", "deadline") if name in fields}
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, **fields)
+    return Request(request_id=request_id, prompt=tuple(prompt), sampling=sampling, **own)
+
+
+def make_order(
+    prompt: Seq[int], *, lease: LeaseId | None = None, generated: Seq[int] = (), **fields: Any
+) -> LeaseOrder:
+    return LeaseOrder(lease=lease or lease_id(), request=make_request(prompt, **fields), generated=tuple(generated))
+
+
+def make_sequence(
+    kv: KVManager | None,
+    prompt: Seq[int],
+    *,
+    generated: Seq[int] = (),
+    stays: bool = False,
+    long_rope: bool = False,
+    now: float = 0.0,
+    **fields: Any,
+) -> Sequence:
+    """A sequence as a worker makes one. Without `kv` its keys are rooted in nothing."""
+    order = make_order(prompt, generated=generated, **fields)
+    root = kv.root(order.request.tenant, long_rope) if kv is not None else b""
+    return Sequence(order, root=root, stays=stays, long_rope=long_rope, now=now)

@@ -1,0 +1,115 @@
+"""A runner that computes nothing but remembers everything: which prefix was written to which slot, and who read it.
+
+Its tokens follow from the tokens so far, so that a continuation anywhere can be checked against `written_out`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from decode.scheduler import DecodeScheduler
+from decode.speculation import Lookup, Speculation
+from kvcache.blocks import BlockPool
+from kvcache.manager import KVManager
+from serving.engine.engine import Engine, LayerDone, Runner, RunResult, RunTimes
+from serving.engine.plan import Scheduler, Work
+from serving.engine.sampling import Sampled, SamplingFailed
+
+VOCAB = 5
+EOS = VOCAB  # never drawn by `next_token`, unless a test says so
+
+
+def next_token(tokens: Seq[int]) -> int:
+    """A token that depends on all tokens before it."""
+    state = 7
+    for token in tokens:
+        state = (state * 31 + token + 1) % 10_007
+    return state % VOCAB
+
+
+def written_out(prompt: Seq[int], count: int) -> list[int]:
+    """The output an undisturbed run would give."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class ScriptedRunner(Runner):
+    """Checks, as attention would notice, that all KV a sequence reads is that of its own prefix.
+
+    `during` is called while a step runs, as other threads would; sequences in `broken` cannot be sampled.
+    """
+
+    def __init__(self, block_size: int, layers: int = 2):
+        self.block_size = block_size
+        self.layers = layers
+        self.kv: dict[int, tuple[bytes, tuple[int, ...]]] = {}  # slot → root and prefix up to this token
+        self.during: Callable[[Seq[Work]], None] = lambda work: None
+        self.broken: set[str] = set()
+        self.counts: list[list[int]] = []
+
+    def run(self, work: Seq[Work], layer_done: LayerDone | None) -> RunResult:
+        self.counts.append([item.count for item in work])
+        drawn = [self._advance(item) for item in work]
+        if layer_done is not None:
+            for layer in range(self.layers):
+                layer_done(layer)
+        self.during(work)
+        return RunResult(drawn, {}, RunTimes(0.0, 0.0, 0.0))
+
+    def _advance(self, work: Work) -> list[Sampled | SamplingFailed]:
+        """Write the KV of the new tokens, guessed ones too, read all up to them, and draw after the last."""
+        seq = work.seq
+        known = [*seq.tokens[: seq.computed], *work.tokens]
+        for position in range(len(known)):
+            slot = seq.blocks[position // self.block_size] * self.block_size + position % self.block_size
+            content = (seq.root, tuple(known[: position + 1]))
+            if position >= seq.computed:
+                self.kv[slot] = content
+            assert self.kv.get(slot) == content, "a sequence would attend to KV that is not its own"
+        if not work.completes:
+            return []
+        if seq.request.request_id in self.broken:
+            return [SamplingFailed("no token can be drawn")]
+        return [Sampled(next_token(known[:end])) for end in range(len(seq.tokens), len(known) + 1)]
+
+    def write(self, root: bytes, tokens: Seq[int], blocks: Seq[int], start: int) -> None:
+        """KV that was handed over from elsewhere."""
+        for position in range(start, len(tokens)):
+            slot = blocks[position // self.block_size] * self.block_size + position % self.block_size
+            self.kv[slot] = (root, tuple(tokens[: position + 1]))
+
+
+def make_kv(blocks: int, block_size: int, *, caching: bool = True) -> KVManager:
+    return KVManager(BlockPool(blocks, block_size, caching=caching), "model")
+
+
+class Eager(Speculation):
+    """Guesses whenever there is anything to guess, paying or not."""
+
+    def guess(self, lookup: Lookup, tokens: Seq[int], room: int, batch: int) -> list[int]:
+        return lookup.guess(tokens, min(self.limit, room)) if room > 0 else []
+
+
+def make_decoding(kv: KVManager, *, guesses: int = 0) -> DecodeScheduler:
+    limit = kv.pool.num_blocks * kv.block_size
+    return DecodeScheduler(kv, max_model_len=limit, speculation=Eager(guesses) if guesses else None)
+
+
+def make_engine(
+    kv: KVManager, schedulers: Seq[Scheduler], *, tokens: int = 8, seqs: int = 4, max_model_len: int | None = None
+) -> tuple[Engine, ScriptedRunner]:
+    runner = ScriptedRunner(kv.block_size)
+    engine = Engine(
+        runner,
+        kv,
+        schedulers,
+        max_num_batched_tokens=tokens,
+        max_num_seqs=seqs,
+        max_model_len=max_model_len or kv.pool.num_blocks * kv.block_size,
+        eos_token_ids=frozenset({EOS}),
+        clock=lambda: 0.0,
+    )
+    return engine, runner

@@ -1,0 +1,162 @@
+"""The engine's thread and the event loop: outputs arrive once and in order, wakes are not lost, a crash is told."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from collections.abc import Sequence as Seq
+
+import pytest
+
+from prefill.scheduler import PrefillScheduler
+from serving.engine.engine import Engine
+from serving.engine.loop import EngineLoop
+from serving.engine.output import Output
+from serving.engine.plan import Work
+from serving.engine.sequence import Sequence
+from tests.kvcache.sequences import make_sequence
+from tests.prefill.scripted import ScriptedRunner, make_decoding, make_engine, make_kv, written_out
+
+
+class Inbox:
+    """A sink that gathers a sequence's tokens and says when it has ended."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.threads: set[int] = set()
+        self.ended = asyncio.Event()
+
+    def deliver(self, output: Output) -> None:
+        self.threads.add(threading.get_ident())
+        if output.delta is not None:
+            assert output.delta.index == len(self.tokens)
+            self.tokens += output.delta.tokens
+        if output.delta is None or output.delta.finish is not None:
+            self.ended.set()
+
+
+class Loop:
+    """A mixed worker's engine, running in its thread."""
+
+    def __init__(self) -> None:
+        self.kv = make_kv(40, 4)
+        self.decode = make_decoding(self.kv)
+        self.prefill = PrefillScheduler(self.kv, then=self.decode.add)
+        self.engine: Engine
+        self.runner: ScriptedRunner
+        self.engine, self.runner = make_engine(self.kv, [self.decode, self.prefill])
+        self.crashed = asyncio.Event()
+        self.loop = EngineLoop(self.engine, on_crash=self.crashed.set)
+
+    def add(self, prompt: Seq[int], max_tokens: int = 6) -> tuple[Sequence, Inbox]:
+        seq = make_sequence(self.kv, prompt, stays=True, max_tokens=max_tokens)
+        inbox = Inbox()
+        seq.sink = seq.prefill_sink = inbox
+        with self.engine.lock:
+            self.kv.open(seq)
+            self.prefill.add(seq)
+        self.loop.wake()
+        return seq, inbox
+
+
+@pytest.fixture
+async def running() -> AsyncIterator[Loop]:
+    made = Loop()
+    made.loop.start()
+    yield made
+    await made.loop.stop()
+
+
+async def test_tokens_arrive_on_the_event_loop_in_order(running: Loop) -> None:
+    prompts = [[1], [2, 3], list(range(4))]
+    inboxes = [running.add(prompt)[1] for prompt in prompts]
+    for prompt, inbox in zip(prompts, inboxes, strict=True):
+        await inbox.ended.wait()
+        assert inbox.tokens == written_out(prompt, 6)
+        assert inbox.threads == {threading.get_ident()}
+    assert running.kv.pool.held == 0
+
+
+async def test_no_wake_is_lost(running: Loop) -> None:
+    """Each sequence comes when the engine may just be falling asleep after the one before."""
+    for n in range(200):
+        _, inbox = running.add([n % 5], max_tokens=2)
+        async with asyncio.timeout(10):
+            await inbox.ended.wait()
+
+
+async def test_after_a_step_its_listeners_are_called_once_its_outputs_are_out(running: Loop) -> None:
+    seen: list[int] = []
+    _, inbox = running.add([1, 2], max_tokens=3)
+    running.loop.after_step.append(lambda: seen.append(len(inbox.tokens)))
+    await inbox.ended.wait()
+    assert seen == [1, 2, 3]
+
+
+async def test_layers_are_told_on_the_event_loop_while_the_model_runs(running: Loop) -> None:
+    heard: list[tuple[int, int]] = []
+    all_heard = asyncio.Event()
+    go_on = threading.Event()
+
+    class Handoff:
+        def layer_done(self, layer: int, upto: int) -> None:
+            heard.append((layer, upto))
+            if layer == 1:
+                all_heard.set()
+
+    running.runner.during = lambda work: assert_set(go_on)
+    inbox = Inbox()
+    seq = make_sequence(running.kv, [1, 2, 3], max_tokens=9)
+    seq.prefill_sink, seq.handoff = inbox, Handoff()
+    running.prefill.add(seq)
+    running.loop.wake()
+    await all_heard.wait()
+    assert heard == [(0, 3), (1, 3)] and not inbox.tokens, "the step is not over"
+    go_on.set()
+    while not inbox.tokens:
+        await asyncio.sleep(0)
+    running.loop.end(seq)
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(10)
+
+
+async def test_an_engine_that_dies_says_so() -> None:
+    made = Loop()
+
+    def fail(work: Seq[Work]) -> None:
+        raise MemoryError("the device is full")
+
+    made.runner.during = fail
+    raised: list[type[BaseException]] = []
+    hook, threading.excepthook = threading.excepthook, lambda args: raised.append(args.exc_type)
+    try:
+        made.loop.start()
+        made.add([1])
+        await made.crashed.wait()
+        await made.loop.stop()
+    finally:
+        threading.excepthook = hook
+    assert made.loop.crashed and raised == [MemoryError]
+
+
+async def test_stopping_lets_the_step_in_progress_end() -> None:
+    made = Loop()
+    began, go_on = threading.Event(), threading.Event()
+
+    def compute(work: Seq[Work]) -> None:
+        began.set()
+        assert_set(go_on)
+
+    made.runner.during = compute
+    made.loop.start()
+    made.add([1])
+    await asyncio.to_thread(began.wait)
+    stopping = asyncio.create_task(made.loop.stop())
+    await asyncio.sleep(0)
+    assert not stopping.done()
+    go_on.set()
+    await stopping
+    assert len(made.runner.counts) == 1

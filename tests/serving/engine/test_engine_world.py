@@ -1,0 +1,159 @@
+"""A mixed worker's engine under random load: leases of its own, prompts computed for others, KV handed to it, hang-ups.
+
+A tiny pool, so that everyone waits, shares, and gives way. Whatever happens, every sequence ends once, its tokens are
+those of an undisturbed run, no block is read that holds another's KV, and nothing is left at the end.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache.manager import KVManager
+from prefill.scheduler import PrefillScheduler
+from serving.engine.engine import Engine
+from serving.engine.output import Output
+from serving.engine.sequence import Sequence
+from serving.errors import NoRoom, Preempted
+from serving.messages import Request
+from tests.kvcache.sequences import make_request, make_sequence
+from tests.prefill.scripted import ScriptedRunner, make_decoding, make_engine, make_kv, next_token, written_out
+
+
+@dataclass
+class Job:
+    """A request: its tokens so far, how it ended, and its sequence while it has one."""
+
+    request: Request
+    kind: str  # local: prefilled and decoded here; passing: prefilled for another; arriving: prefilled elsewhere
+    output: list[int] = field(default_factory=list)
+    ending: str | None = None
+    seq: Sequence | None = None
+
+
+class World:
+    def __init__(self, seed: int, size: int, blocks: int, tokens: int, seqs: int, caching: bool, guesses: int):
+        self.choice = random.Random(seed)
+        self.kv: KVManager = make_kv(blocks, size, caching=caching)
+        self.longest = blocks * size
+        self.decode = make_decoding(self.kv, guesses=guesses)
+        self.prefill = PrefillScheduler(self.kv, then=self.decode.add)
+        self.engine: Engine
+        self.runner: ScriptedRunner
+        self.engine, self.runner = make_engine(self.kv, [self.decode, self.prefill], tokens=tokens, seqs=seqs)
+        self.runner.during = lambda work: self.hang_up(0.04)
+        self.jobs = [self.new_job(n) for n in range(self.choice.randrange(1, 10))]
+        self.waiting = list(self.jobs)
+
+    def new_job(self, number: int) -> Job:
+        prompt = self.choice.choices((0, 1), k=self.choice.randrange(1, self.longest - 1))
+        kind = self.choice.choice(("local", "local", "passing", "arriving"))
+        return Job(make_request(prompt, request_id=str(number), max_tokens=self.choice.randrange(2, 15)), kind)
+
+    def sequences(self) -> list[Sequence]:
+        return [job.seq for job in self.jobs if job.seq is not None]
+
+    # ---- what the worker's doors would do ----
+
+    def place(self) -> None:
+        """The first that waits, as the router would: leases need room and some to spare, passing prompts queue."""
+        if not self.waiting or self.choice.random() < 0.4:
+            return
+        job = self.waiting[0]
+        fields: dict[str, Any] = {"request_id": job.request.request_id, "max_tokens": job.request.sampling.max_tokens}
+        seq = make_sequence(self.kv, job.request.prompt, generated=job.output, stays=job.kind != "passing", **fields)
+        if job.kind != "passing":
+            try:
+                self.kv.open(seq, headroom=sum(seq.stays for seq in self.sequences()))
+            except NoRoom:
+                return
+        self.waiting.pop(0)
+        job.seq = seq
+        if job.kind == "arriving":
+            self.hand_over(job, seq)
+        else:
+            self.prefill.add(seq)
+
+    def hand_over(self, job: Job, seq: Sequence) -> None:
+        self.runner.write(seq.root, seq.tokens, seq.blocks, seq.computed)
+        seq.computed = len(seq.tokens)
+        self.kv.publish(seq)
+        seq.tokens.append(next_token(seq.tokens))
+        job.output.append(seq.tokens[-1])
+        finish = seq.finish_for(seq.tokens[-1], frozenset(), self.longest)
+        if finish is not None:
+            self.end(job, finish)
+        else:
+            self.decode.add(seq)
+
+    def hang_up(self, chance: float) -> None:
+        live = [job for job in self.jobs if job.seq is not None]
+        if live and self.choice.random() < chance:
+            self.end(self.choice.choice(live), "abort")
+
+    def end(self, job: Job, how: str) -> None:
+        assert job.ending is None and job.seq is not None, "a sequence ended twice"
+        job.ending = how
+        self.engine.end(job.seq)
+        job.seq = None
+
+    # ---- what comes out ----
+
+    def step(self) -> None:
+        older = list(self.decode.running)
+        for output in self.engine.step() or []:
+            job = self.jobs[int(output.seq.request.request_id)]
+            if job.seq is output.seq:  # else it was hung up on while the step ran
+                self.take(job, output, older)
+        flying = [seq for seq in self.engine.flying if seq not in self.sequences()]
+        assert self.kv.unaccounted([*self.sequences(), *flying]) == 0
+
+    def take(self, job: Job, output: Output, older: list[Sequence]) -> None:
+        if output.error is not None:
+            assert isinstance(output.error, Preempted)
+            staying = [seq for seq in older if seq in self.decode.running]
+            assert all(older.index(seq) < older.index(output.seq) for seq in staying), "the oldest gave way first"
+            job.seq = None
+            self.waiting.insert(0, job)
+            return
+        assert output.delta is not None and output.delta.index == len(job.output), "a token was skipped or repeated"
+        job.output += output.delta.tokens
+        if output.delta.finish is not None:
+            self.end(job, output.delta.finish)
+        elif job.kind == "passing":
+            self.end(job, "handed over")
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    size=st.integers(1, 4),
+    blocks=st.integers(3, 10),
+    tokens=st.integers(1, 9),
+    seqs=st.integers(1, 5),
+    caching=st.booleans(),
+    guesses=st.integers(0, 4),
+)
+def test_everyone_is_served_exactly_once(
+    seed: int, size: int, blocks: int, tokens: int, seqs: int, caching: bool, guesses: int
+) -> None:
+    world = World(seed, size, blocks, tokens, seqs, caching, guesses)
+    for _ in range(5000):
+        world.place()
+        world.hang_up(0.01)
+        world.step()
+        if all(job.ending for job in world.jobs):
+            break
+    assert all(job.ending for job in world.jobs), "somebody waits for ever"
+    for job in world.jobs:
+        length = min(job.request.sampling.max_tokens, world.longest - len(job.request.prompt))
+        length = 1 if job.kind == "passing" else length
+        expected = written_out(job.request.prompt, length)
+        assert job.output == (expected[: len(job.output)] if job.ending == "abort" else expected)
+    assert all(sum(counts) <= tokens and len(counts) <= seqs for counts in world.runner.counts)
+    assert world.kv.pool.held == 0 and world.kv.unaccounted([]) == 0
+    assert world.decode.sequences() == [] == world.prefill.sequences() and world.engine.flying == []

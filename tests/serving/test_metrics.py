@@ -1,0 +1,127 @@
+"""What Prometheus is told: counts and latencies of requests, workers' own figures, and leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from serving.errors import CorruptChunk, NoRoom
+from serving.messages import Audit, Delta, FinishReason, WorkerStatus
+from serving.metrics import RouterMetrics, worker_metrics
+from serving.timeline import Moment, Timeline
+from tests.kvcache.sequences import make_request
+from tests.router.scripted import make_status
+
+REQUEST = make_request([1, 2, 3])
+
+
+def samples(text: bytes) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Value by name and by the values of its labels besides the model's."""
+    found = {}
+    for family in text_string_to_metric_families(text.decode()):
+        for sample in family.samples:
+            labels = tuple(value for key, value in sample.labels.items() if key != "model_name")
+            assert sample.labels.get("model_name") == "tiny" and sample.name.startswith("millrace:")
+            found[sample.name.removeprefix("millrace:"), labels] = sample.value
+    return found
+
+
+class Told:
+    def __init__(self, workers: Iterable[WorkerStatus] = (), waiting: int = 0):
+        self.metrics = RouterMetrics("tiny", lambda: workers, lambda: waiting)
+
+    def value(self, name: str, *labels: str) -> float:
+        return samples(self.metrics.text())[name, labels]
+
+    def has(self, name: str, *labels: str) -> bool:
+        return (name, labels) in samples(self.metrics.text())
+
+
+def test_tokens_are_counted_as_they_come() -> None:
+    told = Told()
+    told.metrics.first_token(REQUEST, 0.05, 2)
+    told.metrics.tokens(0.2, 4)
+    assert told.value("prompt_tokens_total") == 3
+    assert told.value("prompt_tokens_cached_total") == 2
+    assert told.value("generation_tokens_total") == 5
+    assert told.value("time_to_first_token_seconds_sum") == pytest.approx(0.05)
+    assert told.value("inter_token_latency_seconds_sum") == pytest.approx(0.05), "seconds a token, not a message"
+
+
+def timeline() -> Timeline:
+    moments = (Moment.ARRIVED, Moment.LEASED, Moment.PREFILL_SENT, Moment.FIRST_TOKEN)
+    made = Timeline(tokens=5, last_token=9.0)
+    for now, moment in enumerate(moments):
+        made.note(moment, now + 1.0)
+    made.note(Moment.FINISHED, 10.0)
+    return made
+
+
+def test_a_finished_request_leaves_its_latencies() -> None:
+    told = Told()
+    told.metrics.finished(REQUEST, timeline(), Delta(index=4, tokens=(1,), finish=FinishReason.STOP), None)
+    for name, seconds in (
+        ("e2e_request_latency_seconds", 9.0),
+        ("request_queue_time_seconds", 1.0),
+        ("request_prefill_time_seconds", 1.0),
+        ("request_time_per_output_token_seconds", 1.25),
+    ):
+        assert (told.value(f"{name}_count"), told.value(f"{name}_sum")) == (1, seconds), name
+
+
+def test_a_failed_request_leaves_its_error_and_no_latency() -> None:
+    told = Told()
+    told.metrics.finished(REQUEST, timeline(), None, NoRoom("full"))
+    assert told.value("request_failure_total", "NoRoom") == 1
+    assert told.value("e2e_request_latency_seconds_count") == 0
+
+
+def test_endings_refusals_and_repetitions_are_told_apart() -> None:
+    told = Told()
+    told.metrics.request_started(prompt_tokens=7, max_tokens=9)
+    told.metrics.request_finished(finish=FinishReason.ABORT, prompt_tokens=7, completion_tokens=4)
+    told.metrics.request_refused(status=429)
+    told.metrics.replaced(CorruptChunk("harmed", code="digest"))
+    told.metrics.replaced(NoRoom("full"))
+    assert told.value("request_success_total", "abort") == 1 and told.value("request_refused_total", "429") == 1
+    assert told.value("replacements_total", "digest") == told.value("replacements_total", "NoRoom") == 1
+    assert (told.value("request_prompt_tokens_sum"), told.value("request_generation_tokens_sum")) == (7, 4)
+
+
+def test_workers_are_told_apart_by_name() -> None:
+    counters = {"prefix_cache_hits": 6.0, "kv_chunks_refused/digest": 2.0, "kv_chunks_refused/epoch": 1.0}
+    one = make_status("one", running=3, waiting=2, free_blocks=25, draining=True, counters=counters)
+    told = Told([one, make_status("two", total_blocks=0, free_blocks=0)])
+    assert told.value("num_requests_running", "one") == 3 and told.value("num_requests_waiting", "one") == 2
+    assert told.value("kv_cache_usage_perc", "one") == 0.75
+    assert (told.value("worker_draining", "one"), told.value("worker_draining", "two")) == (1, 0)
+    assert (told.value("prefix_cache_hits_total", "one"), told.value("prefix_cache_hits_total", "two")) == (6, 0)
+    assert told.value("kv_chunks_refused_total", "one", "digest") == 2
+    assert told.value("kv_chunks_refused_total", "one", "epoch") == 1
+    assert not told.has("kv_chunks_refused_total", "two", "digest")
+
+
+def test_the_queue_and_the_leaks_are_told() -> None:
+    told = Told(waiting=4)
+    assert told.value("router_queue_requests") == 4 and told.value("leaked_blocks") == 0
+    audits = [Audit(service=name, counts={"blocks": 9}, leaked={"blocks": 2, "leases": 1}) for name in "ab"]
+    told.metrics.note_audit(audits)
+    assert (told.value("leaked_blocks"), told.value("leaked_leases"), told.value("leaked_tasks")) == (4, 2, 0)
+    told.metrics.note_audit([])
+    assert told.value("leaked_blocks") == 0
+
+
+def test_a_worker_alone_tells_of_itself_as_it_is_now() -> None:
+    running = [1]
+    text = worker_metrics("tiny", lambda: make_status("one", running=running[0]))
+    assert samples(text())["num_requests_running", ("one",)] == 1
+    running[0] = 5
+    assert samples(text())["num_requests_running", ("one",)] == 5
+
+
+def test_two_services_in_a_process_do_not_mix() -> None:
+    one, other = Told(), Told()
+    one.metrics.first_token(REQUEST, 0.1, 0)
+    assert one.has("generation_tokens_total") and not other.has("generation_tokens_total")
