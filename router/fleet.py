@@ -8,21 +8,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from router.admission import CONTINUATION, NEW, Turnstile
 from router.leases import NoLease, RouterLease, WorkerSession
 from router.policy import Candidate, LeastLoaded
+from router.prefill_run import PrefillRun
 from router.registry import Registry
-from serving.errors import Draining, MillraceError, NoRoom, Overloaded, Unavailable, WorkerLost
+from serving.errors import (
+    Draining,
+    MillraceError,
+    NoRoom,
+    Overloaded,
+    StaleLease,
+    Unauthorized,
+    Unavailable,
+    WorkerLost,
+)
 from serving.links import AuditLink, DecodeWorkerLink, PrefillLink
 from serving.messages import Audit, Request, WorkerStatus
 
 log = logging.getLogger(__name__)
 
+OUT_OF_REACH = "out_of_reach"  # an error that only repeats what is known: its worker is suspect, or was until just now
 RECHECK_SECONDS = 0.25  # room may come free at a worker through another router: look again this often
 
 
@@ -62,7 +73,11 @@ class Fleet:
         self._links: dict[str, WorkerLink] = {}
         self._sessions: dict[str, asyncio.Task[WorkerSession]] = {}
         self._changed = asyncio.Event()
+        self.prefills: dict[str, set[PrefillRun]] = {}  # prefill calls in progress, by the worker's instance
+        self._openings: dict[str, set[asyncio.Future[MillraceError]]] = {}  # who waits for a worker's answer
+        self._tasks: set[asyncio.Task[None]] = set()
         self._lease_count = 0
+        self._full = False  # whether the last look for a place found workers, but none with room
         self.refused: MillraceError | None = None  # set once no request may go on
 
     # ---- what is heard -----------------------------------------------------------------------------------------
@@ -85,7 +100,8 @@ class Fleet:
             self.suspect(instance, WorkerLost("no heartbeat"))
         for instance in [known for known in self._links if self.registry.get(known) is None]:
             link = self._links.pop(instance)
-            asyncio.get_running_loop().create_task(link.close())
+            self.prefills.pop(instance, None)
+            self._later(link.close())
 
     def suspect(self, instance: str, error: MillraceError) -> None:
         """A call to the worker broke: give it nothing until it reports again, and fail the leases it held."""
@@ -93,9 +109,30 @@ class Fleet:
         if entry is not None and not entry.suspect:
             log.warning("worker %s is out of reach: %s", entry.status.name, error.message)
         self.registry.suspect(instance)
+        known = WorkerLost(error.message, code=OUT_OF_REACH)
+        for lost in self._openings.pop(instance, ()):
+            if not lost.done():
+                lost.set_result(known)
+        for run in list(self.prefills.get(instance, ())):
+            run.lose(known)
         task = self._sessions.pop(instance, None)
-        if task is not None and task.done() and not task.cancelled() and task.exception() is None:
-            task.result().lose(error)
+        if task is not None and not task.done():
+            task.cancel()
+        elif task is not None and not task.cancelled() and task.exception() is None:
+            session = task.result()
+            session.lose(known)
+            self._later(session.close())  # if it does live, it must free what it holds for us
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run to its end beside everything else."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def blame(self, instance: str, error: MillraceError) -> None:
+        """A request has met this error there: suspect the worker, unless that is where the error comes from."""
+        if error.code != OUT_OF_REACH:
+            self.suspect(instance, error)
 
     def refuse_all(self, error: MillraceError) -> None:
         """The router is leaving and cannot wait: every request still here ends with this error."""
@@ -114,17 +151,21 @@ class Fleet:
     # ---- leases ------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def lease(self, request: Request, generated: Sequence[int]) -> AsyncIterator[RouterLease | NoLease]:
+    async def lease(
+        self, request: Request, generated: Sequence[int], fingerprint: str | None
+    ) -> AsyncIterator[RouterLease | NoLease]:
         """Room on the best decode worker that has it; closed, everywhere, when left.
+
+        With a `fingerprint`, only on workers of that model: a text begun by one is not gone on with by another.
 
         Raises Overloaded or Unavailable once patience is over, InvalidRequest, ContextLengthExceeded.
         """
         self._lease_count += 1
         lease_id = f"{request.request_id}/{self._lease_count}"
         if request.sampling.max_tokens - len(generated) == 1:
-            yield NoLease(lease_id)
+            yield NoLease(lease_id, fingerprint)
             return
-        lease = await self._place(lease_id, request, generated)
+        lease = await self._place(lease_id, request, generated, fingerprint)
         entry = self.registry.get(lease.fence.instance)
         if entry is not None:
             entry.leases += 1
@@ -136,42 +177,79 @@ class Fleet:
             lease.worker.close_lease(lease)
             self.notify()
 
-    async def _place(self, lease_id: str, request: Request, generated: Sequence[int]) -> RouterLease:
-        full = False
+    async def _place(
+        self, lease_id: str, request: Request, generated: Sequence[int], fingerprint: str | None
+    ) -> RouterLease:
         try:
             async with asyncio.timeout(self._patience(request)):
                 async with self.turnstile.turn(CONTINUATION if generated else NEW):
                     while True:
                         if self.refused is not None:
                             raise self.refused
-                        lease, full = await self._try_all(lease_id, request, generated)
+                        lease, self._full = await self._try_all(lease_id, request, generated, fingerprint)
                         if lease is not None:
                             return lease
                         await self.change()
         except TimeoutError:
-            if full or self.turnstile.waiting:
+            if self._full:
                 raise Overloaded(
                     f"no decode worker had room within {self.config.patience:g} s", code="no_room", retry_after=1.0
                 ) from None
             raise Unavailable("no decode worker is ready; start one, or look at /health", retry_after=2.0) from None
 
     async def _try_all(
-        self, lease_id: str, request: Request, generated: Sequence[int]
+        self, lease_id: str, request: Request, generated: Sequence[int], fingerprint: str | None
     ) -> tuple[RouterLease | None, bool]:
         """A lease on the first worker that grants one, and whether some were full."""
         full = False
-        for candidate in self.policy.decode_order(request, self.registry.candidates(), avoid=()):
+        for candidate in self.policy.decode_order(request, self.registry.candidates(), fingerprint):
             instance = candidate.status.instance
             try:
-                session = await self._session(candidate.status)
-                return await session.open(lease_id, request, generated), False
+                lease = await self._unless_lost(instance, self._open(candidate.status, lease_id, request, generated))
+                lease.fingerprint = candidate.status.fingerprint
+                return lease, False
             except NoRoom:
                 full = True
             except Draining:
                 continue  # its heartbeat will say so
-            except WorkerLost as error:
-                self.suspect(instance, error)
+            except (WorkerLost, StaleLease, Unauthorized) as error:  # gone, another life by now, or none of ours
+                self.blame(instance, error)
         return None, full
+
+    async def _open(
+        self, status: WorkerStatus, lease_id: str, request: Request, generated: Sequence[int]
+    ) -> RouterLease:
+        session = await self._session(status)
+        return await session.open(lease_id, request, generated)
+
+    async def _unless_lost(self, instance: str, opening: Coroutine[Any, Any, RouterLease]) -> RouterLease:
+        """Wait for a worker's answer, but not for that of one which is taken for dead meanwhile (WorkerLost)."""
+        task = asyncio.create_task(opening)
+        lost: asyncio.Future[MillraceError] = asyncio.get_running_loop().create_future()
+        waiting = self._openings.setdefault(instance, set())
+        waiting.add(lost)
+        either: list[asyncio.Future[Any]] = [task, lost]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self._abandon(task)
+            raise
+        finally:
+            waiting.discard(lost)
+        if not task.done():
+            self._abandon(task)
+            raise lost.result()
+        return task.result()
+
+    def _abandon(self, opening: asyncio.Task[RouterLease]) -> None:
+        """Nobody wants the lease any more, be it granted meanwhile or not. Waits for nothing: we may be cancelled."""
+
+        def close(done: asyncio.Task[RouterLease]) -> None:
+            if not done.cancelled() and done.exception() is None:
+                done.result().worker.close_lease(done.result())
+
+        opening.cancel()
+        opening.add_done_callback(close)
 
     def _patience(self, request: Request) -> float:
         if request.deadline is None:
@@ -194,10 +272,11 @@ class Fleet:
             task = asyncio.create_task(connecting, name=f"connect-{status.name}")
             self._sessions[status.instance] = task
         session = await asyncio.shield(task)
-        if session.lost is not None:
+        if session.lost is None:
+            return session
+        if self._sessions.get(status.instance) is task:
             self.suspect(status.instance, session.lost)
-            raise WorkerLost(session.lost.message)
-        return session
+        raise WorkerLost(session.lost.message, code=OUT_OF_REACH)
 
     # ---- prefill -----------------------------------------------------------------------------------------------
 
@@ -207,7 +286,7 @@ class Fleet:
         try:
             async with asyncio.timeout(self._patience(request)):
                 while True:
-                    found = self._best_prefill(request, instance, avoid)
+                    found = self._best_prefill(request, instance, lease.fingerprint, avoid)
                     if found is not None:
                         return found
                     if lease.failed.done():
@@ -217,14 +296,14 @@ class Fleet:
         except TimeoutError:
             raise Unavailable("no prefill worker is ready; start one, or look at /health", retry_after=2.0) from None
 
-    def _best_prefill(self, request: Request, instance: str, avoid: set[str]) -> Candidate | None:
+    def _best_prefill(
+        self, request: Request, instance: str, fingerprint: str | None, avoid: set[str]
+    ) -> Candidate | None:
         """The decode worker itself where it can prefill too, else the policy's choice among its equals."""
-        entry = self.registry.get(instance)
         candidates = self.registry.candidates()
         for candidate in candidates:
             if candidate.status.instance == instance and candidate.prefills and instance not in avoid:
                 return candidate
-        fingerprint = entry.status.fingerprint if entry is not None else None
         order = self.policy.prefill_order(request, candidates, fingerprint, avoid)
         return order[0] if order else None
 
@@ -257,6 +336,7 @@ class Fleet:
             if isinstance(done[0], WorkerSession):
                 await done[0].close()
         self._sessions.clear()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for link in self._links.values():
             await link.close()
         self._links.clear()

@@ -20,6 +20,7 @@ class RouterLease:
         self.worker = sessions
         self.fence = fence
         self.grant: LeaseGrant | None = None
+        self.fingerprint: str | None = None  # of the model that will write the text
         self._mail: asyncio.Queue[Delta | MillraceError] = asyncio.Queue()
         self.failed: asyncio.Future[MillraceError] = asyncio.get_running_loop().create_future()
 
@@ -67,7 +68,8 @@ class NoLease:
 
     grant = None
 
-    def __init__(self, lease_id: str):
+    def __init__(self, lease_id: str, fingerprint: str | None):
+        self.fingerprint = fingerprint
         self.fence = LeaseId(lease=lease_id, epoch=0, instance="")
         self.failed: asyncio.Future[MillraceError] = asyncio.get_running_loop().create_future()
 
@@ -113,7 +115,7 @@ class WorkerSession:
     async def open(self, lease_id: str, request: Request, generated: Sequence[int]) -> RouterLease:
         """Raises NoRoom, Draining, WorkerLost, InvalidRequest. Close what this returns with `close_lease`."""
         if self.lost is not None:
-            raise WorkerLost(self.lost.message)
+            raise WorkerLost(self.lost.message, code=self.lost.code)
         fence = LeaseId(lease=lease_id, epoch=0, instance=self.instance)
         lease = RouterLease(self, fence)
         self.leases[lease_id] = lease

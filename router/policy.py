@@ -39,19 +39,19 @@ class LeastLoaded:
     A request whose decode lands on a mixed worker is prefilled there too: its handoff then costs nothing.
     """
 
-    def decode_order(self, request: Request, workers: Iterable[Candidate], avoid: Collection[str]) -> list[Candidate]:
-        """Workers that could decode the request, best first."""
+    def decode_order(self, request: Request, workers: Iterable[Candidate], fingerprint: str | None) -> list[Candidate]:
+        """Workers that could decode the request, best first; of this fingerprint, once the request has one."""
         able = [
             worker
             for worker in workers
-            if worker.decodes and not worker.status.draining and worker.status.instance not in avoid
+            if worker.decodes and not worker.status.draining and fingerprint in (None, worker.status.fingerprint)
         ]
         return sorted(able, key=lambda worker: (_load(worker), worker.status.name))
 
     def prefill_order(
         self, request: Request, workers: Iterable[Candidate], fingerprint: str | None, avoid: Collection[str]
     ) -> list[Candidate]:
-        """Workers that could prefill for a decode worker of this fingerprint, best first."""
+        """Workers that could prefill for a request, or a decode worker, of this fingerprint, best first."""
         able = [
             worker
             for worker in workers

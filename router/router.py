@@ -6,7 +6,8 @@ It knows neither HTTP nor how workers are reached: the fleet finds room, links c
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Protocol
 
 from router.fleet import Fleet
@@ -40,7 +41,6 @@ class Router:
         self.observer = observer
         self.clock = fleet.clock
         self.running = 0  # requests between their first and last line of generate()
-        self.prefills = 0  # prefill calls in progress
 
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
         """Place, lease, prefill, hand off, decode; on any failure go on elsewhere from the tokens known by then.
@@ -53,19 +53,22 @@ class Router:
         last: Delta | None = None
         failure: BaseException | None = None
         failures = 0
+        model: str | None = None  # the fingerprint of what wrote the tokens so far
         self.running += 1
         try:
             while True:
                 try:
-                    async with self.fleet.lease(request, generated) as lease:
+                    async with self.fleet.lease(request, generated, model if generated else None) as lease:
+                        model = lease.fingerprint
                         timeline.note(Moment.LEASED, self.clock())
-                        async for delta in self._tokens(request, generated, lease, timeline):
-                            self._note_tokens(request, timeline, delta)
-                            generated += delta.tokens
-                            last = delta
-                            yield delta
-                            if delta.finish is not None:
-                                return
+                        async with aclosing(self._tokens(request, generated, lease, timeline)) as deltas:
+                            async for delta in deltas:
+                                self._note_tokens(request, timeline, delta)
+                                generated += delta.tokens
+                                last = delta
+                                yield delta
+                                if delta.finish is not None:
+                                    return
                 except Retryable as error:
                     failures += not isinstance(error, Preempted)
                     self._retry(request, timeline, error, failures)
@@ -96,7 +99,7 @@ class Router:
 
     async def _tokens(
         self, request: Request, generated: list[int], lease: RouterLease | NoLease, timeline: Timeline
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta, None]:
         """Prefill into the lease, by one worker after another until one succeeds, then what the lease decodes."""
         avoid: set[str] = set()
         failures = 0
@@ -116,7 +119,7 @@ class Router:
                 if lease.failed.done():
                     raise  # the decode side is gone: the lease has to be placed anew
                 if isinstance(error, WorkerLost):
-                    self.fleet.suspect(worker.status.instance, error)
+                    self.fleet.blame(worker.status.instance, error)
                 if isinstance(error, WorkerLost | Draining):
                     avoid.add(worker.status.instance)
                 failures += 1
@@ -125,18 +128,21 @@ class Router:
 
     def _prefill(self, worker: Candidate, order: PrefillOrder, lease: RouterLease | NoLease) -> PrefillRun:
         """A prefill try; its tokens count towards the worker's load while it runs."""
-        entry = self.fleet.registry.get(worker.status.instance)
+        instance = worker.status.instance
+        entry = self.fleet.registry.get(instance)
         tokens = len(order.order.request.prompt) + len(order.order.generated)
-        self.prefills += 1
-        if entry is not None:
-            entry.prefill_tokens += tokens
+        running = self.fleet.prefills.setdefault(instance, set())
 
         def ended() -> None:
-            self.prefills -= 1
+            running.discard(run)
             if entry is not None:
                 entry.prefill_tokens -= tokens
 
-        return PrefillRun(self.fleet.link(worker.status), order, lease, ended)
+        run = PrefillRun(self.fleet.link(worker.status), order, lease, ended)
+        running.add(run)
+        if entry is not None:
+            entry.prefill_tokens += tokens
+        return run
 
     def _retry(self, request: Request, timeline: Timeline, error: Retryable, failures: int) -> None:
         """A try has failed: count it, and go on unless there were too many or time is up."""
@@ -158,6 +164,11 @@ class Router:
             self.observer.tokens(now - timeline.last_token, len(delta.tokens))
         timeline.last_token = now
         timeline.tokens += len(delta.tokens)
+
+    @property
+    def prefills(self) -> int:
+        """Prefill calls in progress."""
+        return sum(map(len, self.fleet.prefills.values()))
 
     async def audit(self) -> list[Audit]:
         """What the router and every worker it reaches hold."""

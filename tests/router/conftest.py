@@ -1,0 +1,125 @@
+"""A router over scripted workers; every test that uses it ends with nothing held anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+
+from router.fleet import Fleet, RouterConfig
+from router.policy import LeastLoaded
+from router.router import Router
+from serving.errors import MillraceError
+from serving.messages import Delta, Request, Role
+from serving.timeline import Timeline
+from tests.kvcache.sequences import make_request
+from tests.prefill.scripted import written_out
+from tests.router.scripted import ScriptedWorker, make_status
+
+PROMPT = (3, 1, 4)
+
+
+class Recorder:
+    """An observer that remembers (router.router.Observer)."""
+
+    def __init__(self) -> None:
+        self.firsts: list[str] = []
+        self.replacements: list[MillraceError] = []
+        self.endings: list[tuple[str, Timeline, Delta | None, BaseException | None]] = []
+
+    def first_token(self, request: Request, seconds: float, cached: int) -> None:
+        self.firsts.append(request.request_id)
+
+    def tokens(self, seconds: float, count: int) -> None: ...
+
+    def replaced(self, error: MillraceError) -> None:
+        self.replacements.append(error)
+
+    def finished(self, request: Request, timeline: Timeline, last: Delta | None, error: BaseException | None) -> None:
+        self.endings.append((request.request_id, timeline, last, error))
+
+
+class World:
+    """`add` workers, then `generate`. Time stands still unless `now` is moved."""
+
+    def __init__(self, **config: Any) -> None:
+        self.now = 100.0
+        self.workers: dict[str, ScriptedWorker] = {}
+        self.addresses: dict[str, ScriptedWorker] = {}
+        self.fleet = Fleet(
+            RouterConfig(**{"patience": 5.0, **config}),
+            lambda status: next(w for w in self.workers.values() if w.status.instance == status.instance),
+            LeastLoaded(),
+            clock=lambda: self.now,
+        )
+        self.seen = Recorder()
+        self.router = Router(self.fleet, self.seen)
+
+    def add(self, name: str, role: Role = Role.MIXED, **fields: Any) -> ScriptedWorker:
+        worker = ScriptedWorker(make_status(name, role, **fields), self.addresses)
+        self.workers[name] = worker
+        self.fleet.heartbeat(worker.status)
+        return worker
+
+    def beat(self) -> None:
+        for worker in self.workers.values():
+            self.fleet.heartbeat(worker.status)
+
+    async def tokens(self, request: Request) -> list[int]:
+        """All tokens of a request, each at its place."""
+        found: list[int] = []
+        finish = None
+        async for delta in self.router.generate(request):
+            assert finish is None and delta.index == len(found), "a token was skipped, repeated, or came too late"
+            found += delta.tokens
+            finish = delta.finish
+        assert finish is not None
+        return found
+
+    async def settled(self) -> None:
+        """Let what was cancelled come to its end."""
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    def held(self) -> dict[str, int]:
+        """Everything the router or a worker still holds, by name."""
+        entries = self.fleet.registry.workers.values()
+        counts = {
+            "running": self.router.running,
+            "prefills": self.router.prefills,
+            "open_leases": self.fleet.open_leases(),
+            "waiting": self.fleet.turnstile.waiting,
+            "entry.leases": sum(entry.leases for entry in entries),
+            "entry.prefill_tokens": sum(entry.prefill_tokens for entry in entries),
+        }
+        for name, worker in self.workers.items():
+            counts |= {f"{name}.leases": len(worker.leases()), f"{name}.runs": worker.runs}
+        return {name: count for name, count in counts.items() if count}
+
+    def check_cancelled_once(self) -> None:
+        """Every lease asked for was given back, once for each time, unless its session was lost meanwhile."""
+        for worker in self.workers.values():
+            for lease, count in worker.opened.items():
+                assert worker.cancelled[lease] <= count
+                assert worker.cancelled[lease] == count or any(session.closed for session in worker.sessions)
+            assert not worker.cancelled - worker.opened, "a lease was cancelled that was never opened"
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    made = World()
+    yield made
+    await made.settled()
+    assert made.held() == {}
+    made.check_cancelled_once()
+    await made.fleet.close()
+
+
+def wanted(name: str = "r", max_tokens: int = 8, prompt: Sequence[int] = PROMPT, **fields: Any) -> Request:
+    return make_request(prompt, request_id=name, max_tokens=max_tokens, **fields)
+
+
+def expected(request: Request) -> list[int]:
+    return written_out(request.prompt, request.sampling.max_tokens)

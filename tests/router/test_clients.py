@@ -1,0 +1,207 @@
+"""The gRPC forms of the links, against real services on loopback: everything a direct call does, and broken calls."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import pytest
+from grpc import aio
+
+from decode.service import DecodeService
+from prefill.service import PrefillService
+from router.clients import RemoteSession, RemoteWorker
+from serving.errors import InvalidRequest, MillraceError, NoRoom, StaleLease, Unauthorized, WorkerLost
+from serving.links import LeaseEvent
+from serving.messages import LeaseGrant, PrefillOrder, Role
+from serving.proto import millrace_pb2_grpc as stubs
+from serving.rpc import Caller, server
+from tests.decode.workers import Worker
+from tests.kvcache.sequences import make_order
+from tests.prefill.scripted import written_out
+
+KEY = "key"
+PROMPT = [1, 2, 3]
+
+
+class Remote:
+    """A mixed worker behind gRPC and a router's link to it."""
+
+    def __init__(self) -> None:
+        self.worker = Worker(Role.MIXED)
+        self.worker.runner.during = self.hold
+        self.gate = threading.Event()
+        self.gate.set()
+        self.events: list[LeaseEvent] = []
+        self.lost: list[MillraceError] = []
+
+    def hold(self, work: object) -> None:
+        """A step lasts until the gate is open."""
+        assert self.gate.wait(10)
+
+    async def start(self) -> None:
+        self.server: aio.Server = server(KEY)
+        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        stubs.add_DecodeServicer_to_server(DecodeService(self.worker.decode), self.server)
+        stubs.add_PrefillServicer_to_server(PrefillService(self.worker.prefill), self.server)
+        await self.server.start()
+        self.worker.loop.start()
+        self.link = RemoteWorker(Caller(self.address, KEY))
+
+    async def stop(self) -> None:
+        self.gate.set()
+        await self.link.close()
+        await self.server.stop(0)
+        await self.worker.loop.stop()
+
+    async def connect(self) -> RemoteSession:
+        return await self.link.connect("router", self.events.extend, self.lost.append)
+
+    def prefill(self, grant: LeaseGrant | None, max_tokens: int = 5) -> PrefillOrder:
+        lease = grant.lease if grant is not None else None
+        return PrefillOrder(order=make_order(PROMPT, lease=lease, max_tokens=max_tokens), grant=grant)
+
+    async def gone(self) -> None:
+        """Wait until the worker holds nothing."""
+        async with asyncio.timeout(5):
+            while not self.worker.idle():
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+async def remote() -> AsyncIterator[Remote]:
+    made = Remote()
+    await made.start()
+    yield made
+    await made.stop()
+
+
+async def test_a_lease_lives_over_the_wire(remote: Remote) -> None:
+    session = await remote.connect()
+    grant = await session.open(make_order(PROMPT, lease=remote.worker.fence(), max_tokens=5))
+    assert grant == LeaseGrant(lease=remote.worker.fence(), cached_tokens=0, address="local:decode")
+    (prefilled,) = [one async for one in remote.link.run(remote.prefill(grant))]
+    while not remote.events or remote.events[-1].delta is None or remote.events[-1].delta.finish is None:
+        await asyncio.sleep(0.001)
+    deltas = [prefilled.delta, *(event.delta for event in remote.events if event.delta is not None)]
+    assert [token for delta in deltas for token in delta.tokens] == written_out(PROMPT, 5)
+    await session.close()
+    await remote.gone()
+    assert len(remote.lost) == 1
+
+
+async def test_answers_find_who_asked(remote: Remote) -> None:
+    session = await remote.connect()
+    orders = [make_order([n], lease=remote.worker.fence(f"r/{n}")) for n in range(8)]
+    grants = await asyncio.gather(*(session.open(order) for order in orders))
+    assert [grant.lease for grant in grants] == [order.lease for order in orders]
+    with pytest.raises(NoRoom, match="its limit"):
+        await session.open(make_order([9], lease=remote.worker.fence("r/9")))
+    with pytest.raises(StaleLease):
+        await session.advance(make_order([9], lease=remote.worker.fence("r/10", 1)))
+    session.cancel("r/3")
+    with pytest.raises(InvalidRequest):
+        await session.open(orders[0])
+    assert (await session.open(make_order([9], lease=remote.worker.fence("r/9")))).lease.lease == "r/9"
+    await session.close()
+    await remote.gone()
+
+
+async def test_leaving_while_a_lease_is_opened_gives_it_back(remote: Remote) -> None:
+    session = await remote.connect()
+    opening = asyncio.create_task(session.open(make_order(PROMPT, lease=remote.worker.fence())))
+    await asyncio.sleep(0)
+    opening.cancel()
+    await asyncio.gather(opening, return_exceptions=True)
+    session.cancel("r/1")
+    grant = await session.open(make_order(PROMPT, lease=remote.worker.fence("r/2")))
+    assert list(remote.worker.decode.table.leases) == [grant.lease.lease]
+    await session.close()
+
+
+async def test_a_server_that_goes_away_is_a_lost_worker(remote: Remote) -> None:
+    session = await remote.connect()
+    await session.open(make_order(PROMPT, lease=remote.worker.fence()))
+    await remote.server.stop(0)
+    while not remote.lost:
+        await asyncio.sleep(0.001)
+    assert [type(error) for error in remote.lost] == [WorkerLost]
+    with pytest.raises(WorkerLost):
+        await session.open(make_order(PROMPT, lease=remote.worker.fence("r/2")))
+    session.cancel("r/1")  # never fails
+    await session.close()
+    await remote.gone()
+
+
+async def test_nobody_there_is_a_lost_worker(remote: Remote) -> None:
+    await remote.server.stop(0)
+    with pytest.raises(WorkerLost):
+        await remote.connect()
+    with pytest.raises(WorkerLost):
+        [one async for one in remote.link.run(remote.prefill(None))]
+    with pytest.raises(WorkerLost):
+        await remote.link.audit()
+
+
+@pytest.mark.parametrize("key", [None, "wrong"])
+async def test_without_the_key_every_door_is_shut(remote: Remote, key: str | None) -> None:
+    stranger = RemoteWorker(Caller(remote.address, key))
+    with pytest.raises(Unauthorized):
+        await stranger.connect("router", remote.events.extend, remote.lost.append)
+    with pytest.raises(Unauthorized):
+        [one async for one in stranger.run(remote.prefill(None))]
+    await stranger.close()
+
+
+async def test_a_refused_prefill_keeps_its_error(remote: Remote) -> None:
+    with pytest.raises(StaleLease) as refused:
+        await anext(
+            remote.link.run(remote.prefill(LeaseGrant(lease=remote.worker.fence(), cached_tokens=0, address="")))
+        )
+    assert refused.value.code == "lease"
+
+
+async def test_leaving_a_prefill_cancels_it_at_the_worker(remote: Remote) -> None:
+    remote.gate.clear()
+    running = asyncio.ensure_future(anext(remote.link.run(remote.prefill(None))))
+    while not remote.worker.prefill.sequences():
+        await asyncio.sleep(0.001)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    while remote.worker.prefill.sequences():
+        await asyncio.sleep(0.001)
+    remote.gate.set()
+    await remote.gone()
+
+
+async def test_closing_the_link_ends_its_session(remote: Remote) -> None:
+    session = await remote.connect()
+    await session.open(make_order(PROMPT, lease=remote.worker.fence()))
+    await remote.link.close()
+    while not remote.lost:
+        await asyncio.sleep(0.001)
+    await remote.gone()
+    await session.close()
+
+
+async def test_closing_the_link_under_a_prefill_is_a_lost_worker(remote: Remote) -> None:
+    remote.gate.clear()
+
+    async def run() -> str:
+        try:
+            async with aclosing(remote.link.run(remote.prefill(None))) as results:  # type: ignore[type-var]
+                async for _ in results:
+                    return "a token"
+        except WorkerLost:
+            return "lost"
+        return "nothing"
+
+    running = asyncio.create_task(run())
+    while not remote.worker.prefill.sequences():
+        await asyncio.sleep(0.001)
+    await remote.link.close()
+    (result,) = await asyncio.gather(running, return_exceptions=True)
+    remote.gate.set()
+    assert result == "lost"
