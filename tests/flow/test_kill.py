@@ -6,7 +6,7 @@ Greedy and seeded-sampled, streaming and not, are asked at once; the victim is o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
 from signal import SIGCONT, SIGKILL, SIGSTOP
 
 import pytest
@@ -30,19 +30,33 @@ KINDS = (
 Outcomes = list[tuple[str, str | None, int, int]]
 
 
-@pytest.fixture(scope="module")
-def slow_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Deep enough that a long prompt in small chunks takes a while, its KV (16 MB) too large for socket buffers."""
-    return tiny_llama(tmp_path_factory.mktemp("model") / "tiny", layers=8, hidden=256, kv_heads=4)
+@dataclass(frozen=True)
+class Form:
+    """How the workers compute, and a model deep enough that a long prompt in small chunks takes them a while.
+
+    Its KV is too large for socket buffers: a handoff can be caught in the middle.
+    """
+
+    flags: tuple[str, ...]
+    layers: int
+    hidden: int
 
 
-@pytest.fixture(scope="module")
-def server(slow_path: Path) -> Iterator[MillraceServer]:
+FORMS = {
+    "torch float32": Form(("--kernels", "torch", "--dtype", "float32"), layers=8, hidden=256),
+    "compiled bfloat16": Form(("--kernels", "compiled", "--dtype", "bfloat16"), layers=16, hidden=512),
+}
+
+
+@pytest.fixture(scope="module", params=list(FORMS))
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MillraceServer]:
+    form = FORMS[request.param]
+    folder = tmp_path_factory.mktemp("model") / "tiny"
     arguments = (
-        str(slow_path),
-        *("--prefill", "2", "--decode", "2", "--dtype", "float32", "--served-model-name", "tiny"),
+        str(tiny_llama(folder, layers=form.layers, hidden=form.hidden, kv_heads=4)),
+        *("--prefill", "2", "--decode", "2", "--served-model-name", "tiny", *form.flags),
         *("--max-num-batched-tokens", "24", "--max-num-seqs", "24", "--no-enable-prefix-caching"),
-        *("--num-kv-blocks", "1024", "--heartbeat-interval", "0.2", "--heartbeat-timeout", "30"),
+        *("--num-kv-blocks", "512", "--heartbeat-interval", "0.1", "--heartbeat-timeout", "30"),
     )
     with MillraceServer(*arguments, workers=WORKERS) as started:
         yield started

@@ -58,6 +58,7 @@ async def test_a_worker_told_to_leave_moves_what_it_cannot_finish(tiny_path: Pat
     """SIGTERM to one decode worker with no time to finish: its streams go on, whole, at the other."""
     wanted = prompts(6, shortest=20, longest=100, seed=41)
     flags = (str(tiny_path), "--dtype", "float32", "--served-model-name", "tiny", "--prefill", "1", "--decode", "2")
+    flags += ("--kernels", "torch")  # slow enough to be caught at it
     with MillraceServer(
         *flags,
         "--shutdown-timeout",
