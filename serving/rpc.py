@@ -27,6 +27,7 @@ from serving.wire import error_from_pb, error_to_pb
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE = 256 << 20  # bytes; the largest message is a prompt's token ids or one KV chunk
+LONGEST_MESSAGE = 2000  # characters of an error: it travels in headers, and gRPC drops those over 16 KB
 _ERROR_KEY = "millrace-error-bin"
 _AUTH_KEY = "authorization"
 _OPTIONS = [
@@ -102,8 +103,10 @@ class Caller:
 
 async def _abort(context: aio.ServicerContext, error: MillraceError) -> NoReturn:
     code = getattr(grpc.StatusCode, error.grpc_code)
-    packed = base64.b64encode(error_to_pb(error).SerializeToString())
-    await context.abort(code, error.message, ((_ERROR_KEY, packed),))
+    message = error_to_pb(error)
+    message.message = message.message[:LONGEST_MESSAGE]
+    packed = base64.b64encode(message.SerializeToString())
+    await context.abort(code, message.message, ((_ERROR_KEY, packed),))
     raise AssertionError("abort returns never")
 
 
@@ -127,6 +130,11 @@ def asking(peer: str) -> Any:
         raise WorkerLost(f"{peer} ended the call: {error}") from error
     except asyncio.InvalidStateError as error:
         raise WorkerLost(f"{peer} ended the call") from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise WorkerLost(f"the channel to {peer} was closed") from error  # nobody cancelled us: the call was
 
 
 def _from_status(error: aio.AioRpcError, peer: str) -> MillraceError:

@@ -50,7 +50,7 @@ class Pool:
             dense[:, start : start + n] for dense, start, n in zip(self.dense, starts, batch.query_lens, strict=True)
         ]
         k, v = torch.cat(new, dim=1)
-        kernels.write_kv(k, v, *self.planes, batch.slots)
+        kernels.write_kv(k, v, self.planes, batch.slots)
 
     def batch(self, starts: list[int], counts: list[int]) -> RaggedBatch:
         tokens = [[0] * count for count in counts]
@@ -118,7 +118,7 @@ def test_paged_attention_is_the_textbook_s(
     q = torch.randn(sum(counts), kv_heads * group, HEAD_DIM, generator=torch.Generator().manual_seed(seed))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "QUERY_BLOCK", query_block)
-        found = kernels.paged_attention(q, *pool.planes, batch, 0.4, window)
+        found = kernels.paged_attention(q, pool.planes, batch, 0.4, window)
     torch.testing.assert_close(found.double(), expected(pool, q, starts, counts, 0.4, window), atol=1e-5, rtol=1e-5)
 
 
@@ -128,7 +128,7 @@ def test_planes_of_lower_precision_are_read_as_they_are() -> None:
     pool = Pool([37, 12], 4, 2, seed=5, dtype=torch.bfloat16)
     pool.write(pool.batch([0, 0], [37, 12]), [0, 0])
     q = torch.randn(8, 4, HEAD_DIM, generator=torch.Generator().manual_seed(5)).bfloat16()
-    found = kernels.paged_attention(q, *pool.planes, pool.batch(starts, counts), 0.4, None)
+    found = kernels.paged_attention(q, pool.planes, pool.batch(starts, counts), 0.4, None)
     assert found.dtype == torch.bfloat16
     truth = expected(pool, q, starts, counts, 0.4, None)
     torch.testing.assert_close(found.double(), truth, atol=0.0, rtol=2**-8)
