@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import command as bench
+from deploy import quantize
 from serving import __version__
 from serving.config import (
     ClusterConfig,
@@ -28,6 +29,8 @@ from serving.messages import Role
 
 CONFIGS = (ModelConfig, EngineConfig, HttpConfig, PlacementConfig, ClusterConfig)
 
+ALONE = {"bench": bench.run, "quantize": quantize.run}  # commands that read none of the settings below
+
 DESCRIPTION = """Disaggregated LLM serving: prefill, decode and KV cache as services behind an OpenAI-compatible API.
 
   millrace serve                          one process, SmolLM2-135M-Instruct, http://localhost:8000/v1
@@ -44,6 +47,7 @@ COMMANDS = {
     "decode": "a decode worker alone",
     "mixed": "a worker that prefills and decodes, alone",
 }
+QUANTIZE = "write a model as INT8 weights and activations, in the compressed-tensors convention"
 MEASURE = "measure any OpenAI-compatible endpoint: latencies, throughput, goodput"
 
 
@@ -65,6 +69,9 @@ def make_parser() -> argparse.ArgumentParser:
             command.add_argument("--parent", type=int, help=argparse.SUPPRESS)
         add_flags(command, *CONFIGS)
     bench.add_arguments(commands.add_parser("bench", help=MEASURE, description=MEASURE[0].upper() + MEASURE[1:] + "."))
+    quantize.add_arguments(
+        commands.add_parser("quantize", help=QUANTIZE, description=QUANTIZE[0].upper() + QUANTIZE[1:] + ".")
+    )
     return parser
 
 
@@ -84,7 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the process's exit code."""
     parsed = make_parser().parse_args(arguments)
     try:
-        return bench.run(parsed) if parsed.command == "bench" else _run(vars(parsed))
+        if parsed.command in ALONE:
+            return ALONE[parsed.command](parsed)
+        return _run(vars(parsed))
     except (MillraceError, ValueError, OSError) as error:
         print(f"millrace: {error}", file=sys.stderr)
         return 2

@@ -18,7 +18,7 @@ from serving.config import ClusterConfig, EngineConfig, HttpConfig, ModelConfig,
 from serving.errors import MillraceError, Unauthorized
 from serving.messages import Role
 from serving.metrics import worker_metrics
-from serving.model.loading import load, resolve
+from serving.model.loading import LoadedModel, load, resolve
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import Caller, asking, listen, server
@@ -70,9 +70,7 @@ class WorkerHost:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._leaving.set)
-        loaded = await asyncio.to_thread(
-            lambda: load(resolve(self.model), self.model_config.dtype, self.model_config.device)
-        )
+        loaded = await asyncio.to_thread(self._load)
         grpc_server = server(self.cluster.cluster_key)
         port = listen(grpc_server, self.cluster.grpc_host, self.cluster.grpc_port)
         address = self.cluster.advertise or f"{self.cluster.grpc_host}:{port}"
@@ -109,6 +107,10 @@ class WorkerHost:
         if not self._exit_code:
             await worker.stop()
         return self._exit_code
+
+    def _load(self) -> LoadedModel:
+        config = self.model_config
+        return load(resolve(self.model), config.dtype, config.device, config.quantization)
 
     def _crashed(self) -> None:
         self._exit_code = 1

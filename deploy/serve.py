@@ -62,7 +62,8 @@ async def serve_embedded(settings: Settings) -> int:
     log.info("loading %s", path)
     config = settings.model_config
     model, tokenizer = await asyncio.gather(
-        asyncio.to_thread(load, path, config.dtype, config.device), asyncio.to_thread(load_tokenizer, path)
+        asyncio.to_thread(load, path, config.dtype, config.device, config.quantization),
+        asyncio.to_thread(load_tokenizer, path),
     )
     cluster = LocalCluster(
         model,

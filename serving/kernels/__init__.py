@@ -4,6 +4,8 @@ Every form has the signature and the meaning of its namesake in `serving.kernels
 take a layer's planes as one tuple, and what planes there are says how KV is stored.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from serving.engine.batch import RaggedBatch
@@ -22,7 +24,7 @@ __all__ = [
     "write_kv",
 ]
 
-_BY_PLANES = {2: reference, 4: int8}  # k and v; k, v and the scales of each
+_BY_PLANES: dict[int, Any] = {2: reference, 4: int8}  # k and v; k, v and the scales of each
 
 
 def write_kv(k: Tensor, v: Tensor, planes: tuple[Tensor, ...], slots: Tensor) -> None:
@@ -34,4 +36,5 @@ def paged_attention(
     q: Tensor, planes: tuple[Tensor, ...], batch: RaggedBatch, scale: float, window: int | None
 ) -> Tensor:
     """Causal attention of q [T, Hq, D] over each sequence's own blocks of a layer's planes; [T, Hq, D] in q's dtype."""
-    return _BY_PLANES[len(planes)].paged_attention(q, *planes, batch, scale, window)
+    out: Tensor = _BY_PLANES[len(planes)].paged_attention(q, *planes, batch, scale, window)
+    return out

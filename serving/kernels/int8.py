@@ -30,10 +30,10 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def integer_product(a: Tensor, b: Tensor) -> Tensor:
     """Exact a [M, K] · b [N, K]ᵀ of int8 matrices, as integers or as floating point numbers that hold them exactly."""
-    rows = a.shape[0]
-    if a.device.type == "cpu":
-        return torch._int_mm(a, b.t()) if a.numel() else torch.zeros(rows, b.shape[0], dtype=torch.int32)
-    if a.device.type == "cuda" and not b.shape[0] % 8 and not b.shape[1] % 8:
+    rows, width = a.shape
+    if a.device.type == "cpu" and rows and width > 1:  # of width 1 torch 2.13 returns wrong products
+        return torch._int_mm(a, b.t())
+    if a.device.type == "cuda" and not b.shape[0] % 8 and not width % 8:
         padded = F.pad(a, (0, 0, 0, max(_CUDA_ROWS - rows, 0)))
         return torch._int_mm(padded, b.t())[:rows]
     return a.double() @ b.double().t()
@@ -45,7 +45,7 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Ten
     out = integer_product(values, weight).float() * (scale * row_scale[:, None])
     if bias is not None:
         out = out + bias.float()
-    return out.to(x.dtype).view(*x.shape[:-1], -1)
+    return out.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
 
 def write_kv(

@@ -43,7 +43,7 @@ class Checkpoint(Protocol):
         ...
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor on the CPU in its stored dtype; of a format with quantized blocks, dequantized to float32."""
+        """The whole tensor on the CPU as it is stored; where blocks are quantized, dequantized to float32."""
         ...
 
 

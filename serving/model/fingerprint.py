@@ -41,3 +41,12 @@ def fingerprint(spec: ModelSpec, files: Sequence[Path], dtype: str) -> str:
             for start in range(HEAD_BYTES, len(content), SAMPLE_STRIDE):
                 digest.update(content[start : start + SAMPLE_BYTES])
     return digest.hexdigest()
+
+
+def extended(digest: str, *parts: bytes) -> str:
+    """The fingerprint of a model that was changed after loading: `digest` and all that describes the change."""
+    further = xxhash.xxh3_128(digest.encode())
+    for part in parts:
+        further.update(len(part).to_bytes(8, "little"))
+        further.update(part)
+    return further.hexdigest()

@@ -18,6 +18,8 @@ from serving.model.fingerprint import fingerprint
 from serving.model.gguf_file import GgufFile
 from serving.model.gguf_spec import spec_from_gguf
 from serving.model.hub import resolve
+from serving.model.quantization.at_load import quantize
+from serving.model.quantization.linear import hold_int8, own_dtypes
 from serving.model.spec import ModelSpec
 from serving.model.weights import Part, sources
 
@@ -33,10 +35,11 @@ class LoadedModel:
     path: Path
 
 
-def load(path: Path, dtype: str = "auto", device: str = "cpu") -> LoadedModel:
+def load(path: Path, dtype: str = "auto", device: str = "cpu", quantization: str | None = None) -> LoadedModel:
     """Load the Hugging Face folder or GGUF file at `path`.
 
     `dtype` is float32, bfloat16, float16 or auto: the checkpoint's own for a folder, bfloat16 for a GGUF file.
+    `quantization` int8 makes its linear layers ones of 8-bit weights and activations, unless its files hold such.
     Raises ValueError when the model is not supported or its files do not fit together.
     """
     if dtype not in (*DTYPES, "auto"):
@@ -45,12 +48,15 @@ def load(path: Path, dtype: str = "auto", device: str = "cpu") -> LoadedModel:
     dtype = own_dtype if dtype == "auto" else dtype
     with torch.device("meta"):
         model = Decoder(spec)
+        hold_int8(model, int8_modules(model, checkpoint))
     fill(model, checkpoint, DTYPES[dtype], torch.device(device))
     if device == "cpu":
         if dtype != "float32":
             use_float32_head(model)
         use_onednn(model)
     digest = fingerprint(spec, checkpoint.files, dtype)
+    if quantization == "int8" and not checkpoint.int8_names:
+        digest = quantize(model.eval(), path, digest)
     return LoadedModel(model=model.eval(), spec=spec, dtype=dtype, fingerprint=digest, path=path)
 
 
@@ -69,11 +75,14 @@ def open_checkpoint(path: Path) -> tuple[ModelSpec, Checkpoint, str]:
 def fill(model: Decoder, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
     """Give every parameter of `model`, built on meta, its values out of `checkpoint`, one tensor at a time."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    dtypes = own_dtypes(model)
     for name, parts in sources(model.spec, shapes, checkpoint.names, checkpoint.container).items():
-        value = torch.empty(shapes[name], dtype=dtype, device=device)
+        value = torch.empty(shapes[name], dtype=dtypes.get(name, dtype), device=device)
         row = 0
         for part in parts:
             tensor = _in_order(checkpoint.read(part.name), part)
+            if value.dim() == 1 and tensor.shape[1:] == (1,):  # scales, which are stored as a column
+                tensor = tensor[:, 0]
             if tensor.shape[1:] != value.shape[1:] or row + len(tensor) > len(value):
                 raise ValueError(
                     f"{part.name} has shape {list(tensor.shape)}, which does not fit {name} {list(value.shape)}"
@@ -86,6 +95,23 @@ def fill(model: Decoder, checkpoint: Checkpoint, dtype: torch.dtype, device: tor
         setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
     model.tie_weights()
     model.to(device)  # the rotary frequencies
+
+
+def int8_modules(model: Decoder, checkpoint: Checkpoint) -> list[str]:
+    """The linear modules whose weights `checkpoint` holds in INT8. Raises ValueError where it does so in part."""
+    if not checkpoint.int8_names:
+        return []
+    names = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if model.spec.tied_embeddings:
+        names.remove("head.weight")
+    found = []
+    for name, parts in sources(model.spec, names, checkpoint.names, checkpoint.container, all_used=False).items():
+        held = [part.name for part in parts if part.name in checkpoint.int8_names]
+        if held and len(held) < len(parts):
+            raise ValueError(f"{', '.join(held)} are INT8 and others of the same layer are not, which is not supported")
+        if held:
+            found.append(name.removesuffix(".weight"))
+    return found
 
 
 def use_float32_head(model: Decoder) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from serving.model.quantization.convention import SCALE_LEAF, ZERO_POINT_LEAF
 from serving.model.spec import ModelSpec
 
 Names = tuple[str, ...]  # checkpoint modules whose tensors are stacked by rows into one of ours
@@ -121,11 +122,13 @@ def sources(
     parameters: Iterable[str],
     present: Collection[str],
     container: Literal["safetensors", "gguf"] = "safetensors",
+    *,
+    all_used: bool = True,
 ) -> dict[str, tuple[Part, ...]]:
     """For each of the decoder's `parameters`, the tensors of the checkpoint whose rows make it up, in order.
 
-    `present` are the names in the checkpoint. Raises ValueError when one we need is missing, or when there is one we
-    would not use: a model with unknown parts would run, and answer nonsense.
+    `present` are the names in the checkpoint. Raises ValueError when one we need is missing, or (with `all_used`) when
+    there is one we would not use: a model with unknown parts would run, and answer nonsense.
     """
     scheme = _GGUF if container == "gguf" else _HUGGING_FACE.get(spec.architecture, _LLAMA)
     embed = scheme.outer["embed"][0][0]
@@ -137,17 +140,46 @@ def sources(
         name
         for name in present
         if name not in used
-        and not name.endswith(scheme.ignored or "\0")
+        and not name.endswith((*scheme.ignored, f".{ZERO_POINT_LEAF}"))
         and not (spec.tied_embeddings and name == head)
     )
-    if spare:
+    if spare and all_used:
         shown = ", ".join(spare[:4]) + (f" and {len(spare) - 4} more" if len(spare) > 4 else "")
         raise ValueError(f"the checkpoint has tensors that a {spec.architecture} model of this config has not: {shown}")
     return found
 
 
-def _parts(name: str, spec: ModelSpec, scheme: Scheme, prefix: str, present: Collection[str]) -> tuple[Part, ...]:
-    """`layers.3.attention.qkv.weight` → the three tensors it is stacked from."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Destination:
+    """One checkpoint tensor that rows of a parameter are written to; `rows` None is all of them."""
+
+    name: str
+    rows: int | None = None
+    transposed: bool = False
+
+
+def destinations(spec: ModelSpec, parameters: Iterable[str]) -> dict[str, tuple[Destination, ...]]:
+    """Where each of the decoder's `parameters` goes in a Hugging Face checkpoint, its rows dealt out in this order.
+
+    `sources` reads back what is written so.
+    """
+    scheme = _HUGGING_FACE.get(spec.architecture, _LLAMA)
+    query, key, half = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.intermediate
+    rows = {"attention.qkv": (query, key, key), "mlp.gate_up": (half, half)}
+    found = {}
+    for name in parameters:
+        module, leaf, prefix, groups = _place(name, scheme, scheme.prefixes[0])
+        group = groups[-1 if spec.architecture == "phi3" else 0]  # Phi-3 keeps in one what others keep apart
+        counts = rows[module] if len(group) > 1 else (None,)
+        found[name] = tuple(
+            Destination(name=f"{prefix}{source}.{leaf}", rows=count, transposed=_transposed(module, leaf, scheme))
+            for source, count in zip(group, counts, strict=True)
+        )
+    return found
+
+
+def _place(name: str, scheme: Scheme, prefix: str) -> tuple[str, str, str, tuple[Names, ...]]:
+    """`layers.3.attention.qkv.weight` → the module within its layer, the leaf, what precedes names, the names."""
     module, leaf = name.rsplit(".", 1)
     table: Mapping[str, tuple[Names, ...]] = scheme.outer
     if module.startswith("layers."):
@@ -156,17 +188,25 @@ def _parts(name: str, spec: ModelSpec, scheme: Scheme, prefix: str, present: Col
         prefix += scheme.layer.format(layer)
     elif module == "head":
         prefix = ""
-    alternatives = [[f"{prefix}{source}.{leaf}" for source in group] for group in table[module]]
+    return module, SCALE_LEAF if leaf == "scale" else leaf, prefix, table[module]
+
+
+def _transposed(module: str, leaf: str, scheme: Scheme) -> bool:
+    linear = module in ("attention.qkv", "attention.o", "mlp.up", "mlp.down")
+    return scheme.transposed and leaf == "weight" and linear
+
+
+def _parts(name: str, spec: ModelSpec, scheme: Scheme, prefix: str, present: Collection[str]) -> tuple[Part, ...]:
+    """`layers.3.attention.qkv.weight` → the three tensors it is stacked from."""
+    module, leaf, prefix, groups = _place(name, scheme, prefix)
+    alternatives = [[f"{prefix}{source}.{leaf}" for source in group] for group in groups]
     chosen = next((group for group in alternatives if all(tensor in present for tensor in group)), None)
     if chosen is None:
         missing = ", ".join(tensor for tensor in alternatives[0] if tensor not in present)
         raise ValueError(f"the checkpoint lacks {missing}, which a {spec.architecture} model of this config needs")
-    transposed = (
-        scheme.transposed and leaf == "weight" and module in ("attention.qkv", "attention.o", "mlp.up", "mlp.down")
-    )
     paired = scheme is _GGUF and spec.architecture == "llama" and module == "attention.qkv" and len(chosen) == 3
     heads = (spec.heads, spec.kv_heads, 0) if paired else (0,) * len(chosen)
     return tuple(
-        Part(name=tensor, transposed=transposed, paired_heads=count)
+        Part(name=tensor, transposed=_transposed(module, leaf, scheme), paired_heads=count)
         for tensor, count in zip(chosen, heads, strict=True)
     )

@@ -103,12 +103,19 @@ def make_cluster(tiny_model: LoadedModel) -> ClusterMaker:
 
     @asynccontextmanager
     async def make(
-        placement: str, *, model: LoadedModel | None = None, router: RouterConfig | None = None, **engine: Any
+        placement: str,
+        *,
+        model: LoadedModel | None = None,
+        model_config: ModelConfig | None = None,
+        router: RouterConfig | None = None,
+        **engine: Any,
     ) -> AsyncIterator[Cluster]:
         kind, roles = PLACEMENTS[placement]
         config = EngineConfig(**{"num_kv_blocks": 512, "block_size": 16, **engine})
         router_config = router or RouterConfig(patience=20.0)
-        async with kind(model or tiny_model, ModelConfig(), config, router_config, roles=roles) as started:
+        async with kind(
+            model or tiny_model, model_config or ModelConfig(), config, router_config, roles=roles
+        ) as started:
             cluster = Cluster(started)
             yield cluster
             await cluster.idle()

@@ -35,7 +35,7 @@ def int8_config(ignored: Sequence[str]) -> dict[str, Any]:
 def check_config(config: Mapping[str, Any] | None) -> None:
     """Raises ValueError, saying what is different, unless `config` is None or describes INT8 as computed here.
 
-    That is: weights of 8 bits, symmetric, one scale per output channel, and activations quantized per token as they come.
+    That is: symmetric weights of 8 bits, one scale per output channel, and activations quantized per token on arrival.
     """
     if not config:
         return
@@ -48,7 +48,9 @@ def check_config(config: Mapping[str, Any] | None) -> None:
         raise ValueError("this checkpoint brings scales for its KV cache (kv_cache_scheme), which is not supported")
     for name, group in config.get("config_groups", {}).items():
         if not isinstance(group, Mapping):
-            raise ValueError(f"quantization group {name} is not described, only named; write out its weights and inputs")
+            raise ValueError(
+                f"quantization group {name} is not described, only named; write out its weights and inputs"
+            )
         _check(name, "weights", group.get("weights"), strategy="channel", dynamic=False)
         _check(name, "input_activations", group.get("input_activations"), strategy="token", dynamic=True)
         if group.get("output_activations"):

@@ -5,6 +5,8 @@ It computes by the reference; who has faster kernels takes `weight`, `scale` and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -35,3 +37,22 @@ class QuantizedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def hold_int8(model: nn.Module, names: Sequence[str]) -> None:
+    """Replace the linear modules `names` of a model built on meta, so that INT8 tensors can be loaded into them."""
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        outputs, inputs = linear.weight.shape
+        weight = torch.empty(outputs, inputs, dtype=torch.int8, device="meta")
+        scale = torch.empty(outputs, device="meta")
+        setattr(model.get_submodule(owner), leaf, QuantizedLinear(weight, scale, linear.bias))
+
+
+def own_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """The parameters of quantized layers that keep a type of their own, whatever the model's is."""
+    quantized = [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
+    weights = {f"{name}.weight": torch.int8 for name in quantized}
+    return weights | {f"{name}.scale": torch.float32 for name in quantized}

@@ -1,0 +1,176 @@
+"""What INT8 costs in quality: perplexity and agreement on the likeliest token, against the same model in bfloat16.
+
+    python -m bench.quality [MODEL] [--json FILE]
+
+The text is made on the spot out of the docstrings of Python's standard library: English prose about programs, the same
+for one version of Python wherever it runs, and free to use. Knows loading and the decoder; nothing of serving.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import inspect
+import json
+import math
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.report import aligned
+from serving.engine.batch import RaggedBatch
+from serving.model.decoder import Decoder
+from serving.model.loading import load, resolve
+from serving.text.tokenizer import load_tokenizer
+
+MODULES = """
+argparse logging random statistics textwrap threading zipfile decimal fractions pathlib collections csv functools
+heapq http.client inspect difflib string tarfile unittest.mock urllib.request asyncio.events email.message cmd
+configparser pickle sched smtplib socketserver subprocess tempfile timeit turtle typing uuid zipapp optparse ast
+""".split()  # noqa: SIM905 - a list would take a line for each
+SHORTEST = 160  # characters: shorter docstrings are labels rather than prose
+BLOCK_SIZE = 16
+
+
+def text() -> str:
+    """Every docstring of the modules above worth reading, each once, in a fixed order."""
+    kept: dict[str, None] = {}
+    for name in MODULES:
+        kept.update(dict.fromkeys(_docstrings(importlib.import_module(name))))
+    return "\n\n".join(kept)
+
+
+def _docstrings(module: ModuleType) -> Iterator[str]:
+    own = [value for _, value in sorted(vars(module).items()) if getattr(value, "__module__", None) == module.__name__]
+    inside = [part for value in own if inspect.isclass(value) for _, part in sorted(vars(value).items())]
+    for documented in (module, *own, *inside):
+        if callable(documented) or documented is module:
+            found = inspect.getdoc(documented) or ""
+            if len(found) >= SHORTEST and found.isascii():
+                yield found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """For each predicted token of the text: its log-probability in nats, and the token found likeliest."""
+
+    logprobs: Tensor
+    likeliest: Tensor
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(-float(self.logprobs.double().mean()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One line of the table; agreement and ratio are against the first line."""
+
+    name: str
+    perplexity: float
+    ratio: float
+    agreement: float
+    seconds: float
+
+
+def planes(model: Decoder, kv_dtype: str, tokens: int) -> list[tuple[Tensor, ...]]:
+    """An empty KV pool for one sequence of that many tokens."""
+    blocks = -(-tokens // BLOCK_SIZE)
+    return [
+        tuple(
+            torch.zeros(blocks, BLOCK_SIZE, *plane.shape, dtype=getattr(torch, plane.dtype)) for plane in layer.planes
+        )
+        for layer in model.spec.kv_layers(kv_dtype)
+    ]
+
+
+@torch.inference_mode()
+def score(model: Decoder, windows: Sequence[Sequence[int]], kv_dtype: str) -> Scores:
+    """Reads each window alone, from an empty cache; its first token is not predicted."""
+    logprobs, likeliest = [], []
+    for window in windows:
+        kv = planes(model, kv_dtype, len(window))
+        batch = RaggedBatch.build(
+            tokens=[window], starts=[0], block_tables=[range(len(kv[0][0]))], block_size=BLOCK_SIZE
+        )
+        logits = model.logits(model(batch, kv)[:-1])
+        targets = torch.tensor(window[1:])
+        logprobs.append(logits.log_softmax(-1).gather(1, targets[:, None])[:, 0])
+        likeliest.append(logits.argmax(-1))
+    return Scores(logprobs=torch.cat(logprobs), likeliest=torch.cat(likeliest))
+
+
+def compare(name: str, baseline: Scores, scores: Scores, seconds: float) -> Row:
+    return Row(
+        name=name,
+        perplexity=scores.perplexity,
+        ratio=scores.perplexity / baseline.perplexity,
+        agreement=float((scores.likeliest == baseline.likeliest).double().mean()),
+        seconds=seconds,
+    )
+
+
+def measure(path: Path, windows: Sequence[Sequence[int]]) -> list[Row]:
+    """The model at `path` in bfloat16, in INT8, and in INT8 with an INT8 KV cache."""
+    rows: list[Row] = []
+    baseline: Scores | None = None
+    for quantization, caches in ((None, ("bfloat16",)), ("int8", ("bfloat16", "int8"))):
+        model = load(path, "bfloat16", quantization=quantization).model
+        for kv_dtype in caches:
+            started = time.monotonic()
+            scores = score(model, windows, kv_dtype)
+            baseline = baseline or scores
+            name = f"{quantization or 'bfloat16'}, KV {kv_dtype}"
+            rows.append(compare(name, baseline, scores, time.monotonic() - started))
+            print(f"{name}: {rows[-1].seconds:.0f} s", file=sys.stderr)
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    cells = [["", "perplexity", "ratio", "top-1 agreement"]]
+    cells += [[row.name, f"{row.perplexity:.4f}", f"{row.ratio:.4f}", f"{row.agreement:.2%}"] for row in rows]
+    return aligned(cells)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.quality", description="What INT8 costs in quality.")
+    parser.add_argument("model", nargs="?", help="a folder, a .gguf file or a hub name (default: the demo model)")
+    parser.add_argument("--tokens", type=int, default=24576, help="tokens of text to read (default: 24576)")
+    parser.add_argument("--window", type=int, default=1024, help="tokens read at a time (default: 1024)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    given = parser.parse_args(arguments)
+    path, read = resolve(given.model), text()
+    tokens = load_tokenizer(path).encode(read, add_special_tokens=False)[: given.tokens]
+    windows = [tokens[at : at + given.window] for at in range(0, len(tokens) - given.window + 1, given.window)]
+    if not windows:
+        raise ValueError(f"the text has {len(tokens)} tokens, which is less than a window of {given.window}")
+    rows = measure(path, windows)
+    print(table(rows))
+    if given.json is not None:
+        given.json.write_text(json.dumps(report(path, read, windows, rows), indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def report(path: Path, read: str, windows: Sequence[Sequence[int]], rows: Sequence[Row]) -> dict[str, Any]:
+    """All that is needed to say whether two reports are of the same text, and the figures."""
+    return {
+        "model": path.name,
+        "text": f"docstrings of the standard library of Python {platform.python_version()}",
+        "text_sha256": hashlib.sha256(read.encode()).hexdigest(),
+        "tokens": sum(map(len, windows)),
+        "window": len(windows[0]),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""What is quantized to INT8 and how its scales are sought, as data; and the scales once found.
+
+Knows names of a decoder's modules, not the modules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.up", "mlp.down")  # of each layer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Int8Scheme:
+    """W8A8: weights with one scale per output channel, activations with one per token.
+
+    `high` are regular expressions over module names, such as `layers.3.mlp.down`; a module that one of them matches
+    whole stays in the model's own type. In them `last` stands for the number of the last layer. `strengths` are the
+    exponents tried for smoothing, 0 being none; `clips` the shares of a channel's largest weight tried as the largest
+    that is representable; `rows` how many calibration tokens a layer's search looks at.
+    """
+
+    high: tuple[str, ...] = ("head", r"layers\.\d+\.mlp\.down", r"layers\.(0|last)\.mlp\.gate_up")
+    strengths: tuple[float, ...] = (0.0, 0.4, 0.5, 0.6)
+    clips: tuple[float, ...] = (1.0, 0.95, 0.9, 0.85)
+    rows: int = 256
+
+    def keeps(self, name: str, layers: int) -> bool:
+        """Whether the module `name` of a decoder of that many layers stays as it is."""
+        return any(re.fullmatch(pattern.replace("last", str(layers - 1)), name) for pattern in self.high)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scales:
+    """What was found for one linear layer: float32 on the CPU.
+
+    Its weight is W = (int8 · scale[:, None]) / smoothing[None, :] to within rounding, and whoever makes its input
+    divides it by `smoothing`.
+    """
+
+    smoothing: Tensor | None  # [in]
+    scale: Tensor  # [out]
+
+
+Found = Mapping[str, Scales]  # by the name of the module
