@@ -170,8 +170,11 @@ def settings_of(model: ModelConfig, engine: EngineConfig, http: HttpConfig, plac
     return SimpleNamespace(model_config=model, engine=engine, http=http, placement=placement, cluster=ClusterConfig())
 
 
+PARSER = make_parser()
+
+
 def as_a_child(flags: tuple[str, ...], config: type) -> Any:
-    given = vars(make_parser().parse_args(["decode", "model", *flags]))
+    given = vars(PARSER.parse_args(["decode", "model", *flags]))
     return build(config, {}, {}, {key: value for key, value in given.items() if key in names(config)})
 
 

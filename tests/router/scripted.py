@@ -129,11 +129,12 @@ class ScriptedSession:
         self.lost = lost
         self.leases: dict[str, ScriptedLease] = {}
         self.closed = False
+        self.over = asyncio.Event()
 
     async def open(self, order: LeaseOrder) -> LeaseGrant:
         assert order.lease.lease not in self.leases, "a lease was opened twice"
         self.worker.opened[order.lease.lease] += 1
-        await self.worker.play(self.worker.script.open)
+        await self.worker.play(self.worker.script.open, self)
         return self._enter(order)
 
     async def advance(self, order: LeaseOrder) -> LeaseGrant:
@@ -142,7 +143,7 @@ class ScriptedSession:
             raise StaleLease("the lease is not open here", code="lease")
         old.stop()
         assert order.lease.epoch > old.order.lease.epoch
-        await self.worker.play(self.worker.script.advance)
+        await self.worker.play(self.worker.script.advance, self)
         return self._enter(order)
 
     def _enter(self, order: LeaseOrder) -> LeaseGrant:
@@ -157,6 +158,7 @@ class ScriptedSession:
 
     async def close(self) -> None:
         self.closed = True
+        self.over.set()
         for lease in self.leases.values():
             lease.stop()
         self.leases.clear()
@@ -191,17 +193,21 @@ class ScriptedWorker:
         for session in self.sessions:
             if not session.closed:
                 session.closed = True
+                session.over.set()
                 for lease in session.leases.values():
                     lease.stop()
                 session.leases.clear()
                 session.lost(lost())
 
-    async def play(self, steps: list[Step]) -> Step:
-        """The next word of a script: raises what it says, waits until the link is closed, or returns it."""
+    async def play(self, steps: list[Step], session: ScriptedSession | None = None) -> Step:
+        """The next word of a script: raises what it says, returns it, or waits until link or session are closed."""
         await asyncio.sleep(0)
         step = steps.pop(0) if steps else None
         if isinstance(step, BaseException):
             raise step
+        if step == HANG and session is not None:
+            await session.over.wait()
+            raise lost()
         if step == HANG:
             await self.closing.wait()
             raise asyncio.CancelledError

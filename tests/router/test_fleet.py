@@ -9,6 +9,7 @@ import pytest
 
 from serving.errors import (
     ContextLengthExceeded,
+    CorruptChunk,
     InternalError,
     MillraceError,
     NoRoom,
@@ -19,7 +20,7 @@ from serving.errors import (
 )
 from serving.messages import Role
 from tests.router.conftest import World, expected, wanted
-from tests.router.scripted import HANG
+from tests.router.scripted import HANG, Script
 
 
 async def finished(running: asyncio.Task[list[int]], seconds: float = 0.3) -> list[int]:
@@ -156,6 +157,18 @@ async def test_a_worker_that_stops_answering_while_a_lease_is_opened_is_given_up
     world.add("a").script.open = [HANG]
     running = asyncio.create_task(world.tokens(wanted()))
     await world.settled()
+    world.now += 6
+    world.add("b")
+    world.fleet.expire()
+    assert await finished(running) == expected(wanted())
+
+
+async def test_a_worker_that_stops_answering_while_a_lease_begins_anew_is_given_up() -> None:
+    world = World()
+    world.add("a").script = Script(before_first=[CorruptChunk("harmed")], advance=[HANG])
+    running = asyncio.create_task(world.tokens(wanted()))
+    await world.settled()
+    assert not running.done()
     world.now += 6
     world.add("b")
     world.fleet.expire()

@@ -90,6 +90,21 @@ async def test_a_failing_prefill_is_repeated(split: World, point: str, error: Re
     )
 
 
+async def test_a_leaving_prefill_worker_is_not_asked_again_while_there_is_another(split: World) -> None:
+    split.workers["p0"].script.before_first = [Draining("x")] * 5
+    request = wanted()
+    assert await split.tokens(request) == expected(request)
+    assert [len(split.workers[name].orders) for name in ("p0", "p1")] == [1, 1]
+
+
+async def test_a_lost_decode_worker_is_not_held_against_the_prefill_worker(split: World) -> None:
+    split.workers["d0"].script.decode = [(2, WorkerLost("x"))]
+    request = wanted()
+    assert await split.tokens(request) == expected(request)
+    suspects = [worker.status.name for worker in split.fleet.registry.workers.values() if worker.suspect]
+    assert split.seen.replacements and not {"p0", "p1"} & set(suspects)
+
+
 async def test_a_prefill_that_ends_without_a_token_is_repeated(split: World) -> None:
     split.workers["p0"].script.before_first = ["empty"]
     request = wanted()
