@@ -38,7 +38,7 @@ def cluster_of(model: LoadedModel, kind: type[LocalCluster] = RemoteCluster) -> 
 async def test_a_bit_flipped_on_the_wire_is_refused_and_survived(
     tiny_model: LoadedModel, tiny_path: Path, flips: int
 ) -> None:
-    """One bit in each of the first `flips` tries. A flip in the KV fails its digest, one in a frame ends the call."""
+    """In each of the first `flips` tries. A flip in the KV fails its digest, one in a frame ends the call."""
     prompt = prompts(1, shortest=400, longest=400, seed=20)[0]
     async with cluster_of(tiny_model) as started:
         cluster = Cluster(started)
@@ -46,16 +46,17 @@ async def test_a_bit_flipped_on_the_wire_is_refused_and_survived(
         assert decode is not None
         proxy = FlippingProxy(decode.address)
         decode.address = await proxy.start()  # what leases are granted with: KV goes through the proxy
-        proxy.armed = 1
+        proxy.armed = 1_000_000  # every large piece, while tries are to fail: what is left of an ended one passes too
 
         def harm_again(error: MillraceError) -> None:
-            proxy.armed = int(proxy.flipped < flips)
+            if len(cluster.seen.replacements) == flips:
+                proxy.armed = 0
 
         cluster.seen.on_replaced = harm_again
         assert await cluster.tokens(request(prompt)) == greedy_tiny(tiny_path, prompt, TOKENS)
-        assert proxy.flipped == len(cluster.seen.replacements) == flips
+        assert len(cluster.seen.replacements) == flips
         digests = sum(error.code == "digest" for error in cluster.seen.replacements)
-        assert decode.refused == {"digest": digests}, "counted where it was refused"
+        assert decode.refused.get("digest", 0) >= digests, "counted where it was refused, told or not"
         await cluster.idle()
         await proxy.stop()
 

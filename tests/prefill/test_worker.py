@@ -14,7 +14,16 @@ import pytest
 from kvcache import handoff as handoffs
 from kvcache.chunk import Chunk
 from serving.engine.plan import Work
-from serving.errors import ContextLengthExceeded, CorruptChunk, Draining, InternalError, StaleLease, WorkerLost
+from serving.errors import (
+    ContextLengthExceeded,
+    CorruptChunk,
+    Draining,
+    InternalError,
+    NoRoom,
+    Retryable,
+    StaleLease,
+    WorkerLost,
+)
 from serving.links import HandoffLink
 from serving.messages import FinishReason, LeaseGrant, LeaseId, Prefilled, PrefillOrder, Role
 from tests.decode.workers import Worker
@@ -118,7 +127,7 @@ async def test_a_prompt_known_already_is_counted_as_cached(worker: Prefill) -> N
     assert sum(len(chunk.payload) for chunk in worker.link.chunks) == worker.prefill.bytes_sent
 
 
-@pytest.mark.parametrize("error", [CorruptChunk("harmed"), StaleLease("over"), WorkerLost("gone")])
+@pytest.mark.parametrize("error", [CorruptChunk("harmed"), StaleLease("over"), NoRoom("full")])
 async def test_a_refused_chunk_ends_the_run(worker: Prefill, error: Exception) -> None:
     def refuse(chunk: Chunk) -> None:
         raise error
@@ -127,6 +136,19 @@ async def test_a_refused_chunk_ends_the_run(worker: Prefill, error: Exception) -
     with pytest.raises(type(error)):
         await results(worker, order())
     assert worker.link.closed == 1 and worker.link.committed == []
+
+
+@pytest.mark.xfail(strict=True, reason="PrefillWorker passes the decode worker's WorkerLost on as if it were its own")
+async def test_a_lost_decode_worker_is_not_taken_for_a_lost_prefill_worker(worker: Prefill) -> None:
+    """A router gives a lost worker no more work, and gives up all that runs there."""
+
+    def lose(chunk: Chunk) -> None:
+        raise WorkerLost("the decode worker is gone")
+
+    worker.link.before_push = lose
+    with pytest.raises(Retryable) as raised:
+        await results(worker, order())
+    assert not isinstance(raised.value, WorkerLost)
 
 
 async def test_a_refusal_does_not_wait_for_the_rest_of_the_prompt(worker: Prefill) -> None:

@@ -23,7 +23,7 @@ from tests.router.conftest import World, expected, wanted
 from tests.router.scripted import HANG, Script
 
 
-async def finished(running: asyncio.Task[list[int]], seconds: float = 0.3) -> list[int]:
+async def finished(running: asyncio.Task[list[int]], seconds: float = 5.0) -> list[int]:
     """The request's tokens; TimeoutError if it does not end in this time."""
     try:
         async with asyncio.timeout(seconds):

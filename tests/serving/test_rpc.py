@@ -91,7 +91,9 @@ class World:
         caller = caller or self.caller
 
         async def messages() -> AsyncIterator[pb.PushMessage]:
-            for _ in range(3):
+            for number in range(3):
+                if number == 1 and self.answers.error is not None:
+                    await asyncio.Event().wait()  # what is on its way when the stream ends may hide why it ended
                 yield pb.PushMessage(chunk=pb.Chunk(payload=bytes(100)))
 
         with asking(caller.address):
