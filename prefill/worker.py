@@ -18,7 +18,7 @@ from prefill.scheduler import PrefillScheduler
 from serving.engine.loop import EngineLoop
 from serving.engine.output import Output
 from serving.engine.sequence import Sequence
-from serving.errors import ContextLengthExceeded, Draining, MillraceError, WorkerLost
+from serving.errors import ContextLengthExceeded, Draining, MillraceError, StaleLease, WorkerLost
 from serving.links import HandoffDialer, HandoffLink
 from serving.messages import LeaseId, Prefilled, PrefillOrder, WorkerIdentity
 
@@ -101,6 +101,10 @@ class PrefillWorker:
             if prefilled.delta.finish is None:
                 await sending
                 await link.commit(grant.lease, prefilled.delta.tokens[-1])
+        except WorkerLost as error:
+            if first.done() and not first.cancelled() and first.exception() is error:
+                raise  # our own engine; anything else is the other end's loss
+            raise StaleLease(f"the decode worker cannot be reached: {error.message}", code="decode_lost") from error
         finally:
             seq.handoff = None
             self.bytes_sent += handoff.bytes_sent

@@ -27,7 +27,7 @@ from serving.wire import error_from_pb, error_to_pb
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE = 256 << 20  # bytes; the largest message is a prompt's token ids or one KV chunk
-LONGEST_MESSAGE = 2000  # characters of an error: it travels in headers, and gRPC drops those over 16 KB
+LONGEST_MESSAGE = 2000  # bytes of an error: it travels in headers, escaped, and gRPC drops those over 16 KB
 _ERROR_KEY = "millrace-error-bin"
 _AUTH_KEY = "authorization"
 _OPTIONS = [
@@ -104,7 +104,7 @@ class Caller:
 async def _abort(context: aio.ServicerContext, error: MillraceError) -> NoReturn:
     code = getattr(grpc.StatusCode, error.grpc_code)
     message = error_to_pb(error)
-    message.message = message.message[:LONGEST_MESSAGE]
+    message.message = message.message.encode()[:LONGEST_MESSAGE].decode(errors="ignore")
     packed = base64.b64encode(message.SerializeToString())
     await context.abort(code, message.message, ((_ERROR_KEY, packed),))
     raise AssertionError("abort returns never")

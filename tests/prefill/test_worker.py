@@ -138,7 +138,6 @@ async def test_a_refused_chunk_ends_the_run(worker: Prefill, error: Exception) -
     assert worker.link.closed == 1 and worker.link.committed == []
 
 
-@pytest.mark.xfail(strict=True, reason="PrefillWorker passes the decode worker's WorkerLost on as if it were its own")
 async def test_a_lost_decode_worker_is_not_taken_for_a_lost_prefill_worker(worker: Prefill) -> None:
     """A router gives a lost worker no more work, and gives up all that runs there."""
 
