@@ -35,7 +35,7 @@ from serving.text.tokenizer import load_tokenizer
 MODULES = """
 argparse logging random statistics textwrap threading zipfile decimal fractions pathlib collections csv functools
 heapq http.client inspect difflib string tarfile unittest.mock urllib.request asyncio.events email.message cmd
-configparser pickle sched smtplib socketserver subprocess tempfile timeit turtle typing uuid zipapp optparse ast
+configparser pickle sched smtplib socketserver subprocess tempfile timeit turtle uuid zipapp optparse ast
 """.split()  # noqa: SIM905 - a list would take a line for each
 SHORTEST = 160  # characters: shorter docstrings are labels rather than prose
 BLOCK_SIZE = 16

@@ -14,8 +14,10 @@ from serving.model.decoder import Decoder
 from serving.model.loading import load
 from serving.model.quantization import apply
 from serving.model.quantization.apply import apply_scales, find_scales, quantize_model
+from serving.model.quantization.calibrate import activations
 from serving.model.quantization.linear import QuantizedLinear
 from serving.model.quantization.scheme import Int8Scheme
+from serving.model.quantization.search import output_error
 from tests.serving.model.oracle import VOCAB, build, configs, save
 from tests.serving.model.paged import PagedRun, run_mixed, run_whole
 
@@ -106,6 +108,35 @@ def test_calibration_pays_where_channels_are_uneven(tmp_path: Path) -> None:
         for given in (CALIBRATION, None)
     ]
     assert errors[0] < 0.5 * errors[1]
+
+
+def test_values_are_smoothed_head_by_head(tmp_path: Path) -> None:
+    """Uneven rows of v, two query heads to each: what o is given is evened out, and what is found helps just there."""
+    model = load(save(build(configs()["llama3"]), tmp_path), "float32").model
+    layer = model.get_submodule("layers.1.attention")
+    v_rows = slice(-2 * 8, None)
+    uneven = torch.logspace(-1.5, 1.5, 16)[torch.randperm(16, generator=torch.Generator().manual_seed(1))]
+    by_input = uneven.view(2, 1, 8).expand(2, 2, 8).flatten()
+    parameters = dict(layer.named_parameters())
+    parameters["qkv.weight"].data[v_rows] *= uneven[:, None]
+    parameters["o.weight"].data /= by_input
+    name = "layers.1.attention.o"
+    seen = activations(model, CALIBRATION, [name], 1000)[name]
+    found = find_scales(model, EVERYTHING, CALIBRATION)[name].smoothing
+    assert found is not None
+    weight = parameters["o.weight"].data
+    before, after = (output_error(seen.rows, weight, s) for s in (torch.ones(32), found))
+    assert after < 0.2 * before
+    assert torch.equal(found.view(2, 2, 8)[:, 0], found.view(2, 2, 8)[:, 1])
+
+
+def test_the_first_tokens_of_every_sequence_are_looked_at(tmp_path: Path) -> None:
+    model = load(save(build(configs()["llama2"]), tmp_path), "float32").model
+    name = "layers.0.attention.qkv"
+    every, few = (activations(model, CALIBRATION, [name], rows)[name] for rows in (1000, 4))
+    starts = [start + offset for start in (0, 40, 80, 120) for offset in (0, 1)]
+    assert torch.equal(few.rows, every.rows[starts])
+    assert torch.equal(few.sizes, every.sizes)
 
 
 def test_sensitive_layers_stay_as_they_were(tmp_path: Path) -> None:

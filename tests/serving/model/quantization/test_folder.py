@@ -55,6 +55,8 @@ def test_what_is_written_is_read_back(architecture: str, tmp_path: Path) -> None
     assert torch.equal(logits(ours.model), logits(back.model))
     assert any(isinstance(module, QuantizedLinear) for module in back.model.modules())
     assert back.spec == ours.spec
+    names = {name for name in load_file(tmp_path / "out" / "model.safetensors") if not name.endswith("_scale")}
+    assert names == set(load_file(source / "model.safetensors"))
     again = load(tmp_path / "out", quantization="int8")  # already is
     assert again.fingerprint == back.fingerprint
 

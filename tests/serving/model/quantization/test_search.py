@@ -59,6 +59,13 @@ def test_one_huge_token_is_not_sacrificed() -> None:
     assert output_error(x[:1], weight, found) < 1e-3
 
 
+def test_sizes_are_read_in_two_ways() -> None:
+    x = torch.tensor([[3.0, 4.0], [300.0, -400.0], [0.0, 0.0]])
+    plain, even = input_sizes(x)
+    torch.testing.assert_close(plain, torch.tensor([30003.0, 53338.6667]).sqrt())
+    torch.testing.assert_close(even, torch.tensor([2 * 9 / 12.5 / 3, 2 * 16 / 12.5 / 3]).sqrt())
+
+
 def test_candidates_are_bounded_and_begin_with_none() -> None:
     x, weight = problem(3)
     x[:, 7] = 0
