@@ -16,6 +16,7 @@ class FlippingProxy:
         self.armed = 0
         self.flipped = 0
         self._pipes: list[asyncio.Task[None]] = []
+        self._writers: list[asyncio.StreamWriter] = []
 
     async def start(self) -> str:
         """Listen; the address to use instead of the target."""
@@ -29,6 +30,7 @@ class FlippingProxy:
             asyncio.create_task(self._pipe(reader, up_writer, harm=True)),
         ]
         self._pipes += pipes
+        self._writers += [up_writer, writer]
         await asyncio.wait(pipes, return_when=asyncio.FIRST_COMPLETED)
         for pipe, end in zip(pipes, (up_writer, writer), strict=True):
             pipe.cancel()
@@ -51,4 +53,6 @@ class FlippingProxy:
         for pipe in self._pipes:
             pipe.cancel()
         await asyncio.gather(*self._pipes, return_exceptions=True)
-        await asyncio.sleep(0)
+        for writer in self._writers:
+            writer.close()
+        await asyncio.gather(*(writer.wait_closed() for writer in self._writers), return_exceptions=True)

@@ -46,19 +46,23 @@ async def test_a_bit_flipped_on_the_wire_is_refused_and_survived(
         assert decode is not None
         proxy = FlippingProxy(decode.address)
         decode.address = await proxy.start()  # what leases are granted with: KV goes through the proxy
-        proxy.armed = 1_000_000  # every large piece, while tries are to fail: what is left of an ended one passes too
+        try:
+            proxy.armed = (
+                1_000_000  # every large piece, while tries are to fail: what is left of an ended one passes too
+            )
 
-        def harm_again(error: MillraceError) -> None:
-            if len(cluster.seen.replacements) == flips:
-                proxy.armed = 0
+            def harm_again(error: MillraceError) -> None:
+                if len(cluster.seen.replacements) == flips:
+                    proxy.armed = 0
 
-        cluster.seen.on_replaced = harm_again
-        assert await cluster.tokens(request(prompt)) == greedy_tiny(tiny_path, prompt, TOKENS)
-        assert len(cluster.seen.replacements) == flips
-        digests = sum(error.code == "digest" for error in cluster.seen.replacements)
-        assert decode.refused.get("digest", 0) >= digests, "counted where it was refused, told or not"
-        await cluster.idle()
-        await proxy.stop()
+            cluster.seen.on_replaced = harm_again
+            assert await cluster.tokens(request(prompt)) == greedy_tiny(tiny_path, prompt, TOKENS)
+            assert len(cluster.seen.replacements) == flips
+            digests = sum(error.code == "digest" for error in cluster.seen.replacements)
+            assert decode.refused.get("digest", 0) >= digests, "counted where it was refused, told or not"
+            await cluster.idle()
+        finally:
+            await proxy.stop()
 
 
 class Lease:

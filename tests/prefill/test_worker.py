@@ -151,7 +151,7 @@ async def test_a_lost_decode_worker_is_not_taken_for_a_lost_prefill_worker(worke
 
 
 async def test_a_refusal_does_not_wait_for_the_rest_of_the_prompt(worker: Prefill) -> None:
-    """A long prompt's first chunk is refused while its second step runs: the second is the last."""
+    """A long prompt's first chunk is refused, at the latest while its second step runs: no third one begins."""
     over = threading.Event()
     worker.runner.during = lambda work: assert_set(over) if len(worker.runner.counts) == 2 else None
 
@@ -163,7 +163,7 @@ async def test_a_refusal_does_not_wait_for_the_rest_of_the_prompt(worker: Prefil
         await results(worker, order(list(range(100))))
     over.set()
     await asyncio.to_thread(until, worker.idle)
-    assert len(worker.runner.counts) == 2
+    assert len(worker.runner.counts) <= 2
 
 
 def assert_set(event: threading.Event) -> None:

@@ -88,11 +88,12 @@ class World:
         return found
 
     async def push(self, caller: Caller | None = None) -> None:
+        refused = caller is not None or self.answers.error is not None
         caller = caller or self.caller
 
         async def messages() -> AsyncIterator[pb.PushMessage]:
             for number in range(3):
-                if number == 1 and self.answers.error is not None:
+                if number == 1 and refused:
                     await asyncio.Event().wait()  # what is on its way when the stream ends may hide why it ended
                 yield pb.PushMessage(chunk=pb.Chunk(payload=bytes(100)))
 
@@ -148,11 +149,13 @@ async def test_without_the_key_no_door_opens(shape: str, key: str | None) -> Non
     made = World(KEY)
     await made.start()
     stranger = Caller(made.address, key)
-    with pytest.raises(Unauthorized):
-        await getattr(made, shape)(stranger)
-    assert made.answers.received == 0
-    await stranger.close()
-    await made.stop()
+    try:
+        with pytest.raises(Unauthorized):
+            await getattr(made, shape)(stranger)
+        assert made.answers.received == 0
+    finally:
+        await stranger.close()
+        await made.stop()
 
 
 @pytest.mark.parametrize("shape", ["beat", "run", "push"])
