@@ -325,8 +325,8 @@ class Fleet:
         for candidate in self.registry.candidates():
             try:
                 found += await self.link(candidate.status).audit()
-            except WorkerLost as error:
-                self.suspect(candidate.status.instance, error)
+            except MillraceError as error:  # a worker that is slow to count may serve well: leave that to heartbeats
+                log.warning("no audit of %s: %s", candidate.status.name, error.message)
         return found
 
     async def close(self) -> None:

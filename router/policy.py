@@ -25,14 +25,6 @@ class Candidate:
         return self.status.role in (Role.DECODE, Role.MIXED)
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Instance ids. `decode` is None when a single token is asked for; both equal on a mixed worker."""
-
-    prefill: str
-    decode: str | None
-
-
 class LeastLoaded:
     """Decode where the fewest sequences run for the room there is, prefill where the fewest tokens wait.
 

@@ -44,7 +44,6 @@ class Plan:
     seqs: int
     work: list[Work] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)  # lost their blocks; their owners must be told
-    failed: list[tuple[Sequence, Exception]] = field(default_factory=list)  # cannot be served by this worker
 
     def add(self, seq: Sequence, count: int, by: Scheduler, draft: tuple[int, ...] = ()) -> None:
         assert len(draft) < count <= self.tokens and self.seqs > 0 and not seq.in_flight
