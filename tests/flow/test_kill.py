@@ -19,7 +19,7 @@ from tests.tiny import tiny_llama
 pytestmark = pytest.mark.slow
 
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-TOKENS = 120
+TOKENS = 600
 KINDS = (
     {"stream": True, "temperature": 0.0},
     {"stream": False, "temperature": 0.0},
