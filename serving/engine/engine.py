@@ -12,6 +12,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from serving.engine.output import Output
 from serving.engine.plan import KV, Plan, Scheduler, Work
@@ -43,11 +44,10 @@ class RunResult:
     times: RunTimes
 
 
-class Runner:
+class Runner(Protocol):
     """What the engine asks of the thing that computes (serving.engine.runner.ModelRunner)."""
 
-    def run(self, work: Seq[Work], layer_done: LayerDone | None) -> RunResult:
-        raise NotImplementedError
+    def run(self, work: Seq[Work], layer_done: LayerDone | None) -> RunResult: ...
 
 
 class Engine:
