@@ -120,7 +120,12 @@ class DecodeWorker:
 
     def _grant(self, lease: Lease) -> LeaseGrant:
         lease.seq.sink = LeaseSink(self, lease)
-        return LeaseGrant(lease=lease.fence, cached_tokens=lease.seq.computed, address=self.address)
+        return LeaseGrant(
+            lease=lease.fence,
+            cached_tokens=lease.seq.computed,
+            address=self.address,
+            kv_dtype=self.identity.kv_dtype,
+        )
 
     # ---- KV in -------------------------------------------------------------------------------------------------
 

@@ -54,7 +54,8 @@ class Worker:
         dialer: Dialer,
         on_crash: Callable[[], None] | None = None,
     ):
-        specs = model.spec.kv_layers(model.dtype if model_config.kv_cache_dtype == "auto" else "int8")
+        kv_dtype = model.dtype if model_config.kv_cache_dtype == "auto" else "int8"
+        specs = model.spec.kv_layers(kv_dtype)
         blocks = engine_config.num_kv_blocks or blocks_in(
             engine_config.kv_cache_memory, specs, engine_config.block_size
         )
@@ -64,14 +65,15 @@ class Worker:
         self.on_crash = on_crash
         self.pool = DevicePool(specs, blocks, engine_config.block_size, model_config.device)
         forward = make_forward(model, self.pool, engine_config, limit)
+        form = forward.form if engine_config.deterministic else "any"
         self.identity = WorkerIdentity(
             instance=uuid.uuid4().hex,
             name=name or f"{role}-{socket.gethostname()}-{os.getpid()}",
             role=role,
             model=str(model.path),
-            fingerprint=layout_fingerprint(
-                model.fingerprint, specs, forward.form if engine_config.deterministic else "any"
-            ),
+            fingerprint=layout_fingerprint(model.fingerprint, specs, form),
+            pairing=layout_fingerprint(model.fingerprint, specs if engine_config.deterministic else (), form),
+            kv_dtype=kv_dtype,
             max_model_len=limit,
         )
         self.blocks = BlockPool(blocks, engine_config.block_size, caching=engine_config.enable_prefix_caching)
@@ -210,6 +212,7 @@ class Worker:
             role=identity.role,
             address=self.address,
             fingerprint=identity.fingerprint,
+            pairing=identity.pairing,
             model=identity.model,
             max_model_len=identity.max_model_len,
             block_size=self.blocks.block_size,

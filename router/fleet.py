@@ -29,7 +29,7 @@ from serving.errors import (
     WorkerLost,
 )
 from serving.links import AuditLink, DecodeWorkerLink, PrefillLink
-from serving.messages import Audit, Request, WorkerStatus
+from serving.messages import Audit, Build, Request, WorkerStatus
 
 log = logging.getLogger(__name__)
 
@@ -152,20 +152,20 @@ class Fleet:
 
     @asynccontextmanager
     async def lease(
-        self, request: Request, generated: Sequence[int], fingerprint: str | None
+        self, request: Request, generated: Sequence[int], build: Build | None
     ) -> AsyncIterator[RouterLease | NoLease]:
         """Room on the best decode worker that has it; closed, everywhere, when left.
 
-        With a `fingerprint`, only on workers of that model: a text begun by one is not gone on with by another.
+        With a `build`, only on workers of that: a text begun by one is not gone on with by another.
 
         Raises Overloaded or Unavailable once patience is over, InvalidRequest, ContextLengthExceeded.
         """
         self._lease_count += 1
         lease_id = f"{request.request_id}/{self._lease_count}"
         if request.sampling.max_tokens - len(generated) == 1:
-            yield NoLease(lease_id, fingerprint)
+            yield NoLease(lease_id, build)
             return
-        lease = await self._place(lease_id, request, generated, fingerprint)
+        lease = await self._place(lease_id, request, generated, build)
         entry = self.registry.get(lease.fence.instance)
         if entry is not None:
             entry.leases += 1
@@ -178,7 +178,7 @@ class Fleet:
             self.notify()
 
     async def _place(
-        self, lease_id: str, request: Request, generated: Sequence[int], fingerprint: str | None
+        self, lease_id: str, request: Request, generated: Sequence[int], build: Build | None
     ) -> RouterLease:
         try:
             async with asyncio.timeout(self._patience(request)):
@@ -186,7 +186,7 @@ class Fleet:
                     while True:
                         if self.refused is not None:
                             raise self.refused
-                        lease, self._full = await self._try_all(lease_id, request, generated, fingerprint)
+                        lease, self._full = await self._try_all(lease_id, request, generated, build)
                         if lease is not None:
                             return lease
                         await self.change()
@@ -198,15 +198,16 @@ class Fleet:
             raise Unavailable("no decode worker is ready; start one, or look at /health", retry_after=2.0) from None
 
     async def _try_all(
-        self, lease_id: str, request: Request, generated: Sequence[int], fingerprint: str | None
+        self, lease_id: str, request: Request, generated: Sequence[int], build: Build | None
     ) -> tuple[RouterLease | None, bool]:
         """A lease on the first worker that grants one, and whether some were full."""
         full = False
+        fingerprint = build.fingerprint if build is not None else None
         for candidate in self.policy.decode_order(request, self.registry.candidates(), fingerprint):
             instance = candidate.status.instance
             try:
                 lease = await self._unless_lost(instance, self._open(candidate.status, lease_id, request, generated))
-                lease.fingerprint = candidate.status.fingerprint
+                lease.build = Build(candidate.status.fingerprint, candidate.status.pairing)
                 return lease, False
             except NoRoom:
                 full = True
@@ -283,10 +284,11 @@ class Fleet:
     async def prefill_worker(self, request: Request, lease: RouterLease | NoLease, avoid: set[str]) -> Candidate:
         """The best worker to prefill for this lease; waits for one. Raises Unavailable, or what ends the lease."""
         instance = lease.fence.instance
+        pairing = lease.build.pairing if lease.build is not None else None
         try:
             async with asyncio.timeout(self._patience(request)):
                 while True:
-                    found = self._best_prefill(request, instance, lease.fingerprint, avoid)
+                    found = self._best_prefill(request, instance, pairing, avoid)
                     if found is not None:
                         return found
                     if lease.failed.done():
@@ -296,15 +298,13 @@ class Fleet:
         except TimeoutError:
             raise Unavailable("no prefill worker is ready; start one, or look at /health", retry_after=2.0) from None
 
-    def _best_prefill(
-        self, request: Request, instance: str, fingerprint: str | None, avoid: set[str]
-    ) -> Candidate | None:
+    def _best_prefill(self, request: Request, instance: str, pairing: str | None, avoid: set[str]) -> Candidate | None:
         """The decode worker itself where it can prefill too, else the policy's choice among its equals."""
         candidates = self.registry.candidates()
         for candidate in candidates:
             if candidate.status.instance == instance and candidate.prefills and instance not in avoid:
                 return candidate
-        order = self.policy.prefill_order(request, candidates, fingerprint, avoid)
+        order = self.policy.prefill_order(request, candidates, pairing, avoid)
         return order[0] if order else None
 
     def link(self, status: WorkerStatus) -> WorkerLink:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from serving.errors import MillraceError, WorkerLost
 from serving.links import DecodeSession, DecodeWorkerLink, LeaseEvent
-from serving.messages import Delta, LeaseGrant, LeaseId, LeaseOrder, Request
+from serving.messages import Build, Delta, LeaseGrant, LeaseId, LeaseOrder, Request
 
 
 class RouterLease:
@@ -20,7 +20,7 @@ class RouterLease:
         self.worker = sessions
         self.fence = fence
         self.grant: LeaseGrant | None = None
-        self.fingerprint: str | None = None  # of the model that will write the text
+        self.build: Build | None = None  # what will write the text
         self._mail: asyncio.Queue[Delta | MillraceError] = asyncio.Queue()
         self.failed: asyncio.Future[MillraceError] = asyncio.get_running_loop().create_future()
 
@@ -68,8 +68,8 @@ class NoLease:
 
     grant = None
 
-    def __init__(self, lease_id: str, fingerprint: str | None):
-        self.fingerprint = fingerprint
+    def __init__(self, lease_id: str, build: Build | None):
+        self.build = build
         self.fence = LeaseId(lease=lease_id, epoch=0, instance="")
         self.failed: asyncio.Future[MillraceError] = asyncio.get_running_loop().create_future()
 

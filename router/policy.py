@@ -41,16 +41,16 @@ class LeastLoaded:
         return sorted(able, key=lambda worker: (_load(worker), worker.status.name))
 
     def prefill_order(
-        self, request: Request, workers: Iterable[Candidate], fingerprint: str | None, avoid: Collection[str]
+        self, request: Request, workers: Iterable[Candidate], pairing: str | None, avoid: Collection[str]
     ) -> list[Candidate]:
-        """Workers that could prefill for a request, or a decode worker, of this fingerprint, best first."""
+        """Workers that could prefill for a request, or a decode worker, of this pairing, best first."""
         able = [
             worker
             for worker in workers
             if worker.prefills
             and not worker.status.draining
             and worker.status.instance not in avoid
-            and fingerprint in (None, worker.status.fingerprint)
+            and pairing in (None, worker.status.pairing)
         ]
         return sorted(able, key=lambda worker: (_queue(worker), worker.status.name))
 

@@ -16,7 +16,7 @@ from router.policy import Candidate
 from router.prefill_run import PrefillRun
 from serving.errors import DeadlineExceeded, Draining, MillraceError, Preempted, Retryable, Unavailable, WorkerLost
 from serving.logs import request_context
-from serving.messages import Audit, Delta, LeaseOrder, PrefillOrder, Request
+from serving.messages import Audit, Build, Delta, LeaseOrder, PrefillOrder, Request
 from serving.timeline import Moment, Timeline
 
 log = logging.getLogger(__name__)
@@ -53,13 +53,13 @@ class Router:
         last: Delta | None = None
         failure: BaseException | None = None
         failures = 0
-        model: str | None = None  # the fingerprint of what wrote the tokens so far
+        build: Build | None = None  # what wrote the tokens so far
         self.running += 1
         try:
             while True:
                 try:
-                    async with self.fleet.lease(request, generated, model if generated else None) as lease:
-                        model = lease.fingerprint
+                    async with self.fleet.lease(request, generated, build if generated else None) as lease:
+                        build = lease.build
                         timeline.note(Moment.LEASED, self.clock())
                         async with aclosing(self._tokens(request, generated, lease, timeline)) as deltas:
                             async for delta in deltas:

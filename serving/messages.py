@@ -109,12 +109,22 @@ class LeaseOrder:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TransportOffer:
+    """A way KV can be sent to a decode worker; `details` is for the sending end of that transport alone."""
+
+    kind: str
+    details: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseGrant:
     """The decode worker's answer: blocks are held; `cached_tokens` of the sequence are already in its pool."""
 
     lease: LeaseId
     cached_tokens: int
-    address: str  # where the prefill worker pushes KV to
+    address: str  # where the prefill worker pushes KV to, over gRPC
+    kv_dtype: str  # of the decode worker's KV: what pushed chunks must be laid out for
+    transports: tuple[TransportOffer, ...] = ()  # ways beside gRPC, best first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,15 +151,25 @@ class Role(StrEnum):
     MIXED = "mixed"
 
 
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What writes a text: it stays with workers of its `fingerprint`; any of its `pairing` may prefill for them."""
+
+    fingerprint: str
+    pairing: str
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerIdentity:
-    """What stays the same through a worker's life. Unequal fingerprints are never paired."""
+    """What stays the same through a worker's life. Workers of unequal `pairing` never hand KV to each other."""
 
     instance: str  # new at every start
     name: str  # stable, for people
     role: Role
     model: str
     fingerprint: str  # model, quantization, KV dtype and layout
+    pairing: str  # model and quantization: workers that share it may hand KV to each other
+    kv_dtype: str  # a dtype's name
     max_model_len: int  # tokens
 
 
@@ -161,7 +181,8 @@ class WorkerStatus:
     name: str  # stable, for people
     role: Role
     address: str  # host:port of its gRPC server, or an in-process name
-    fingerprint: str  # model, quantization, KV dtype and layout; unequal ones are never paired
+    fingerprint: str  # model, quantization, KV dtype and layout: a text stays with the one that began it
+    pairing: str  # model and quantization; unequal ones are never paired
     model: str
     max_model_len: int  # tokens
     block_size: int  # tokens

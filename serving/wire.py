@@ -20,6 +20,7 @@ from serving.messages import (
     SamplingParams,
     Slo,
     TokenLogprob,
+    TransportOffer,
     WorkerStatus,
 )
 from serving.proto import millrace_pb2 as pb
@@ -169,11 +170,23 @@ def order_from_pb(message: pb.LeaseOrder) -> LeaseOrder:
 
 
 def grant_to_pb(grant: LeaseGrant) -> pb.LeaseGrant:
-    return pb.LeaseGrant(lease=lease_to_pb(grant.lease), cached_tokens=grant.cached_tokens, address=grant.address)
+    return pb.LeaseGrant(
+        lease=lease_to_pb(grant.lease),
+        cached_tokens=grant.cached_tokens,
+        address=grant.address,
+        kv_dtype=grant.kv_dtype,
+        transports=[pb.TransportOffer(kind=offer.kind, details=offer.details) for offer in grant.transports],
+    )
 
 
 def grant_from_pb(message: pb.LeaseGrant) -> LeaseGrant:
-    return LeaseGrant(lease=lease_from_pb(message.lease), cached_tokens=message.cached_tokens, address=message.address)
+    return LeaseGrant(
+        lease=lease_from_pb(message.lease),
+        cached_tokens=message.cached_tokens,
+        address=message.address,
+        kv_dtype=message.kv_dtype,
+        transports=tuple(TransportOffer(kind=offer.kind, details=offer.details) for offer in message.transports),
+    )
 
 
 def prefill_order_to_pb(order: PrefillOrder) -> pb.PrefillOrder:
@@ -230,6 +243,7 @@ _PLAIN_STATUS = (
     "name",
     "address",
     "fingerprint",
+    "pairing",
     "model",
     "max_model_len",
     "block_size",

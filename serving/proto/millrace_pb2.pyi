@@ -1,3 +1,4 @@
+from serving.proto import pool_pb2 as _pool_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -121,14 +122,26 @@ class LeaseOrder(_message.Message):
     def __init__(self, lease: _Optional[_Union[LeaseId, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., generated: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LeaseGrant(_message.Message):
-    __slots__ = ("lease", "cached_tokens", "address")
+    __slots__ = ("lease", "cached_tokens", "address", "kv_dtype", "transports")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     lease: LeaseId
     cached_tokens: int
     address: str
-    def __init__(self, lease: _Optional[_Union[LeaseId, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+    kv_dtype: str
+    transports: _containers.RepeatedCompositeFieldContainer[TransportOffer]
+    def __init__(self, lease: _Optional[_Union[LeaseId, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., address: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ...) -> None: ...
+
+class TransportOffer(_message.Message):
+    __slots__ = ("kind", "details")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    details: bytes
+    def __init__(self, kind: _Optional[str] = ..., details: _Optional[bytes] = ...) -> None: ...
 
 class PrefillOrder(_message.Message):
     __slots__ = ("order", "grant")
@@ -235,7 +248,7 @@ class PushReply(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("instance", "name", "role", "address", "fingerprint", "model", "max_model_len", "block_size", "total_blocks", "free_blocks", "max_seqs", "running", "waiting", "waiting_tokens", "draining", "stalled_seconds", "counters")
+    __slots__ = ("instance", "name", "role", "address", "fingerprint", "model", "max_model_len", "block_size", "total_blocks", "free_blocks", "max_seqs", "running", "waiting", "waiting_tokens", "draining", "stalled_seconds", "counters", "pairing")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -260,6 +273,7 @@ class WorkerStatus(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     STALLED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    PAIRING_FIELD_NUMBER: _ClassVar[int]
     instance: str
     name: str
     role: str
@@ -277,13 +291,16 @@ class WorkerStatus(_message.Message):
     draining: bool
     stalled_seconds: float
     counters: _containers.ScalarMap[str, float]
-    def __init__(self, instance: _Optional[str] = ..., name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., fingerprint: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., max_seqs: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., stalled_seconds: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    pairing: str
+    def __init__(self, instance: _Optional[str] = ..., name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., fingerprint: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., max_seqs: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., stalled_seconds: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., pairing: _Optional[str] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("router",)
+    __slots__ = ("router", "pool_nodes")
     ROUTER_FIELD_NUMBER: _ClassVar[int]
+    POOL_NODES_FIELD_NUMBER: _ClassVar[int]
     router: str
-    def __init__(self, router: _Optional[str] = ...) -> None: ...
+    pool_nodes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, router: _Optional[str] = ..., pool_nodes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AuditRequest(_message.Message):
     __slots__ = ()

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from serving.proto import millrace_pb2 as serving_dot_proto_dot_millrace__pb2
+from serving.proto import pool_pb2 as serving_dot_proto_dot_pool__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -40,6 +41,11 @@ class RegistryStub:
                 request_serializer=serving_dot_proto_dot_millrace__pb2.WorkerStatus.SerializeToString,
                 response_deserializer=serving_dot_proto_dot_millrace__pb2.HeartbeatReply.FromString,
                 _registered_method=True)
+        self.PoolHeartbeat = channel.unary_unary(
+                '/millrace.v1.Registry/PoolHeartbeat',
+                request_serializer=serving_dot_proto_dot_pool__pb2.PoolStat.SerializeToString,
+                response_deserializer=serving_dot_proto_dot_millrace__pb2.HeartbeatReply.FromString,
+                _registered_method=True)
 
 
 class RegistryServicer:
@@ -52,12 +58,23 @@ class RegistryServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PoolHeartbeat(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RegistryServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Heartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.Heartbeat,
                     request_deserializer=serving_dot_proto_dot_millrace__pb2.WorkerStatus.FromString,
+                    response_serializer=serving_dot_proto_dot_millrace__pb2.HeartbeatReply.SerializeToString,
+            ),
+            'PoolHeartbeat': grpc.unary_unary_rpc_method_handler(
+                    servicer.PoolHeartbeat,
+                    request_deserializer=serving_dot_proto_dot_pool__pb2.PoolStat.FromString,
                     response_serializer=serving_dot_proto_dot_millrace__pb2.HeartbeatReply.SerializeToString,
             ),
     }
@@ -88,6 +105,33 @@ class Registry:
             target,
             '/millrace.v1.Registry/Heartbeat',
             serving_dot_proto_dot_millrace__pb2.WorkerStatus.SerializeToString,
+            serving_dot_proto_dot_millrace__pb2.HeartbeatReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PoolHeartbeat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Registry/PoolHeartbeat',
+            serving_dot_proto_dot_pool__pb2.PoolStat.SerializeToString,
             serving_dot_proto_dot_millrace__pb2.HeartbeatReply.FromString,
             options,
             channel_credentials,

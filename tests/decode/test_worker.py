@@ -65,7 +65,7 @@ async def test_a_lease_holds_room_then_decodes_then_is_gone(worker: Worker, sess
     assert tokens + [token for delta in deltas for token in delta.tokens] == written_out(PROMPT, 4)
     assert deltas[-1].finish is FinishReason.LENGTH
     assert await worker.lease(session, PROMPT, "r/2") == LeaseGrant(
-        lease=worker.fence("r/2"), cached_tokens=8, address="local:decode"
+        lease=worker.fence("r/2"), cached_tokens=8, address="local:decode", kv_dtype="float32"
     )
 
 

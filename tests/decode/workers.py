@@ -29,6 +29,8 @@ def make_identity(role: Role, max_model_len: int) -> WorkerIdentity:
         role=role,
         model="model",
         fingerprint=FINGERPRINT,
+        pairing=FINGERPRINT,
+        kv_dtype="float32",
         max_model_len=max_model_len,
     )
 

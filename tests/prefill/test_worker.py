@@ -88,7 +88,7 @@ async def worker(request: pytest.FixtureRequest) -> AsyncIterator[Prefill]:
 
 def order(prompt: Seq[int] = PROMPT, *, granted: bool = True, cached: int = 0, **fields: Any) -> PrefillOrder:
     fence = lease_id("r/1", 2, "decode-life")
-    grant = LeaseGrant(lease=fence, cached_tokens=cached, address="somewhere:1")
+    grant = LeaseGrant(lease=fence, cached_tokens=cached, address="somewhere:1", kv_dtype="float32")
     return PrefillOrder(order=make_order(prompt, lease=fence, **fields), grant=grant if granted else None)
 
 

@@ -36,6 +36,7 @@ def make_status(name: str = "w", role: Role = Role.MIXED, **fields: Any) -> Work
         "role": role,
         "address": f"local:{name}",
         "fingerprint": "model",
+        "pairing": "model",
         "model": "model",
         "max_model_len": 1000,
         "block_size": 16,
@@ -148,7 +149,7 @@ class ScriptedSession:
 
     def _enter(self, order: LeaseOrder) -> LeaseGrant:
         self.leases[order.lease.lease] = ScriptedLease(self, order)
-        return LeaseGrant(lease=order.lease, cached_tokens=0, address=self.worker.status.address)
+        return LeaseGrant(lease=order.lease, cached_tokens=0, address=self.worker.status.address, kv_dtype="float32")
 
     def cancel(self, lease: str) -> None:
         self.worker.cancelled[lease] += 1

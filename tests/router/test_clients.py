@@ -81,7 +81,7 @@ async def remote() -> AsyncIterator[Remote]:
 async def test_a_lease_lives_over_the_wire(remote: Remote) -> None:
     session = await remote.connect()
     grant = await session.open(make_order(PROMPT, lease=remote.worker.fence(), max_tokens=5))
-    assert grant == LeaseGrant(lease=remote.worker.fence(), cached_tokens=0, address="local:decode")
+    assert grant == LeaseGrant(lease=remote.worker.fence(), cached_tokens=0, address="local:decode", kv_dtype="float32")
     (prefilled,) = [one async for one in remote.link.run(remote.prefill(grant))]
     while not remote.events or remote.events[-1].delta is None or remote.events[-1].delta.finish is None:
         await asyncio.sleep(0.001)
@@ -158,7 +158,9 @@ async def test_without_the_key_every_door_is_shut(remote: Remote, key: str | Non
 async def test_a_refused_prefill_keeps_its_error(remote: Remote) -> None:
     with pytest.raises(StaleLease) as refused:
         await anext(
-            remote.link.run(remote.prefill(LeaseGrant(lease=remote.worker.fence(), cached_tokens=0, address="")))
+            remote.link.run(
+                remote.prefill(LeaseGrant(lease=remote.worker.fence(), cached_tokens=0, address="", kv_dtype="float32"))
+            )
         )
     assert refused.value.code == "lease"
 

@@ -105,7 +105,7 @@ async def test_workers_that_do_not_decode_are_not_asked_to(world: World) -> None
 
 
 async def test_prefill_goes_to_workers_of_the_same_model(world: World) -> None:
-    world.add("other", Role.PREFILL, fingerprint="another")
+    world.add("other", Role.PREFILL, fingerprint="another", pairing="another")
     world.add("same", Role.PREFILL, waiting_tokens=1000)
     world.add("d", Role.DECODE)
     await world.tokens(wanted())

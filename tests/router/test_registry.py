@@ -89,9 +89,16 @@ def test_what_this_router_sent_is_kept_across_heartbeats() -> None:
 ROLE = st.sampled_from(list(Role))
 WORKERS = st.lists(
     st.builds(
-        lambda n, role, running, free, draining, model, leases, tokens, waiting: Candidate(
+        lambda n, role, running, free, draining, model, paired, leases, tokens, waiting: Candidate(
             make_status(
-                n, role, running=running, free_blocks=free, draining=draining, fingerprint=model, waiting_tokens=waiting
+                n,
+                role,
+                running=running,
+                free_blocks=free,
+                draining=draining,
+                fingerprint=model,
+                pairing=paired,
+                waiting_tokens=waiting,
             ),
             leases,
             tokens,
@@ -101,6 +108,7 @@ WORKERS = st.lists(
         st.integers(0, 8),
         st.integers(0, 100),
         st.booleans(),
+        st.sampled_from(["model", "another"]),
         st.sampled_from(["model", "another"]),
         st.integers(0, 8),
         st.integers(0, 99),
@@ -129,16 +137,14 @@ def test_decode_goes_to_able_workers_by_load(workers: list[Candidate], fingerpri
 
 @settings(max_examples=200, deadline=None)
 @given(WORKERS, st.sampled_from([None, "model"]), st.sets(st.sampled_from([f"{n}-life" for n in "abcd"])))
-def test_prefill_goes_to_able_workers_by_queue(
-    workers: list[Candidate], fingerprint: str | None, avoid: set[str]
-) -> None:
-    order = LeastLoaded().prefill_order(make_request([1]), workers, fingerprint, avoid)
+def test_prefill_goes_to_able_workers_by_queue(workers: list[Candidate], pairing: str | None, avoid: set[str]) -> None:
+    order = LeastLoaded().prefill_order(make_request([1]), workers, pairing, avoid)
     able = [
         worker
         for worker in workers
         if worker.status.role is not Role.DECODE
         and not worker.status.draining
-        and fingerprint in (None, worker.status.fingerprint)
+        and pairing in (None, worker.status.pairing)
         and worker.status.instance not in avoid
     ]
     assert sorted(order, key=id) == sorted(able, key=id)

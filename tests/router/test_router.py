@@ -206,7 +206,7 @@ async def test_a_deadline_that_has_passed_ends_the_tries(split: World) -> None:
 
 async def test_a_text_is_gone_on_with_by_the_model_that_began_it(split: World) -> None:
     for name in ("p1", "d1"):
-        split.fleet.heartbeat(split.workers[name].change(fingerprint="another"))
+        split.fleet.heartbeat(split.workers[name].change(fingerprint="another", pairing="another"))
     split.workers["d0"].script.decode = [(2, LOSE)]
     running = asyncio.create_task(split.tokens(wanted()))
     for _ in range(100):

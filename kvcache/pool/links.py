@@ -1,0 +1,123 @@
+"""The seam of the pool: what one node answers, in process and over gRPC alike, and what is told about it.
+
+Calls raise errors of `serving.errors`: WorkerLost for a broken connection, Overloaded for a full backlog.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from kvcache.pool.block import PoolBlock, Slab
+
+
+class Tier(StrEnum):
+    RAM = "ram"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TierStat:
+    """One tier of one node: bytes and blocks held, its capacity, and running totals since the node's start."""
+
+    capacity: int
+    bytes: int
+    blocks: int
+    hits: int = 0  # blocks served from here
+    bytes_read: int = 0
+    bytes_written: int = 0
+    evictions: int = 0
+    corrupt: int = 0  # blocks found wrong, dropped and never served
+    read_seconds: float = 0.0
+    eviction_age_seconds: float = 0.0  # summed over evictions: time since the block was stored
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamespaceStat:
+    bytes: int
+    blocks: int
+    quota: int  # bytes that others' blocks can never push out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolStat:
+    """What a node holds and has done."""
+
+    name: str
+    instance: str
+    tiers: dict[Tier, TierStat]
+    namespaces: dict[str, NamespaceStat]
+    lookups: int  # keys asked for
+    found: int  # keys of those that were here
+    stored: int  # blocks accepted
+    refused: int  # blocks not taken: backlog full, quota, or corrupt on arrival
+    pinned: int
+    backlog: int  # blocks on their way to disk
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolEvent:
+    """Keys that came or went, for routers that place by prefix. `sequence` has no gaps while a stream lasts."""
+
+    kind: str  # "stored", "evicted", or "cleared" when the listener was too slow and must start anew
+    keys: tuple[bytes, ...]
+    sequence: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One block as `ls` shows it."""
+
+    key: bytes
+    namespace: str
+    bytes: int
+    tiers: tuple[Tier, ...]
+    age_seconds: float
+    pinned: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """Which blocks an eviction or a listing means: all of them, a namespace's, or just these keys."""
+
+    namespace: str | None = None
+    keys: tuple[bytes, ...] = field(default=())
+
+
+class PoolLink(Protocol):
+    """One node of the pool (kvcache.pool.node.PoolNode, kvcache.pool.remote.RemoteNode)."""
+
+    async def put(self, blocks: Sequence[PoolBlock]) -> int:
+        """Store blocks whose digests hold; how many were taken. Raises Overloaded when too much waits."""
+        ...
+
+    async def lookup(self, keys: Sequence[bytes], pin_seconds: float = 0.0) -> list[bool]:
+        """Which of the keys are here, in any tier; those found are kept at least so long."""
+        ...
+
+    def get(self, keys: Sequence[bytes], first_part: int, last_part: int) -> AsyncIterator[Slab]:
+        """Parts first_part..last_part (exclusive; 0 as last_part: all) of the blocks, part by part.
+
+        A key that is not here, or found corrupt, is left out of every slab from then on.
+        """
+        ...
+
+    async def evict(self, what: Selection) -> int:
+        """Drop these blocks from every tier, pinned ones excepted; how many."""
+        ...
+
+    async def stat(self) -> PoolStat: ...
+
+    def entries(self, what: Selection) -> AsyncIterator[Entry]: ...
+
+    async def verify(self) -> tuple[int, int]:
+        """Read everything in every tier: (blocks read, blocks found corrupt and dropped)."""
+        ...
+
+    def events(self) -> AsyncIterator[PoolEvent]:
+        """First one "stored" event with every key held, then changes as they happen."""
+        ...
+
+    async def close(self) -> None: ...
