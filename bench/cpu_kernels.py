@@ -1,4 +1,4 @@
-"""Times the fused CPU decoder step on random weights of SmolLM2-135M's shape, and its share of the memory floor.
+"""Times the fused CPU decoder step on random weights of SmolLM2-135M's shape, and drawing tokens from its logits.
 
 Run `python -m bench.cpu_kernels`. It prints the minimum and the median of many steps, because other work on the host
 adds time and never takes any away. The floor of a decode step is the bytes it must read (weights and KV) over the read
@@ -11,12 +11,17 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from serving.engine.batch import RaggedBatch
+from serving.engine.compiled_selection import CompiledSelection
+from serving.engine.penalties import PenaltyState
+from serving.engine.sampling import Sampler, SampleRow
 from serving.kernels import cpu
+from serving.messages import SamplingParams
 
 BLOCK = 16  # tokens a KV block
 SHAPE = cpu.DecoderShape(
@@ -131,6 +136,31 @@ def report(decoder: cpu.Decoder, kv_kind: cpu.Kind, bandwidth: float, rate: floa
         print(f"  prefill {count:4} tokens:           {_line(best, median, (2 * dense * count + 4 * pairs) / rate)}")
 
 
+def report_draws(kernels: cpu.Kernels, seconds: float) -> None:
+    """Drawing tokens from logits spread like a normal distribution, as the engine's sampler does it."""
+    sampler = Sampler(CompiledSelection(kernels))
+    kinds: dict[str, dict[str, Any]] = {
+        "greedy": {"temperature": 0.0},
+        "temperature 1": {},
+        "top-p 0.9": {"top_p": 0.9},
+        "top-k 50": {"top_k": 50},
+        "min-p 0.05": {"min_p": 0.05},
+        "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.3},
+        "logprobs 5": {"logprobs": 5},
+    }
+    for name, params in kinds.items():
+        times = []
+        for count in (1, 8, 32):
+            logits = torch.randn(count, SHAPE.vocab) * 2.5
+            sampling = SamplingParams(max_tokens=1, **params)
+            rows = [SampleRow(sampling, at, (), (1,), (), PenaltyState((1,), SHAPE.vocab)) for at in range(count)]
+            times.append(timed(lambda logits=logits, rows=rows: sampler(logits, rows), seconds / 4)[0])  # type: ignore[misc]
+        print(
+            f"  {name:14} "
+            + "  ".join(f"{count:2} rows {t * 1e3:6.3f} ms" for count, t in zip((1, 8, 32), times, strict=True))
+        )
+
+
 def _line(best: float, median: float, floor: float) -> str:
     shown = f"min {best * 1e3:8.2f} ms  median {median * 1e3:8.2f} ms"
     return f"{shown}  floor {floor * 1e3:7.2f} ms  ({floor / best:4.0%} of the floor's speed)"
@@ -154,6 +184,8 @@ def main() -> None:
     torch.set_num_threads(1)  # torch's waiting threads would take the cores from the kernels
     kv_kind = cpu.Kind[options.kv.upper()]
     print(f"form {kernels.form}, {kernels.threads} threads, read bandwidth {bandwidth / 1e9:.0f} GB/s")
+    print("drawing tokens, minima:")
+    report_draws(kernels, options.seconds)
     for name in options.weights:
         kind = cpu.Kind[name.upper()]
         decoder = random_decoder(kernels, kind, kv_kind, options.layers, blocks=32 * 19 + 128)

@@ -45,7 +45,7 @@ class DecodeScheduler:
             seq.lookup = Lookup()
         left = min(seq.request.sampling.max_tokens - seq.output_len - 1, self.max_model_len - len(seq.tokens) - 1)
         others = len(self.running) - len(plan.work) - 1
-        held = len(seq.blocks) * self.kv.block_size - len(seq.tokens)  # a guess is not worth a block
+        held = seq.held_blocks * self.kv.block_size - len(seq.tokens)  # a guess is not worth a block
         room = min(left, held, plan.tokens - 1 - others)
         return tuple(self.speculation.guess(seq.lookup, seq.tokens, room, len(self.running)))
 
@@ -56,10 +56,14 @@ class DecodeScheduler:
                 self.kv.grow(seq)
                 return True
             except NoRoom:
-                youngest = self.running[-1]
+                youngest = self._youngest(seq)
                 self._preempt(youngest, plan)
                 if youngest is seq:
                     return False
+
+    def _youngest(self, seq: Sequence) -> Sequence:
+        """Who gives way to `seq`: where it lacks host memory, only one that holds some is of help."""
+        return next(other for other in reversed(self.running) if seq.spill is None or other.spill is not None)
 
     def _preempt(self, seq: Sequence, plan: Plan) -> None:
         self.running.remove(seq)

@@ -8,17 +8,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
+import grpc
 from grpc import aio
 
 from decode.worker import DecodeWorker
-from kvcache.chunk import Chunk
+from kvcache.transports import Incoming
+from kvcache.transports.frames import PUSH, Frame, framed, from_wire
 from serving.errors import InvalidRequest, MillraceError
 from serving.links import DecodeSession, LeaseEvent
 from serving.messages import LeaseOrder
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import answering
-from serving.wire import error_to_pb, event_to_pb, grant_to_pb, lease_from_pb, lease_to_pb, order_from_pb
+from serving.wire import error_to_pb, event_to_pb, grant_to_pb, lease_to_pb, order_from_pb
 
 
 class DecodeService(stubs.DecodeServicer):
@@ -26,6 +28,15 @@ class DecodeService(stubs.DecodeServicer):
 
     def __init__(self, worker: DecodeWorker):
         self.worker = worker
+
+    def add_to(self, server: aio.Server) -> None:
+        """Register with a server; `Push` without protobuf's copies of payloads (kvcache.transports.frames)."""
+        push = grpc.stream_stream_rpc_method_handler(
+            self.Push, request_deserializer=from_wire, response_serializer=pb.PushReply.SerializeToString
+        )
+        _, service, method = PUSH.split("/")
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: push}),))
+        stubs.add_DecodeServicer_to_server(self, server)  # asked for what the handler before it does not know
 
     async def Session(
         self, requests: AsyncIterator[pb.SessionRequest], context: aio.ServicerContext
@@ -77,28 +88,17 @@ class DecodeService(stubs.DecodeServicer):
             answer.error.CopyFrom(error_to_pb(error))
         return pb.SessionReply(answer=answer)
 
-    async def Push(self, messages: AsyncIterator[pb.PushMessage], context: aio.ServicerContext) -> pb.PushReply:
+    async def Push(
+        self, messages: AsyncIterator[Frame | pb.PushMessage], context: aio.ServicerContext
+    ) -> AsyncIterator[pb.PushReply]:
+        """Frames when registered by `add_to`, messages when by the generated code: the same, with two more copies."""
+        incoming = Incoming(self.worker, self.worker.landing)
         self.worker.receiving += 1
         try:
-            async with answering(context):
-                async for message in messages:
-                    if message.WhichOneof("part") == "chunk":
-                        await self.worker.receive(chunk_from_pb(message.chunk))
-                    else:
-                        await self.worker.commit(lease_from_pb(message.commit.lease), message.commit.first_token)
+            async for message in messages:
+                reply = await incoming.take(message if isinstance(message, Frame) else framed(message))
+                if reply is not None:
+                    yield reply
         finally:
+            incoming.close()
             self.worker.receiving -= 1
-        return pb.PushReply()
-
-
-def chunk_from_pb(message: pb.Chunk) -> Chunk:
-    return Chunk(
-        lease=lease_from_pb(message.lease),
-        layout=message.layout,
-        first_layer=message.first_layer,
-        last_layer=message.last_layer,
-        start=message.start,
-        end=message.end,
-        payload=message.payload,
-        digest=message.digest,
-    )

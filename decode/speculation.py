@@ -112,4 +112,4 @@ class Speculation:
         self.accepted += right
 
     def measured(self, record: StepRecord) -> None:
-        self.cost.observe(record.new_tokens, record.step_seconds)
+        self.cost.observe(record.new_tokens, record.busy_seconds)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 
 from decode.leases import Lease, LeaseTable
@@ -15,6 +16,7 @@ from decode.scheduler import DecodeScheduler
 from kvcache.chunk import Chunk, split, verify
 from kvcache.device import DevicePool
 from kvcache.manager import KVManager
+from kvcache.transports import LOCAL, Landing
 from serving.engine.loop import EngineLoop
 from serving.engine.output import Output
 from serving.engine.sequence import Sequence
@@ -26,7 +28,10 @@ log = logging.getLogger(__name__)
 
 
 class DecodeWorker:
-    """See the module. `address` is what leases are granted with: where KV is to be pushed."""
+    """See the module. `address` is what leases are granted with: where KV is to be pushed.
+
+    `landing` is what is offered beside that, if anything: memory that handoffs may write to.
+    """
 
     def __init__(
         self,
@@ -38,6 +43,7 @@ class DecodeWorker:
         scheduler: DecodeScheduler,
         long_rope: Callable[[int], bool],
         address: str,
+        landing: Landing | None = None,
     ):
         self.identity = identity
         self.loop = loop
@@ -47,11 +53,14 @@ class DecodeWorker:
         self.scheduler = scheduler
         self.long_rope = long_rope
         self.address = address
+        self.landing = landing
         self.table = LeaseTable(identity.instance, len(pool.specs))
         self.sessions: dict[str, Session] = {}
         self.draining = False
         self.receiving = 0  # handoffs in progress
         self.refused: dict[str, int] = {}  # KV chunks refused, by reason
+        self.received: Counter[str] = Counter()  # bytes of KV taken in, by transport
+        self.handoffs: Counter[str] = Counter()  # handoffs committed, by transport
         self._session_count = 0
         self._idle = asyncio.Event()
         loop.after_step.append(self._flush)
@@ -125,13 +134,15 @@ class DecodeWorker:
             cached_tokens=lease.seq.computed,
             address=self.address,
             kv_dtype=self.identity.kv_dtype,
+            transports=self.landing.offers if self.landing is not None else (),
         )
 
     # ---- KV in -------------------------------------------------------------------------------------------------
 
-    async def receive(self, chunk: Chunk) -> None:
+    async def receive(self, chunk: Chunk, via: str = LOCAL) -> None:
         """Check a chunk and write it into its lease's blocks. Raises CorruptChunk, StaleLease."""
         await asyncio.to_thread(self._receive, chunk)
+        self.received[via] += len(chunk.payload)
 
     def _receive(self, chunk: Chunk) -> None:
         try:
@@ -141,6 +152,8 @@ class DecodeWorker:
             layers = split(chunk, self.pool)
             with self.engine.lock:
                 lease = self.table.check(chunk.lease)
+                if lease.seq.spill is not None:
+                    raise StaleLease("KV partly in host memory is computed by its own worker alone", code="host")
                 lease.accept(chunk.first_layer, chunk.last_layer, chunk.start, chunk.end)
                 slots = self.pool.slots(lease.seq.blocks, chunk.start, chunk.end)
                 for layer, parts in enumerate(layers, chunk.first_layer):
@@ -150,7 +163,7 @@ class DecodeWorker:
             self._refuse(error, chunk.lease)
             raise
 
-    async def commit(self, fence: LeaseId, first_token: int) -> None:
+    async def commit(self, fence: LeaseId, first_token: int, via: str = LOCAL) -> None:
         """All KV is here: the lease joins the batch after `first_token`. Raises CorruptChunk, StaleLease."""
         try:
             with self.engine.lock:
@@ -163,6 +176,7 @@ class DecodeWorker:
         except Retryable as error:
             self._refuse(error, fence)
             raise
+        self.handoffs[via] += 1
         self.loop.wake()
 
     def adopt(self, fence: LeaseId) -> Sequence:
@@ -223,6 +237,11 @@ class DecodeWorker:
 
     def sequences(self) -> list[Sequence]:
         return [lease.seq for lease in self.table.leases.values()]
+
+    def counters(self) -> dict[str, float]:
+        """What KV came and how, for the heartbeat: running totals by metric, a slash, and the metric's label."""
+        totals = {"kv_chunks_refused": self.refused, "kv_received_bytes": self.received, "kv_handoffs": self.handoffs}
+        return {f"{name}/{of}": float(value) for name, by in totals.items() for of, value in by.items()}
 
     def orphans(self) -> int:
         """Leases whose session is gone; 0 unless something leaked."""

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from bench import command as bench
-from deploy import quantize
+from deploy import cache, quantize
 from serving import __version__
 from serving.config import (
     ClusterConfig,
     EngineConfig,
     HttpConfig,
+    KvCacheConfig,
     ModelConfig,
     PlacementConfig,
+    PoolConfig,
     add_flags,
     build,
     load_file,
@@ -27,16 +29,20 @@ from serving.errors import MillraceError
 from serving.logs import setup_logging
 from serving.messages import Role
 
-CONFIGS = (ModelConfig, EngineConfig, HttpConfig, PlacementConfig, ClusterConfig)
+CONFIGS = (ModelConfig, EngineConfig, HttpConfig, PlacementConfig, ClusterConfig, PoolConfig, KvCacheConfig)
+NODE_CONFIGS = (KvCacheConfig, HttpConfig, PlacementConfig, ClusterConfig)  # what a node of the KV pool reads
 
-ALONE = {"bench": bench.run, "quantize": quantize.run}  # commands that read none of the settings below
+# Commands that read none of the settings below.
+ALONE = {"bench": bench.run, "quantize": quantize.run, "cache": cache.run}
 
 DESCRIPTION = """Disaggregated LLM serving: prefill, decode and KV cache as services behind an OpenAI-compatible API.
 
   millrace serve                          one process, SmolLM2-135M-Instruct, http://localhost:8000/v1
   millrace serve MODEL                    a Hugging Face folder, a .gguf file, or a hub name
   millrace serve --prefill 2 --decode 1   each worker a process of its own
+  millrace serve --mixed 2 --kvcache 1    two workers that share what they computed through a KV pool
   millrace router | prefill | decode      one service alone, on any host
+  millrace kvcache --ram 4GiB             a node of the KV pool alone; millrace cache stat shows what it holds
   millrace bench                          measure this or any other OpenAI-compatible server
 """
 
@@ -47,6 +53,8 @@ COMMANDS = {
     "decode": "a decode worker alone",
     "mixed": "a worker that prefills and decodes, alone",
 }
+KVCACHE = "a node of the KV pool alone: prefixes that any worker computed, for all of them"
+CACHE = "show, drop or check what the nodes of a KV pool hold"
 QUANTIZE = "write a model as INT8 weights and activations, in the compressed-tensors convention"
 MEASURE = "measure any OpenAI-compatible endpoint: latencies, throughput, goodput"
 
@@ -58,7 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"millrace {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        command = commands.add_parser(name, help=text, description=sentence(text))
         command.add_argument(
             "model", nargs="?", help="a folder, a .gguf file or a hub name (default: SmolLM2-135M-Instruct)"
         )
@@ -68,11 +76,18 @@ def make_parser() -> argparse.ArgumentParser:
         if name in ("prefill", "decode", "mixed"):
             command.add_argument("--parent", type=int, help=argparse.SUPPRESS)
         add_flags(command, *CONFIGS)
-    bench.add_arguments(commands.add_parser("bench", help=MEASURE, description=MEASURE[0].upper() + MEASURE[1:] + "."))
-    quantize.add_arguments(
-        commands.add_parser("quantize", help=QUANTIZE, description=QUANTIZE[0].upper() + QUANTIZE[1:] + ".")
-    )
+    node = commands.add_parser("kvcache", help=KVCACHE, description=sentence(KVCACHE))
+    node.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of any of millrace's settings")
+    node.add_argument("--parent", type=int, help=argparse.SUPPRESS)
+    add_flags(node, *NODE_CONFIGS)
+    cache.add_arguments(commands.add_parser("cache", help=CACHE, description=sentence(CACHE)))
+    bench.add_arguments(commands.add_parser("bench", help=MEASURE, description=sentence(MEASURE)))
+    quantize.add_arguments(commands.add_parser("quantize", help=QUANTIZE, description=sentence(QUANTIZE)))
     return parser
+
+
+def sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + "."
 
 
 def _add_counts(command: argparse.ArgumentParser) -> None:
@@ -85,6 +100,13 @@ def _add_counts(command: argparse.ArgumentParser) -> None:
             metavar="N",
             help=f"start N {role} workers (default: 0; with none of any kind, all in one process)",
         )
+    group.add_argument(
+        "--kvcache",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start N nodes of the KV pool (default: 0); without workers of any kind beside them, one mixed worker too",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,12 +129,14 @@ def _run(given: dict[str, Any]) -> int:
     file = load_file(given.get("config"), names(*CONFIGS))
     flags = {key: value for key, value in given.items() if key in names(*CONFIGS)}
     settings = Settings(
-        model=given["model"],
+        model=given.get("model"),
         model_config=build(ModelConfig, file, os.environ, flags),
         engine=build(EngineConfig, file, os.environ, flags),
         http=build(HttpConfig, file, os.environ, flags),
         placement=build(PlacementConfig, file, os.environ, flags),
         cluster=build(ClusterConfig, file, os.environ, flags),
+        pool=build(PoolConfig, file, os.environ, flags),
+        kvcache=build(KvCacheConfig, file, os.environ, flags),
     )
     setup_logging(settings.cluster.worker_name or given["command"], settings.http.log_level)
     return _start(given, settings, worker_flags(settings))
@@ -125,14 +149,23 @@ def _start(given: Mapping[str, Any], settings: Any, child_flags: tuple[str, ...]
 
     command = given["command"]
     if command == "serve":
-        children = {role: given[role.value] for role in Role if given[role.value]}
-        check_counts(children)
+        children = children_of(given)
+        if settings.engine.host_kv_memory and set(children) - {Role.MIXED}:
+            raise ValueError("--host-kv-memory works on mixed workers: give --mixed N, or no numbers of workers")
         if not children:
             return uvloop.run(serve_embedded(settings))
-        return uvloop.run(serve_front(settings, children, child_flags))
+        return uvloop.run(serve_front(settings, children, child_flags, given["kvcache"], node_flags(settings)))
     if command == "router":
         return uvloop.run(serve_front(settings, {}, ()))
+    if command == "kvcache":
+        return uvloop.run(_node(settings, given.get("parent")))
     return uvloop.run(_host(Role(command), settings, given.get("parent")))
+
+
+async def _node(settings: Any, parent: int | None) -> int:
+    from deploy.pool import PoolHost
+
+    return await PoolHost(settings.kvcache, settings.cluster, settings.http, settings.placement, parent=parent).run()
 
 
 async def _host(role: Role, settings: Any, parent: int | None) -> int:
@@ -146,9 +179,22 @@ async def _host(role: Role, settings: Any, parent: int | None) -> int:
         settings.cluster,
         settings.http,
         settings.placement,
+        settings.pool,
         parent=parent,
     )
     return await host.run()
+
+
+def children_of(given: Mapping[str, Any]) -> dict[Role, int]:
+    """How many workers of each role to start. Nodes of the pool alone would serve nobody: a mixed worker comes along.
+
+    Raises ValueError for numbers that could never serve.
+    """
+    children = {role: given[role.value] for role in Role if given[role.value]}
+    check_counts(children)
+    if given["kvcache"] < 0:
+        raise ValueError("--kvcache: a number of pool nodes cannot be negative")
+    return children or ({Role.MIXED: 1} if given["kvcache"] else {})
 
 
 def check_counts(children: Mapping[Role, int]) -> None:
@@ -163,18 +209,34 @@ def check_counts(children: Mapping[Role, int]) -> None:
 
 def worker_flags(settings: Any) -> tuple[str, ...]:
     """The settings of a worker as flags for a child process, but for those each child is given of its own."""
+    worker = config_flags(settings.model_config) + config_flags(settings.engine, but=("threads", "cpus"))
+    return (*common_flags(settings), *worker, *config_flags(settings.pool))
+
+
+def node_flags(settings: Any) -> tuple[str, ...]:
+    """The settings of a node of the KV pool as flags for a child process; each child is given a folder of its own."""
+    return (*common_flags(settings), *config_flags(settings.kvcache, but=("disk",)))
+
+
+def common_flags(settings: Any) -> tuple[str, ...]:
+    """What every child is told."""
     flags: list[str] = ["--log-level", settings.http.log_level]
     flags += ["--shutdown-timeout", str(settings.http.shutdown_timeout)]
     flags += ["--heartbeat-interval", str(settings.placement.heartbeat_interval)]
-    for config in (settings.model_config, settings.engine):
-        for name in names(type(config)):
-            value = getattr(config, name)
-            flag = "--" + name.replace("_", "-")
-            if isinstance(value, bool):
-                flags.append(flag if value else flag.replace("--", "--no-", 1))
-            elif value is not None and name not in ("threads", "cpus"):
-                flags.append(f"{flag}={value}")  # in one, since a value may begin with a dash
     return tuple(flags)
+
+
+def config_flags(config: Any, but: Sequence[str] = ()) -> list[str]:
+    """All settings of a config as flags."""
+    flags: list[str] = []
+    for name in names(type(config)):
+        value = getattr(config, name)
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(flag if value else flag.replace("--", "--no-", 1))
+        elif value is not None and name not in but:
+            flags.append(f"{flag}={value}")  # in one, since a value may begin with a dash
+    return flags
 
 
 if __name__ == "__main__":

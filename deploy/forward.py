@@ -1,4 +1,7 @@
-"""Chooses how a worker computes: compiled CPU kernels where they fit the model, torch otherwise, with one line why."""
+"""Chooses how a worker computes: compiled CPU kernels where they fit the model, torch otherwise, with one line why.
+
+Tokens are drawn the same way as their scores are computed.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,11 @@ import torch
 
 from kvcache.device import DevicePool
 from serving.config import EngineConfig
+from serving.engine.compiled_selection import CompiledSelection
 from serving.engine.forward import EagerForward, Forward
 from serving.engine.fused import FusedForward, supports
+from serving.engine.sampling import Sampler
+from serving.engine.selection import TorchSelection
 from serving.kernels import cpu
 from serving.model.loading import LoadedModel
 
@@ -32,6 +38,13 @@ def make_forward(model: LoadedModel, pool: DevicePool, config: EngineConfig, max
     if config.kernels == "auto":
         log.info("computing with torch: %s", reason)
     return EagerForward(model.model, pool.planes)
+
+
+def make_sampler(forward: Forward) -> Sampler:
+    """What draws the tokens of `forward`'s scores: the kernels that compute these, or torch where they lie."""
+    if isinstance(forward, FusedForward):
+        return Sampler(CompiledSelection(forward.decoder.kernels))
+    return Sampler(TorchSelection())
 
 
 def _why_not(model: LoadedModel, pool: DevicePool, config: EngineConfig) -> str | None:

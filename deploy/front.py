@@ -44,7 +44,9 @@ class Front:
         self.fleet = fleet
         self.http = http
         self.served = served
-        self.metrics = RouterMetrics(served.names[0], self._statuses, lambda: fleet.turnstile.waiting)
+        self.metrics = RouterMetrics(
+            served.names[0], self._statuses, lambda: fleet.turnstile.waiting, fleet.pools.reports
+        )
         self.router = Router(fleet, self.metrics)
         self.gate = Gate()
         self.leaving = asyncio.Event()

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
+from collections.abc import Callable
+from functools import partial
 
 from decode.service import DecodeService
+from deploy.heartbeats import Heartbeats, addresses
 from deploy.http_server import HttpServer, bind
+from deploy.model_cache import ModelCache
 from deploy.threads import use_cores
 from deploy.worker import Worker
+from kvcache.pool.remote import RemoteNode
 from kvcache.transports import Dialer
 from prefill.service import PrefillService
 from serving.api.status import status_app
-from serving.config import ClusterConfig, EngineConfig, HttpConfig, ModelConfig, PlacementConfig
-from serving.errors import MillraceError, Unauthorized
+from serving.config import ClusterConfig, EngineConfig, HttpConfig, ModelConfig, PlacementConfig, PoolConfig
 from serving.messages import Role
 from serving.metrics import worker_metrics
-from serving.model.loading import LoadedModel, load, resolve
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
-from serving.rpc import Caller, asking, listen, server
+from serving.rpc import Caller, listen, server
 from serving.wire import audit_to_pb, status_to_pb
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,7 @@ class WorkerHost:
         cluster: ClusterConfig,
         http: HttpConfig,
         placement: PlacementConfig,
+        pool: PoolConfig,
         *,
         parent: int | None = None,
     ):
@@ -61,7 +64,9 @@ class WorkerHost:
         self.cluster = cluster
         self.http = http
         self.placement = placement
+        self.pool = pool
         self.parent = parent
+        self.on_pool_nodes: Callable[[list[str]], None] | None = None  # told whenever the KV pool's nodes change
         self._leaving = asyncio.Event()
         self._exit_code = 0
 
@@ -70,7 +75,8 @@ class WorkerHost:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._leaving.set)
-        loaded = await asyncio.to_thread(self._load)
+        model = ModelCache(self.model, self.model_config, self.pool, self.cluster)
+        loaded = await model.load()
         grpc_server = server(self.cluster.cluster_key)
         port = listen(grpc_server, self.cluster.grpc_host, self.cluster.grpc_port)
         address = self.cluster.advertise or f"{self.cluster.grpc_host}:{port}"
@@ -84,7 +90,11 @@ class WorkerHost:
             address=address,
             dialer=dialer,
             on_crash=self._crashed,
+            pool_config=self.pool,
+            pool_link=lambda node: RemoteNode(Caller(node, self.cluster.cluster_key)),
         )
+        if worker.sharing is not None:
+            self.on_pool_nodes = worker.sharing.set_nodes
         stubs.add_WorkerServicer_to_server(WorkerService(worker), grpc_server)
         if worker.decode is not None:
             stubs.add_DecodeServicer_to_server(DecodeService(worker.decode), grpc_server)
@@ -94,12 +104,23 @@ class WorkerHost:
         await grpc_server.start()
         status_door = await self._open_status_door(worker)
         log.info("%s worker %s listens on %s", self.role, worker.identity.name, address)
-        beating = asyncio.create_task(self._report(worker), name="heartbeats")
+        heartbeats = Heartbeats(
+            partial(self._beat, worker),
+            self.cluster,
+            self.placement,
+            fixed_nodes=addresses(self.pool.kvcache_nodes),
+            on_pool_nodes=self._pool_nodes,
+            parent=self.parent,
+            orphaned=self._leaving.set,
+        )
+        beating = asyncio.create_task(heartbeats.run(), name="heartbeats")
+        storing = asyncio.create_task(model.store(), name="store-model")
         await self._leaving.wait()
         if not self._exit_code:
-            await self._leave(worker)
-        beating.cancel()
-        await asyncio.gather(beating, return_exceptions=True)
+            await self._leave(worker, heartbeats)
+        for task in (beating, storing):
+            task.cancel()
+        await asyncio.gather(beating, storing, return_exceptions=True)
         if status_door is not None:
             await status_door.stop()
         await grpc_server.stop(1.0)
@@ -108,20 +129,16 @@ class WorkerHost:
             await worker.stop()
         return self._exit_code
 
-    def _load(self) -> LoadedModel:
-        config = self.model_config
-        return load(resolve(self.model), config.dtype, config.device, config.quantization)
-
     def _crashed(self) -> None:
         self._exit_code = 1
         self._leaving.set()
 
-    async def _leave(self, worker: Worker) -> None:
+    async def _leave(self, worker: Worker, heartbeats: Heartbeats) -> None:
         """Routers hear at once that we drain; then what is here ends or moves."""
         log.info("%s drains", worker.identity.name)
         draining = asyncio.create_task(worker.drain(self.http.shutdown_timeout))
         await asyncio.sleep(0)
-        await asyncio.gather(*(self._beat_once(worker, caller) for caller in self._callers), return_exceptions=True)
+        await heartbeats.once()
         await draining
         log.info("%s leaves", worker.identity.name)
 
@@ -137,33 +154,17 @@ class WorkerHost:
         await door.start()
         return door
 
-    # ---- heartbeats --------------------------------------------------------------------------------------------
+    async def _beat(self, worker: Worker, caller: Caller, seconds: float) -> pb.HeartbeatReply:
+        stub = stubs.RegistryStub(caller.channel)
+        reply: pb.HeartbeatReply = await stub.Heartbeat(
+            status_to_pb(worker.status()), metadata=caller.metadata, timeout=seconds
+        )
+        return reply
 
-    async def _report(self, worker: Worker) -> None:
-        """Tell every router how we are, until cancelled; leave when the parent is gone."""
-        addresses = [address.strip() for address in self.cluster.routers.split(",") if address.strip()]
-        self._callers = [Caller(address, self.cluster.cluster_key) for address in addresses]
-        try:
-            while True:
-                await asyncio.gather(*(self._beat_once(worker, caller) for caller in self._callers))
-                if self.parent is not None and os.getppid() != self.parent:
-                    log.warning("the process that started this worker is gone")
-                    self._leaving.set()
-                await asyncio.sleep(self.placement.heartbeat_interval)
-        finally:
-            for caller in self._callers:
-                await caller.close()
-
-    async def _beat_once(self, worker: Worker, caller: Caller) -> None:
-        try:
-            with asking(caller.address):
-                stub = stubs.RegistryStub(caller.channel)
-                timeout = max(1.0, self.placement.heartbeat_interval)
-                await stub.Heartbeat(status_to_pb(worker.status()), metadata=caller.metadata, timeout=timeout)
-        except Unauthorized as error:
-            log.error("router %s refuses this worker: %s", caller.address, error.message)
-        except MillraceError as error:
-            log.debug("router %s does not answer: %s", caller.address, error.message)
+    def _pool_nodes(self, nodes: list[str]) -> None:
+        log.info("the KV pool is %s", ", ".join(nodes) or "gone")
+        if self.on_pool_nodes is not None:
+            self.on_pool_nodes(nodes)
 
 
 def health_of(worker: Worker) -> tuple[bool, str]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from deploy.worker import Worker
+from kvcache.pool.links import PoolLink
 from kvcache.transports import Dialer
 from router.fleet import Fleet, RouterConfig, WorkerLink
 from router.policy import LeastLoaded
 from router.router import Observer, Router
-from serving.config import EngineConfig, ModelConfig
+from serving.config import EngineConfig, ModelConfig, PoolConfig
 from serving.messages import Role, WorkerStatus
 from serving.model.loading import LoadedModel
 
@@ -27,6 +28,8 @@ class LocalCluster:
         *,
         roles: Sequence[Role] = (Role.MIXED,),
         heartbeat_interval: float = 0.5,
+        pool: PoolConfig | None = None,
+        pool_nodes: Mapping[str, PoolLink] | None = None,
     ):
         self.model = model
         self.model_config = model_config
@@ -34,6 +37,8 @@ class LocalCluster:
         self.router_config = router_config
         self.roles = roles
         self.heartbeat_interval = heartbeat_interval
+        self.pool = pool
+        self.pool_nodes = dict(pool_nodes or {})  # by address: the KV pool's nodes, whoever runs them
         self.fleet = Fleet(router_config, self._link, LeastLoaded())
 
     async def start(self) -> None:
@@ -44,6 +49,7 @@ class LocalCluster:
             if worker.decode is not None:
                 dialer.local[worker.address] = worker.decode
             worker.start()
+            self.tell_nodes(worker)
         self.beat()
         self._start_beating()
 
@@ -56,8 +62,21 @@ class LocalCluster:
     def _worker(self, role: Role, number: int, dialer: Dialer) -> Worker:
         name = f"{role}-{number}"
         return Worker(
-            role, self.model, self.model_config, self.engine_config, name=name, address=f"local:{name}", dialer=dialer
+            role,
+            self.model,
+            self.model_config,
+            self.engine_config,
+            name=name,
+            address=f"local:{name}",
+            dialer=dialer,
+            pool_config=self.pool,
+            pool_link=self.pool_nodes.__getitem__,
         )
+
+    def tell_nodes(self, worker: Worker) -> None:
+        """Which nodes the KV pool has, for its part in it."""
+        if worker.sharing is not None:
+            worker.sharing.set_nodes(self.pool_nodes)
 
     def _link(self, status: WorkerStatus) -> WorkerLink:
         return next(worker for worker in self.workers if worker.identity.instance == status.instance)

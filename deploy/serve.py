@@ -8,19 +8,31 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.front import Front, served_model
 from deploy.http_server import bind
 from deploy.local import LocalCluster
+from deploy.pool import store_config
 from deploy.supervisor import ChildSpec, Supervisor
 from deploy.threads import parse_cpus, use_cores
+from kvcache.pool.node import PoolNode
+from kvcache.pool.store import BlockStore
 from router.clients import RemoteWorker
 from router.fleet import Fleet, RouterConfig
 from router.policy import LeastLoaded
 from router.service import RegistryService
-from serving.config import ClusterConfig, EngineConfig, HttpConfig, ModelConfig, PlacementConfig
+from serving.config import (
+    ClusterConfig,
+    EngineConfig,
+    HttpConfig,
+    KvCacheConfig,
+    ModelConfig,
+    PlacementConfig,
+    PoolConfig,
+)
 from serving.messages import Role, WorkerStatus
 from serving.model.hub import resolve
 from serving.model.loading import open_checkpoint
@@ -43,6 +55,8 @@ class Settings:
     http: HttpConfig
     placement: PlacementConfig
     cluster: ClusterConfig
+    pool: PoolConfig
+    kvcache: KvCacheConfig
 
     def router_config(self) -> RouterConfig:
         return RouterConfig(
@@ -53,7 +67,7 @@ class Settings:
 
 
 async def serve_embedded(settings: Settings) -> int:
-    """One process: a mixed worker, the router and the API."""
+    """One process: a mixed worker, the router and the API; with --disk, a node of the KV pool too."""
     from serving.model.loading import load
 
     listening = bind(settings.http.host, settings.http.port)
@@ -65,6 +79,7 @@ async def serve_embedded(settings: Settings) -> int:
         asyncio.to_thread(load, path, config.dtype, config.device, config.quantization),
         asyncio.to_thread(load_tokenizer, path),
     )
+    node = await own_node(settings)
     cluster = LocalCluster(
         model,
         config,
@@ -72,8 +87,13 @@ async def serve_embedded(settings: Settings) -> int:
         settings.router_config(),
         roles=[Role.MIXED],
         heartbeat_interval=settings.placement.heartbeat_interval,
+        pool=settings.pool,
+        pool_nodes={node.address: node} if node is not None else None,
     )
-    async with cluster:
+    async with AsyncExitStack() as stack:
+        if node is not None:
+            stack.push_async_callback(node.stop)
+        await stack.enter_async_context(cluster)
         identity = cluster.workers[0].identity
         served = served_model(
             path, config.served_model_name, identity.max_model_len, model.spec.vocab_size, identity.fingerprint
@@ -85,8 +105,25 @@ async def serve_embedded(settings: Settings) -> int:
         return 1 if cluster.workers[0].loop.crashed else 0
 
 
-async def serve_front(settings: Settings, children: Mapping[Role, int], child_flags: tuple[str, ...]) -> int:
-    """A router and the API here; workers report over gRPC: our own children, and any others that know the key."""
+async def own_node(settings: Settings) -> PoolNode | None:
+    """The KV pool of a single process, where a folder for it is given: prefixes that outlive a restart."""
+    if settings.kvcache.disk is None:
+        return None
+    store = await asyncio.to_thread(BlockStore, store_config(settings.kvcache))
+    return PoolNode("kvcache-0", store, address="local:kvcache-0")
+
+
+async def serve_front(
+    settings: Settings,
+    children: Mapping[Role, int],
+    child_flags: tuple[str, ...],
+    nodes: int = 0,
+    node_flags: tuple[str, ...] = (),
+) -> int:
+    """A router and the API here; workers report over gRPC: our own children, and any others that know the key.
+
+    So do the KV pool's nodes, of which `nodes` are children too.
+    """
     listening = bind(settings.http.host, settings.http.port)
     path = resolve(settings.model)
     key = settings.cluster.cluster_key or (secrets.token_hex(16) if children else None)
@@ -97,7 +134,9 @@ async def serve_front(settings: Settings, children: Mapping[Role, int], child_fl
     port = listen(door, settings.cluster.grpc_host, wanted)
     await door.start()
     log.info("workers report to %s:%d", settings.cluster.grpc_host, port)
-    specs = child_specs(path, children, f"127.0.0.1:{port}", settings, child_flags)
+    router = f"127.0.0.1:{port}"
+    specs = node_specs(nodes, router, settings, node_flags)
+    specs += child_specs(path, children, router, settings, child_flags)
     supervisor = Supervisor(specs, {"MILLRACE_CLUSTER_KEY": key or ""} if key else {})
     supervisor.start()
     try:
@@ -138,4 +177,16 @@ def child_specs(
                 share = cores[len(specs) * len(cores) // total : (len(specs) + 1) * len(cores) // total] or cores
                 own += ["--cpus", ",".join(map(str, share))]
             specs.append(ChildSpec(name=name, arguments=(role.value, str(path), *flags, *own)))
+    return specs
+
+
+def node_specs(count: int, router: str, settings: Settings, flags: tuple[str, ...]) -> list[ChildSpec]:
+    """The commands of the KV pool's nodes. They share the disk's path, not a folder of it."""
+    specs: list[ChildSpec] = []
+    for number in range(count):
+        name = f"kvcache-{number}"
+        own = ["--routers", router, "--worker-name", name, "--parent", str(os.getpid())]
+        if settings.kvcache.disk is not None:
+            own.append(f"--disk={Path(settings.kvcache.disk) / name}")
+        specs.append(ChildSpec(name=name, arguments=("kvcache", *flags, *own)))
     return specs

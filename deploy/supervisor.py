@@ -48,7 +48,7 @@ class Supervisor:
 
     async def _keep(self, child: ChildSpec) -> None:
         """Run the child, again and again, until we stop."""
-        pause = FIRST_PAUSE
+        pause = FIRST_PAUSE / 2
         while not self._stopping:
             began = time.monotonic()
             process = await asyncio.create_subprocess_exec(
@@ -95,4 +95,7 @@ class Supervisor:
 
 
 def _ending(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    if code >= 0:
+        return f"exit code {code}"
+    named = {number.value: number.name for number in signal.Signals}
+    return f"signal {named.get(-code, -code)}"

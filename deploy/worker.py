@@ -15,17 +15,22 @@ from pathlib import Path
 from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculation
 from decode.worker import DecodeWorker, Session
-from deploy.forward import make_forward
+from deploy.forward import make_forward, make_sampler
 from kvcache.blocks import BlockPool
 from kvcache.device import DevicePool, blocks_in
+from kvcache.host import HostPlan, HostTier, plan_host
 from kvcache.manager import KVManager
+from kvcache.pool.links import PoolLink
+from kvcache.sharing import Sharing
+from kvcache.staging import HostKV
 from kvcache.transports import Dialer
 from prefill.scheduler import PrefillScheduler
 from prefill.worker import PrefillWorker
-from serving.config import EngineConfig, ModelConfig
+from serving.config import EngineConfig, ModelConfig, PoolConfig
 from serving.engine.engine import Engine
 from serving.engine.loop import EngineLoop
 from serving.engine.plan import Scheduler
+from serving.engine.record import StepRecord
 from serving.engine.runner import ModelRunner
 from serving.engine.sequence import Sequence
 from serving.engine.tracing import TraceWriter
@@ -34,6 +39,8 @@ from serving.kvspec import LayerKV
 from serving.links import Deliver
 from serving.messages import Audit, Prefilled, PrefillOrder, Role, WorkerIdentity, WorkerStatus
 from serving.model.loading import LoadedModel
+
+FLUSH_SECONDS = 5.0  # a leaving worker gives what it computed so long to reach the KV pool
 
 
 class Worker:
@@ -53,19 +60,26 @@ class Worker:
         address: str,
         dialer: Dialer,
         on_crash: Callable[[], None] | None = None,
+        pool_config: PoolConfig | None = None,
+        pool_link: Callable[[str], PoolLink] | None = None,
     ):
+        if engine_config.deterministic and engine_config.kv_wire != "auto":
+            raise ValueError("--kv-wire int8 changes bits, which --deterministic promises not to happen")
         kv_dtype = model.dtype if model_config.kv_cache_dtype == "auto" else "int8"
         specs = model.spec.kv_layers(kv_dtype)
         blocks = engine_config.num_kv_blocks or blocks_in(
             engine_config.kv_cache_memory, specs, engine_config.block_size
         )
-        limit = context_limit(model, model_config, blocks * engine_config.block_size)
+        host = host_plan(role, specs, engine_config, blocks)
+        if host is not None:
+            blocks = host.device_blocks
+        limit = context_limit(model, model_config, host.tokens if host else blocks * engine_config.block_size)
         self.model = model
         self.address = address
         self.on_crash = on_crash
         self.pool = DevicePool(specs, blocks, engine_config.block_size, model_config.device)
         forward = make_forward(model, self.pool, engine_config, limit)
-        form = forward.form if engine_config.deterministic else "any"
+        form = self.form = forward.form if engine_config.deterministic else "any"
         self.identity = WorkerIdentity(
             instance=uuid.uuid4().hex,
             name=name or f"{role}-{socket.gethostname()}-{os.getpid()}",
@@ -77,14 +91,23 @@ class Worker:
             max_model_len=limit,
         )
         self.blocks = BlockPool(blocks, engine_config.block_size, caching=engine_config.enable_prefix_caching)
-        self.kv = KVManager(self.blocks, self.identity.fingerprint)
+        self.kv = KVManager(self.blocks, self.identity.fingerprint, HostTier(host) if host else None)
+        windows = [model.spec.window(layer) for layer in range(model.spec.layers)]
+        self.host_kv = HostKV(host, self.pool, windows) if host else None
         guesses = engine_config.num_speculative_tokens
         speculation = Speculation(guesses) if guesses > 0 else None
         self._decoding = DecodeScheduler(self.kv, max_model_len=limit, speculation=speculation)
-        self._prefilling = PrefillScheduler(self.kv, then=self._decoding.add)
+        self._prefilling = PrefillScheduler(self.kv, self._decoding.add, self._measured)
         eos = frozenset(model.spec.eos_token_ids)
         self.engine = Engine(
-            ModelRunner(forward, model.spec, engine_config.block_size, model_config.device),
+            ModelRunner(
+                forward,
+                model.spec,
+                engine_config.block_size,
+                model_config.device,
+                self.host_kv,
+                make_sampler(forward),
+            ),
             self.kv,
             self._schedulers(role),
             max_num_batched_tokens=engine_config.max_num_batched_tokens,
@@ -95,7 +118,22 @@ class Worker:
         if engine_config.profile is not None:
             self.engine.trace = TraceWriter(trace_path(engine_config.profile, self.identity.name), self.identity.name)
         self.loop = EngineLoop(self.engine, on_crash=self._crashed)
-        self._make_doors(role, dialer)
+        self.sharing: Sharing | None = None
+        if pool_link is not None and engine_config.enable_prefix_caching:
+            self.sharing = Sharing(
+                pool_link,
+                pool_config or PoolConfig(),
+                self.kv,
+                self.pool,
+                self.engine.lock,
+                busy=lambda: bool(self._prefilling.queue),
+            )
+        self._make_doors(role, dialer, engine_config.kv_wire)
+
+    def _measured(self, record: StepRecord) -> None:
+        """What a step took is what fetching a prefix is weighed against."""
+        if self.sharing is not None:
+            self.sharing.pace.stepped(record)
 
     def _schedulers(self, role: Role) -> list[Scheduler]:
         """The role is just this list: decode goes first, prompts get the rest of the step."""
@@ -106,7 +144,7 @@ class Worker:
         }
         return schedulers[role]
 
-    def _make_doors(self, role: Role, dialer: Dialer) -> None:
+    def _make_doors(self, role: Role, dialer: Dialer, kv_wire: str) -> None:
         long_rope = self.model.spec.rope_is_long
         self.decode: DecodeWorker | None = None
         self.prefill: PrefillWorker | None = None
@@ -129,8 +167,16 @@ class Worker:
                 scheduler=self._prefilling,
                 long_rope=long_rope,
                 dialer=dialer,
+                layout=self._layout,
+                kv_wire=kv_wire,
                 leases=self.decode,
+                prefixes=self.sharing,
             )
+
+    def _layout(self, kv_dtype: str) -> tuple[str, tuple[LayerKV, ...]]:
+        """What a worker of this model is like that keeps KV as `kv_dtype` (prefill.worker.Layout)."""
+        specs = self.model.spec.kv_layers(kv_dtype)
+        return layout_fingerprint(self.model.fingerprint, specs, self.form), specs
 
     # ---- links -------------------------------------------------------------------------------------------------
 
@@ -154,6 +200,8 @@ class Worker:
 
     def start(self) -> None:
         self.loop.start()
+        if self.sharing is not None:
+            self.sharing.start()
 
     async def drain(self, seconds: float) -> None:
         """Take no new work, finish or hand back what there is, and see all KV handed over."""
@@ -163,8 +211,12 @@ class Worker:
             await self.decode.drain(seconds)
         if self.prefill is not None:
             await self.prefill.drain(seconds)
+        if self.sharing is not None:
+            await self.sharing.flush(min(seconds, FLUSH_SECONDS))
 
     async def stop(self) -> None:
+        if self.sharing is not None:
+            await self.sharing.stop()
         await self.loop.stop()
         if self.engine.trace is not None:
             self.engine.trace.close()
@@ -198,11 +250,17 @@ class Worker:
             "engine_forward_seconds": totals.forward_seconds,
             "engine_sample_seconds": totals.sample_seconds,
             "engine_python_seconds": totals.python_seconds,
+            "engine_kv_wait_seconds": totals.waited_seconds,
             "kv_transfer_bytes": float(self.prefill.bytes_sent if self.prefill is not None else 0),
         }
         if self._decoding.speculation is not None:
             counters["spec_decode_num_draft_tokens"] = float(self._decoding.speculation.drafted)
             counters["spec_decode_num_accepted_tokens"] = float(self._decoding.speculation.accepted)
+        if self.sharing is not None:
+            counters.update(self.sharing.counters())
+        if self.host_kv is not None:
+            counters["host_kv_bytes_out"] = float(self.host_kv.bytes_out)
+            counters["host_kv_bytes_in"] = float(self.host_kv.bytes_in)
         if self.decode is not None:
             for reason, count in self.decode.refused.items():
                 counters[f"kv_chunks_refused/{reason}"] = float(count)
@@ -244,9 +302,12 @@ class Worker:
             }
             leaked = {
                 "leases": decode.orphans() if decode is not None else 0,
-                "blocks": self.kv.unaccounted(owned.values()),
+                "blocks": self.kv.unaccounted(owned.values(), self.sharing.table() if self.sharing else ()),
                 "tasks": sum(id(seq) not in owned for seq in queued),
             }
+            if self.kv.host is not None:
+                counts["host_extents"] = self.kv.host.extents.held
+                leaked["host_extents"] = self.kv.host.unaccounted(owned.values())
         return Audit(service=self.identity.name, counts=counts, leaked=leaked)
 
     def _owned(self) -> list[Sequence]:
@@ -262,6 +323,15 @@ def context_limit(model: LoadedModel, config: ModelConfig, pool_tokens: int) -> 
             raise ValueError(f"--max-model-len {config.max_model_len} is more than the model's {allowed} tokens")
         allowed = config.max_model_len
     return min(allowed, pool_tokens)
+
+
+def host_plan(role: Role, specs: tuple[LayerKV, ...], config: EngineConfig, blocks: int) -> HostPlan | None:
+    """How the host memory asked for is used; None where there is none. Raises ValueError where it cannot be."""
+    if not config.host_kv_memory:
+        return None
+    if role is not Role.MIXED:  # KV that is handed over is read from the device, and written there
+        raise ValueError(f"--host-kv-memory works on mixed workers, not on {role} workers")
+    return plan_host(specs, blocks, config.block_size, config.host_kv_memory)
 
 
 def trace_path(path: str, worker: str) -> Path:

@@ -1,13 +1,14 @@
 """The KV chunk: some layers of a token range of a lease, as bytes with a fence and a digest, and its codec.
 
-A chunk covers tokens, not blocks, so ends with unequal block sizes understand each other. The digest covers the
-header's fields as well as the bytes: a chunk that is whole but in the wrong place is as corrupt as a flipped bit.
+A chunk covers tokens, not blocks, and says how its numbers are encoded and which heads it brings, so that unequal ends
+understand each other. The digest covers the header's fields as well as the bytes: a chunk that is whole but in the
+wrong place is as corrupt as a flipped bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,7 +16,10 @@ import xxhash
 from torch import Tensor
 
 from kvcache.device import DevicePool
+from kvcache.heads import Piece, with_heads
+from kvcache.relay import AS_STORED, ENCODINGS, Wire, relay, stored_as
 from serving.errors import CorruptChunk
+from serving.kvspec import LayerKV
 from serving.messages import LeaseId
 
 
@@ -23,23 +27,34 @@ from serving.messages import LeaseId
 class Chunk:
     """Layers first_layer..last_layer (exclusive) of tokens start..end (exclusive) of the lease's sequence.
 
-    Payload: layer by layer, plane by plane, token by token. `layout` is the fingerprint of model and KV layout.
+    Payload: layer by layer, plane by plane, token by token. `layout` is the fingerprint of the receiver's model and KV
+    layout, `encoding` one of kvcache.relay.ENCODINGS: the dtype the numbers travel as. Heads first_head..last_head
+    (exclusive) are counted as the receiver counts its own; 0 and 0 are all of them.
     """
 
     lease: LeaseId
     layout: str
+    encoding: str = AS_STORED
     first_layer: int
     last_layer: int
+    first_head: int = 0
+    last_head: int = 0
     start: int
     end: int
     payload: bytes | memoryview
     digest: bytes
 
+    @property
+    def whole(self) -> bool:
+        """It brings all heads."""
+        return self.first_head == self.last_head == 0
+
     def header(self) -> bytes:
         """The fields the digest binds the payload to, in one unambiguous string."""
-        lease = self.lease
-        numbers = (lease.epoch, self.first_layer, self.last_layer, self.start, self.end, len(self.payload))
-        return "\0".join([lease.lease, lease.instance, self.layout, *map(str, numbers)]).encode()
+        texts = (self.lease.lease, self.lease.instance, self.layout, self.encoding)
+        layers, heads = (self.first_layer, self.last_layer), (self.first_head, self.last_head)
+        numbers = (self.lease.epoch, *layers, *heads, self.start, self.end, len(self.payload), *map(len, texts))
+        return "\0".join([*map(str, numbers), *texts]).encode()
 
 
 def digest(header: bytes, payload: bytes | memoryview) -> bytes:
@@ -50,61 +65,139 @@ def digest(header: bytes, payload: bytes | memoryview) -> bytes:
 
 
 def encode(
-    pool: DevicePool, lease: LeaseId, layout: str, layers: range, blocks: Sequence[int], start: int, end: int
+    pool: DevicePool,
+    lease: LeaseId,
+    layout: str,
+    layers: range,
+    blocks: Sequence[int],
+    start: int,
+    end: int,
+    *,
+    wire: Wire | None = None,
+    piece: Piece | None = None,
 ) -> Chunk:
-    """Read the chunk's bytes out of the pool."""
+    """Read the chunk's bytes out of the pool; `wire` says how they travel, `piece` which heads go, to whom.
+
+    By default KV goes as it is stored here, with all its heads. Layers of one chunk that is cut must all have heads.
+    """
     slots = pool.slots(blocks, start, end)
-    parts = [part.flatten() for layer in layers for part in pool.read(layer, slots)]
-    payload = torch.cat(parts).numpy().data.cast("B")
+    parts = [part.flatten() for layer in layers for part in _laid_out(pool, layer, slots, wire, piece)]
+    heads = range(0) if piece is None or piece.whole else piece.place
+    assert not heads or all(pool.specs[layer].heads is not None for layer in layers)
     bare = Chunk(
         lease=lease,
         layout=layout,
+        encoding=AS_STORED if wire is None else wire.encoding,
         first_layer=layers.start,
         last_layer=layers.stop,
+        first_head=heads.start,
+        last_head=heads.stop,
         start=start,
         end=end,
-        payload=payload,
+        payload=torch.cat(parts).numpy().data.cast("B"),
         digest=b"",
     )
     return sealed(bare)
 
 
+def _laid_out(pool: DevicePool, layer: int, slots: Tensor, wire: Wire | None, piece: Piece | None) -> list[Tensor]:
+    """A layer's planes as they are to travel: uint8 [tokens, token_bytes]."""
+    planes, source = pool.read(layer, slots), pool.specs[layer]
+    if piece is not None and source.heads is not None:
+        planes, source = _cut(planes, source, piece.heads)
+    if wire is None:
+        return planes
+    target = wire.layers[layer]
+    return relay(planes, source, target if source.heads is None else with_heads(target, source.heads))
+
+
+def _cut(planes: Sequence[Tensor], spec: LayerKV, heads: range) -> tuple[list[Tensor], LayerKV]:
+    """Only these heads of each plane, uint8 [tokens, token_bytes], and the layer they make."""
+    assert spec.heads is not None
+    rows = [plane.view(len(plane), spec.heads, -1)[:, heads.start : heads.stop].flatten(1) for plane in planes]
+    return rows, with_heads(spec, len(heads))
+
+
 def sealed(chunk: Chunk) -> Chunk:
     """The chunk with its digest computed."""
-    return Chunk(
-        lease=chunk.lease,
-        layout=chunk.layout,
-        first_layer=chunk.first_layer,
-        last_layer=chunk.last_layer,
-        start=chunk.start,
-        end=chunk.end,
-        payload=chunk.payload,
-        digest=digest(chunk.header(), chunk.payload),
-    )
+    return replace(chunk, digest=digest(chunk.header(), chunk.payload))
 
 
 def verify(chunk: Chunk, pool: DevicePool) -> None:
-    """Raises CorruptChunk unless digest, shape and length all fit."""
+    """Raises CorruptChunk unless digest, shape and length all fit and it brings every head."""
+    check(chunk, pool.specs)
+    if not chunk.whole:
+        raise CorruptChunk("a KV chunk brings some of the heads where all are due", code="heads")
+
+
+def check(chunk: Chunk, specs: Sequence[LayerKV]) -> None:
+    """Raises CorruptChunk unless digest, shape and length all fit a receiver that stores `specs`."""
     if digest(chunk.header(), chunk.payload) != chunk.digest:
         raise CorruptChunk("the digest of a KV chunk does not match its bytes", code="digest")
-    if not (0 <= chunk.first_layer < chunk.last_layer <= len(pool.specs) and 0 <= chunk.start < chunk.end):
+    if not (0 <= chunk.first_layer < chunk.last_layer <= len(specs) and 0 <= chunk.start < chunk.end):
         raise CorruptChunk("a KV chunk names layers or tokens that do not exist", code="range")
-    tokens = chunk.end - chunk.start
-    expected = tokens * sum(spec.token_bytes for spec in pool.specs[chunk.first_layer : chunk.last_layer])
+    expected = (chunk.end - chunk.start) * sum(layer.token_bytes for layer in wire_layers(chunk, specs))
     if len(chunk.payload) != expected:
         raise CorruptChunk(f"a KV chunk has {len(chunk.payload)} bytes instead of {expected}", code="length")
 
 
+def wire_layers(chunk: Chunk, specs: Sequence[LayerKV]) -> list[LayerKV]:
+    """How the chunk's layers lie in its payload, for a receiver that stores `specs`. Raises CorruptChunk."""
+    if chunk.encoding not in ENCODINGS:
+        raise CorruptChunk(f"a KV chunk is encoded as {chunk.encoding!r}, which is unknown", code="encoding")
+    layers = [stored_as(spec, chunk.encoding) for spec in specs[chunk.first_layer : chunk.last_layer]]
+    if chunk.whole:
+        return layers
+    if not all(0 <= chunk.first_head < chunk.last_head <= (layer.heads or 0) for layer in layers):
+        raise CorruptChunk("a KV chunk names heads that do not exist", code="heads")
+    return [with_heads(layer, chunk.last_head - chunk.first_head) for layer in layers]
+
+
 def split(chunk: Chunk, pool: DevicePool) -> list[list[Tensor]]:
-    """The payload of a verified chunk per layer and plane: uint8 [tokens, token_bytes], views where possible."""
+    """The payload of a verified chunk per layer and plane, as the pool stores them: uint8 [tokens, token_bytes]."""
+    layers, stored = wire_layers(chunk, pool.specs), pool.specs[chunk.first_layer : chunk.last_layer]
+    return [relay(*each) for each in zip(_planes(chunk, layers), layers, stored, strict=True)]
+
+
+def _planes(chunk: Chunk, layers: Sequence[LayerKV]) -> list[list[Tensor]]:
+    """The payload per layer and plane: uint8 [tokens, token_bytes], views of one copy."""
     tokens = chunk.end - chunk.start
     data = torch.from_numpy(np.frombuffer(chunk.payload, dtype=np.uint8).copy())
-    layers, offset = [], 0
-    for spec in pool.specs[chunk.first_layer : chunk.last_layer]:
+    found, offset = [], 0
+    for layer in layers:
         parts = []
-        for plane in spec.planes:
+        for plane in layer.planes:
             size = tokens * plane.token_bytes
             parts.append(data[offset : offset + size].view(tokens, plane.token_bytes))
             offset += size
-        layers.append(parts)
-    return layers
+        found.append(parts)
+    return found
+
+
+def join(chunks: Sequence[Chunk], specs: Sequence[LayerKV]) -> Chunk:
+    """One whole chunk out of those that several ranks sent for the same layers and tokens, each with some heads.
+
+    Raises CorruptChunk when one of them is, or when together they are not every head once.
+    """
+    ordered = sorted(chunks, key=lambda chunk: chunk.first_head)
+    for chunk in ordered:
+        check(chunk, specs)
+    first, layers = ordered[0], specs[ordered[0].first_layer : ordered[0].last_layer]
+    if len(ordered) == 1 and first.whole:
+        return first
+    borders = [0, *(chunk.last_head for chunk in ordered)]
+    starts = [*(chunk.first_head for chunk in ordered), *{layer.heads for layer in layers}]
+    if borders != starts or any(_place(chunk) != _place(first) for chunk in ordered):
+        raise CorruptChunk("the pieces of a KV chunk are not every head of one place once", code="heads")
+    pieces = [_planes(chunk, wire_layers(chunk, specs)) for chunk in ordered]
+    parts = []
+    for index, layer in enumerate(layers):
+        planes = range(len(stored_as(layer, first.encoding).planes))
+        parts += [torch.cat([piece[index][plane] for piece in pieces], dim=1).flatten() for plane in planes]
+    payload = torch.cat(parts).numpy().data.cast("B")
+    return sealed(replace(first, first_head=0, last_head=0, payload=payload))
+
+
+def _place(chunk: Chunk) -> Chunk:
+    """All that must be equal between pieces of one chunk."""
+    return replace(chunk, first_head=0, last_head=0, payload=b"", digest=b"")

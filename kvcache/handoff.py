@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 
 from kvcache.chunk import Chunk, encode
-from kvcache.device import DevicePool, token_bytes
+from kvcache.device import DevicePool
+from kvcache.relay import AS_STORED, Wire
 from serving.engine.sequence import Sequence
 from serving.links import HandoffLink
 from serving.messages import LeaseId
@@ -56,16 +57,30 @@ class HandoffPlan:
 
 
 class Handoff:
-    """One sequence's KV on its way to a lease. `run()` it as a task; the engine feeds `layer_done`."""
+    """One sequence's KV on its way to a lease. `run()` it as a task; the engine feeds `layer_done`.
 
-    def __init__(self, pool: DevicePool, link: HandoffLink, seq: Sequence, fence: LeaseId, layout: str, start: int):
+    `layout` is the receiver's, `wire` how KV is laid out for it; by default as it is stored here.
+    """
+
+    def __init__(
+        self,
+        pool: DevicePool,
+        link: HandoffLink,
+        seq: Sequence,
+        fence: LeaseId,
+        layout: str,
+        start: int,
+        *,
+        wire: Wire | None = None,
+    ):
         self.pool = pool
         self.link = link
         self.seq = seq
         self.fence = fence
         self.layout = layout
+        self.wire = wire or Wire(AS_STORED, pool.specs)
         layers = len(pool.specs)
-        self.plan = HandoffPlan(layers, start, seq.start, max(1, token_bytes(pool.specs) // layers))
+        self.plan = HandoffPlan(layers, start, seq.start, max(1, self.wire.token_bytes // layers))
         self.bytes_sent = 0
         self._news = asyncio.Event()
 
@@ -84,6 +99,6 @@ class Handoff:
                 await self._news.wait()
 
     def _encode(self, layers: range, start: int, end: int) -> Chunk:
-        chunk = encode(self.pool, self.fence, self.layout, layers, self.seq.blocks, start, end)
+        chunk = encode(self.pool, self.fence, self.layout, layers, self.seq.blocks, start, end, wire=self.wire)
         self.bytes_sent += len(chunk.payload)
         return chunk

@@ -5,22 +5,29 @@ The pure half of a worker's KV cache: it moves block ids between the pool and se
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvcache.blocks import BlockPool
+from kvcache.host import HostTier
 from kvcache.prefix import extend_keys, root_key
 from serving.engine.sequence import Sequence
 from serving.errors import NoRoom
 
 
 class KVManager:
-    """Blocks of one worker's pool for its sequences. `fingerprint` roots the block keys (see kvcache.prefix)."""
+    """Blocks of one worker's pool for its sequences. `fingerprint` roots the block keys (see kvcache.prefix).
 
-    def __init__(self, pool: BlockPool, fingerprint: str):
+    With a `host`, sequences longer than the pool keep their older KV there; their prefixes are neither reused nor
+    published, for their blocks hold now these, now those tokens.
+    """
+
+    def __init__(self, pool: BlockPool, fingerprint: str, host: HostTier | None = None):
         self.pool = pool
         self.fingerprint = fingerprint
+        self.host = host
         self.queries = 0  # tokens looked up in the prefix index
         self.hits = 0  # tokens found there
+        self.on_published: Callable[[Sequence, int, int], None] | None = None  # hears of blocks that became whole
 
     @property
     def block_size(self) -> int:
@@ -39,6 +46,9 @@ class KVManager:
         available beyond what is taken. Raises NoRoom and takes nothing when they do not.
         """
         assert not seq.blocks and seq.computed == 0
+        if self.host is not None and seq.handoff is None and self._too_long(seq):
+            self.host.open(seq, self.pool, headroom=headroom)
+            return
         matched = self._match(seq)
         needed = self.blocks_for(len(seq.tokens) + 1) - len(matched)
         self.pool.acquire(matched)
@@ -55,6 +65,8 @@ class KVManager:
 
     def rematch(self, seq: Sequence) -> None:
         """Before the first chunk of a waiting sequence: take up prefix blocks that others have filled meanwhile."""
+        if seq.spill is not None:
+            return
         known = seq.computed // self.block_size
         matched = self._match(seq)
         if len(matched) <= known:
@@ -66,36 +78,66 @@ class KVManager:
 
     def grow(self, seq: Sequence) -> None:
         """Hold a block for the KV of the sequence's last token. Raises NoRoom."""
+        if seq.spill is not None:
+            self.make_room(seq, seq.uncomputed)
+            return
         needed = self.blocks_for(len(seq.tokens)) - len(seq.blocks)
         if needed > 0:
             seq.blocks.extend(self.pool.allocate(needed))
 
+    def make_room(self, seq: Sequence, count: int) -> int:
+        """How many of the next `count` tokens a step may compute; all, unless the device holds only part of it."""
+        if seq.spill is None:
+            return count
+        assert self.host is not None
+        return self.host.make_room(seq, count)
+
     def publish(self, seq: Sequence) -> None:
         """Make the sequence's full, computed blocks reusable."""
         full = seq.computed // self.block_size
-        if full <= seq.published or not self.pool.caching:
+        if full <= seq.published or not self.pool.caching or seq.spill is not None:
             return
         extend_keys(seq.keys, seq.root, seq.tokens, self.block_size, upto=seq.computed)
         for i in range(seq.published, full):
             self.pool.publish(seq.blocks[i], seq.keys[i])
-        seq.published = full
+        first, seq.published = seq.published, full
+        if self.on_published is not None:
+            self.on_published(seq, first, full)
+
+    def shareable_keys(self, seq: Sequence) -> list[bytes]:
+        """The keys of the blocks that may come from elsewhere: all full ones, but for one token left to compute."""
+        if not self.pool.caching or seq.request.prompt_logprobs is not None or self._too_long(seq):
+            return []
+        reusable = len(seq.tokens) - 1
+        extend_keys(seq.keys, seq.root, seq.tokens, self.block_size, upto=reusable)
+        return seq.keys[: reusable // self.block_size]
+
+    def known_blocks(self, seq: Sequence) -> int:
+        """How many of its leading blocks are here already."""
+        return len(self._match(seq))
+
+    def fetched(self, seq: Sequence, blocks: int) -> None:
+        """The KV of its first `blocks` blocks has been brought into them: it counts as computed, and is shared."""
+        seq.computed = seq.cached = blocks * self.block_size
+        self.publish(seq)
 
     def release(self, seq: Sequence) -> None:
         """Give all blocks back. Safe to call twice."""
         blocks, seq.blocks = seq.blocks, []
         seq.computed = seq.published = 0
         self.pool.release(blocks)
+        if self.host is not None:
+            self.host.release(seq)
 
-    def unaccounted(self, sequences: Iterable[Sequence]) -> int:
-        """References that none of these sequences explains; 0 unless blocks leaked."""
-        return self.pool.check(seq.blocks for seq in sequences)
+    def unaccounted(self, sequences: Iterable[Sequence], others: Iterable[int] = ()) -> int:
+        """References that neither these sequences nor `others`, single blocks, explain; 0 unless blocks leaked."""
+        return self.pool.check([*(seq.blocks for seq in sequences), list(others)])
+
+    def _too_long(self, seq: Sequence) -> bool:
+        return self.blocks_for(len(seq.tokens) + 1) > self.pool.num_blocks
 
     def _match(self, seq: Sequence) -> list[int]:
-        if not self.pool.caching or seq.request.prompt_logprobs is not None:
-            return []  # prompt log-probabilities need every prompt token computed
-        reusable = len(seq.tokens) - 1
-        extend_keys(seq.keys, seq.root, seq.tokens, self.block_size, upto=reusable)
-        return self.pool.match(seq.keys[: reusable // self.block_size])
+        return self.pool.match(self.shareable_keys(seq))
 
     def _count_reuse(self, seq: Sequence, blocks: int) -> None:
         self.hits += blocks * self.block_size - seq.computed

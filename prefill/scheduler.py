@@ -16,9 +16,15 @@ from serving.errors import NoRoom
 class PrefillScheduler:
     """The queue of prompts. `then` takes sequences that go on decoding in this worker (a mixed worker's batch)."""
 
-    def __init__(self, kv: KV, then: Callable[[Sequence], None] | None = None):
+    def __init__(
+        self,
+        kv: KV,
+        then: Callable[[Sequence], None] | None = None,
+        measured: Callable[[StepRecord], None] | None = None,
+    ):
         self.kv = kv
         self.then = then
+        self.on_measured = measured
         self.queue: list[Sequence] = []
 
     def add(self, seq: Sequence) -> None:
@@ -34,12 +40,24 @@ class PrefillScheduler:
         for seq in self.queue:
             if plan.tokens < 1 or plan.seqs < 1:
                 return
-            if full and not seq.blocks:
+            if seq.arrival is not None or (full and not seq.blocks):
                 continue  # the first prompt that waits for blocks gets the next ones freed
             if self._start(seq, now):
-                plan.add(seq, min(seq.uncomputed, plan.tokens), self)
+                plan.add(seq, self.kv.make_room(seq, min(seq.uncomputed, plan.tokens)), self)
             else:
                 full = True  # but prompts that hold their blocks go on: theirs are the ones that will come free
+        if not plan.work:
+            self._fill_arriving(plan, now)
+
+    def _fill_arriving(self, plan: Plan, now: float) -> None:
+        """Nothing else is to run: begin a prompt whose prefix is still coming, alone, for the step may have to wait."""
+        for seq in self.queue:
+            if seq.arrival is not None:
+                seq.arrival.enter()
+                if seq.scheduled_at is None:
+                    seq.scheduled_at = now
+                plan.add(seq, min(seq.uncomputed, plan.tokens), self, gate=seq.arrival.gate)
+                return
 
     def _start(self, seq: Sequence, now: float) -> bool:
         """See that the sequence has its blocks and the freshest prefix; False while the pool has no room for it."""
@@ -66,7 +84,9 @@ class PrefillScheduler:
         """Prompts are not guessed."""
 
     def measured(self, record: StepRecord) -> None:
-        """Chunks are as large as the step's budget, whatever they take."""
+        """Chunks are as large as the step's budget, whatever they take; whoever weighs computing hears of it."""
+        if self.on_measured is not None:
+            self.on_measured(record)
 
     def remove(self, seq: Sequence) -> None:
         if seq in self.queue:

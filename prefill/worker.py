@@ -14,11 +14,13 @@ from typing import Protocol
 from kvcache.device import DevicePool
 from kvcache.handoff import Handoff
 from kvcache.manager import KVManager
+from kvcache.relay import Wire, choose_wire
 from prefill.scheduler import PrefillScheduler
 from serving.engine.loop import EngineLoop
 from serving.engine.output import Output
 from serving.engine.sequence import Sequence
 from serving.errors import ContextLengthExceeded, Draining, MillraceError, StaleLease, WorkerLost
+from serving.kvspec import LayerKV
 from serving.links import HandoffDialer, HandoffLink
 from serving.messages import LeaseId, Prefilled, PrefillOrder, WorkerIdentity
 
@@ -27,6 +29,17 @@ class LocalLeases(Protocol):
     """The decode side of the same worker."""
 
     def adopt(self, fence: LeaseId) -> Sequence: ...
+
+
+Layout = Callable[[str], tuple[str, tuple[LayerKV, ...]]]
+"""The layout's fingerprint and the layers of a worker that keeps KV of this model as this dtype."""
+
+
+class Prefixes(Protocol):
+    """Where parts of a prompt's KV may come from that others have computed (kvcache.sharing.Sharing)."""
+
+    async def bring(self, seq: Sequence, begun: Callable[[], None]) -> None:
+        """Returns when no more comes; `begun` is called as soon as the sequence may be queued."""
 
 
 class FirstToken:
@@ -41,7 +54,10 @@ class FirstToken:
 
 
 class PrefillWorker:
-    """See the module (serving.links.PrefillLink). `leases` is set on a mixed worker."""
+    """See the module (serving.links.PrefillLink). `leases` is set on a mixed worker.
+
+    `layout` tells how a decode worker stores KV, `kv_wire` how it is to travel there (see kvcache.relay.choose_wire).
+    """
 
     def __init__(
         self,
@@ -53,7 +69,10 @@ class PrefillWorker:
         scheduler: PrefillScheduler,
         long_rope: Callable[[int], bool],
         dialer: HandoffDialer,
+        layout: Layout,
+        kv_wire: str = "auto",
         leases: LocalLeases | None = None,
+        prefixes: Prefixes | None = None,
     ):
         self.identity = identity
         self.loop = loop
@@ -63,7 +82,10 @@ class PrefillWorker:
         self.scheduler = scheduler
         self.long_rope = long_rope
         self.dialer = dialer
+        self.layout = layout
+        self.kv_wire = kv_wire
         self.leases = leases
+        self.prefixes = prefixes
         self.draining = False
         self.bytes_sent = 0
         self._runs: dict[int, Sequence] = {}  # prefills in progress, by id of the sequence
@@ -77,7 +99,7 @@ class PrefillWorker:
             if order.grant is None or seq.stays:
                 yield await self._first(seq)
                 return
-            link = self.dialer.dial(order.grant.address)
+            link = self.dialer.dial(order.grant)
             try:
                 async for prefilled in self._handing_over(seq, order, link):
                     yield prefilled
@@ -87,8 +109,8 @@ class PrefillWorker:
     async def _handing_over(self, seq: Sequence, order: PrefillOrder, link: HandoffLink) -> AsyncIterator[Prefilled]:
         grant = order.grant
         assert grant is not None
-        fingerprint = self.identity.fingerprint
-        handoff = Handoff(self.pool, link, seq, grant.lease, fingerprint, grant.cached_tokens)
+        layout, wire = self._laying_out(grant.kv_dtype)
+        handoff = Handoff(self.pool, link, seq, grant.lease, layout, grant.cached_tokens, wire=wire)
         seq.handoff = handoff
         sending = asyncio.create_task(handoff.run(), name=f"handoff-{grant.lease.lease}")
         first = asyncio.create_task(self._first(seq), name=f"prefill-{grant.lease.lease}")
@@ -112,16 +134,23 @@ class PrefillWorker:
                 task.cancel()
             await asyncio.gather(sending, first, return_exceptions=True)
 
+    def _laying_out(self, kv_dtype: str) -> tuple[str, Wire]:
+        """The layout a decode worker of this KV dtype expects, and how KV gets there. Raises StaleLease."""
+        layout, layers = self.layout(kv_dtype)
+        return layout, choose_wire(self.pool.specs, layers, self.kv_wire)
+
     async def _first(self, seq: Sequence) -> Prefilled:
         """Queue the sequence and wait for its first token. Raises what the engine reports."""
         sink = FirstToken()
         seq.prefill_sink = sink
-        with self.engine.lock:
-            if seq.ended:
-                raise WorkerLost("the lease ended before its prefill began")
-            self.scheduler.add(seq)
-        self.loop.wake()
-        output = await sink.future
+        async with self._bringing(seq):
+            with self.engine.lock:
+                if seq.ended:
+                    raise WorkerLost("the lease ended before its prefill began")
+                if not sink.future.done():  # the engine may have died meanwhile
+                    self.scheduler.add(seq)
+            self.loop.wake(hurry=seq.arrival is None)
+            output = await sink.future
         if output.error is not None:
             raise output.error
         assert output.delta is not None
@@ -133,6 +162,25 @@ class PrefillWorker:
             queue_seconds=began - seq.waiting_since,
             compute_seconds=now - began,
         )
+
+    @asynccontextmanager
+    async def _bringing(self, seq: Sequence) -> AsyncIterator[None]:
+        """Entered once the sequence may be queued, though some of its prefix may still come; no more does after."""
+        if self.prefixes is None:
+            yield
+            return
+        begun = asyncio.Event()
+        bringing = asyncio.create_task(self.prefixes.bring(seq, begun.set), name="bring-prefix")
+        bringing.add_done_callback(lambda _: begun.set())
+        bringing.add_done_callback(lambda _: self.loop.wake())  # from now on it waits for nobody
+        try:
+            await begun.wait()
+            yield
+        finally:
+            bringing.cancel()
+            await asyncio.wait([bringing])
+            if not bringing.cancelled():
+                bringing.result()
 
     @asynccontextmanager
     async def _sequence(self, order: PrefillOrder) -> AsyncIterator[Sequence]:
@@ -155,10 +203,12 @@ class PrefillWorker:
     def _new_sequence(self, order: PrefillOrder) -> Sequence:
         request = order.order.request
         tokens = len(request.prompt) + len(order.order.generated)
-        if tokens >= self.identity.max_model_len:
+        limit = self.identity.max_model_len
+        if order.grant is not None:  # what is handed over is read from the device: all of it must be there
+            limit = min(limit, self.kv.pool.num_blocks * self.kv.block_size)
+        if tokens >= limit:
             raise ContextLengthExceeded(
-                f"{tokens} tokens leave no room to generate within the context of {self.identity.max_model_len}",
-                param="prompt",
+                f"{tokens} tokens leave no room to generate within the context of {limit}", param="prompt"
             )
         long_rope = self.long_rope(len(request.prompt) + request.sampling.max_tokens)
         root = self.kv.root(request.tenant, long_rope)

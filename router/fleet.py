@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from router.admission import CONTINUATION, NEW, Turnstile
 from router.leases import NoLease, RouterLease, WorkerSession
 from router.policy import Candidate, LeastLoaded
+from router.pools import Pools
 from router.prefill_run import PrefillRun
 from router.registry import Registry
 from serving.errors import (
@@ -29,7 +30,7 @@ from serving.errors import (
     WorkerLost,
 )
 from serving.links import AuditLink, DecodeWorkerLink, PrefillLink
-from serving.messages import Audit, Build, Request, WorkerStatus
+from serving.messages import Audit, Build, PoolReport, Request, WorkerStatus
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class Fleet:
         self.policy = policy
         self.clock = clock
         self.registry = Registry(config.silence)
+        self.pools = Pools(config.silence)
         self.turnstile = Turnstile(config.max_waiting)
         self._links: dict[str, WorkerLink] = {}
         self._sessions: dict[str, asyncio.Task[WorkerSession]] = {}
@@ -77,6 +79,7 @@ class Fleet:
         self._openings: dict[str, set[asyncio.Future[MillraceError]]] = {}  # who waits for a worker's answer
         self._tasks: set[asyncio.Task[None]] = set()
         self._lease_count = 0
+        self._unleased: set[NoLease] = set()  # what stands in for the leases of single-token requests
         self._full = False  # whether the last look for a place found workers, but none with room
         self.refused: MillraceError | None = None  # set once no request may go on
 
@@ -94,8 +97,18 @@ class Fleet:
             )
         self.notify()
 
+    def pool_heartbeat(self, report: PoolReport) -> None:
+        """A node of the KV pool reports. Requests do not wait for it: workers hear of it with their next heartbeat."""
+        if self.pools.heartbeat(report, self.clock()):
+            state = "leaving" if report.draining else "here"
+            log.info("pool node %s (%s) is %s", report.stat.name, report.address, state)
+
     def expire(self) -> None:
-        """Take silent workers for dead; call about once a second."""
+        """Take silent workers and pool nodes for dead; call about once a second."""
+        for report in self.pools.expire(self.clock()):
+            log.info(
+                "pool node %s (%s) is %s", report.stat.name, report.address, "gone" if report.draining else "silent"
+            )
         for instance in self.registry.expire(self.clock()):
             self.suspect(instance, WorkerLost("no heartbeat"))
         for instance in [known for known in self._links if self.registry.get(known) is None]:
@@ -141,6 +154,8 @@ class Fleet:
             if task.done() and not task.cancelled() and task.exception() is None:
                 for lease in list(task.result().leases.values()):
                     lease.fail(error)
+        for without in list(self._unleased):
+            without.fail(error)
         self.notify()
 
     def notify(self) -> None:
@@ -163,7 +178,12 @@ class Fleet:
         self._lease_count += 1
         lease_id = f"{request.request_id}/{self._lease_count}"
         if request.sampling.max_tokens - len(generated) == 1:
-            yield NoLease(lease_id, build)
+            without = NoLease(lease_id, build)
+            self._unleased.add(without)
+            try:
+                yield without
+            finally:
+                self._unleased.discard(without)
             return
         lease = await self._place(lease_id, request, generated, build)
         entry = self.registry.get(lease.fence.instance)

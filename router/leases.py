@@ -73,6 +73,11 @@ class NoLease:
         self.fence = LeaseId(lease=lease_id, epoch=0, instance="")
         self.failed: asyncio.Future[MillraceError] = asyncio.get_running_loop().create_future()
 
+    def fail(self, error: MillraceError) -> None:
+        """Whoever waits for the token hears why there will be none."""
+        if not self.failed.done():
+            self.failed.set_result(error)
+
     def interrupt(self, error: MillraceError) -> None:
         """Nothing waits for deltas."""
 

@@ -1,4 +1,4 @@
-"""The router's gRPC door: workers report here."""
+"""The router's gRPC door: workers and nodes of the KV pool report here, and hear where the pool is."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from grpc import aio
 from router.fleet import Fleet
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
+from serving.proto import pool_pb2 as pool
 from serving.rpc import answering
-from serving.wire import status_from_pb
+from serving.wire import pool_report_from_pb, status_from_pb
 
 
 class RegistryService(stubs.RegistryServicer):
@@ -20,4 +21,16 @@ class RegistryService(stubs.RegistryServicer):
     async def Heartbeat(self, request: pb.WorkerStatus, context: aio.ServicerContext) -> pb.HeartbeatReply:
         async with answering(context):
             self.fleet.heartbeat(status_from_pb(request))
-        return pb.HeartbeatReply(router=self.fleet.config.name)
+        return self._reply()
+
+    async def PoolHeartbeat(self, request: pool.PoolStat, context: aio.ServicerContext) -> pb.HeartbeatReply:
+        async with answering(context):
+            self.fleet.pool_heartbeat(pool_report_from_pb(request))
+        return self._reply()
+
+    async def PoolNodes(self, request: pb.PoolNodesRequest, context: aio.ServicerContext) -> pb.HeartbeatReply:
+        """Where the pool is, for those that have nothing to report yet."""
+        return self._reply()
+
+    def _reply(self) -> pb.HeartbeatReply:
+        return pb.HeartbeatReply(router=self.fleet.config.name, pool_nodes=self.fleet.pools.nodes())

@@ -5,10 +5,9 @@ Run from anywhere as `make proto`; the house tests call `generate` to see that w
 
 from __future__ import annotations
 
-from importlib.resources import files
+import subprocess
+import sys
 from pathlib import Path
-
-from grpc_tools import protoc  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTO = Path("serving/proto")
@@ -30,9 +29,12 @@ def descriptors(out: Path) -> None:
 
 
 def run(*flags: str) -> None:
-    """Call protoc on all sources. The imports of the generated code start at the root: `serving.proto...`."""
-    well_known = str(files("grpc_tools") / "_proto")
-    status = protoc.main(["protoc", f"-I{ROOT}", f"-I{well_known}", *flags, *sources()])
+    """Call protoc on all sources. The imports of the generated code start at the root: `serving.proto...`.
+
+    In a process of its own: the compiler's library and NIXL's do not live in one.
+    """
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT}", *flags, *sources()]
+    status = subprocess.run(command, check=False).returncode
     if status != 0:
         raise ValueError(f"protoc ended with status {status}")
 

@@ -56,6 +56,11 @@ class ModelConfig:
     max_model_len: int | None = option(
         None, "tokens of prompt and output at most; default: what the model allows", least=2
     )
+    load_format: str = option(
+        "auto",
+        "where weights come from; pool: from the KV pool if it has the model, else from disk or hub and then into it",
+        choices=("auto", "pool"),
+    )
     device: str = option("cpu", "torch device of the workers")
 
 
@@ -66,6 +71,9 @@ class EngineConfig:
     block_size: int = option(16, "tokens a KV block", least=1)
     kv_cache_memory: int = option(2 << 30, "bytes of KV cache a worker, such as 2GiB", least=1)
     num_kv_blocks: int | None = option(None, "KV blocks a worker; overrides --kv-cache-memory", least=1)
+    host_kv_memory: int = option(
+        0, "bytes of host memory for KV of sequences longer than the KV cache; mixed workers only; 0: none", least=0
+    )
     max_num_seqs: int = option(128, "sequences a worker holds at most", least=1)
     max_num_batched_tokens: int = option(512, "tokens a step computes at most: longer prompts go in chunks", least=1)
     enable_prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings")
@@ -73,6 +81,18 @@ class EngineConfig:
         4,
         "tokens to guess ahead from the text so far, where that pays; changes no token; 0 never guesses",
         least=0,
+    )
+    kv_wire: str = option(
+        "auto",
+        "how KV travels to decode workers; auto: without loss; int8: LOSSY, in 8 bits with a scale for each head of a"
+        " token, a half of bfloat16's bytes, whatever the KV cache keeps",
+        choices=("auto", "int8"),
+    )
+    kv_transport: str = option(
+        "auto",
+        "how KV travels between processes: over gRPC, or written by NIXL where both ends have it; auto: the best of"
+        " those installed",
+        choices=("auto", "grpc", "nixl"),
     )
     profile: str | None = option(None, "trace every step to FILE.<worker>.json, for ui.perfetto.dev")
     deterministic: bool = option(
@@ -120,11 +140,74 @@ class ClusterConfig:
     )
     advertise: str | None = option(None, "host:port others reach this service's gRPC at; default: where it listens")
     routers: str = option("127.0.0.1:8100", "routers a worker reports to: host:port, comma-separated")
-    worker_name: str | None = option(None, "the worker's name; default: role, host and process id")
+    worker_name: str | None = option(
+        None, "the worker's name; default: role, host and process id; a pool node's is where it is reached"
+    )
     metrics_port: int | None = option(
         None, "port of a worker's own /health, /metrics and /audit; default: none", least=0, most=65535
     )
     cluster_key: str | None = option(None, "key services show each other; set MILLRACE_CLUSTER_KEY", secret=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolConfig:
+    """How workers use the KV pool."""
+
+    kvcache_nodes: str | None = option(
+        None, "nodes of the KV pool beside those that report to the routers: [name@]host:port, comma-separated"
+    )
+    replication: int = option(1, "nodes that keep each block; the same for all workers of a pool", least=1)
+    kvcache_timeout: float = option(
+        2.0, "seconds a worker waits for an answer of the KV pool before it goes on without", least=0.001
+    )
+    kvcache_wait: float = option(
+        1.0, "seconds a prompt waits for its prefix from the KV pool in all, before the rest is computed", least=0.001
+    )
+    kvcache_fetch: str = option(
+        "auto",
+        "whether prefixes are fetched from the KV pool; auto: where that is quicker than computing them",
+        choices=("auto", "always", "never"),
+    )
+    kvcache_store: str = option(
+        "all",
+        "which blocks a worker stores in the KV pool: of prompts and outputs, of prompts alone, or none",
+        choices=("all", "prompts", "none"),
+    )
+    kvcache_bandwidth: int = option(
+        1 << 30, "bytes a second a worker stores in the KV pool at most, such as 1GiB; 0: no bound", least=0
+    )
+    reasoning_token_id: int | None = option(
+        None, "token that begins a model's reasoning: from it on, an output is not stored in the KV pool", least=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvCacheConfig:
+    """What a node of the KV pool holds."""
+
+    ram: int = option(1 << 30, "bytes of blocks a node keeps in memory, such as 4GiB", least=0)
+    disk: str | None = option(
+        None,
+        "folder for blocks beside memory, still there after a restart; default: none. Below `millrace serve` each"
+        " node has a folder of its own in it",
+    )
+    disk_size: int = option(10 << 30, "bytes a node keeps on disk at most, such as 50GiB", least=1)
+    disk_write: str = option(
+        "through",
+        "through: blocks go to disk as they come; back: when memory has no more room for them, which writes less and"
+        " loses more when the node dies",
+        choices=("through", "back"),
+    )
+    disk_backlog: int = option(
+        256, "blocks that may wait to be written to disk; those that come meanwhile are refused", least=1
+    )
+    quota: str | None = option(
+        None,
+        "bytes that no other namespace's blocks push out, such as default=1GiB,0123456789abcdef=512MiB;"
+        " namespaces as `millrace cache stat` shows them",
+    )
+    default_quota: int = option(0, "quota of every namespace that --quota does not name", least=0)
+    eviction: str = option("lru", "which blocks go first when there is no more room", choices=("lru", "s3fifo"))
 
 
 C = TypeVar("C")

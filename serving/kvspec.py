@@ -35,6 +35,11 @@ class LayerKV:
     def token_bytes(self) -> int:
         return sum(plane.token_bytes for plane in self.planes)
 
+    @property
+    def heads(self) -> int | None:
+        """KV heads, which the first axis of every plane counts; None where planes have no such axis (MLA's latent)."""
+        return self.planes[0].shape[0] if self.kind in ("gqa", "gqa_int8") else None
+
 
 def gqa(kv_heads: int, head_dim: int, dtype: str) -> LayerKV:
     """Keys and values of `kv_heads` heads: planes k and v, each [kv_heads, head_dim] a token."""

@@ -82,6 +82,6 @@ class HandoffLink(Protocol):
 
 
 class HandoffDialer(Protocol):
-    """Opens handoffs by the address a lease was granted with."""
+    """Opens handoffs by what a lease was granted with: where its worker is, and over what it can be reached."""
 
-    def dial(self, address: str) -> HandoffLink: ...
+    def dial(self, grant: LeaseGrant) -> HandoffLink: ...

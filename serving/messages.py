@@ -197,6 +197,62 @@ class WorkerStatus:
     counters: dict[str, float] = field(default_factory=dict)  # running totals by metric name, for the router's /metrics
 
 
+# ---- the KV pool: what its nodes report ------------------------------------------------------------------------
+
+
+class Tier(StrEnum):
+    RAM = "ram"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TierStat:
+    """One tier of one node: bytes and blocks held, its capacity, and running totals since the node's start."""
+
+    capacity: int
+    bytes: int
+    blocks: int
+    hits: int = 0  # blocks served from here
+    bytes_read: int = 0
+    bytes_written: int = 0
+    evictions: int = 0
+    corrupt: int = 0  # blocks found wrong, dropped and never served
+    read_seconds: float = 0.0
+    eviction_age_seconds: float = 0.0  # summed over evictions: time since the block was stored
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamespaceStat:
+    bytes: int
+    blocks: int
+    quota: int  # bytes that others' blocks can never push out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolStat:
+    """What a node holds and has done."""
+
+    name: str
+    instance: str
+    tiers: dict[Tier, TierStat]
+    namespaces: dict[str, NamespaceStat]
+    lookups: int  # keys asked for
+    found: int  # keys of those that were here
+    stored: int  # blocks accepted
+    refused: int  # blocks not taken: backlog full, quota, or corrupt on arrival
+    pinned: int
+    backlog: int  # blocks on their way to disk
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolReport:
+    """A pool node's heartbeat: what it holds, where its gRPC is reached, and whether it is about to leave."""
+
+    stat: PoolStat
+    address: str  # host:port
+    draining: bool = False
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Audit:
     """What a service holds right now. On an idle service every count is zero."""

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from serving.errors import MillraceError
-from serving.messages import Audit, Delta, FinishReason, Request, WorkerStatus
+from serving.messages import Audit, Delta, FinishReason, PoolReport, PoolStat, Request, TierStat, WorkerStatus
 from serving.timeline import Moment, Timeline
 
 _TTFT = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -29,6 +29,17 @@ _WORKER_GAUGES: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
 _WORKER_COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache",
+    "external_prefix_cache_queries": "Prompt tokens asked of the KV pool",
+    "external_prefix_cache_hits": "Prompt tokens brought from the KV pool",
+    "kvcache_fetched_bytes": "Bytes that came from the KV pool",
+    "kvcache_stored_bytes": "Bytes sent to the KV pool",
+    "kvcache_dropped_blocks": "New blocks not offered to the KV pool: too many were on their way",
+    "kvcache_timeouts": "Prompts that waited for the KV pool as long as they may",
+    "kvcache_not_worth": "Prefixes in the KV pool that were computed, because that was quicker",
+    "kvcache_corrupt": "Pieces from the KV pool refused on arrival",
+    "kvcache_failures": "Calls to nodes of the KV pool that failed",
+    "host_kv_bytes_out": "Bytes of KV moved from the device to host memory",
+    "host_kv_bytes_in": "Bytes of KV streamed back from host memory",
     "num_preemptions": "Sequences that lost their blocks to older ones",
     "kv_transfer_bytes": "Bytes of KV sent to decode workers",
     "spec_decode_num_draft_tokens": "Tokens guessed ahead",
@@ -39,13 +50,51 @@ _WORKER_COUNTERS = {
     "engine_forward_seconds": "Time of steps in the model",
     "engine_sample_seconds": "Time of steps in drawing tokens",
     "engine_python_seconds": "Time of steps in everything else: scheduling, batches, accounts",
+    "engine_kv_wait_seconds": "Of the time in the model, waiting for layers on their way from the KV pool",
+}
+
+_TIER_GAUGES: dict[str, tuple[str, Callable[[TierStat], float]]] = {
+    "pool_bytes": ("Bytes of blocks a tier of the KV pool holds", lambda t: t.bytes),
+    "pool_blocks": ("Blocks a tier holds", lambda t: t.blocks),
+    "pool_capacity_bytes": ("Bytes a tier may hold", lambda t: t.capacity),
+}
+_TIER_COUNTERS: dict[str, tuple[str, Callable[[TierStat], float]]] = {
+    "pool_hits": ("Blocks served from a tier", lambda t: t.hits),
+    "pool_bytes_read": ("Bytes read from a tier", lambda t: t.bytes_read),
+    "pool_bytes_written": ("Bytes written to a tier", lambda t: t.bytes_written),
+    "pool_read_seconds": ("Time in reading a tier", lambda t: t.read_seconds),
+    "pool_evictions": ("Blocks a tier had no more room for", lambda t: t.evictions),
+    "pool_eviction_age_seconds": ("Ages of those blocks, summed", lambda t: t.eviction_age_seconds),
+    "pool_corrupt": ("Blocks found corrupt in a tier, dropped and not served", lambda t: t.corrupt),
+}
+_NODE_GAUGES: dict[str, tuple[str, Callable[[PoolStat], float]]] = {
+    "pool_pinned": ("Blocks that may not be evicted just now", lambda s: s.pinned),
+    "pool_backlog": ("Blocks on their way to disk", lambda s: s.backlog),
+}
+_NODE_COUNTERS: dict[str, tuple[str, Callable[[PoolStat], float]]] = {
+    "pool_lookups": ("Keys looked up at a node", lambda s: s.lookups),
+    "pool_found": ("Of those, keys that were there", lambda s: s.found),
+    "pool_stored": ("Blocks a node has accepted", lambda s: s.stored),
+    "pool_refused": ("Blocks a node has refused: backlog, quota, or corrupt on arrival", lambda s: s.refused),
+}
+# Counters of workers that come apart by a label: `name/value of the label`.
+_WORKER_LABELLED = {
+    "kv_chunks_refused": ("KV chunks refused, by why", "reason"),
+    "kv_received_bytes": ("Bytes of KV taken in from prefill workers, by transport", "transport"),
+    "kv_handoffs": ("Handoffs completed, by transport", "transport"),
 }
 
 
 class RouterMetrics:
-    """What the router (router.router.Observer), the HTTP door and the workers tell of their work."""
+    """What the router (router.router.Observer), the HTTP door, the workers and the KV pool tell of their work."""
 
-    def __init__(self, model_name: str, workers: Callable[[], Iterable[WorkerStatus]], waiting: Callable[[], int]):
+    def __init__(
+        self,
+        model_name: str,
+        workers: Callable[[], Iterable[WorkerStatus]],
+        waiting: Callable[[], int],
+        pools: Callable[[], Iterable[PoolReport]] = tuple,
+    ):
         self.registry = CollectorRegistry()
         self.model = model_name
         self.leaked: dict[str, int] = {}
@@ -68,6 +117,7 @@ class RouterMetrics:
         self.output_length = self._histogram("request_generation_tokens", "Output tokens a request", _LENGTH)
         self.registry.register(WorkerCollector(model_name, workers))
         self.registry.register(_Gauges(model_name, waiting, self._leaked))
+        self.registry.register(PoolCollector(pools))
 
     def _leaked(self) -> dict[str, int]:
         return self.leaked
@@ -149,15 +199,37 @@ class WorkerCollector:
             for status in statuses:
                 counter.add_metric((self.model, status.name), status.counters.get(name, 0.0))
             yield counter
-        refused = CounterMetricFamily(
-            "millrace:kv_chunks_refused", "KV chunks refused, by why", labels=("model_name", "engine", "reason")
-        )
-        for status in statuses:
-            for key, value in status.counters.items():
-                kind, _, reason = key.partition("/")
-                if kind == "kv_chunks_refused":
-                    refused.add_metric((self.model, status.name, reason), value)
-        yield refused
+        for name, (text, label) in _WORKER_LABELLED.items():
+            counter = CounterMetricFamily(f"millrace:{name}", text, labels=("model_name", "engine", label))
+            for status in statuses:
+                for key, value in status.counters.items():
+                    kind, _, of = key.partition("/")
+                    if kind == name:
+                        counter.add_metric((self.model, status.name, of), value)
+            yield counter
+
+
+class PoolCollector:
+    """Gauges and counters of the KV pool's nodes, as their last heartbeat told them. They know of no model."""
+
+    def __init__(self, reports: Callable[[], Iterable[PoolReport]]):
+        self.reports = reports
+
+    def collect(self) -> Iterator[Metric]:
+        stats = [report.stat for report in self.reports()]
+        for tier_kind, tier_metrics in ((GaugeMetricFamily, _TIER_GAUGES), (CounterMetricFamily, _TIER_COUNTERS)):
+            for name, (text, of_tier) in tier_metrics.items():
+                family = tier_kind(f"millrace:{name}", text, labels=("node", "tier"))
+                for stat in stats:
+                    for tier, held in stat.tiers.items():
+                        family.add_metric((stat.name, tier.value), float(of_tier(held)))
+                yield family
+        for node_kind, node_metrics in ((GaugeMetricFamily, _NODE_GAUGES), (CounterMetricFamily, _NODE_COUNTERS)):
+            for name, (text, of_node) in node_metrics.items():
+                family = node_kind(f"millrace:{name}", text, labels=("node",))
+                for stat in stats:
+                    family.add_metric((stat.name,), float(of_node(stat)))
+                yield family
 
 
 class _Gauges:
@@ -186,4 +258,11 @@ def worker_metrics(model_name: str, status: Callable[[], WorkerStatus]) -> Calla
     """The /metrics of a worker on its own."""
     registry = CollectorRegistry()
     registry.register(WorkerCollector(model_name, lambda: [status()]))
+    return lambda: generate_latest(registry)
+
+
+def pool_metrics(report: Callable[[], PoolReport]) -> Callable[[], bytes]:
+    """The /metrics of a pool node on its own."""
+    registry = CollectorRegistry()
+    registry.register(PoolCollector(lambda: [report()]))
     return lambda: generate_latest(registry)

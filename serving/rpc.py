@@ -39,6 +39,8 @@ _OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.so_reuseport", 0),
+    ("grpc.initial_reconnect_backoff_ms", 250),  # who was away is found again soon: calls meanwhile fail at once
+    ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
 
 

@@ -13,17 +13,23 @@ from serving.messages import (
     LeaseGrant,
     LeaseId,
     LeaseOrder,
+    NamespaceStat,
+    PoolReport,
+    PoolStat,
     Prefilled,
     PrefillOrder,
     Request,
     Role,
     SamplingParams,
     Slo,
+    Tier,
+    TierStat,
     TokenLogprob,
     TransportOffer,
     WorkerStatus,
 )
 from serving.proto import millrace_pb2 as pb
+from serving.proto import pool_pb2 as pool
 
 _PLAIN_SAMPLING = (
     "max_tokens",
@@ -274,3 +280,48 @@ def audit_to_pb(audit: Audit) -> pb.Audit:
 
 def audit_from_pb(message: pb.Audit) -> Audit:
     return Audit(service=message.service, counts=dict(message.counts), leaked=dict(message.leaked))
+
+
+_PLAIN_POOL = ("name", "instance", "lookups", "found", "stored", "refused", "pinned", "backlog")
+_PLAIN_TIER = (
+    "capacity",
+    "bytes",
+    "blocks",
+    "hits",
+    "bytes_read",
+    "bytes_written",
+    "evictions",
+    "corrupt",
+    "read_seconds",
+    "eviction_age_seconds",
+)
+
+
+def pool_report_to_pb(report: PoolReport) -> pool.PoolStat:
+    stat = report.stat
+    plain: dict[str, Any] = {name: getattr(stat, name) for name in _PLAIN_POOL}
+    tiers = [
+        pool.TierStat(tier=tier.value, **{name: getattr(held, name) for name in _PLAIN_TIER})
+        for tier, held in stat.tiers.items()
+    ]
+    namespaces = [
+        pool.NamespaceStat(namespace=name, bytes=held.bytes, blocks=held.blocks, quota=held.quota)
+        for name, held in stat.namespaces.items()
+    ]
+    return pool.PoolStat(address=report.address, draining=report.draining, tiers=tiers, namespaces=namespaces, **plain)
+
+
+def pool_report_from_pb(message: pool.PoolStat) -> PoolReport:
+    """Tiers that this version does not know are left out."""
+    plain: dict[str, Any] = {name: getattr(message, name) for name in _PLAIN_POOL}
+    tiers = {
+        Tier(held.tier): TierStat(**{name: getattr(held, name) for name in _PLAIN_TIER})
+        for held in message.tiers
+        if held.tier in set(Tier)
+    }
+    namespaces = {
+        held.namespace: NamespaceStat(bytes=held.bytes, blocks=held.blocks, quota=held.quota)
+        for held in message.namespaces
+    }
+    stat = PoolStat(tiers=tiers, namespaces=namespaces, **plain)
+    return PoolReport(stat=stat, address=message.address, draining=message.draining)

@@ -7,54 +7,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Protocol
 
 from kvcache.pool.block import PoolBlock, Slab
+from serving.messages import NamespaceStat, PoolStat, Tier, TierStat
 
-
-class Tier(StrEnum):
-    RAM = "ram"
-    DISK = "disk"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TierStat:
-    """One tier of one node: bytes and blocks held, its capacity, and running totals since the node's start."""
-
-    capacity: int
-    bytes: int
-    blocks: int
-    hits: int = 0  # blocks served from here
-    bytes_read: int = 0
-    bytes_written: int = 0
-    evictions: int = 0
-    corrupt: int = 0  # blocks found wrong, dropped and never served
-    read_seconds: float = 0.0
-    eviction_age_seconds: float = 0.0  # summed over evictions: time since the block was stored
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NamespaceStat:
-    bytes: int
-    blocks: int
-    quota: int  # bytes that others' blocks can never push out
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PoolStat:
-    """What a node holds and has done."""
-
-    name: str
-    instance: str
-    tiers: dict[Tier, TierStat]
-    namespaces: dict[str, NamespaceStat]
-    lookups: int  # keys asked for
-    found: int  # keys of those that were here
-    stored: int  # blocks accepted
-    refused: int  # blocks not taken: backlog full, quota, or corrupt on arrival
-    pinned: int
-    backlog: int  # blocks on their way to disk
+__all__ = ["Entry", "NamespaceStat", "PoolEvent", "PoolLink", "PoolStat", "Selection", "Tier", "TierStat"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

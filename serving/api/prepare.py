@@ -131,6 +131,7 @@ class Preparer:
                     prompt=prompt.tokens,
                     sampling=self._sampling(fields, max(room, 1), number, logprobs),
                     slo=Slo(ttft_ms=fields.ttft_slo_ms, tpot_ms=fields.tpot_slo_ms),
+                    tenant=fields.cache_salt or "",
                     prompt_logprobs=logprobs if echo else None,
                 )
                 yield Sequence(index=index, prompt_number=position, request=request, prompt_text=text)

@@ -76,6 +76,9 @@ class SamplingBody(_Strict):
     return_token_ids: bool | None = None
     ttft_slo_ms: float | None = Field(default=None, gt=0, description="Objective: time to the first token")
     tpot_slo_ms: float | None = Field(default=None, gt=0, description="Objective: time for each further token")
+    cache_salt: str | None = Field(
+        default=None, min_length=1, max_length=512, description="Only requests with the same salt share cached prefixes"
+    )
     user: str | None = Field(default=None, description="Accepted and not used: it asks for nothing")
     metadata: dict[str, str] | None = Field(default=None, description="Accepted and not used: it is for `store`")
     store: Literal[False] | None = Field(default=None, description="Nothing is ever stored")

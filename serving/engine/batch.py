@@ -1,17 +1,41 @@
 """One engine step's work as tensors: the new tokens of every scheduled sequence, concatenated, with no padding.
 
-Built by the runner from a plan; the model reads it. Nothing here decides anything.
+Built by the runner from a plan; the model reads it. Nothing here decides anything. A sequence whose oldest KV is not
+on the device makes a batch of its own, with that KV as `earlier`.
 
 Shapes: T new tokens in the step, B sequences, M blocks of the longest block table, R rows whose logits are wanted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from serving.engine.gate import Gate
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive tokens' KV of one layer, on the device until the next piece is asked for."""
+
+    planes: tuple[Tensor, ...]  # [n, tokens each, ...], in the order of the tokens
+    first: int  # position of its first token, a multiple of 128
+    tokens: int
+
+
+class EarlierKV(Protocol):
+    """The KV of a sequence's first tokens, passed through the device while a step computes."""
+
+    tokens: int  # a multiple of 128, and of the block size
+
+    def pieces(self) -> Iterator[Piece]:
+        """What a layer's window sees of them, in order. Each layer asks once, first to last, and takes all of them."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +51,8 @@ class RaggedBatch:
     context_lens_list: tuple[int, ...]  # the same as context_lens
     logits_rows: Tensor  # [R] int64, rows of T whose logits are wanted
     long_rope: Tensor | None = None  # [T] bool, LongRoPE's choice for each token's sequence; None: short everywhere
+    earlier: EarlierKV | None = None  # of the only sequence: its row of block_tables begins after these tokens
+    gate: Gate | None = None  # of the only sequence: where to wait for each layer's KV of the tokens before these
 
     @staticmethod
     def build(
@@ -37,19 +63,23 @@ class RaggedBatch:
         block_size: int,
         logits_rows: Seq[int] | None = None,
         long_rope: Seq[bool] | None = None,
+        earlier: EarlierKV | None = None,
+        gate: Gate | None = None,
         device: torch.device | str = "cpu",
     ) -> RaggedBatch:
         """`tokens[b]` are the new tokens of sequence b, the first at position `starts[b]`.
 
         `logits_rows` defaults to each sequence's last row. Block tables must cover every new token.
         """
+        assert (earlier is None and gate is None) or len(tokens) == 1
+        absent = 0 if earlier is None else earlier.tokens // block_size  # blocks before those of the table
         lens = [len(new) for new in tokens]
         query_start = [0]
         for n in lens:
             query_start.append(query_start[-1] + n)
         positions = [p for start, n in zip(starts, lens, strict=True) for p in range(start, start + n)]
         slots = [
-            table[p // block_size] * block_size + p % block_size
+            table[p // block_size - absent] * block_size + p % block_size
             for start, n, table in zip(starts, lens, block_tables, strict=True)
             for p in range(start, start + n)
         ]
@@ -73,4 +103,6 @@ class RaggedBatch:
             context_lens_list=context,
             logits_rows=torch.tensor(rows, dtype=torch.int64, device=device),
             long_rope=per_token_rope,
+            earlier=earlier,
+            gate=gate,
         )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from serving.engine.gate import Gate
 from serving.engine.output import Output
 from serving.engine.plan import KV, Plan, Scheduler, Work
 from serving.engine.record import StepRecord, StepTotals
@@ -76,6 +77,7 @@ class Engine:
         self.lock = threading.RLock()
         self.layer_listener: Callable[[Seq[Work], int], None] | None = None
         self.flying: list[Sequence] = []  # sequences of the step that runs now
+        self.gate: Gate | None = None  # where that step may wait
         self.step_began: float | None = None
         self.totals = StepTotals()
         self.trace: TraceWriter | None = None
@@ -102,6 +104,7 @@ class Engine:
             for scheduler in self.schedulers:
                 scheduler.fill(plan, now)
             self.flying = [work.seq for work in plan.work]
+            self.gate = plan.gate
             for seq in self.flying:
                 seq.in_flight = True
             outputs = []
@@ -126,6 +129,10 @@ class Engine:
                 if seq.ended:  # cancelled while the model ran: its blocks were waiting for this moment
                     self.kv.release(seq)
                     continue
+                if work.left:
+                    if seq.arrival is not None:  # else all has come after all
+                        seq.arrival.leave()
+                    continue
                 seq.prompt_logprobs += result.prompt_logprobs.get(i, [])
                 seq.computed += work.count - len(work.draft)
                 if drawn:
@@ -133,6 +140,7 @@ class Engine:
                 else:
                     self.kv.publish(seq)
             self.flying = []
+            self.gate = None
         return outputs
 
     def _append(self, work: Work, drawn: Seq[Sampled | SamplingFailed]) -> Output:
@@ -180,27 +188,39 @@ class Engine:
                 scheduler.remove(seq)
             if not seq.in_flight:
                 self.kv.release(seq)
+            elif seq.arrival is not None:
+                seq.arrival.gate.fail()
+
+    def hurry(self) -> None:
+        """There may be other work: a step does not wait for KV from elsewhere meanwhile."""
+        gate = self.gate
+        if gate is not None:
+            gate.hurry()
 
     def _record(self, plan: Plan, context: int, began: float, scheduled: float, times: RunTimes) -> None:
         record = StepRecord(
             began=began,
             sequences=len(plan.work),
-            new_tokens=sum(work.count for work in plan.work),
+            new_tokens=sum(work.count for work in plan.work if not work.left),
             context_tokens=context,
             schedule_seconds=scheduled - began,
             batch_seconds=times.batch,
             forward_seconds=times.forward,
             sample_seconds=times.sample,
             step_seconds=self.clock() - began,
+            waited_seconds=plan.gate.waited_seconds if plan.gate is not None else 0.0,
         )
         self.totals.add(record)
-        for scheduler in self.schedulers:
-            scheduler.measured(record)
+        if record.new_tokens:
+            for scheduler in self.schedulers:
+                scheduler.measured(record)
         if self.trace is not None:
             self.trace.step(record)
 
     @property
     def stalled_seconds(self) -> float:
-        """Age of the step that runs now; 0 between steps."""
-        began = self.step_began
-        return 0.0 if began is None else self.clock() - began
+        """Age of the step that runs now, or of what it last waited for; 0 between steps."""
+        began, gate = self.step_began, self.gate
+        if began is None:
+            return 0.0
+        return self.clock() - (began if gate is None else max(began, gate.moved_at))

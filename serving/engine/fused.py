@@ -1,7 +1,7 @@
 """A built decoder of the Llama shape as one call a step into the compiled CPU kernels.
 
 It packs the model's weights for the kernels and watches their progress for whoever waits for layers; what they
-compute is in serving.kernels.cpu.
+compute is in serving.kernels.cpu. A batch with KV in host memory takes one call an operation instead.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from serving.engine.batch import RaggedBatch
 from serving.engine.forward import LayerDone
 from serving.kernels import cpu
+from serving.kernels.cpu.streamed import streamed_step
 from serving.model.decoder import Attention, Decoder, GatedMlp, Layer, Planes, RmsNorm
 from serving.model.quantization.linear import QuantizedLinear
 
 WATCH_SECONDS = 0.0005  # between looks at how many layers are done, while somebody waits for them
+LEFT = -1  # instead of that number: the rest of the layers will not be done
 
 
 class FusedForward:
@@ -56,11 +58,16 @@ class FusedForward:
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="layers")
 
     def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+        if batch.earlier is not None:
+            return streamed_step(self.decoder, batch)
         scores = self._step(batch, layer_done, greedy=False).logits
         assert scores is not None
         return scores
 
     def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+        if batch.earlier is not None:
+            peaks, best = streamed_step(self.decoder, batch).nan_to_num(nan=float("-inf")).max(dim=-1)
+            return best.where(peaks.isfinite(), -1)
         tokens = self._step(batch, layer_done, greedy=True).greedy
         assert tokens is not None
         return tokens
@@ -73,7 +80,7 @@ class FusedForward:
         try:
             return self.decoder.step(batch, logits=not greedy, greedy=greedy, progress=self._progress)
         finally:
-            self._progress.fill_(self.layers)
+            self._progress.fill_(LEFT if batch.gate is not None and batch.gate.left else self.layers)
             watching.result()
 
     def _watch(self, layer_done: LayerDone) -> None:
@@ -81,6 +88,8 @@ class FusedForward:
         told = 0
         while told < self.layers:
             done = int(self._progress)
+            if done == LEFT:
+                return
             for layer in range(told, done):
                 layer_done(layer)
             if done == told:

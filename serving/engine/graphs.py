@@ -61,6 +61,7 @@ def replayable(batch: RaggedBatch) -> bool:
     """Whether this is a plain decode step: one query a sequence, and each one's logits wanted."""
     return (
         batch.long_rope is None
+        and batch.gate is None
         and all(count == 1 for count in batch.query_lens)
         and len(batch.logits_rows) == len(batch.query_lens) > 0
     )

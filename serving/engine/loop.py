@@ -46,8 +46,10 @@ class EngineLoop:
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
 
-    def wake(self) -> None:
-        """There may be work: call after handing a sequence to a scheduler."""
+    def wake(self, *, hurry: bool = True) -> None:
+        """There may be work: call after handing a sequence to a scheduler. `hurry`: that can run now."""
+        if hurry:
+            self.engine.hurry()
         with self._wake:
             self._awake = True
             self._wake.notify()

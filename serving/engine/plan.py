@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from serving.engine.gate import Gate
 from serving.engine.record import StepRecord
 from serving.engine.sequence import Sequence
 
@@ -17,12 +18,19 @@ class Work:
     """`count` tokens of `seq`, from position `seq.computed`; `by` hears of it when the step is done.
 
     The last of them may be guesses: `draft`, tokens the sequence does not have yet, to be compared with those drawn.
+    Where the KV before them is still arriving, the step waits for it at `gate`, and may leave it with nothing done.
     """
 
     seq: Sequence
     count: int
     by: Scheduler
     draft: tuple[int, ...] = ()
+    gate: Gate | None = None
+
+    @property
+    def left(self) -> bool:
+        """Whether the step left the gate: nothing was computed."""
+        return self.gate is not None and self.gate.left
 
     @property
     def tokens(self) -> list[int]:
@@ -45,9 +53,16 @@ class Plan:
     work: list[Work] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)  # lost their blocks; their owners must be told
 
-    def add(self, seq: Sequence, count: int, by: Scheduler, draft: tuple[int, ...] = ()) -> None:
+    @property
+    def gate(self) -> Gate | None:
+        return self.work[0].gate if self.work else None
+
+    def add(
+        self, seq: Sequence, count: int, by: Scheduler, draft: tuple[int, ...] = (), gate: Gate | None = None
+    ) -> None:
         assert len(draft) < count <= self.tokens and self.seqs > 0 and not seq.in_flight
-        self.work.append(Work(seq, count, by, draft))
+        assert self.gate is None and (gate is None or not self.work), "who waits at a gate must not keep others waiting"
+        self.work.append(Work(seq, count, by, draft, gate))
         self.tokens -= count
         self.seqs -= 1
 
@@ -83,5 +98,6 @@ class KV(Protocol):
     def open(self, seq: Sequence, *, headroom: int = 0) -> None: ...
     def rematch(self, seq: Sequence) -> None: ...
     def grow(self, seq: Sequence) -> None: ...
+    def make_room(self, seq: Sequence, count: int) -> int: ...
     def publish(self, seq: Sequence) -> None: ...
     def release(self, seq: Sequence) -> None: ...

@@ -18,6 +18,11 @@ class StepRecord:
     forward_seconds: float  # in the model
     sample_seconds: float
     step_seconds: float
+    waited_seconds: float = 0.0  # of those in the model, for KV on its way from elsewhere
+
+    @property
+    def busy_seconds(self) -> float:
+        return self.step_seconds - self.waited_seconds
 
     @property
     def python_seconds(self) -> float:
@@ -34,6 +39,7 @@ class StepTotals:
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0
     python_seconds: float = 0.0
+    waited_seconds: float = 0.0
 
     def add(self, record: StepRecord) -> None:
         self.steps += 1
@@ -42,3 +48,4 @@ class StepTotals:
         self.forward_seconds += record.forward_seconds
         self.sample_seconds += record.sample_seconds
         self.python_seconds += record.python_seconds
+        self.waited_seconds += record.waited_seconds

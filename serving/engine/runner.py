@@ -1,17 +1,20 @@
 """Runs a planned step on the model: builds the ragged batch, computes logits where a token is drawn, samples.
 
-It knows torch and the model, and nothing of queues, leases or sockets.
+It knows torch and the model, and nothing of queues, leases or sockets. Sequences with KV in host memory are computed
+one by one, after the batch of all others.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from serving.engine.batch import RaggedBatch
+from serving.engine.batch import EarlierKV, RaggedBatch
 from serving.engine.engine import LayerDone, Runner, RunResult, RunTimes
 from serving.engine.forward import Forward
 from serving.engine.penalties import PenaltyState, penalised
@@ -22,8 +25,10 @@ from serving.engine.sampling import (
     Sampler,
     SampleRow,
     SamplingFailed,
-    token_logprobs,
+    Selection,
 )
+from serving.engine.selection import TorchSelection
+from serving.engine.spill import Move, Spill
 from serving.errors import InternalError
 from serving.messages import TokenLogprob
 from serving.model.spec import ModelSpec
@@ -32,19 +37,60 @@ Draws = tuple[list[list[Sampled | SamplingFailed]], dict[int, list[TokenLogprob 
 """For each work item what was drawn, and the prompt log-probabilities of those that asked."""
 
 
-class ModelRunner(Runner):
-    """Runs plans through `forward`; block tables of its batches are in blocks of `block_size` tokens."""
+class HostKV(Protocol):
+    """The bytes of KV in host memory (kvcache.staging.HostKV)."""
 
-    def __init__(self, forward: Forward, spec: ModelSpec, block_size: int, device: torch.device | str = "cpu"):
+    def move(self, moves: Seq[Move]) -> None:
+        """Copy these blocks to the host, for all layers; the device's may be written again when it returns."""
+
+    def stream(self, spill: Spill, computed: int) -> AbstractContextManager[EarlierKV]:
+        """What a step from position `computed` on reads of what has moved."""
+        ...
+
+
+class ModelRunner(Runner):
+    """Runs plans through `forward`; block tables of its batches are in blocks of `block_size` tokens.
+
+    `host` holds what sequences spill; without one, none may. `sampler` draws the tokens, with torch by default.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        spec: ModelSpec,
+        block_size: int,
+        device: torch.device | str = "cpu",
+        host: HostKV | None = None,
+        sampler: Sampler | None = None,
+    ):
         self.forward = forward
+        self.host = host
         self.vocab_size = spec.vocab_size
         self.block_size = block_size
         self.eos_token_ids = tuple(sorted(set(spec.eos_token_ids)))
-        self.sampler = Sampler()
+        self.sampler = sampler or Sampler(TorchSelection())
         self.device = device
 
     @torch.inference_mode()
     def run(self, work: Seq[Work], layer_done: LayerDone | None) -> RunResult:
+        spilled = [i for i, item in enumerate(work) if item.seq.spill is not None and item.seq.spill.moved]
+        if not spilled:
+            return self._compute(work, layer_done)
+        others = [i for i in range(len(work)) if i not in spilled]
+        parts = [(others, self._compute([work[i] for i in others], layer_done))] if others else []
+        parts += [([i], self._compute_spilled(work[i])) for i in spilled]
+        return joined(parts)
+
+    def _compute_spilled(self, item: Work) -> RunResult:
+        """One sequence that has KV in host memory: nobody waits for its layers, for it is not handed over."""
+        spill = item.seq.spill
+        assert self.host is not None and spill is not None and item.seq.handoff is None
+        self.host.move(spill.moves)
+        spill.moves.clear()
+        with self.host.stream(spill, item.seq.computed) as earlier:
+            return self._compute([item], None, earlier)
+
+    def _compute(self, work: Seq[Work], layer_done: LayerDone | None, earlier: EarlierKV | None = None) -> RunResult:
         began = time.perf_counter()
         wants_all = [i for i, item in enumerate(work) if item.seq.request.prompt_logprobs is not None]
         rows = logits_rows(work, frozenset(wants_all))
@@ -55,12 +101,16 @@ class ModelRunner(Runner):
             block_size=self.block_size,
             logits_rows=[row for span in rows for row in span],
             long_rope=[item.seq.long_rope for item in work],
+            earlier=earlier,
+            gate=work[0].gate,
             device=self.device,
         )
         greedy = not wants_all and all(_greedy(item) for item in work if item.completes)
         built = time.perf_counter()
         scores = (self.forward.greedy if greedy else self.forward.logits)(batch, layer_done)
         computed = time.perf_counter()
+        if work[0].left:
+            return RunResult([[]], {}, RunTimes(built - began, computed - built, 0.0))
         drawn, prompt = _chosen(work, scores) if greedy else self._draw(work, rows, scores)
         times = RunTimes(built - began, computed - built, time.perf_counter() - computed)
         return RunResult(drawn, prompt, times)
@@ -69,23 +119,26 @@ class ModelRunner(Runner):
         """Split the logits back to their sequences, draw after each one's last token and after each of its guesses."""
         prompt: dict[int, list[TokenLogprob | None]] = {}
         drawn: list[list[Sampled | SamplingFailed]] = [[] for _ in work]
-        wanted: list[tuple[int, SampleRow]] = []
+        wanted: list[SampleRow] = []
+        owners: list[list[Sampled | SamplingFailed]] = []
         picks: list[int] = []
         first = 0
         for i, (item, span) in enumerate(zip(work, rows, strict=True)):
             if item.seq.request.prompt_logprobs is not None:
                 try:
-                    prompt[i] = prompt_logprobs(item, logits[first : first + len(span)])
+                    prompt[i] = prompt_logprobs(item, logits[first : first + len(span)], self.sampler.selection)
                 except InternalError as error:
                     drawn[i].append(SamplingFailed(error.message))
             first += len(span)
             if item.completes and not drawn[i]:
-                wanted += [(i, self._row(item, guesses)) for guesses in range(len(item.draft) + 1)]
-                picks += range(first - 1 - len(item.draft), first)
+                for guesses in range(len(item.draft) + 1):
+                    wanted.append(self._row(item, guesses))
+                    owners.append(drawn[i])
+                    picks.append(first - 1 - len(item.draft) + guesses)
         if wanted:
             chosen = logits if len(picks) == len(logits) else logits[picks]
-            for (i, _), sample in zip(wanted, self.sampler(chosen, [row for _, row in wanted]), strict=True):
-                drawn[i].append(sample)
+            for owner, sample in zip(owners, self.sampler(chosen, wanted), strict=True):
+                owner.append(sample)
         return drawn, prompt
 
     def _row(self, item: Work, guesses: int) -> SampleRow:
@@ -101,6 +154,20 @@ class ModelRunner(Runner):
             eos_token_ids=self.eos_token_ids,
             state=seq.sampler_state,
         )
+
+
+def joined(parts: Seq[tuple[Seq[int], RunResult]]) -> RunResult:
+    """The results of parts of a step as one; each part comes with the places of its work in the step."""
+    drawn: dict[int, list[Sampled | SamplingFailed]] = {}
+    prompt: dict[int, list[TokenLogprob | None]] = {}
+    for places, result in parts:
+        drawn.update(zip(places, result.drawn, strict=True))
+        prompt.update((places[i], found) for i, found in result.prompt_logprobs.items())
+    times = [result.times for _, result in parts]
+    total = RunTimes(
+        sum(one.batch for one in times), sum(one.forward for one in times), sum(one.sample for one in times)
+    )
+    return RunResult([drawn[i] for i in sorted(drawn)], prompt, total)
 
 
 def _greedy(item: Work) -> bool:
@@ -142,7 +209,7 @@ def logits_rows(work: Seq[Work], all_rows: frozenset[int]) -> list[range]:
     return rows
 
 
-def prompt_logprobs(item: Work, logits: Tensor) -> list[TokenLogprob | None]:
+def prompt_logprobs(item: Work, logits: Tensor, selection: Selection) -> list[TokenLogprob | None]:
     """Log-probabilities of the prompt tokens that these rows predict; the first token of a prompt has none.
 
     Row r predicts the token after position computed + r.
@@ -155,5 +222,5 @@ def prompt_logprobs(item: Work, logits: Tensor) -> list[TokenLogprob | None]:
     found: list[TokenLogprob | None] = [None] if seq.computed == 0 else []
     targets = seq.tokens[seq.computed + 1 : min(seq.computed + item.count + 1, seq.prompt_len)]
     if targets:
-        found += token_logprobs(logits[: len(targets)], torch.tensor(targets, device=logits.device), k)
+        found += selection.logprobs(logits[: len(targets)], targets, k)
     return found

@@ -2,7 +2,7 @@
 
 Plain state, owned by whoever holds the worker's lock. No torch, no clock.
 
-    tokens    prompt, then output; the KV of tokens[:computed] is in `blocks`
+    tokens    prompt, then output; the KV of tokens[:computed] is in `blocks`, what `spill` names apart
     start     tokens the sequence was opened with; output beyond them was made here
 """
 
@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
+from serving.engine.gate import Gate
+from serving.engine.spill import Spill
 from serving.messages import Delta, FinishReason, LeaseOrder, Request, TokenLogprob
 
 if TYPE_CHECKING:
@@ -27,6 +29,19 @@ class LayerSink(Protocol):
     """Hears on the worker's event loop that a layer's KV is computed for the sequence's first `upto` tokens."""
 
     def layer_done(self, layer: int, upto: int) -> None: ...
+
+
+class Arrival(Protocol):
+    """KV of a sequence's first tokens on its way into its blocks. Called under the worker's lock."""
+
+    @property
+    def gate(self) -> Gate: ...
+
+    def enter(self) -> None:
+        """A step begins that computes what comes after: until it leaves, all of it counts as computed."""
+
+    def leave(self) -> None:
+        """The step has left the gate: only what is there counts."""
 
 
 class OutputView(Seq[int]):
@@ -57,6 +72,7 @@ class Sequence:
     """See the module's legend. `stays` says whether decoding goes on in this worker after prefill."""
 
     __slots__ = (
+        "arrival",
         "blocks",
         "cached",
         "computed",
@@ -75,6 +91,7 @@ class Sequence:
         "sampler_state",
         "scheduled_at",
         "sink",
+        "spill",
         "start",
         "stays",
         "tokens",
@@ -92,6 +109,8 @@ class Sequence:
         self.computed = 0
         self.cached = 0
         self.blocks: list[int] = []
+        self.spill: Spill | None = None  # KV in host memory: `blocks` begin after it
+        self.arrival: Arrival | None = None  # until all of it has come, or no more will
         self.keys: list[bytes] = []
         self.published = 0
         self.in_flight = False  # part of the step that runs now: its blocks must outlive the step
@@ -123,6 +142,11 @@ class Sequence:
         """Whether tokens may be guessed ahead: not where each draw changes the scores of the next."""
         params = self.request.sampling
         return params.repetition_penalty == 1.0 and not params.presence_penalty and not params.frequency_penalty
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks' worth of tokens it has room for, wherever they lie."""
+        return len(self.blocks) + (self.spill.blocks if self.spill is not None else 0)
 
     @property
     def uncomputed(self) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from serving.engine.batch import RaggedBatch
 from serving.kernels import int8, reference
 from serving.kernels.reference import gelu, gelu_tanh, layer_norm, relu, rms_norm, rope, silu_mul
+from serving.kernels.streamed import streamed_attention
 
 __all__ = [
     "gelu",
@@ -36,5 +37,8 @@ def paged_attention(
     q: Tensor, planes: tuple[Tensor, ...], batch: RaggedBatch, scale: float, window: int | None
 ) -> Tensor:
     """Causal attention of q [T, Hq, D] over each sequence's own blocks of a layer's planes; [T, Hq, D] in q's dtype."""
-    out: Tensor = _BY_PLANES[len(planes)].paged_attention(q, *planes, batch, scale, window)
+    form = _BY_PLANES[len(planes)]
+    if batch.earlier is not None:
+        return streamed_attention(q, planes, batch, scale, window, form.gather)
+    out: Tensor = form.paged_attention(q, *planes, batch, scale, window)
     return out

@@ -60,6 +60,13 @@ def write_kv(
         plane[blocks, offsets], scales[blocks, offsets] = quantize_rows(new)
 
 
+def gather(k_plane: Tensor, v_plane: Tensor, k_scale: Tensor, v_scale: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """`reference.gather` of what the planes stand for."""
+    keys = k_plane[blocks].float() * k_scale[blocks][..., None]
+    values = v_plane[blocks].float() * v_scale[blocks][..., None]
+    return keys.flatten(0, 1), values.flatten(0, 1)
+
+
 def paged_attention(
     q: Tensor,
     k_plane: Tensor,

@@ -70,6 +70,11 @@ def write_kv(k: Tensor, v: Tensor, k_plane: Tensor, v_plane: Tensor, slots: Tens
     v_plane[blocks, offsets] = v.to(v_plane.dtype)
 
 
+def gather(k_plane: Tensor, v_plane: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [L, Hkv, D] float32 of the tokens of these blocks, one after another."""
+    return k_plane[blocks].flatten(0, 1).float(), v_plane[blocks].flatten(0, 1).float()
+
+
 def paged_attention(
     q: Tensor, k_plane: Tensor, v_plane: Tensor, batch: RaggedBatch, scale: float, window: int | None
 ) -> Tensor:

@@ -51,13 +51,16 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Hidden states [T, H] after the final norm; each layer's new keys and values are written into `kv[layer]`.
 
-        `layer_done(layer)` is called when that layer's KV for this batch is complete.
+        `layer_done(layer)` is called when that layer's KV for this batch is complete. Where the step leaves the
+        batch's gate, what is returned means nothing.
         """
         x_TH = self.embed(batch.tokens)
         if self.positions is not None:
             x_TH = x_TH + self.positions(batch.positions + self.spec.position_offset)
         rotation = self.rotary(batch) if self.rotary is not None else None
         for index, layer in enumerate(self.layers):
+            if batch.gate is not None and not batch.gate.passes(index):
+                break
             x_TH = layer(x_TH, rotation, batch, kv[index])
             if layer_done is not None:
                 layer_done(index)

@@ -208,7 +208,7 @@ class SessionReply(_message.Message):
     def __init__(self, welcome: _Optional[bool] = ..., answer: _Optional[_Union[LeaseAnswer, _Mapping]] = ..., events: _Optional[_Iterable[_Union[LeaseEvent, _Mapping]]] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("lease", "layout", "first_layer", "last_layer", "start", "end", "payload", "digest")
+    __slots__ = ("lease", "layout", "first_layer", "last_layer", "start", "end", "payload", "digest", "encoding", "first_head", "last_head", "slot", "slot_bytes")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
@@ -217,6 +217,11 @@ class Chunk(_message.Message):
     END_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ENCODING_FIELD_NUMBER: _ClassVar[int]
+    FIRST_HEAD_FIELD_NUMBER: _ClassVar[int]
+    LAST_HEAD_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     lease: LeaseId
     layout: str
     first_layer: int
@@ -225,7 +230,12 @@ class Chunk(_message.Message):
     end: int
     payload: bytes
     digest: bytes
-    def __init__(self, lease: _Optional[_Union[LeaseId, _Mapping]] = ..., layout: _Optional[str] = ..., first_layer: _Optional[int] = ..., last_layer: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., payload: _Optional[bytes] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    encoding: str
+    first_head: int
+    last_head: int
+    slot: int
+    slot_bytes: int
+    def __init__(self, lease: _Optional[_Union[LeaseId, _Mapping]] = ..., layout: _Optional[str] = ..., first_layer: _Optional[int] = ..., last_layer: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., payload: _Optional[bytes] = ..., digest: _Optional[bytes] = ..., encoding: _Optional[str] = ..., first_head: _Optional[int] = ..., last_head: _Optional[int] = ..., slot: _Optional[int] = ..., slot_bytes: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("lease", "first_token")
@@ -235,17 +245,43 @@ class Commit(_message.Message):
     first_token: int
     def __init__(self, lease: _Optional[_Union[LeaseId, _Mapping]] = ..., first_token: _Optional[int] = ...) -> None: ...
 
+class PushHello(_message.Message):
+    __slots__ = ("transport",)
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    transport: str
+    def __init__(self, transport: _Optional[str] = ...) -> None: ...
+
 class PushMessage(_message.Message):
-    __slots__ = ("chunk", "commit")
+    __slots__ = ("chunk", "commit", "hello", "settled")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
     chunk: Chunk
     commit: Commit
-    def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ...) -> None: ...
+    hello: PushHello
+    settled: bool
+    def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., hello: _Optional[_Union[PushHello, _Mapping]] = ..., settled: _Optional[bool] = ...) -> None: ...
+
+class PushWelcome(_message.Message):
+    __slots__ = ("slots", "slot_size")
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SLOT_SIZE_FIELD_NUMBER: _ClassVar[int]
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    slot_size: int
+    def __init__(self, slots: _Optional[_Iterable[int]] = ..., slot_size: _Optional[int] = ...) -> None: ...
 
 class PushReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("welcome", "error", "freed", "committed")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    FREED_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    welcome: PushWelcome
+    error: Error
+    freed: int
+    committed: bool
+    def __init__(self, welcome: _Optional[_Union[PushWelcome, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., freed: _Optional[int] = ..., committed: _Optional[bool] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("instance", "name", "role", "address", "fingerprint", "model", "max_model_len", "block_size", "total_blocks", "free_blocks", "max_seqs", "running", "waiting", "waiting_tokens", "draining", "stalled_seconds", "counters", "pairing")
@@ -293,6 +329,10 @@ class WorkerStatus(_message.Message):
     counters: _containers.ScalarMap[str, float]
     pairing: str
     def __init__(self, instance: _Optional[str] = ..., name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., fingerprint: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., max_seqs: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., stalled_seconds: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., pairing: _Optional[str] = ...) -> None: ...
+
+class PoolNodesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("router", "pool_nodes")

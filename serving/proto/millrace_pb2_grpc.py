@@ -46,6 +46,11 @@ class RegistryStub:
                 request_serializer=serving_dot_proto_dot_pool__pb2.PoolStat.SerializeToString,
                 response_deserializer=serving_dot_proto_dot_millrace__pb2.HeartbeatReply.FromString,
                 _registered_method=True)
+        self.PoolNodes = channel.unary_unary(
+                '/millrace.v1.Registry/PoolNodes',
+                request_serializer=serving_dot_proto_dot_millrace__pb2.PoolNodesRequest.SerializeToString,
+                response_deserializer=serving_dot_proto_dot_millrace__pb2.HeartbeatReply.FromString,
+                _registered_method=True)
 
 
 class RegistryServicer:
@@ -64,6 +69,12 @@ class RegistryServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PoolNodes(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RegistryServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +86,11 @@ def add_RegistryServicer_to_server(servicer, server):
             'PoolHeartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.PoolHeartbeat,
                     request_deserializer=serving_dot_proto_dot_pool__pb2.PoolStat.FromString,
+                    response_serializer=serving_dot_proto_dot_millrace__pb2.HeartbeatReply.SerializeToString,
+            ),
+            'PoolNodes': grpc.unary_unary_rpc_method_handler(
+                    servicer.PoolNodes,
+                    request_deserializer=serving_dot_proto_dot_millrace__pb2.PoolNodesRequest.FromString,
                     response_serializer=serving_dot_proto_dot_millrace__pb2.HeartbeatReply.SerializeToString,
             ),
     }
@@ -143,6 +159,33 @@ class Registry:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def PoolNodes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Registry/PoolNodes',
+            serving_dot_proto_dot_millrace__pb2.PoolNodesRequest.SerializeToString,
+            serving_dot_proto_dot_millrace__pb2.HeartbeatReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class DecodeStub:
     """Served by decode and mixed workers.
@@ -159,7 +202,7 @@ class DecodeStub:
                 request_serializer=serving_dot_proto_dot_millrace__pb2.SessionRequest.SerializeToString,
                 response_deserializer=serving_dot_proto_dot_millrace__pb2.SessionReply.FromString,
                 _registered_method=True)
-        self.Push = channel.stream_unary(
+        self.Push = channel.stream_stream(
                 '/millrace.v1.Decode/Push',
                 request_serializer=serving_dot_proto_dot_millrace__pb2.PushMessage.SerializeToString,
                 response_deserializer=serving_dot_proto_dot_millrace__pb2.PushReply.FromString,
@@ -190,7 +233,7 @@ def add_DecodeServicer_to_server(servicer, server):
                     request_deserializer=serving_dot_proto_dot_millrace__pb2.SessionRequest.FromString,
                     response_serializer=serving_dot_proto_dot_millrace__pb2.SessionReply.SerializeToString,
             ),
-            'Push': grpc.stream_unary_rpc_method_handler(
+            'Push': grpc.stream_stream_rpc_method_handler(
                     servicer.Push,
                     request_deserializer=serving_dot_proto_dot_millrace__pb2.PushMessage.FromString,
                     response_serializer=serving_dot_proto_dot_millrace__pb2.PushReply.SerializeToString,
@@ -245,7 +288,7 @@ class Decode:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.stream_unary(
+        return grpc.experimental.stream_stream(
             request_iterator,
             target,
             '/millrace.v1.Decode/Push',

@@ -12,7 +12,7 @@ from prefill.scheduler import PrefillScheduler
 from prefill.worker import PrefillWorker
 from serving.engine.engine import Engine
 from serving.engine.loop import EngineLoop
-from serving.kvspec import gqa
+from serving.kvspec import LayerKV, gqa
 from serving.links import LeaseEvent
 from serving.messages import LeaseGrant, LeaseId, Role, WorkerIdentity
 from tests.kvcache.sequences import make_order
@@ -38,9 +38,18 @@ def make_identity(role: Role, max_model_len: int) -> WorkerIdentity:
 class Worker:
     """Both doors over one engine, whatever the role; a test starts the engine's thread or steps by hand."""
 
-    def __init__(self, role: Role, *, blocks: int = 32, size: int = 4, tokens: int = 8, seqs: int = 8):
+    def __init__(
+        self,
+        role: Role,
+        *,
+        blocks: int = 32,
+        size: int = 4,
+        tokens: int = 8,
+        seqs: int = 8,
+        specs: tuple[LayerKV, ...] = SPECS,
+    ):
         self.kv = make_kv(blocks, size)
-        self.pool = DevicePool(SPECS, blocks, size)
+        self.pool = DevicePool(specs, blocks, size)
         self.dialer = Dialer()
         self.decoding = make_decoding(self.kv)
         self.prefilling = PrefillScheduler(self.kv, then=self.decoding.add)
@@ -66,6 +75,7 @@ class Worker:
             scheduler=self.prefilling,
             long_rope=lambda tokens: False,
             dialer=self.dialer,
+            layout=lambda kv_dtype: (FINGERPRINT, specs),
             leases=self.decode if role is Role.MIXED else None,
         )
         self.events: list[LeaseEvent] = []

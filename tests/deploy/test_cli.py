@@ -13,9 +13,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy import cli
-from deploy.cli import COMMANDS, CONFIGS, check_counts, main, make_parser, worker_flags
-from deploy.serve import child_specs
-from serving.config import ClusterConfig, EngineConfig, HttpConfig, ModelConfig, PlacementConfig, build, names
+from deploy.cli import (
+    COMMANDS,
+    CONFIGS,
+    NODE_CONFIGS,
+    check_counts,
+    children_of,
+    main,
+    make_parser,
+    node_flags,
+    worker_flags,
+)
+from deploy.serve import child_specs, node_specs
+from serving.config import (
+    ClusterConfig,
+    EngineConfig,
+    HttpConfig,
+    KvCacheConfig,
+    ModelConfig,
+    PlacementConfig,
+    PoolConfig,
+    build,
+    names,
+)
 from serving.messages import Role
 
 WORKERS = ("prefill", "decode", "mixed")
@@ -60,7 +80,16 @@ def test_without_arguments_there_is_a_default_for_everything(started: Started) -
     made = started.settings
     assert made.model is None and made.engine == EngineConfig() and made.http == HttpConfig()
     assert made.model_config == ModelConfig() and made.placement == PlacementConfig()
-    assert made.cluster == ClusterConfig()
+    assert made.cluster == ClusterConfig() and made.pool == PoolConfig() and made.kvcache == KvCacheConfig()
+
+
+def test_a_pool_node_reads_its_own_settings_and_a_file_of_everyones(started: Started, tmp_path: Path) -> None:
+    path = tmp_path / "millrace.toml"
+    path.write_text("block-size = 8\ndisk-write = 'back'\nram = '1GiB'\n")
+    assert main(["kvcache", "--config", str(path), "--ram", "4GiB", "--quota", "a=1MiB", "--parent", "7"]) == 0
+    assert started.given["command"] == "kvcache" and started.given["parent"] == 7
+    made = started.settings.kvcache
+    assert (made.ram, made.disk_write, made.quota, made.disk) == (4 << 30, "back", "a=1MiB", None)
 
 
 def test_the_environment_and_a_file_are_read(started: Started, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -81,6 +110,11 @@ MISTAKES = {
     "negative": ["serve", "--prefill", "-1"],
     "--decode": ["serve", "--prefill", "2"],
     "--prefill": ["serve", "--decode", "1"],
+    "--kvcache": ["serve", "--kvcache", "-1"],
+    "--disk-size": ["kvcache", "--disk-size", "plenty"],
+    "--ram 0": ["kvcache", "--ram", "0"],
+    "--quota": ["kvcache", "--quota", "1GiB"],
+    "--nodes": ["cache", "stat"],
 }
 
 
@@ -144,6 +178,16 @@ def test_only_numbers_that_could_serve_pass(counts: dict[Role, int]) -> None:
             check_counts(counts)
 
 
+def counts(**given: int) -> dict[str, int]:
+    return {**dict.fromkeys((*Role, "kvcache"), 0), **given}
+
+
+def test_a_pool_without_workers_brings_a_mixed_one() -> None:
+    assert children_of(counts()) == {}
+    assert children_of(counts(kvcache=2)) == {Role.MIXED: 1}
+    assert children_of(counts(kvcache=1, prefill=1, decode=2)) == {Role.PREFILL: 1, Role.DECODE: 2}
+
+
 # ---- what a child is told ------------------------------------------------------------------------------------------
 
 WORD = st.text(st.characters(codec="ascii", exclude_characters="\0"), min_size=1, max_size=8)
@@ -167,14 +211,15 @@ def drawn(config: type, **special: st.SearchStrategy[Any]) -> st.SearchStrategy[
 
 
 def settings_of(model: ModelConfig, engine: EngineConfig, http: HttpConfig, placement: PlacementConfig) -> Any:
-    return SimpleNamespace(model_config=model, engine=engine, http=http, placement=placement, cluster=ClusterConfig())
+    rest = {"cluster": ClusterConfig(), "pool": PoolConfig(), "kvcache": KvCacheConfig()}
+    return SimpleNamespace(model_config=model, engine=engine, http=http, placement=placement, **rest)
 
 
 PARSER = make_parser()
 
 
-def as_a_child(flags: tuple[str, ...], config: type) -> Any:
-    given = vars(PARSER.parse_args(["decode", "model", *flags]))
+def as_a_child(flags: tuple[str, ...], config: type, command: tuple[str, ...] = ("decode", "model")) -> Any:
+    given = vars(PARSER.parse_args([*command, *flags]))
     return build(config, {}, {}, {key: value for key, value in given.items() if key in names(config)})
 
 
@@ -184,12 +229,24 @@ def as_a_child(flags: tuple[str, ...], config: type) -> Any:
     drawn(EngineConfig, profile=st.none() | WORD.filter(lambda word: not word.startswith("-"))),
     drawn(HttpConfig),
     drawn(PlacementConfig),
+    drawn(PoolConfig),
+    drawn(KvCacheConfig),
 )
 def test_a_childs_flags_say_what_its_parent_was_told(
-    model: ModelConfig, engine: EngineConfig, http: HttpConfig, placement: PlacementConfig
+    model: ModelConfig,
+    engine: EngineConfig,
+    http: HttpConfig,
+    placement: PlacementConfig,
+    pool: PoolConfig,
+    kvcache: KvCacheConfig,
 ) -> None:
     model = dataclasses.replace(model, device="cpu")
-    flags = worker_flags(settings_of(model, engine, http, placement))
+    made = settings_of(model, engine, http, placement)
+    made.pool, made.kvcache = pool, kvcache
+    flags = worker_flags(made)
+    assert as_a_child(flags, PoolConfig) == pool
+    own_folder = dataclasses.replace(kvcache, disk=None)
+    assert as_a_child(node_flags(made), KvCacheConfig, ("kvcache",)) == own_folder
     assert as_a_child(flags, ModelConfig) == model
     own = dataclasses.replace(engine, threads=None, cpus=None)  # each child is given its share
     assert as_a_child(flags, EngineConfig) == own
@@ -221,3 +278,21 @@ def test_every_child_is_named_told_its_router_and_given_its_share() -> None:
         assert given.command == spec.name.partition("-")[0] and given.model == "model"
         assert (given.routers, given.worker_name, given.parent) == ("127.0.0.1:7", spec.name, os.getpid())
         assert (given.threads, given.dtype) == ("3", "float32")
+
+
+def test_every_pool_node_has_a_name_and_a_folder_of_its_own() -> None:
+    made = settings_of(ModelConfig(), EngineConfig(), HttpConfig(), PlacementConfig())
+    made.kvcache = KvCacheConfig(ram=7, disk="/blocks")
+    specs = node_specs(2, "127.0.0.1:7", made, node_flags(made))
+    assert [spec.name for spec in specs] == ["kvcache-0", "kvcache-1"]
+    for spec in specs:
+        given = make_parser().parse_args(spec.arguments)
+        assert (given.command, given.ram, given.disk) == ("kvcache", "7", f"/blocks/{spec.name}")
+        assert (given.routers, given.worker_name, given.parent) == ("127.0.0.1:7", spec.name, os.getpid())
+
+
+def test_the_help_of_a_pool_node_names_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["kvcache", "--help"])
+    text = capsys.readouterr().out
+    assert [name for name in names(*NODE_CONFIGS) if "--" + name.replace("_", "-") not in text] == []

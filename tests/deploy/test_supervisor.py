@@ -130,3 +130,9 @@ def test_settings_of_the_front_alone_do_not_reach_its_children(monkeypatch: pyte
         monkeypatch.setenv(f"MILLRACE_{name}", "x")
     environ = Supervisor([], {}).environ
     assert [name for name in environ if name.startswith("MILLRACE_")] == []
+
+
+def test_endings_are_told_by_name_where_they_have_one() -> None:
+    assert supervisors._ending(3) == "exit code 3"
+    assert supervisors._ending(-signal.SIGKILL) == "signal SIGKILL"
+    assert supervisors._ending(-int(signal.SIGRTMIN) - 3) == f"signal {int(signal.SIGRTMIN) + 3}"

@@ -91,7 +91,7 @@ class Lease:
 
 def dial(cluster: LocalCluster, lease: Lease) -> HandoffLink:
     if isinstance(cluster, RemoteCluster):
-        return Dialer(cluster_key=KEY).dial(lease.grant.address)
+        return Dialer(cluster_key=KEY).dial(lease.grant)
     return LocalHandoff(lease.decode)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 import tomllib
 from pathlib import Path
@@ -13,7 +14,8 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSe
 
 from tests.house.source import ROOT
 
-pytest.importorskip("grpc_tools", reason="grpcio-tools, of the extra `dev`, is not installed")
+if importlib.util.find_spec("grpc_tools") is None:
+    pytest.skip("grpcio-tools, of the extra `dev`, is not installed", allow_module_level=True)
 
 from scripts.proto import PROTO, descriptors, generate, sources
 

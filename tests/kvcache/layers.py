@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from kvcache.device import DevicePool
 from serving.kvspec import LayerKV, Plane, gqa
@@ -43,3 +46,8 @@ def token_at(pool: DevicePool, layer: int, blocks: list[int], position: int) -> 
 
 def all_bytes(pool: DevicePool) -> bytes:
     return b"".join(plane.reshape(-1).view(torch.uint8).numpy().tobytes() for planes in pool.planes for plane in planes)
+
+
+def same_parts(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+    """Whether two readings of a layer's planes are equal, bit for bit."""
+    return all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))

@@ -92,6 +92,9 @@ def test_every_truncation_and_addition_is_found() -> None:
         {"start": 0},
         {"end": 3},
         {"start": 2, "end": 5},
+        {"encoding": "int8"},
+        {"last_head": 1},
+        {"first_head": 1, "last_head": 2},
     ],
     ids=str,
 )
@@ -113,6 +116,9 @@ def test_the_digest_binds_the_payload_to_its_place(change: dict[str, object]) ->
         ({"first_layer": 1}, "length"),
         ({"end": 5}, "length"),
         ({"payload": b""}, "length"),
+        ({"encoding": "int3"}, "encoding"),
+        ({"encoding": "int8"}, "length"),
+        ({"last_head": 1}, "heads"),
     ],
     ids=str,
 )
@@ -123,26 +129,19 @@ def test_a_chunk_sealed_over_nonsense_is_refused_all_the_same(change: dict[str, 
     assert refused.value.code == code
 
 
-WORD = st.text("ab/0123456789", max_size=4)
-FIELDS = st.tuples(WORD, st.integers(0, 120), WORD, WORD, st.integers(0, 12), st.integers(0, 12), st.integers(0, 120))
+WORD = st.text("ab/0123456789\0", max_size=4)
+SMALL = st.integers(0, 12)
+FIELDS = st.tuples(WORD, st.integers(0, 120), WORD, WORD, WORD, SMALL, SMALL, SMALL, SMALL, st.integers(0, 120))
 
 
 @settings(max_examples=300, deadline=None)
 @given(FIELDS, FIELDS)
 def test_headers_are_equal_only_if_every_field_is(one: tuple[object, ...], other: tuple[object, ...]) -> None:
     def header(fields: tuple[object, ...]) -> bytes:
-        lease, epoch, instance, layout, first, last, start = fields
+        lease, epoch, instance, *place = fields
+        names = ("layout", "encoding", "first_layer", "last_layer", "first_head", "last_head", "start")
         fence = LeaseId(lease=lease, epoch=epoch, instance=instance)  # type: ignore[arg-type]
-        chunk = Chunk(
-            lease=fence,
-            layout=layout,  # type: ignore[arg-type]
-            first_layer=first,  # type: ignore[arg-type]
-            last_layer=last,  # type: ignore[arg-type]
-            start=start,  # type: ignore[arg-type]
-            end=130,
-            payload=b"",
-            digest=b"",
-        )
+        chunk = Chunk(lease=fence, **dict(zip(names, place, strict=True)), end=130, payload=b"", digest=b"")  # type: ignore[arg-type]
         return chunk.header()
 
     assert (header(one) == header(other)) == (one == other)

@@ -61,8 +61,8 @@ class Dialer:
         self.link = link
         self.dialled: list[str] = []
 
-    def dial(self, address: str) -> HandoffLink:
-        self.dialled.append(address)
+    def dial(self, grant: LeaseGrant) -> HandoffLink:
+        self.dialled.append(grant.address)
         return self.link
 
 

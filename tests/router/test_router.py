@@ -295,10 +295,11 @@ async def test_refusing_all_ends_what_runs_and_what_waits(split: World) -> None:
     split.workers["p0"].script.before_first = ["hang"]
     split.workers["p1"].script.before_first = ["hang"]
     running = [asyncio.create_task(split.tokens(wanted(str(n)))) for n in range(3)]
+    running += [asyncio.create_task(split.tokens(wanted("one token", max_tokens=1)))]  # which holds no lease
     await split.settled()
     split.fleet.refuse_all(Unavailable("leaving"))
     results = await asyncio.gather(*running, return_exceptions=True)
-    assert [type(error) for error in results] == [Unavailable] * 3
+    assert [type(error) for error in results] == [Unavailable] * 4
     with pytest.raises(Unavailable, match="leaving"):
         await split.tokens(wanted())
 

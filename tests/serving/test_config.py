@@ -16,8 +16,10 @@ from serving.config import (
     ConfigError,
     EngineConfig,
     HttpConfig,
+    KvCacheConfig,
     ModelConfig,
     PlacementConfig,
+    PoolConfig,
     add_flags,
     build,
     load_file,
@@ -25,7 +27,7 @@ from serving.config import (
     parse_bytes,
 )
 
-CONFIGS = (ModelConfig, EngineConfig, HttpConfig, PlacementConfig, ClusterConfig)
+CONFIGS = (ModelConfig, EngineConfig, HttpConfig, PlacementConfig, ClusterConfig, PoolConfig, KvCacheConfig)
 FIELDS = [(config, field) for config in CONFIGS for field in dataclasses.fields(config)]
 IDS = [field.name for _, field in FIELDS]
 SECRETS = [(config, field) for config, field in FIELDS if field.metadata["secret"]]

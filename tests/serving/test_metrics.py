@@ -8,8 +8,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving.errors import CorruptChunk, NoRoom
-from serving.messages import Audit, Delta, FinishReason, WorkerStatus
-from serving.metrics import RouterMetrics, worker_metrics
+from serving.messages import Audit, Delta, FinishReason, PoolReport, PoolStat, Tier, TierStat, WorkerStatus
+from serving.metrics import RouterMetrics, pool_metrics, worker_metrics
 from serving.timeline import Moment, Timeline
 from tests.kvcache.sequences import make_request
 from tests.router.scripted import make_status
@@ -23,7 +23,9 @@ def samples(text: bytes) -> dict[tuple[str, tuple[str, ...]], float]:
     for family in text_string_to_metric_families(text.decode()):
         for sample in family.samples:
             labels = tuple(value for key, value in sample.labels.items() if key != "model_name")
-            assert sample.labels.get("model_name") == "tiny" and sample.name.startswith("millrace:")
+            of_the_pool = sample.name.startswith("millrace:pool_")  # which serves any number of models
+            assert sample.labels.get("model_name") == (None if of_the_pool else "tiny")
+            assert sample.name.startswith("millrace:")
             found[sample.name.removeprefix("millrace:"), labels] = sample.value
     return found
 
@@ -92,6 +94,7 @@ def test_endings_refusals_and_repetitions_are_told_apart() -> None:
 
 def test_workers_are_told_apart_by_name() -> None:
     counters = {"prefix_cache_hits": 6.0, "kv_chunks_refused/digest": 2.0, "kv_chunks_refused/epoch": 1.0}
+    counters |= {"kv_handoffs/nixl": 3.0, "kv_received_bytes/grpc": 7.0}
     one = make_status("one", running=3, waiting=2, free_blocks=25, draining=True, counters=counters)
     told = Told([one, make_status("two", total_blocks=0, free_blocks=0)])
     assert told.value("num_requests_running", "one") == 3 and told.value("num_requests_waiting", "one") == 2
@@ -101,6 +104,10 @@ def test_workers_are_told_apart_by_name() -> None:
     assert told.value("kv_chunks_refused_total", "one", "digest") == 2
     assert told.value("kv_chunks_refused_total", "one", "epoch") == 1
     assert not told.has("kv_chunks_refused_total", "two", "digest")
+    assert (
+        told.value("kv_handoffs_total", "one", "nixl") == 3
+        and told.value("kv_received_bytes_total", "one", "grpc") == 7
+    )
 
 
 def test_the_queue_and_the_leaks_are_told() -> None:
@@ -125,3 +132,39 @@ def test_two_services_in_a_process_do_not_mix() -> None:
     one, other = Told(), Told()
     one.metrics.first_token(REQUEST, 0.1, 0)
     assert one.has("generation_tokens_total") and not other.has("generation_tokens_total")
+
+
+def pool_report(name: str) -> PoolReport:
+    tiers = {
+        Tier.RAM: TierStat(capacity=100, bytes=60, blocks=3, hits=5, evictions=4, eviction_age_seconds=8.0),
+        Tier.DISK: TierStat(capacity=900, bytes=70, blocks=4, corrupt=2, bytes_read=11, read_seconds=0.5),
+    }
+    stat = PoolStat(
+        name=name,
+        instance="life",
+        tiers=tiers,
+        namespaces={},
+        lookups=20,
+        found=15,
+        stored=9,
+        refused=1,
+        pinned=2,
+        backlog=3,
+    )
+    return PoolReport(stat=stat, address=f"{name}:1")
+
+
+def test_the_pools_nodes_are_told_by_tier() -> None:
+    metrics = RouterMetrics("tiny", lambda: (), lambda: 0, lambda: [pool_report("one"), pool_report("two")])
+    found = samples(metrics.text())
+    for name in ("one", "two"):
+        assert (found["pool_bytes", (name, "ram")], found["pool_bytes", (name, "disk")]) == (60, 70)
+        assert (found["pool_blocks", (name, "ram")], found["pool_capacity_bytes", (name, "disk")]) == (3, 900)
+        assert (found["pool_hits_total", (name, "ram")], found["pool_evictions_total", (name, "ram")]) == (5, 4)
+        assert found["pool_eviction_age_seconds_total", (name, "ram")] == 8
+        assert (found["pool_corrupt_total", (name, "disk")], found["pool_bytes_read_total", (name, "disk")]) == (2, 11)
+        counts = [found[f"pool_{kind}_total", (name,)] for kind in ("lookups", "found", "stored", "refused")]
+        assert counts == [20, 15, 9, 1]
+        assert (found["pool_pinned", (name,)], found["pool_backlog", (name,)]) == (2, 3)
+    alone = pool_metrics(lambda: pool_report("one"))
+    assert samples(alone()) == {key: value for key, value in found.items() if key[1] and key[1][0] == "one"}

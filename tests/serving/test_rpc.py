@@ -45,13 +45,15 @@ class Answers(stubs.PrefillServicer, stubs.RegistryServicer, stubs.DecodeService
             finally:
                 self.closed.set()
 
-    async def Push(self, requests: AsyncIterator[pb.PushMessage], context: aio.ServicerContext) -> pb.PushReply:
+    async def Push(
+        self, requests: AsyncIterator[pb.PushMessage], context: aio.ServicerContext
+    ) -> AsyncIterator[pb.PushReply]:
         async with answering(context):
             async for _ in requests:
                 self.received += 1
                 if self.error is not None:
                     raise self.error
-            return pb.PushReply()
+            yield pb.PushReply(committed=True)
 
 
 class World:
@@ -98,7 +100,8 @@ class World:
                 yield pb.PushMessage(chunk=pb.Chunk(payload=bytes(100)))
 
         with asking(caller.address):
-            await stubs.DecodeStub(caller.channel).Push(messages(), metadata=caller.metadata)
+            async for _ in stubs.DecodeStub(caller.channel).Push(messages(), metadata=caller.metadata):
+                pass
 
 
 @pytest.fixture(params=[None, KEY], ids=["open", "with a key"])

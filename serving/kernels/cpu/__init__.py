@@ -1,4 +1,4 @@
-"""CPU kernels in C++: INT8, bfloat16 and float32 linear layers, paged attention, and a whole decoder step in one call.
+"""CPU kernels in C++: INT8, bfloat16 and float32 linear layers, paged attention, whole decoder steps, and sampling.
 
 They are compiled on first use and cached; where that cannot be, `load` says so once and returns None.
 
@@ -17,11 +17,13 @@ import logging
 from collections.abc import Callable
 
 from serving.kernels.cpu.decoder import Decoder, DecoderShape, KvPlanes, LayerWeights, StepOutput
+from serving.kernels.cpu.draws import ORDER, Logprobs, draw, logprobs
 from serving.kernels.cpu.extension import Kernels, default_threads, forms, open_library
 from serving.kernels.cpu.structures import Finish, Kind
 from serving.kernels.cpu.weights import PackedLinear, interleave
 
 __all__ = [
+    "ORDER",
     "Decoder",
     "DecoderShape",
     "Finish",
@@ -29,13 +31,16 @@ __all__ = [
     "Kind",
     "KvPlanes",
     "LayerWeights",
+    "Logprobs",
     "PackedLinear",
     "StepOutput",
     "available",
     "default_threads",
+    "draw",
     "forms",
     "interleave",
     "load",
+    "logprobs",
     "shared_library",
 ]
 

@@ -47,6 +47,16 @@ struct Batch {
     const int64_t* logits_rows;    // [R]
 };
 
+// Some of the KV of a batch's sequences, attended to by itself: the batch's context_lens and block_tables count from its
+// first key, which lies at a multiple of 128.
+struct Stretch {
+    KvPlanes kv;
+    int32_t chunks;  // of 128 keys it has; 0: up to each query's own
+    int32_t begins;  // 1: nothing was attended to before, so `state` is not read
+    float* state;    // [T, heads][stride]: sums of values, then the maximum and the sum of weights; see STATE_EXTRA
+    float* out;      // [T, heads, head_dim]: the result, when this is the last stretch; else null
+};
+
 struct Layer {
     const float* attention_norm;  // [hidden]
     const float* mlp_norm;        // [hidden]
@@ -81,10 +91,19 @@ struct Model {
     Linear head;
 };
 
+// KV of earlier tokens that others write while the step runs, layer by layer; serving.engine.gate mirrors it.
+struct Gate {
+    int64_t arrived;  // leading layers that are there; below 0: no more will come
+    int64_t hurried;  // not 0: others wait for the step, so it is not to wait here
+    int64_t left;     // out: 1 when the step left at a layer that was not there; its results mean nothing
+    int64_t waited;   // out: nanoseconds
+};
+
 // Where a step's results go; null pointers are skipped.
 struct Results {
     float* logits;      // [R, vocab]
     int64_t* greedy;    // [R]: the best token, the lowest id among equals
     float* hidden;      // [T, hidden]: the last layer's residual stream
     int32_t* progress;  // one int32: layers whose KV of this step is written, stored with release order
+    Gate* gate;         // where the step waits for each layer's earlier KV before it counts or reads it
 };

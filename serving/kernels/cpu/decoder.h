@@ -47,6 +47,8 @@ struct Step {
         if (thread == 0 && results.progress) __atomic_store_n(results.progress, int32_t(layers_done), __ATOMIC_RELEASE);
     }
 
+    bool arrived(long layer, int thread) const;
+
     void embed(long row0, long row1) const;
     void normed(const float* weight, const Linear& next, long row0, long row1, const Rows& a, long base,
                 float* row) const;
@@ -56,13 +58,13 @@ struct Step {
     void block_to_attention(const Layer& layer, long row0, long row1, ThreadScratch& s) const;
     void block_from_attention(const Layer& layer, long row0, long row1, ThreadScratch& s) const;
     bool wanted(long row0, long row1) const;
-    void by_rows(int thread);
+    bool by_rows(int thread);
 
     template <class Encode>
     Rows prepare(const Linear& next, int thread, Encode rows);
     void encode_attended(const Layer& layer, long row0, long row1, const Rows& a, ThreadScratch& s) const;
     void panels(const Linear& w, const Rows& a, long rows, const Target& target, int thread) const;
-    void layer_by_panels(const Layer& layer, long index, int thread);
+    bool layer_by_panels(const Layer& layer, long index, int thread);
     void logits(int thread);
 };
 
@@ -92,6 +94,14 @@ Step::Step(Pool* pool, const Model& model, const Batch& batch, const Results& re
 
 INLINE Rows rows_for(const Linear& next, const RowBuffers& to) {
     return {to.words, to.scale, words_of(next.kind, next.inputs)};
+}
+
+// Once every thread has written the layer's new KV: whether the rest of it is there too. One thread waits, for all.
+bool Step::arrived(long layer, int thread) const {
+    if (!results.gate) return true;
+    if (thread == 0) pool_wait_at(results.gate, layer);
+    pool_barrier(pool);
+    return !results.gate->left;
 }
 
 // ---- rows ----------------------------------------------------------------------------------------------------------
@@ -169,7 +179,8 @@ bool Step::wanted(long row0, long row1) const {
     return false;
 }
 
-void Step::by_rows(int thread) {
+// Whether every layer's KV was there, as with layer_by_panels.
+bool Step::by_rows(int thread) {
     ThreadScratch& s = local[thread];
     for (long index = 0; index <= model.layers; ++index) {
         // The last rows of a prompt see the most keys, so their blocks go first.
@@ -184,8 +195,11 @@ void Step::by_rows(int thread) {
             if (index < model.layers) block_to_attention(model.layer[index], row0, row1, s);
         }
         pool_barrier(pool);
-        if (index < model.layers) report(index + 1, thread);
+        if (index == model.layers) break;
+        if (!arrived(index, thread)) return false;
+        report(index + 1, thread);
     }
+    return true;
 }
 
 // ---- cut by panels -------------------------------------------------------------------------------------------------
@@ -212,7 +226,7 @@ void Step::panels(const Linear& w, const Rows& a, long rows, const Target& targe
     pool_barrier(pool);
 }
 
-void Step::layer_by_panels(const Layer& layer, long index, int thread) {
+bool Step::layer_by_panels(const Layer& layer, long index, int thread) {
     const long tokens = batch.tokens_count;
     const auto norm = [&](const float* weight, const Linear& next) {
         return prepare(next, thread, [&](long row0, long row1, const Rows& a, ThreadScratch& s) {
@@ -223,6 +237,7 @@ void Step::layer_by_panels(const Layer& layer, long index, int thread) {
     panels(layer.qkv, entering, tokens, {FINISH_STORE, shared.qkv, layer.qkv.outputs}, thread);
     rotate_rows(layer, tokens * thread / threads, tokens * (thread + 1) / threads, shared.qkv, 0);
     pool_barrier(pool);
+    if (!arrived(index, thread)) return false;
     report(index + 1, thread);
     attend_items(layer.kv, shape(layer), plan, q, counters + index, local[thread].attention, shared.attn);
     pool_barrier(pool);
@@ -236,6 +251,7 @@ void Step::layer_by_panels(const Layer& layer, long index, int thread) {
         encoded(shared.h, sizes.h_width, layer.down, row0, row1, a);
     });
     panels(layer.down, gated, tokens, {FINISH_ADD, x, model.hidden}, thread);
+    return true;
 }
 
 // Rows of attention's output, whose split chunks are joined here: into the thread's own copy when every thread does
@@ -274,11 +290,12 @@ void Step::logits(int thread) {
 
 void Step::run(int thread) {
     if (blocks) {
-        by_rows(thread);
+        if (!by_rows(thread)) return;
     } else {
         embed(batch.tokens_count * thread / threads, batch.tokens_count * (thread + 1) / threads);
         pool_barrier(pool);
-        for (long i = 0; i < model.layers; ++i) layer_by_panels(model.layer[i], i, thread);
+        for (long i = 0; i < model.layers; ++i)
+            if (!layer_by_panels(model.layer[i], i, thread)) return;
     }
     logits(thread);
 }

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from serving.engine.batch import RaggedBatch
 from serving.kernels.cpu.extension import Kernels
-from serving.kernels.cpu.structures import BatchC, Kind, KvPlanesC, LayerC, ModelC, ResultsC
-from serving.kernels.cpu.weights import PackedLinear, address
+from serving.kernels.cpu.structures import BatchC, Kind, KvPlanesC, LayerC, ModelC, ResultsC, StretchC
+from serving.kernels.cpu.weights import PANEL, PackedLinear, address
+
+CHUNK = 128  # keys, as in chunk.h
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +80,24 @@ class KvPlanes:
         )
 
 
+STATE_EXTRA = 32  # as in attention.h
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stretch:
+    """KV that is attended to by itself: `planes` in blocks of consecutive tokens, the first at a multiple of 128.
+
+    `table` names the blocks from that token on, and `first` is its position. The last stretch reaches up to the
+    queries; those before end at a multiple of 128 too, after `tokens`.
+    """
+
+    planes: KvPlanes
+    table: Tensor  # [M] int32
+    first: int
+    tokens: int | None  # None: up to each query's own
+    begins: bool  # whether no stretch came before it
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     logits: Tensor | None  # [R, vocab] float32
@@ -107,7 +127,9 @@ class Decoder:
         _check(shape, embedding, layers, final_norm, cos, sin, kv)
         self.kernels = kernels
         self.shape = shape
-        self._kept = (embedding, tuple(layers), final_norm, head, cos, sin, tuple(kv))  # the C side holds addresses
+        self.embedding, self.layers, self.final_norm, self.head = embedding, tuple(layers), final_norm, head
+        self.planes = tuple(kv)
+        self._tables = (cos, sin)  # the C side holds addresses
         self._positions = cos.shape[0]
         self._layers = (LayerC * len(layers))(*(_layer(w, planes) for w, planes in zip(layers, kv, strict=True)))
         self._model = ModelC(
@@ -132,15 +154,14 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weight a decode step reads: every layer and the head once."""
-        _, layers, _, head, *_ = self._kept
-        return head.stored_bytes + sum(
-            w.stored_bytes for one in layers for w in (one.qkv, one.o, one.gate_up, one.down)
+        return self.head.stored_bytes + sum(
+            w.stored_bytes for one in self.layers for w in (one.qkv, one.o, one.gate_up, one.down)
         )
 
     @property
     def item_bytes(self) -> int:
         """Bytes of one weight, by the head."""
-        return self._kept[3].kind.item_bytes
+        return self.head.kind.item_bytes
 
     def step(
         self,
@@ -155,19 +176,25 @@ class Decoder:
 
         `hidden` [T, hidden] float32 receives the last layer's residual stream. `progress`, one int32, counts the layers
         whose KV of this step is written; another thread may watch it. Raises ValueError past the last known position.
+        Where the step has left the batch's gate, what it returns means nothing.
         """
-        if batch.long_rope is not None:
-            raise ValueError("the fused step holds one rotary table: LongRoPE batches take the model's own path")
-        if max(batch.context_lens_list) > self._positions:
-            raise ValueError(f"context of {max(batch.context_lens_list)} tokens, rotary table of {self._positions}")
+        self.check(batch)
         rows = batch.logits_rows.shape[0]
         out = StepOutput(
             torch.empty(rows, self.shape.vocab) if logits else None,
             torch.empty(rows, dtype=torch.int64) if greedy else None,
         )
-        results = ResultsC(address(out.logits), address(out.greedy), address(hidden), address(progress))
+        gate = None if batch.gate is None else batch.gate.address
+        results = ResultsC(address(out.logits), address(out.greedy), address(hidden), address(progress), gate)
         self.kernels.library.millrace_step(self.kernels.context, self._model, _batch(batch), results)
         return out
+
+    def check(self, batch: RaggedBatch) -> None:
+        """Raises ValueError for what the rotary table does not hold."""
+        if batch.long_rope is not None:
+            raise ValueError("the fused step holds one rotary table: LongRoPE batches take the model's own path")
+        if max(batch.context_lens_list) > self._positions:
+            raise ValueError(f"context of {max(batch.context_lens_list)} tokens, rotary table of {self._positions}")
 
     def rotate_and_write(self, layer: int, batch: RaggedBatch, qkv: Tensor) -> Tensor:
         """One layer's q/k norm, rotary embedding and KV write: qkv [T, (heads + 2 kv_heads) · head_dim] float32.
@@ -185,6 +212,28 @@ class Decoder:
         call = self.kernels.library.millrace_attention
         call(self.kernels.context, self._model, layer, _batch(batch), q.data_ptr(), out.data_ptr())
         return out
+
+    def attention_state(self, tokens: int) -> Tensor:
+        """Room for what `attend_stretch` carries from stretch to stretch for so many tokens' queries."""
+        padded = -(-self.shape.head_dim // PANEL) * PANEL
+        return torch.empty(tokens, self.shape.heads, padded + STATE_EXTRA)
+
+    def attend_stretch(
+        self, layer: int, batch: RaggedBatch, q: Tensor, stretch: Stretch, state: Tensor, out: Tensor | None
+    ) -> None:
+        """Join one stretch of a sequence's KV to `state`, and write [T, heads, head_dim] to `out` with the last one.
+
+        Stretches follow one another up to the queries; then the result has the bits of `attention` over all of them.
+        """
+        chunks = 0 if stretch.tokens is None else stretch.tokens // CHUNK
+        assert stretch.first % CHUNK == 0 and chunks * CHUNK == (stretch.tokens or 0) and len(batch.query_lens) == 1
+        context_lens = batch.context_lens - stretch.first
+        view = _batch(batch)
+        view.context_lens, view.block_tables = context_lens.data_ptr(), stretch.table.data_ptr()
+        view.table_width = stretch.table.shape[0]
+        c = StretchC(stretch.planes.as_c(), chunks, stretch.begins, state.data_ptr(), address(out))
+        call = self.kernels.library.millrace_attend_stretch
+        call(self.kernels.context, self._model, layer, view, c, q.data_ptr())
 
 
 def _layer(w: LayerWeights, planes: KvPlanes) -> LayerC:

@@ -117,9 +117,25 @@ void millrace_attention(Context* c, const Model* m, int layer, const Batch* batc
     c->form->attention(c->pool, c->scratch, *m, m->layer[layer], *batch, q, out);
 }
 
+void millrace_attend_stretch(Context* c, const Model* m, int layer, const Batch* batch, const Stretch* stretch,
+                             const float* q) {
+    std::lock_guard<std::mutex> lock(c->turn);
+    c->form->attend_stretch(c->pool, c->scratch, *m, m->layer[layer], *batch, *stretch, q);
+}
+
 void millrace_step(Context* c, const Model* m, const Batch* batch, const Results* results) {
     std::lock_guard<std::mutex> lock(c->turn);
     c->form->step(c->pool, c->scratch, *m, *batch, *results);
+}
+
+void millrace_draw(Context* c, const Draws* draws) {
+    std::lock_guard<std::mutex> lock(c->turn);
+    c->form->draw(c->pool, c->scratch, *draws);
+}
+
+void millrace_logprobs(Context* c, const Logprobs* all) {
+    std::lock_guard<std::mutex> lock(c->turn);
+    c->form->logprobs(c->pool, c->scratch, *all);
 }
 
 }

@@ -2,6 +2,7 @@
 #include "form.h"
 
 #include "decoder.h"
+#include "sample.h"
 
 namespace {
 
@@ -108,6 +109,48 @@ void attention(Pool* pool, Scratch& scratch, const Model& m, const Layer& layer,
     });
 }
 
+// Shared out by segments and heads, never by chunks: those are joined in order, by whoever has the item.
+void attend_stretch(Pool* pool, Scratch& scratch, const Model& m, const Layer& layer, const Batch& batch,
+                    const Stretch& stretch, const float* q) {
+    const KvPlanes& kv = stretch.kv;
+    const AttentionShape shape = {m.heads, layer.window, m.attention_scale};
+    const int threads = pool_threads(pool), kind = product_kind(kv);
+    const long words = words_of(kind, kv.head_dim), rows = batch.tokens_count * m.heads;
+    const long most_items = (batch.tokens_count / ITEM_TOKENS + batch.sequences) * kv.kv_heads;
+    struct {
+        int32_t* encoded;
+        int* counter;
+        AttentionScratch* scratch;
+        Item* items;
+    } mine;
+    const auto lay_out = [&](Arena arena) {
+        mine.encoded = arena.take<int32_t>(rows * words);
+        mine.counter = arena.take<int>(1);
+        mine.scratch = arena.take<AttentionScratch>(threads);
+        mine.items = arena.take<Item>(most_items);
+        for (int t = 0; t < threads; ++t) {
+            AttentionScratch s;
+            take_attention(arena, ITEM_TOKENS, group_of(kv, shape), words, padded_dim(kv), s);
+            if (arena.base) mine.scratch[t] = s;
+        }
+        return arena.used;
+    };
+    lay_out({scratch.reserve(lay_out({nullptr}))});
+    long count = 0;
+    each_segment(batch, 0, batch.tokens_count, [&](const Segment& segment) {
+        for (long head = 0; head < kv.kv_heads; ++head) mine.items[count++] = {segment, head, 1};
+    });
+    *mine.counter = 0;
+    pool_each(pool, [&](int thread) {
+        const Span heads = share(rows, thread, threads);
+        for (long i = heads.first; i < heads.last; ++i)
+            encode_row(kind, q + i * kv.head_dim, kv.head_dim, mine.encoded + i * words, nullptr);
+        pool_barrier(pool);
+        for (long i = next(mine.counter); i < count; i = next(mine.counter))
+            attend_stretch_item(stretch, shape, mine.items[i], mine.encoded, mine.scratch[thread]);
+    });
+}
+
 void step(Pool* pool, Scratch& scratch, const Model& model, const Batch& batch, const Results& results) {
     Arena measure = {nullptr};
     (void)Step(pool, model, batch, results, measure);
@@ -124,5 +167,6 @@ void step(Pool* pool, Scratch& scratch, const Model& model, const Batch& batch, 
 #define TEXT(a) TEXT_(a)
 
 extern "C" const Form NAME(millrace_form_, MILLRACE_FORM) = {
-    TEXT(MILLRACE_FORM), UNSIGNED_SHIFT, linear, norm_rows, rotate_rows, attention, step,
+    TEXT(MILLRACE_FORM), UNSIGNED_SHIFT, linear, norm_rows, rotate_rows, attention, attend_stretch, step,
+    draw, logprobs,
 };

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "abi.h"
+#include "orders.h"
 #include "pool.h"
 
 // Scratch that only grows; `reserve` returns at least `bytes`, aligned to 64.
@@ -18,5 +19,8 @@ struct Form {
     void (*rms_norm)(Pool*, const float* x, const float* weight, long rows, long n, float eps, float* out);
     void (*rotate_and_write)(Pool*, Scratch&, const Model&, const Layer&, const Batch&, const float* qkv, float* q);
     void (*attention)(Pool*, Scratch&, const Model&, const Layer&, const Batch&, const float* q, float* out);
+    void (*attend_stretch)(Pool*, Scratch&, const Model&, const Layer&, const Batch&, const Stretch&, const float* q);
     void (*step)(Pool*, Scratch&, const Model&, const Batch&, const Results&);
+    void (*draw)(Pool*, Scratch&, const Draws&);
+    void (*logprobs)(Pool*, Scratch&, const Logprobs&);
 };

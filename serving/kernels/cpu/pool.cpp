@@ -3,6 +3,8 @@
 // its core: it may be this one that it waits for.
 #include "pool.h"
 
+#include "abi.h"
+
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -21,6 +23,7 @@
 
 namespace {
 constexpr int SPINS_BEFORE_SLEEP = 500;  // some 10 microseconds; yielding instead starves both threads on a busy host
+constexpr std::chrono::microseconds GATE_PAUSE{50};  // between looks: those who bring the KV need the cores
 }
 
 struct Pool {
@@ -118,4 +121,22 @@ void pool_barrier(Pool* pool) {
     pool->late.fetch_add(1);
     pool->met.wait(lock, [&] { return pool->round.load() != round; });
     pool->late.fetch_sub(1);
+}
+
+bool pool_wait_at(Gate* gate, long layer) {
+    const auto arrived = [gate] { return __atomic_load_n(&gate->arrived, __ATOMIC_ACQUIRE); };
+    if (arrived() > layer) return true;
+    const auto began = std::chrono::steady_clock::now();
+    int64_t seen = arrived();
+    for (int looks = 0; seen >= 0 && seen <= layer; ++looks, seen = arrived()) {
+        if (__atomic_load_n(&gate->hurried, __ATOMIC_RELAXED)) break;
+        if (looks < SPINS_BEFORE_SLEEP)
+            RELAX();
+        else
+            std::this_thread::sleep_for(GATE_PAUSE);
+    }
+    const auto waited = std::chrono::steady_clock::now() - began;
+    gate->waited += std::chrono::duration_cast<std::chrono::nanoseconds>(waited).count();
+    gate->left = seen <= layer;
+    return seen > layer;
 }

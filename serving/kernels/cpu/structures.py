@@ -1,9 +1,9 @@
-"""The C structures of abi.h as ctypes sees them, and the kinds of numbers they name. It mirrors, it decides nothing."""
+"""The C structures of abi.h and orders.h as ctypes sees them, and the kinds of numbers they name: a mirror, no more."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int32, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from typing import ClassVar
 
@@ -87,6 +87,16 @@ class BatchC(Structure):
     ]
 
 
+class StretchC(Structure):
+    _fields_: ClassVar = [
+        ("kv", KvPlanesC),
+        ("chunks", c_int32),
+        ("begins", c_int32),
+        ("state", c_void_p),
+        ("out", c_void_p),
+    ]
+
+
 class LayerC(Structure):
     _fields_: ClassVar = [
         ("attention_norm", c_void_p),
@@ -130,6 +140,36 @@ class ResultsC(Structure):
         ("greedy", c_void_p),
         ("hidden", c_void_p),
         ("progress", c_void_p),
+        ("gate", c_void_p),
+    ]
+
+
+class DrawsC(Structure):
+    _fields_: ClassVar = [
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        ("rows", c_int32),
+        ("vocab", c_int32),
+        ("order", c_char_p),
+        ("ids", c_void_p),
+        ("changes", c_void_p),
+        ("tokens", c_void_p),
+    ]
+
+
+class LogprobsC(Structure):
+    _fields_: ClassVar = [
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        ("rows", c_int32),
+        ("vocab", c_int32),
+        ("best", c_int32),
+        ("unused", c_int32),
+        ("chosen", c_void_p),
+        ("whole", c_void_p),
+        ("of_chosen", c_void_p),
+        ("ids", c_void_p),
+        ("best_logits", c_void_p),
     ]
 
 
@@ -145,7 +185,13 @@ def declare(library: ctypes.CDLL) -> None:
         "millrace_rms_norm": (None, [pointer, pointer, pointer, long, long, c_float, pointer]),
         "millrace_rotate_and_write": (None, [pointer, POINTER(ModelC), integer, POINTER(BatchC), pointer, pointer]),
         "millrace_attention": (None, [pointer, POINTER(ModelC), integer, POINTER(BatchC), pointer, pointer]),
+        "millrace_attend_stretch": (
+            None,
+            [pointer, POINTER(ModelC), integer, POINTER(BatchC), POINTER(StretchC), pointer],
+        ),
         "millrace_step": (None, [pointer, POINTER(ModelC), POINTER(BatchC), POINTER(ResultsC)]),
+        "millrace_draw": (None, [pointer, POINTER(DrawsC)]),
+        "millrace_logprobs": (None, [pointer, POINTER(LogprobsC)]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

@@ -114,6 +114,8 @@ def _fields(model: str, max_model_len: int, vocab_size: int, body_limit: int) ->
     yield chat("store", "store", store=True)
     yield chat("service_tier", "service_tier", service_tier="flex")
     yield chat("ttft_slo_ms zero", "ttft_slo_ms", ttft_slo_ms=0)
+    yield chat("cache_salt empty", "cache_salt", cache_salt="")
+    yield chat("cache_salt a number", "cache_salt", cache_salt=5)
     yield chat("tpot_slo_ms text", "tpot_slo_ms", tpot_slo_ms="fast")
     yield chat("template kwargs take over messages", "chat_template_kwargs", chat_template_kwargs={"messages": []})
     yield chat("continue and generation prompt", "continue_final_message", continue_final_message=True)

@@ -139,6 +139,7 @@ async def test_messages_of_every_accepted_form(tokenizer: Tokenizer) -> None:
         "top_k": -1,
         "ttft_slo_ms": 200,
         "tpot_slo_ms": 50.5,
+        "cache_salt": "mine",
     }
     async with calling(app_of(script, tokenizer)) as client:
         assert (await client.post(CHAT, json=body)).status_code == 200
@@ -148,6 +149,7 @@ async def test_messages_of_every_accepted_form(tokenizer: Tokenizer) -> None:
     )
     assert request.sampling.logit_bias == ((7, -100.0),)
     assert request.sampling.top_k == 0
+    assert request.tenant == "mine"
     assert (request.slo.ttft_ms, request.slo.tpot_ms) == (200, 50.5)
 
 

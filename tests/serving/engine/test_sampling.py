@@ -11,8 +11,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from serving.engine import sampling
-from serving.engine.sampling import Sampled, Sampler, SampleRow, SamplingFailed, token_logprobs, token_weights
+from serving.engine import selection as by_torch
+from serving.engine.sampling import Sampled, Sampler, SampleRow, SamplingFailed, Selection
+from serving.engine.selection import token_weights
 from serving.errors import InternalError
 from serving.messages import SamplingParams
 from tests.serving.engine import sampling_oracle as oracle
@@ -31,12 +32,12 @@ def make_row(
     return SampleRow(SamplingParams(max_tokens=100, **params), position, output, prompt, eos)
 
 
-def sample(logits: list[list[float]], *rows: SampleRow) -> list[Sampled | SamplingFailed]:
-    return Sampler()(torch.tensor(logits, dtype=torch.float32), rows)
+def sample(sampler: Sampler, logits: list[list[float]], *rows: SampleRow) -> list[Sampled | SamplingFailed]:
+    return sampler(torch.tensor(logits, dtype=torch.float32), rows)
 
 
-def token_of(logits: list[float], row: SampleRow) -> int:
-    (result,) = sample([logits], row)
+def token_of(sampler: Sampler, logits: list[float], row: SampleRow) -> int:
+    (result,) = sample(sampler, [logits], row)
     assert isinstance(result, Sampled)
     return result.token
 
@@ -70,15 +71,14 @@ def rows_strategy(draw: st.DrawFn) -> SampleRow:
     )
 
 
-@pytest.mark.parametrize("candidates", [3, 4096], ids=["a few candidates first", "all at once"])
 @settings(deadline=None)
 @given(cases=st.lists(st.tuples(logits_strategy, rows_strategy()), min_size=1, max_size=6))
-def test_every_row_is_the_oracles_choice(candidates: int, cases: list[tuple[list[float], SampleRow]]) -> None:
+def test_every_row_is_the_oracles_choice(
+    sampler: Sampler, border: float, cases: list[tuple[list[float], SampleRow]]
+) -> None:
     expected = [oracle.token(logits, row) for logits, row in cases]
-    assume(all(margin > 1e-9 for _, margin in expected))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "CANDIDATES", candidates)
-        results = sample([logits for logits, _ in cases], *(row for _, row in cases))
+    assume(all(margin > border for _, margin in expected))
+    results = sample(sampler, [logits for logits, _ in cases], *(row for _, row in cases))
     assert results == [Sampled(token) for token, _ in expected]
 
 
@@ -95,7 +95,7 @@ def test_the_filters_keep_the_oracles_tokens(candidates: int, cases: list[tuple[
         expected.append(sorted(ids))
     logits = torch.tensor([values for values, _ in cases], dtype=torch.float32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "CANDIDATES", candidates)
+        patch.setattr(by_torch, "CANDIDATES", candidates)
         weights = token_weights(logits, logits.amax(dim=-1), [row for _, row in cases])
     assert [row.nonzero().squeeze(1).tolist() for row in weights] == expected
 
@@ -114,14 +114,17 @@ def test_the_filters_keep_the_oracles_tokens(candidates: int, cases: list[tuple[
 def test_filters_settled_only_beyond_the_candidates(
     candidates: int, params: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampling, "CANDIDATES", candidates)
+    monkeypatch.setattr(by_torch, "CANDIDATES", candidates)
     weights = token_weights(torch.zeros(1, 10), torch.zeros(1), [make_row(**params)])
     assert weights[0].nonzero().squeeze(1).tolist() == list(range(expected))
 
 
-def test_top_p_stops_at_exactly_its_share() -> None:
+def test_top_p_stops_at_exactly_its_share(sampler: Sampler) -> None:
     rows = [make_row(position=p, top_p=0.5) for p in range(100)]
-    assert {result.token for result in sample([[1.0] * 4] * 100, *rows) if isinstance(result, Sampled)} == {0, 1}
+    assert {result.token for result in sample(sampler, [[1.0] * 4] * 100, *rows) if isinstance(result, Sampled)} == {
+        0,
+        1,
+    }
 
 
 @pytest.mark.parametrize(
@@ -138,46 +141,46 @@ def test_top_p_stops_at_exactly_its_share() -> None:
         ({"logit_bias": ((0, math.log(4)),)}, [4 / 13, 2 / 13, 3 / 13, 4 / 13]),
     ],
 )
-def test_draws_follow_the_distribution(params: dict[str, Any], expected: list[float]) -> None:
+def test_draws_follow_the_distribution(sampler: Sampler, params: dict[str, Any], expected: list[float]) -> None:
     draws = 20_000
     logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log().expand(draws, 4)
     rows = [make_row(position=p, seed=99, **params) for p in range(draws)]
-    counts = Counter(result.token for result in Sampler()(logits, rows) if isinstance(result, Sampled))
+    counts = Counter(result.token for result in sampler(logits, rows) if isinstance(result, Sampled))
     possible = [token for token, chance in enumerate(expected) if chance]
     assert set(counts) == set(possible)
     chi_square = sum((counts[t] - draws * expected[t]) ** 2 / (draws * expected[t]) for t in possible)
     assert chi_square < {0: 1e-9, 1: 10.83, 2: 13.82, 3: 16.27}[len(possible) - 1]  # the 99.9 % points
 
 
-def test_same_seed_and_position_draw_the_same_and_others_do_not() -> None:
+def test_same_seed_and_position_draw_the_same_and_others_do_not(sampler: Sampler) -> None:
     logits = [[0.0] * 50]
 
     def text(seed: int) -> list[int]:
-        return [token_of(logits[0], make_row(seed=seed, position=p)) for p in range(20)]
+        return [token_of(sampler, logits[0], make_row(seed=seed, position=p)) for p in range(20)]
 
     assert text(1) == text(1)
     assert len({tuple(text(seed)) for seed in range(10)}) == 10
 
 
-def test_equal_logits_go_to_the_lowest_id() -> None:
+def test_equal_logits_go_to_the_lowest_id(sampler: Sampler) -> None:
     logits = [1.0, 3.0, 3.0, 3.0, 2.0]
-    assert token_of(logits, make_row(temperature=0.0)) == 1
-    assert token_of(logits, make_row(temperature=0.0, repetition_penalty=1.5, prompt=(1,))) == 2
-    assert {token_of(logits, make_row(top_k=2, position=p)) for p in range(50)} == {1, 2}
+    assert token_of(sampler, logits, make_row(temperature=0.0)) == 1
+    assert token_of(sampler, logits, make_row(temperature=0.0, repetition_penalty=1.5, prompt=(1,))) == 2
+    assert {token_of(sampler, logits, make_row(top_k=2, position=p)) for p in range(50)} == {1, 2}
 
 
-def test_greedy_takes_the_highest_logit_after_bias() -> None:
-    assert token_of([0.0, 5.0, 4.0], make_row(temperature=0.0, logit_bias=((2, 1.5),))) == 2
-    assert token_of([0.0, 5.0, 4.0], make_row(temperature=0.0, logit_bias=((1, -100.0), (0, 4.5)))) == 0
+def test_greedy_takes_the_highest_logit_after_bias(sampler: Sampler) -> None:
+    assert token_of(sampler, [0.0, 5.0, 4.0], make_row(temperature=0.0, logit_bias=((2, 1.5),))) == 2
+    assert token_of(sampler, [0.0, 5.0, 4.0], make_row(temperature=0.0, logit_bias=((1, -100.0), (0, 4.5)))) == 0
 
 
-def test_ids_outside_the_vocabulary_touch_no_other_row() -> None:
+def test_ids_outside_the_vocabulary_touch_no_other_row(sampler: Sampler) -> None:
     odd = make_row(temperature=0.0, logit_bias=((3, 100.0), (-1, 100.0)), min_tokens=5, stop_token_ids=(4,), eos=(3,))
-    results = sample([[0.0, 1.0, 2.0], [3.0, 2.0, 1.0], [0.0, 1.0, 2.0]], odd, odd, odd)
+    results = sample(sampler, [[0.0, 1.0, 2.0], [3.0, 2.0, 1.0], [0.0, 1.0, 2.0]], odd, odd, odd)
     assert results == [Sampled(2), Sampled(0), Sampled(2)]
 
 
-def test_stop_tokens_wait_for_min_tokens() -> None:
+def test_stop_tokens_wait_for_min_tokens(sampler: Sampler) -> None:
     logits = [9.0, 8.0, 7.0, 1.0]
 
     def row(output: tuple[int, ...], **params: Any) -> SampleRow:
@@ -185,37 +188,37 @@ def test_stop_tokens_wait_for_min_tokens() -> None:
 
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.5}]
     for params in kinds:
-        assert token_of(logits, row((3,), stop_token_ids=(1,), **params)) == 2
-        assert token_of(logits, row((3,), ignore_eos=True, **params)) == 1
-        assert token_of(logits, row((3, 3), stop_token_ids=(1,), **params)) == 0
+        assert token_of(sampler, logits, row((3,), stop_token_ids=(1,), **params)) == 2
+        assert token_of(sampler, logits, row((3,), ignore_eos=True, **params)) == 1
+        assert token_of(sampler, logits, row((3, 3), stop_token_ids=(1,), **params)) == 0
 
 
-def test_penalties_count_prompt_and_output_as_they_should() -> None:
+def test_penalties_count_prompt_and_output_as_they_should(sampler: Sampler) -> None:
     logits = [2.0, 1.9, 1.0]
     greedy: dict[str, Any] = {"temperature": 0.0}
-    assert token_of(logits, make_row(**greedy, prompt=(0,), repetition_penalty=1.1)) == 1
-    assert token_of(logits, make_row(**greedy, prompt=(0,), presence_penalty=1.0, frequency_penalty=1.0)) == 0
-    assert token_of(logits, make_row(**greedy, output=(0,), presence_penalty=0.2)) == 1
-    assert token_of(logits, make_row(**greedy, output=(0, 1, 1), frequency_penalty=0.2)) == 0
-    assert token_of(logits, make_row(**greedy, output=(0, 0, 1), frequency_penalty=0.2)) == 1
-    assert token_of([-1.0, -1.05, -9.0], make_row(**greedy, prompt=(0,), repetition_penalty=1.1)) == 1
+    assert token_of(sampler, logits, make_row(**greedy, prompt=(0,), repetition_penalty=1.1)) == 1
+    assert token_of(sampler, logits, make_row(**greedy, prompt=(0,), presence_penalty=1.0, frequency_penalty=1.0)) == 0
+    assert token_of(sampler, logits, make_row(**greedy, output=(0,), presence_penalty=0.2)) == 1
+    assert token_of(sampler, logits, make_row(**greedy, output=(0, 1, 1), frequency_penalty=0.2)) == 0
+    assert token_of(sampler, logits, make_row(**greedy, output=(0, 0, 1), frequency_penalty=0.2)) == 1
+    assert token_of(sampler, [-1.0, -1.05, -9.0], make_row(**greedy, prompt=(0,), repetition_penalty=1.1)) == 1
 
 
 @pytest.mark.parametrize("temperature", [2e-5, 1e-4])
-def test_a_tiny_temperature_does_not_overflow(temperature: float) -> None:
-    assert token_of([1e30, -1e30, 0.0], make_row(temperature=temperature)) == 0
-    assert token_of([-80.0, 80.0, 79.0], make_row(temperature=temperature, top_p=0.9)) == 1
+def test_a_tiny_temperature_does_not_overflow(sampler: Sampler, temperature: float) -> None:
+    assert token_of(sampler, [1e30, -1e30, 0.0], make_row(temperature=temperature)) == 0
+    assert token_of(sampler, [-80.0, 80.0, 79.0], make_row(temperature=temperature, top_p=0.9)) == 1
 
 
-def test_a_row_that_cannot_be_drawn_fails_alone() -> None:
+def test_a_row_that_cannot_be_drawn_fails_alone(sampler: Sampler) -> None:
     nan, inf = math.nan, math.inf
     bad = [[0.0, nan, 1.0], [0.0, inf, 1.0], [-inf, -inf, -inf]]
     good = [0.0, 1.0, 2.0]
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_k": 1}, {"temperature": 0.0, "logprobs": 1}]
     for params in kinds:
         row = make_row(**params)
-        results = sample([good, *bad, good], *[row] * 5)
-        (alone,) = sample([good], row)
+        results = sample(sampler, [good, *bad, good], *[row] * 5)
+        (alone,) = sample(sampler, [good], row)
         assert results[0] == results[4] == alone
         assert isinstance(alone, Sampled)
         assert alone.token == 2
@@ -225,33 +228,36 @@ def test_a_row_that_cannot_be_drawn_fails_alone() -> None:
     assert "not numbers" in str(failed.error())
 
 
-def test_masking_every_token_is_a_failure() -> None:
-    row = make_row(eos=(0, 1), min_tokens=1, temperature=1.0)
-    (result,) = sample([[1.0, 2.0]], row)
+@pytest.mark.parametrize("params", [{}, {"min_p": 0.1, "top_p": 0.9}, {"top_k": 1}, {"temperature": 0.0}], ids=str)
+def test_masking_every_token_is_a_failure(sampler: Sampler, params: dict[str, Any]) -> None:
+    row = make_row(eos=(0, 1), min_tokens=1, **params)
+    (result,) = sample(sampler, [[1.0, 2.0]], row)
     assert isinstance(result, SamplingFailed)
     assert "masked" in result.reason
 
 
-def test_a_masked_logit_is_never_drawn() -> None:
+def test_a_masked_logit_is_never_drawn(sampler: Sampler) -> None:
     logits = [-math.inf, 0.0, -math.inf, 0.0]
-    drawn = {token_of(logits, make_row(position=p, top_p=top_p)) for p in range(100) for top_p in (1.0, 0.999999)}
+    drawn = {
+        token_of(sampler, logits, make_row(position=p, top_p=top_p)) for p in range(100) for top_p in (1.0, 0.999999)
+    }
     assert drawn == {1, 3}
 
 
-def test_the_logits_are_not_changed_and_an_empty_batch_is_fine() -> None:
+def test_the_logits_are_not_changed_and_an_empty_batch_is_fine(sampler: Sampler) -> None:
     logits = torch.randn(2, VOCAB)
     before = logits.clone()
     penalised = make_row(repetition_penalty=2.0, presence_penalty=1.0, logit_bias=((1, 5.0),), logprobs=2)
-    Sampler()(logits, [penalised, make_row(temperature=0.0, min_tokens=4, eos=(2,))])
+    sampler(logits, [penalised, make_row(temperature=0.0, min_tokens=4, eos=(2,))])
     assert torch.equal(logits, before)
-    assert Sampler()(torch.zeros(0, VOCAB), []) == []
+    assert sampler(torch.zeros(0, VOCAB), []) == []
 
 
-def test_logprobs_are_of_the_raw_logits_best_first() -> None:
+def test_logprobs_are_of_the_raw_logits_best_first(sampler: Sampler) -> None:
     raw = torch.tensor([[1.0, 3.0, 3.0, 2.0, -1.0]])
     logprobs = raw.double().log_softmax(-1)[0].tolist()
     row = make_row(temperature=0.0, logit_bias=((4, 50.0),), logprobs=3)
-    (result,) = Sampler()(raw, [row])
+    (result,) = sampler(raw, [row])
     assert isinstance(result, Sampled)
     assert result.token == 4
     assert result.logprob is not None
@@ -260,8 +266,8 @@ def test_logprobs_are_of_the_raw_logits_best_first() -> None:
     assert [value for _, value in result.logprob.top] == pytest.approx([logprobs[t] for t in (1, 2, 3)], abs=1e-6)
 
 
-def test_zero_logprobs_gives_the_chosen_tokens_alone() -> None:
-    (result,) = sample([[0.0, 0.0]], make_row(temperature=0.0, logprobs=0))
+def test_zero_logprobs_gives_the_chosen_tokens_alone(sampler: Sampler) -> None:
+    (result,) = sample(sampler, [[0.0, 0.0]], make_row(temperature=0.0, logprobs=0))
     assert isinstance(result, Sampled)
     assert result.logprob is not None
     assert result.logprob.logprob == pytest.approx(math.log(0.5))
@@ -273,9 +279,9 @@ def test_zero_logprobs_gives_the_chosen_tokens_alone() -> None:
     st.lists(st.lists(st.integers(-2, 2), min_size=30, max_size=30), min_size=1, max_size=4),
     st.sampled_from([0, 1, 4, 29, 30, 31]),
 )
-def test_best_alternatives_are_ranked_even_among_ties(values: list[list[int]], k: int) -> None:
+def test_best_alternatives_are_ranked_even_among_ties(selection: Selection, values: list[list[int]], k: int) -> None:
     chosen = [index % 30 for index in range(len(values))]
-    found = token_logprobs(torch.tensor(values, dtype=torch.float32), torch.tensor(chosen), k)
+    found = selection.logprobs(torch.tensor(values, dtype=torch.float32), chosen, k)
     for row, token, entry in zip(values, chosen, found, strict=True):
         ranked = sorted(range(30), key=lambda t: (-row[t], t))
         total = math.log(sum(math.exp(value) for value in row))
@@ -284,6 +290,7 @@ def test_best_alternatives_are_ranked_even_among_ties(values: list[list[int]], k
         assert entry.logprob == pytest.approx(row[token] - total, abs=1e-5)
 
 
-def test_logprobs_of_bad_logits_are_an_error() -> None:
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logprobs_of_bad_logits_are_an_error(selection: Selection, bad: float) -> None:
     with pytest.raises(InternalError, match="not numbers"):
-        token_logprobs(torch.tensor([[0.0, math.nan]]), torch.tensor([0]), 1)
+        selection.logprobs(torch.tensor([[0.0, bad]]), [0], 1)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from serving.engine.penalties import PenaltyState
-from serving.engine.sampling import Sampler, SampleRow, token_weights
+from serving.engine.sampling import Sampler, SampleRow
+from serving.engine.selection import TorchSelection, token_weights
 from serving.messages import SamplingParams
 
 
@@ -38,18 +39,18 @@ def varied_row(index: int, vocab: int) -> SampleRow:
 
 @pytest.mark.parametrize("vocab", [7, 257, 1003, 40_007], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16 values"])
-def test_a_row_gives_the_same_bits_alone_and_among_others(vocab: int, dtype: torch.dtype) -> None:
+def test_a_row_gives_the_same_bits_alone_and_among_others(sampler: Sampler, vocab: int, dtype: torch.dtype) -> None:
     count = 24
     generator = torch.Generator().manual_seed(vocab)
     logits = (torch.randn(count, vocab, generator=generator) * 3).to(dtype).float()
     rows = [varied_row(index, vocab) for index in range(count)]
-    together = Sampler()(logits, rows)
+    together = sampler(logits, rows)
     order = list(range(count))
     random.Random(vocab).shuffle(order)
-    shuffled = Sampler()(logits[order], [rows[index] for index in order])
-    pairs = [Sampler()(logits[i : i + 2], rows[i : i + 2]) for i in range(0, count, 2)]
+    shuffled = sampler(logits[order], [rows[index] for index in order])
+    pairs = [sampler(logits[i : i + 2], rows[i : i + 2]) for i in range(0, count, 2)]
     for index in range(count):
-        (alone,) = Sampler()(logits[index : index + 1], [rows[index]])
+        (alone,) = sampler(logits[index : index + 1], [rows[index]])
         assert alone == together[index]
         assert alone == shuffled[order.index(index)]
         assert alone == pairs[index // 2][index % 2]
@@ -68,14 +69,14 @@ def test_a_rows_probabilities_have_the_same_bits_alone_and_among_others(vocab: i
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_the_number_of_threads_changes_no_bit(threads: int) -> None:
+def test_the_number_of_torch_threads_changes_no_bit(sampler: Sampler, threads: int) -> None:
     logits = torch.randn(6, 40_007, generator=torch.Generator().manual_seed(1)) * 3
     rows = [varied_row(index, 40_007) for index in range(6)]
-    expected = Sampler()(logits, rows)
+    expected = sampler(logits, rows)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert Sampler()(logits, rows) == expected
+        assert sampler(logits, rows) == expected
     finally:
         torch.set_num_threads(before)
 
@@ -97,7 +98,7 @@ def calls(count: int, **params: Any) -> list[str]:
     logits = torch.randn(count, 300, generator=torch.Generator().manual_seed(0))
     counted = CountedCalls()
     with counted:
-        Sampler()(logits, rows)
+        Sampler(TorchSelection())(logits, rows)
     return counted.names
 
 
@@ -143,7 +144,9 @@ def test_a_rebuilt_history_is_the_one_counted_step_by_step(prompt: list[int], ou
     assert rebuilt.seen.tolist() == [token in prompt or token in output for token in range(VOCAB)]
 
 
-def generate(logits: torch.Tensor, params: SamplingParams, *, keep_state: bool, take_over_at: int = -1) -> list[int]:
+def generate(
+    sampler: Sampler, logits: torch.Tensor, params: SamplingParams, *, keep_state: bool, take_over_at: int = -1
+) -> list[int]:
     """Forty tokens, each step's logits a row of `logits`; the state is lost and built again at `take_over_at`."""
     prompt, output = (3, 3, 5), list[int]()
     state = PenaltyState(prompt, logits.shape[1]) if keep_state else None
@@ -151,18 +154,18 @@ def generate(logits: torch.Tensor, params: SamplingParams, *, keep_state: bool, 
         if step == take_over_at:
             state = PenaltyState.rebuild(prompt, output, logits.shape[1])
         row = SampleRow(params, len(prompt) + step, tuple(output), prompt, (), state)
-        (result,) = Sampler()(logits[step : step + 1], [row])
+        (result,) = sampler(logits[step : step + 1], [row])
         output.append(result.token)  # type: ignore[union-attr]
     return output
 
 
-def test_penalised_text_goes_on_exactly_after_a_takeover() -> None:
+def test_penalised_text_goes_on_exactly_after_a_takeover(sampler: Sampler) -> None:
     logits = torch.randn(40, VOCAB, generator=torch.Generator().manual_seed(4))
     params = SamplingParams(
         max_tokens=99, seed=8, top_p=0.9, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2
     )
-    expected = generate(logits, params, keep_state=False)
-    assert generate(logits, params, keep_state=True) == expected
-    assert generate(logits, params, keep_state=True, take_over_at=17) == expected
+    expected = generate(sampler, logits, params, keep_state=False)
+    assert generate(sampler, logits, params, keep_state=True) == expected
+    assert generate(sampler, logits, params, keep_state=True, take_over_at=17) == expected
     neutral = SamplingParams(max_tokens=99, seed=8, top_p=0.9)
-    assert generate(logits, neutral, keep_state=False) != expected
+    assert generate(sampler, logits, neutral, keep_state=False) != expected

@@ -1,0 +1,79 @@
+"""The far end of `bench.handoff`: a process that takes KV in as a decode worker does, and has no model behind it.
+
+It prints where it is reached, answers each line of its input with the CPU seconds it has used, and ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+import uvloop
+
+from decode.service import DecodeService
+from kvcache.chunk import Chunk, split, verify
+from kvcache.device import DevicePool
+from kvcache.transports import LOCAL, Landing, landing_for
+from serving.heap import keep_freed_memory
+from serving.kvspec import LayerKV, gqa
+from serving.messages import LeaseId
+from serving.rpc import listen, server
+
+BLOCK = 16  # tokens
+
+
+def smollm2_layers(layers: int) -> tuple[LayerKV, ...]:
+    """SmolLM2-135M's KV: 3 heads of 64 in bfloat16, 768 bytes a token and layer."""
+    return (gqa(3, 64, "bfloat16"),) * layers
+
+
+class Sink:
+    """The receiving half (kvcache.transports.Receiver): checks chunks and writes them into one pool, as a lease's."""
+
+    def __init__(self, specs: Sequence[LayerKV], tokens: int, landing: Landing | None = None):
+        blocks = -(-tokens // BLOCK)
+        self.pool = DevicePool(specs, blocks, BLOCK)
+        self.blocks = list(range(blocks))
+        self.landing = landing
+        self.receiving = 0
+        self.taken = 0  # bytes
+
+    async def receive(self, chunk: Chunk, via: str = LOCAL) -> None:
+        await asyncio.to_thread(self._receive, chunk)
+
+    def _receive(self, chunk: Chunk) -> None:
+        verify(chunk, self.pool)
+        slots = self.pool.slots(self.blocks, chunk.start, chunk.end)
+        for layer, parts in enumerate(split(chunk, self.pool), chunk.first_layer):
+            self.pool.write(layer, slots, parts)
+        self.taken += len(chunk.payload)
+
+    async def commit(self, fence: LeaseId, first_token: int, via: str = LOCAL) -> None:
+        """Nothing follows."""
+
+
+async def serve(layers: int, tokens: int, kv_transport: str) -> None:
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    sink = Sink(smollm2_layers(layers), tokens, landing_for(kv_transport))
+    grpc_server = server()
+    port = listen(grpc_server, "127.0.0.1", 0)
+    DecodeService(sink).add_to(grpc_server)  # type: ignore[arg-type]
+    await grpc_server.start()
+    offers = sink.landing.offers if sink.landing is not None else ()
+    found = {offer.kind: base64.b64encode(offer.details).decode() for offer in offers}
+    print(json.dumps({"address": f"127.0.0.1:{port}", "transports": found}), flush=True)
+    while await asyncio.to_thread(sys.stdin.readline):
+        print(time.process_time(), flush=True)
+    await grpc_server.stop(0)
+    if sink.landing is not None:
+        sink.landing.close()
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))

@@ -1,0 +1,57 @@
+"""Whole blocks of the device pool as bytes, and back: what the KV pool keeps of them.
+
+A block has a part for each layer; a part is the layer's planes one after another, each token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvcache.device import DevicePool
+from kvcache.pool.block import PoolBlock, make_block
+
+
+def part_bytes(pool: DevicePool) -> list[int]:
+    """Bytes of each part of a block."""
+    return [spec.token_bytes * pool.block_size for spec in pool.specs]
+
+
+def read_blocks(pool: DevicePool, blocks: Sequence[int], keys: Sequence[bytes], namespace: str) -> list[PoolBlock]:
+    """Copies of these blocks under these keys, one for one, their digests computed."""
+    if not blocks:
+        return []
+    where = torch.tensor(blocks, device=pool.planes[0][0].device)
+    columns = [
+        plane.index_select(0, where).reshape(len(blocks), -1).view(torch.uint8).cpu()
+        for planes in pool.planes
+        for plane in planes
+    ]
+    rows = torch.cat(columns, dim=1).numpy()
+    sizes = part_bytes(pool)
+    return [make_block(key, namespace, cut(row, sizes)) for key, row in zip(keys, rows, strict=True)]
+
+
+def cut(row: np.ndarray, sizes: Sequence[int]) -> list[bytes | memoryview]:
+    """The parts of a block's bytes; no copies."""
+    view = row.data.cast("B")
+    parts: list[bytes | memoryview] = []
+    start = 0
+    for size in sizes:
+        parts.append(view[start : start + size])
+        start += size
+    return parts
+
+
+def write_part(pool: DevicePool, layer: int, blocks: Sequence[int], payload: bytes | memoryview) -> None:
+    """One layer of these blocks; `payload` is a part for each, in order, of the right size."""
+    rows = torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(len(blocks), -1)
+    where = torch.tensor(blocks)
+    start = 0
+    for plane, spec in zip(pool.planes[layer], pool.specs[layer].planes, strict=True):
+        width = spec.token_bytes * pool.block_size
+        piece = rows[:, start : start + width].contiguous().view(plane.dtype).view(len(blocks), *plane.shape[1:])
+        plane.index_copy_(0, where.to(plane.device), piece.to(plane.device))
+        start += width

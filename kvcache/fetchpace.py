@@ -1,0 +1,51 @@
+"""Whether fetching a prefix beats computing it, from what both have taken so far. Pure: no torch, no clock, no I/O."""
+
+from __future__ import annotations
+
+from serving.engine.record import StepRecord
+
+SHARE = 0.2  # weight of the newest measurement in the running mean
+PROMPT_TOKENS = 32  # steps of fewer tokens say little about what a prompt takes
+PROBE_EVERY = 16  # fetches refused in a row until one is tried again: the pool may be faster by now
+
+
+class FetchPace:
+    """Running means of a prompt token's computing time, the pool's answer time and its bytes a second.
+
+    Until both sides have been measured a fetch is always worth trying.
+    """
+
+    def __init__(self) -> None:
+        self.token_seconds: float | None = None
+        self.answer_seconds = 0.0
+        self.byte_seconds: float | None = None
+        self._refused = 0
+
+    def stepped(self, record: StepRecord) -> None:
+        """A step of the engine has been measured."""
+        if record.new_tokens >= PROMPT_TOKENS:
+            self.token_seconds = _mean(self.token_seconds, record.busy_seconds / record.new_tokens)
+
+    def answered(self, seconds: float) -> None:
+        """A lookup has taken so long."""
+        self.answer_seconds = _mean(self.answer_seconds, seconds)
+
+    def fetched(self, size: int, seconds: float) -> None:
+        """So many bytes have come in so many seconds."""
+        if size > 0:
+            self.byte_seconds = _mean(self.byte_seconds, seconds / size)
+
+    def pays(self, tokens: int, size: int) -> bool:
+        """Whether `size` bytes of KV are likely here before `tokens` tokens would be computed."""
+        if self.token_seconds is None or self.byte_seconds is None:
+            return True
+        worth = self.answer_seconds + size * self.byte_seconds < tokens * self.token_seconds
+        self._refused = 0 if worth else self._refused + 1
+        if self._refused >= PROBE_EVERY:
+            self._refused = 0
+            return True
+        return worth
+
+
+def _mean(old: float | None, new: float) -> float:
+    return new if old is None else old + SHARE * (new - old)

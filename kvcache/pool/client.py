@@ -1,0 +1,272 @@
+"""The pool as a worker uses it: many nodes behind four calls that never fail, only find less.
+
+Who owns a key is the ring's to say, who is left alone the pauses'; merging the nodes' answers is the fetch's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvcache.pool.block import PoolBlock, Slab
+from kvcache.pool.fetch import Fetch, as_generator
+from kvcache.pool.links import PoolLink, Selection
+from kvcache.pool.pauses import Pauses
+from kvcache.pool.ring import Ring
+from serving.errors import MillraceError, Unauthorized, WorkerLost
+
+log = logging.getLogger(__name__)
+
+PUT_BYTES = 8 << 20  # sent in one call: what the timeout has to be enough for
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class ClientStats:
+    """Running totals. A failure is counted by its reason; seconds are sums over the calls of each kind."""
+
+    lookups: int = 0
+    keys: int = 0  # looked up
+    hits: int = 0  # of those, in the prefix that was found
+    gets: int = 0
+    puts: int = 0
+    stored: int = 0  # blocks that nodes took
+    bytes_in: int = 0
+    bytes_out: int = 0
+    corrupt: int = 0  # pieces refused on arrival
+    failures: Counter[str] = field(default_factory=Counter)
+    lookup_seconds: float = 0.0
+    get_seconds: float = 0.0  # from the call to the last slab, the caller's own time between slabs included
+    put_seconds: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    link: PoolLink
+    calls: int = 0
+
+
+class PoolClient:
+    """`make_link` reaches the node at an address; `timeout` seconds bound each wait for a node's answer.
+
+    Each block is kept by `replication` nodes: every client of a pool must be told the same number.
+    """
+
+    def __init__(
+        self,
+        make_link: Callable[[str], PoolLink],
+        *,
+        replication: int = 1,
+        timeout: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.make_link = make_link
+        self.replication = replication
+        self.timeout = timeout
+        self.clock = clock
+        self.stats = ClientStats()
+        self.ring = Ring()
+        self._pauses = Pauses()
+        self._peers: dict[str, _Peer] = {}
+        self._retired: set[_Peer] = set()  # no longer nodes of ours, but calls to them are in progress
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Addresses."""
+        return self.ring.nodes
+
+    @property
+    def calls(self) -> int:
+        """Calls to nodes in progress."""
+        return sum(peer.calls for peer in (*self._peers.values(), *self._retired))
+
+    def set_nodes(self, nodes: Iterable[str]) -> None:
+        """These are the pool from now on, as `host:port` or `name@host:port` (see Ring).
+
+        Calls in progress with others end by themselves.
+        """
+        self.ring = Ring(nodes)
+        for address in [known for known in self._peers if known not in self.ring.nodes]:
+            self._pauses.forget(address)
+            peer = self._peers.pop(address)
+            self._retired.add(peer)
+            self._close_unused(peer)
+
+    # ---- the four calls ----------------------------------------------------------------------------------------
+
+    async def lookup(self, keys: Sequence[bytes], pin_seconds: float = 0.0) -> int:
+        """How many of the leading keys some node has; those are kept at least so long. One round trip."""
+        began = self.clock()
+        found = [False] * len(keys)
+
+        async def ask(address: str, indices: list[int]) -> None:
+            share = [keys[index] for index in indices]
+            here = await self._ask(address, lambda link: link.lookup(share, pin_seconds))
+            for index, yes in zip(indices, here or (), strict=False):
+                found[index] = found[index] or yes
+
+        async with asyncio.TaskGroup() as group:
+            for address, indices in self._shares(keys).items():
+                group.create_task(ask(address, indices), name=f"lookup-{address}")
+        hits = found.index(False) if False in found else len(found)
+        self.stats.lookups += 1
+        self.stats.keys += len(keys)
+        self.stats.hits += hits
+        self.stats.lookup_seconds += self.clock() - began
+        return hits
+
+    async def get(
+        self, keys: Sequence[bytes], first_part: int = 0, last_part: int = 0, *, parts: int
+    ) -> AsyncGenerator[Slab, None]:
+        """Parts first_part..last_part (exclusive; 0 as last_part: all) of blocks of `parts` parts, from all nodes.
+
+        Indices are positions in `keys`. Of each key the parts come in ascending order; keys of different nodes
+        overtake each other. What nobody has is left out. Leave it early only through `aclose`.
+        """
+        began = self.clock()
+        owners = [self.ring.owners(key, self.replication) for key in keys]
+        fetch = Fetch(keys, owners, first_part, last_part or parts, parts, self._stream)
+        self.stats.gets += 1
+        try:
+            async with aclosing(fetch.slabs()) as slabs:
+                async for slab in slabs:
+                    self.stats.bytes_in += len(slab.payload)
+                    yield slab
+        finally:
+            self.stats.corrupt += fetch.corrupt
+            self.stats.get_seconds += self.clock() - began
+
+    async def put(self, blocks: Sequence[PoolBlock]) -> None:
+        """Offer blocks to all their owners. What is not taken is counted, and lost to the pool."""
+        began = self.clock()
+        async with asyncio.TaskGroup() as group:
+            for address, indices in self._shares([block.key for block in blocks]).items():
+                share = [blocks[index] for index in indices]
+                group.create_task(self._put(address, share), name=f"put-{address}")
+        self.stats.puts += 1
+        self.stats.put_seconds += self.clock() - began
+
+    async def evict(self, keys: Sequence[bytes]) -> None:
+        """Have all their owners drop these blocks."""
+        async with asyncio.TaskGroup() as group:
+            for address, indices in self._shares(keys).items():
+                what = Selection(keys=tuple(keys[index] for index in indices))
+                group.create_task(self._evict(address, what), name=f"evict-{address}")
+
+    async def _evict(self, address: str, what: Selection) -> None:
+        await self._ask(address, lambda link: link.evict(what))
+
+    async def _put(self, address: str, blocks: list[PoolBlock]) -> None:
+        for batch in batches(blocks):
+            if not await self._put_batch(address, batch):
+                return
+
+    async def _put_batch(self, address: str, batch: list[PoolBlock]) -> bool:
+        """Whether the node answered."""
+        taken = await self._ask(address, lambda link: link.put(batch))
+        if taken is None:
+            return False
+        self.stats.stored += taken
+        self.stats.bytes_out += sum(len(block.payload) for block in batch)
+        return True
+
+    # ---- nodes -------------------------------------------------------------------------------------------------
+
+    def _shares(self, keys: Sequence[bytes]) -> dict[str, list[int]]:
+        """Indices of the keys by the nodes that own them."""
+        shares: dict[str, list[int]] = {}
+        for index, key in enumerate(keys):
+            for address in self.ring.owners(key, self.replication):
+                shares.setdefault(address, []).append(index)
+        return shares
+
+    async def _ask(self, address: str, call: Callable[[PoolLink], Awaitable[T]]) -> T | None:
+        """The node's answer; None if it gives none, which is counted."""
+        if not self._pauses.may_ask(address, self.clock()):
+            return None
+        try:
+            with self._link(address) as link:
+                async with asyncio.timeout(self.timeout):
+                    answer = await call(link)
+        except (MillraceError, OSError) as error:
+            self._failed(address, error)
+            return None
+        self._pauses.answered(address)
+        return answer
+
+    async def _stream(self, address: str, keys: Sequence[bytes], first: int, last: int) -> AsyncGenerator[Slab, None]:
+        """What the node sends, until it ends or fails; failing is counted."""
+        if not self._pauses.may_ask(address, self.clock()):
+            return
+        try:
+            with self._link(address) as link:
+                async with aclosing(as_generator(link.get(keys, first, last))) as slabs:
+                    while True:
+                        async with asyncio.timeout(self.timeout):
+                            slab = await anext(slabs, None)
+                        self._pauses.answered(address)
+                        if slab is None:
+                            return
+                        yield slab
+        except (MillraceError, OSError) as error:
+            self._failed(address, error)
+
+    def _failed(self, address: str, error: MillraceError | OSError) -> None:
+        """Count it. A node that answered, if only to refuse, is not out of reach."""
+        timed_out = isinstance(error, TimeoutError) or getattr(error, "code", None) == "DEADLINE_EXCEEDED"
+        self.stats.failures["Timeout" if timed_out else type(error).__name__] += 1
+        if isinstance(error, WorkerLost | Unauthorized | OSError):
+            if self._pauses.failed(address, self.clock()):
+                log.warning("pool node %s is left alone for a while: %s", address, error or "it does not answer")
+        else:
+            self._pauses.answered(address)
+
+    @contextmanager
+    def _link(self, address: str) -> Iterator[PoolLink]:
+        peer = self._peers.get(address)
+        if peer is None:
+            peer = self._peers[address] = _Peer(self.make_link(address))
+        peer.calls += 1
+        try:
+            yield peer.link
+        finally:
+            peer.calls -= 1
+            self._close_unused(peer)
+
+    def _close_unused(self, peer: _Peer) -> None:
+        """Close the link of a node that is no longer ours once the last call has ended."""
+        if peer.calls == 0 and peer in self._retired:
+            self._retired.discard(peer)
+            task = asyncio.get_running_loop().create_task(peer.link.close(), name="close-pool-link")
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """Calls in progress find their links closed."""
+        peers = [*self._peers.values(), *self._retired]
+        self._peers.clear()
+        self._retired.clear()
+        self.ring = Ring()
+        await asyncio.gather(*(peer.link.close() for peer in peers), *self._closing)
+
+
+def batches(blocks: Iterable[PoolBlock]) -> Iterator[list[PoolBlock]]:
+    """The blocks in lists of at least one and of about PUT_BYTES at most."""
+    batch: list[PoolBlock] = []
+    size = 0
+    for block in blocks:
+        if batch and size + len(block.payload) > PUT_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(block)
+        size += len(block.payload)
+    if batch:
+        yield batch

@@ -1,0 +1,274 @@
+"""A node of the KV pool: the asynchronous face of one block store, and whoever listens to what comes and goes there.
+
+The store blocks, so its calls run in threads, few of them. How nodes are reached and who owns a key is not known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+from kvcache.pool.block import PoolBlock, Slab
+from kvcache.pool.links import Entry, NamespaceStat, PoolEvent, PoolStat, Selection, Tier, TierStat
+from serving.errors import Draining, Overloaded, WorkerLost
+from serving.messages import PoolReport
+
+READERS = 4  # threads that look up and read
+WRITERS = 2  # threads that store, so that reading never waits behind writing; one more does what operators ask for
+MOST_PUTS = 16  # puts that may wait for a writer
+EVENT_ROOM = 1 << 16  # keys a listener may be behind before it has to start anew
+
+T = TypeVar("T")
+
+
+class Store(Protocol):
+    """What a node needs of its store (kvcache.pool.store.BlockStore). Every call may block; all are thread-safe."""
+
+    listeners: list[Callable[[str, tuple[bytes, ...]], None]]
+
+    @property
+    def lookups(self) -> int: ...
+    @property
+    def found(self) -> int: ...
+    @property
+    def stored(self) -> int: ...
+    @property
+    def refused(self) -> int: ...
+    @property
+    def pinned(self) -> int: ...
+    @property
+    def backlog(self) -> int: ...
+    def put(self, blocks: Sequence[PoolBlock]) -> int: ...
+    def lookup(self, keys: Sequence[bytes], pin_seconds: float = 0.0) -> list[bool]: ...
+    def read(self, keys: Sequence[bytes], first_part: int, last_part: int) -> Iterator[Slab]: ...
+    def evict(self, what: Selection) -> int: ...
+    def entries(self, what: Selection) -> list[Entry]: ...
+    def tier_stats(self) -> dict[Tier, TierStat]: ...
+    def namespace_stats(self) -> dict[str, NamespaceStat]: ...
+    def verify(self) -> tuple[int, int]: ...
+    def keys(self) -> list[bytes]: ...
+    def close(self) -> None: ...
+
+
+class PoolNode:
+    """Serves one store (PoolLink), and closes it when it stops. Create it on a running event loop."""
+
+    def __init__(self, name: str, store: Store, *, address: str = "", event_room: int = EVENT_ROOM):
+        self.name = name
+        self.store = store
+        self.address = address  # where its gRPC is reached, for what it reports
+        self.instance = uuid.uuid4().hex
+        self.draining = False
+        self.calls = 0  # in progress
+        self.puts = 0
+        self._event_room = event_room
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closed = False
+        self._reading = ThreadPoolExecutor(READERS, thread_name_prefix=f"{name}-read")
+        self._writing = ThreadPoolExecutor(WRITERS, thread_name_prefix=f"{name}-write")
+        self._tending = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-tend")
+        self._listeners: set[_Listener] = set()
+        self._loop = asyncio.get_running_loop()
+        store.listeners.append(self._changed)
+
+    # ---- blocks ------------------------------------------------------------------------------------------------
+
+    async def put(self, blocks: Sequence[PoolBlock]) -> int:
+        if self.draining:
+            raise Draining(f"pool node {self.name} is leaving and takes no more blocks")
+        if self.puts >= MOST_PUTS:
+            raise Overloaded(f"{self.puts} puts wait at pool node {self.name}", code="puts", retry_after=1.0)
+        self.puts += 1
+        try:
+            return await self._run(self._writing, self.store.put, blocks)
+        finally:
+            self.puts -= 1
+
+    async def lookup(self, keys: Sequence[bytes], pin_seconds: float = 0.0) -> list[bool]:
+        return await self._run(self._reading, self.store.lookup, keys, pin_seconds)
+
+    async def get(self, keys: Sequence[bytes], first_part: int, last_part: int) -> AsyncIterator[Slab]:
+        with self._counted():
+            slabs = _Reader(self.store.read(keys, first_part, last_part))
+            ahead = self._start(self._reading, slabs.read)
+            try:
+                while (slab := await ahead) is not None:
+                    ahead = self._start(self._reading, slabs.read)  # the next is read while this one travels
+                    yield slab
+            finally:
+                ahead.cancel()
+                if not self._closed:
+                    self._reading.submit(slabs.close)
+
+    async def evict(self, what: Selection) -> int:
+        return await self._run(self._tending, self.store.evict, what)
+
+    async def entries(self, what: Selection) -> AsyncIterator[Entry]:
+        for entry in await self._run(self._tending, self.store.entries, what):
+            yield entry
+
+    async def verify(self) -> tuple[int, int]:
+        return await self._run(self._tending, self.store.verify)
+
+    # ---- what there is, and what changes -----------------------------------------------------------------------
+
+    async def stat(self) -> PoolStat:
+        return await self._run(self._reading, self._stat)
+
+    async def report(self) -> PoolReport:
+        """The heartbeat."""
+        return PoolReport(stat=await self.stat(), address=self.address, draining=self.draining)
+
+    def _stat(self) -> PoolStat:
+        store = self.store
+        return PoolStat(
+            name=self.name,
+            instance=self.instance,
+            tiers=store.tier_stats(),
+            namespaces=store.namespace_stats(),
+            lookups=store.lookups,
+            found=store.found,
+            stored=store.stored,
+            refused=store.refused,
+            pinned=store.pinned,
+            backlog=store.backlog,
+        )
+
+    async def events(self) -> AsyncIterator[PoolEvent]:
+        """Ends when the node closes. What changed while the keys were listed is told once more: that does no harm."""
+        listener = _Listener(self._event_room)
+        self._listeners.add(listener)
+        sequence = 0
+        try:
+            while True:
+                listener.start()
+                keys: tuple[bytes, ...] = tuple(await self._run(self._tending, self.store.keys))
+                change: tuple[str, tuple[bytes, ...]] | None = ("stored", keys)
+                while change is not None:
+                    yield PoolEvent(kind=change[0], keys=change[1], sequence=sequence)
+                    sequence += 1
+                    change = await listener.change()
+                if listener.closed:
+                    return
+                yield PoolEvent(kind="cleared", keys=(), sequence=sequence)
+                sequence += 1
+        finally:
+            self._listeners.discard(listener)
+
+    def _changed(self, kind: str, keys: tuple[bytes, ...]) -> None:
+        """The store calls from any thread."""
+        self._loop.call_soon_threadsafe(self._tell, kind, keys)
+
+    def _tell(self, kind: str, keys: tuple[bytes, ...]) -> None:
+        for listener in self._listeners:
+            listener.hear(kind, keys)
+
+    # ---- life --------------------------------------------------------------------------------------------------
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more blocks; wait for calls in progress, for so long at most."""
+        self.draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        except TimeoutError:
+            return
+
+    async def close(self) -> None:
+        """A link is closed by its client; the node itself goes on."""
+
+    async def stop(self) -> None:
+        """End all streams and threads, then close the store: what waits for the disk is written."""
+        if self._closed:
+            return
+        self._closed = True
+        for listener in self._listeners:
+            listener.close()
+        for threads in (self._reading, self._writing, self._tending):
+            await asyncio.to_thread(threads.shutdown)
+        await asyncio.to_thread(self.store.close)
+        self.store.listeners.remove(self._changed)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.calls += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.calls -= 1
+            if self.calls == 0:
+                self._idle.set()
+
+    async def _run(self, threads: ThreadPoolExecutor, work: Callable[..., T], *given: object) -> T:
+        with self._counted():
+            return await self._start(threads, work, *given)
+
+    def _start(self, threads: ThreadPoolExecutor, work: Callable[..., T], *given: object) -> asyncio.Future[T]:
+        if self._closed:
+            raise WorkerLost(f"pool node {self.name} is closed")
+        return self._loop.run_in_executor(threads, work, *given)
+
+
+class _Reader:
+    """One read of the store, a slab at a time. Whoever leaves early may leave a thread in the middle of it."""
+
+    def __init__(self, slabs: Iterator[Slab]):
+        self._slabs = slabs
+        self._lock = threading.Lock()
+
+    def read(self) -> Slab | None:
+        with self._lock:
+            return next(self._slabs, None)
+
+    def close(self) -> None:
+        """Let the store's iterator free what it holds, in a thread of its own kind."""
+        with self._lock:
+            close = getattr(self._slabs, "close", None)
+            if close is not None:
+                close()
+
+
+class _Listener:
+    """The changes one stream of events has not sent yet."""
+
+    def __init__(self, room: int):
+        self.room = room
+        self.closed = False
+        self._late = False
+        self._keys = 0
+        self._changes: deque[tuple[str, tuple[bytes, ...]]] = deque()
+        self._news = asyncio.Event()
+
+    def start(self) -> None:
+        """Whatever happened before now is of no interest."""
+        self._late, self._keys = False, 0
+        self._changes.clear()
+
+    def hear(self, kind: str, keys: tuple[bytes, ...]) -> None:
+        self._late = self._late or self._keys + len(keys) > self.room
+        if not self._late:
+            self._keys += len(keys)
+            self._changes.append((kind, keys))
+        self._news.set()
+
+    def close(self) -> None:
+        self.closed = True
+        self._news.set()
+
+    async def change(self) -> tuple[str, tuple[bytes, ...]] | None:
+        """The next change; None when too many came to keep, or the node closes."""
+        while not (self._changes or self._late or self.closed):
+            self._news.clear()
+            await self._news.wait()
+        if self._late or self.closed:
+            return None
+        kind, keys = self._changes.popleft()
+        self._keys -= len(keys)
+        return kind, keys

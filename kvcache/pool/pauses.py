@@ -1,0 +1,54 @@
+"""Which nodes to leave alone after they failed, and for how long. Pure: `now` comes in, in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FIRST_PAUSE = 0.5  # seconds after a first failure; doubles with each probe that fails
+LONGEST_PAUSE = 15.0
+
+
+@dataclass(slots=True)
+class _Pause:
+    until: float
+    seconds: float
+    probing: bool = False  # one caller has been let through since the pause was over
+
+
+class Pauses:
+    """A node that failed is not asked for a while, then by one caller, and by all again once it has answered."""
+
+    def __init__(self, first: float = FIRST_PAUSE, longest: float = LONGEST_PAUSE):
+        self.first = first
+        self.longest = longest
+        self._paused: dict[str, _Pause] = {}
+
+    def may_ask(self, node: str, now: float) -> bool:
+        """Whether the node may be asked. After a pause it says so once: that caller is the probe, others wait on."""
+        pause = self._paused.get(node)
+        if pause is None:
+            return True
+        if now < pause.until:
+            return False
+        pause.probing = True
+        pause.until = now + pause.seconds  # a probe that never reports back does not shut the node out for good
+        return True
+
+    def failed(self, node: str, now: float) -> bool:
+        """It did not answer. Of calls that were under way together only the first counts. True if that is news."""
+        pause = self._paused.get(node)
+        if pause is None:
+            self._paused[node] = _Pause(now + self.first, self.first)
+            return True
+        if pause.probing:
+            pause.seconds = min(2 * pause.seconds, self.longest)
+            pause.until = now + pause.seconds
+            pause.probing = False
+        return False
+
+    def answered(self, node: str) -> None:
+        self._paused.pop(node, None)
+
+    def forget(self, node: str) -> None:
+        """The node is no longer one of ours."""
+        self._paused.pop(node, None)

@@ -1,0 +1,239 @@
+"""Blocks being read, part by part, from memory or from files, and cut into slabs. Every byte is verified on its way.
+
+Knows one read at a time; what a damaged block means for the tiers is the store's business.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from kvcache.pool.block import DIGEST_BYTES, PoolBlock, Slab, part_digest
+from kvcache.pool.disk import Stretch
+from kvcache.pool.links import Tier
+from kvcache.pool.shelf import Counters, Held
+from kvcache.pool.tiers import Place
+from serving.errors import CorruptChunk
+
+SLAB_BYTES = 1 << 20  # no slab has more, unless it is a single part that has
+READ_AHEAD_BYTES = 8 << 20  # of all files of one read together: the first slab waits for so much
+LEAST_READ_BYTES = 1 << 17  # of one file at a time
+
+log = logging.getLogger("millrace.kvcache")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One part of one block, verified."""
+
+    digest: bytes
+    data: memoryview
+
+
+class MemorySource:
+    """A block in memory. Parts are asked for in order, from `first` on."""
+
+    tier = Tier.RAM
+
+    def __init__(self, block: PoolBlock, first: int):
+        self.block = block
+        self._view = memoryview(block.payload)
+        self._start = sum(block.sizes[:first])
+
+    def piece(self, part: int) -> Piece | None:
+        """None when the block has no such part. Raises CorruptChunk."""
+        block = self.block
+        if part >= len(block.sizes):
+            return None
+        end = self._start + block.sizes[part]
+        data = self._view[self._start : end]
+        self._start = end
+        digest = block.digests[part * DIGEST_BYTES : (part + 1) * DIGEST_BYTES]
+        if part_digest(block.key, part, len(block.sizes), data) != digest:
+            raise CorruptChunk(f"part {part} of a block in memory does not match its digest", code="digest")
+        return Piece(digest, data)
+
+
+class FileSource:
+    """A block on disk, read some parts ahead: `read(first, last, most bytes)` gives them verified.
+
+    With `keep` it remembers what it read, so that the whole block can go up to RAM.
+    """
+
+    tier = Tier.DISK
+
+    def __init__(self, held: Held, last: int, most: int, read: Callable[[int, int, int], Stretch], *, keep: bool):
+        self.held = held
+        self._last = last
+        self._most = most
+        self._read = read
+        self._keep = keep
+        self._stretches: list[Stretch] = []
+        self._start = 0  # of the next part in the last stretch
+
+    def piece(self, part: int) -> Piece | None:
+        """None when the block has no such part. Raises CorruptChunk, and OSError when the file cannot be read now."""
+        if not self._stretches or part >= self._stretches[-1].last:
+            stretch = self._read(part, self._last, self._most)
+            self._stretches = [*self._stretches, stretch] if self._keep else [stretch]
+            self._start = 0
+        stretch = self._stretches[-1]
+        if part >= stretch.last:
+            return None
+        header = stretch.header
+        end = self._start + header.sizes[part]
+        data = memoryview(stretch.payload)[self._start : end]
+        self._start = end
+        return Piece(header.digests[part * DIGEST_BYTES : (part + 1) * DIGEST_BYTES], data)
+
+    def take_whole(self) -> PoolBlock | None:
+        """The block, once, when every part of it has been read and kept, and was of one and the same file."""
+        first, latest = self._stretches[0], self._stretches[-1]
+        header = first.header
+        if not self._keep or first.first or latest.last < header.parts:
+            return None
+        stretches, self._stretches, self._keep = self._stretches, [latest], False
+        if any(stretch.header != header for stretch in stretches):
+            return None
+        return PoolBlock(
+            key=header.key,
+            namespace=header.namespace,
+            sizes=header.sizes,
+            digests=header.digests,
+            payload=b"".join(stretch.payload for stretch in stretches),
+        )
+
+
+class Origin(Protocol):
+    """What a reading needs of the store."""
+
+    def read_file(self, held: Held, first: int, last: int, most: int) -> Stretch: ...
+
+    def promote(self, block: PoolBlock) -> None:
+        """All of a block has been read from disk, unharmed."""
+        ...
+
+    def drop_damaged_block(self, block: PoolBlock) -> Place:
+        """The block in memory is damaged; where else it can be read."""
+        ...
+
+    def drop_damaged_file(self, held: Held) -> Place:
+        """The file is damaged or gone; where else the block can be read."""
+        ...
+
+
+class Reader:
+    """One read of parts first..last (exclusive; 0: all) of some blocks; `places` says where each is, in order.
+
+    What is read whole from disk is offered for promotion, the first `keep_bytes` of it. `tallies` is what there is to
+    count, by tier.
+    """
+
+    def __init__(
+        self,
+        origin: Origin,
+        places: Sequence[Place],
+        first: int,
+        last: int,
+        *,
+        keep_bytes: int,
+        clock: Callable[[], float],
+    ):
+        self.tallies = {Tier.RAM: Counters(), Tier.DISK: Counters()}
+        self._origin = origin
+        self._first = first
+        self._last = last
+        self._keep_bytes = keep_bytes
+        self._clock = clock
+        files = sum(place.block is None and place.held is not None for place in places)
+        self._most = max(LEAST_READ_BYTES, READ_AHEAD_BYTES // max(1, files))
+        self._sources = [self._source(place, first) for place in places]
+        self._counted = [False] * len(places)
+
+    def slabs(self) -> Iterator[Slab]:
+        """Part by part; a block that has no more, or cannot be read, is left out from then on."""
+        part = self._first
+        left = [index for index, source in enumerate(self._sources) if source is not None]
+        while left and (not self._last or part < self._last):
+            batch, indices, left = _Batch(part), left, []
+            for index in indices:
+                piece = self._piece(index, part)
+                if piece is None:
+                    self._sources[index] = None
+                    continue
+                left.append(index)
+                if batch.indices and batch.bytes + len(piece.data) > SLAB_BYTES:
+                    yield batch.slab()
+                    batch = _Batch(part)
+                batch.add(index, piece)
+            if batch.indices:
+                yield batch.slab()
+            part += 1
+
+    def _source(self, place: Place, first: int) -> MemorySource | FileSource | None:
+        if place.block is not None:
+            return MemorySource(place.block, first)
+        if place.held is None:
+            return None
+        self._keep_bytes -= place.held.size
+        read = partial(self._origin.read_file, place.held)
+        return FileSource(place.held, self._last, self._most, read, keep=first == 0 and self._keep_bytes >= 0)
+
+    def _piece(self, index: int, part: int) -> Piece | None:
+        """The next part of a block, from the first tier that has it unharmed."""
+        while (source := self._sources[index]) is not None:
+            started = self._clock()
+            try:
+                piece = source.piece(part)
+            except CorruptChunk as error:
+                log.warning("a block of the KV pool was dropped from %s: %s", source.tier, error)
+                self._sources[index] = self._source(self._dropped(source), part)
+                continue
+            except OSError as error:
+                log.warning("a block of the KV pool cannot be read: %s", error)
+                return None
+            if piece is not None:
+                self._count(index, source, piece, self._clock() - started)
+            return piece
+        return None
+
+    def _count(self, index: int, source: MemorySource | FileSource, piece: Piece, seconds: float) -> None:
+        tally = self.tallies[source.tier]
+        tally.hits += not self._counted[index]
+        tally.bytes_read += len(piece.data)
+        tally.read_seconds += seconds
+        self._counted[index] = True
+        if isinstance(source, FileSource) and (block := source.take_whole()) is not None:
+            self._origin.promote(block)
+
+    def _dropped(self, source: MemorySource | FileSource) -> Place:
+        if isinstance(source, MemorySource):
+            return self._origin.drop_damaged_block(source.block)
+        return self._origin.drop_damaged_file(source.held)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """A slab in the making."""
+
+    part: int
+    bytes: int = 0
+    indices: list[int] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+
+    def add(self, index: int, piece: Piece) -> None:
+        self.indices.append(index)
+        self.pieces.append(piece)
+        self.bytes += len(piece.data)
+
+    def slab(self) -> Slab:
+        return Slab(
+            part=self.part,
+            indices=tuple(self.indices),
+            sizes=tuple(len(piece.data) for piece in self.pieces),
+            digests=b"".join(piece.digest for piece in self.pieces),
+            payload=b"".join(piece.data for piece in self.pieces),
+        )

@@ -1,0 +1,329 @@
+"""One node's blocks: RAM over disk, either of them optional, verified on their way in and on their way out.
+
+Blocking and thread-safe: one lock guards what is where, and no file is touched under it. Knows nothing of the network.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+from kvcache.pool.block import PoolBlock, Slab, verify_block
+from kvcache.pool.disk import NAMESPACE, BlockFolder, Stretch
+from kvcache.pool.links import Entry, NamespaceStat, Selection, Tier, TierStat
+from kvcache.pool.reading import SLAB_BYTES, Reader
+from kvcache.pool.shelf import Held
+from kvcache.pool.storeconfig import StoreConfig
+from kvcache.pool.tiers import Place, Tiers
+from kvcache.pool.writer import Writer
+from serving.errors import CorruptChunk, Draining, InvalidRequest, Overloaded
+
+__all__ = ["SLAB_BYTES", "BlockStore", "StoreConfig"]
+
+FLUSH_SECONDS = 20.0  # that closing spends on writing to disk
+MOST_PROMOTED_BYTES = 1 << 29  # by one read
+
+log = logging.getLogger("millrace.kvcache")
+
+
+class BlockStore:
+    """All methods may be called from any thread, and block. Raises ValueError for a folder that cannot be used.
+
+    `listeners` are called with ("stored", keys) and ("evicted", keys) in the order things happened, the latter when a
+    key is in no tier any more; from any thread, and they must not call back.
+    """
+
+    def __init__(self, config: StoreConfig, *, clock: Callable[[], float] = time.monotonic):
+        self.config = config
+        self.listeners: list[Callable[[str, tuple[bytes, ...]], None]] = []
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # something waits for disk, or a file has been removed
+        self._tiers = Tiers(config)
+        self._leaving: Counter[bytes] = Counter()  # whose files other threads than the writer's are removing
+        self._counts: Counter[str] = Counter()
+        self._telling = threading.Lock()
+        self._closed = False
+        self._folder: BlockFolder | None = None
+        self._writer: Writer | None = None
+        if config.disk_path is not None:
+            self._folder = self._loaded(BlockFolder(config.disk_path, fsync=config.fsync))
+            self._writer = Writer(
+                self._changed,
+                following=lambda: next(iter(self._tiers.waiting.values()), None),
+                write=partial(self._write, self._folder),
+                clock=clock,
+            )
+
+    def _loaded(self, folder: BlockFolder) -> BlockFolder:
+        """What the folder held before is held again. Files are taken by name and length, and verified when read."""
+        now, epoch = self._clock(), time.time()
+        for file in folder.scan():
+            stored_at = now - max(0.0, epoch - file.written_at)
+            for held in self._tiers.load(file.key, file.namespace, max(1, file.bytes), stored_at, now):
+                folder.remove(held.key, held.namespace)
+        return folder
+
+    # ---- storing -----------------------------------------------------------------------------------------------
+
+    def put(self, blocks: Sequence[PoolBlock]) -> int:
+        """Store blocks, a chain's in its order; how many of them are here now. Those that were already count as used.
+
+        When only some have room to wait for disk, the first ones are taken. Raises CorruptChunk or InvalidRequest, none
+        taken, if one is wrong, Overloaded (`backlog_full`) if none has room, Draining once closed.
+        """
+        owned = {block.key: _owned(block) for block in self._verified(blocks)}
+        with self._changes_told():
+            if self._closed:
+                raise Draining("the store is closed")
+            now = self._now()
+            fresh = [block for key, block in owned.items() if key not in self._tiers.catalogue]
+            self._tiers.use([key for key in owned if key in self._tiers.catalogue])
+            room = self._tiers.room
+            self._counts["refused"] += len(fresh[room:])
+            if fresh and not room:
+                raise Overloaded("too many blocks wait for disk", code="backlog_full", retry_after=1.0)
+            taken = self._tiers.take(fresh[:room], now)
+            self._counts["stored"] += taken
+            self._counts["refused"] += len(fresh[:room]) - taken
+        return len(blocks) - len(fresh) + taken
+
+    def _verified(self, blocks: Sequence[PoolBlock]) -> Sequence[PoolBlock]:
+        for block in blocks:
+            try:
+                verify_block(block)
+                if not NAMESPACE.fullmatch(block.namespace):
+                    raise InvalidRequest(f"{block.namespace[:80]!r} cannot name a namespace", param="namespace")
+            except (CorruptChunk, InvalidRequest):
+                with self._lock:
+                    self._counts["refused"] += len(blocks)
+                raise
+        return blocks
+
+    def _write(self, folder: BlockFolder, block: PoolBlock) -> None:
+        """The writer's thread: one block from waiting to disk. Only here are files made."""
+        with self._changes_told():
+            if self._tiers.waiting.get(block.key) is not block:
+                return
+            held, gone = self._tiers.place_on_disk(block, self._now())
+        for victim in gone:
+            folder.remove(victim.key, victim.namespace)
+        if held is None:
+            return
+        with self._changed:
+            while self._leaving[block.key]:
+                self._changed.wait()
+        try:
+            folder.write(block)
+        except OSError as error:
+            log.warning("a block could not be written to %s: %s", self.config.disk_path, error)
+            with self._changes_told():
+                self._tiers.not_written(block, held)
+            return
+        with self._changes_told():
+            wanted = self._tiers.written(block, held)
+        if not wanted:
+            folder.remove(block.key, block.namespace)
+
+    # ---- asking ------------------------------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[bytes], pin_seconds: float = 0.0) -> list[bool]:
+        """Which keys are here, in any tier; those are pinned for so long."""
+        with self._lock:
+            until = self._now() + pin_seconds
+            found = [key in self._tiers.catalogue for key in keys]
+            if pin_seconds > 0:
+                for key, here in zip(keys, found, strict=True):
+                    if here:
+                        self._tiers.pins.pin(key, until)
+            self._counts["lookups"] += len(keys)
+            self._counts["found"] += sum(found)
+        return found
+
+    def read(self, keys: Sequence[bytes], first_part: int, last_part: int) -> Iterator[Slab]:
+        """Parts first_part..last_part (exclusive; 0: all) of a chain's blocks, part by part.
+
+        Slabs have at most SLAB_BYTES, or one piece. A key that is not here, or whose bytes are found wrong in every
+        tier, is left out from then on.
+        """
+        with self._lock:
+            places = self._tiers.use(keys)
+        keep_bytes = min(self.config.ram_bytes, MOST_PROMOTED_BYTES)
+        reader = Reader(self, places, first_part, last_part, keep_bytes=keep_bytes, clock=self._clock)
+        try:
+            yield from reader.slabs()
+        finally:
+            with self._lock:
+                self._tiers.ram.shelf.counters.add(reader.tallies[Tier.RAM])
+                self._tiers.disk.counters.add(reader.tallies[Tier.DISK])
+
+    def verify(self) -> tuple[int, int]:
+        """Read every copy in every tier: (copies read, copies found damaged and dropped)."""
+        with self._lock:
+            blocks = list(self._tiers.ram)
+            files = [held for held in self._tiers.disk if held.key not in self._tiers.waiting]
+        return len(blocks) + len(files), sum(map(self._damaged_block, blocks)) + sum(map(self._damaged_file, files))
+
+    def _damaged_block(self, block: PoolBlock) -> bool:
+        try:
+            verify_block(block)
+        except CorruptChunk as error:
+            log.warning("a block in memory is damaged: %s", error)
+            self.drop_damaged_block(block)
+            return True
+        return False
+
+    def _damaged_file(self, held: Held) -> bool:
+        try:
+            self.read_file(held, 0, 0, held.size)
+        except CorruptChunk as error:
+            log.warning("a block on disk is damaged: %s", error)
+            with self._lock:
+                still_here = self._tiers.disk.get(held.key) is held
+            self.drop_damaged_file(held)
+            return still_here
+        except OSError as error:
+            log.warning("a block on disk cannot be read: %s", error)
+        return False
+
+    # ---- what readings need (kvcache.pool.reading.Origin) ------------------------------------------------------
+
+    def read_file(self, held: Held, first: int, last: int, most: int) -> Stretch:
+        assert self._folder is not None, "only a folder's files are on the disk's shelf"
+        return self._folder.read(held.key, held.namespace, first, last, most)
+
+    def promote(self, block: PoolBlock) -> None:
+        with self._changes_told():
+            self._tiers.promote(block, self._now())
+
+    def drop_damaged_block(self, block: PoolBlock) -> Place:
+        with self._changes_told():
+            self._tiers.drop_damaged_block(block)
+            return self._tiers.place(block.key)
+
+    def drop_damaged_file(self, held: Held) -> Place:
+        with self._changes_told():
+            ours = self._tiers.drop_damaged_file(held)
+            self._leaving.update([held.key] if ours else [])
+            place = self._tiers.place(held.key)
+        if ours:
+            self._remove_files([held])
+        return place
+
+    # ---- tending -----------------------------------------------------------------------------------------------
+
+    def evict(self, what: Selection) -> int:
+        """Drop these blocks from every tier, pinned ones excepted; how many."""
+        with self._changes_told():
+            self._now()
+            chosen = [held.key for held in self._tiers.catalogue.select(what) if held.key not in self._tiers.pins]
+            files = [held for key in chosen if (held := self._tiers.drop(key)) is not None]
+            self._leaving.update(held.key for held in files)
+        self._remove_files(files)
+        return len(chosen)
+
+    def _remove_files(self, files: Sequence[Held]) -> None:
+        """Of blocks that are no longer on the shelf, and that have been marked as leaving."""
+        if self._folder is not None:
+            for held in files:
+                self._folder.remove(held.key, held.namespace)
+        with self._changed:
+            self._leaving -= Counter(held.key for held in files)
+            self._changed.notify_all()
+
+    def keys(self) -> list[bytes]:
+        with self._lock:
+            return self._tiers.catalogue.keys()
+
+    def entries(self, what: Selection) -> list[Entry]:
+        with self._lock:
+            return self._tiers.entries(self._tiers.catalogue.select(what), self._now())
+
+    def tier_stats(self) -> dict[Tier, TierStat]:
+        """The tiers there are."""
+        with self._lock:
+            shelves = {Tier.RAM: self._tiers.ram.shelf, Tier.DISK: self._tiers.disk}
+            return {tier: shelf.stat() for tier, shelf in shelves.items() if shelf.capacity}
+
+    def namespace_stats(self) -> dict[str, NamespaceStat]:
+        """Namespaces that hold blocks or have a quota of their own; a block in two tiers counts once."""
+        quotas = self.config.quotas
+        with self._lock:
+            totals = self._tiers.catalogue.totals
+            return {
+                name: NamespaceStat(
+                    bytes=totals[name].bytes if name in totals else 0,
+                    blocks=totals[name].blocks if name in totals else 0,
+                    quota=quotas.get(name, self.config.default_quota),
+                )
+                for name in sorted({*totals, *quotas})
+            }
+
+    @property
+    def lookups(self) -> int:
+        return self._counts["lookups"]
+
+    @property
+    def found(self) -> int:
+        return self._counts["found"]
+
+    @property
+    def stored(self) -> int:
+        return self._counts["stored"]
+
+    @property
+    def refused(self) -> int:
+        return self._counts["refused"]
+
+    @property
+    def pinned(self) -> int:
+        with self._lock:
+            self._now()
+            return len(self._tiers.pins)
+
+    @property
+    def backlog(self) -> int:
+        return len(self._tiers.waiting)
+
+    def close(self) -> None:
+        """Write what waits to disk, and with "back" what is in RAM alone, for up to FLUSH_SECONDS."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._tiers.write_all()
+        if self._writer is not None and self._folder is not None:
+            self._writer.finish(FLUSH_SECONDS)
+            if self.backlog:
+                log.warning("%d blocks of the KV pool were not written to disk in time", self.backlog)
+            self._folder.close()
+
+    def _now(self) -> float:
+        """Under the lock: the time, and no pin is left that ended before it."""
+        now = self._clock()
+        self._tiers.pins.expire(now)
+        return now
+
+    @contextmanager
+    def _changes_told(self) -> Iterator[None]:
+        """Hold the lock; when it is released, tell the writer, and the listeners what has come and gone."""
+        with self._changed:
+            yield
+            self._changed.notify_all()
+        with self._telling:
+            with self._lock:
+                changes = self._tiers.catalogue.take_changes()
+            for kind, keys in changes:
+                for listener in tuple(self.listeners):
+                    listener(kind, keys)
+
+
+def _owned(block: PoolBlock) -> PoolBlock:
+    """The block with bytes of its own: a view would keep the message alive that it came in, or change with it."""
+    return block if isinstance(block.payload, bytes) else replace(block, payload=bytes(block.payload))

@@ -1,0 +1,193 @@
+"""Which block is where on one node (RAM, waiting for disk, disk) and which moves follow from what happens.
+
+Pure: `now` is handed in, and files are written, read and removed by the store. Not thread-safe; its lock guards this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvcache.pool.block import PoolBlock
+from kvcache.pool.blockfile import stored_bytes
+from kvcache.pool.catalogue import Catalogue
+from kvcache.pool.links import Entry, Tier
+from kvcache.pool.ram import RamTier
+from kvcache.pool.shelf import Held, Pins
+from kvcache.pool.storeconfig import StoreConfig
+
+UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a block can be read: in memory, else from its file; `held` is its place on the disk's shelf."""
+
+    block: PoolBlock | None
+    held: Held | None
+
+
+class Tiers:
+    """RAM and disk as shelves, one without capacity for a tier that is not there.
+
+    A block has a place on the disk's shelf from when its file is about to be written, and it is in `waiting` until that
+    has been done. The blocks of a chain are taken and used last first, so that no policy drops a block before those
+    that are of no use without it.
+    """
+
+    def __init__(self, config: StoreConfig):
+        self.config = config
+        self.ram = RamTier(config.shelf(config.ram_bytes))
+        self.disk = config.shelf(config.disk_bytes)
+        self.waiting: dict[bytes, PoolBlock] = {}
+        self.pins = Pins()
+        self.catalogue = Catalogue()
+
+    # ---- blocks that come --------------------------------------------------------------------------------------
+
+    @property
+    def room(self) -> int:
+        """How many blocks may come now. Where blocks end on disk, as many as may wait: each one sends one there."""
+        return max(0, self.config.backlog - len(self.waiting)) if self.disk.capacity else UNLIMITED
+
+    def take(self, blocks: Sequence[PoolBlock], now: float) -> int:
+        """Take new blocks in, a chain's in their order; how many found a place."""
+        return sum(self._take(block, now) for block in reversed(blocks))
+
+    def _take(self, block: PoolBlock, now: float) -> bool:
+        in_ram = self._into_ram(block, now, now)
+        to_disk = bool(self.disk.capacity) and (self.config.write == "through" or not in_ram)
+        if to_disk:
+            self.waiting[block.key] = block
+        if in_ram or to_disk:
+            self.catalogue.add(Held(block.key, block.namespace, stored_bytes(block), now))
+        return in_ram or to_disk
+
+    def load(self, key: bytes, namespace: str, size: int, stored_at: float, now: float) -> list[Held]:
+        """A file that was there at the start: those that have no room now, itself perhaps."""
+        gone = self.disk.admit(key, namespace, size, stored_at=stored_at, now=now)
+        if gone is None:
+            return [Held(key, namespace, size, stored_at)]
+        self.catalogue.add(Held(key, namespace, size, stored_at), tell=False)
+        for held in gone:
+            self.catalogue.remove(held.key, tell=False)
+        return gone
+
+    def promote(self, block: PoolBlock, now: float) -> None:
+        """A block that was read from disk goes up, if it is still here and nothing is in the way."""
+        held = self.catalogue.get(block.key)
+        if held is not None and self.room:
+            self._into_ram(block, held.stored_at, now)
+
+    def _into_ram(self, block: PoolBlock, stored_at: float, now: float) -> bool:
+        gone = self.ram.put(block, stored_at=stored_at, now=now, pinned=self.pins)
+        for victim in gone or ():
+            if self.config.write == "back" and self.disk.capacity and victim.key not in self.disk:
+                self.waiting[victim.key] = victim
+            self._settle(victim.key)
+        return gone is not None
+
+    # ---- the way to disk ---------------------------------------------------------------------------------------
+
+    def place_on_disk(self, block: PoolBlock, now: float) -> tuple[Held | None, list[Held]]:
+        """A waiting block's place on the shelf (None: no room, it waits no more), and those whose files have to go."""
+        known = self.catalogue.get(block.key)
+        assert known is not None, "what waits is catalogued"
+        gone = self.disk.admit(
+            known.key, known.namespace, known.size, stored_at=known.stored_at, now=now, pinned=self.pins
+        )
+        if gone is None:
+            del self.waiting[block.key]
+        for key in [block.key, *(held.key for held in gone or ())]:
+            self._settle(key)
+        return self.disk.get(block.key), gone or []
+
+    def written(self, block: PoolBlock, held: Held) -> bool:
+        """Its file is there. False if the block was dropped meanwhile: the file has to go again."""
+        if self.disk.get(block.key) is not held or self.waiting.get(block.key) is not block:
+            return False
+        del self.waiting[block.key]
+        self.disk.counters.bytes_written += held.size
+        return True
+
+    def not_written(self, block: PoolBlock, held: Held) -> None:
+        """Its file could not be written: it stays where else it is."""
+        if self.disk.get(block.key) is held:
+            self.disk.remove(block.key)
+        if self.waiting.get(block.key) is block:
+            del self.waiting[block.key]
+        self._settle(block.key)
+
+    def write_all(self) -> None:
+        """Everything that is in RAM alone has to go to disk now."""
+        if self.disk.capacity:
+            for block in self.ram:
+                if block.key not in self.disk:
+                    self.waiting[block.key] = block
+
+    # ---- blocks that are asked for -----------------------------------------------------------------------------
+
+    def use(self, keys: Sequence[bytes]) -> list[Place]:
+        """Where each of a chain's blocks can be read; counts as a use of those that are here, in every tier."""
+        for key in reversed(keys):
+            self.ram.shelf.touch(key)
+            self.disk.touch(key)
+        return [self.place(key) for key in keys]
+
+    def place(self, key: bytes) -> Place:
+        return Place(self.ram.get(key) or self.waiting.get(key), self.disk.get(key))
+
+    def entries(self, chosen: Iterable[Held], now: float) -> list[Entry]:
+        return [
+            Entry(
+                key=held.key,
+                namespace=held.namespace,
+                bytes=held.size,
+                tiers=self._tiers_of(held.key),
+                age_seconds=now - held.stored_at,
+                pinned=held.key in self.pins,
+            )
+            for held in chosen
+        ]
+
+    def _tiers_of(self, key: bytes) -> tuple[Tier, ...]:
+        in_memory = key in self.ram or key in self.waiting
+        on_disk = key in self.disk and key not in self.waiting
+        return tuple(tier for tier, here in ((Tier.RAM, in_memory), (Tier.DISK, on_disk)) if here)
+
+    # ---- blocks that go ----------------------------------------------------------------------------------------
+
+    def drop(self, key: bytes) -> Held | None:
+        """Out of every tier; its place on disk, whose file has to go, if it had one."""
+        self.ram.remove(key)
+        self.waiting.pop(key, None)
+        held = self.disk.remove(key)
+        self._settle(key)
+        return held
+
+    def drop_damaged_block(self, block: PoolBlock) -> None:
+        """A block in memory is not what it should be; a file of it, written before, may still be."""
+        in_ram, waits = self.ram.get(block.key) is block, self.waiting.get(block.key) is block
+        if in_ram:
+            self.ram.remove(block.key)
+        if waits:
+            del self.waiting[block.key]
+            self.disk.remove(block.key)  # that file holds the same bytes, or will
+        self.ram.shelf.counters.corrupt += in_ram or waits
+        self._settle(block.key)
+
+    def drop_damaged_file(self, held: Held) -> bool:
+        """A file is not what it should be. False if the block has been dropped anyway."""
+        if self.disk.get(held.key) is not held:
+            return False
+        self.disk.remove(held.key)
+        self.disk.counters.corrupt += 1
+        self._settle(held.key)
+        return True
+
+    def _settle(self, key: bytes) -> None:
+        """Forget a block that is nowhere any more."""
+        gone = key not in self.ram and key not in self.waiting and key not in self.disk
+        if gone and key in self.catalogue:
+            self.catalogue.remove(key)
+            self.pins.release(key)

@@ -1,0 +1,88 @@
+"""The pool's blocks, slabs, listings and events to protobuf and back, field by field; it decides nothing.
+
+What nodes report of themselves is in serving/wire.py, since routers read it too.
+"""
+
+from __future__ import annotations
+
+from kvcache.pool.block import PoolBlock, Slab
+from kvcache.pool.links import Entry, PoolEvent, Selection, Tier
+from serving.proto import pool_pb2 as pb
+
+
+def block_to_pb(block: PoolBlock) -> pb.PoolBlock:
+    return pb.PoolBlock(
+        key=block.key,
+        namespace=block.namespace,
+        sizes=block.sizes,
+        digests=block.digests,
+        payload=bytes(block.payload),
+    )
+
+
+def block_from_pb(message: pb.PoolBlock) -> PoolBlock:
+    return PoolBlock(
+        key=message.key,
+        namespace=message.namespace,
+        sizes=tuple(message.sizes),
+        digests=message.digests,
+        payload=message.payload,
+    )
+
+
+def slab_to_pb(slab: Slab) -> pb.Slab:
+    return pb.Slab(
+        part=slab.part,
+        indices=slab.indices,
+        sizes=slab.sizes,
+        digests=slab.digests,
+        payload=bytes(slab.payload),
+    )
+
+
+def slab_from_pb(message: pb.Slab) -> Slab:
+    return Slab(
+        part=message.part,
+        indices=tuple(message.indices),
+        sizes=tuple(message.sizes),
+        digests=message.digests,
+        payload=message.payload,
+    )
+
+
+def selection_to_pb(what: Selection) -> pb.Selection:
+    return pb.Selection(namespace=what.namespace, keys=what.keys)
+
+
+def selection_from_pb(message: pb.Selection) -> Selection:
+    return Selection(namespace=message.namespace if message.HasField("namespace") else None, keys=tuple(message.keys))
+
+
+def entry_to_pb(entry: Entry) -> pb.PoolEntry:
+    return pb.PoolEntry(
+        key=entry.key,
+        namespace=entry.namespace,
+        bytes=entry.bytes,
+        tiers=[tier.value for tier in entry.tiers],
+        age_seconds=entry.age_seconds,
+        pinned=entry.pinned,
+    )
+
+
+def entry_from_pb(message: pb.PoolEntry) -> Entry:
+    return Entry(
+        key=message.key,
+        namespace=message.namespace,
+        bytes=message.bytes,
+        tiers=tuple(Tier(tier) for tier in message.tiers),
+        age_seconds=message.age_seconds,
+        pinned=message.pinned,
+    )
+
+
+def event_to_pb(event: PoolEvent) -> pb.PoolEvent:
+    return pb.PoolEvent(kind=event.kind, keys=event.keys, sequence=event.sequence)
+
+
+def event_from_pb(message: pb.PoolEvent) -> PoolEvent:
+    return PoolEvent(kind=message.kind, keys=tuple(message.keys), sequence=message.sequence)

@@ -1,0 +1,231 @@
+"""Brings the prefix a sequence shares with others, anywhere, from the KV pool into the sequence's own blocks.
+
+Called while the sequence waits to be prefilled; from the first whole layer on, a step may follow the layers through
+the arrival's gate. Whatever the pool does, the worst that happens is that some time passes, bounded by `wait`, and the
+prefix is computed. Runs on the event loop; blocks move under the engine's lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractContextManager, aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvcache.blockbytes import part_bytes, write_part
+from kvcache.device import DevicePool
+from kvcache.fetchpace import FetchPace
+from kvcache.manager import KVManager
+from kvcache.pool.block import Slab
+from serving.engine.gate import Gate
+from serving.engine.sequence import Sequence as TokenSequence
+from serving.errors import NoRoom
+
+log = logging.getLogger(__name__)
+
+
+class PoolReader(Protocol):
+    """What is asked of the pool (kvcache.pool.client.PoolClient)."""
+
+    async def lookup(self, keys: Sequence[bytes], pin_seconds: float = 0.0) -> int: ...
+
+    def get(
+        self, keys: Sequence[bytes], first_part: int = 0, last_part: int = 0, *, parts: int
+    ) -> AsyncGenerator[Slab, None]: ...
+
+
+@dataclass(slots=True)
+class PrefixStats:
+    """Running totals: tokens asked of the pool, tokens brought, prompts that waited in vain, and why not fetched."""
+
+    queries: int = 0
+    hits: int = 0
+    timeouts: int = 0
+    not_worth: int = 0  # fetches that computing beats
+    malformed: int = 0  # pieces that are not of this layout's size
+
+
+class PoolPrefixes:
+    """See the module. `wait`: seconds a prompt may wait for the pool in all; `always`: fetch whatever that takes."""
+
+    def __init__(
+        self,
+        reader: PoolReader,
+        kv: KVManager,
+        pool: DevicePool,
+        lock: AbstractContextManager[object],
+        pace: FetchPace,
+        *,
+        wait: float,
+        always: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.reader = reader
+        self.kv = kv
+        self.pool = pool
+        self.lock = lock
+        self.pace = pace
+        self.wait = wait
+        self.always = always
+        self.clock = clock
+        self.stats = PrefixStats()
+        self.on_found: Callable[[Sequence[bytes], bool], None] | None = None  # hears which keys the pool has, or lacks
+
+    async def bring(self, seq: TokenSequence, begun: Callable[[], None] = lambda: None) -> None:
+        """Fill the sequence's leading blocks with what the pool has beyond what is here already.
+
+        `begun` is called when a first layer has come: from then on the sequence may be prefilled. When this returns
+        nothing is on its way any more.
+        """
+        keys = self.kv.shareable_keys(seq)
+        with self.lock:
+            local = self.kv.known_blocks(seq)
+        if len(keys) == local:
+            return
+        arrival: Arrival | None = None
+        try:
+            async with asyncio.timeout(self.wait):
+                wanted = await self._worth_fetching(keys[local:])
+                if wanted and (arrival := self._room(seq, local, wanted)) is not None:
+                    await self._fetch(arrival, keys[arrival.first : arrival.last], begun)
+        except TimeoutError:
+            if arrival is not None and arrival.complete:  # it was but the end of the stream that took so long
+                return
+            self.stats.timeouts += 1
+            log.info("the KV pool took more than %g s; the rest of the prefix is computed", self.wait)
+        finally:
+            if arrival is not None:
+                arrival.finish()
+
+    async def _worth_fetching(self, keys: Sequence[bytes]) -> int:
+        """How many of the leading keys to fetch."""
+        began = self.clock()
+        self.stats.queries += len(keys) * self.kv.block_size
+        found = await self.reader.lookup(keys, self.wait)
+        if self.on_found is not None:
+            with self.lock:
+                self.on_found(keys[:found], True)
+                self.on_found(keys[found:], False)
+        self.pace.answered(self.clock() - began)
+        tokens = found * self.kv.block_size
+        if not found or self.always or self.pace.pays(tokens, found * sum(part_bytes(self.pool))):
+            return found
+        self.stats.not_worth += 1
+        return 0
+
+    def _room(self, seq: TokenSequence, local: int, wanted: int) -> Arrival | None:
+        """Blocks of the sequence to fill: those after what the worker has itself. None where there is no room."""
+        with self.lock:
+            if seq.ended:
+                return None
+            if seq.blocks:
+                self.kv.rematch(seq)
+            else:
+                try:
+                    self.kv.open(seq)
+                except NoRoom:
+                    return None
+            first = seq.computed // self.kv.block_size
+            if seq.spill is not None or first >= local + wanted:
+                return None
+            seq.arrival = arrival = Arrival(self, seq, first, local + wanted, len(self.pool.specs))
+            return arrival
+
+    async def _fetch(self, arrival: Arrival, keys: Sequence[bytes], begun: Callable[[], None]) -> None:
+        began, size = self.clock(), 0
+        sizes = part_bytes(self.pool)
+        async with aclosing(self.reader.get(keys, parts=len(sizes))) as slabs:
+            async for slab in slabs:
+                if arrival.seq.ended:  # its blocks are somebody else's now
+                    return
+                if slab.part >= len(sizes) or any(piece != sizes[slab.part] for piece in slab.sizes):
+                    self.stats.malformed += 1
+                    continue
+                blocks = [arrival.seq.blocks[arrival.first + index] for index in slab.indices]
+                write_part(self.pool, slab.part, blocks, slab.payload)
+                arrival.here(slab.part, slab.indices)
+                size += len(slab.payload)
+                if arrival.layers:
+                    begun()
+        self.pace.fetched(size, self.clock() - began)
+
+
+class Arrival:
+    """Blocks first..last (exclusive) of a sequence on their way: which parts of which have come.
+
+    A step may run behind it (serving.engine.sequence.Arrival). Once all has come the sequence is as any other;
+    if not all does, the leading blocks that have come whole count as soon as no step runs behind.
+    """
+
+    def __init__(self, prefixes: PoolPrefixes, seq: TokenSequence, first: int, last: int, parts: int):
+        self.prefixes = prefixes
+        self.seq = seq
+        self.first = first
+        self.last = last
+        self.parts = parts
+        self.layers = 0  # leading parts that all blocks have
+        self.gate = Gate(prefixes.clock)
+        self._come: list[set[int]] = [set() for _ in range(last - first)]
+        self._missing = [last - first] * parts
+        self._followed = False  # by a step
+        self._finished = False
+
+    def here(self, part: int, indices: Sequence[int]) -> None:
+        """This part of these blocks is written."""
+        for index in indices:
+            self._missing[part] -= part not in self._come[index]
+            self._come[index].add(part)
+        before = self.layers
+        while self.layers < self.parts and not self._missing[self.layers]:
+            self.layers += 1
+        if self.complete:
+            self.finish()  # before the gate opens: a step that passes may end at any time
+        if self.layers > before:
+            self.gate.open(self.layers)
+
+    def finish(self) -> None:
+        """All has come, or no more will. Safe to repeat."""
+        with self.prefixes.lock:
+            if self._finished:
+                return
+            self._finished = True
+            if not self.complete:
+                self.gate.fail()
+            if self.complete or not self._followed:
+                self._count()
+
+    def enter(self) -> None:
+        self._followed = True
+        self.gate.begin()
+        self.seq.computed = self.last * self.prefixes.kv.block_size
+
+    def leave(self) -> None:
+        self._followed = False
+        self.seq.computed = self.first * self.prefixes.kv.block_size
+        if self._finished:
+            self._count()
+
+    def _count(self) -> None:
+        """The leading blocks that have come whole count as computed from now on."""
+        seq, size = self.seq, self.prefixes.kv.block_size
+        if seq.ended or not seq.blocks:
+            return
+        seq.arrival = None
+        if self.whole:
+            self.prefixes.kv.fetched(seq, self.first + self.whole)
+            self.prefixes.stats.hits += self.whole * size
+
+    @property
+    def complete(self) -> bool:
+        return self.layers == self.parts
+
+    @property
+    def whole(self) -> int:
+        """How many leading blocks have every part."""
+        for count, come in enumerate(self._come):
+            if len(come) < self.parts:
+                return count
+        return len(self._come)

@@ -1,0 +1,108 @@
+"""A worker's part in the KV pool: prefixes in before a prompt is computed, new blocks out after, and their accounts.
+
+With no node known it does nothing and costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
+
+from kvcache.device import DevicePool
+from kvcache.fetchpace import FetchPace
+from kvcache.manager import KVManager
+from kvcache.pool.client import PoolClient
+from kvcache.pool.links import PoolLink
+from kvcache.prefixes import PoolPrefixes
+from kvcache.storeback import StoreBack
+from serving.config import PoolConfig
+from serving.engine.sequence import Sequence
+
+
+class Sharing:
+    """`start()` on a running event loop, `stop()` before it ends. `busy` says whether prompts wait to be computed."""
+
+    def __init__(
+        self,
+        make_link: Callable[[str], PoolLink],
+        config: PoolConfig,
+        kv: KVManager,
+        pool: DevicePool,
+        lock: AbstractContextManager[object],
+        *,
+        busy: Callable[[], bool],
+    ):
+        self.client = PoolClient(make_link, replication=config.replication, timeout=config.kvcache_timeout)
+        self.pace = FetchPace()
+        self.prefixes = PoolPrefixes(
+            self.client,
+            kv,
+            pool,
+            lock,
+            self.pace,
+            wait=config.kvcache_wait,
+            always=config.kvcache_fetch == "always",
+        )
+        self.fetches = config.kvcache_fetch != "never"
+        self.storeback = StoreBack(
+            self.client,
+            kv.pool,
+            pool,
+            lock,
+            busy=busy,
+            bandwidth=config.kvcache_bandwidth,
+            outputs=config.kvcache_store == "all",
+            stop_token=config.reasoning_token_id,
+        )
+        self.stores = config.kvcache_store != "none"
+        self.prefixes.on_found = self.storeback.found
+        kv.on_published = self._published
+        self._task: asyncio.Task[None] | None = None
+
+    def set_nodes(self, addresses: Iterable[str]) -> None:
+        self.client.set_nodes(addresses)
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self.storeback.run(), name="store-back")
+
+    async def bring(self, seq: Sequence, begun: Callable[[], None]) -> None:
+        """Fill the sequence's leading blocks with what the pool has (kvcache.prefixes)."""
+        if self.fetches and self.client.nodes:
+            await self.prefixes.bring(seq, begun)
+
+    def _published(self, seq: Sequence, first: int, last: int) -> None:
+        if self.stores and self.client.nodes:
+            self.storeback.offer(seq, first, last)
+
+    async def flush(self, seconds: float) -> None:
+        """Wait until what was offered is stored, but no longer."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.storeback.wait_idle()
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self.storeback.let_go()
+        await self.client.close()
+
+    def table(self) -> list[int]:
+        """Blocks held because they are on their way to the pool."""
+        return self.storeback.table()
+
+    def counters(self) -> dict[str, float]:
+        """Running totals for the worker's heartbeat."""
+        client, prefixes = self.client.stats, self.prefixes.stats
+        return {
+            "external_prefix_cache_queries": float(prefixes.queries),
+            "external_prefix_cache_hits": float(prefixes.hits),
+            "kvcache_fetched_bytes": float(client.bytes_in),
+            "kvcache_stored_bytes": float(client.bytes_out),
+            "kvcache_dropped_blocks": float(self.storeback.dropped),
+            "kvcache_timeouts": float(prefixes.timeouts),
+            "kvcache_not_worth": float(prefixes.not_worth),
+            "kvcache_corrupt": float(client.corrupt + prefixes.malformed),
+            "kvcache_failures": float(sum(client.failures.values())),
+        }

@@ -1,0 +1,191 @@
+"""Offers a worker's newly computed blocks to the KV pool, behind everybody's back.
+
+A block that is on its way is held, so that it is not overwritten; how many may be is bounded, and what is beyond that
+is not offered. The copying gives way to prompts that wait, and keeps to a bandwidth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvcache.blockbytes import part_bytes, read_blocks
+from kvcache.blocks import BlockPool
+from kvcache.device import DevicePool
+from kvcache.pool.block import PoolBlock, namespace_of
+from serving.engine.sequence import Sequence as TokenSequence
+
+BATCH_BYTES = 4 << 20  # copied and sent at a time
+GIVE_WAY_SECONDS = 0.02  # between looks at whether prompts still wait
+PATIENCE_SECONDS = 1.0  # of giving way in a row: under constant load blocks still leave, slowly
+HELD_SHARE = 4  # one in so many blocks of the worker's pool may be held for being stored
+KNOWN_KEYS = 200_000
+
+
+class PoolWriter(Protocol):
+    """What is asked of the pool (kvcache.pool.client.PoolClient)."""
+
+    async def put(self, blocks: Sequence[PoolBlock]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    key: bytes
+    block: int
+    namespace: str
+
+
+class StoreBack:
+    """See the module. `offer` in the engine's thread, `run()` as a task on the event loop.
+
+    `busy` says whether prompts wait; `bandwidth` is bytes a second, 0 for no bound; with `outputs` off only blocks of
+    prompts are stored, and with `stop_token` none from that token of an output on (where reasoning begins).
+    """
+
+    def __init__(
+        self,
+        writer: PoolWriter,
+        blocks: BlockPool,
+        pool: DevicePool,
+        lock: AbstractContextManager[object],
+        *,
+        busy: Callable[[], bool],
+        bandwidth: int = 0,
+        outputs: bool = True,
+        stop_token: int | None = None,
+    ):
+        self.writer = writer
+        self.blocks = blocks
+        self.pool = pool
+        self.lock = lock
+        self.busy = busy
+        self.bandwidth = bandwidth
+        self.outputs = outputs
+        self.stop_token = stop_token
+        self.most = max(1, blocks.num_blocks // HELD_SHARE)
+        self.dropped = 0  # blocks not offered because too many were on their way
+        self._waiting: deque[Offer] = deque()
+        self._sending: list[Offer] = []
+        self._known: OrderedDict[bytes, None] = OrderedDict()  # keys the pool has, or has been offered
+        self._loop = asyncio.get_running_loop()
+        self._news = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # ---- in the engine's thread, under its lock ----------------------------------------------------------------
+
+    def offer(self, seq: TokenSequence, first: int, last: int) -> None:
+        """The blocks first..last (exclusive) of the sequence have just become whole."""
+        if seq.prefill_sink is None:  # handed over by a prefill worker, who offers what it has computed
+            first = max(first, seq.start // self.pool.block_size)
+        last = min(last, self._storable(seq) // self.pool.block_size)
+        fresh = [index for index in range(first, last) if seq.keys[index] not in self._known]
+        if not fresh:
+            return
+        room = self.most - len(self._waiting) - len(self._sending)
+        self.dropped += max(0, len(fresh) - room)
+        namespace = namespace_of(seq.request.tenant)
+        for index in fresh[: max(0, room)]:
+            self.blocks.acquire([seq.blocks[index]])
+            self._waiting.append(Offer(seq.keys[index], seq.blocks[index], namespace))
+            self._note(seq.keys[index])
+        self._loop.call_soon_threadsafe(self._begin)
+
+    def _storable(self, seq: TokenSequence) -> int:
+        """Up to which token the sequence's KV may be stored."""
+        if not self.outputs:
+            return seq.prompt_len
+        if self.stop_token is not None and self.stop_token in seq.tokens[seq.prompt_len :]:
+            return seq.tokens.index(self.stop_token, seq.prompt_len)
+        return len(seq.tokens)
+
+    def found(self, keys: Iterable[bytes], here: bool) -> None:
+        """The pool has these, and they need not be offered; or it lacks them, and they may be offered again."""
+        for key in keys:
+            if here:
+                self._note(key)
+            else:
+                self._known.pop(key, None)
+
+    def _note(self, key: bytes) -> None:
+        self._known[key] = None
+        if len(self._known) > KNOWN_KEYS:
+            self._known.popitem(last=False)
+
+    def table(self) -> list[int]:
+        """The blocks held, for the audit."""
+        return [offer.block for offer in (*self._waiting, *self._sending)]
+
+    # ---- on the event loop -------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._idle.clear()
+        self._news.set()
+
+    async def wait_idle(self) -> None:
+        """Wait until everything offered so far has been sent, or has failed to be."""
+        await asyncio.sleep(0)  # what the engine's thread has just offered is told first
+        await self._idle.wait()
+
+    async def run(self) -> None:
+        """Store what is offered, until cancelled."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            while self._waiting:
+                await self._give_way()
+                await self._send()
+            self._idle.set()
+
+    def let_go(self) -> None:
+        """Give up what is held, once `run` has ended."""
+        with self.lock:
+            self._release([*self._waiting, *self._sending])
+            self._waiting.clear()
+            self._sending = []
+
+    async def _give_way(self) -> None:
+        """Wait while prompts wait, but not for ever."""
+        waited = 0.0
+        while self.busy() and waited < PATIENCE_SECONDS:
+            await asyncio.sleep(GIVE_WAY_SECONDS)
+            waited += GIVE_WAY_SECONDS
+
+    async def _send(self) -> None:
+        """Copy and send the next few blocks, then rest so long that the bandwidth is kept."""
+        began = self._loop.time()
+        with self.lock:
+            self._sending = self._next()
+        copying = asyncio.create_task(asyncio.to_thread(self._copy, self._sending))
+        try:
+            blocks = await asyncio.shield(copying)
+        except asyncio.CancelledError:
+            await asyncio.wait([copying])  # it reads blocks that are let go next
+            raise
+        with self.lock:
+            self._release(self._sending)
+            self._sending = []
+        await self.writer.put(blocks)
+        if self.bandwidth:
+            size = sum(len(block.payload) for block in blocks)
+            await asyncio.sleep(max(0.0, size / self.bandwidth - (self._loop.time() - began)))
+
+    def _next(self) -> list[Offer]:
+        """The next blocks of one namespace, about BATCH_BYTES in all."""
+        count = max(1, BATCH_BYTES // sum(part_bytes(self.pool)))
+        batch = [self._waiting.popleft()]
+        while self._waiting and len(batch) < count and self._waiting[0].namespace == batch[0].namespace:
+            batch.append(self._waiting.popleft())
+        return batch
+
+    def _copy(self, batch: Sequence[Offer]) -> list[PoolBlock]:
+        blocks, keys = [offer.block for offer in batch], [offer.key for offer in batch]
+        return read_blocks(self.pool, blocks, keys, batch[0].namespace)
+
+    def _release(self, offers: Sequence[Offer]) -> None:
+        for offer in offers:
+            self.blocks.release([offer.block])

@@ -1,0 +1,33 @@
+"""The in-process transport, and what every transport delivers to in the end: a receiver, which is a decode worker."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvcache.chunk import Chunk
+from serving.messages import LeaseId
+
+LOCAL = "local"
+
+
+class Receiver(Protocol):
+    """The receiving half: a decode worker. `via` names the transport, for its accounts."""
+
+    async def receive(self, chunk: Chunk, via: str = LOCAL) -> None: ...
+    async def commit(self, fence: LeaseId, first_token: int, via: str = LOCAL) -> None: ...
+
+
+class LocalHandoff:
+    """Hands chunks to a receiver in the same process (serving.links.HandoffLink)."""
+
+    def __init__(self, receiver: Receiver):
+        self.receiver = receiver
+
+    async def push(self, chunk: Chunk) -> None:
+        await self.receiver.receive(chunk)
+
+    async def commit(self, fence: LeaseId, first_token: int) -> None:
+        await self.receiver.commit(fence, first_token)
+
+    async def close(self) -> None:
+        """Nothing is open."""

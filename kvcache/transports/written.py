@@ -1,0 +1,120 @@
+"""KV written by NIXL: slots a decode worker lends to handoffs, and the carrier that fills them from the other end.
+
+The slots are memory to land in, never KV blocks: a write that comes late may hit what belongs to someone else by then,
+and here that can only be a slot, whose bytes are copied out before their digest is checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import Future
+
+from kvcache.transports.carriers import CarrierFailed, Slots
+from kvcache.transports.lending import Lending
+from kvcache.transports.nixl_agent import KIND, Agent
+from serving.messages import TransportOffer
+
+SLOT_BYTES = 2 << 20  # room for a chunk; larger ones go over the stream
+SLOTS = 4  # for each handoff
+HANDOFFS = 8  # at a time; more go over the stream. Memory is taken up when it is first written to: 64 MiB in all
+REST_SECONDS = 60.0  # how long slots rest that a sender left without a word: far longer than it waits for a write
+SETTLE_SECONDS = 2.0  # how long the end of a handoff waits for its writes
+PART_BYTES = SLOTS * SLOT_BYTES
+
+
+class NixlLanding:
+    """The receiving half (kvcache.transports.carriers.Landing). Raises CarrierFailed if NIXL will not start."""
+
+    kind = KIND
+
+    def __init__(self) -> None:
+        self.agent = Agent(HANDOFFS * PART_BYTES)
+        self.offers: tuple[TransportOffer, ...] = (TransportOffer(kind=KIND, details=self.agent.metadata),)
+        self.lending = Lending(HANDOFFS, REST_SECONDS)
+
+    def lend(self) -> Slots | None:
+        part = self.lending.lend(time.monotonic())
+        if part is None:
+            return None
+        self.agent.expecting(+1)
+        first = self.agent.base + part * PART_BYTES
+        return Slots(part, tuple(range(first, first + PART_BYTES, SLOT_BYTES)), SLOT_BYTES)
+
+    def read(self, slots: Slots, index: int, length: int) -> bytes | memoryview:
+        if not (index < SLOTS and length <= SLOT_BYTES):
+            return b""
+        start = slots.number * PART_BYTES + index * SLOT_BYTES
+        return self.agent.memory[start : start + length].copy().data
+
+    def take_back(self, slots: Slots, *, settled: bool) -> None:
+        self.lending.take_back(slots.number, time.monotonic(), settled=settled)
+        self.agent.expecting(-1)
+
+    def close(self) -> None:
+        self.agent.close()
+
+
+class NixlCarriers:
+    """The sending half of a process (kvcache.transports.carriers.Carriers). NIXL starts with the first handoff."""
+
+    kind = KIND
+
+    def __init__(self) -> None:
+        self.lending = Lending(HANDOFFS, REST_SECONDS)
+        self._agent: Agent | None = None
+        self._starting = threading.Lock()
+
+    def carrier(self, offer: TransportOffer) -> NixlCarrier:
+        return NixlCarrier(self, offer.details)
+
+    def agent(self) -> Agent:
+        """Takes a while the first time. Raises CarrierFailed."""
+        with self._starting:
+            if self._agent is None:
+                self._agent = Agent(HANDOFFS * PART_BYTES)
+            return self._agent
+
+    def close(self) -> None:
+        with self._starting:
+            if self._agent is not None:
+                self._agent.close()
+                self._agent = None
+
+
+class NixlCarrier:
+    """One handoff's writes (kvcache.transports.carriers.Carrier), through slots of its own at this end."""
+
+    kind = KIND
+
+    def __init__(self, carriers: NixlCarriers, metadata: bytes):
+        self.carriers = carriers
+        self.metadata = metadata
+        self._part: int | None = None
+        self._writes: list[Future[None]] = []
+
+    async def connect(self) -> None:
+        self._part = self.carriers.lending.lend(time.monotonic())
+        if self._part is None:
+            raise CarrierFailed("all slots at this end are in use")
+        self._agent = await asyncio.to_thread(self.carriers.agent)
+        self._peer = await asyncio.wrap_future(self._agent.meet(self.metadata))
+
+    def write(self, slot: int, address: int, payload: bytes | memoryview) -> asyncio.Future[None]:
+        assert self._part is not None and slot < SLOTS
+        done = self._agent.write(self._peer, self._part * PART_BYTES + slot * SLOT_BYTES, address, payload)
+        self._writes = [write for write in self._writes if not write.done()] + [done]
+        written = asyncio.wrap_future(done)
+        written.add_done_callback(lambda over: over.cancelled() or over.exception())  # nobody may be left to ask
+        return written
+
+    async def settle(self) -> bool:
+        left = [asyncio.wrap_future(write) for write in self._writes if not write.done()]
+        if left:
+            await asyncio.wait(left, timeout=SETTLE_SECONDS)
+        settled = all(write.done() for write in self._writes)
+        if self._part is not None:
+            self.carriers.lending.take_back(self._part, time.monotonic(), settled=settled)
+            self._part = None
+        return settled

@@ -1,0 +1,56 @@
+"""A step of one sequence whose KV does not all lie on the device: layer by layer, its earlier KV attended in pieces.
+
+Made of the same operations as the fused step, one call each, so that every token has the bits it would have with room
+for all of its KV. It may not know where pieces come from.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from serving.engine.batch import RaggedBatch
+from serving.kernels.cpu.decoder import Decoder, KvPlanes, LayerWeights, Stretch
+from serving.kernels.cpu.structures import Finish
+
+PLANES = ("k", "v", "k_scale", "v_scale")  # INT8 has all of them, other kinds the first two
+
+
+def streamed_step(decoder: Decoder, batch: RaggedBatch) -> Tensor:
+    """`decoder.step(batch).logits` for a batch with `earlier` KV: [R, vocab] float32. Raises ValueError as `step`."""
+    decoder.check(batch)
+    kernels, shape = decoder.kernels, decoder.shape
+    x = decoder.embedding[batch.tokens].float() * shape.embedding_scale
+    for index, layer in enumerate(decoder.layers):
+        qkv = kernels.linear(kernels.rms_norm(x, layer.attention_norm, shape.eps), layer.qkv)
+        attended = _attend(decoder, index, batch, decoder.rotate_and_write(index, batch, qkv))
+        kernels.linear(attended.flatten(1), layer.o, finish=Finish.ADD, out=x)
+        _add_mlp(decoder, layer, x)
+    rows = x[batch.logits_rows]
+    if not len(rows):
+        return torch.empty(0, shape.vocab)
+    return kernels.linear(kernels.rms_norm(rows, decoder.final_norm, shape.eps), decoder.head)
+
+
+def _attend(decoder: Decoder, index: int, batch: RaggedBatch, q: Tensor) -> Tensor:
+    """Attention of q [T, heads, head_dim] over the earlier pieces, then over the batch's own blocks."""
+    assert batch.earlier is not None
+    state, out = decoder.attention_state(q.shape[0]), torch.empty_like(q)
+    begins = True
+    for piece in batch.earlier.pieces():
+        planes = KvPlanes(**dict(zip(PLANES, piece.planes, strict=False)))
+        blocks = torch.arange(piece.planes[0].shape[0], dtype=torch.int32)
+        stretch = Stretch(planes=planes, table=blocks, first=piece.first, tokens=piece.tokens, begins=begins)
+        decoder.attend_stretch(index, batch, q, stretch, state, None)
+        begins = False
+    own, table = decoder.planes[index], batch.block_tables[0]
+    last = Stretch(planes=own, table=table, first=batch.earlier.tokens, tokens=None, begins=begins)
+    decoder.attend_stretch(index, batch, q, last, state, out)
+    return out
+
+
+def _add_mlp(decoder: Decoder, layer: LayerWeights, x: Tensor) -> None:
+    """x += down(silu(gate) * up) of the normed x."""
+    kernels = decoder.kernels
+    gated = kernels.linear(kernels.rms_norm(x, layer.mlp_norm, decoder.shape.eps), layer.gate_up, finish=Finish.SWIGLU)
+    kernels.linear(gated[:, : layer.down.inputs], layer.down, finish=Finish.ADD, out=x)

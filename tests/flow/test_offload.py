@@ -1,0 +1,169 @@
+"""Prompts longer than the device's KV: the same text as with room for all of it, and nothing left on the host."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from deploy.local import LocalCluster
+from router.fleet import RouterConfig
+from serving.config import EngineConfig, ModelConfig
+from serving.errors import ContextLengthExceeded
+from serving.kernels import cpu
+from serving.messages import Request, Role, SamplingParams
+from serving.model.hub import resolve
+from serving.model.loading import LoadedModel, load
+from serving.text.tokenizer import load_tokenizer
+from tests.flow.conftest import Cluster, ClusterMaker
+from tests.flow.reference import is_greedy_tiny, prompts
+
+SMALL = {"num_kv_blocks": 48, "host_kv_memory": 2 << 20, "max_num_batched_tokens": 200}  # 704 tokens on the device
+KERNELS = [
+    pytest.param("torch", id="torch"),
+    pytest.param(
+        "compiled",
+        id="compiled",
+        marks=pytest.mark.skipif(not cpu.available(), reason="the compiled kernels cannot be built here"),
+    ),
+]
+
+
+def asked(name: str, prompt: Sequence[int], count: int, **sampling: Any) -> Request:
+    params = SamplingParams(max_tokens=count, temperature=0.0, **sampling)
+    return Request(request_id=name, prompt=tuple(prompt), sampling=params)
+
+
+def long_prompt(length: int, seed: int = 5) -> list[int]:
+    return prompts(1, shortest=length, longest=length, seed=seed)[0]
+
+
+async def scored(cluster: Cluster, request: Request) -> list[tuple[int, float]]:
+    """Each token with its log-probability, to the last bit."""
+    found = [delta async for delta in cluster.router.generate(request)]
+    return [(token, one.logprob) for delta in found for token, one in zip(delta.tokens, delta.logprobs, strict=True)]
+
+
+def moved(cluster: Cluster) -> int:
+    assert isinstance(cluster.cluster, LocalCluster)
+    host = cluster.cluster.workers[0].kv.host
+    assert host is not None
+    return host.tokens_moved
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+async def test_a_long_prompt_gives_the_text_it_gives_with_room(
+    make_cluster: ClusterMaker, tiny_model: LoadedModel, kernels: str
+) -> None:
+    prompt = long_prompt(1500)
+    request = asked("long", prompt, 24, logprobs=0)
+    async with make_cluster("embedded", kernels=kernels) as cluster:
+        expected = await scored(cluster, request)
+    async with make_cluster("embedded", kernels=kernels, **SMALL) as cluster:
+        found = await scored(cluster, request)
+        assert moved(cluster) >= 1500 - 704, "the device held it all"
+    assert [token for token, _ in found] == [token for token, _ in expected]
+    assert is_greedy_tiny(tiny_model.path, prompt, [token for token, _ in found])
+    if kernels == "compiled":
+        assert found == expected, "scores differ in some bit"
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+async def test_others_run_beside_it_and_are_not_disturbed(make_cluster: ClusterMaker, kernels: str) -> None:
+    requests = [asked(f"r{i}", prompt, 20) for i, prompt in enumerate(prompts(6, seed=81, longest=150))]
+    requests[2:2] = [asked("long", long_prompt(900), 20), asked("longer", long_prompt(1100, seed=6), 20)]
+    requests.append(asked("one", long_prompt(800, seed=7), 1))  # which takes no lease
+    async with make_cluster("embedded", kernels=kernels) as cluster:
+        expected = [await cluster.tokens(request) for request in requests]
+    async with make_cluster("embedded", kernels=kernels, **SMALL) as cluster:
+        assert await asyncio.gather(*(cluster.tokens(request) for request in requests)) == expected
+        assert moved(cluster) > 0
+
+
+async def test_a_text_that_outgrows_the_device_goes_on(make_cluster: ClusterMaker) -> None:
+    request = asked("growing", long_prompt(690), 60)
+    async with make_cluster("embedded") as cluster:
+        expected = await cluster.tokens(request)
+    async with make_cluster("embedded", **SMALL) as cluster:
+        assert await cluster.tokens(request) == expected
+        assert [type(error).__name__ for error in cluster.seen.replacements] == ["Preempted"]
+        assert moved(cluster) > 0
+
+
+async def test_an_8_bit_cache_and_scored_prompts_are_offloaded_likewise(make_cluster: ClusterMaker) -> None:
+    config = ModelConfig(kv_cache_dtype="int8")
+    request = Request(
+        request_id="r",
+        prompt=tuple(long_prompt(1200)),
+        sampling=SamplingParams(max_tokens=10, temperature=0.0),
+        prompt_logprobs=0,
+    )
+    found = []
+    for settings in ({}, {**SMALL, "host_kv_memory": 1 << 20}):
+        async with make_cluster("embedded", model_config=config, **settings) as cluster:
+            deltas = [delta async for delta in cluster.router.generate(request)]
+            scores = [one for delta in deltas for one in delta.prompt_logprobs]
+            assert len(scores) == 1200
+            found.append([token for delta in deltas for token in delta.tokens])
+    assert found[0] == found[1]
+
+
+async def test_hanging_up_frees_the_host(make_cluster: ClusterMaker) -> None:
+    async with make_cluster("embedded", **SMALL) as cluster:
+        host, moving, loop = cluster.cluster.workers[0].host_kv, asyncio.Event(), asyncio.get_running_loop()
+        copy = host.move
+        host.move = lambda moves: (copy(moves), loop.call_soon_threadsafe(moving.set))
+        for tokens in (0, 3):
+            stream = cluster.router.generate(asked(f"r{tokens}", long_prompt(1300), 400))
+            waiting = asyncio.ensure_future(anext(stream))
+            if tokens:
+                await waiting
+                for _ in range(tokens):
+                    await anext(stream)
+            else:
+                await moving.wait()
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
+            await stream.aclose()  # type: ignore[attr-defined]
+            await cluster.idle()
+        (audit,) = [audit for audit in await cluster.router.audit() if "host_extents" in audit.counts]
+        assert audit.counts["host_extents"] == 0 == audit.leaked["host_extents"]
+
+
+async def test_what_fits_neither_is_refused(make_cluster: ClusterMaker) -> None:
+    async with make_cluster("embedded", **{**SMALL, "host_kv_memory": 1 << 20}) as cluster:
+        limit = cluster.cluster.workers[0].identity.max_model_len
+        assert 704 < limit < 2048
+        with pytest.raises(ContextLengthExceeded, match=str(limit)):
+            await cluster.tokens(asked("r", long_prompt(limit), 4))
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+async def test_only_mixed_workers_may_have_host_memory(tiny_model: LoadedModel, role: Role) -> None:
+    cluster = LocalCluster(tiny_model, ModelConfig(), EngineConfig(**SMALL), RouterConfig(), roles=[role])
+    with pytest.raises(ValueError, match="mixed workers"):
+        await cluster.start()
+
+
+@pytest.mark.slow
+@pytest.mark.real
+@pytest.mark.skipif(not cpu.available(), reason="the compiled kernels cannot be built here")
+async def test_smollm2_reads_6000_tokens_with_device_kv_for_1500(make_cluster: ClusterMaker) -> None:
+    try:
+        path = resolve(None)
+    except ValueError as missing:
+        pytest.skip(str(missing))
+    text = " ".join(f"On day {n} the mill ground {n * 37 % 101} sacks of {('rye', 'oats')[n % 2]}." for n in range(500))
+    prompt = load_tokenizer(path).encode(text)[:6000]
+    assert len(prompt) == 6000
+    model, request = load(path), asked("long", prompt, 32, ignore_eos=True)
+    found = []
+    for settings in ({"num_kv_blocks": 400}, {"num_kv_blocks": 1500 // 16, "host_kv_memory": 256 << 20}):
+        async with make_cluster("embedded", model=model, **settings) as cluster:
+            found.append(await cluster.tokens(request))
+            audits = await cluster.router.audit()
+            assert len(audits) == 2
+    assert moved(cluster) >= 4500
+    assert found[0] == found[1]

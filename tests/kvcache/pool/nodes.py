@@ -1,0 +1,113 @@
+"""Pool nodes for tests: over real stores, in process or behind gRPC on loopback, and what may be done to them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from typing import Any
+
+from kvcache.pool.block import DEFAULT_NAMESPACE, PoolBlock, Slab, make_block
+from kvcache.pool.links import PoolLink
+from kvcache.pool.node import PoolNode
+from kvcache.pool.remote import dial
+from kvcache.pool.service import PoolService
+from kvcache.pool.store import BlockStore, StoreConfig
+from serving.proto import pool_pb2_grpc as stubs
+from serving.rpc import listen, server
+
+KEY = "sesame"
+KINDS = ("local", "grpc")
+PARTS = 4
+
+
+def key(number: int) -> bytes:
+    return sha256(b"key %d" % number).digest()
+
+
+def content(number: int, part: int, size: int = 1000) -> bytes:
+    return (sha256(b"content %d %d" % (number, part)).digest() * (size // 32 + 1))[:size]
+
+
+def block(number: int, *, parts: int = PARTS, size: int = 1000, namespace: str = DEFAULT_NAMESPACE) -> PoolBlock:
+    return make_block(key(number), namespace, [content(number, part, size) for part in range(parts)])
+
+
+class GatedStore(BlockStore):
+    """Reads stop after `after` slabs until the gate is opened."""
+
+    def __init__(self, config: StoreConfig):
+        super().__init__(config)
+        self.after: int | None = None
+        self.gate = threading.Event()
+
+    def read(self, keys: Sequence[bytes], first_part: int, last_part: int) -> Iterator[Slab]:
+        for number, slab in enumerate(super().read(keys, first_part, last_part)):
+            if number == self.after:
+                assert self.gate.wait(10)
+            yield slab
+
+
+class Served:
+    """A node and a link to it, of one kind. `address` is what a client would dial."""
+
+    def __init__(self, kind: str, name: str = "node", port: int = 0, **config: Any):
+        self.kind = kind
+        self.name = name
+        self.port = port
+        self.store = GatedStore(StoreConfig(**{"ram_bytes": 64 << 20, **config}))
+        self.alive = False
+
+    async def start(self) -> Served:
+        self.node = PoolNode(self.name, self.store, address=f"local:{self.name}")
+        self.alive = True
+        self.link: PoolLink = self.node
+        if self.kind == "grpc":
+            self.server = server(KEY)
+            stubs.add_PoolServicer_to_server(PoolService(self.node), self.server)
+            self.node.address = f"127.0.0.1:{listen(self.server, '127.0.0.1', self.port)}"
+            await self.server.start()
+            self.link = dial(self.node.address, KEY)
+        self.address = self.node.address
+        return self
+
+    async def kill(self) -> None:
+        """It answers no more, whatever it was doing."""
+        self.alive = False
+        if self.kind == "grpc":
+            await self.server.stop(0)
+        stopping = asyncio.create_task(self.node.stop())
+        await asyncio.sleep(0)
+        self.store.gate.set()
+        await stopping
+
+    async def stop(self) -> None:
+        if self.alive:
+            await self.kill()
+        await self.link.close()
+
+
+class Cluster:
+    """Several nodes, and how a client reaches them."""
+
+    def __init__(self, kind: str, count: int, **config: Any):
+        self.kind = kind
+        self.served = [Served(kind, f"node-{number}", **config) for number in range(count)]
+
+    async def __aenter__(self) -> Cluster:
+        for served in self.served:
+            await served.start()
+        self.by_address = {served.address: served for served in self.served}
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for served in self.served:
+            await served.stop()
+
+    @property
+    def addresses(self) -> list[str]:
+        return list(self.by_address)
+
+    def link(self, address: str) -> PoolLink:
+        return dial(address, KEY) if self.kind == "grpc" else self.by_address[address].node

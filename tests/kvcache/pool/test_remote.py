@@ -1,0 +1,168 @@
+"""What is particular to a node behind gRPC: the key, broken calls, deadlines; and messages that keep every field."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcache.pool import service, wire
+from kvcache.pool.block import PoolBlock, Slab
+from kvcache.pool.links import Entry, PoolEvent, Selection, Tier
+from kvcache.pool.remote import RemoteNode, dial
+from serving.errors import Unauthorized, WorkerLost
+from serving.messages import NamespaceStat, PoolReport, PoolStat, TierStat
+from serving.wire import pool_report_from_pb, pool_report_to_pb
+from tests.kvcache.pool.nodes import KEY, Served, block, key
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    made = await Served("grpc").start()
+    yield made
+    await made.stop()
+
+
+async def every_call(link: RemoteNode, error: type[Exception]) -> None:
+    """All of them fail like this."""
+    calls = [link.put([block(1)]), link.lookup([key(1)]), link.evict(Selection()), link.stat(), link.verify()]
+    for call in calls:
+        with pytest.raises(error):
+            await call
+    for stream in (link.get([key(1)], 0, 0), link.entries(Selection()), link.events()):
+        with pytest.raises(error):
+            [one async for one in stream]
+
+
+@pytest.mark.parametrize("wrong", [None, "wrong"])
+async def test_without_the_key_no_door_opens(served: Served, wrong: str | None) -> None:
+    stranger = dial(served.address, wrong)
+    await every_call(stranger, Unauthorized)
+    await stranger.close()
+    assert served.store.stored == 0
+
+
+async def test_nobody_there_is_a_lost_node(served: Served) -> None:
+    await served.kill()
+    link = dial(served.address, KEY)
+    await every_call(link, WorkerLost)
+    await link.close()
+
+
+async def test_an_answer_that_takes_too_long_is_a_lost_node(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stuck(keys: object, pin_seconds: float) -> list[bool]:
+        assert served.store.gate.wait(10)
+        return []
+
+    monkeypatch.setattr(served.store, "lookup", stuck)
+    link = dial(served.address, KEY, 0.05)
+    with pytest.raises(WorkerLost) as lost:
+        await link.lookup([key(1)])
+    assert lost.value.code == "DEADLINE_EXCEEDED"
+    await link.close()
+
+
+async def test_a_node_that_dies_under_a_get_is_lost_after_what_it_sent(served: Served) -> None:
+    await served.link.put([block(1)])
+    served.store.after = 2
+    parts = []
+    with pytest.raises(WorkerLost):
+        async for slab in served.link.get([key(1)], 0, 0):
+            parts.append(slab.part)
+            if slab.part == 1:
+                await served.kill()
+    assert parts == [0, 1]
+
+
+async def test_a_long_put_is_stored_a_batch_at_a_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "BATCH_BYTES", 10_000)
+    put, batches = served.store.put, []
+
+    def counting(blocks: Sequence[PoolBlock]) -> int:
+        batches.append(len(blocks))
+        return put(blocks)
+
+    monkeypatch.setattr(served.store, "put", counting)
+    assert await served.link.put([block(number) for number in range(8)]) == 8
+    assert batches == [3, 3, 2]
+
+
+async def test_leaving_a_get_tells_the_node(served: Served) -> None:
+    await served.link.put([block(number, size=1 << 20) for number in range(3)])
+    stream = served.link.get([key(number) for number in range(3)], 0, 0)
+    await anext(aiter(stream))
+    assert isinstance(stream, AsyncIterator)
+    await stream.aclose()  # type: ignore[attr-defined]
+    async with asyncio.timeout(10):
+        while served.node.calls:
+            await asyncio.sleep(0.001)
+
+
+# ---- messages ------------------------------------------------------------------------------------------------------
+
+COUNT = st.integers(0, 2**40)
+SECONDS = st.floats(0, 1e9)
+KEYS = st.binary(min_size=32, max_size=32)
+SIZES = st.lists(st.integers(0, 2**31), max_size=4).map(tuple)
+NAME = st.text(max_size=8)
+TIERS = st.builds(
+    TierStat,
+    **{name: COUNT for name in TierStat.__slots__ if not name.endswith("seconds")},
+    read_seconds=SECONDS,
+    eviction_age_seconds=SECONDS,
+)
+STATS = st.builds(
+    PoolStat,
+    tiers=st.dictionaries(st.sampled_from(Tier), TIERS),
+    namespaces=st.dictionaries(NAME, st.builds(NamespaceStat, bytes=COUNT, blocks=COUNT, quota=COUNT), max_size=3),
+    name=NAME,
+    instance=NAME,
+    **dict.fromkeys(("lookups", "found", "stored", "refused", "pinned", "backlog"), COUNT),
+)
+
+
+@given(st.builds(PoolReport, stat=STATS, address=NAME, draining=st.booleans()))
+def test_a_report_comes_out_as_it_went_in(report: PoolReport) -> None:
+    assert pool_report_from_pb(pool_report_to_pb(report)) == report
+
+
+def test_a_tier_of_a_newer_node_is_left_out() -> None:
+    stat = PoolStat(
+        name="n", instance="i", tiers={}, namespaces={}, lookups=0, found=0, stored=0, refused=0, pinned=0, backlog=0
+    )
+    message = pool_report_to_pb(PoolReport(stat=stat, address="a"))
+    message.tiers.add(tier="tape")
+    assert pool_report_from_pb(message).stat.tiers == {}
+
+
+@given(
+    st.builds(PoolBlock, key=KEYS, namespace=NAME, sizes=SIZES, digests=st.binary(), payload=st.binary()),
+    st.builds(Slab, part=st.integers(0, 99), indices=SIZES, sizes=SIZES, digests=st.binary(), payload=st.binary()),
+    st.builds(Selection, namespace=st.none() | NAME, keys=st.lists(KEYS, max_size=3).map(tuple)),
+    st.builds(
+        Entry,
+        key=KEYS,
+        namespace=NAME,
+        bytes=COUNT,
+        tiers=st.lists(st.sampled_from(Tier), unique=True).map(tuple),
+        age_seconds=SECONDS,
+        pinned=st.booleans(),
+    ),
+    st.builds(
+        PoolEvent,
+        kind=st.sampled_from(["stored", "evicted", "cleared"]),
+        keys=st.lists(KEYS, max_size=3).map(tuple),
+        sequence=COUNT,
+    ),
+)
+def test_every_field_crosses_the_wire(
+    stored: PoolBlock, slab: Slab, what: Selection, entry: Entry, event: PoolEvent
+) -> None:
+    assert wire.block_from_pb(wire.block_to_pb(stored)) == stored
+    assert wire.slab_from_pb(wire.slab_to_pb(slab)) == slab
+    assert wire.selection_from_pb(wire.selection_to_pb(what)) == what
+    assert wire.entry_from_pb(wire.entry_to_pb(entry)) == entry
+    assert wire.event_from_pb(wire.event_to_pb(event)) == event

@@ -1,0 +1,182 @@
+"""Storing back: which blocks are offered, that they are held and let go, and that it gives way."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from kvcache.blockbytes import part_bytes, read_blocks, write_part
+from kvcache.blocks import BlockPool
+from kvcache.device import DevicePool
+from kvcache.manager import KVManager
+from kvcache.pool.block import DEFAULT_NAMESPACE, PoolBlock, namespace_of, verify_block
+from kvcache.storeback import StoreBack
+from serving.engine.sequence import Sequence as TokenSequence
+from serving.kvspec import gqa, gqa_int8
+from tests.kvcache.sequences import make_sequence
+
+SPECS = (gqa(2, 4, "float32"), gqa_int8(2, 4))
+SIZE = 4
+
+
+class Sink:
+    def deliver(self, output: object) -> None: ...
+
+
+class Writer:
+    """A pool that takes what it is given, when it is let."""
+
+    def __init__(self) -> None:
+        self.taken: list[PoolBlock] = []
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def put(self, blocks: Sequence[PoolBlock]) -> None:
+        await self.open.wait()
+        self.taken += blocks
+
+
+class World:
+    def __init__(self, **settings: object) -> None:
+        self.blocks = BlockPool(64, SIZE)
+        self.kv = KVManager(self.blocks, "model")
+        self.pool = DevicePool(SPECS, 64, SIZE)
+        for planes in self.pool.planes:
+            for plane in planes:
+                plane.copy_(torch.randint(-100, 100, plane.shape))
+        self.writer = Writer()
+        self.busy = False
+        self.back = StoreBack(
+            self.writer,
+            self.blocks,
+            self.pool,
+            threading.RLock(),
+            busy=lambda: self.busy,
+            **settings,  # type: ignore[arg-type]
+        )
+        self.kv.on_published = self.back.offer
+        self.running = asyncio.create_task(self.back.run())
+
+    def computed(
+        self, tokens: int, *, seed: int = 0, output: int = 0, here: bool = True, **fields: object
+    ) -> TokenSequence:
+        """A sequence of `tokens` prompt and `output` output tokens whose KV has just been computed."""
+        seq = make_sequence(self.kv, [seed * 1000 + i for i in range(tokens)], **fields)  # type: ignore[arg-type]
+        seq.prefill_sink = Sink() if here else None  # type: ignore[assignment]
+        self.kv.open(seq)
+        seq.tokens += [900 + i for i in range(output)]
+        self.kv.grow(seq)
+        seq.computed = tokens + output
+        self.kv.publish(seq)
+        return seq
+
+    async def stop(self) -> None:
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+        self.back.let_go()
+        assert self.back.table() == []
+
+
+async def test_blocks_go_with_their_bytes_and_digests_and_are_let_go() -> None:
+    world = World()
+    seq = world.computed(21)
+    held = world.blocks.held
+    assert len(world.back.table()) == 5 and held == len(seq.blocks)
+    expected = read_blocks(world.pool, seq.blocks[:5], seq.keys, DEFAULT_NAMESPACE)
+    await world.back.wait_idle()
+    assert world.writer.taken == expected
+    for block in world.writer.taken:
+        verify_block(block)
+    world.kv.release(seq)
+    assert world.blocks.held == 0
+    await world.stop()
+
+
+async def test_bytes_come_back_as_they_were() -> None:
+    world = World()
+    seq = world.computed(16)
+    blocks = read_blocks(world.pool, seq.blocks[:4], seq.keys, "n")
+    assert [list(block.sizes) for block in blocks] == [part_bytes(world.pool)] * 4
+    before = [[plane.clone() for plane in planes] for planes in world.pool.planes]
+    others = [40, 7, 33, 21]
+    for layer in range(len(SPECS)):
+        write_part(world.pool, layer, others, b"".join(block.part(layer) for block in blocks))
+    for planes, old in zip(world.pool.planes, before, strict=True):
+        for plane, was in zip(planes, old, strict=True):
+            assert torch.equal(plane[others], was[seq.blocks[:4]])
+            untouched = [block for block in range(64) if block not in others]
+            assert torch.equal(plane[untouched], was[untouched])
+    await world.stop()
+
+
+async def test_what_is_held_is_bounded() -> None:
+    world = World()
+    world.writer.open.clear()
+    for seed in range(5):
+        world.kv.release(world.computed(20, seed=seed))
+    assert len(world.back.table()) == world.back.most == 16
+    assert world.back.dropped == 25 - 16
+    assert world.blocks.held == 16
+    await world.stop()
+    assert world.blocks.held == 0
+
+
+async def test_known_blocks_are_not_offered_again_until_the_pool_lacks_them() -> None:
+    world = World()
+    world.kv.release(world.computed(16))
+    await world.back.wait_idle()
+    world.blocks.clear()
+    world.kv.release(world.computed(16))
+    assert world.back.table() == []
+    world.blocks.clear()
+    keys = [block.key for block in world.writer.taken]
+    world.back.found(keys[2:], here=False)
+    world.kv.release(world.computed(16))
+    await world.back.wait_idle()
+    assert [block.key for block in world.writer.taken[4:]] == keys[2:]
+    await world.stop()
+
+
+async def test_a_decode_worker_offers_what_it_wrote_itself() -> None:
+    world = World()
+    seq = world.computed(8, output=8, here=False)
+    await world.back.wait_idle()
+    assert [block.key for block in world.writer.taken] == seq.keys[2:4]
+    await world.stop()
+
+
+@pytest.mark.parametrize(("settings", "blocks"), [({"outputs": False}, 2), ({"stop_token": 905}, 3), ({}, 4)])
+async def test_outputs_are_left_out_as_asked(settings: dict[str, object], blocks: int) -> None:
+    world = World(**settings)
+    seq = world.computed(8, output=8)
+    await world.back.wait_idle()
+    assert [block.key for block in world.writer.taken] == seq.keys[:blocks]
+    await world.stop()
+
+
+async def test_a_tenants_blocks_count_against_the_tenant() -> None:
+    world = World()
+    world.computed(8, tenant="secret")
+    world.computed(8, seed=1)
+    await world.back.wait_idle()
+    assert [block.namespace for block in world.writer.taken] == [namespace_of("secret")] * 2 + [DEFAULT_NAMESPACE] * 2
+    assert "secret" not in namespace_of("secret")
+    await world.stop()
+
+
+async def test_it_gives_way_to_prompts_that_wait() -> None:
+    world = World()
+    world.busy = True
+    world.computed(16)
+    idle = asyncio.create_task(world.back.wait_idle())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not world.writer.taken
+    world.busy = False
+    await idle
+    assert len(world.writer.taken) == 4
+    await world.stop()

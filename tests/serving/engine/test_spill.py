@@ -1,0 +1,149 @@
+"""Sequences with KV in host memory among others: computed apart from them, and giving way only to their like."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from decode.scheduler import DecodeScheduler
+from kvcache.blocks import BlockPool
+from kvcache.host import HostPlan, HostTier
+from kvcache.manager import KVManager
+from prefill.scheduler import PrefillScheduler
+from serving.engine.batch import EarlierKV, RaggedBatch
+from serving.engine.plan import Plan, Work
+from serving.engine.runner import ModelRunner
+from serving.engine.spill import Move, Spill
+from serving.model.spec import ModelSpec
+from tests.kvcache.sequences import make_sequence
+
+VOCAB = 50
+SPEC = ModelSpec(
+    architecture="llama",
+    vocab_size=VOCAB,
+    hidden=8,
+    layers=2,
+    heads=2,
+    kv_heads=2,
+    head_dim=4,
+    intermediate=8,
+    max_position=100,
+    norm_eps=1e-5,
+)
+
+
+class SummingForward:
+    """Scores token (sum of the sequence's own new tokens) best; notes what it was given, and tells of layers."""
+
+    form = "sums"
+
+    def __init__(self) -> None:
+        self.batches: list[RaggedBatch] = []
+        self.listened: list[bool] = []
+
+    def greedy(self, batch: RaggedBatch, layer_done: object) -> Tensor:
+        return self.logits(batch, layer_done).argmax(-1)
+
+    def logits(self, batch: RaggedBatch, layer_done: object) -> Tensor:
+        self.batches.append(batch)
+        self.listened.append(layer_done is not None)
+        starts = batch.query_start.tolist()
+        best = [int(batch.tokens[a:b].sum()) % VOCAB for a, b in itertools.pairwise(starts)]
+        rows = torch.tensor(best).repeat_interleave(torch.tensor(batch.query_lens))
+        return torch.eye(VOCAB)[rows][batch.logits_rows]
+
+
+class NotedHost:
+    """A host that keeps no bytes."""
+
+    def __init__(self) -> None:
+        self.moves: list[Move] = []
+        self.open = 0
+
+    def move(self, moves: Sequence[Move]) -> None:
+        self.moves += moves
+
+    @contextmanager
+    def stream(self, spill: Spill, computed: int) -> Iterator[EarlierKV]:
+        self.open += 1
+        yield Nothing(spill.moved * 4)
+        self.open -= 1
+
+
+class Nothing(EarlierKV):
+    def __init__(self, tokens: int):
+        self.tokens = tokens
+
+    def pieces(self) -> Iterator[object]:  # type: ignore[override]
+        return iter(())
+
+
+def make_kv(blocks: int = 8, extents: int = 10) -> KVManager:
+    plan = HostPlan(block_size=2, device_blocks=blocks, extent_blocks=2, extents=extents, piece_extents=1)
+    return KVManager(BlockPool(blocks, 2), "model", HostTier(plan))
+
+
+def test_spilled_sequences_are_computed_after_the_others_and_apart() -> None:
+    kv = make_kv()
+    long = make_sequence(kv, list(range(3, 33)), stays=True, prompt_logprobs=0)
+    kv.open(long)
+    assert long.spill is not None
+    short = [make_sequence(kv, [n]) for n in (5, 7)]
+    for seq in short:
+        kv.open(seq)
+    prefill = PrefillScheduler(kv)
+    for count in (7, 5, 6):
+        long.computed += kv.make_room(long, count)
+    host, forward = NotedHost(), SummingForward()
+    runner = ModelRunner(forward, SPEC, 2, host=host)
+    work = [Work(short[0], 1, prefill), Work(long, kv.make_room(long, 4), prefill), Work(short[1], 1, prefill)]
+    result = runner.run(work, lambda layer: None)
+    assert [batch.query_lens for batch in forward.batches] == [(1, 1), (4,)]
+    assert forward.listened == [True, False], "whoever waits for layers hears of each once"
+    assert [[one.token for one in drawn] for drawn in result.drawn] == [[5], [], [7]]  # type: ignore[union-attr]
+    assert list(result.prompt_logprobs) == [1] and len(result.prompt_logprobs[1]) == 4
+    batch = forward.batches[1]
+    assert batch.earlier is not None and batch.earlier.tokens == 4 * long.spill.moved > 0
+    assert batch.positions.tolist() == list(range(long.computed, long.computed + 4))
+    places = [long.blocks[p // 2 - long.spill.blocks] * 2 + p % 2 for p in batch.positions.tolist()]
+    assert batch.slots.tolist() == places
+    assert len(host.moves) == long.spill.moved and long.spill.moves == [] and host.open == 0
+
+
+def test_a_step_without_them_is_one_batch() -> None:
+    kv = make_kv()
+    seq = make_sequence(kv, list(range(3, 33)), stays=True)
+    kv.open(seq)
+    forward, host = SummingForward(), NotedHost()
+    runner = ModelRunner(forward, SPEC, 2, host=host)
+    runner.run([Work(seq, kv.make_room(seq, 5), PrefillScheduler(kv))], None)
+    assert forward.batches[0].earlier is None, "nothing has moved yet"
+
+
+def test_who_lacks_host_memory_takes_it_from_its_like() -> None:
+    kv = make_kv(blocks=18, extents=12)
+    decode = DecodeScheduler(kv, max_model_len=99)
+    oldest, younger = make_sequence(kv, [1] * 36, stays=True), make_sequence(kv, [2] * 36, stays=True)
+    bystander = make_sequence(kv, [3], stays=True)
+    for seq, headroom in ((oldest, 11), (younger, 3), (bystander, 0)):
+        kv.open(seq, headroom=headroom)
+        while seq.uncomputed:
+            seq.computed += kv.make_room(seq, seq.uncomputed)
+        seq.tokens.append(0)
+        decode.add(seq)
+    assert oldest.spill is not None and younger.spill is not None and bystander.spill is None
+    plan = Plan(9, 9)
+    decode.fill(plan, 0.0)
+    while not plan.preempted:
+        for work in plan.work:
+            work.seq.computed += 1
+            work.seq.tokens.append(0)
+        plan = Plan(9, 9)
+        decode.fill(plan, 0.0)
+    assert plan.preempted == [younger] and younger.spill is None and younger.blocks == []
+    assert [work.seq for work in plan.work] == [oldest, bystander], "who holds no extent has none to give"
+    assert kv.host is not None and kv.host.unaccounted([oldest, bystander]) == 0
