@@ -160,6 +160,7 @@ class Bench:
         figures.beside.append(await self.hand_over(figures.name, beside_prefill=True))
 
     async def run(self, rounds: int) -> list[Figures]:
+        await self.dialer.prepare()
         found = [Figures(name) for name in self.names]
         for figures in found:
             await self.round(Figures(figures.name))  # connections, pages and caches

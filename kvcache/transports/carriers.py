@@ -52,6 +52,10 @@ class Carriers(Protocol):
 
     kind: str
 
+    def prepare(self) -> None:
+        """Start what takes a while, unless that has happened. What fails now will fail again when it is needed."""
+        ...
+
     def carrier(self, offer: TransportOffer) -> Carrier:
         """A carrier to whoever made the offer."""
         ...

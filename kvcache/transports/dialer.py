@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 
@@ -59,6 +60,11 @@ class Dialer:
         kind = chosen(kv_transport)
         self._carriers = {kind: _CARRIERS[kind]()} if kind is not None else {}
         self._callers: dict[str, Caller] = {}
+
+    async def prepare(self) -> None:
+        """Start what takes a while, NIXL half a second, so that the first handoff need not wait for it."""
+        for carriers in self._carriers.values():
+            await asyncio.to_thread(carriers.prepare)
 
     def dial(self, grant: LeaseGrant) -> HandoffLink:
         receiver = self.local.get(grant.address)

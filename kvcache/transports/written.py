@@ -10,6 +10,7 @@ import asyncio
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 
 from kvcache.transports.carriers import CarrierFailed, Slots
 from kvcache.transports.lending import Lending
@@ -68,6 +69,10 @@ class NixlCarriers:
 
     def carrier(self, offer: TransportOffer) -> NixlCarrier:
         return NixlCarrier(self, offer.details)
+
+    def prepare(self) -> None:
+        with suppress(CarrierFailed):
+            self.agent()
 
     def agent(self) -> Agent:
         """Takes a while the first time. Raises CarrierFailed."""

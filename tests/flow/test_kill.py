@@ -11,6 +11,7 @@ from signal import SIGCONT, SIGKILL, SIGSTOP
 
 import pytest
 
+from deploy.cli import main
 from tests.flow.client import Asked, Client
 from tests.flow.reference import prompts
 from tests.flow.server import MillraceServer, wait_until
@@ -41,16 +42,14 @@ class Form:
     layers: int
     hidden: int
     tokens: int  # of output: the quicker, the more, so that there is time to do harm
+    quantized: bool = False
 
 
 FORMS = {
     "torch float32": Form(("--kernels", "torch", "--dtype", "float32"), layers=8, hidden=256, tokens=120),
-    "compiled bfloat16": Form(("--kernels", "compiled", "--dtype", "bfloat16"), layers=16, hidden=512, tokens=600),
+    "compiled bfloat16": Form(("--kernels", "compiled", "--dtype", "bfloat16"), layers=16, hidden=512, tokens=250),
     "compiled int8": Form(
-        ("--kernels", "compiled", "--quantization", "int8", "--kv-cache-dtype", "int8"),
-        layers=16,
-        hidden=512,
-        tokens=600,
+        ("--kernels", "compiled", "--kv-cache-dtype", "int8"), layers=16, hidden=512, tokens=250, quantized=True
     ),
 }
 
@@ -62,9 +61,13 @@ def form(request: pytest.FixtureRequest) -> Form:
 
 @pytest.fixture(scope="module")
 def server(form: Form, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MillraceServer]:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
+    folder = tmp_path_factory.mktemp("model")
+    path = tiny_llama(folder / "tiny", layers=form.layers, hidden=form.hidden, kv_heads=4)
+    if form.quantized:
+        assert main(["quantize", str(path), str(folder / "int8")]) == 0
+        path = folder / "int8"
     arguments = (
-        str(tiny_llama(folder, layers=form.layers, hidden=form.hidden, kv_heads=4)),
+        str(path),
         *("--prefill", "2", "--decode", "2", "--served-model-name", "tiny", *form.flags),
         *("--max-num-batched-tokens", "24", "--max-num-seqs", "24", "--no-enable-prefix-caching"),
         *("--num-kv-blocks", "512", "--heartbeat-interval", "0.1", "--heartbeat-timeout", "30"),

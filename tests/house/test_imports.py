@@ -43,6 +43,7 @@ TORCH_FREE = (
     "serving/engine/plan.py",
     "serving/engine/randomness.py",
     "serving/engine/sequence.py",
+    "serving/engine/gate.py",
     "serving/engine/spill.py",
     "kvcache/blocks.py",
     "kvcache/host.py",
