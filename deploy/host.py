@@ -15,10 +15,11 @@ from deploy.model_cache import ModelCache
 from deploy.threads import use_cores
 from deploy.worker import Worker
 from kvcache.pool.remote import RemoteNode
-from kvcache.transports import Dialer
+from kvcache.transports import Dialer, landing_for
 from prefill.service import PrefillService
 from serving.api.status import status_app
 from serving.config import ClusterConfig, EngineConfig, HttpConfig, ModelConfig, PlacementConfig, PoolConfig
+from serving.heap import keep_freed_memory
 from serving.messages import Role
 from serving.metrics import worker_metrics
 from serving.proto import millrace_pb2 as pb
@@ -80,7 +81,12 @@ class WorkerHost:
         grpc_server = server(self.cluster.cluster_key)
         port = listen(grpc_server, self.cluster.grpc_host, self.cluster.grpc_port)
         address = self.cluster.advertise or f"{self.cluster.grpc_host}:{port}"
-        dialer = Dialer(cluster_key=self.cluster.cluster_key)
+        keep_freed_memory()
+        transport = self.engine_config.kv_transport
+        dialer = Dialer(cluster_key=self.cluster.cluster_key, kv_transport=transport)
+        if self.role is not Role.DECODE:
+            await dialer.prepare()
+        landing = landing_for(transport) if self.role is not Role.PREFILL else None
         worker = Worker(
             self.role,
             loaded,
@@ -97,7 +103,8 @@ class WorkerHost:
             self.on_pool_nodes = worker.sharing.set_nodes
         stubs.add_WorkerServicer_to_server(WorkerService(worker), grpc_server)
         if worker.decode is not None:
-            stubs.add_DecodeServicer_to_server(DecodeService(worker.decode), grpc_server)
+            worker.decode.landing = landing
+            DecodeService(worker.decode).add_to(grpc_server)
         if worker.prefill is not None:
             stubs.add_PrefillServicer_to_server(PrefillService(worker.prefill), grpc_server)
         worker.start()
@@ -125,6 +132,8 @@ class WorkerHost:
             await status_door.stop()
         await grpc_server.stop(1.0)
         await dialer.close()
+        if landing is not None:
+            landing.close()
         if not self._exit_code:
             await worker.stop()
         return self._exit_code

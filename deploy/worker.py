@@ -262,8 +262,7 @@ class Worker:
             counters["host_kv_bytes_out"] = float(self.host_kv.bytes_out)
             counters["host_kv_bytes_in"] = float(self.host_kv.bytes_in)
         if self.decode is not None:
-            for reason, count in self.decode.refused.items():
-                counters[f"kv_chunks_refused/{reason}"] = float(count)
+            counters.update(self.decode.counters())
         return WorkerStatus(
             instance=identity.instance,
             name=identity.name,

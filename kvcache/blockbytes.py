@@ -9,9 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvcache.device import DevicePool
 from kvcache.pool.block import PoolBlock, make_block
+
+Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 
 def part_bytes(pool: DevicePool) -> list[int]:
@@ -23,13 +26,7 @@ def read_blocks(pool: DevicePool, blocks: Sequence[int], keys: Sequence[bytes], 
     """Copies of these blocks under these keys, one for one, their digests computed."""
     if not blocks:
         return []
-    where = torch.tensor(blocks, device=pool.planes[0][0].device)
-    columns = [
-        plane.index_select(0, where).reshape(len(blocks), -1).view(torch.uint8).cpu()
-        for planes in pool.planes
-        for plane in planes
-    ]
-    rows = torch.cat(columns, dim=1).numpy()
+    rows = np.concatenate([_taken(plane, blocks) for planes in pool.planes for plane in planes], axis=1)
     sizes = part_bytes(pool)
     return [make_block(key, namespace, cut(row, sizes)) for key, row in zip(keys, rows, strict=True)]
 
@@ -47,11 +44,29 @@ def cut(row: np.ndarray, sizes: Sequence[int]) -> list[bytes | memoryview]:
 
 def write_part(pool: DevicePool, layer: int, blocks: Sequence[int], payload: bytes | memoryview) -> None:
     """One layer of these blocks; `payload` is a part for each, in order, of the right size."""
-    rows = torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(len(blocks), -1)
-    where = torch.tensor(blocks)
+    rows = np.frombuffer(payload, dtype=np.uint8).reshape(len(blocks), -1)
     start = 0
     for plane, spec in zip(pool.planes[layer], pool.specs[layer].planes, strict=True):
         width = spec.token_bytes * pool.block_size
-        piece = rows[:, start : start + width].contiguous().view(plane.dtype).view(len(blocks), *plane.shape[1:])
-        plane.index_copy_(0, where.to(plane.device), piece.to(plane.device))
+        piece = rows[:, start : start + width]
+        if plane.device.type == "cpu":
+            _rows(plane)[list(blocks)] = piece
+        else:
+            values = torch.from_numpy(piece.copy()).view(plane.dtype).view(len(blocks), *plane.shape[1:])
+            plane.index_copy_(0, torch.tensor(blocks, device=plane.device), values.to(plane.device))
         start += width
+
+
+def _rows(plane: Tensor) -> Bytes:
+    """A plane in host memory as uint8 [blocks, bytes of a block]; no copy."""
+    rows: Bytes = plane.view(plane.shape[0], -1).view(torch.uint8).numpy()
+    return rows
+
+
+def _taken(plane: Tensor, blocks: Sequence[int]) -> Bytes:
+    """Copies of these blocks of a plane, uint8 [blocks, bytes of a block]."""
+    if plane.device.type == "cpu":
+        return _rows(plane).take(list(blocks), axis=0)
+    chosen = plane[torch.tensor(blocks, device=plane.device)]
+    taken: Bytes = chosen.reshape(len(blocks), -1).view(torch.uint8).cpu().numpy()
+    return taken

@@ -162,7 +162,8 @@ def split(chunk: Chunk, pool: DevicePool) -> list[list[Tensor]]:
 def _planes(chunk: Chunk, layers: Sequence[LayerKV]) -> list[list[Tensor]]:
     """The payload per layer and plane: uint8 [tokens, token_bytes], views of one copy."""
     tokens = chunk.end - chunk.start
-    data = torch.from_numpy(np.frombuffer(chunk.payload, dtype=np.uint8).copy())
+    given = np.frombuffer(chunk.payload, dtype=np.uint8)
+    data = torch.from_numpy(given if given.flags.writeable else given.copy())  # a slot's bytes are a copy already
     found, offset = [], 0
     for layer in layers:
         parts = []

@@ -37,18 +37,35 @@ class DevicePool:
 
     def read(self, layer: int, slots: Tensor) -> list[Tensor]:
         """Copies of the layer's planes at these slots: uint8 [tokens, token_bytes] each, on the CPU."""
-        return [
-            plane.flatten(0, 1)[slots].contiguous().view(len(slots), -1).view(torch.uint8).cpu()
-            for plane in self.planes[layer]
-        ]
+        return [_taken(plane, slots) for plane in self.planes[layer]]
 
     def write(self, layer: int, slots: Tensor, parts: Sequence[Tensor]) -> None:
         """The inverse of `read`."""
         for plane, part in zip(self.planes[layer], parts, strict=True):
+            if plane.device.type == "cpu":
+                _rows(plane)[slots.numpy()] = part.numpy()
+                continue
             if part.storage_offset() % plane.element_size():
                 part = part.clone()  # a view of another type must begin where that type may
             rows = part.view(plane.dtype).view(len(slots), *plane.shape[2:])
             plane.flatten(0, 1).index_copy_(0, slots.to(plane.device), rows.to(plane.device))
+
+
+def _taken(plane: Tensor, slots: Tensor) -> Tensor:
+    """The plane's rows at these slots, uint8 [tokens, token_bytes]."""
+    if plane.device.type == "cpu":
+        return torch.from_numpy(_rows(plane).take(slots.numpy(), axis=0))
+    return plane.flatten(0, 1)[slots].contiguous().view(len(slots), -1).view(torch.uint8).cpu()
+
+
+def _rows(plane: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """A plane in host memory as uint8 [slots, token_bytes]: numpy copies whole rows, and with no threads but its own.
+
+    torch copies number by number, which takes three times as long, and wakes threads that the model computes with.
+    """
+    slots = plane.shape[0] * plane.shape[1]
+    rows: np.ndarray[tuple[int, ...], np.dtype[np.uint8]] = plane.view(slots, -1).view(torch.uint8).numpy()
+    return rows
 
 
 def _zeros(shape: tuple[int, ...], dtype: str, device: torch.device) -> Tensor:

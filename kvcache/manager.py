@@ -28,6 +28,7 @@ class KVManager:
         self.queries = 0  # tokens looked up in the prefix index
         self.hits = 0  # tokens found there
         self.on_published: Callable[[Sequence, int, int], None] | None = None  # hears of blocks that became whole
+        self.on_shortage: Callable[[], None] | None = None  # called when blocks run out: who holds some idly lets go
 
     @property
     def block_size(self) -> int:
@@ -53,6 +54,7 @@ class KVManager:
         needed = self.blocks_for(len(seq.tokens) + 1) - len(matched)
         self.pool.acquire(matched)
         try:
+            self._want(needed + headroom)
             if needed + headroom > self.pool.available:
                 raise NoRoom(f"{needed} more KV blocks and {headroom} spare needed, {self.pool.available} available")
             fresh = self.pool.allocate(needed)
@@ -83,6 +85,7 @@ class KVManager:
             return
         needed = self.blocks_for(len(seq.tokens)) - len(seq.blocks)
         if needed > 0:
+            self._want(needed)
             seq.blocks.extend(self.pool.allocate(needed))
 
     def make_room(self, seq: Sequence, count: int) -> int:
@@ -135,6 +138,10 @@ class KVManager:
 
     def _too_long(self, seq: Sequence) -> bool:
         return self.blocks_for(len(seq.tokens) + 1) > self.pool.num_blocks
+
+    def _want(self, blocks: int) -> None:
+        if blocks > self.pool.available and self.on_shortage is not None:
+            self.on_shortage()
 
     def _match(self, seq: Sequence) -> list[int]:
         return self.pool.match(self.shareable_keys(seq))

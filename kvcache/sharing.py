@@ -58,6 +58,7 @@ class Sharing:
         self.stores = config.kvcache_store != "none"
         self.prefixes.on_found = self.storeback.found
         kv.on_published = self._published
+        kv.on_shortage = self.storeback.give_up
         self._task: asyncio.Task[None] | None = None
 
     def set_nodes(self, addresses: Iterable[str]) -> None:

@@ -116,6 +116,14 @@ class StoreBack:
         if len(self._known) > KNOWN_KEYS:
             self._known.popitem(last=False)
 
+    def give_up(self) -> None:
+        """Somebody needs blocks: what has not been copied yet stays out of the pool."""
+        self.dropped += len(self._waiting)
+        for offer in self._waiting:
+            self._known.pop(offer.key, None)
+        self._release(self._waiting)
+        self._waiting.clear()
+
     def table(self) -> list[int]:
         """The blocks held, for the audit."""
         return [offer.block for offer in (*self._waiting, *self._sending)]
@@ -160,6 +168,8 @@ class StoreBack:
         began = self._loop.time()
         with self.lock:
             self._sending = self._next()
+        if not self._sending:
+            return
         copying = asyncio.create_task(asyncio.to_thread(self._copy, self._sending))
         try:
             blocks = await asyncio.shield(copying)
@@ -177,8 +187,10 @@ class StoreBack:
     def _next(self) -> list[Offer]:
         """The next blocks of one namespace, about BATCH_BYTES in all."""
         count = max(1, BATCH_BYTES // sum(part_bytes(self.pool)))
-        batch = [self._waiting.popleft()]
-        while self._waiting and len(batch) < count and self._waiting[0].namespace == batch[0].namespace:
+        batch: list[Offer] = []
+        while (
+            self._waiting and len(batch) < count and self._waiting[0].namespace == (batch or self._waiting)[0].namespace
+        ):
             batch.append(self._waiting.popleft())
         return batch
 
@@ -186,6 +198,6 @@ class StoreBack:
         blocks, keys = [offer.block for offer in batch], [offer.key for offer in batch]
         return read_blocks(self.pool, blocks, keys, batch[0].namespace)
 
-    def _release(self, offers: Sequence[Offer]) -> None:
+    def _release(self, offers: Iterable[Offer]) -> None:
         for offer in offers:
             self.blocks.release([offer.block])

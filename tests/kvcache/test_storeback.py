@@ -59,6 +59,7 @@ class World:
             **settings,  # type: ignore[arg-type]
         )
         self.kv.on_published = self.back.offer
+        self.kv.on_shortage = self.back.give_up
         self.running = asyncio.create_task(self.back.run())
 
     def computed(
@@ -123,6 +124,21 @@ async def test_what_is_held_is_bounded() -> None:
     assert world.blocks.held == 16
     await world.stop()
     assert world.blocks.held == 0
+
+
+async def test_whoever_needs_blocks_gets_them() -> None:
+    world = World()
+    world.busy = True
+    for seed in range(5):
+        world.kv.release(world.computed(20, seed=seed))
+    assert len(world.back.table()) == 16 and world.blocks.available == 48
+    large = make_sequence(world.kv, range(10_000, 10_000 + 63 * SIZE))
+    world.kv.open(large)
+    assert len(large.blocks) == 64 and world.back.table() == []
+    world.kv.release(large)
+    world.kv.release(world.computed(20))
+    assert len(world.back.table()) == 5, "what was given up may be offered again"
+    await world.stop()
 
 
 async def test_known_blocks_are_not_offered_again_until_the_pool_lacks_them() -> None:

@@ -216,8 +216,9 @@ async def test_a_slow_receiver_holds_the_sender_up(stream: Way, taking: Taking) 
     await until_stuck(pushed)
     assert len(pushed) < 100 and not pushing.done()
     taking.open.set()
-    await pushing
-    await link.commit(lease_id(), 1)
+    async with asyncio.timeout(30):
+        await pushing
+        await link.commit(lease_id(), 1)
     await link.close()
     assert [one.first_layer for one in taking.chunks] == list(range(100))
 
