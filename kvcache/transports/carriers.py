@@ -17,6 +17,10 @@ class CarrierFailed(Exception):
     """Bytes cannot go this way; they go over the stream instead. It never leaves the transports."""
 
 
+class NoSlots(CarrierFailed):
+    """Too many handoffs at once, which is nobody's fault."""
+
+
 @dataclass(frozen=True, slots=True)
 class Slots:
     """What one handoff may write to: `size` bytes at each of these addresses in the receiver's memory."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcache.chunk import Chunk
-from kvcache.transports.carriers import Carrier, CarrierFailed
+from kvcache.transports.carriers import Carrier, CarrierFailed, NoSlots
 from kvcache.transports.frames import PUSH, Frame, to_wire
 from kvcache.transports.messages import chunk_frame, commit_frame
 from serving.errors import MillraceError, WorkerLost
@@ -179,7 +179,8 @@ class GrpcHandoff:
         try:
             await self._carrier.connect()
         except CarrierFailed as error:
-            log.warning("KV goes to %s over gRPC: %s", self.caller.address, error)
+            level = logging.DEBUG if isinstance(error, NoSlots) else logging.WARNING
+            log.log(level, "KV goes to %s over gRPC: %s", self.caller.address, error)
             await self._do_without_carrier()
 
     async def _do_without_carrier(self) -> None:

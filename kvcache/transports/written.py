@@ -12,7 +12,7 @@ import time
 from concurrent.futures import Future
 from contextlib import suppress
 
-from kvcache.transports.carriers import CarrierFailed, Slots
+from kvcache.transports.carriers import CarrierFailed, NoSlots, Slots
 from kvcache.transports.lending import Lending
 from kvcache.transports.nixl_agent import KIND, Agent
 from serving.messages import TransportOffer
@@ -102,7 +102,7 @@ class NixlCarrier:
     async def connect(self) -> None:
         self._part = self.carriers.lending.lend(time.monotonic())
         if self._part is None:
-            raise CarrierFailed("all slots at this end are in use")
+            raise NoSlots("all slots at this end are in use")
         self._agent = await asyncio.to_thread(self.carriers.agent)
         self._peer = await asyncio.wrap_future(self._agent.meet(self.metadata))
 
