@@ -30,6 +30,13 @@ def ask_all(client: Client) -> list[Outcome]:
     return [one.outcome() for one in asked]
 
 
+def runs(server: MillraceServer, node: str) -> bool:
+    try:
+        return server.worker_pid(node) > 0
+    except AssertionError:
+        return False
+
+
 def hits(server: MillraceServer) -> float:
     return server.metric("external_prefix_cache_hits_total")
 
@@ -64,6 +71,7 @@ def test_nodes_killed_under_load(tiny_path: Path) -> None:
         assert ask_all(client) == undisturbed
         wait_until(lambda: hits(server) > before, 10, "what the other node keeps is used")
 
+        wait_until(lambda: all(runs(server, node) for node in NODES), 30, "the dead node was started again")
         for node in NODES:
             server.signal_worker(node, SIGKILL)
         assert ask_all(client) == undisturbed
