@@ -11,10 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcache.device import DevicePool
+from kvcache.device import Bytes, DevicePool, host_rows
 from kvcache.pool.block import PoolBlock, make_block
-
-Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 
 def part_bytes(pool: DevicePool) -> list[int]:
@@ -50,23 +48,17 @@ def write_part(pool: DevicePool, layer: int, blocks: Sequence[int], payload: byt
         width = spec.token_bytes * pool.block_size
         piece = rows[:, start : start + width]
         if plane.device.type == "cpu":
-            _rows(plane)[list(blocks)] = piece
+            host_rows(plane, pool.num_blocks)[list(blocks)] = piece
         else:
             values = torch.from_numpy(piece.copy()).view(plane.dtype).view(len(blocks), *plane.shape[1:])
             plane.index_copy_(0, torch.tensor(blocks, device=plane.device), values.to(plane.device))
         start += width
 
 
-def _rows(plane: Tensor) -> Bytes:
-    """A plane in host memory as uint8 [blocks, bytes of a block]; no copy."""
-    rows: Bytes = plane.view(plane.shape[0], -1).view(torch.uint8).numpy()
-    return rows
-
-
 def _taken(plane: Tensor, blocks: Sequence[int]) -> Bytes:
     """Copies of these blocks of a plane, uint8 [blocks, bytes of a block]."""
     if plane.device.type == "cpu":
-        return _rows(plane).take(list(blocks), axis=0)
+        return host_rows(plane, plane.shape[0]).take(list(blocks), axis=0)
     chosen = plane[torch.tensor(blocks, device=plane.device)]
     taken: Bytes = chosen.reshape(len(blocks), -1).view(torch.uint8).cpu().numpy()
     return taken

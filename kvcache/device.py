@@ -14,6 +14,8 @@ from torch import Tensor
 
 from serving.kvspec import LayerKV
 
+Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
 
 class DevicePool:
     """KV memory of one worker, described layer by layer by `specs`."""
@@ -43,7 +45,7 @@ class DevicePool:
         """The inverse of `read`."""
         for plane, part in zip(self.planes[layer], parts, strict=True):
             if plane.device.type == "cpu":
-                _rows(plane)[slots.numpy()] = part.numpy()
+                _slot_rows(plane)[slots.numpy()] = part.numpy()
                 continue
             if part.storage_offset() % plane.element_size():
                 part = part.clone()  # a view of another type must begin where that type may
@@ -54,18 +56,22 @@ class DevicePool:
 def _taken(plane: Tensor, slots: Tensor) -> Tensor:
     """The plane's rows at these slots, uint8 [tokens, token_bytes]."""
     if plane.device.type == "cpu":
-        return torch.from_numpy(_rows(plane).take(slots.numpy(), axis=0))
+        return torch.from_numpy(_slot_rows(plane).take(slots.numpy(), axis=0))
     return plane.flatten(0, 1)[slots].contiguous().view(len(slots), -1).view(torch.uint8).cpu()
 
 
-def _rows(plane: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """A plane in host memory as uint8 [slots, token_bytes]: numpy copies whole rows, and with no threads but its own.
+def host_rows(plane: Tensor, count: int) -> Bytes:
+    """A plane in host memory as uint8 [count, bytes of a row], a row for each slot or block; no copy.
 
-    torch copies number by number, which takes three times as long, and wakes threads that the model computes with.
+    numpy copies whole rows, with no threads but its own. torch copies number by number, which takes three times as
+    long, and wakes threads that the model computes with.
     """
-    slots = plane.shape[0] * plane.shape[1]
-    rows: np.ndarray[tuple[int, ...], np.dtype[np.uint8]] = plane.view(slots, -1).view(torch.uint8).numpy()
+    rows: Bytes = plane.view(count, -1).view(torch.uint8).numpy()
     return rows
+
+
+def _slot_rows(plane: Tensor) -> Bytes:
+    return host_rows(plane, plane.shape[0] * plane.shape[1])
 
 
 def _zeros(shape: tuple[int, ...], dtype: str, device: torch.device) -> Tensor:
