@@ -6,6 +6,7 @@ With no node known it does nothing and costs nothing.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 
@@ -18,6 +19,8 @@ from kvcache.prefixes import PoolPrefixes
 from kvcache.storeback import StoreBack
 from serving.config import PoolConfig
 from serving.engine.sequence import Sequence
+
+log = logging.getLogger(__name__)
 
 
 class Sharing:
@@ -66,6 +69,15 @@ class Sharing:
 
     def start(self) -> None:
         self._task = asyncio.create_task(self.storeback.run(), name="store-back")
+        self._task.add_done_callback(self._storing_ended)
+
+    def _storing_ended(self, task: asyncio.Task[None]) -> None:
+        """Should it ever break, nothing more is stored, and no block stays held for it."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.error("storing blocks in the KV pool broke; this worker stores no more", exc_info=error)
+            self.stores = False
+            self.storeback.let_go()
 
     async def bring(self, seq: Sequence, begun: Callable[[], None]) -> None:
         """Fill the sequence's leading blocks with what the pool has (kvcache.prefixes)."""

@@ -54,7 +54,8 @@ async def cluster(
         yield made
         for worker in started.workers:
             assert worker.sharing is not None
-            await worker.sharing.flush(10)
+            if worker.sharing.stores:
+                await worker.sharing.flush(10)
         await made.idle()
 
 
@@ -294,6 +295,23 @@ async def test_a_full_worker_does_not_wait_for_its_own_stores(
         found = await asyncio.gather(*(served(small, ask(prompt)) for prompt in wanted))
     for prompt, (tokens, _) in zip(wanted, found, strict=True):
         assert is_greedy_tiny(tiny_path, prompt, tokens)
+
+
+async def test_storing_that_breaks_holds_nothing(tiny_model: LoadedModel, pool: Pool) -> None:
+    prompt, another = prompts(2, shortest=150, longest=150, seed=91)
+
+    async def broken(blocks: Any) -> None:
+        raise RuntimeError("a bug")
+
+    async with cluster(tiny_model, pool) as workers:
+        [worker] = workers.cluster.workers
+        assert worker.sharing is not None
+        worker.sharing.storeback.writer.put = broken  # type: ignore[method-assign]
+        await served(workers, ask(prompt))
+        while worker.sharing.stores:
+            await asyncio.sleep(0.001)
+        await workers.idle()
+        await served(workers, ask(another))
 
 
 def test_one_process_with_a_disk_remembers_across_a_restart(tiny_path: Path, tmp_path: Path) -> None:
