@@ -26,8 +26,8 @@ import uvloop
 from bench.sink import BLOCK, Sink, smollm2_layers
 from kvcache.device import DevicePool, token_bytes
 from kvcache.handoff import Handoff
+from kvcache.slots.choice import chosen
 from kvcache.transports import Dialer
-from kvcache.transports.dialer import chosen
 from serving.engine.sequence import Sequence
 from serving.heap import keep_freed_memory
 from serving.links import HandoffLink
@@ -230,7 +230,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="rounds over all transports (default: 7)")
     parser.add_argument("--threads", type=int, default=2, help="threads the prefill computes with (default: 2)")
     parser.add_argument("--prefill-ms", type=float, default=560.0, help="how long it computes (default: 560)")
-    parser.add_argument("--kv-transport", default="auto", choices=("auto", "grpc", "nixl"), help="beside gRPC")
+    parser.add_argument("--kv-transport", default="auto", choices=("auto", "grpc", "shm", "nixl"), help="beside gRPC")
     parser.add_argument("--json", type=Path, help="write all figures here")
     return parser.parse_args(arguments)
 

@@ -18,7 +18,7 @@ import uvloop
 from decode.service import DecodeService
 from kvcache.chunk import Chunk, split, verify
 from kvcache.device import DevicePool
-from kvcache.transports import LOCAL, Landing, landing_for
+from kvcache.transports import LOCAL, Landings, landings_for
 from serving.heap import keep_freed_memory
 from serving.kvspec import LayerKV, gqa
 from serving.messages import LeaseId
@@ -35,13 +35,17 @@ def smollm2_layers(layers: int) -> tuple[LayerKV, ...]:
 class Sink:
     """The receiving half (kvcache.transports.Receiver): checks chunks and writes them into one pool, as a lease's."""
 
-    def __init__(self, specs: Sequence[LayerKV], tokens: int, landing: Landing | None = None):
+    def __init__(self, specs: Sequence[LayerKV], tokens: int, landings: Landings | None = None):
         blocks = -(-tokens // BLOCK)
         self.pool = DevicePool(specs, blocks, BLOCK)
         self.blocks = list(range(blocks))
-        self.landing = landing
+        self.landings = landings or Landings()
         self.receiving = 0
         self.taken = 0  # bytes
+
+    async def begin(self, fence: LeaseId) -> int:
+        """Everything is to be handed over."""
+        return 0
 
     async def receive(self, chunk: Chunk, via: str = LOCAL) -> None:
         await asyncio.to_thread(self._receive, chunk)
@@ -60,19 +64,17 @@ class Sink:
 async def serve(layers: int, tokens: int, kv_transport: str) -> None:
     keep_freed_memory()
     torch.set_num_threads(1)
-    sink = Sink(smollm2_layers(layers), tokens, landing_for(kv_transport))
+    sink = Sink(smollm2_layers(layers), tokens, landings_for(kv_transport))
     grpc_server = server()
     port = listen(grpc_server, "127.0.0.1", 0)
     DecodeService(sink).add_to(grpc_server)  # type: ignore[arg-type]
     await grpc_server.start()
-    offers = sink.landing.offers if sink.landing is not None else ()
-    found = {offer.kind: base64.b64encode(offer.details).decode() for offer in offers}
+    found = {offer.kind: base64.b64encode(offer.details).decode() for offer in sink.landings.offers}
     print(json.dumps({"address": f"127.0.0.1:{port}", "transports": found}), flush=True)
     while await asyncio.to_thread(sys.stdin.readline):
         print(time.process_time(), flush=True)
     await grpc_server.stop(0)
-    if sink.landing is not None:
-        sink.landing.close()
+    sink.landings.close()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvcache.directpace import HandoffMeter
 from serving.engine.sequence import Sequence
 from serving.errors import CorruptChunk, InvalidRequest, StaleLease
 from serving.messages import LeaseId, LeaseOrder
@@ -27,19 +28,31 @@ class LeaseState(Enum):
 
 @dataclass(slots=True)
 class Lease:
-    """`filled[layer]` is up to which token that layer's KV is here."""
+    """`filled[layer]` is up to which token that layer's KV has been handed over, `limit` up to which it is to be.
+
+    Tokens of `pooled` come from the KV pool meanwhile. Those that do not come are handed over after all, when the rest
+    has been: then `filled` and `limit` speak of them.
+
+        cached | pooled | handed over    tokens of the sequence; the first are here, the others may be none
+    """
 
     fence: LeaseId
     session: str
     seq: Sequence
     filled: list[int]
     state: LeaseState = LeaseState.FILLING
+    pooled: range = range(0)
+    limit: int = field(init=False)
+    meter: HandoffMeter = field(default_factory=HandoffMeter)
+
+    def __post_init__(self) -> None:
+        self.limit = self.seq.start
 
     def accept(self, first_layer: int, last_layer: int, start: int, end: int) -> None:
         """May this range be written? Chunks of a layer must come gapless, in order and once. Raises CorruptChunk."""
         if self.state is not LeaseState.FILLING:
             raise StaleLease("KV arrived for a lease that is already running", code="state")
-        if end > self.seq.start or any(self.filled[layer] != start for layer in range(first_layer, last_layer)):
+        if end > self.limit or any(self.filled[layer] != start for layer in range(first_layer, last_layer)):
             raise CorruptChunk(f"KV for tokens {start} to {end} arrived out of order", code="order")
 
     def fill(self, first_layer: int, last_layer: int, end: int) -> None:
@@ -47,9 +60,32 @@ class Lease:
         for layer in range(first_layer, last_layer):
             self.filled[layer] = end
 
+    def leave_to_pool(self, tokens: range) -> bool:
+        """These come from the KV pool, the handoff begins after them; False where it has begun, or they do not fit."""
+        untouched = self.state is LeaseState.FILLING and not self.pooled and self.limit == self.seq.start
+        if not untouched or any(upto != tokens.start for upto in self.filled) or tokens.stop >= self.limit:
+            return False
+        self.pooled = tokens
+        self.filled = [tokens.stop] * len(self.filled)
+        return True
+
+    def settle_pool(self, upto: int) -> range:
+        """The pool has brought the tokens before `upto`, and brings no more. What it lacks is to be handed over now."""
+        assert self.handed_over, "what the pool does not bring is handed over last"
+        lacking, self.pooled = range(max(upto, self.pooled.start), self.pooled.stop), range(0)
+        if lacking:
+            self.filled = [lacking.start] * len(self.filled)
+            self.limit = lacking.stop
+        return lacking
+
+    @property
+    def handed_over(self) -> bool:
+        """All that is to be handed over by now is here."""
+        return all(upto == self.limit for upto in self.filled)
+
     @property
     def complete(self) -> bool:
-        return all(upto == self.seq.start for upto in self.filled)
+        return self.handed_over and not self.pooled
 
 
 @dataclass(slots=True)
@@ -90,10 +126,8 @@ class LeaseTable:
             raise StaleLease(f"lease {order.lease.lease} is not open here", code="lease")
         if order.lease.epoch <= lease.fence.epoch:
             raise StaleLease(f"epoch {order.lease.epoch} does not follow {lease.fence.epoch}", code="epoch")
-        lease.fence = order.lease
-        lease.seq = seq
-        lease.filled = [seq.computed] * self.layers
-        lease.state = LeaseState.FILLING
+        lease = Lease(order.lease, lease.session, seq, [seq.computed] * self.layers)
+        self.leases[order.lease.lease] = lease
         return lease
 
     def commit(self, fence: LeaseId) -> Lease:
@@ -112,6 +146,7 @@ class LeaseTable:
         if lease.state is not LeaseState.FILLING:
             raise StaleLease("the lease is already running", code="state")
         lease.state = LeaseState.RUNNING
+        lease.pooled = range(0)
         return lease
 
     def end(self, lease_id: str) -> Lease | None:

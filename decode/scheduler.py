@@ -5,11 +5,70 @@ Pure: no torch, no clock, no I/O.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from decode.speculation import Lookup, Speculation
 from serving.engine.plan import KV, Plan
 from serving.engine.record import StepRecord
 from serving.engine.sequence import Sequence
 from serving.errors import NoRoom
+
+TRIAL_STEPS = 16  # steps that guess, to see what that brings
+AHEAD_STEPS = 512  # steps begun ahead between trials
+DECAY = 0.9  # of the memory of steps, a step
+
+
+@dataclass(slots=True)
+class Turns:
+    """Whether steps guess or begin ahead, where the engine could do either: who begins ahead knows nothing to guess by.
+
+    Guessing brings `gain` tokens more for each that is drawn, beginning ahead saves the share `saved` of a step. What
+    brings more is done; what guessing would bring is tried from time to time.
+    """
+
+    gain: float = 0.0
+    saved: float = 1.0  # until it is measured
+    trial: int = TRIAL_STEPS  # steps of a trial to go
+    begun: int = 0  # steps begun ahead since the last trial
+    drawing: int = 0  # sequences in the guessing step that runs
+    right: int = 0  # guesses in it that were right
+    held_back: bool = False  # the last step did not guess, and none has begun ahead since
+    pause: int = 1  # steps to guess before holding back again, if that was in vain
+
+    @property
+    def guessing(self) -> bool:
+        return self.trial > 0 or self.gain > self.saved
+
+    def begin(self) -> bool:
+        """Whether a step guesses that begins when all tokens are known.
+
+        Where holding back has let no step begin ahead, for whatever reason, it is done ever more seldom.
+        """
+        if self.held_back:
+            self.trial, self.pause = self.pause, min(2 * self.pause, TRIAL_STEPS)
+        self.held_back = not self.guessing
+        return self.guessing
+
+    def begin_ahead(self) -> bool:
+        """Whether a step that can begin ahead of the last one's tokens does."""
+        self.held_back, self.pause = False, 1
+        return not self.guessing
+
+    def guess(self, sequences: int) -> None:
+        """A step of so many sequences, in which tokens may be guessed."""
+        self.drawing, self.right = sequences, 0
+
+    def measured(self, record: StepRecord) -> None:
+        if record.hidden_seconds > 0.0:
+            share = record.hidden_seconds / (record.hidden_seconds + record.busy_seconds)
+            self.saved = share if self.saved == 1.0 else DECAY * self.saved + (1 - DECAY) * share
+            self.begun += 1
+            if self.begun >= AHEAD_STEPS:
+                self.begun, self.trial = 0, TRIAL_STEPS
+        elif self.drawing:
+            self.gain = DECAY * self.gain + (1 - DECAY) * self.right / self.drawing
+            self.trial = max(0, self.trial - 1)
+            self.drawing = 0
 
 
 class DecodeScheduler:
@@ -19,6 +78,7 @@ class DecodeScheduler:
         self.kv = kv
         self.max_model_len = max_model_len
         self.speculation = speculation
+        self.turns = Turns() if speculation is not None else None
         self.running: list[Sequence] = []
         self.preemptions = 0
 
@@ -28,14 +88,43 @@ class DecodeScheduler:
         self.running.append(seq)
 
     def fill(self, plan: Plan, now: float) -> None:
+        guessing = self.turns is None or not plan.leads or not self.running or self.turns.begin()
         for seq in list(self.running):
             if plan.tokens < 1 or plan.seqs < 1:
-                return
+                break
             if seq in plan.preempted:
                 continue
             if self._make_room(seq, plan):
-                draft = self._guess(seq, plan)
+                draft = self._guess(seq, plan) if guessing else ()
                 plan.add(seq, 1 + len(draft), self, draft)
+        if self.turns is not None and guessing:
+            self.turns.guess(len(plan.work))
+
+    def fill_ahead(self, plan: Plan, now: float) -> bool:
+        """All sequences but those whose last token is being drawn, oldest first; False if one lacks blocks."""
+        if self.turns is not None and not self.turns.begin_ahead():
+            return False
+        for seq in self.running:
+            if plan.tokens < 1 or plan.seqs < 1:
+                break
+            if seq.full_with(seq.in_flight, self.max_model_len):
+                continue  # the step that runs draws its last token
+            if seq.spill is not None or not self._hold(seq, seq.in_flight):
+                return False
+            plan.add(seq, 1, self)
+        return True
+
+    def _hold(self, seq: Sequence, unknown: int) -> bool:
+        """Hold blocks for the KV of the sequence's tokens and so many unknown ones; False if there are none."""
+        length = len(seq.tokens)
+        seq.tokens += [0] * unknown  # a sequence is given room for the tokens it has
+        try:
+            self.kv.grow(seq)
+        except NoRoom:
+            return False
+        finally:
+            del seq.tokens[length:]
+        return True
 
     def _guess(self, seq: Sequence, plan: Plan) -> tuple[int, ...]:
         """Tokens to try beyond the next, when that pays and costs nobody else their turn or their blocks."""
@@ -74,10 +163,14 @@ class DecodeScheduler:
     def judged(self, seq: Sequence, guessed: int, right: int) -> None:
         if self.speculation is not None:
             self.speculation.judged(seq.lookup, guessed, right)
+        if self.turns is not None:
+            self.turns.right += right
 
     def measured(self, record: StepRecord) -> None:
         if self.speculation is not None:
             self.speculation.measured(record)
+        if self.turns is not None:
+            self.turns.measured(record)
 
     def stepped(self, seq: Sequence) -> None:
         """Nothing to do: a decoding sequence stays in the batch."""

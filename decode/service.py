@@ -13,13 +13,13 @@ from grpc import aio
 
 from decode.worker import DecodeWorker
 from kvcache.transports import Incoming
-from kvcache.transports.frames import PUSH, Frame, framed, from_wire
+from kvcache.transports.frames import PUSH, Frame, from_wire
 from serving.errors import InvalidRequest, MillraceError
 from serving.links import DecodeSession, LeaseEvent
 from serving.messages import LeaseOrder
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
-from serving.rpc import answering
+from serving.rpc import answering, handle
 from serving.wire import error_to_pb, event_to_pb, grant_to_pb, lease_to_pb, order_from_pb
 
 
@@ -34,9 +34,8 @@ class DecodeService(stubs.DecodeServicer):
         push = grpc.stream_stream_rpc_method_handler(
             self.Push, request_deserializer=from_wire, response_serializer=pb.PushReply.SerializeToString
         )
-        _, service, method = PUSH.split("/")
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: push}),))
-        stubs.add_DecodeServicer_to_server(self, server)  # asked for what the handler before it does not know
+        stubs.add_DecodeServicer_to_server(self, server)
+        handle(server, PUSH, push)
 
     async def Session(
         self, requests: AsyncIterator[pb.SessionRequest], context: aio.ServicerContext
@@ -88,15 +87,13 @@ class DecodeService(stubs.DecodeServicer):
             answer.error.CopyFrom(error_to_pb(error))
         return pb.SessionReply(answer=answer)
 
-    async def Push(
-        self, messages: AsyncIterator[Frame | pb.PushMessage], context: aio.ServicerContext
-    ) -> AsyncIterator[pb.PushReply]:
-        """Frames when registered by `add_to`, messages when by the generated code: the same, with two more copies."""
-        incoming = Incoming(self.worker, self.worker.landing)
+    async def Push(self, messages: AsyncIterator[Frame], context: aio.ServicerContext) -> AsyncIterator[pb.PushReply]:
+        """Frames, which the handler of `add_to` makes of the bytes."""
+        incoming = Incoming(self.worker, self.worker.landings)
         self.worker.receiving += 1
         try:
             async for message in messages:
-                reply = await incoming.take(message if isinstance(message, Frame) else framed(message))
+                reply = await incoming.take(message)
                 if reply is not None:
                     yield reply
         finally:

@@ -11,12 +11,15 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
+from decode.direct import DirectLeases
 from decode.leases import Lease, LeaseTable
 from decode.scheduler import DecodeScheduler
 from kvcache.chunk import Chunk, split, verify
-from kvcache.device import DevicePool
+from kvcache.device import DevicePool, token_bytes
+from kvcache.direct import DirectPrefixes
 from kvcache.manager import KVManager
-from kvcache.transports import LOCAL, Landing
+from kvcache.places import Places
+from kvcache.transports import LOCAL, Landings
 from serving.engine.loop import EngineLoop
 from serving.engine.output import Output
 from serving.engine.sequence import Sequence
@@ -30,7 +33,8 @@ log = logging.getLogger(__name__)
 class DecodeWorker:
     """See the module. `address` is what leases are granted with: where KV is to be pushed.
 
-    `landing` is what is offered beside that, if anything: memory that handoffs may write to.
+    `places` are the memories KV is taken into, by default `pool` alone. `landing` is what is offered beside the
+    address, if anything: memory that handoffs may write to. `direct` brings prefixes straight from the KV pool.
     """
 
     def __init__(
@@ -40,21 +44,25 @@ class DecodeWorker:
         loop: EngineLoop,
         kv: KVManager,
         pool: DevicePool,
+        places: Places | None = None,
         scheduler: DecodeScheduler,
         long_rope: Callable[[int], bool],
         address: str,
-        landing: Landing | None = None,
+        landings: Landings | None = None,
+        direct: DirectPrefixes | None = None,
     ):
         self.identity = identity
         self.loop = loop
         self.engine = loop.engine
         self.kv = kv
         self.pool = pool
+        self.places = places or Places(pool)
         self.scheduler = scheduler
         self.long_rope = long_rope
         self.address = address
-        self.landing = landing
+        self.landings = landings or Landings()
         self.table = LeaseTable(identity.instance, len(pool.specs))
+        self.direct = DirectLeases(self.table, self.engine.lock, direct)
         self.sessions: dict[str, Session] = {}
         self.draining = False
         self.receiving = 0  # handoffs in progress
@@ -96,6 +104,7 @@ class DecodeWorker:
             if lease is None:
                 raise StaleLease(f"lease {order.lease.lease} is not open here", code="lease")
             self.engine.end(lease.seq)
+            self.direct.stop(order.lease.lease)
             try:
                 lease = self.table.advance(order, self._hold(order))
             except MillraceError:
@@ -110,6 +119,7 @@ class DecodeWorker:
             lease = self.table.end(lease_id)
             if lease is not None:
                 self.engine.end(lease.seq)
+                self.direct.stop(lease_id)
         self._note_idle()
         self.loop.wake()
 
@@ -134,10 +144,14 @@ class DecodeWorker:
             cached_tokens=lease.seq.computed,
             address=self.address,
             kv_dtype=self.identity.kv_dtype,
-            transports=self.landing.offers if self.landing is not None else (),
+            transports=self.landings.offers,
         )
 
     # ---- KV in -------------------------------------------------------------------------------------------------
+
+    async def begin(self, fence: LeaseId) -> int:
+        """The first token to hand over: those before it are here, or come from the KV pool; 0 where none do."""
+        return await self.direct.begin(fence)
 
     async def receive(self, chunk: Chunk, via: str = LOCAL) -> None:
         """Check a chunk and write it into its lease's blocks. Raises CorruptChunk, StaleLease."""
@@ -152,20 +166,23 @@ class DecodeWorker:
             layers = split(chunk, self.pool)
             with self.engine.lock:
                 lease = self.table.check(chunk.lease)
-                if lease.seq.spill is not None:
-                    raise StaleLease("KV partly in host memory is computed by its own worker alone", code="host")
                 lease.accept(chunk.first_layer, chunk.last_layer, chunk.start, chunk.end)
-                slots = self.pool.slots(lease.seq.blocks, chunk.start, chunk.end)
-                for layer, parts in enumerate(layers, chunk.first_layer):
-                    self.pool.write(layer, slots, parts)
+                self.places.write(lease.seq, chunk.first_layer, chunk.start, layers)
                 lease.fill(chunk.first_layer, chunk.last_layer, chunk.end)
+                stored = self.pool.specs[chunk.first_layer : chunk.last_layer]
+                lease.meter.came((chunk.end - chunk.start) * token_bytes(stored), self.engine.clock())
         except Retryable as error:
             self._refuse(error, chunk.lease)
             raise
 
-    async def commit(self, fence: LeaseId, first_token: int, via: str = LOCAL) -> None:
-        """All KV is here: the lease joins the batch after `first_token`. Raises CorruptChunk, StaleLease."""
+    async def commit(self, fence: LeaseId, first_token: int, via: str = LOCAL) -> range | None:
+        """All KV is handed over: the lease joins the batch after `first_token`. Raises CorruptChunk, StaleLease.
+
+        Tokens that were to come from the KV pool and did not are returned instead: hand them over and commit again.
+        """
         try:
+            if lacking := await self.direct.settle(fence):
+                return lacking
             with self.engine.lock:
                 lease = self.table.commit(fence)
                 seq = lease.seq
@@ -176,13 +193,18 @@ class DecodeWorker:
         except Retryable as error:
             self._refuse(error, fence)
             raise
+        self.direct.handed_over(lease)
         self.handoffs[via] += 1
         self.loop.wake()
+        return None
 
     def adopt(self, fence: LeaseId) -> Sequence:
         """The lease's own sequence, for a prefill in this same worker. Raises StaleLease."""
         with self.engine.lock:
-            return self.table.adopt(fence).seq
+            seq = self.table.adopt(fence).seq
+            if seq.spill is not None:
+                seq.spill.begin()
+            return seq
 
     def _refuse(self, error: Retryable, fence: LeaseId) -> None:
         reason = error.code or type(error).__name__
@@ -229,6 +251,7 @@ class DecodeWorker:
         for lease in list(self.table.leases.values()):
             session = self.sessions.get(lease.session)
             self.table.end(lease.fence.lease)
+            self.direct.stop(lease.fence.lease)
             if session is not None:
                 session.pending.append(LeaseEvent(lease.fence.lease, lease.fence.epoch, error=error))
         self._flush()

@@ -150,8 +150,6 @@ def _start(given: Mapping[str, Any], settings: Any, child_flags: tuple[str, ...]
     command = given["command"]
     if command == "serve":
         children = children_of(given)
-        if settings.engine.host_kv_memory and set(children) - {Role.MIXED}:
-            raise ValueError("--host-kv-memory works on mixed workers: give --mixed N, or no numbers of workers")
         if not children:
             return uvloop.run(serve_embedded(settings))
         return uvloop.run(serve_front(settings, children, child_flags, given["kvcache"], node_flags(settings)))

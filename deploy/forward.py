@@ -1,4 +1,4 @@
-"""Chooses how a worker computes: compiled CPU kernels where they fit the model, torch otherwise, with one line why.
+"""Chooses how a worker computes: kernels of its device where they fit the model, torch otherwise, with one line why.
 
 Tokens are drawn the same way as their scores are computed.
 """
@@ -6,6 +6,7 @@ Tokens are drawn the same way as their scores are computed.
 from __future__ import annotations
 
 import logging
+from importlib.util import find_spec
 
 import torch
 
@@ -14,6 +15,7 @@ from serving.config import EngineConfig
 from serving.engine.compiled_selection import CompiledSelection
 from serving.engine.forward import EagerForward, Forward
 from serving.engine.fused import FusedForward, supports
+from serving.engine.graphs import GraphSizes
 from serving.engine.sampling import Sampler
 from serving.engine.selection import TorchSelection
 from serving.kernels import cpu
@@ -24,19 +26,16 @@ log = logging.getLogger(__name__)
 
 def make_forward(model: LoadedModel, pool: DevicePool, config: EngineConfig, max_position: int) -> Forward:
     """Raises ValueError when compiled kernels are demanded and cannot be had."""
-    reason = _why_not(model, pool, config)
-    if reason is None:
-        kernels = cpu.load(threads=config.threads)
-        if kernels is not None:
-            torch.set_num_threads(1)  # or torch's idle threads would spin on the cores the kernels compute on
-            return FusedForward(model.model, pool.planes, kernels, max_position)
-        reason = "they could not be built"
+    make = _on_cpu if pool.planes[0][0].device.type == "cpu" else _on_cuda
+    made = "as asked for" if config.kernels == "torch" else make(model, pool, config, max_position)
+    if not isinstance(made, str):
+        return made
     if config.deterministic:
-        raise ValueError(f"--deterministic needs the compiled kernels, which do not fit here: {reason}")
+        raise ValueError(f"--deterministic needs the compiled kernels, which do not fit here: {made}")
     if config.kernels == "compiled":
-        raise ValueError(f"--kernels compiled: {reason}; choose --kernels auto")
+        raise ValueError(f"--kernels compiled: {made}; choose --kernels auto")
     if config.kernels == "auto":
-        log.info("computing with torch: %s", reason)
+        log.info("computing with torch: %s", made)
     return EagerForward(model.model, pool.planes)
 
 
@@ -47,9 +46,33 @@ def make_sampler(forward: Forward) -> Sampler:
     return Sampler(TorchSelection())
 
 
-def _why_not(model: LoadedModel, pool: DevicePool, config: EngineConfig) -> str | None:
-    if config.kernels == "torch":
-        return "as asked for"
-    if pool.planes[0][0].device.type != "cpu":
-        return "the model is not on the CPU"
-    return supports(model.model, model.dtype)
+def _on_cpu(model: LoadedModel, pool: DevicePool, config: EngineConfig, max_position: int) -> Forward | str:
+    """The compiled kernels, or why they cannot be had."""
+    reason = supports(model.model, model.dtype)
+    if reason is not None:
+        return reason
+    kernels = cpu.load(threads=config.threads)
+    if kernels is None:
+        return "they could not be built"
+    torch.set_num_threads(1)  # or torch's idle threads would spin on the cores the kernels compute on
+    return FusedForward(model.model, pool.planes, kernels, max_position)
+
+
+def _on_cuda(model: LoadedModel, pool: DevicePool, config: EngineConfig, max_position: int) -> Forward | str:
+    """The Triton kernels, ready for every size of step, or why they cannot be had."""
+    device = pool.planes[0][0].device
+    if device.type != "cuda":
+        return f"there are no kernels for {device.type} devices"
+    if config.deterministic:
+        return "on CUDA a product's bits may depend on its batch"
+    if find_spec("triton") is None:
+        return "triton is not installed (the extra `gpu`)"
+    from serving.engine import triton_forward  # it imports triton, which is not everywhere
+
+    reason = triton_forward.supports(model.model, model.dtype, pool.planes[0])
+    if reason is not None:
+        return reason
+    forward = triton_forward.TritonForward(model.model, pool.planes, max_position)
+    sizes = GraphSizes.up_to(config.max_num_seqs, max_position) if config.cuda_graphs else None
+    forward.warm_up(config.max_num_batched_tokens, sizes)
+    return forward

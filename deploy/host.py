@@ -15,7 +15,10 @@ from deploy.model_cache import ModelCache
 from deploy.threads import use_cores
 from deploy.worker import Worker
 from kvcache.pool.remote import RemoteNode
-from kvcache.transports import Dialer, landing_for
+from kvcache.pool.slabs import LandingsOnDemand
+from kvcache.slots.carriers import Landings
+from kvcache.slots.choice import landings_for
+from kvcache.transports import Dialer
 from prefill.service import PrefillService
 from serving.api.status import status_app
 from serving.config import ClusterConfig, EngineConfig, HttpConfig, ModelConfig, PlacementConfig, PoolConfig
@@ -86,7 +89,8 @@ class WorkerHost:
         dialer = Dialer(cluster_key=self.cluster.cluster_key, kv_transport=transport)
         if self.role is not Role.DECODE:
             await dialer.prepare()
-        landing = landing_for(transport) if self.role is not Role.PREFILL else None
+        landings = landings_for(transport) if self.role is not Role.PREFILL else Landings()
+        lent = LandingsOnDemand(transport)
         worker = Worker(
             self.role,
             loaded,
@@ -97,13 +101,13 @@ class WorkerHost:
             dialer=dialer,
             on_crash=self._crashed,
             pool_config=self.pool,
-            pool_link=lambda node: RemoteNode(Caller(node, self.cluster.cluster_key)),
+            pool_link=lambda node: RemoteNode(Caller(node, self.cluster.cluster_key), landings=lent),
         )
         if worker.sharing is not None:
             self.on_pool_nodes = worker.sharing.set_nodes
         stubs.add_WorkerServicer_to_server(WorkerService(worker), grpc_server)
         if worker.decode is not None:
-            worker.decode.landing = landing
+            worker.decode.landings = landings
             DecodeService(worker.decode).add_to(grpc_server)
         if worker.prefill is not None:
             stubs.add_PrefillServicer_to_server(PrefillService(worker.prefill), grpc_server)
@@ -132,10 +136,10 @@ class WorkerHost:
             await status_door.stop()
         await grpc_server.stop(1.0)
         await dialer.close()
-        if landing is not None:
-            landing.close()
+        landings.close()
         if not self._exit_code:
             await worker.stop()
+        lent.close()
         return self._exit_code
 
     def _crashed(self) -> None:

@@ -19,6 +19,7 @@ from deploy.heartbeats import addresses
 from kvcache.pool.client import PoolClient
 from kvcache.pool.models import pull, push
 from kvcache.pool.remote import dial
+from kvcache.pool.slabs import LandingsOnDemand
 from serving.config import ClusterConfig, ModelConfig, PoolConfig
 from serving.errors import CorruptChunk, MillraceError, NotFound
 from serving.model.loading import LoadedModel, load, resolve
@@ -109,14 +110,18 @@ def model_name(model: str | None) -> str:
 @asynccontextmanager
 async def client(pool: PoolConfig, cluster: ClusterConfig) -> AsyncIterator[PoolClient]:
     """A client of the pool whose nodes the configuration names and the routers know."""
+    landings = LandingsOnDemand("auto")
     made = PoolClient(
-        partial(dial, cluster_key=cluster.cluster_key), replication=pool.replication, timeout=pool.kvcache_timeout
+        partial(dial, cluster_key=cluster.cluster_key, landings=landings),
+        replication=pool.replication,
+        timeout=pool.kvcache_timeout,
     )
     try:
         made.set_nodes(await nodes(pool, cluster))
         yield made
     finally:
         await made.close()
+        landings.close()
 
 
 async def nodes(pool: PoolConfig, cluster: ClusterConfig) -> list[str]:

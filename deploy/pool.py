@@ -17,11 +17,11 @@ from kvcache.pool.service import PoolService
 from kvcache.pool.store import BlockStore, StoreConfig
 from serving.api.status import status_app
 from serving.config import ClusterConfig, HttpConfig, KvCacheConfig, PlacementConfig, parse_bytes
+from serving.heap import keep_freed_memory
 from serving.messages import PoolReport
 from serving.metrics import pool_metrics
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as registry
-from serving.proto import pool_pb2_grpc as stubs
 from serving.rpc import Caller, listen, server
 from serving.wire import pool_report_to_pb
 
@@ -51,6 +51,7 @@ class PoolHost:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._leaving.set)
+        keep_freed_memory()
         grpc_server = server(self.cluster.cluster_key)
         port = listen(grpc_server, self.cluster.grpc_host, self.cluster.grpc_port)
         address = self.cluster.advertise or f"{self.cluster.grpc_host}:{port}"
@@ -58,7 +59,8 @@ class PoolHost:
         store = await asyncio.to_thread(BlockStore, self.store_config)
         node = PoolNode(name, store, address=address)
         self._last = await node.report()
-        stubs.add_PoolServicer_to_server(PoolService(node), grpc_server)
+        service = PoolService(node)
+        service.add_to(grpc_server)
         await grpc_server.start()
         status_door = await self._open_status_door(node)
         log.info("pool node %s listens on %s", name, address)
@@ -78,6 +80,7 @@ class PoolHost:
             await status_door.stop()
         await node.stop()
         await grpc_server.stop(1.0)
+        service.close()
         log.info("pool node %s leaves", name)
         return 0
 

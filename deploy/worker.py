@@ -20,6 +20,7 @@ from kvcache.blocks import BlockPool
 from kvcache.device import DevicePool, blocks_in
 from kvcache.host import HostPlan, HostTier, plan_host
 from kvcache.manager import KVManager
+from kvcache.places import Places
 from kvcache.pool.links import PoolLink
 from kvcache.sharing import Sharing
 from kvcache.staging import HostKV
@@ -27,7 +28,7 @@ from kvcache.transports import Dialer
 from prefill.scheduler import PrefillScheduler
 from prefill.worker import PrefillWorker
 from serving.config import EngineConfig, ModelConfig, PoolConfig
-from serving.engine.engine import Engine
+from serving.engine.ahead import engine_for
 from serving.engine.loop import EngineLoop
 from serving.engine.plan import Scheduler
 from serving.engine.record import StepRecord
@@ -70,7 +71,7 @@ class Worker:
         blocks = engine_config.num_kv_blocks or blocks_in(
             engine_config.kv_cache_memory, specs, engine_config.block_size
         )
-        host = host_plan(role, specs, engine_config, blocks)
+        host = host_plan(specs, engine_config, blocks)
         if host is not None:
             blocks = host.device_blocks
         limit = context_limit(model, model_config, host.tokens if host else blocks * engine_config.block_size)
@@ -99,7 +100,7 @@ class Worker:
         self._decoding = DecodeScheduler(self.kv, max_model_len=limit, speculation=speculation)
         self._prefilling = PrefillScheduler(self.kv, self._decoding.add, self._measured)
         eos = frozenset(model.spec.eos_token_ids)
-        self.engine = Engine(
+        self.engine = engine_for(model_config.device)(
             ModelRunner(
                 forward,
                 model.spec,
@@ -146,6 +147,7 @@ class Worker:
 
     def _make_doors(self, role: Role, dialer: Dialer, kv_wire: str) -> None:
         long_rope = self.model.spec.rope_is_long
+        places = Places(self.pool, self.host_kv, self.engine.lock)
         self.decode: DecodeWorker | None = None
         self.prefill: PrefillWorker | None = None
         if role is not Role.PREFILL:
@@ -154,9 +156,11 @@ class Worker:
                 loop=self.loop,
                 kv=self.kv,
                 pool=self.pool,
+                places=places,
                 scheduler=self._decoding,
                 long_rope=long_rope,
                 address=self.address,
+                direct=self.sharing.direct if self.sharing is not None else None,
             )
         if role is not Role.DECODE:
             self.prefill = PrefillWorker(
@@ -164,6 +168,7 @@ class Worker:
                 loop=self.loop,
                 kv=self.kv,
                 pool=self.pool,
+                places=places,
                 scheduler=self._prefilling,
                 long_rope=long_rope,
                 dialer=dialer,
@@ -297,6 +302,7 @@ class Worker:
                 "blocks": self.blocks.held,
                 "sequences": len(queued),
                 "streams": decode.receiving if decode is not None else 0,
+                "fetches": decode.direct.running if decode is not None else 0,
                 "tasks": len(self.prefill.sequences()) if self.prefill is not None else 0,
             }
             leaked = {
@@ -324,12 +330,10 @@ def context_limit(model: LoadedModel, config: ModelConfig, pool_tokens: int) -> 
     return min(allowed, pool_tokens)
 
 
-def host_plan(role: Role, specs: tuple[LayerKV, ...], config: EngineConfig, blocks: int) -> HostPlan | None:
+def host_plan(specs: tuple[LayerKV, ...], config: EngineConfig, blocks: int) -> HostPlan | None:
     """How the host memory asked for is used; None where there is none. Raises ValueError where it cannot be."""
     if not config.host_kv_memory:
         return None
-    if role is not Role.MIXED:  # KV that is handed over is read from the device, and written there
-        raise ValueError(f"--host-kv-memory works on mixed workers, not on {role} workers")
     return plan_host(specs, blocks, config.block_size, config.host_kv_memory)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcache.device import Bytes, DevicePool, host_rows
-from kvcache.pool.block import PoolBlock, make_block
+from kvcache.pool.block import PoolBlock, block_of
 
 
 def part_bytes(pool: DevicePool) -> list[int]:
@@ -22,22 +22,20 @@ def part_bytes(pool: DevicePool) -> list[int]:
 
 def read_blocks(pool: DevicePool, blocks: Sequence[int], keys: Sequence[bytes], namespace: str) -> list[PoolBlock]:
     """Copies of these blocks under these keys, one for one, their digests computed."""
-    if not blocks:
-        return []
-    rows = np.concatenate([_taken(plane, blocks) for planes in pool.planes for plane in planes], axis=1)
     sizes = part_bytes(pool)
-    return [make_block(key, namespace, cut(row, sizes)) for key, row in zip(keys, rows, strict=True)]
+    rows = _rows(pool, blocks, sum(sizes))
+    return [block_of(key, namespace, sizes, row.data) for key, row in zip(keys, rows, strict=True)]
 
 
-def cut(row: np.ndarray, sizes: Sequence[int]) -> list[bytes | memoryview]:
-    """The parts of a block's bytes; no copies."""
-    view = row.data.cast("B")
-    parts: list[bytes | memoryview] = []
-    start = 0
-    for size in sizes:
-        parts.append(view[start : start + size])
-        start += size
-    return parts
+def _rows(pool: DevicePool, blocks: Sequence[int], size: int) -> Bytes:
+    """The bytes of each block."""
+    made, start = np.empty((len(blocks), size), dtype=np.uint8), 0
+    for plane in (plane for planes in pool.planes for plane in planes):
+        taken = _taken(plane, blocks)
+        end = start + taken.shape[1]
+        made[:, start:end] = taken
+        start = end
+    return made
 
 
 def write_part(pool: DevicePool, layer: int, blocks: Sequence[int], payload: bytes | memoryview) -> None:

@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from kvcache.device import DevicePool
+from kvcache.device import Bytes, DevicePool, TokenSlots
 from kvcache.heads import Piece, with_heads
 from kvcache.relay import AS_STORED, ENCODINGS, Wire, relay, stored_as
 from serving.errors import CorruptChunk
@@ -81,7 +81,11 @@ def encode(
     By default KV goes as it is stored here, with all its heads. Layers of one chunk that is cut must all have heads.
     """
     slots = pool.slots(blocks, start, end)
-    parts = [part.flatten() for layer in layers for part in _laid_out(pool, layer, slots, wire, piece)]
+    if _as_stored(pool, layers, wire, piece):
+        payload = _read(pool, layers, slots)
+    else:
+        parts = [part.flatten() for layer in layers for part in _laid_out(pool, layer, slots, wire, piece)]
+        payload = torch.cat(parts).numpy()
     heads = range(0) if piece is None or piece.whole else piece.place
     assert not heads or all(pool.specs[layer].heads is not None for layer in layers)
     bare = Chunk(
@@ -94,13 +98,29 @@ def encode(
         last_head=heads.stop,
         start=start,
         end=end,
-        payload=torch.cat(parts).numpy().data.cast("B"),
+        payload=payload.data.cast("B"),
         digest=b"",
     )
     return sealed(bare)
 
 
-def _laid_out(pool: DevicePool, layer: int, slots: Tensor, wire: Wire | None, piece: Piece | None) -> list[Tensor]:
+def _as_stored(pool: DevicePool, layers: range, wire: Wire | None, piece: Piece | None) -> bool:
+    """Whether the layers leave just as they lie in the pool."""
+    asked = slice(layers.start, layers.stop)
+    return piece is None and (wire is None or wire.layers[asked] == pool.specs[asked])
+
+
+def _read(pool: DevicePool, layers: range, slots: TokenSlots) -> Bytes:
+    """The layers' planes one after another, in one pass."""
+    sizes = [slots.tokens * pool.specs[layer].token_bytes for layer in layers]
+    payload, begin = np.empty(sum(sizes), dtype=np.uint8), 0
+    for layer, size in zip(layers, sizes, strict=True):
+        pool.read_into(layer, slots, payload[begin : begin + size])
+        begin += size
+    return payload
+
+
+def _laid_out(pool: DevicePool, layer: int, slots: TokenSlots, wire: Wire | None, piece: Piece | None) -> list[Tensor]:
     """A layer's planes as they are to travel: uint8 [tokens, token_bytes]."""
     planes, source = pool.read(layer, slots), pool.specs[layer]
     if piece is not None and source.heads is not None:
@@ -153,23 +173,31 @@ def wire_layers(chunk: Chunk, specs: Sequence[LayerKV]) -> list[LayerKV]:
     return [with_heads(layer, chunk.last_head - chunk.first_head) for layer in layers]
 
 
-def split(chunk: Chunk, pool: DevicePool) -> list[list[Tensor]]:
-    """The payload of a verified chunk per layer and plane, as the pool stores them: uint8 [tokens, token_bytes]."""
+def split(chunk: Chunk, pool: DevicePool) -> list[list[Bytes]]:
+    """The payload of a verified chunk per layer and plane, as the pool stores them: uint8 [tokens, token_bytes].
+
+    Views of the payload where it travelled as it is stored.
+    """
     layers, stored = wire_layers(chunk, pool.specs), pool.specs[chunk.first_layer : chunk.last_layer]
-    return [relay(*each) for each in zip(_planes(chunk, layers), layers, stored, strict=True)]
+    found = []
+    for parts, source, target in zip(_planes(chunk, layers), layers, stored, strict=True):
+        if source != target:
+            writable = [torch.from_numpy(part if part.flags.writeable else part.copy()) for part in parts]
+            parts = [part.numpy() for part in relay(writable, source, target)]
+        found.append(parts)
+    return found
 
 
-def _planes(chunk: Chunk, layers: Sequence[LayerKV]) -> list[list[Tensor]]:
-    """The payload per layer and plane: uint8 [tokens, token_bytes], views of one copy."""
+def _planes(chunk: Chunk, layers: Sequence[LayerKV]) -> list[list[Bytes]]:
+    """The payload per layer and plane: uint8 [tokens, token_bytes], views of it."""
     tokens = chunk.end - chunk.start
-    given = np.frombuffer(chunk.payload, dtype=np.uint8)
-    data = torch.from_numpy(given if given.flags.writeable else given.copy())  # a slot's bytes are a copy already
+    data = np.frombuffer(chunk.payload, dtype=np.uint8)
     found, offset = [], 0
     for layer in layers:
-        parts = []
+        parts: list[Bytes] = []
         for plane in layer.planes:
             size = tokens * plane.token_bytes
-            parts.append(data[offset : offset + size].view(tokens, plane.token_bytes))
+            parts.append(data[offset : offset + size].reshape(tokens, plane.token_bytes))
             offset += size
         found.append(parts)
     return found
@@ -194,8 +222,8 @@ def join(chunks: Sequence[Chunk], specs: Sequence[LayerKV]) -> Chunk:
     parts = []
     for index, layer in enumerate(layers):
         planes = range(len(stored_as(layer, first.encoding).planes))
-        parts += [torch.cat([piece[index][plane] for piece in pieces], dim=1).flatten() for plane in planes]
-    payload = torch.cat(parts).numpy().data.cast("B")
+        parts += [np.concatenate([piece[index][plane] for piece in pieces], axis=1).reshape(-1) for plane in planes]
+    payload = np.concatenate(parts).data.cast("B")
     return sealed(replace(first, first_head=0, last_head=0, payload=payload))
 
 

@@ -9,12 +9,14 @@ import asyncio
 
 from kvcache.chunk import Chunk, encode
 from kvcache.device import DevicePool
+from kvcache.places import Place, Places
 from kvcache.relay import AS_STORED, Wire
 from serving.engine.sequence import Sequence
+from serving.errors import StaleLease
 from serving.links import HandoffLink
 from serving.messages import LeaseId
 
-CHUNK_BYTES = 1 << 20  # chunks are cut near this size: large enough to amortise a message, small enough to overlap
+CHUNK_BYTES = 2 << 20  # chunks are cut near this size: large enough to amortise a message, small enough to overlap
 
 
 class HandoffPlan:
@@ -35,7 +37,11 @@ class HandoffPlan:
         self.ready[layer] = max(self.ready[layer], min(upto, self.end))
 
     def next(self) -> tuple[range, int, int] | None:
-        """Layers and tokens (start, end) of a chunk that may leave now, about CHUNK_BYTES large; None to wait."""
+        """Layers and tokens (start, end) of a chunk that may leave now, about CHUNK_BYTES large; None to wait.
+
+        Less than that waits for the layers which the step goes on to compute: the fewer messages, the more of the cores
+        is left to it.
+        """
         for first in range(self.layers):
             start, end = self.sent[first], self.ready[first]
             if start == end:
@@ -44,12 +50,20 @@ class HandoffPlan:
             while last < self.layers and (self.sent[last], self.ready[last]) == (start, end):
                 last += 1
             room = max(1, CHUNK_BYTES // self.token_bytes)  # in tokens of one layer
+            if last < self.layers and self.ready[last] < end and (last - first + 1) * (end - start) <= room:
+                return None
             last = min(last, first + max(1, room // (end - start)))
             end = min(end, start + room)
             for layer in range(first, last):
                 self.sent[layer] = end
             return range(first, last), start, end
         return None
+
+    def leave_out(self, start: int) -> None:
+        """The tokens before `start` are not to be sent. Before anything is."""
+        start = min(start, self.end)
+        self.sent = [max(start, sent) for sent in self.sent]
+        self.ready = [max(start, ready) for ready in self.ready]
 
     @property
     def done(self) -> bool:
@@ -59,7 +73,8 @@ class HandoffPlan:
 class Handoff:
     """One sequence's KV on its way to a lease. `run()` it as a task; the engine feeds `layer_done`.
 
-    `layout` is the receiver's, `wire` how KV is laid out for it; by default as it is stored here.
+    `layout` is the receiver's, `wire` how KV is laid out for it; by default as it is stored here. `places` tells where
+    KV is read that may move while it waits to leave; without it all lies in `pool`.
     """
 
     def __init__(
@@ -72,8 +87,9 @@ class Handoff:
         start: int,
         *,
         wire: Wire | None = None,
+        places: Places | None = None,
     ):
-        self.pool = pool
+        self.places = places or Places(pool)
         self.link = link
         self.seq = seq
         self.fence = fence
@@ -89,16 +105,46 @@ class Handoff:
         self.plan.layer_done(layer, upto)
         self._news.set()
 
+    async def send(self) -> None:
+        """Send what the other side does not bring itself, as it is computed. Raises what the link raises."""
+        self.plan.leave_out(await self.link.begin())
+        await self.run()
+
+    async def commit(self, first_token: int) -> None:
+        """All has been sent: hand the sequence over, with what the other side could not bring itself after all.
+
+        Raises what the link raises.
+        """
+        lacking = await self.link.commit(self.fence, first_token)
+        if not lacking:
+            return
+        if not 0 <= lacking.start < lacking.stop <= self.seq.start:
+            raise StaleLease("the decode worker asks for tokens that do not exist", code="range")
+        layers = len(self.plan.sent)
+        self.plan = HandoffPlan(layers, lacking.start, lacking.stop, self.plan.token_bytes)
+        for layer in range(layers):
+            self.plan.layer_done(layer, lacking.stop)
+        await self.run()
+        if await self.link.commit(self.fence, first_token):
+            raise StaleLease("the decode worker still lacks KV", code="incomplete")
+
     async def run(self) -> None:
         """Send chunks until every token of every layer has left. Raises what the link raises."""
         while not self.plan.done:
             self._news.clear()
             while (piece := self.plan.next()) is not None:
-                await self.link.push(await asyncio.to_thread(self._encode, *piece))
+                for chunk in await asyncio.to_thread(self._encode, *piece):
+                    await self.link.push(chunk)
             if not self.plan.done:
                 await self._news.wait()
 
-    def _encode(self, layers: range, start: int, end: int) -> Chunk:
-        chunk = encode(self.pool, self.fence, self.layout, layers, self.seq.blocks, start, end, wire=self.wire)
-        self.bytes_sent += len(chunk.payload)
-        return chunk
+    def _encode(self, layers: range, start: int, end: int) -> list[Chunk]:
+        """These tokens as a chunk, or as one for each memory they lie in."""
+
+        def encoded(place: Place) -> Chunk:
+            where = (place.blocks, place.start, place.end)
+            return encode(place.pool, self.fence, self.layout, layers, *where, wire=self.wire)
+
+        chunks = self.places.read(self.seq, start, end, encoded)
+        self.bytes_sent += sum(len(chunk.payload) for chunk in chunks)
+        return chunks

@@ -8,7 +8,8 @@ they are full, its oldest tokens there move to the host, an extent at a time, an
     token    0 ........ moved extents ........ | ..... resident blocks ..... |
     lies on  the host                          the device
 
-KV moves once and never back: attention reads it through staging buffers (kvcache.staging), piece by piece.
+KV moves once and never back: attention reads it through staging buffers (kvcache.staging), piece by piece. KV that is
+computed elsewhere is laid where it belongs as it arrives, without a move (Spill.arrive, kvcache.places).
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class KVManager:
         available beyond what is taken. Raises NoRoom and takes nothing when they do not.
         """
         assert not seq.blocks and seq.computed == 0
-        if self.host is not None and seq.handoff is None and self._too_long(seq):
+        if self.host is not None and self._too_long(seq):
             self.host.open(seq, self.pool, headroom=headroom)
             return
         matched = self._match(seq)

@@ -90,7 +90,7 @@ class PoolPrefixes:
             async with asyncio.timeout(self.wait):
                 wanted = await self._worth_fetching(keys[local:])
                 if wanted and (arrival := self._room(seq, local, wanted)) is not None:
-                    await self._fetch(arrival, keys[arrival.first : arrival.last], begun)
+                    await self.fetch(arrival, keys[arrival.first : arrival.last], begun)
         except TimeoutError:
             if arrival is not None and arrival.complete:  # it was but the end of the stream that took so long
                 return
@@ -102,6 +102,15 @@ class PoolPrefixes:
 
     async def _worth_fetching(self, keys: Sequence[bytes]) -> int:
         """How many of the leading keys to fetch."""
+        found = await self.lookup(keys)
+        tokens = found * self.kv.block_size
+        if not found or self.always or self.pace.pays(tokens, found * sum(part_bytes(self.pool))):
+            return found
+        self.stats.not_worth += 1
+        return 0
+
+    async def lookup(self, keys: Sequence[bytes]) -> int:
+        """How many of the leading keys the pool has; it keeps those for as long as a prompt may wait."""
         began = self.clock()
         self.stats.queries += len(keys) * self.kv.block_size
         found = await self.reader.lookup(keys, self.wait)
@@ -110,11 +119,7 @@ class PoolPrefixes:
                 self.on_found(keys[:found], True)
                 self.on_found(keys[found:], False)
         self.pace.answered(self.clock() - began)
-        tokens = found * self.kv.block_size
-        if not found or self.always or self.pace.pays(tokens, found * sum(part_bytes(self.pool))):
-            return found
-        self.stats.not_worth += 1
-        return 0
+        return found
 
     def _room(self, seq: TokenSequence, local: int, wanted: int) -> Arrival | None:
         """Blocks of the sequence to fill: those after what the worker has itself. None where there is no room."""
@@ -134,7 +139,8 @@ class PoolPrefixes:
             seq.arrival = arrival = Arrival(self, seq, first, local + wanted, len(self.pool.specs))
             return arrival
 
-    async def _fetch(self, arrival: Arrival, keys: Sequence[bytes], begun: Callable[[], None]) -> None:
+    async def fetch(self, arrival: Arrival, keys: Sequence[bytes], begun: Callable[[], None] = lambda: None) -> None:
+        """Write what comes of these keys into the arrival's blocks, until no more does or its sequence ends."""
         began, size = self.clock(), 0
         sizes = part_bytes(self.pool)
         async with aclosing(self.reader.get(keys, parts=len(sizes))) as slabs:

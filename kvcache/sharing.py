@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 
 from kvcache.device import DevicePool
+from kvcache.direct import DirectPrefixes
+from kvcache.directpace import DirectPace
 from kvcache.fetchpace import FetchPace
 from kvcache.manager import KVManager
 from kvcache.pool.client import PoolClient
 from kvcache.pool.links import PoolLink
-from kvcache.prefixes import PoolPrefixes
+from kvcache.prefixes import PoolPrefixes, PrefixStats
 from kvcache.storeback import StoreBack
 from serving.config import PoolConfig
 from serving.engine.sequence import Sequence
@@ -48,6 +50,13 @@ class Sharing:
             always=config.kvcache_fetch == "always",
         )
         self.fetches = config.kvcache_fetch != "never"
+        self.direct: DirectPrefixes | None = None  # brings prefixes into leases
+        if self.fetches and config.kvcache_direct != "never":
+            self.direct = DirectPrefixes(
+                PoolPrefixes(self.client, kv, pool, lock, self.pace, wait=config.kvcache_wait),
+                DirectPace(self.pace),
+                always=config.kvcache_direct == "always",
+            )
         self.storeback = StoreBack(
             self.client,
             kv.pool,
@@ -108,14 +117,17 @@ class Sharing:
     def counters(self) -> dict[str, float]:
         """Running totals for the worker's heartbeat."""
         client, prefixes = self.client.stats, self.prefixes.stats
+        direct = self.direct.prefixes.stats if self.direct is not None else PrefixStats()
         return {
             "external_prefix_cache_queries": float(prefixes.queries),
             "external_prefix_cache_hits": float(prefixes.hits),
-            "kvcache_fetched_bytes": float(client.bytes_in),
             "kvcache_stored_bytes": float(client.bytes_out),
             "kvcache_dropped_blocks": float(self.storeback.dropped),
             "kvcache_timeouts": float(prefixes.timeouts),
             "kvcache_not_worth": float(prefixes.not_worth),
-            "kvcache_corrupt": float(client.corrupt + prefixes.malformed),
+            "kvcache_corrupt": float(client.corrupt + prefixes.malformed + direct.malformed),
+            "kvcache_direct_tokens": float(direct.hits),
+            "kvcache_direct_fallbacks": float(self.direct.fallbacks if self.direct is not None else 0),
             "kvcache_failures": float(sum(client.failures.values())),
+            **{f"kvcache_fetched_bytes/{via}": float(size) for via, size in client.bytes_in.items()},
         }

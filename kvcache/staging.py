@@ -37,10 +37,12 @@ class HostKV:
         self.pool = pool
         self.windows = tuple(windows)
         self.device = pool.planes[0][0].device
-        self.planes = DevicePool(pool.specs, plan.extents, plan.extent_tokens).planes  # on the CPU, whatever the device
+        self.memory = DevicePool(pool.specs, plan.extents, plan.extent_tokens)  # on the CPU, whatever the device
+        self.planes = self.memory.planes
         self.copier: Copier = ThreadCopier()
         if self.device.type == "cuda":
             self.copier = StreamCopier(self.device)
+            self._moved = torch.cuda.Event()  # type: ignore[no-untyped-call]
             for plane in (plane for layer in self.planes for plane in layer):
                 _pin(plane)
         self._buffers = {spec: [self._buffer(spec) for _ in range(BUFFERS)] for spec in set(pool.specs)}
@@ -63,6 +65,13 @@ class HostKV:
                     extent = host[move.extent]
                     extent.view(len(blocks), -1, *extent.shape[1:]).copy_(plane[blocks], non_blocking=True)
                     self.bytes_out += extent.nbytes
+        if moves and self.device.type == "cuda":
+            self._moved.record(torch.cuda.current_stream(self.device))
+
+    def wait_moves(self) -> None:
+        """What has been moved is in host memory when it returns; whoever reads or writes there on the CPU calls it."""
+        if self.device.type == "cuda":
+            self._moved.synchronize()
 
     @contextmanager
     def stream(self, spill: Spill, computed: int) -> Iterator[EarlierKV]:

@@ -49,6 +49,17 @@ class PrefillScheduler:
         if not plan.work:
             self._fill_arriving(plan, now)
 
+    def fill_ahead(self, plan: Plan, now: float) -> bool:
+        """Prompts are begun by ordinary steps alone: True while there is none, no room for one, or no turn."""
+        full = False
+        for seq in self.queue if plan.tokens and plan.seqs else ():
+            if seq.arrival is not None or (full and not seq.blocks):
+                continue
+            if self._start(seq, now):
+                return False
+            full = True
+        return True
+
     def _fill_arriving(self, plan: Plan, now: float) -> None:
         """Nothing else is to run: begin a prompt whose prefix is still coming, alone, for the step may have to wait."""
         for seq in self.queue:

@@ -14,6 +14,7 @@ from typing import Protocol
 from kvcache.device import DevicePool
 from kvcache.handoff import Handoff
 from kvcache.manager import KVManager
+from kvcache.places import Places
 from kvcache.relay import Wire, choose_wire
 from prefill.scheduler import PrefillScheduler
 from serving.engine.loop import EngineLoop
@@ -56,6 +57,7 @@ class FirstToken:
 class PrefillWorker:
     """See the module (serving.links.PrefillLink). `leases` is set on a mixed worker.
 
+    `places` are the memories KV is handed over from, by default `pool` alone.
     `layout` tells how a decode worker stores KV, `kv_wire` how it is to travel there (see kvcache.relay.choose_wire).
     """
 
@@ -66,6 +68,7 @@ class PrefillWorker:
         loop: EngineLoop,
         kv: KVManager,
         pool: DevicePool,
+        places: Places | None = None,
         scheduler: PrefillScheduler,
         long_rope: Callable[[int], bool],
         dialer: HandoffDialer,
@@ -79,6 +82,7 @@ class PrefillWorker:
         self.engine = loop.engine
         self.kv = kv
         self.pool = pool
+        self.places = places or Places(pool)
         self.scheduler = scheduler
         self.long_rope = long_rope
         self.dialer = dialer
@@ -110,9 +114,9 @@ class PrefillWorker:
         grant = order.grant
         assert grant is not None
         layout, wire = self._laying_out(grant.kv_dtype)
-        handoff = Handoff(self.pool, link, seq, grant.lease, layout, grant.cached_tokens, wire=wire)
+        handoff = Handoff(self.pool, link, seq, grant.lease, layout, grant.cached_tokens, wire=wire, places=self.places)
         seq.handoff = handoff
-        sending = asyncio.create_task(handoff.run(), name=f"handoff-{grant.lease.lease}")
+        sending = asyncio.create_task(handoff.send(), name=f"handoff-{grant.lease.lease}")
         first = asyncio.create_task(self._first(seq), name=f"prefill-{grant.lease.lease}")
         try:
             done, _ = await asyncio.wait([sending, first], return_when=asyncio.FIRST_COMPLETED)
@@ -122,7 +126,7 @@ class PrefillWorker:
             yield prefilled
             if prefilled.delta.finish is None:
                 await sending
-                await link.commit(grant.lease, prefilled.delta.tokens[-1])
+                await handoff.commit(prefilled.delta.tokens[-1])
         except WorkerLost as error:
             if first.done() and not first.cancelled() and first.exception() is error:
                 raise  # our own engine; anything else is the other end's loss
@@ -204,8 +208,6 @@ class PrefillWorker:
         request = order.order.request
         tokens = len(request.prompt) + len(order.order.generated)
         limit = self.identity.max_model_len
-        if order.grant is not None:  # what is handed over is read from the device: all of it must be there
-            limit = min(limit, self.kv.pool.num_blocks * self.kv.block_size)
         if tokens >= limit:
             raise ContextLengthExceeded(
                 f"{tokens} tokens leave no room to generate within the context of {limit}", param="prompt"

@@ -221,9 +221,9 @@ class Fleet:
         self, lease_id: str, request: Request, generated: Sequence[int], build: Build | None
     ) -> tuple[RouterLease | None, bool]:
         """A lease on the first worker that grants one, and whether some were full."""
-        full = False
+        full, tokens = False, len(request.prompt) + len(generated)
         fingerprint = build.fingerprint if build is not None else None
-        for candidate in self.policy.decode_order(request, self.registry.candidates(), fingerprint):
+        for candidate in self.policy.decode_order(tokens, self.registry.candidates(), fingerprint):
             instance = candidate.status.instance
             try:
                 lease = await self._unless_lost(instance, self._open(candidate.status, lease_id, request, generated))
@@ -301,14 +301,16 @@ class Fleet:
 
     # ---- prefill -----------------------------------------------------------------------------------------------
 
-    async def prefill_worker(self, request: Request, lease: RouterLease | NoLease, avoid: set[str]) -> Candidate:
+    async def prefill_worker(
+        self, request: Request, generated: Sequence[int], lease: RouterLease | NoLease, avoid: set[str]
+    ) -> Candidate:
         """The best worker to prefill for this lease; waits for one. Raises Unavailable, or what ends the lease."""
-        instance = lease.fence.instance
+        instance, tokens = lease.fence.instance, len(request.prompt) + len(generated)
         pairing = lease.build.pairing if lease.build is not None else None
         try:
             async with asyncio.timeout(self._patience(request)):
                 while True:
-                    found = self._best_prefill(request, instance, pairing, avoid)
+                    found = self._best_prefill(tokens, instance, pairing, avoid)
                     if found is not None:
                         return found
                     if lease.failed.done():
@@ -318,13 +320,13 @@ class Fleet:
         except TimeoutError:
             raise Unavailable("no prefill worker is ready; start one, or look at /health", retry_after=2.0) from None
 
-    def _best_prefill(self, request: Request, instance: str, pairing: str | None, avoid: set[str]) -> Candidate | None:
+    def _best_prefill(self, tokens: int, instance: str, pairing: str | None, avoid: set[str]) -> Candidate | None:
         """The decode worker itself where it can prefill too, else the policy's choice among its equals."""
         candidates = self.registry.candidates()
         for candidate in candidates:
             if candidate.status.instance == instance and candidate.prefills and instance not in avoid:
                 return candidate
-        order = self.policy.prefill_order(request, candidates, pairing, avoid)
+        order = self.policy.prefill_order(tokens, candidates, pairing, avoid)
         return order[0] if order else None
 
     def link(self, status: WorkerStatus) -> WorkerLink:

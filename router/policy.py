@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from serving.messages import Request, Role, WorkerStatus
+from serving.messages import Role, WorkerStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +28,24 @@ class Candidate:
 class LeastLoaded:
     """Decode where the fewest sequences run for the room there is, prefill where the fewest tokens wait.
 
-    A request whose decode lands on a mixed worker is prefilled there too: its handoff then costs nothing.
+    A request whose decode lands on a mixed worker is prefilled there too: its handoff then costs nothing. Workers that
+    can never hold a request are left out while others can, and who holds it on the device comes before who needs host
+    memory for it. `tokens` are the request's by now, those of its output among them.
     """
 
-    def decode_order(self, request: Request, workers: Iterable[Candidate], fingerprint: str | None) -> list[Candidate]:
+    def decode_order(self, tokens: int, workers: Iterable[Candidate], fingerprint: str | None) -> list[Candidate]:
         """Workers that could decode the request, best first; of this fingerprint, once the request has one."""
         able = [
             worker
             for worker in workers
             if worker.decodes and not worker.status.draining and fingerprint in (None, worker.status.fingerprint)
         ]
-        return sorted(able, key=lambda worker: (_load(worker), worker.status.name))
+        return sorted(
+            _holding(tokens, able), key=lambda worker: (_streams(tokens, worker), _load(worker), worker.status.name)
+        )
 
     def prefill_order(
-        self, request: Request, workers: Iterable[Candidate], pairing: str | None, avoid: Collection[str]
+        self, tokens: int, workers: Iterable[Candidate], pairing: str | None, avoid: Collection[str]
     ) -> list[Candidate]:
         """Workers that could prefill for a request, or a decode worker, of this pairing, best first."""
         able = [
@@ -52,7 +56,19 @@ class LeastLoaded:
             and worker.status.instance not in avoid
             and pairing in (None, worker.status.pairing)
         ]
-        return sorted(able, key=lambda worker: (_queue(worker), worker.status.name))
+        return sorted(
+            _holding(tokens, able), key=lambda worker: (_streams(tokens, worker), _queue(worker), worker.status.name)
+        )
+
+
+def _holding(tokens: int, able: list[Candidate]) -> list[Candidate]:
+    """Those whose context leaves room to generate after so many tokens; all, if there is none, for they say why not."""
+    return [worker for worker in able if tokens < worker.status.max_model_len] or able
+
+
+def _streams(tokens: int, worker: Candidate) -> bool:
+    """Whether the worker's device cannot hold them all: what lies in host memory passes by with every step."""
+    return tokens >= worker.status.total_blocks * worker.status.block_size
 
 
 def _load(worker: Candidate) -> float:

@@ -104,7 +104,7 @@ class Router:
         avoid: set[str] = set()
         failures = 0
         while True:
-            worker = await self.fleet.prefill_worker(request, lease, avoid)
+            worker = await self.fleet.prefill_worker(request, generated, lease, avoid)
             order = LeaseOrder(lease=lease.fence, request=request, generated=tuple(generated))
             timeline.note(Moment.PREFILL_SENT, self.clock())
             try:

@@ -72,7 +72,7 @@ class EngineConfig:
     kv_cache_memory: int = option(2 << 30, "bytes of KV cache a worker, such as 2GiB", least=1)
     num_kv_blocks: int | None = option(None, "KV blocks a worker; overrides --kv-cache-memory", least=1)
     host_kv_memory: int = option(
-        0, "bytes of host memory for KV of sequences longer than the KV cache; mixed workers only; 0: none", least=0
+        0, "bytes of host memory a worker, for KV of sequences longer than its KV cache; 0: none", least=0
     )
     max_num_seqs: int = option(128, "sequences a worker holds at most", least=1)
     max_num_batched_tokens: int = option(512, "tokens a step computes at most: longer prompts go in chunks", least=1)
@@ -90,9 +90,9 @@ class EngineConfig:
     )
     kv_transport: str = option(
         "auto",
-        "how KV travels between processes: over gRPC, or written by NIXL where both ends have it; auto: the best of"
-        " those installed",
-        choices=("auto", "grpc", "nixl"),
+        "how KV travels between processes: over gRPC, written into shared memory where both are on one host, or"
+        " written by NIXL where both have it; auto: the best that leads there",
+        choices=("auto", "grpc", "shm", "nixl"),
     )
     profile: str | None = option(None, "trace every step to FILE.<worker>.json, for ui.perfetto.dev")
     deterministic: bool = option(
@@ -100,6 +100,9 @@ class EngineConfig:
     )
     kernels: str = option(
         "auto", "compute with compiled kernels or with torch alone; auto: compiled where they fit", choices=KERNELS
+    )
+    cuda_graphs: bool = option(
+        True, "on CUDA, replay decode steps from graphs captured at start: quicker steps for a slower start"
     )
     threads: int | None = option(None, "compute threads a worker; default: the host's cores shared out", least=1)
     cpus: str | None = option(None, "cores a worker is bound to, such as 0-3,8; its memory stays on their NUMA node")
@@ -166,6 +169,12 @@ class PoolConfig:
     kvcache_fetch: str = option(
         "auto",
         "whether prefixes are fetched from the KV pool; auto: where that is quicker than computing them",
+        choices=("auto", "always", "never"),
+    )
+    kvcache_direct: str = option(
+        "auto",
+        "whether a decode worker fetches prefixes from the KV pool itself, beside the handoff of what follows them;"
+        " auto: where that is quicker than through a prefill worker",
         choices=("auto", "always", "never"),
     )
     kvcache_store: str = option(

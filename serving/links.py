@@ -70,12 +70,22 @@ class AuditLink(Protocol):
 class HandoffLink(Protocol):
     """How a prefill worker reaches the decode worker that holds a lease. One per handoff; use as a context manager."""
 
+    async def begin(self) -> int:
+        """The first token to hand over: those before it the decode worker has, or brings from the KV pool itself.
+
+        0 where it brings none. Raises as `push`.
+        """
+        ...
+
     async def push(self, chunk: Any) -> None:
         """Send a kvcache.chunk.Chunk. Raises CorruptChunk, StaleLease or WorkerLost, perhaps of an earlier chunk."""
         ...
 
-    async def commit(self, fence: LeaseId, first_token: int) -> None:
-        """All is sent: the decode worker checks that nothing is missing and takes over. Raises as `push`."""
+    async def commit(self, fence: LeaseId, first_token: int) -> range | None:
+        """All is sent: the decode worker checks that nothing is missing and takes over. Raises as `push`.
+
+        Tokens that it did not get from the KV pool are returned: send them, and commit again.
+        """
         ...
 
     async def close(self) -> None: ...

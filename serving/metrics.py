@@ -19,6 +19,8 @@ _TPOT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.
 _E2E = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 _LENGTH = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
+LEAKS = ("leases", "blocks", "host_extents", "tasks", "streams")  # what an audit may find that nobody owns
+
 _WORKER_GAUGES: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
     "num_requests_running": ("Sequences in the running batch", lambda s: s.running),
     "num_requests_waiting": ("Sequences waiting for prefill", lambda s: s.waiting),
@@ -31,12 +33,13 @@ _WORKER_COUNTERS = {
     "prefix_cache_hits": "Prompt tokens found in the prefix cache",
     "external_prefix_cache_queries": "Prompt tokens asked of the KV pool",
     "external_prefix_cache_hits": "Prompt tokens brought from the KV pool",
-    "kvcache_fetched_bytes": "Bytes that came from the KV pool",
     "kvcache_stored_bytes": "Bytes sent to the KV pool",
     "kvcache_dropped_blocks": "New blocks not offered to the KV pool: too many were on their way",
     "kvcache_timeouts": "Prompts that waited for the KV pool as long as they may",
     "kvcache_not_worth": "Prefixes in the KV pool that were computed, because that was quicker",
     "kvcache_corrupt": "Pieces from the KV pool refused on arrival",
+    "kvcache_direct_tokens": "Prompt tokens that decode workers brought from the KV pool themselves",
+    "kvcache_direct_fallbacks": "Handoffs asked for prompt tokens that the KV pool did not bring, or not in time",
     "kvcache_failures": "Calls to nodes of the KV pool that failed",
     "host_kv_bytes_out": "Bytes of KV moved from the device to host memory",
     "host_kv_bytes_in": "Bytes of KV streamed back from host memory",
@@ -81,6 +84,7 @@ _NODE_COUNTERS: dict[str, tuple[str, Callable[[PoolStat], float]]] = {
 _WORKER_LABELLED = {
     "kv_chunks_refused": ("KV chunks refused, by why", "reason"),
     "kv_received_bytes": ("Bytes of KV taken in from prefill workers, by transport", "transport"),
+    "kvcache_fetched_bytes": ("Bytes that came from the KV pool, by transport", "transport"),
     "kv_handoffs": ("Handoffs completed, by transport", "transport"),
 }
 
@@ -170,7 +174,7 @@ class RouterMetrics:
 
     def note_audit(self, audits: Iterable[Audit]) -> None:
         """Take up what an audit found that nobody owns."""
-        leaked: dict[str, int] = {"leases": 0, "blocks": 0, "tasks": 0, "streams": 0}
+        leaked = dict.fromkeys(LEAKS, 0)
         for audit in audits:
             for name, count in audit.leaked.items():
                 leaked[name] = leaked.get(name, 0) + count
@@ -246,7 +250,7 @@ class _Gauges:
         )
         waiting.add_metric((self.model,), self.waiting())
         yield waiting
-        for kind in ("leases", "blocks", "tasks", "streams"):
+        for kind in LEAKS:
             gauge = GaugeMetricFamily(
                 f"millrace:leaked_{kind}", "Held by nobody: 0 unless something leaked", labels=("model_name",)
             )

@@ -91,6 +91,12 @@ def listen(on: aio.Server, host: str, port: int) -> int:
     return bound
 
 
+def handle(on: aio.Server, path: str, handler: Any) -> None:
+    """Have `handler` answer the method `/service/method` instead of what the service's own code registered for it."""
+    _, service, method = path.split("/")
+    on.add_registered_method_handlers(service, {method: handler})
+
+
 class Caller:
     """A channel and the metadata its calls carry. `metadata` goes into every stub call."""
 

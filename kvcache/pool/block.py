@@ -7,7 +7,7 @@ weights a block has one part. No torch, no clock.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -48,9 +48,10 @@ class PoolBlock:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slab:
-    """One part of some of the blocks that were asked for: what a node sends, about a megabyte at a time.
+    """One part of some of the blocks that were asked for: what a node sends, about two megabytes at a time.
 
     `indices` are positions in the list of keys asked for, ascending; `sizes` and `digests` go with them one by one.
+    `via` is the way it came, for the accounts.
     """
 
     part: int
@@ -58,6 +59,7 @@ class Slab:
     sizes: tuple[int, ...]
     digests: bytes
     payload: bytes | memoryview
+    via: str = "local"
 
     def pieces(self) -> Iterator[tuple[int, bytes, memoryview]]:
         """(index, digest, bytes) of each piece."""
@@ -77,13 +79,16 @@ def part_digest(key: bytes, part: int, parts: int, data: bytes | memoryview) -> 
 
 def make_block(key: bytes, namespace: str, parts: list[bytes | memoryview]) -> PoolBlock:
     """A block of these parts with their digests computed."""
-    return PoolBlock(
-        key=key,
-        namespace=namespace,
-        sizes=tuple(len(part) for part in parts),
-        digests=b"".join(part_digest(key, i, len(parts), part) for i, part in enumerate(parts)),
-        payload=b"".join(parts),
-    )
+    return block_of(key, namespace, [len(part) for part in parts], b"".join(parts))
+
+
+def block_of(key: bytes, namespace: str, sizes: Sequence[int], payload: bytes | memoryview) -> PoolBlock:
+    """A block whose parts, of these sizes, lie one after another in `payload`, with their digests computed."""
+    view, start, digests = memoryview(payload), 0, []
+    for part, size in enumerate(sizes):
+        digests.append(part_digest(key, part, len(sizes), view[start : start + size]))
+        start += size
+    return PoolBlock(key=key, namespace=namespace, sizes=tuple(sizes), digests=b"".join(digests), payload=payload)
 
 
 def check_shape(block: PoolBlock) -> None:

@@ -18,12 +18,11 @@ from kvcache.pool.block import PoolBlock, Slab
 from kvcache.pool.fetch import Fetch, as_generator
 from kvcache.pool.links import PoolLink, Selection
 from kvcache.pool.pauses import Pauses
+from kvcache.pool.puts import batches
 from kvcache.pool.ring import Ring
 from serving.errors import MillraceError, Unauthorized, WorkerLost
 
 log = logging.getLogger(__name__)
-
-PUT_BYTES = 8 << 20  # sent in one call: what the timeout has to be enough for
 
 T = TypeVar("T")
 
@@ -38,7 +37,7 @@ class ClientStats:
     gets: int = 0
     puts: int = 0
     stored: int = 0  # blocks that nodes took
-    bytes_in: int = 0
+    bytes_in: Counter[str] = field(default_factory=Counter)  # by the way they came
     bytes_out: int = 0
     corrupt: int = 0  # pieces refused on arrival
     failures: Counter[str] = field(default_factory=Counter)
@@ -138,7 +137,7 @@ class PoolClient:
         try:
             async with aclosing(fetch.slabs()) as slabs:
                 async for slab in slabs:
-                    self.stats.bytes_in += len(slab.payload)
+                    self.stats.bytes_in[slab.via] += len(slab.payload)
                     yield slab
         finally:
             self.stats.corrupt += fetch.corrupt
@@ -256,17 +255,3 @@ class PoolClient:
         self._retired.clear()
         self.ring = Ring()
         await asyncio.gather(*(peer.link.close() for peer in peers), *self._closing)
-
-
-def batches(blocks: Iterable[PoolBlock]) -> Iterator[list[PoolBlock]]:
-    """The blocks in lists of at least one and of about PUT_BYTES at most."""
-    batch: list[PoolBlock] = []
-    size = 0
-    for block in blocks:
-        if batch and size + len(block.payload) > PUT_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(block)
-        size += len(block.payload)
-    if batch:
-        yield batch

@@ -130,6 +130,7 @@ def picked(slab: Slab, pieces: list[tuple[int, bytes, memoryview]]) -> Slab | No
         sizes=tuple(len(data) for _, _, data in pieces),
         digests=b"".join(digest for _, digest, _ in pieces),
         payload=b"".join(data for _, _, data in pieces),
+        via=slab.via,
     )
 
 

@@ -18,7 +18,7 @@ from kvcache.pool.shelf import Counters, Held
 from kvcache.pool.tiers import Place
 from serving.errors import CorruptChunk
 
-SLAB_BYTES = 1 << 20  # no slab has more, unless it is a single part that has
+SLAB_BYTES = 2 << 20  # no slab has more, unless it is a single part that has: what a slot holds
 READ_AHEAD_BYTES = 8 << 20  # of all files of one read together: the first slab waits for so much
 LEAST_READ_BYTES = 1 << 17  # of one file at a time
 

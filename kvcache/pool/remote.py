@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 
+from kvcache.pool import puts
 from kvcache.pool.block import PoolBlock, Slab
 from kvcache.pool.links import Entry, PoolEvent, PoolStat, Selection
-from kvcache.pool.wire import block_to_pb, entry_from_pb, event_from_pb, selection_to_pb, slab_from_pb
+from kvcache.pool.puts import PUT, UNREADABLE, Leaving, Room, batches
+from kvcache.pool.slabs import GET, LandingsOnDemand, Ways, from_wire
+from kvcache.pool.wire import entry_from_pb, event_from_pb, selection_to_pb
+from serving.errors import InvalidRequest
 from serving.messages import PoolReport
 from serving.proto import pool_pb2 as pb
 from serving.proto import pool_pb2_grpc as stubs
@@ -22,20 +26,38 @@ VERIFY_SECONDS = 3600.0  # reads a whole disk
 
 
 class RemoteNode:
-    """`seconds` is the deadline of calls that are answered at once."""
+    """`seconds` is the deadline of calls that are answered at once; `landings` are lent to nodes."""
 
-    def __init__(self, caller: Caller, seconds: float = CALL_SECONDS):
+    def __init__(self, caller: Caller, seconds: float = CALL_SECONDS, landings: LandingsOnDemand | None = None):
         self.caller = caller
         self.seconds = seconds
+        self._ways = Ways(landings)
+        self._leaving = Leaving(landings)
         self._stub = stubs.PoolStub(caller.channel)
+        self._put = caller.channel.unary_unary(PUT, puts.to_wire, pb.PutReply.FromString)
+        self._get = caller.channel.stream_stream(GET, pb.GetMessage.SerializeToString, from_wire)
 
     async def put(self, blocks: Sequence[PoolBlock]) -> int:
-        async def messages() -> AsyncIterator[pb.PoolBlock]:
-            for block in blocks:
-                yield block_to_pb(block)
+        return sum([await self._put_batch(batch) for batch in batches(blocks)])
 
-        with asking(self.caller.address):
-            reply = await self._stub.Put(messages(), metadata=self.caller.metadata, timeout=LONG_SECONDS)
+    async def _put_batch(self, blocks: Sequence[PoolBlock]) -> int:
+        room = await self._leaving.room(sum(len(block.payload) for block in blocks))
+        try:
+            return await self._send(blocks, room)
+        except InvalidRequest as error:
+            if error.param != UNREADABLE or not room.shared:
+                raise
+        self._leaving.leads_nowhere()
+        return await self._send(blocks, await self._leaving.room(0))
+
+    async def _send(self, blocks: Sequence[PoolBlock], room: Room) -> int:
+        answered = False
+        try:
+            with asking(self.caller.address):
+                reply = await self._put(room.frame(blocks), metadata=self.caller.metadata, timeout=LONG_SECONDS)
+            answered = True
+        finally:
+            room.close(answered=answered)
         return int(reply.taken)
 
     async def lookup(self, keys: Sequence[bytes], pin_seconds: float = 0.0) -> list[bool]:
@@ -46,13 +68,24 @@ class RemoteNode:
 
     async def get(self, keys: Sequence[bytes], first_part: int, last_part: int) -> AsyncIterator[Slab]:
         request = pb.GetRequest(keys=keys, first_part=first_part, last_part=last_part)
-        call = self._stub.Get(request, metadata=self.caller.metadata, timeout=LONG_SECONDS)
+        arrival = await self._ways.arrival()
+        arrival.lend(request)
+        call = self._get(metadata=self.caller.metadata, timeout=LONG_SECONDS)
         try:
             with asking(self.caller.address):
-                async for message in call:
-                    yield slab_from_pb(message)
+                await call.write(pb.GetMessage(request=request))
+                async for frame in call:
+                    if frame.message.end:
+                        await call.done_writing()
+                        continue
+                    slab, slot = arrival.take(frame)
+                    if slot is not None:
+                        await call.write(pb.GetMessage(freed=slot))
+                    yield slab
+            arrival.settled()
         finally:
             call.cancel()
+            arrival.close()
 
     async def evict(self, what: Selection) -> int:
         with asking(self.caller.address):
@@ -94,6 +127,11 @@ class RemoteNode:
         await self.caller.close()
 
 
-def dial(address: str, cluster_key: str | None = None, seconds: float = CALL_SECONDS) -> RemoteNode:
+def dial(
+    address: str,
+    cluster_key: str | None = None,
+    seconds: float = CALL_SECONDS,
+    landings: LandingsOnDemand | None = None,
+) -> RemoteNode:
     """The node at host:port. Nothing is sent before the first call."""
-    return RemoteNode(Caller(address, cluster_key), seconds)
+    return RemoteNode(Caller(address, cluster_key), seconds, landings)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import TypeVar, cast
 
+import grpc
 from grpc import aio
 
-from kvcache.pool.block import PoolBlock
+from kvcache.pool import puts
 from kvcache.pool.node import PoolNode
-from kvcache.pool.wire import block_from_pb, entry_to_pb, event_to_pb, selection_from_pb, slab_to_pb
+from kvcache.pool.puts import PUT, PutFrame, taken
+from kvcache.pool.slabs import END, GET, Delivery, SlabFrame, to_wire
+from kvcache.pool.wire import entry_to_pb, event_to_pb, selection_from_pb
+from kvcache.slots.choice import carriers_for
+from serving.errors import InvalidRequest
 from serving.proto import pool_pb2 as pb
 from serving.proto import pool_pb2_grpc as stubs
-from serving.rpc import answering
+from serving.rpc import answering, handle
 from serving.wire import pool_report_to_pb
-
-BATCH_BYTES = 8 << 20  # blocks of a put are stored when so many bytes have come: the sender waits meanwhile
 
 T = TypeVar("T")
 
@@ -26,24 +30,58 @@ class PoolService(stubs.PoolServicer):
 
     def __init__(self, node: PoolNode):
         self.node = node
+        self._carriers = carriers_for("auto")
 
-    async def Put(self, requests: AsyncIterator[pb.PoolBlock], context: aio.ServicerContext) -> pb.PutReply:
-        taken = 0
+    def add_to(self, server: aio.Server) -> None:
+        """Register with a server; `Put` and `Get` without protobuf's copies of payloads."""
+        put = grpc.unary_unary_rpc_method_handler(
+            self.Put, request_deserializer=puts.from_wire, response_serializer=pb.PutReply.SerializeToString
+        )
+        get = grpc.stream_stream_rpc_method_handler(
+            self.Get, request_deserializer=pb.GetMessage.FromString, response_serializer=to_wire
+        )
+        stubs.add_PoolServicer_to_server(self, server)
+        handle(server, PUT, put)
+        handle(server, GET, get)
+
+    def close(self) -> None:
+        for carriers in self._carriers.values():
+            carriers.close()
+
+    async def Put(self, frame: PutFrame, context: aio.ServicerContext) -> pb.PutReply:
         async with answering(context):
-            async for blocks in batches(requests):
-                taken += await self.node.put(blocks)
-        return pb.PutReply(taken=taken)
+            count = await self.node.put(await asyncio.to_thread(taken, frame))
+        return pb.PutReply(taken=count)
 
     async def Lookup(self, request: pb.LookupRequest, context: aio.ServicerContext) -> pb.LookupReply:
         async with answering(context):
             found = await self.node.lookup(tuple(request.keys), request.pin_seconds)
         return pb.LookupReply(found=found)
 
-    async def Get(self, request: pb.GetRequest, context: aio.ServicerContext) -> AsyncIterator[pb.Slab]:
-        slabs = self.node.get(tuple(request.keys), request.first_part, request.last_part)
-        async with answering(context), leaving(slabs) as sent:
-            async for slab in sent:
-                yield slab_to_pb(slab)
+    async def Get(
+        self, messages: AsyncIterator[pb.GetMessage], context: aio.ServicerContext
+    ) -> AsyncIterator[SlabFrame]:
+        """Frames, which the handler of `add_to` turns into bytes."""
+        async with answering(context):
+            first = await anext(aiter(messages), None)
+            if first is None or not first.HasField("request"):
+                raise InvalidRequest("a get begins with what is asked for", param="request")
+            request = first.request
+            delivery = Delivery(self._carriers, request)
+            hearing = asyncio.create_task(_hear(messages, delivery), name="get-freed")
+            try:
+                await delivery.begin()
+                slabs = self.node.get(tuple(request.keys), request.first_part, request.last_part)
+                async with leaving(slabs) as sent:
+                    async for slab in sent:
+                        yield await delivery.frame(slab)
+                if request.slots:  # a message on its way to a stream that is over would break it
+                    yield END
+                    await hearing
+            finally:
+                hearing.cancel()
+                await asyncio.gather(hearing, return_exceptions=True)
+                await delivery.close()
 
     async def Evict(self, request: pb.Selection, context: aio.ServicerContext) -> pb.EvictReply:
         async with answering(context):
@@ -71,20 +109,13 @@ class PoolService(stubs.PoolServicer):
                 yield event_to_pb(event)
 
 
+async def _hear(messages: AsyncIterator[pb.GetMessage], delivery: Delivery) -> None:
+    """Which slots are free again, while the asker says so."""
+    async for message in messages:
+        if message.WhichOneof("part") == "freed":
+            delivery.freed(message.freed)
+
+
 def leaving(stream: AsyncIterator[T]) -> aclosing[AsyncGenerator[T, None]]:
     """Around a stream of the node's: when the caller is gone, so is the stream, at once."""
     return aclosing(cast("AsyncGenerator[T, None]", stream))
-
-
-async def batches(requests: AsyncIterator[pb.PoolBlock]) -> AsyncIterator[list[PoolBlock]]:
-    """Blocks as they come, some megabytes at a time."""
-    blocks: list[PoolBlock] = []
-    size = 0
-    async for message in requests:
-        blocks.append(block_from_pb(message))
-        size += len(message.payload)
-        if size >= BATCH_BYTES:
-            yield blocks
-            blocks, size = [], 0
-    if blocks:
-        yield blocks

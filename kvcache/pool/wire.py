@@ -1,53 +1,12 @@
-"""The pool's blocks, slabs, listings and events to protobuf and back, field by field; it decides nothing.
+"""The pool's listings and events to protobuf and back, field by field; it decides nothing.
 
 What nodes report of themselves is in serving/wire.py, since routers read it too.
 """
 
 from __future__ import annotations
 
-from kvcache.pool.block import PoolBlock, Slab
 from kvcache.pool.links import Entry, PoolEvent, Selection, Tier
 from serving.proto import pool_pb2 as pb
-
-
-def block_to_pb(block: PoolBlock) -> pb.PoolBlock:
-    return pb.PoolBlock(
-        key=block.key,
-        namespace=block.namespace,
-        sizes=block.sizes,
-        digests=block.digests,
-        payload=bytes(block.payload),
-    )
-
-
-def block_from_pb(message: pb.PoolBlock) -> PoolBlock:
-    return PoolBlock(
-        key=message.key,
-        namespace=message.namespace,
-        sizes=tuple(message.sizes),
-        digests=message.digests,
-        payload=message.payload,
-    )
-
-
-def slab_to_pb(slab: Slab) -> pb.Slab:
-    return pb.Slab(
-        part=slab.part,
-        indices=slab.indices,
-        sizes=slab.sizes,
-        digests=slab.digests,
-        payload=bytes(slab.payload),
-    )
-
-
-def slab_from_pb(message: pb.Slab) -> Slab:
-    return Slab(
-        part=message.part,
-        indices=tuple(message.indices),
-        sizes=tuple(message.sizes),
-        digests=message.digests,
-        payload=message.payload,
-    )
 
 
 def selection_to_pb(what: Selection) -> pb.Selection:

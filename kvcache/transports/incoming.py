@@ -6,7 +6,7 @@ otherwise break it, and the reason with it.
 
 from __future__ import annotations
 
-from kvcache.transports.carriers import Landing, Slots
+from kvcache.slots.carriers import Landing, Landings, Slots
 from kvcache.transports.frames import Frame
 from kvcache.transports.local import Receiver
 from kvcache.transports.messages import chunk_from_pb
@@ -20,9 +20,10 @@ STREAM = "grpc"
 class Incoming:
     """One handoff as its receiver sees it. Give it every message, then `close` it, however the stream ended."""
 
-    def __init__(self, receiver: Receiver, landing: Landing | None = None):
+    def __init__(self, receiver: Receiver, landings: Landings | None = None):
         self.receiver = receiver
-        self.landing = landing
+        self.landings = landings or Landings()
+        self._landing: Landing | None = None  # the one that lent the slots
         self.via = STREAM
         self._slots: Slots | None = None
         self._greeted = False
@@ -49,10 +50,15 @@ class Incoming:
             raise InvalidRequest("a handoff begins with a hello, and has no second one", param="hello")
         if part == "hello":
             self._greeted = True
-            return pb.PushReply(welcome=self._welcome(message.hello.transport))
+            welcome = self._welcome(message.hello.transport)
+            if message.hello.HasField("lease"):
+                welcome.start = await self.receiver.begin(lease_from_pb(message.hello.lease))
+            return pb.PushReply(welcome=welcome)
         if part == "commit":
             commit = message.commit
-            await self.receiver.commit(lease_from_pb(commit.lease), commit.first_token, self.via)
+            lacking = await self.receiver.commit(lease_from_pb(commit.lease), commit.first_token, self.via)
+            if lacking:
+                return pb.PushReply(lacking=pb.TokenRange(start=lacking.start, end=lacking.stop))
             return pb.PushReply(committed=True)
         if part != "chunk":
             raise InvalidRequest("a message of a handoff is empty, or of a kind unknown here", param="part")
@@ -60,8 +66,9 @@ class Incoming:
 
     def _welcome(self, transport: str) -> pb.PushWelcome:
         """Lends slots to a sender that asks for a transport there is here."""
-        if self.landing is not None and transport == self.landing.kind:
-            self._slots = self.landing.lend()
+        self._landing = self.landings.of(transport)
+        if self._landing is not None:
+            self._slots = self._landing.lend()
         if self._slots is None:
             return pb.PushWelcome()
         return pb.PushWelcome(slots=self._slots.addresses, slot_size=self._slots.size)
@@ -70,18 +77,18 @@ class Incoming:
         if not chunk.HasField("slot"):
             await self.receiver.receive(chunk_from_pb(chunk, payload), STREAM)
             return None
-        self.via = transport = self.landing.kind if self.landing is not None else STREAM
+        self.via = transport = self._landing.kind if self._landing is not None else STREAM
         await self.receiver.receive(chunk_from_pb(chunk, self._landed(chunk.slot, chunk.slot_bytes)), transport)
         return pb.PushReply(freed=chunk.slot)
 
     def _landed(self, slot: int, length: int) -> bytes | memoryview:
         """What lies in a slot. One that was not lent holds nothing: the digest says so, and the receiver counts it."""
-        if self.landing is None or self._slots is None:
+        if self._landing is None or self._slots is None:
             return b""
-        return self.landing.read(self._slots, slot, length)
+        return self._landing.read(self._slots, slot, length)
 
     def close(self) -> None:
         """The stream is over, one way or another: only the sender's word tells that nothing more will be written."""
-        if self._slots is not None and self.landing is not None:
-            self.landing.take_back(self._slots, settled=self._settled)
+        if self._slots is not None and self._landing is not None:
+            self._landing.take_back(self._slots, settled=self._settled)
             self._slots = None

@@ -14,20 +14,25 @@ class Receiver(Protocol):
     """The receiving half: a decode worker. `via` names the transport, for its accounts."""
 
     async def receive(self, chunk: Chunk, via: str = LOCAL) -> None: ...
-    async def commit(self, fence: LeaseId, first_token: int, via: str = LOCAL) -> None: ...
+    async def begin(self, fence: LeaseId) -> int: ...
+    async def commit(self, fence: LeaseId, first_token: int, via: str = LOCAL) -> range | None: ...
 
 
 class LocalHandoff:
     """Hands chunks to a receiver in the same process (serving.links.HandoffLink)."""
 
-    def __init__(self, receiver: Receiver):
+    def __init__(self, receiver: Receiver, fence: LeaseId | None = None):
         self.receiver = receiver
+        self.fence = fence
+
+    async def begin(self) -> int:
+        return await self.receiver.begin(self.fence) if self.fence is not None else 0
 
     async def push(self, chunk: Chunk) -> None:
         await self.receiver.receive(chunk)
 
-    async def commit(self, fence: LeaseId, first_token: int) -> None:
-        await self.receiver.commit(fence, first_token)
+    async def commit(self, fence: LeaseId, first_token: int) -> range | None:
+        return await self.receiver.commit(fence, first_token)
 
     async def close(self) -> None:
         """Nothing is open."""

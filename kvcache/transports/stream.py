@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcache.chunk import Chunk
-from kvcache.transports.carriers import Carrier, CarrierFailed, NoSlots
+from kvcache.slots.carriers import Carrier, CarrierFailed, NoSlots
 from kvcache.transports.frames import PUSH, Frame, to_wire
 from kvcache.transports.messages import chunk_frame, commit_frame
 from serving.errors import MillraceError, WorkerLost
 from serving.messages import LeaseId
 from serving.proto import millrace_pb2 as pb
 from serving.rpc import Caller, asking
-from serving.wire import error_from_pb
+from serving.wire import error_from_pb, lease_to_pb
 
 log = logging.getLogger(__name__)
 
@@ -38,18 +38,24 @@ class _Written:
 
 
 class GrpcHandoff:
-    """One handoff over a stream (serving.links.HandoffLink). After a refusal the next call here raises it."""
+    """One handoff over a stream (serving.links.HandoffLink). After a refusal the next call here raises it.
 
-    def __init__(self, caller: Caller, carrier: Carrier | None = None):
+    Without a `fence` the other end is not asked what it brings itself: all is handed over.
+    """
+
+    def __init__(self, caller: Caller, carrier: Carrier | None = None, fence: LeaseId | None = None):
         self.caller = caller
+        self.fence = fence
         self._carrier = carrier
         self._addresses: list[int] = []  # of the slots, in the receiver's memory
         self._slot_size = 0
+        self._start = 0  # the first token to hand over
         self._free: asyncio.Queue[int] = asyncio.Queue()  # slots nothing lies in
         self._outgoing: asyncio.Queue[Frame | _Written | None] = asyncio.Queue(WINDOW)
         loop = asyncio.get_running_loop()
         self._welcomed: Future[pb.PushWelcome] = loop.create_future()
         self._ready: Future[None] = loop.create_future()
+        self._lacking: Future[range] = loop.create_future()  # what the last commit was answered with
         self._outcome: Future[None] = loop.create_future()  # the commit was accepted, or why all this is over
         push = caller.channel.stream_stream(PUSH, to_wire, pb.PushReply.FromString)
         self._call = push(metadata=caller.metadata)
@@ -58,6 +64,10 @@ class GrpcHandoff:
         self._writing.add_done_callback(self._written)
 
     # ---- what the handoff calls --------------------------------------------------------------------------------
+
+    async def begin(self) -> int:
+        await self._unless_over(self._ready)
+        return self._start
 
     async def push(self, chunk: Chunk) -> None:
         if not self._ready.done():
@@ -68,9 +78,12 @@ class GrpcHandoff:
         slot = await self._free_slot()
         await self._put(_Written(chunk, slot, self._carrier.write(slot, self._addresses[slot], chunk.payload)))
 
-    async def commit(self, fence: LeaseId, first_token: int) -> None:
+    async def commit(self, fence: LeaseId, first_token: int) -> range | None:
+        self._lacking = asyncio.get_running_loop().create_future()
         await self._put(commit_frame(fence, first_token))
-        await self._unless_over(self._outcome)
+        answers: list[Future[Any]] = [self._lacking, self._outcome]
+        await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+        return self._outcome.result() if self._outcome.done() else self._lacking.result()
 
     async def close(self) -> None:
         """One that was answered takes leave, and so does one with slots; any other is broken off."""
@@ -148,6 +161,8 @@ class GrpcHandoff:
             self._over(error_from_pb(reply.error))
         elif part == "committed":
             self._over(None)
+        elif part == "lacking" and not self._lacking.done():
+            self._lacking.set_result(range(reply.lacking.start, reply.lacking.end))
 
     async def _write(self) -> None:
         """Greet, then write what is put, in order, until None."""
@@ -164,8 +179,10 @@ class GrpcHandoff:
         """Nothing else is written before the other end answers: a stranger hears that he is one, not a broken call."""
         await self._connect()
         kind = self._carrier.kind if self._carrier is not None else ""
-        await self._call.write(Frame(pb.PushMessage(hello=pb.PushHello(transport=kind))))
+        lease = lease_to_pb(self.fence) if self.fence is not None else None
+        await self._call.write(Frame(pb.PushMessage(hello=pb.PushHello(transport=kind, lease=lease))))
         welcome = await self._welcomed
+        self._start = welcome.start
         self._addresses, self._slot_size = list(welcome.slots), welcome.slot_size
         for slot in range(len(self._addresses)):
             self._free.put_nowait(slot)

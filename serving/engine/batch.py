@@ -11,12 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from serving.engine.gate import Gate
+from serving.engine.transfer import all_on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ class RaggedBatch:
     block_size: int  # tokens a block
     query_lens: tuple[int, ...]  # B values, as Python ints for per-sequence loops
     context_lens_list: tuple[int, ...]  # the same as context_lens
-    logits_rows: Tensor  # [R] int64, rows of T whose logits are wanted
+    logits_rows: Tensor  # [R] int64, rows of T whose logits are wanted, each once and in order
     long_rope: Tensor | None = None  # [T] bool, LongRoPE's choice for each token's sequence; None: short everywhere
     earlier: EarlierKV | None = None  # of the only sequence: its row of block_tables begins after these tokens
     gate: Gate | None = None  # of the only sequence: where to wait for each layer's KV of the tokens before these
@@ -69,40 +73,57 @@ class RaggedBatch:
     ) -> RaggedBatch:
         """`tokens[b]` are the new tokens of sequence b, the first at position `starts[b]`.
 
-        `logits_rows` defaults to each sequence's last row. Block tables must cover every new token.
+        `logits_rows` defaults to each sequence's last row. Block tables must cover every new token. On CUDA nothing
+        waits for the device: all of it goes there in one copy.
         """
         assert (earlier is None and gate is None) or len(tokens) == 1
         absent = 0 if earlier is None else earlier.tokens // block_size  # blocks before those of the table
         lens = [len(new) for new in tokens]
-        query_start = [0]
-        for n in lens:
-            query_start.append(query_start[-1] + n)
-        positions = [p for start, n in zip(starts, lens, strict=True) for p in range(start, start + n)]
-        slots = [
-            table[p // block_size - absent] * block_size + p % block_size
-            for start, n, table in zip(starts, lens, block_tables, strict=True)
-            for p in range(start, start + n)
-        ]
         context = tuple(start + n for start, n in zip(starts, lens, strict=True))
-        width = max((len(table) for table in block_tables), default=0)
-        padded = [list(table) + [0] * (width - len(table)) for table in block_tables]
-        rows = [end - 1 for end in query_start[1:]] if logits_rows is None else list(logits_rows)
-        per_token_rope = None
+        held = [block_size * (absent + len(table)) for table in block_tables]
+        assert all(end <= room for end, room in zip(context, held, strict=True)), "a block table ends too soon"
+        query_start = np.zeros(len(lens) + 1, dtype=np.int32)
+        np.cumsum(lens, out=query_start[1:])
+        total = int(query_start[-1])
+        positions = np.arange(total, dtype=np.int64)
+        positions += np.repeat(np.array(starts, dtype=np.int64) - query_start[:-1], lens)
+        tables = _padded(block_tables)
+        numbers, offsets = np.divmod(positions, block_size)
+        owners = np.repeat(np.arange(len(lens)), lens)
+        blocks = tables[owners, numbers - absent].astype(np.int64)
+        rows = query_start[1:] - 1 if logits_rows is None else list(logits_rows)
+        arrays = [
+            np.fromiter(chain.from_iterable(tokens), np.int64, total),
+            positions,
+            blocks * block_size + offsets,
+            query_start,
+            np.array(context, dtype=np.int32),
+            tables,
+            np.array(rows, dtype=np.int64),
+        ]
         if long_rope is not None and any(long_rope):
-            flags = [flag for flag, n in zip(long_rope, lens, strict=True) for _ in range(n)]
-            per_token_rope = torch.tensor(flags, dtype=torch.bool, device=device)
+            arrays.append(np.repeat(np.array(long_rope, dtype=np.bool_), lens))
+        on_device = all_on_device(arrays, device)
         return RaggedBatch(
-            tokens=torch.tensor([t for new in tokens for t in new], dtype=torch.int64, device=device),
-            positions=torch.tensor(positions, dtype=torch.int64, device=device),
-            slots=torch.tensor(slots, dtype=torch.int64, device=device),
-            query_start=torch.tensor(query_start, dtype=torch.int32, device=device),
-            context_lens=torch.tensor(context, dtype=torch.int32, device=device),
-            block_tables=torch.tensor(padded, dtype=torch.int32, device=device).view(len(lens), width),
+            tokens=on_device[0],
+            positions=on_device[1],
+            slots=on_device[2],
+            query_start=on_device[3],
+            context_lens=on_device[4],
+            block_tables=on_device[5],
             block_size=block_size,
             query_lens=tuple(lens),
             context_lens_list=context,
-            logits_rows=torch.tensor(rows, dtype=torch.int64, device=device),
-            long_rope=per_token_rope,
+            logits_rows=on_device[6],
+            long_rope=on_device[7] if len(on_device) > 7 else None,
             earlier=earlier,
             gate=gate,
         )
+
+
+def _padded(tables: Seq[Seq[int]]) -> NDArray[np.int32]:
+    """Rows of block ids, [B, M] of the longest of them, padded with 0."""
+    padded = np.zeros((len(tables), max(map(len, tables), default=0)), dtype=np.int32)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return padded

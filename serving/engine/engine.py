@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 from serving.engine.gate import Gate
@@ -24,7 +23,8 @@ from serving.engine.tracing import TraceWriter
 from serving.errors import Preempted
 from serving.messages import FinishReason, TokenLogprob
 
-LayerDone = Callable[[int], None]
+LayerDone = Callable[[Seq[Work], int], None]
+"""Hears, on any thread, that a layer's KV of this work is written; of each layer in order, and of each work once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,15 @@ class RunResult:
 class Runner(Protocol):
     """What the engine asks of the thing that computes (serving.engine.runner.ModelRunner)."""
 
-    def run(self, work: Seq[Work], layer_done: LayerDone | None) -> RunResult: ...
+    def run(self, work: Seq[Work], layer_done: LayerDone | None) -> RunResult:
+        """`layer_done` hears of work whose sequences are handed over, and of no other."""
+        ...
 
 
 class Engine:
     """A model, a KV cache, and the schedulers of the worker's role in the order they fill a step."""
+
+    leads = False  # whether a step may begin before the tokens of the one before it are known
 
     def __init__(
         self,
@@ -75,8 +79,8 @@ class Engine:
         self.eos_token_ids = eos_token_ids
         self.clock = clock
         self.lock = threading.RLock()
-        self.layer_listener: Callable[[Seq[Work], int], None] | None = None
-        self.flying: list[Sequence] = []  # sequences of the step that runs now
+        self.layer_listener: LayerDone | None = None
+        self.flying: list[Sequence] = []  # sequences of the steps begun and not accounted for, step by step
         self.gate: Gate | None = None  # where that step may wait
         self.step_began: float | None = None
         self.totals = StepTotals()
@@ -88,36 +92,46 @@ class Engine:
         plan, outputs = self.schedule(began)
         if not plan.work:
             return outputs or None
+        return outputs + self._step(plan, began)
+
+    def settle(self) -> list[Output]:
+        """Finish what has been begun ahead of its time: no step begins after this."""
+        return []
+
+    def _step(self, plan: Plan, began: float) -> list[Output]:
+        """The rest of a step, once it is planned."""
         self.step_began = began
         context = sum(len(work.seq.tokens) for work in plan.work)
         scheduled = self.clock()
         result = self._run(plan)
-        outputs += self.postprocess(plan, result)
+        outputs = self.postprocess(plan, result)
         self.step_began = None
-        self._record(plan, context, began, scheduled, result.times)
+        self._record(plan, context, began, scheduled - began, self.clock() - began, result.times)
         return outputs
 
     def schedule(self, now: float) -> tuple[Plan, list[Output]]:
         """Let each scheduler fill the step; sequences that lost their blocks come out at once."""
         with self.lock:
-            plan = Plan(self.max_num_batched_tokens, self.max_num_seqs)
+            plan = Plan(self.max_num_batched_tokens, self.max_num_seqs, leads=self.leads)
             for scheduler in self.schedulers:
                 scheduler.fill(plan, now)
-            self.flying = [work.seq for work in plan.work]
-            self.gate = plan.gate
-            for seq in self.flying:
-                seq.in_flight = True
+            self.begin(plan)
             outputs = []
             for seq in plan.preempted:
                 seq.ended = True
                 outputs.append(Output(seq, error=Preempted("KV blocks ran out on this worker")))
             return plan, outputs
 
+    def begin(self, plan: Plan) -> None:
+        """From now on the planned sequences' blocks are kept until the step is accounted for. Under the lock."""
+        self.gate = plan.gate
+        sequences = [work.seq for work in plan.work]
+        for seq in sequences:
+            seq.in_flight += 1
+        self.flying += sequences
+
     def _run(self, plan: Plan) -> RunResult:
-        listener = self.layer_listener
-        handing_off = [work for work in plan.work if work.seq.handoff is not None]
-        layer_done = partial(listener, handing_off) if listener is not None and handing_off else None
-        return self.runner.run(plan.work, layer_done)
+        return self.runner.run(plan.work, self.layer_listener)
 
     def postprocess(self, plan: Plan, result: RunResult) -> list[Output]:
         """Account for the computed KV, append the drawn tokens, end what has ended."""
@@ -125,9 +139,10 @@ class Engine:
         with self.lock:
             for i, (work, drawn) in enumerate(zip(plan.work, result.drawn, strict=True)):
                 seq = work.seq
-                seq.in_flight = False
-                if seq.ended:  # cancelled while the model ran: its blocks were waiting for this moment
-                    self.kv.release(seq)
+                seq.in_flight -= 1
+                if seq.ended:  # since the step began: its blocks were waiting for this moment, or for the next step's
+                    if not seq.in_flight:
+                        self.kv.release(seq)
                     continue
                 if work.left:
                     if seq.arrival is not None:  # else all has come after all
@@ -139,7 +154,7 @@ class Engine:
                     outputs.append(self._append(work, drawn))
                 else:
                     self.kv.publish(seq)
-            self.flying = []
+            self.flying = self.flying[len(plan.work) :]
             self.gate = None
         return outputs
 
@@ -197,18 +212,28 @@ class Engine:
         if gate is not None:
             gate.hurry()
 
-    def _record(self, plan: Plan, context: int, began: float, scheduled: float, times: RunTimes) -> None:
+    def _record(
+        self,
+        plan: Plan,
+        context: int,
+        began: float,
+        schedule_seconds: float,
+        step_seconds: float,
+        times: RunTimes,
+        hidden_seconds: float = 0.0,
+    ) -> None:
         record = StepRecord(
             began=began,
             sequences=len(plan.work),
             new_tokens=sum(work.count for work in plan.work if not work.left),
             context_tokens=context,
-            schedule_seconds=scheduled - began,
+            schedule_seconds=schedule_seconds,
             batch_seconds=times.batch,
             forward_seconds=times.forward,
             sample_seconds=times.sample,
-            step_seconds=self.clock() - began,
+            step_seconds=step_seconds,
             waited_seconds=plan.gate.waited_seconds if plan.gate is not None else 0.0,
+            hidden_seconds=hidden_seconds,
         )
         self.totals.add(record)
         if record.new_tokens:

@@ -5,18 +5,15 @@ Each form writes the batch's KV and scores the rows that were asked for. None kn
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 from torch import Tensor
 
 from serving.engine.batch import RaggedBatch
+from serving.engine.layer_events import LayerDone, layer_teller
 from serving.model.decoder import Decoder, Planes
-
-log = logging.getLogger(__name__)
-
-LayerDone = Callable[[int], None]
 
 
 class Forward(Protocol):
@@ -47,10 +44,12 @@ class EagerForward:
     def __init__(self, model: Decoder, planes: Sequence[Planes]):
         self.model = model
         self.planes = planes
+        self.layers = layer_teller(len(planes), planes[0][0].device)
 
     def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
-        hidden = self.model(batch, self.planes, layer_done)
-        return self.model.logits(hidden[batch.logits_rows])
+        with nullcontext() if layer_done is None else self.layers.telling(layer_done) as written:
+            hidden = self.model(batch, self.planes, written)
+            return self.model.logits(hidden[batch.logits_rows])
 
     def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         peaks, tokens = self.logits(batch, layer_done).max(dim=-1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from serving.engine.batch import RaggedBatch
-from serving.engine.forward import LayerDone
+from serving.engine.layer_events import LayerDone
 from serving.kernels import cpu
 from serving.kernels.cpu.streamed import streamed_step
 from serving.model.decoder import Attention, Decoder, GatedMlp, Layer, Planes, RmsNorm
@@ -59,14 +59,14 @@ class FusedForward:
 
     def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         if batch.earlier is not None:
-            return streamed_step(self.decoder, batch)
+            return streamed_step(self.decoder, batch, layer_done)
         scores = self._step(batch, layer_done, greedy=False).logits
         assert scores is not None
         return scores
 
     def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         if batch.earlier is not None:
-            peaks, best = streamed_step(self.decoder, batch).nan_to_num(nan=float("-inf")).max(dim=-1)
+            peaks, best = streamed_step(self.decoder, batch, layer_done).nan_to_num(nan=float("-inf")).max(dim=-1)
             return best.where(peaks.isfinite(), -1)
         tokens = self._step(batch, layer_done, greedy=True).greedy
         assert tokens is not None
@@ -109,9 +109,12 @@ def supports(model: Decoder, dtype: str) -> str | None:
     return None
 
 
-def rotary_tables(frequencies: Sequence[float], magnitude: float, positions: int) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    frequencies: Sequence[float], magnitude: float, positions: int, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
     """cos and sin [positions, pairs] float32 of each position's angle."""
-    angles = torch.arange(positions, dtype=torch.float32)[:, None] * torch.tensor(frequencies, dtype=torch.float32)
+    turns = torch.tensor(frequencies, dtype=torch.float32, device=device)
+    angles = torch.arange(positions, dtype=torch.float32, device=device)[:, None] * turns
     return (angles.cos() * magnitude).contiguous(), (angles.sin() * magnitude).contiguous()
 
 

@@ -1,13 +1,14 @@
 """CUDA graphs for decode steps: one graph per padded (sequences, context), replayed with the step's batch copied in.
 
 It knows a step as a callable over a RaggedBatch, and nothing of models or schedules. What is not a decode step of a
-captured size runs as it is.
+captured size is not its business.
 
 Shapes: B sequences of the step, N sequences of the graph it is padded to, M blocks of the graph's longest table.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,11 +18,14 @@ from torch import Tensor
 
 from serving.engine.batch import RaggedBatch
 
-Step = Callable[[RaggedBatch], Tensor]
+log = logging.getLogger(__name__)
+
+Step = Callable[[RaggedBatch], tuple[Tensor, ...]]
 Size = tuple[int, int]  # (sequences, tokens of context)
 
 WARM_UP_STEPS = 2  # before a capture: kernels are compiled and tuned in the first, libraries make room in both
 PADDING_SLOT = -1  # a row with this slot writes no KV
+TOLD_EVERY = 10  # captures between lines of the log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,30 +84,36 @@ class StaticBatch:
         self.block_tables = torch.zeros((most, width), dtype=torch.int32, device=device)
         self.query_start = torch.arange(most + 1, dtype=torch.int32, device=device)
         self.logits_rows = torch.arange(most, dtype=torch.int64, device=device)
+        self._used = 0  # rows from here on are padding
 
     def fill(self, batch: RaggedBatch, size: Size) -> None:
-        """Copy a step in and pad it: rows from B on write no KV and have no context. The step must fit the size.
+        """Copy a step in: rows from B on write no KV and have no context. The step must fit the size.
 
         Nothing here waits for the device.
         """
-        n, count = size[0], len(batch.query_lens)
+        count = len(batch.query_lens)
         width = min(batch.block_tables.shape[1], -(-size[1] // self.block_size))
-        assert count <= n and max(batch.context_lens_list) <= size[1], f"{count} sequences do not fit {size}"
+        assert count <= size[0] and max(batch.context_lens_list) <= size[1], f"{count} sequences do not fit {size}"
         assert batch.block_size == self.block_size
         self.tokens[:count].copy_(batch.tokens)
         self.positions[:count].copy_(batch.positions)
         self.slots[:count].copy_(batch.slots)
         self.context_lens[:count].copy_(batch.context_lens)
         self.block_tables[:count, :width].copy_(batch.block_tables[:, :width])
-        self.pad(count, n)
+        self._pad(count)
 
-    def pad(self, first: int, end: int) -> None:
-        """Make rows first..end padding. What is left in their block tables is not read: they have no context."""
-        if first < end:
-            self.tokens[first:end].zero_()
-            self.positions[first:end].zero_()
-            self.slots[first:end].fill_(PADDING_SLOT)
-            self.context_lens[first:end].zero_()
+    def clear(self) -> None:
+        """Make every row padding."""
+        self._pad(0)
+
+    def _pad(self, first: int) -> None:
+        """What is left in the block tables of padding is not read: it has no context."""
+        if first < self._used:
+            self.tokens[first : self._used].zero_()
+            self.positions[first : self._used].zero_()
+            self.slots[first : self._used].fill_(PADDING_SLOT)
+            self.context_lens[first : self._used].zero_()
+        self._used = first
 
     def view(self, size: Size) -> RaggedBatch:
         """The step a graph of this size is captured over: its contexts are all the longest it may be replayed with."""
@@ -136,31 +146,37 @@ class CudaGraphs:
         self.sizes = sizes
         self.static = StaticBatch(sizes, block_size, device)
         self.device = device
-        self._graphs: dict[Size, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[Size, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]] = {}
         self._memory = torch.cuda.graph_pool_handle()
 
     @torch.inference_mode()
-    def __call__(self, batch: RaggedBatch) -> Tensor:
-        """The step's output [B, ...]; a replay's is memory that the next call overwrites. Captures each size once."""
+    def __call__(self, batch: RaggedBatch) -> tuple[Tensor, ...] | None:
+        """The step's outputs [B, ...], in memory that the next call overwrites; None where no size holds the batch.
+
+        Captures each size once. Nothing else here waits for the device.
+        """
         size = self.sizes.fit(len(batch.query_lens), max(batch.context_lens_list)) if replayable(batch) else None
         if size is None:
-            return self.step(batch)
+            return None
         if size not in self._graphs:
             self._capture(size)
-        graph, output = self._graphs[size]
+        graph, outputs = self._graphs[size]
         self.static.fill(batch, size)
         graph.replay()
-        return output[: len(batch.query_lens)]
+        return tuple(output[: len(batch.query_lens)] for output in outputs)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Capture every size now, so that no step waits for it."""
-        for size in self.sizes.all():
+        sizes = self.sizes.all()
+        for number, size in enumerate(sizes, 1):
             if size not in self._graphs:
                 self._capture(size)
+            if number % TOLD_EVERY == 0 or number == len(sizes):
+                log.info("capturing CUDA graphs: %d of %d", number, len(sizes))
 
     def _capture(self, size: Size) -> None:
-        self.static.pad(0, size[0])
+        self.static.clear()
         batch = self.static.view(size)
         current, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         side.wait_stream(current)
@@ -171,5 +187,5 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on using the device meanwhile: KV leaves and arrives on streams of its own.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            output = self.step(batch)
-        self._graphs[size] = (graph, output)
+            outputs = self.step(batch)
+        self._graphs[size] = (graph, outputs)

@@ -40,7 +40,7 @@ class EngineLoop:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Let the step in progress end, then join the thread."""
+        """Let the step in progress end, and what has been begun after it, then join the thread."""
         self._stopping = True
         self.wake()
         if self._thread is not None:
@@ -68,6 +68,9 @@ class EngineLoop:
                     self._sleep()
                 elif outputs:
                     self._loop.call_soon_threadsafe(self._deliver, outputs)
+            outputs = self.engine.settle()
+            if outputs:
+                self._loop.call_soon_threadsafe(self._deliver, outputs)
             clean = True
         finally:
             if not clean:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from serving.engine.transfer import on_device
 from serving.messages import SamplingParams
 
 
@@ -33,7 +34,7 @@ class PenaltyState:
         host = self.counts.device.type == "cpu"
         self._counts: Tensor | NDArray[np.float32] = self.counts.numpy() if host else self.counts
         self._seen: Tensor | NDArray[np.bool_] = self.seen.numpy() if host else self.seen
-        self.seen[torch.tensor(prompt_tokens, dtype=torch.int64, device=device)] = True
+        self.seen.index_fill_(0, on_device(prompt_tokens, torch.int64, device), True)
 
     @classmethod
     def rebuild(
@@ -61,9 +62,9 @@ class PenaltyState:
         if new == 1:
             self.append(output_tokens[-1])
         elif new:
-            ids = torch.tensor(output_tokens[self.length :], dtype=torch.int64, device=self.counts.device)
-            self.counts += torch.bincount(ids, minlength=self.counts.numel())
-            self.seen[ids] = True
+            ids = on_device(output_tokens[self.length :], torch.int64, self.counts.device)
+            self.counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.float32))
+            self.seen.index_fill_(0, ids, True)
             self.length = len(output_tokens)
 
 
@@ -82,8 +83,8 @@ def add_bias(logits: Tensor, biases: Sequence[tuple[tuple[int, float], ...]]) ->
         if 0 <= token < vocab
     ]
     if pairs:
-        places = torch.tensor([place for place, _ in pairs], dtype=torch.int64, device=logits.device)
-        values = torch.tensor([bias for _, bias in pairs], dtype=logits.dtype, device=logits.device)
+        places = on_device([place for place, _ in pairs], torch.int64, logits.device)
+        values = on_device([bias for _, bias in pairs], logits.dtype, logits.device)
         logits.view(-1).index_add_(0, places, values)
 
 
@@ -92,7 +93,7 @@ def mask(logits: Tensor, masked: Sequence[Sequence[int]]) -> None:
     vocab = logits.shape[1]
     places = [row * vocab + token for row, tokens in enumerate(masked) for token in tokens if 0 <= token < vocab]
     if places:
-        logits.view(-1)[torch.tensor(places, dtype=torch.int64, device=logits.device)] = float("-inf")
+        logits.view(-1).index_fill_(0, on_device(places, torch.int64, logits.device), float("-inf"))
 
 
 def penalise(logits: Tensor, params: Sequence[SamplingParams], states: Sequence[PenaltyState]) -> Tensor:
@@ -103,7 +104,7 @@ def penalise(logits: Tensor, params: Sequence[SamplingParams], states: Sequence[
     """
 
     def column(value: Callable[[SamplingParams], float]) -> Tensor:
-        return torch.tensor([value(p) for p in params], dtype=logits.dtype, device=logits.device).unsqueeze(1)
+        return on_device([value(p) for p in params], logits.dtype, logits.device).unsqueeze(1)
 
     seen = torch.stack([state.seen for state in states])
     counts = torch.stack([state.counts for state in states])

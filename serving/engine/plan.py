@@ -39,6 +39,21 @@ class Work:
         return [*self.seq.tokens[start : start + self.count - len(self.draft)], *self.draft]
 
     @property
+    def plain(self) -> bool:
+        """Whether a sequence that lives on this worker decodes one token, with all its KV on the device."""
+        seq = self.seq
+        return (
+            self.count == 1
+            and not self.draft
+            and self.gate is None
+            and seq.stays
+            and seq.spill is None
+            and seq.handoff is None
+            and seq.uncomputed == 1
+            and len(seq.tokens) > seq.start
+        )
+
+    @property
     def completes(self) -> bool:
         """Whether the step computes the sequence's last token, so that a new one is drawn after it and each guess."""
         return self.seq.computed + self.count == len(self.seq.tokens) + len(self.draft)
@@ -46,10 +61,16 @@ class Work:
 
 @dataclass(slots=True)
 class Plan:
-    """A step being planned: `tokens` and `seqs` are what is left of its budgets."""
+    """A step being planned: `tokens` and `seqs` are what is left of its budgets.
+
+    `ahead`: it begins before the step that runs now has told its tokens, and its sequences may be part of both.
+    `leads`: the next may begin so before this one has, if this is plain work alone.
+    """
 
     tokens: int
     seqs: int
+    ahead: bool = False
+    leads: bool = False
     work: list[Work] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)  # lost their blocks; their owners must be told
 
@@ -60,7 +81,7 @@ class Plan:
     def add(
         self, seq: Sequence, count: int, by: Scheduler, draft: tuple[int, ...] = (), gate: Gate | None = None
     ) -> None:
-        assert len(draft) < count <= self.tokens and self.seqs > 0 and not seq.in_flight
+        assert len(draft) < count <= self.tokens and self.seqs > 0 and (self.ahead or not seq.in_flight)
         assert self.gate is None and (gate is None or not self.work), "who waits at a gate must not keep others waiting"
         self.work.append(Work(seq, count, by, draft, gate))
         self.tokens -= count
@@ -72,6 +93,13 @@ class Scheduler(Protocol):
 
     def fill(self, plan: Plan, now: float) -> None:
         """Add work until a budget is used up or nothing is left to do."""
+
+    def fill_ahead(self, plan: Plan, now: float) -> bool:
+        """Add decode work to a step that begins before the running one's tokens are known; False: it has to wait.
+
+        A sequence in flight counts as one token longer, and must have room for that one's KV. Nobody is preempted.
+        """
+        ...
 
     def stepped(self, seq: Sequence) -> None:
         """A sequence it scheduled has advanced and goes on."""

@@ -19,6 +19,7 @@ class StepRecord:
     sample_seconds: float
     step_seconds: float
     waited_seconds: float = 0.0  # of those in the model, for KV on its way from elsewhere
+    hidden_seconds: float = 0.0  # Python for this step while another computed: no part of the others
 
     @property
     def busy_seconds(self) -> float:

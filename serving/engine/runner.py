@@ -9,14 +9,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from serving.engine.ahead import AheadRunner, Launched
 from serving.engine.batch import EarlierKV, RaggedBatch
-from serving.engine.engine import LayerDone, Runner, RunResult, RunTimes
+from serving.engine.engine import LayerDone, RunResult, RunTimes
 from serving.engine.forward import Forward
+from serving.engine.launched import LaunchedStep, draw, foreseen, sampled
 from serving.engine.penalties import PenaltyState, penalised
 from serving.engine.plan import Work
 from serving.engine.sampling import (
@@ -28,6 +32,7 @@ from serving.engine.sampling import (
     Selection,
 )
 from serving.engine.selection import TorchSelection
+from serving.engine.sequence import Sequence
 from serving.engine.spill import Move, Spill
 from serving.errors import InternalError
 from serving.messages import TokenLogprob
@@ -48,7 +53,7 @@ class HostKV(Protocol):
         ...
 
 
-class ModelRunner(Runner):
+class ModelRunner(AheadRunner):
     """Runs plans through `forward`; block tables of its batches are in blocks of `block_size` tokens.
 
     `host` holds what sequences spill; without one, none may. `sampler` draws the tokens, with torch by default.
@@ -78,17 +83,54 @@ class ModelRunner(Runner):
             return self._compute(work, layer_done)
         others = [i for i in range(len(work)) if i not in spilled]
         parts = [(others, self._compute([work[i] for i in others], layer_done))] if others else []
-        parts += [([i], self._compute_spilled(work[i])) for i in spilled]
+        parts += [([i], self._compute_spilled(work[i], layer_done)) for i in spilled]
         return joined(parts)
 
-    def _compute_spilled(self, item: Work) -> RunResult:
-        """One sequence that has KV in host memory: nobody waits for its layers, for it is not handed over."""
+    def foresees(self, seq: Sequence) -> bool:
+        return seq.request.prompt_logprobs is None and foreseen(seq.request.sampling)
+
+    @torch.inference_mode()
+    def launch(self, work: Seq[Work], after: Launched | None) -> Launched:
+        began = time.perf_counter()
+        assert after is None or isinstance(after, LaunchedStep)
+        before = after.rows if after is not None else {}
+        rows = [before.get(id(item.seq)) for item in work]  # of `after`, which draws what this step computes
+        batch = RaggedBatch.build(
+            tokens=[item.tokens if row is None else (0,) for item, row in zip(work, rows, strict=True)],
+            starts=[item.seq.computed + (row is not None) for item, row in zip(work, rows, strict=True)],
+            block_tables=[item.seq.blocks for item in work],
+            block_size=self.block_size,
+            long_rope=[item.seq.long_rope for item in work],
+            device=self.device,
+        )
+        if after is not None and any(row is not None for row in rows):
+            batch = replace(batch, tokens=after.followed(batch.tokens, rows))
+        built = time.perf_counter()
+        if all(_greedy(item.seq) for item in work):
+            tokens = self.forward.greedy(batch, None)
+        else:
+            draws = [self._row_ahead(item.seq, row is not None) for item, row in zip(work, rows, strict=True)]
+            tokens = draw(self.sampler.selection, self.forward.logits(batch, None), draws)
+        return LaunchedStep(work, tokens, began, built)
+
+    def _row_ahead(self, seq: Sequence, unknown: int) -> SampleRow:
+        """The draw after the sequence's tokens and so many that are not known yet."""
+        return SampleRow(
+            params=seq.request.sampling,
+            position=len(seq.tokens) + unknown,
+            output_tokens=range(seq.output_len + unknown),  # without penalties, only how many there are matters
+            prompt_tokens=seq.request.prompt,
+            eos_token_ids=self.eos_token_ids,
+        )
+
+    def _compute_spilled(self, item: Work, layer_done: LayerDone | None) -> RunResult:
+        """One sequence that has KV in host memory."""
         spill = item.seq.spill
-        assert self.host is not None and spill is not None and item.seq.handoff is None
+        assert self.host is not None and spill is not None
         self.host.move(spill.moves)
-        spill.moves.clear()
+        spill.settle()
         with self.host.stream(spill, item.seq.computed) as earlier:
-            return self._compute([item], None, earlier)
+            return self._compute([item], layer_done, earlier)
 
     def _compute(self, work: Seq[Work], layer_done: LayerDone | None, earlier: EarlierKV | None = None) -> RunResult:
         began = time.perf_counter()
@@ -105,9 +147,11 @@ class ModelRunner(Runner):
             gate=work[0].gate,
             device=self.device,
         )
-        greedy = not wants_all and all(_greedy(item) for item in work if item.completes)
+        greedy = not wants_all and all(_greedy(item.seq) for item in work if item.completes)
         built = time.perf_counter()
-        scores = (self.forward.greedy if greedy else self.forward.logits)(batch, layer_done)
+        handed_over = [item for item in work if item.seq.handoff is not None]
+        tell = partial(layer_done, handed_over) if layer_done is not None and handed_over else None
+        scores = (self.forward.greedy if greedy else self.forward.logits)(batch, tell)
         computed = time.perf_counter()
         if work[0].left:
             return RunResult([[]], {}, RunTimes(built - began, computed - built, 0.0))
@@ -170,9 +214,9 @@ def joined(parts: Seq[tuple[Seq[int], RunResult]]) -> RunResult:
     return RunResult([drawn[i] for i in sorted(drawn)], prompt, total)
 
 
-def _greedy(item: Work) -> bool:
+def _greedy(seq: Sequence) -> bool:
     """Whether the next token is simply the best-scored one, and nothing else of the scores is asked for."""
-    seq, params = item.seq, item.seq.request.sampling
+    params = seq.request.sampling
     return (
         params.temperature < GREEDY_BELOW
         and params.logprobs is None
@@ -188,7 +232,7 @@ def _chosen(work: Seq[Work], tokens: Tensor) -> Draws:
     drawn: list[list[Sampled | SamplingFailed]] = []
     for item in work:
         found = [next(best) for _ in range(len(item.draft) + 1)] if item.completes else []
-        drawn.append([Sampled(t) if t >= 0 else SamplingFailed("the model's scores are no numbers") for t in found])
+        drawn.append([sampled(token) for token in found])
     return drawn, {}
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from serving.engine.penalties import PenaltyState, penalised
+from serving.engine.transfer import on_device
 from serving.errors import InternalError
 from serving.messages import SamplingParams, TokenLogprob
 
@@ -157,4 +158,4 @@ def take(tensor: Tensor, rows: Sequence[int]) -> Tensor:
     """The given rows of a tensor, in rising order: itself, not a copy, when they are all of them."""
     if len(rows) == tensor.shape[0]:
         return tensor
-    return tensor.index_select(0, torch.tensor(rows, device=tensor.device))
+    return tensor.index_select(0, on_device(rows, torch.int64, tensor.device))

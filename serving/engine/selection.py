@@ -1,6 +1,7 @@
 """The sampler's choices computed with torch, on any device: what faster forms are compared with.
 
-It may not know who asks. A draw's probabilities and their running sums are float64.
+It may not know who asks. A draw's probabilities and their running sums are float64. On CUDA the host waits once, for
+the tokens, and a second time where rows have filters: how widely these look depends on the numbers.
 
 Shapes: R rows of the call, G rows of a group, V vocabulary, K best-ranked candidates.
 """
@@ -17,6 +18,7 @@ from torch import Tensor
 from serving.engine.penalties import add_bias, mask, penalise, penalised
 from serving.engine.randomness import uniforms
 from serving.engine.sampling import ALL_MASKED, NOT_NUMBERS, REASONS, SampleRow, take
+from serving.engine.transfer import all_on_device, on_device
 from serving.errors import InternalError
 from serving.messages import TokenLogprob
 
@@ -31,14 +33,7 @@ class TorchSelection:
     """Choices by torch (serving.engine.sampling.Selection)."""
 
     def choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-        if all(row.greedy and not row.edited for row in rows):
-            peaks, tokens = logits.max(dim=-1)
-        else:
-            peaks, tokens = _choose(logits, rows)
-        if bool(peaks.isfinite().all()):
-            return tokens.tolist()
-        tokens = tokens.where(peaks.isfinite(), NOT_NUMBERS).where(peaks != float("-inf"), ALL_MASKED)
-        return tokens.tolist()
+        return chosen(logits, rows).tolist()
 
     def logprobs(self, logits: Tensor, chosen: Sequence[int], k: int) -> list[TokenLogprob]:
         logprobs = logits.log_softmax(dim=-1)
@@ -54,13 +49,24 @@ class TorchSelection:
         ]
 
 
+def chosen(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """What `TorchSelection.choose` answers, int64 [R] on the logits' device."""
+    if all(row.greedy and not row.edited for row in rows):
+        peaks, tokens = logits.max(dim=-1)
+    else:
+        peaks, tokens = _choose(logits, rows)
+    return tokens.masked_fill_(~peaks.isfinite(), NOT_NUMBERS).masked_fill_(peaks == float("-inf"), ALL_MASKED)
+
+
 def _choose(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor]:
-    """The highest logit [R] each row chooses by, after edits, and the token [R] it chooses."""
-    peaks = logits.amax(dim=-1)
+    """The highest logit [R] each row chooses by, after edits, and the token [R] it chooses.
+
+    A row whose highest logit is no finite number keeps that, whatever its edits are; its token means nothing.
+    """
+    peaks = raw_peaks = logits.amax(dim=-1)
     tokens = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
-    healthy = peaks.isfinite().tolist()
     for edited in (False, True):
-        group = [r for r, row in enumerate(rows) if healthy[r] and row.edited == edited]
+        group = [r for r, row in enumerate(rows) if row.edited == edited]
         if not group:
             continue
         group_logits, group_peaks, group_rows = take(logits, group), take(peaks, group), [rows[r] for r in group]
@@ -75,7 +81,7 @@ def _choose(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor]:
         if drawn:
             ids = draw(take(group_logits, drawn), take(group_peaks, drawn), [group_rows[g] for g in drawn])
             tokens = _put(tokens, [group[g] for g in drawn], ids)
-    return peaks, tokens
+    return peaks.where(raw_peaks.isfinite(), raw_peaks), tokens
 
 
 def edit_logits(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
@@ -183,20 +189,20 @@ def best(logits: Tensor, count: Tensor, lowest: Tensor) -> Tensor:
 
     `lowest` [G, 1] is the logit of the last of them.
     """
-    chosen = logits >= lowest
-    surplus = chosen.sum(dim=-1, keepdim=True) - count
-    tied = surplus.squeeze(1).nonzero().squeeze(1)
-    if tied.numel():
-        equal = logits[tied] == lowest[tied]
-        room = equal.sum(dim=-1, keepdim=True) - surplus[tied]
-        chosen[tied] &= ~equal | (equal.cumsum(dim=-1) <= room)
-    return chosen
+    passing = logits >= lowest
+    surplus = passing.sum(dim=-1, keepdim=True) - count
+    # Of rows without a surplus this drops nothing: a CPU leaves them out, where elsewhere asking for them would wait.
+    tied = surplus.squeeze(1).nonzero().squeeze(1) if logits.device.type == "cpu" else slice(None)
+    equal = logits[tied] == lowest[tied]
+    room = equal.sum(dim=-1, keepdim=True) - surplus[tied]
+    passing[tied] &= ~equal | (equal.cumsum(dim=-1) <= room)
+    return passing
 
 
 def draw(logits: Tensor, peaks: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """A token [G] for each row of edited `logits` [G, V] whose highest are `peaks` [G]."""
     numbers = uniforms([row.params.seed for row in rows], [row.position for row in rows])
-    return invert(token_weights(logits, peaks, rows), torch.from_numpy(numbers).to(logits.device))
+    return invert(token_weights(logits, peaks, rows), all_on_device([numbers], logits.device)[0])
 
 
 def token_weights(logits: Tensor, peaks: Tensor, rows: Sequence[SampleRow]) -> Tensor:
@@ -229,8 +235,8 @@ def _put(tensor: Tensor, rows: Sequence[int], values: Tensor) -> Tensor:
     """The tensor with `values` in the given rows: just `values` when the rows are all of them."""
     if len(rows) == tensor.shape[0]:
         return values
-    return tensor.index_copy(0, torch.tensor(rows, device=tensor.device), values)
+    return tensor.index_copy(0, on_device(rows, torch.int64, tensor.device), values)
 
 
 def _column(values: Iterable[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(list(values), dtype=dtype, device=device).unsqueeze(1)
+    return on_device(list(values), dtype, device).unsqueeze(1)

@@ -113,7 +113,7 @@ class Sequence:
         self.arrival: Arrival | None = None  # until all of it has come, or no more will
         self.keys: list[bytes] = []
         self.published = 0
-        self.in_flight = False  # part of the step that runs now: its blocks must outlive the step
+        self.in_flight = 0  # steps begun and not accounted for that it is part of: its blocks must outlive them
         self.ended = False
         self.sink: Sink | None = None
         self.prefill_sink: Sink | None = None
@@ -158,9 +158,11 @@ class Sequence:
         sampling = self.request.sampling
         if token in sampling.stop_token_ids or (token in eos_token_ids and not sampling.ignore_eos):
             return FinishReason.STOP  # the sampler keeps these out until min_tokens is reached
-        if self.output_len >= sampling.max_tokens or len(self.tokens) >= max_model_len:
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.LENGTH if self.full_with(0, max_model_len) else None
+
+    def full_with(self, more: int, max_model_len: int) -> bool:
+        """Whether so many more tokens are the last it may have, whatever they are."""
+        return self.output_len + more >= self.request.sampling.max_tokens or len(self.tokens) + more >= max_model_len
 
     def delta(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], finish: FinishReason | None) -> Delta:
         """The message for tokens that were just appended."""

@@ -2,8 +2,9 @@
 
 Plain state beside a sequence's blocks: it says where KV is, and knows neither why nor how it got there. No torch.
 
-    extents[:moved]   hold the KV of the sequence's first `moved` extents of tokens, and nobody else does
-    seq.blocks      hold that of the tokens after those: an extent's blocks are used again once it has moved
+    extents[:copied]       hold the KV of the sequence's first `copied` extents of tokens, and nobody else does
+    extents[copied:moved]  are to hold that of the next ones: it lies in the blocks of `moves` until it is copied
+    seq.blocks             hold that of the tokens after those: an extent's blocks are written again once it is copied
 """
 
 from __future__ import annotations
@@ -26,9 +27,25 @@ class Spill:
     extent_blocks: int  # device blocks an extent has the tokens of
     extents: list[int]
     moved: int = 0
+    copied: int = 0  # never goes back while the sequence is computed: who reads elsewhere looks at it without a lock
     moves: list[Move] = field(default_factory=list)
 
     @property
     def blocks(self) -> int:
         """How many blocks' tokens have moved."""
         return self.moved * self.extent_blocks
+
+    def settle(self) -> None:
+        """The moves have been copied. Nothing may be written to their blocks before this."""
+        self.copied = self.moved
+        self.moves.clear()
+
+    def arrive(self) -> None:
+        """No token of it is computed here: all KV comes from elsewhere, the oldest straight to the extents held."""
+        assert not self.moves
+        self.moved = self.copied = len(self.extents)
+
+    def begin(self) -> None:
+        """All of it is computed here after all, from the first token on; what has come meanwhile counts for nothing."""
+        assert not self.moves
+        self.moved = self.copied = 0

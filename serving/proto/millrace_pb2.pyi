@@ -246,10 +246,12 @@ class Commit(_message.Message):
     def __init__(self, lease: _Optional[_Union[LeaseId, _Mapping]] = ..., first_token: _Optional[int] = ...) -> None: ...
 
 class PushHello(_message.Message):
-    __slots__ = ("transport",)
+    __slots__ = ("transport", "lease")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
     transport: str
-    def __init__(self, transport: _Optional[str] = ...) -> None: ...
+    lease: LeaseId
+    def __init__(self, transport: _Optional[str] = ..., lease: _Optional[_Union[LeaseId, _Mapping]] = ...) -> None: ...
 
 class PushMessage(_message.Message):
     __slots__ = ("chunk", "commit", "hello", "settled")
@@ -264,24 +266,36 @@ class PushMessage(_message.Message):
     def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., hello: _Optional[_Union[PushHello, _Mapping]] = ..., settled: _Optional[bool] = ...) -> None: ...
 
 class PushWelcome(_message.Message):
-    __slots__ = ("slots", "slot_size")
+    __slots__ = ("slots", "slot_size", "start")
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     SLOT_SIZE_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
     slots: _containers.RepeatedScalarFieldContainer[int]
     slot_size: int
-    def __init__(self, slots: _Optional[_Iterable[int]] = ..., slot_size: _Optional[int] = ...) -> None: ...
+    start: int
+    def __init__(self, slots: _Optional[_Iterable[int]] = ..., slot_size: _Optional[int] = ..., start: _Optional[int] = ...) -> None: ...
+
+class TokenRange(_message.Message):
+    __slots__ = ("start", "end")
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    end: int
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class PushReply(_message.Message):
-    __slots__ = ("welcome", "error", "freed", "committed")
+    __slots__ = ("welcome", "error", "freed", "committed", "lacking")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     FREED_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    LACKING_FIELD_NUMBER: _ClassVar[int]
     welcome: PushWelcome
     error: Error
     freed: int
     committed: bool
-    def __init__(self, welcome: _Optional[_Union[PushWelcome, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., freed: _Optional[int] = ..., committed: _Optional[bool] = ...) -> None: ...
+    lacking: TokenRange
+    def __init__(self, welcome: _Optional[_Union[PushWelcome, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., freed: _Optional[int] = ..., committed: _Optional[bool] = ..., lacking: _Optional[_Union[TokenRange, _Mapping]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("instance", "name", "role", "address", "fingerprint", "model", "max_model_len", "block_size", "total_blocks", "free_blocks", "max_seqs", "running", "waiting", "waiting_tokens", "draining", "stalled_seconds", "counters", "pairing")

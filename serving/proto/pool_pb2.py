@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18serving/proto/pool.proto\x12\x0bmillrace.v1\"\\\n\tPoolBlock\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\r\n\x05sizes\x18\x03 \x03(\r\x12\x0f\n\x07\x64igests\x18\x04 \x01(\x0c\x12\x0f\n\x07payload\x18\x05 \x01(\x0c\"\x19\n\x08PutReply\x12\r\n\x05taken\x18\x01 \x01(\r\"2\n\rLookupRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12\x13\n\x0bpin_seconds\x18\x02 \x01(\x01\"\x1c\n\x0bLookupReply\x12\r\n\x05\x66ound\x18\x01 \x03(\x08\"A\n\nGetRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12\x12\n\nfirst_part\x18\x02 \x01(\r\x12\x11\n\tlast_part\x18\x03 \x01(\r\"V\n\x04Slab\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\x0f\n\x07indices\x18\x02 \x03(\r\x12\r\n\x05sizes\x18\x03 \x03(\r\x12\x0f\n\x07\x64igests\x18\x04 \x01(\x0c\x12\x0f\n\x07payload\x18\x05 \x01(\x0c\"?\n\tSelection\x12\x16\n\tnamespace\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x42\x0c\n\n_namespace\"\x1c\n\nEvictReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\"\xda\x01\n\x08TierStat\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x04\x12\x0c\n\x04hits\x18\x05 \x01(\x04\x12\x12\n\nbytes_read\x18\x06 \x01(\x04\x12\x15\n\rbytes_written\x18\x07 \x01(\x04\x12\x11\n\tevictions\x18\x08 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\t \x01(\x04\x12\x14\n\x0cread_seconds\x18\n \x01(\x01\x12\x1c\n\x14\x65viction_age_seconds\x18\x0b \x01(\x01\"P\n\rNamespaceStat\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x12\r\n\x05quota\x18\x04 \x01(\x04\"\r\n\x0bStatRequest\"\x85\x02\n\x08PoolStat\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12$\n\x05tiers\x18\x04 \x03(\x0b\x32\x15.millrace.v1.TierStat\x12.\n\nnamespaces\x18\x05 \x03(\x0b\x32\x1a.millrace.v1.NamespaceStat\x12\x0f\n\x07lookups\x18\x06 \x01(\x04\x12\r\n\x05\x66ound\x18\x07 \x01(\x04\x12\x0e\n\x06stored\x18\x08 \x01(\x04\x12\x0f\n\x07refused\x18\t \x01(\x04\x12\x0e\n\x06pinned\x18\n \x01(\x04\x12\x0f\n\x07\x62\x61\x63klog\x18\x0b \x01(\x04\x12\x10\n\x08\x64raining\x18\x0c \x01(\x08\"n\n\tPoolEntry\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\r\n\x05tiers\x18\x04 \x03(\t\x12\x13\n\x0b\x61ge_seconds\x18\x05 \x01(\x01\x12\x0e\n\x06pinned\x18\x06 \x01(\x08\"\x0f\n\rVerifyRequest\",\n\x0bVerifyReply\x12\x0c\n\x04read\x18\x01 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x02 \x01(\x04\"\x0f\n\rEventsRequest\"9\n\tPoolEvent\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x32\xe0\x03\n\x04Pool\x12\x36\n\x03Put\x12\x16.millrace.v1.PoolBlock\x1a\x15.millrace.v1.PutReply(\x01\x12>\n\x06Lookup\x12\x1a.millrace.v1.LookupRequest\x1a\x18.millrace.v1.LookupReply\x12\x33\n\x03Get\x12\x17.millrace.v1.GetRequest\x1a\x11.millrace.v1.Slab0\x01\x12\x38\n\x05\x45vict\x12\x16.millrace.v1.Selection\x1a\x17.millrace.v1.EvictReply\x12\x37\n\x04Stat\x12\x18.millrace.v1.StatRequest\x1a\x15.millrace.v1.PoolStat\x12\x38\n\x04List\x12\x16.millrace.v1.Selection\x1a\x16.millrace.v1.PoolEntry0\x01\x12>\n\x06Verify\x12\x1a.millrace.v1.VerifyRequest\x1a\x18.millrace.v1.VerifyReply\x12>\n\x06\x45vents\x12\x1a.millrace.v1.EventsRequest\x1a\x16.millrace.v1.PoolEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18serving/proto/pool.proto\x12\x0bmillrace.v1\"K\n\tPoolBlock\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\r\n\x05sizes\x18\x03 \x03(\r\x12\x0f\n\x07\x64igests\x18\x04 \x01(\x0c\"w\n\nPutRequest\x12&\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x16.millrace.v1.PoolBlock\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\x14\n\x07\x61\x64\x64ress\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x0e\n\x06memory\x18\x04 \x01(\x0c\x42\n\n\x08_address\"\x19\n\x08PutReply\x12\r\n\x05taken\x18\x01 \x01(\r\"2\n\rLookupRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12\x13\n\x0bpin_seconds\x18\x02 \x01(\x01\"\x1c\n\x0bLookupReply\x12\r\n\x05\x66ound\x18\x01 \x03(\x08\"\x85\x01\n\nGetRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12\x12\n\nfirst_part\x18\x02 \x01(\r\x12\x11\n\tlast_part\x18\x03 \x01(\r\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\r\n\x05offer\x18\x05 \x01(\x0c\x12\r\n\x05slots\x18\x06 \x03(\x04\x12\x11\n\tslot_size\x18\x07 \x01(\x04\"Q\n\nGetMessage\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x17.millrace.v1.GetRequestH\x00\x12\x0f\n\x05\x66reed\x18\x02 \x01(\rH\x00\x42\x06\n\x04part\"\x93\x01\n\x04Slab\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\x0f\n\x07indices\x18\x02 \x03(\r\x12\r\n\x05sizes\x18\x03 \x03(\r\x12\x0f\n\x07\x64igests\x18\x04 \x01(\x0c\x12\x0f\n\x07payload\x18\x05 \x01(\x0c\x12\x11\n\x04slot\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nslot_bytes\x18\x07 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x08 \x01(\x08\x42\x07\n\x05_slot\"?\n\tSelection\x12\x16\n\tnamespace\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x42\x0c\n\n_namespace\"\x1c\n\nEvictReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\"\xda\x01\n\x08TierStat\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x04\x12\x0c\n\x04hits\x18\x05 \x01(\x04\x12\x12\n\nbytes_read\x18\x06 \x01(\x04\x12\x15\n\rbytes_written\x18\x07 \x01(\x04\x12\x11\n\tevictions\x18\x08 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\t \x01(\x04\x12\x14\n\x0cread_seconds\x18\n \x01(\x01\x12\x1c\n\x14\x65viction_age_seconds\x18\x0b \x01(\x01\"P\n\rNamespaceStat\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x12\r\n\x05quota\x18\x04 \x01(\x04\"\r\n\x0bStatRequest\"\x85\x02\n\x08PoolStat\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12$\n\x05tiers\x18\x04 \x03(\x0b\x32\x15.millrace.v1.TierStat\x12.\n\nnamespaces\x18\x05 \x03(\x0b\x32\x1a.millrace.v1.NamespaceStat\x12\x0f\n\x07lookups\x18\x06 \x01(\x04\x12\r\n\x05\x66ound\x18\x07 \x01(\x04\x12\x0e\n\x06stored\x18\x08 \x01(\x04\x12\x0f\n\x07refused\x18\t \x01(\x04\x12\x0e\n\x06pinned\x18\n \x01(\x04\x12\x0f\n\x07\x62\x61\x63klog\x18\x0b \x01(\x04\x12\x10\n\x08\x64raining\x18\x0c \x01(\x08\"n\n\tPoolEntry\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\r\n\x05tiers\x18\x04 \x03(\t\x12\x13\n\x0b\x61ge_seconds\x18\x05 \x01(\x01\x12\x0e\n\x06pinned\x18\x06 \x01(\x08\"\x0f\n\rVerifyRequest\",\n\x0bVerifyReply\x12\x0c\n\x04read\x18\x01 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x02 \x01(\x04\"\x0f\n\rEventsRequest\"9\n\tPoolEvent\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x32\xe1\x03\n\x04Pool\x12\x35\n\x03Put\x12\x17.millrace.v1.PutRequest\x1a\x15.millrace.v1.PutReply\x12>\n\x06Lookup\x12\x1a.millrace.v1.LookupRequest\x1a\x18.millrace.v1.LookupReply\x12\x35\n\x03Get\x12\x17.millrace.v1.GetMessage\x1a\x11.millrace.v1.Slab(\x01\x30\x01\x12\x38\n\x05\x45vict\x12\x16.millrace.v1.Selection\x1a\x17.millrace.v1.EvictReply\x12\x37\n\x04Stat\x12\x18.millrace.v1.StatRequest\x1a\x15.millrace.v1.PoolStat\x12\x38\n\x04List\x12\x16.millrace.v1.Selection\x1a\x16.millrace.v1.PoolEntry0\x01\x12>\n\x06Verify\x12\x1a.millrace.v1.VerifyRequest\x1a\x18.millrace.v1.VerifyReply\x12>\n\x06\x45vents\x12\x1a.millrace.v1.EventsRequest\x1a\x16.millrace.v1.PoolEvent0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,39 +32,43 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'serving.proto.pool_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_POOLBLOCK']._serialized_start=41
-  _globals['_POOLBLOCK']._serialized_end=133
-  _globals['_PUTREPLY']._serialized_start=135
-  _globals['_PUTREPLY']._serialized_end=160
-  _globals['_LOOKUPREQUEST']._serialized_start=162
-  _globals['_LOOKUPREQUEST']._serialized_end=212
-  _globals['_LOOKUPREPLY']._serialized_start=214
-  _globals['_LOOKUPREPLY']._serialized_end=242
-  _globals['_GETREQUEST']._serialized_start=244
-  _globals['_GETREQUEST']._serialized_end=309
-  _globals['_SLAB']._serialized_start=311
-  _globals['_SLAB']._serialized_end=397
-  _globals['_SELECTION']._serialized_start=399
-  _globals['_SELECTION']._serialized_end=462
-  _globals['_EVICTREPLY']._serialized_start=464
-  _globals['_EVICTREPLY']._serialized_end=492
-  _globals['_TIERSTAT']._serialized_start=495
-  _globals['_TIERSTAT']._serialized_end=713
-  _globals['_NAMESPACESTAT']._serialized_start=715
-  _globals['_NAMESPACESTAT']._serialized_end=795
-  _globals['_STATREQUEST']._serialized_start=797
-  _globals['_STATREQUEST']._serialized_end=810
-  _globals['_POOLSTAT']._serialized_start=813
-  _globals['_POOLSTAT']._serialized_end=1074
-  _globals['_POOLENTRY']._serialized_start=1076
-  _globals['_POOLENTRY']._serialized_end=1186
-  _globals['_VERIFYREQUEST']._serialized_start=1188
-  _globals['_VERIFYREQUEST']._serialized_end=1203
-  _globals['_VERIFYREPLY']._serialized_start=1205
-  _globals['_VERIFYREPLY']._serialized_end=1249
-  _globals['_EVENTSREQUEST']._serialized_start=1251
-  _globals['_EVENTSREQUEST']._serialized_end=1266
-  _globals['_POOLEVENT']._serialized_start=1268
-  _globals['_POOLEVENT']._serialized_end=1325
-  _globals['_POOL']._serialized_start=1328
-  _globals['_POOL']._serialized_end=1808
+  _globals['_POOLBLOCK']._serialized_end=116
+  _globals['_PUTREQUEST']._serialized_start=118
+  _globals['_PUTREQUEST']._serialized_end=237
+  _globals['_PUTREPLY']._serialized_start=239
+  _globals['_PUTREPLY']._serialized_end=264
+  _globals['_LOOKUPREQUEST']._serialized_start=266
+  _globals['_LOOKUPREQUEST']._serialized_end=316
+  _globals['_LOOKUPREPLY']._serialized_start=318
+  _globals['_LOOKUPREPLY']._serialized_end=346
+  _globals['_GETREQUEST']._serialized_start=349
+  _globals['_GETREQUEST']._serialized_end=482
+  _globals['_GETMESSAGE']._serialized_start=484
+  _globals['_GETMESSAGE']._serialized_end=565
+  _globals['_SLAB']._serialized_start=568
+  _globals['_SLAB']._serialized_end=715
+  _globals['_SELECTION']._serialized_start=717
+  _globals['_SELECTION']._serialized_end=780
+  _globals['_EVICTREPLY']._serialized_start=782
+  _globals['_EVICTREPLY']._serialized_end=810
+  _globals['_TIERSTAT']._serialized_start=813
+  _globals['_TIERSTAT']._serialized_end=1031
+  _globals['_NAMESPACESTAT']._serialized_start=1033
+  _globals['_NAMESPACESTAT']._serialized_end=1113
+  _globals['_STATREQUEST']._serialized_start=1115
+  _globals['_STATREQUEST']._serialized_end=1128
+  _globals['_POOLSTAT']._serialized_start=1131
+  _globals['_POOLSTAT']._serialized_end=1392
+  _globals['_POOLENTRY']._serialized_start=1394
+  _globals['_POOLENTRY']._serialized_end=1504
+  _globals['_VERIFYREQUEST']._serialized_start=1506
+  _globals['_VERIFYREQUEST']._serialized_end=1521
+  _globals['_VERIFYREPLY']._serialized_start=1523
+  _globals['_VERIFYREPLY']._serialized_end=1567
+  _globals['_EVENTSREQUEST']._serialized_start=1569
+  _globals['_EVENTSREQUEST']._serialized_end=1584
+  _globals['_POOLEVENT']._serialized_start=1586
+  _globals['_POOLEVENT']._serialized_end=1643
+  _globals['_POOL']._serialized_start=1646
+  _globals['_POOL']._serialized_end=2127
 # @@protoc_insertion_point(module_scope)

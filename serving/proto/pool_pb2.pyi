@@ -7,18 +7,28 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PoolBlock(_message.Message):
-    __slots__ = ("key", "namespace", "sizes", "digests", "payload")
+    __slots__ = ("key", "namespace", "sizes", "digests")
     KEY_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     SIZES_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
-    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     key: bytes
     namespace: str
     sizes: _containers.RepeatedScalarFieldContainer[int]
     digests: bytes
+    def __init__(self, key: _Optional[bytes] = ..., namespace: _Optional[str] = ..., sizes: _Optional[_Iterable[int]] = ..., digests: _Optional[bytes] = ...) -> None: ...
+
+class PutRequest(_message.Message):
+    __slots__ = ("blocks", "payload", "address", "memory")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedCompositeFieldContainer[PoolBlock]
     payload: bytes
-    def __init__(self, key: _Optional[bytes] = ..., namespace: _Optional[str] = ..., sizes: _Optional[_Iterable[int]] = ..., digests: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    address: int
+    memory: bytes
+    def __init__(self, blocks: _Optional[_Iterable[_Union[PoolBlock, _Mapping]]] = ..., payload: _Optional[bytes] = ..., address: _Optional[int] = ..., memory: _Optional[bytes] = ...) -> None: ...
 
 class PutReply(_message.Message):
     __slots__ = ("taken",)
@@ -41,28 +51,50 @@ class LookupReply(_message.Message):
     def __init__(self, found: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("keys", "first_part", "last_part")
+    __slots__ = ("keys", "first_part", "last_part", "transport", "offer", "slots", "slot_size")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     FIRST_PART_FIELD_NUMBER: _ClassVar[int]
     LAST_PART_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    OFFER_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SLOT_SIZE_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     first_part: int
     last_part: int
-    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., first_part: _Optional[int] = ..., last_part: _Optional[int] = ...) -> None: ...
+    transport: str
+    offer: bytes
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    slot_size: int
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., first_part: _Optional[int] = ..., last_part: _Optional[int] = ..., transport: _Optional[str] = ..., offer: _Optional[bytes] = ..., slots: _Optional[_Iterable[int]] = ..., slot_size: _Optional[int] = ...) -> None: ...
+
+class GetMessage(_message.Message):
+    __slots__ = ("request", "freed")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    FREED_FIELD_NUMBER: _ClassVar[int]
+    request: GetRequest
+    freed: int
+    def __init__(self, request: _Optional[_Union[GetRequest, _Mapping]] = ..., freed: _Optional[int] = ...) -> None: ...
 
 class Slab(_message.Message):
-    __slots__ = ("part", "indices", "sizes", "digests", "payload")
+    __slots__ = ("part", "indices", "sizes", "digests", "payload", "slot", "slot_bytes", "end")
     PART_FIELD_NUMBER: _ClassVar[int]
     INDICES_FIELD_NUMBER: _ClassVar[int]
     SIZES_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
     part: int
     indices: _containers.RepeatedScalarFieldContainer[int]
     sizes: _containers.RepeatedScalarFieldContainer[int]
     digests: bytes
     payload: bytes
-    def __init__(self, part: _Optional[int] = ..., indices: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., digests: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    slot: int
+    slot_bytes: int
+    end: bool
+    def __init__(self, part: _Optional[int] = ..., indices: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., digests: _Optional[bytes] = ..., payload: _Optional[bytes] = ..., slot: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., end: _Optional[bool] = ...) -> None: ...
 
 class Selection(_message.Message):
     __slots__ = ("namespace", "keys")

@@ -35,9 +35,9 @@ class PoolStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Put = channel.stream_unary(
+        self.Put = channel.unary_unary(
                 '/millrace.v1.Pool/Put',
-                request_serializer=serving_dot_proto_dot_pool__pb2.PoolBlock.SerializeToString,
+                request_serializer=serving_dot_proto_dot_pool__pb2.PutRequest.SerializeToString,
                 response_deserializer=serving_dot_proto_dot_pool__pb2.PutReply.FromString,
                 _registered_method=True)
         self.Lookup = channel.unary_unary(
@@ -45,9 +45,9 @@ class PoolStub:
                 request_serializer=serving_dot_proto_dot_pool__pb2.LookupRequest.SerializeToString,
                 response_deserializer=serving_dot_proto_dot_pool__pb2.LookupReply.FromString,
                 _registered_method=True)
-        self.Get = channel.unary_stream(
+        self.Get = channel.stream_stream(
                 '/millrace.v1.Pool/Get',
-                request_serializer=serving_dot_proto_dot_pool__pb2.GetRequest.SerializeToString,
+                request_serializer=serving_dot_proto_dot_pool__pb2.GetMessage.SerializeToString,
                 response_deserializer=serving_dot_proto_dot_pool__pb2.Slab.FromString,
                 _registered_method=True)
         self.Evict = channel.unary_unary(
@@ -81,7 +81,7 @@ class PoolServicer:
     """Served by every node of the pool.
     """
 
-    def Put(self, request_iterator, context):
+    def Put(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -93,7 +93,7 @@ class PoolServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Get(self, request, context):
+    def Get(self, request_iterator, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -132,9 +132,9 @@ class PoolServicer:
 
 def add_PoolServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Put': grpc.stream_unary_rpc_method_handler(
+            'Put': grpc.unary_unary_rpc_method_handler(
                     servicer.Put,
-                    request_deserializer=serving_dot_proto_dot_pool__pb2.PoolBlock.FromString,
+                    request_deserializer=serving_dot_proto_dot_pool__pb2.PutRequest.FromString,
                     response_serializer=serving_dot_proto_dot_pool__pb2.PutReply.SerializeToString,
             ),
             'Lookup': grpc.unary_unary_rpc_method_handler(
@@ -142,9 +142,9 @@ def add_PoolServicer_to_server(servicer, server):
                     request_deserializer=serving_dot_proto_dot_pool__pb2.LookupRequest.FromString,
                     response_serializer=serving_dot_proto_dot_pool__pb2.LookupReply.SerializeToString,
             ),
-            'Get': grpc.unary_stream_rpc_method_handler(
+            'Get': grpc.stream_stream_rpc_method_handler(
                     servicer.Get,
-                    request_deserializer=serving_dot_proto_dot_pool__pb2.GetRequest.FromString,
+                    request_deserializer=serving_dot_proto_dot_pool__pb2.GetMessage.FromString,
                     response_serializer=serving_dot_proto_dot_pool__pb2.Slab.SerializeToString,
             ),
             'Evict': grpc.unary_unary_rpc_method_handler(
@@ -185,7 +185,7 @@ class Pool:
     """
 
     @staticmethod
-    def Put(request_iterator,
+    def Put(request,
             target,
             options=(),
             channel_credentials=None,
@@ -195,11 +195,11 @@ class Pool:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.stream_unary(
-            request_iterator,
+        return grpc.experimental.unary_unary(
+            request,
             target,
             '/millrace.v1.Pool/Put',
-            serving_dot_proto_dot_pool__pb2.PoolBlock.SerializeToString,
+            serving_dot_proto_dot_pool__pb2.PutRequest.SerializeToString,
             serving_dot_proto_dot_pool__pb2.PutReply.FromString,
             options,
             channel_credentials,
@@ -239,7 +239,7 @@ class Pool:
             _registered_method=True)
 
     @staticmethod
-    def Get(request,
+    def Get(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -249,11 +249,11 @@ class Pool:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/millrace.v1.Pool/Get',
-            serving_dot_proto_dot_pool__pb2.GetRequest.SerializeToString,
+            serving_dot_proto_dot_pool__pb2.GetMessage.SerializeToString,
             serving_dot_proto_dot_pool__pb2.Slab.FromString,
             options,
             channel_credentials,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from decode.leases import Lease, LeaseState, LeaseTable
 from serving.engine.sequence import Sequence
@@ -28,13 +28,19 @@ def make(tokens: int, computed: int) -> Sequence:
 
 @dataclass
 class Expected:
-    """What the model knows of a lease: `missing[layer]` are its tokens still to come, in order."""
+    """What the model knows of a lease: `missing[layer]` are its tokens still to be handed over, in order."""
 
     epoch: int
     session: str
     seq: Sequence
     missing: list[list[int]] = field(default_factory=list)
     running: bool = False
+    begun: bool = False  # some KV was handed over, or some was left to the pool
+    pooled: list[int] = field(default_factory=list)  # tokens still to come from the pool
+
+    @property
+    def whole(self) -> bool:
+        return not any(self.missing) and not self.pooled
 
 
 class LeaseMachine(RuleBasedStateMachine):
@@ -89,6 +95,7 @@ class LeaseMachine(RuleBasedStateMachine):
         else:
             lease.accept(first, last, start, end)
             lease.fill(first, last, end)
+            entry.begun = True
             for layer in range(first, last):
                 del entry.missing[layer][: end - start]
 
@@ -96,6 +103,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def fill_all(self, name: str) -> None:
         entry = self.model.get(name)
         if entry is not None and not entry.running:
+            entry.begun = True
             for layer, missing in enumerate(entry.missing):
                 if missing:
                     lease = self.table.check(lease_id(name, entry.epoch, "now"))
@@ -110,12 +118,40 @@ class LeaseMachine(RuleBasedStateMachine):
         if entry is None or entry.running:
             with pytest.raises(StaleLease):
                 self.table.commit(fence)
-        elif any(entry.missing):
+        elif not entry.whole:
             with pytest.raises(CorruptChunk):
                 self.table.commit(fence)
         else:
             assert self.table.commit(fence).seq is entry.seq
             entry.running = True
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), early=st.sampled_from([0, 0, 0, 1]))
+    def leave_to_pool(self, data: st.DataObject, early: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.model)))
+        entry, lease = self.model[name], self.table.leases[name]
+        first = entry.seq.computed - early
+        tokens = data.draw(st.integers(1, max(1, entry.seq.start - first)))
+        fits = not early and not entry.begun and not entry.running and first + tokens < entry.seq.start
+        assert lease.leave_to_pool(range(first, first + tokens)) == fits
+        if fits:
+            entry.begun = True
+            entry.pooled = list(range(first, first + tokens))
+            for missing in entry.missing:
+                del missing[:tokens]
+
+    @precondition(lambda self: any(entry.pooled for entry in self.model.values()))
+    @rule(data=st.data())
+    def settle_pool(self, data: st.DataObject) -> None:
+        """The rest has been handed over, and some of what was left to the pool has come, or all."""
+        name = data.draw(st.sampled_from(sorted(name for name, entry in self.model.items() if entry.pooled)))
+        self.fill_all(name)
+        entry = self.model[name]
+        came = data.draw(st.integers(0, len(entry.pooled)))
+        lacking = self.table.leases[name].settle_pool(entry.pooled[0] + came)
+        assert list(lacking) == entry.pooled[came:]
+        entry.missing = [list(lacking) for _ in range(self.layers)]
+        entry.pooled = []
 
     @rule(name=LEASES, epoch=EPOCH, instance=INSTANCES)
     def adopt(self, name: str, epoch: int, instance: str) -> None:
@@ -127,6 +163,7 @@ class LeaseMachine(RuleBasedStateMachine):
         else:
             assert self.table.adopt(fence).seq is entry.seq
             entry.running = True
+            entry.pooled = []
 
     @rule(name=LEASES, epoch=EPOCH, instance=INSTANCES, tokens=st.integers(1, 6))
     def advance(self, name: str, epoch: int, instance: str, tokens: int) -> None:
@@ -154,7 +191,8 @@ class LeaseMachine(RuleBasedStateMachine):
             assert lease.fence == lease_id(name, entry.epoch, "now")
             assert lease.seq is entry.seq and lease.session == entry.session
             assert (lease.state is LeaseState.RUNNING) == entry.running
-            assert lease.complete == (not any(entry.missing))
+            assert lease.complete == entry.whole
+            assert list(lease.pooled) == entry.pooled
         for session in "xy":
             assert {lease.fence.lease for lease in self.table.of(session)} == {
                 name for name, entry in self.model.items() if entry.session == session

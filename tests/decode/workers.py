@@ -7,11 +7,15 @@ from typing import Any
 
 from decode.worker import DecodeWorker, Session
 from kvcache.device import DevicePool
+from kvcache.host import HostPlan
+from kvcache.places import Places
+from kvcache.staging import HostKV
 from kvcache.transports import Dialer
 from prefill.scheduler import PrefillScheduler
 from prefill.worker import PrefillWorker
 from serving.engine.engine import Engine
 from serving.engine.loop import EngineLoop
+from serving.engine.plan import Scheduler
 from serving.kvspec import LayerKV, gqa
 from serving.links import LeaseEvent
 from serving.messages import LeaseGrant, LeaseId, Role, WorkerIdentity
@@ -47,22 +51,28 @@ class Worker:
         tokens: int = 8,
         seqs: int = 8,
         specs: tuple[LayerKV, ...] = SPECS,
+        host: HostPlan | None = None,
     ):
-        self.kv = make_kv(blocks, size)
+        self.kv = make_kv(blocks, size, host=host)
         self.pool = DevicePool(specs, blocks, size)
+        self.host_kv = HostKV(host, self.pool, [None] * len(specs)) if host is not None else None
         self.dialer = Dialer()
         self.decoding = make_decoding(self.kv)
         self.prefilling = PrefillScheduler(self.kv, then=self.decoding.add)
         self.engine: Engine
         self.runner: ScriptedRunner
-        self.engine, self.runner = make_engine(self.kv, [self.decoding, self.prefilling], tokens=tokens, seqs=seqs)
+        schedulers: list[Scheduler] = [self.decoding, self.prefilling]
+        limit = host.tokens if host is not None else blocks * size
+        self.engine, self.runner = make_engine(self.kv, schedulers, tokens=tokens, seqs=seqs, max_model_len=limit)
         self.loop = EngineLoop(self.engine)
-        self.identity = make_identity(role, blocks * size)
+        self.identity = make_identity(role, limit)
+        places = Places(self.pool, self.host_kv, self.engine.lock)
         self.decode = DecodeWorker(
             identity=self.identity,
             loop=self.loop,
             kv=self.kv,
             pool=self.pool,
+            places=places,
             scheduler=self.decoding,
             long_rope=lambda tokens: False,
             address="local:decode",
@@ -72,6 +82,7 @@ class Worker:
             loop=self.loop,
             kv=self.kv,
             pool=self.pool,
+            places=places,
             scheduler=self.prefilling,
             long_rope=lambda tokens: False,
             dialer=self.dialer,
@@ -97,4 +108,5 @@ class Worker:
 
     def idle(self) -> bool:
         held = [*self.decode.sequences(), *self.prefill.sequences(), *self.prefilling.queue, *self.decoding.running]
-        return self.kv.pool.held == 0 and not held and self.decode.receiving == 0
+        extents = self.kv.host.extents.held if self.kv.host is not None else 0
+        return self.kv.pool.held == extents == 0 and not held and self.decode.receiving == 0

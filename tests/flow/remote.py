@@ -44,7 +44,7 @@ class RemoteCluster(LocalCluster):
         )
         stubs.add_WorkerServicer_to_server(WorkerService(worker), grpc_server)
         if worker.decode is not None:
-            stubs.add_DecodeServicer_to_server(DecodeService(worker.decode), grpc_server)
+            DecodeService(worker.decode).add_to(grpc_server)
         if worker.prefill is not None:
             stubs.add_PrefillServicer_to_server(PrefillService(worker.prefill), grpc_server)
         worker.start()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvcache.device import DevicePool
+from kvcache.device import Bytes, DevicePool
 from serving.kvspec import LayerKV, Plane, gqa
 
 INT8 = LayerKV("int8", (Plane("k", (3,), "int8"), Plane("k_scale", (), "float32"), Plane("v", (2, 5), "int8")))
@@ -48,6 +49,6 @@ def all_bytes(pool: DevicePool) -> bytes:
     return b"".join(plane.reshape(-1).view(torch.uint8).numpy().tobytes() for planes in pool.planes for plane in planes)
 
 
-def same_parts(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+def same_parts(found: Sequence[Tensor | Bytes], wanted: Sequence[Tensor | Bytes]) -> bool:
     """Whether two readings of a layer's planes are equal, bit for bit."""
-    return all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+    return all(np.array_equal(np.asarray(pair[0]), np.asarray(pair[1])) for pair in zip(found, wanted, strict=True))

@@ -1,4 +1,4 @@
-"""A receiver reached over each transport: in process, over a stream on loopback, or with NIXL beside the stream."""
+"""A receiver reached over each transport: in process, over a stream on loopback, or into slots beside the stream."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import pytest
 from grpc import aio
 
 from decode.service import DecodeService
-from kvcache.transports import Dialer, Landing, Receiver, landing_for
-from kvcache.transports.nixl_agent import installed
+from kvcache.slots.nixl_agent import installed
+from kvcache.transports import Dialer, Landings, Receiver, landings_for
 from serving.links import HandoffLink
 from serving.messages import LeaseGrant, LeaseId, TransportOffer
 from serving.rpc import server
 from tests.kvcache.sequences import lease_id
 
 needs_nixl = pytest.mark.skipif(not installed(), reason="nixl is not installed")
-STREAMS = ("grpc", pytest.param("nixl", marks=needs_nixl))
+BESIDE = ("shm", pytest.param("nixl", marks=needs_nixl))  # transports that write into slots beside the stream
+STREAMS = ("grpc", *BESIDE)
 TRANSPORTS = ("local", *STREAMS)
 
 
@@ -28,8 +29,8 @@ class Way:
     def __init__(self, kind: str, receiver: Any):
         self.kind = kind
         self.receiver = receiver
-        self.landing: Landing | None = None
-        self.dialer = Dialer(kv_transport="nixl" if kind == "nixl" else "grpc")
+        self.landings = Landings()
+        self.dialer = Dialer(kv_transport="grpc" if kind == "local" else kind)
 
     async def start(self) -> None:
         self.address = "local:decode"
@@ -37,8 +38,8 @@ class Way:
             local: Receiver = self.receiver
             self.dialer.local[self.address] = local
             return
-        if self.kind == "nixl":
-            self.landing = self.receiver.landing = landing_for("nixl")
+        if self.kind != "grpc":
+            self.landings = self.receiver.landings = landings_for(self.kind)
         self.server: aio.Server = server()
         self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
         DecodeService(self.receiver).add_to(self.server)
@@ -48,11 +49,10 @@ class Way:
         await self.dialer.close()
         if self.kind != "local":
             await self.server.stop(0)
-        if self.landing is not None:
-            self.landing.close()
+        self.landings.close()
 
     def dial(self) -> HandoffLink:
-        return self.dialer.dial(granted(self.address, *(self.landing.offers if self.landing is not None else ())))
+        return self.dialer.dial(granted(self.address, *self.landings.offers))
 
 
 def granted(address: str, *offers: TransportOffer, fence: LeaseId | None = None) -> LeaseGrant:

@@ -52,7 +52,7 @@ REASONS = {
     "instance",
     "incomplete",
 }
-CORRUPTIONS = {"local": 10_002, "grpc": 1_500, "nixl": 900}  # over all ends
+CORRUPTIONS = {"local": 10_002, "grpc": 1_500, "shm": 1_500, "nixl": 900}  # over all ends
 
 
 @pytest.fixture(autouse=True)

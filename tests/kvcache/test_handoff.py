@@ -60,15 +60,24 @@ def test_progress_never_goes_back(layers: int, upto: list[int]) -> None:
     assert plan.ready[0] == max(4, min(20, max(upto)))
 
 
-def test_layers_that_are_equally_far_leave_together() -> None:
-    plan = HandoffPlan(4, 0, 10, 1)
-    for layer in range(3):
+def test_layers_wait_for_those_that_follow_until_they_fill_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handoffs, "CHUNK_BYTES", 25)
+    plan = HandoffPlan(5, 0, 10, 1)
+    for layer, leaving in enumerate([None, (range(2), 0, 10), None, (range(2, 4), 0, 10), (range(4, 5), 0, 10)]):
         plan.layer_done(layer, 10)
-    assert plan.next() == (range(3), 0, 10)
-    assert plan.next() is None and not plan.done
-    plan.layer_done(3, 10)
-    assert plan.next() == (range(3, 4), 0, 10)
+        assert plan.next() == leaving, "two layers fill a chunk; the last one has nothing to wait for"
+        assert plan.next() is None
     assert plan.done
+
+
+def test_what_a_step_leaves_over_does_not_wait_for_the_next_one() -> None:
+    plan = HandoffPlan(3, 0, 10, 1)
+    for layer in range(3):
+        assert plan.next() is None
+        plan.layer_done(layer, 4)
+    assert plan.next() == (range(3), 0, 4)
+    plan.layer_done(0, 10)
+    assert plan.next() is None and not plan.done
 
 
 class RecordingLink:
@@ -111,14 +120,15 @@ async def test_the_kv_that_leaves_is_the_pools(name: str, monkeypatch: pytest.Mo
         verify(chunk, pool)
         assert (chunk.lease, chunk.layout) == (lease_id(epoch=2), "layout")
         for layer, parts in enumerate(split(chunk, pool), chunk.first_layer):
-            rows = [b"".join(part[i].numpy().tobytes() for part in parts) for i in range(chunk.end - chunk.start)]
+            rows = [b"".join(part[i].tobytes() for part in parts) for i in range(chunk.end - chunk.start)]
             got[layer] += zip(range(chunk.start, chunk.end), rows, strict=True)
     for layer, tokens in enumerate(got):
         assert tokens == [(p, token_at(pool, layer, seq.blocks, p)) for p in range(5, 23)]
     assert handoff.bytes_sent == sum(len(chunk.payload) for chunk in link.chunks)
 
 
-async def test_a_layer_leaves_while_the_next_is_computed() -> None:
+async def test_a_layer_leaves_while_the_next_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handoffs, "CHUNK_BYTES", 1)
     pool = random_pool(LAYOUTS["float32"], 2, 4, 1)
     seq = make_sequence(None, range(8))
     seq.blocks = [1, 0]
@@ -138,6 +148,7 @@ async def test_a_refusal_ends_the_handoff() -> None:
     seq = make_sequence(None, range(8))
     seq.blocks = [1, 0]
     handoff = Handoff(pool, RecordingLink(refuse_at=0), seq, lease_id(), "layout", 0)
-    handoff.layer_done(0, 8)
+    for layer in range(3):
+        handoff.layer_done(layer, 8)
     with pytest.raises(StaleLease):
         await handoff.run()

@@ -45,12 +45,20 @@ class Memory:
             for place, block in enumerate(move.blocks):
                 for offset in range(size):
                     self.host[move.extent, place * size + offset] = self.device.pop((block, offset))
-        seq.spill.moves.clear()
+        seq.spill.settle()
 
     def write(self, seq: Sequence, position: int) -> None:
         first = seq.spill.blocks if seq.spill is not None else 0
         block = seq.blocks[position // self.plan.block_size - first]
         self.device[block, position % self.plan.block_size] = kv_of(seq, position)
+
+    def put(self, seq: Sequence, position: int) -> None:
+        """KV that has come from elsewhere: straight to the host where that is its place."""
+        if seq.spill is None or position // self.plan.block_size >= seq.spill.blocks:
+            self.write(seq, position)
+            return
+        extent, place = divmod(position, self.plan.extent_tokens)
+        self.host[seq.spill.extents[extent], place] = kv_of(seq, position)
 
     def read(self, seq: Sequence, position: int) -> object:
         """The KV of a token, from the one place the sequence's own account says it lies in."""
@@ -121,6 +129,20 @@ class HostMachine(RuleBasedStateMachine):
         seq.scheduled_at = 0.0
         if seq.uncomputed:
             advance(self.kv, self.memory, seq, count)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def arrive(self, data: st.DataObject) -> None:
+        """All of a sequence's KV comes from elsewhere, each token's to where its sequence says."""
+        seq = self.pick(data)
+        if seq.computed or len(seq.tokens) > seq.start:
+            return
+        if seq.spill is not None:
+            seq.spill.arrive()
+        for position in range(len(seq.tokens)):
+            self.memory.put(seq, position)
+        seq.computed = len(seq.tokens)
+        self.kv.publish(seq)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), token=TOKEN)

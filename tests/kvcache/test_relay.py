@@ -49,7 +49,7 @@ def filled(dtype: str, seed: int) -> DevicePool:
 
 
 def read(pool: DevicePool, layer: int = 0) -> list[Tensor]:
-    return pool.read(layer, torch.arange(TOKENS))
+    return pool.read(layer, pool.slots(range(pool.num_blocks), 0, TOKENS))
 
 
 # ---- the same bits as the kernels' ---------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def test_int8_on_the_wire_is_small_and_off_by_half_a_step_at_most(dtype: str) ->
     (parts,) = split(chunk, target)
     for part, plane in zip(parts, pool.planes[0], strict=True):
         true = plane.float().flatten(0, 1)
-        found = part.view(kind).view(100, HEADS, 64).float()
+        found = torch.from_numpy(part).view(kind).view(100, HEADS, 64).float()
         step = true.abs().amax(-1, keepdim=True) / 127
         rounding = torch.finfo(kind).eps / 2 * found.abs()  # of the result to the receiver's dtype
         assert bool(((found - true).abs() <= step * 0.50001 + rounding).all())

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator
 
+import numpy as np
 import pytest
 
 from kvcache.chunk import Chunk
-from kvcache.transports import LOCAL, WINDOW, Dialer, GrpcHandoff, Landing, LocalHandoff
+from kvcache.slots.carriers import CarrierFailed
+from kvcache.slots.shared import DETAILS, Segment, SharedCarriers, SharedLanding
+from kvcache.slots.written import NixlLanding
+from kvcache.transports import LOCAL, WINDOW, Dialer, GrpcHandoff, Landings, LocalHandoff
 from serving.errors import CorruptChunk, InvalidRequest, MillraceError, StaleLease, Unauthorized, WorkerLost
 from serving.links import HandoffLink
 from serving.messages import LeaseId, TransportOffer
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import server
-from tests.kvcache.reaching import STREAMS, TRANSPORTS, Way, granted, needs_nixl, way_to
+from tests.kvcache.reaching import BESIDE, STREAMS, TRANSPORTS, Way, granted, needs_nixl, way_to
 from tests.kvcache.sequences import lease_id
 
 MIB = 1 << 20
@@ -34,7 +39,10 @@ class Taking:
         self.open = asyncio.Event()
         self.open.set()
         self.receiving = 0  # kept by the service
-        self.landing: Landing | None = None
+        self.landings = Landings()
+
+    async def begin(self, fence: LeaseId) -> int:
+        return 0
 
     async def receive(self, chunk: Chunk, via: str = LOCAL) -> None:
         await self.open.wait()
@@ -124,7 +132,7 @@ async def test_a_large_chunk_arrives_whole(way: Way, taking: Taking) -> None:
     await link.commit(lease_id(), 1)
     await link.close()
     assert taking.chunks == sent
-    assert taking.via["grpc"] == {"local": 0, "grpc": 4, "nixl": 1}[way.kind]
+    assert taking.via["grpc"] == {"local": 0, "grpc": 4, "shm": 1, "nixl": 1}[way.kind]
 
 
 @pytest.mark.parametrize("error", [CorruptChunk("harmed", code="digest"), StaleLease("over", code="epoch")])
@@ -297,18 +305,71 @@ async def test_what_nixl_cannot_reach_goes_over_grpc(taking: Taking, caplog: pyt
     assert sum("over gRPC" in record.message for record in caplog.records) == 1
 
 
-@needs_nixl
-async def test_more_handoffs_than_there_are_slots_for_go_over_grpc(taking: Taking) -> None:
-    async with way_to("nixl", taking) as way:
-        links = [way.dial() for _ in range(10)]
+@pytest.mark.parametrize("kind", BESIDE)
+async def test_more_handoffs_than_there_are_slots_for_go_over_grpc(kind: str, taking: Taking) -> None:
+    async with way_to(kind, taking) as way:
+        landing = way.landings.of(kind)
+        assert isinstance(landing, NixlLanding | SharedLanding)
+        room = landing.lending.parts
+        links = [way.dial() for _ in range(room + 2)]
         for number, link in enumerate(links):
             await link.push(chunk(number))
         for link in links:
             await link.commit(lease_id(), 1)
             await link.close()
-        assert taking.via == {"nixl": 16, "grpc": 4}
+        assert taking.via == {kind: 2 * room, "grpc": 4}
         link = way.dial()
         await link.push(chunk(9))
         await link.commit(lease_id(), 1)
         await link.close()
-    assert taking.via == {"nixl": 18, "grpc": 4}, "those that ended gave theirs back"
+    assert taking.via == {kind: 2 * room + 2, "grpc": 4}, "those that ended gave theirs back"
+
+
+def offer_of(segment: Segment, **fields: object) -> TransportOffer:
+    """The segment's offer with some fields of its details changed."""
+    names = ("process", "descriptor", "size", "secret")
+    details = dict(zip(names, DETAILS.unpack(segment.details), strict=True)) | fields
+    return TransportOffer(kind="shm", details=DETAILS.pack(*(details[name] for name in names)))
+
+
+@pytest.mark.parametrize("harm", ["nonsense", "another process", "another file", "another size", "another secret"])
+async def test_memory_that_is_not_shared_is_passed_over(harm: str, taking: Taking) -> None:
+    """As it is on another host or in another container: the numbers lead nowhere, or to something else."""
+    async with way_to("shm", taking) as way:
+        landing = way.landings.of("shm")
+        assert isinstance(landing, SharedLanding)
+        segment, before = landing.segment, landing.segment.memory.copy()
+        with tempfile.TemporaryFile() as file:
+            file.truncate(len(before))
+            offers = {
+                "nonsense": TransportOffer(kind="shm", details=b"nonsense"),
+                "another process": offer_of(segment, process=2**31),
+                "another file": offer_of(segment, descriptor=file.fileno()),
+                "another size": offer_of(segment, size=len(before) - 1),
+                "another secret": offer_of(segment, secret=bytes(32)),
+            }
+            link = way.dialer.dial(granted(way.address, offers[harm]))
+            await link.push(chunk(1))
+            await link.commit(lease_id(), 1)
+            await link.close()
+            file.seek(0)
+            assert not any(file.read())
+        assert np.array_equal(segment.memory, before), "nothing was written where it does not belong"
+    assert taking.via == {"grpc": 2}
+
+
+async def test_a_write_outside_of_the_shared_memory_is_not_made(taking: Taking) -> None:
+    async with way_to("shm", taking) as way:
+        carriers = SharedCarriers()
+        carrier = carriers.carrier(way.landings.offers[0])
+        landing = way.landings.of("shm")
+        assert isinstance(landing, SharedLanding)
+        whole = len(landing.segment.memory)
+        for address in (0, 1, whole - 3, whole, 1 << 62):
+            with pytest.raises(CarrierFailed):
+                await carrier.write(0, address, b"1234")
+        await carrier.write(0, whole - 4, b"1234")
+        assert await carrier.settle()
+        with pytest.raises(CarrierFailed):
+            await carrier.write(0, whole - 4, b"1234")
+    assert bytes(landing.segment.memory[-4:]) == b"1234"

@@ -16,16 +16,18 @@ import pytest
 from decode.worker import Session
 from kvcache import handoff as handoffs
 from kvcache.chunk import Chunk, encode, sealed
+from kvcache.device import Bytes
 from kvcache.handoff import Handoff
+from kvcache.slots.shared import SharedLanding
+from kvcache.slots.written import NixlLanding
 from kvcache.transports import Dialer, GrpcHandoff
-from kvcache.transports.written import HANDOFFS, NixlLanding
 from serving.errors import CorruptChunk, MillraceError, StaleLease, WorkerLost
 from serving.links import HandoffLink
 from serving.messages import LeaseGrant, Role, TransportOffer
 from tests.decode.workers import FINGERPRINT, SPECS, Worker
 from tests.house.source import ROOT
 from tests.kvcache.layers import random_pool, token_at
-from tests.kvcache.reaching import STREAMS, TRANSPORTS, Way, granted, needs_nixl, way_to
+from tests.kvcache.reaching import BESIDE, STREAMS, TRANSPORTS, Way, granted, way_to
 from tests.kvcache.sequences import lease_id, make_order, make_sequence
 
 PROMPT = list(range(50))
@@ -65,13 +67,24 @@ class World:
                 await asyncio.sleep(0.001)
 
     def lendable(self) -> int:
-        """How many handoffs could be lent slots now."""
-        landing = self.way.landing
-        assert isinstance(landing, NixlLanding)
-        found = [slots for _ in range(HANDOFFS) if (slots := landing.lend()) is not None]
+        """How many handoffs could be lent slots now, less those that there are."""
+        parts = self.landing.lending.parts
+        found = [slots for _ in range(parts) if (slots := self.landing.lend()) is not None]
         for slots in found:
-            landing.take_back(slots, settled=True)
-        return len(found)
+            self.landing.take_back(slots, settled=True)
+        return len(found) - parts
+
+    @property
+    def landing(self) -> NixlLanding | SharedLanding:
+        landing = self.way.landings.of(self.way.kind)
+        assert isinstance(landing, NixlLanding | SharedLanding)
+        return landing
+
+    @property
+    def memory(self) -> Bytes:
+        """What the slots lie in."""
+        landing = self.landing
+        return landing.agent.memory if isinstance(landing, NixlLanding) else landing.segment.memory
 
 
 async def world_of(kind: str) -> AsyncIterator[World]:
@@ -97,9 +110,9 @@ async def far(request: pytest.FixtureRequest) -> AsyncIterator[World]:
         yield made
 
 
-@pytest.fixture
-async def nixl_world() -> AsyncIterator[World]:
-    async for made in world_of("nixl"):
+@pytest.fixture(params=BESIDE)
+async def slots_world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
+    async for made in world_of(request.param):
         yield made
 
 
@@ -173,8 +186,8 @@ async def test_a_handoff_left_in_the_middle_leaves_nothing(world: World) -> None
     await link.push(world.chunk(0, 20))
     await link.close()
     await world.let_go()
-    if world.way.kind == "nixl":
-        assert world.lendable() == HANDOFFS
+    if world.way.landings.offers:
+        assert world.lendable() == 0
     world.session.cancel(world.grant.lease.lease)
     assert world.worker.idle()
 
@@ -186,42 +199,38 @@ async def test_a_sender_that_dies_leaves_its_lease_to_the_next(far: World) -> No
     link._call.cancel()  # what the receiver sees of a process that is gone
     await far.let_go()
     await link.close()
-    if far.way.kind == "nixl":
-        assert far.lendable() == HANDOFFS - 1, "a write of the dead may still come: its slots rest"
+    if far.way.landings.offers:
+        assert far.lendable() == -1, "a write of the dead may still come: its slots rest"
     fence = replace(far.grant.lease, epoch=1)
     far.grant = await far.session.advance(make_order(PROMPT, lease=fence))
     await far.push(far.chunk())
 
 
-@needs_nixl
 async def test_a_write_that_comes_late_is_found_by_the_digest(
-    nixl_world: World, monkeypatch: pytest.MonkeyPatch
+    slots_world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slot that is overwritten after its chunk was announced: refused, and the next handoff is not harmed."""
-    landing = nixl_world.way.landing
-    assert isinstance(landing, NixlLanding)
+    landing = slots_world.landing
     read = landing.read
 
     def late(slots: object, index: int, length: int) -> bytes:
-        landing.agent.memory[:] ^= 1
+        slots_world.memory[:] ^= 1
         return read(slots, index, length)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
         patch.setattr(landing, "read", late)
         with pytest.raises(CorruptChunk) as raised:
-            await nixl_world.push(nixl_world.chunk())
-    assert raised.value.code == "digest" and nixl_world.worker.decode.refused == {"digest": 1}
-    await nixl_world.push(nixl_world.chunk())
+            await slots_world.push(slots_world.chunk())
+    assert raised.value.code == "digest" and slots_world.worker.decode.refused == {"digest": 1}
+    await slots_world.push(slots_world.chunk())
 
 
-@needs_nixl
-async def test_what_was_read_out_of_a_slot_stays_as_it_was_checked(nixl_world: World) -> None:
-    landing = nixl_world.way.landing
-    assert isinstance(landing, NixlLanding)
+async def test_what_was_read_out_of_a_slot_stays_as_it_was_checked(slots_world: World) -> None:
+    landing = slots_world.landing
     slots = landing.lend()
     assert slots is not None
     read = landing.read(slots, 1, 100)
-    landing.agent.memory[:] = 7
+    slots_world.memory[:] = 7
     assert read == bytes(100) and landing.read(slots, 1, 100) == bytes([7]) * 100
     assert landing.read(slots, 99, 1) == b"" == landing.read(slots, 0, 1 << 40), "what was not lent holds nothing"
     landing.take_back(slots, settled=True)

@@ -11,10 +11,12 @@ from collections.abc import Sequence as Seq
 from decode.scheduler import DecodeScheduler
 from decode.speculation import Lookup, Speculation
 from kvcache.blocks import BlockPool
+from kvcache.host import HostPlan, HostTier
 from kvcache.manager import KVManager
 from serving.engine.engine import Engine, LayerDone, Runner, RunResult, RunTimes
 from serving.engine.plan import Scheduler, Work
 from serving.engine.sampling import Sampled, SamplingFailed
+from serving.engine.sequence import Sequence
 
 VOCAB = 5
 EOS = VOCAB  # never drawn by `next_token`, unless a test says so
@@ -45,7 +47,7 @@ class ScriptedRunner(Runner):
     def __init__(self, block_size: int, layers: int = 2):
         self.block_size = block_size
         self.layers = layers
-        self.kv: dict[int, tuple[bytes, tuple[int, ...]]] = {}  # slot → root and prefix up to this token
+        self.kv: dict[object, tuple[bytes, tuple[int, ...]]] = {}  # slot → root and prefix up to this token
         self.during: Callable[[Seq[Work]], None] = lambda work: None
         self.broken: set[str] = set()
         self.counts: list[list[int]] = []
@@ -53,20 +55,23 @@ class ScriptedRunner(Runner):
     def run(self, work: Seq[Work], layer_done: LayerDone | None) -> RunResult:
         self.counts.append([item.count for item in work])
         drawn = [self._advance(item) for item in work]
-        if layer_done is not None:
+        handed_over = [item for item in work if item.seq.handoff is not None]
+        if layer_done is not None and handed_over:
             for layer in range(self.layers):
-                layer_done(layer)
+                layer_done(handed_over, layer)
         self.during(work)
         return RunResult(drawn, {}, RunTimes(0.0, 0.0, 0.0))
 
     def _advance(self, work: Work) -> list[Sampled | SamplingFailed]:
         """Write the KV of the new tokens, guessed ones too, read all up to them, and draw after the last."""
         seq = work.seq
+        self._move(seq)
         known = [*seq.tokens[: seq.computed], *work.tokens]
         for position in range(len(known)):
-            slot = seq.blocks[position // self.block_size] * self.block_size + position % self.block_size
+            slot = self.slot(seq, position)
             content = (seq.root, tuple(known[: position + 1]))
             if position >= seq.computed:
+                assert isinstance(slot, int), "a step writes to the device alone"
                 self.kv[slot] = content
             assert self.kv.get(slot) == content, "a sequence would attend to KV that is not its own"
         if not work.completes:
@@ -75,15 +80,39 @@ class ScriptedRunner(Runner):
             return [SamplingFailed("no token can be drawn")]
         return [Sampled(next_token(known[:end])) for end in range(len(seq.tokens), len(known) + 1)]
 
+    def slot(self, seq: Sequence, position: int) -> object:
+        """Where the sequence's own account says a token's KV lies: a slot of the device, or an extent and its place."""
+        index, offset = divmod(position, self.block_size)
+        spill = seq.spill
+        if spill is None or index >= spill.blocks:
+            return seq.blocks[index - (spill.blocks if spill is not None else 0)] * self.block_size + offset
+        extent, place = divmod(position, spill.extent_blocks * self.block_size)
+        return ("host", spill.extents[extent], place)
+
+    def _move(self, seq: Sequence) -> None:
+        """What goes to the host before the step is gone from the device."""
+        if seq.spill is None:
+            return
+        for move in seq.spill.moves:
+            slots = [block * self.block_size + offset for block in move.blocks for offset in range(self.block_size)]
+            for place, slot in enumerate(slots):
+                self.kv["host", move.extent, place] = self.kv.pop(slot)
+        seq.spill.settle()
+
     def write(self, root: bytes, tokens: Seq[int], blocks: Seq[int], start: int) -> None:
         """KV that was handed over from elsewhere."""
         for position in range(start, len(tokens)):
             slot = blocks[position // self.block_size] * self.block_size + position % self.block_size
             self.kv[slot] = (root, tuple(tokens[: position + 1]))
 
+    def arrive(self, seq: Sequence) -> None:
+        """The same, for a sequence that has KV in host memory."""
+        for position in range(len(seq.tokens)):
+            self.kv[self.slot(seq, position)] = (seq.root, tuple(seq.tokens[: position + 1]))
 
-def make_kv(blocks: int, block_size: int, *, caching: bool = True) -> KVManager:
-    return KVManager(BlockPool(blocks, block_size, caching=caching), "model")
+
+def make_kv(blocks: int, block_size: int, *, caching: bool = True, host: HostPlan | None = None) -> KVManager:
+    return KVManager(BlockPool(blocks, block_size, caching=caching), "model", HostTier(host) if host else None)
 
 
 class Eager(Speculation):

@@ -40,17 +40,23 @@ class Link:
         self.chunks: list[Chunk] = []
         self.committed: list[tuple[LeaseId, int]] = []
         self.closed = 0
+        self.start = 0  # what it brings itself of the KV
+        self.lacking: list[range] = []  # what it asks for after all, at each commit
         self.before_push: Callable[[Chunk], object] = lambda chunk: None
         self.gate = asyncio.Event()
         self.gate.set()
+
+    async def begin(self) -> int:
+        return self.start
 
     async def push(self, chunk: Chunk) -> None:
         await self.gate.wait()
         self.before_push(chunk)
         self.chunks.append(chunk)
 
-    async def commit(self, fence: LeaseId, first_token: int) -> None:
+    async def commit(self, fence: LeaseId, first_token: int) -> range | None:
         self.committed.append((fence, first_token))
+        return self.lacking.pop(0) if self.lacking else None
 
     async def close(self) -> None:
         self.closed += 1
@@ -69,8 +75,8 @@ class Dialer:
 class Prefill(Worker):
     """A prefill worker whose engine runs, and the link its KV leaves by."""
 
-    def __init__(self, role: Role = Role.PREFILL):
-        super().__init__(role)
+    def __init__(self, role: Role = Role.PREFILL, **fields: Any):
+        super().__init__(role, **fields)
         self.link = Link()
         self.prefill.dialer = Dialer(self.link)
 
@@ -106,6 +112,35 @@ async def test_the_first_token_comes_out_and_all_kv_arrives(worker: Prefill) -> 
         spans = [(c.start, c.end) for c in worker.link.chunks if c.first_layer <= layer < c.last_layer]
         assert [p for start, end in spans for p in range(start, end)] == list(range(3, 10))
     assert worker.prefill.bytes_sent == sum(len(chunk.payload) for chunk in worker.link.chunks)
+
+
+def handed_over(link: Link, layer: int) -> list[int]:
+    """Tokens of the layer, in the order they left."""
+    return [p for c in link.chunks if c.first_layer <= layer < c.last_layer for p in range(c.start, c.end)]
+
+
+async def test_what_the_decode_worker_brings_itself_is_not_sent(worker: Prefill) -> None:
+    worker.link.start = 6
+    await results(worker, order(cached=3))
+    assert [handed_over(worker.link, layer) for layer in range(2)] == [[6, 7, 8, 9]] * 2
+    assert len(worker.link.committed) == 1
+
+
+async def test_what_it_could_not_bring_after_all_is_sent_last(worker: Prefill) -> None:
+    worker.link.start, worker.link.lacking = 8, [range(4, 8)]
+    await results(worker, order())
+    assert [handed_over(worker.link, layer) for layer in range(2)] == [[8, 9, 4, 5, 6, 7]] * 2
+    assert worker.link.committed == [(lease_id("r/1", 2, "decode-life"), next_token(PROMPT))] * 2
+    assert worker.prefill.bytes_sent == sum(len(chunk.payload) for chunk in worker.link.chunks)
+
+
+@pytest.mark.parametrize("lacking", [[range(4, 11)], [range(4, 8), range(4, 8)]])
+async def test_a_decode_worker_that_asks_for_what_there_is_not_ends_the_run(
+    worker: Prefill, lacking: list[range]
+) -> None:
+    worker.link.start, worker.link.lacking = 8, lacking
+    with pytest.raises(StaleLease):
+        await results(worker, order())
 
 
 async def test_the_next_token_of_a_request_under_way_is_drawn_from_all_its_tokens(worker: Prefill) -> None:

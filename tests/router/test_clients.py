@@ -44,7 +44,7 @@ class Remote:
     async def start(self) -> None:
         self.server: aio.Server = server(KEY)
         self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
-        stubs.add_DecodeServicer_to_server(DecodeService(self.worker.decode), self.server)
+        DecodeService(self.worker.decode).add_to(self.server)
         stubs.add_PrefillServicer_to_server(PrefillService(self.worker.prefill), self.server)
         await self.server.start()
         self.worker.loop.start()

@@ -9,7 +9,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from router.policy import Candidate, LeastLoaded
 from router.registry import Registry
 from serving.messages import Role
-from tests.kvcache.sequences import make_request
 from tests.router.scripted import make_status
 
 NAMES = st.sampled_from(["a", "b", "c"])
@@ -122,7 +121,7 @@ WORKERS = st.lists(
 @settings(max_examples=200, deadline=None)
 @given(WORKERS, st.sampled_from([None, "model"]))
 def test_decode_goes_to_able_workers_by_load(workers: list[Candidate], fingerprint: str | None) -> None:
-    order = LeastLoaded().decode_order(make_request([1]), workers, fingerprint)
+    order = LeastLoaded().decode_order(1, workers, fingerprint)
     able = [
         worker
         for worker in workers
@@ -138,7 +137,7 @@ def test_decode_goes_to_able_workers_by_load(workers: list[Candidate], fingerpri
 @settings(max_examples=200, deadline=None)
 @given(WORKERS, st.sampled_from([None, "model"]), st.sets(st.sampled_from([f"{n}-life" for n in "abcd"])))
 def test_prefill_goes_to_able_workers_by_queue(workers: list[Candidate], pairing: str | None, avoid: set[str]) -> None:
-    order = LeastLoaded().prefill_order(make_request([1]), workers, pairing, avoid)
+    order = LeastLoaded().prefill_order(1, workers, pairing, avoid)
     able = [
         worker
         for worker in workers
@@ -154,5 +153,25 @@ def test_prefill_goes_to_able_workers_by_queue(workers: list[Candidate], pairing
 
 def test_equal_workers_are_told_apart_by_name() -> None:
     workers = [Candidate(make_status(name)) for name in "cab"]
-    order = LeastLoaded().decode_order(make_request([1]), workers, None)
+    order = LeastLoaded().decode_order(1, workers, None)
     assert [worker.status.name for worker in order] == ["a", "b", "c"]
+
+
+SIZES = st.lists(st.tuples(st.integers(1, 400), st.integers(1, 20)), min_size=1, max_size=6)  # context, device blocks
+
+
+@settings(max_examples=200, deadline=None)
+@given(sizes=SIZES, tokens=st.integers(1, 400), decodes=st.booleans())
+def test_a_long_request_goes_where_it_fits_and_first_where_the_device_holds_it(
+    sizes: list[tuple[int, int]], tokens: int, decodes: bool
+) -> None:
+    workers = [
+        Candidate(make_status(f"w{n}", max_model_len=limit, block_size=16, total_blocks=blocks, free_blocks=blocks))
+        for n, (limit, blocks) in enumerate(sizes)
+    ]
+    policy = LeastLoaded()
+    order = policy.decode_order(tokens, workers, None) if decodes else policy.prefill_order(tokens, workers, None, ())
+    able = [worker for worker in workers if tokens < worker.status.max_model_len]
+    assert sorted(worker.status.name for worker in order) == [worker.status.name for worker in able or workers]
+    on_device = [tokens < worker.status.total_blocks * 16 for worker in order]
+    assert on_device == sorted(on_device, reverse=True)

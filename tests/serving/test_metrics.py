@@ -113,8 +113,10 @@ def test_workers_are_told_apart_by_name() -> None:
 def test_the_queue_and_the_leaks_are_told() -> None:
     told = Told(waiting=4)
     assert told.value("router_queue_requests") == 4 and told.value("leaked_blocks") == 0
-    audits = [Audit(service=name, counts={"blocks": 9}, leaked={"blocks": 2, "leases": 1}) for name in "ab"]
+    leaked = {"blocks": 2, "leases": 1, "host_extents": 3}
+    audits = [Audit(service=name, counts={"blocks": 9}, leaked=leaked) for name in "ab"]
     told.metrics.note_audit(audits)
+    assert told.value("leaked_host_extents") == 6
     assert (told.value("leaked_blocks"), told.value("leaked_leases"), told.value("leaked_tasks")) == (4, 2, 0)
     told.metrics.note_audit([])
     assert told.value("leaked_blocks") == 0

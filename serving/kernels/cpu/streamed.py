@@ -6,6 +6,8 @@ for all of its KV. It may not know where pieces come from.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,14 +18,20 @@ from serving.kernels.cpu.structures import Finish
 PLANES = ("k", "v", "k_scale", "v_scale")  # INT8 has all of them, other kinds the first two
 
 
-def streamed_step(decoder: Decoder, batch: RaggedBatch) -> Tensor:
-    """`decoder.step(batch).logits` for a batch with `earlier` KV: [R, vocab] float32. Raises ValueError as `step`."""
+def streamed_step(decoder: Decoder, batch: RaggedBatch, layer_done: Callable[[int], None] | None = None) -> Tensor:
+    """`decoder.step(batch).logits` for a batch with `earlier` KV: [R, vocab] float32. Raises ValueError as `step`.
+
+    `layer_done(layer)` is called when that layer's KV for this batch is complete.
+    """
     decoder.check(batch)
     kernels, shape = decoder.kernels, decoder.shape
     x = decoder.embedding[batch.tokens].float() * shape.embedding_scale
     for index, layer in enumerate(decoder.layers):
         qkv = kernels.linear(kernels.rms_norm(x, layer.attention_norm, shape.eps), layer.qkv)
-        attended = _attend(decoder, index, batch, decoder.rotate_and_write(index, batch, qkv))
+        q = decoder.rotate_and_write(index, batch, qkv)
+        if layer_done is not None:
+            layer_done(index)
+        attended = _attend(decoder, index, batch, q)
         kernels.linear(attended.flatten(1), layer.o, finish=Finish.ADD, out=x)
         _add_mlp(decoder, layer, x)
     rows = x[batch.logits_rows]

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from serving.engine.batch import RaggedBatch
-from serving.kernels.gpu.launch import dot_type, kernel, power_of_two
+from serving.kernels.gpu.launch import dot_type, kernel, kernel_of_any, power_of_two
 from serving.kernels.gpu.planes import STAGES, Paged, attend
 
 # Tokens of one split and of one tile. A split of 256 tokens reads 128 KiB of bfloat16 keys and values and writes 2 KiB
@@ -106,7 +106,7 @@ def _first_split(context, window, SPLIT: tl.constexpr, WINDOW: tl.constexpr):  #
     return first
 
 
-@kernel
+@kernel_of_any("table_stride")
 def _decode_kernel(  # type: ignore[no-untyped-def]
     q_ptr,
     k_ptr,
@@ -177,7 +177,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         tl.store(log_sums_ptr + at, top + tl.log2(total), mask=member < GROUP)
 
 
-@kernel
+@kernel_of_any("splits")
 def _combine_kernel(  # type: ignore[no-untyped-def]
     partial_ptr,
     log_sums_ptr,

@@ -14,7 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from serving.kernels.gpu.interpreted import let_scalars_bound_loops
+
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+if INTERPRETED:
+    let_scalars_bound_loops()
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -24,6 +28,19 @@ MULTIPROCESSORS_UNKNOWN = 132  # what splits are chosen for where there is no de
 def kernel(function: Callable[..., Any]) -> Any:
     """`triton.jit` with a type that checkers can follow."""
     return triton.jit(function)
+
+
+def kernel_of_any(*numbers: str) -> Callable[[Callable[..., Any]], Any]:
+    """`kernel` that is the same whatever the arguments of these names are.
+
+    Else it would be compiled anew, in the middle of serving, for a 1 and for multiples of 16. These are the numbers
+    that differ from step to step.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        return triton.jit(function, do_not_specialize=list(numbers))
+
+    return decorate
 
 
 def runs_on(device: torch.device) -> bool:

@@ -22,6 +22,7 @@ from serving.kernels.gpu.launch import (
     FLOATS,
     INTERPRETED,
     kernel,
+    kernel_of_any,
     multiprocessors,
     power_of_two,
     require,
@@ -205,7 +206,7 @@ def _scaled(sums, scales, weight_scales, bias, BIAS: tl.constexpr):  # type: ign
 
 
 @triton.autotune(configs=_LARGE, key=["outputs", "inputs", "bucket"])  # type: ignore[untyped-decorator]
-@kernel
+@kernel_of_any("rows")
 def _many_rows_kernel(  # type: ignore[no-untyped-def]
     values,  # descriptor of [T, K]
     weight,  # descriptor of [N, K]
@@ -242,7 +243,7 @@ def _many_rows_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.autotune(configs=_SMALL, key=["outputs", "inputs", "BLOCK_M"])  # type: ignore[untyped-decorator]
-@kernel
+@kernel_of_any("rows")
 def _few_rows_kernel(  # type: ignore[no-untyped-def]
     values_ptr,
     weight_ptr,
@@ -289,7 +290,7 @@ def _few_rows_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@kernel
+@kernel_of_any("rows")
 def _add_splits_kernel(  # type: ignore[no-untyped-def]
     sums_ptr,  # [S, T, N] int32
     scales_ptr,

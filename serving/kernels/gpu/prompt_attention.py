@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from serving.engine.batch import RaggedBatch
-from serving.kernels.gpu.launch import dot_type, kernel, power_of_two
+from serving.kernels.gpu.launch import dot_type, kernel, kernel_of_any, power_of_two
 from serving.kernels.gpu.planes import STAGES, Paged, attend
 
 # Queries times heads of one tile, and tokens of context taken at once: two warp groups' worth of the matrix units. For
@@ -51,11 +51,11 @@ def prompt_attention(
         *paged.strides(),
         batch.block_tables.stride(0),
         sequences,
+        sequences.bit_length(),
         HEADS=heads,
         GROUP=group,
         QUERIES=queries,
         ROWS=rows,
-        SEARCH=sequences.bit_length(),
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
         BLOCK_SIZE=paged.k.shape[1],
@@ -70,10 +70,10 @@ def prompt_attention(
 
 
 @kernel
-def _sequence_of(query_start_ptr, tile, sequences, QUERIES: tl.constexpr, SEARCH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sequence_of(query_start_ptr, tile, sequences, search, QUERIES: tl.constexpr):  # type: ignore[no-untyped-def]
     """The last sequence whose first tile is not after `tile`, by bisection."""
-    low, high = 0, sequences
-    for _ in tl.static_range(SEARCH):
+    low, high = sequences * 0, sequences
+    for _ in range(search):
         middle = (low + high) // 2
         first = tl.load(query_start_ptr + middle) // QUERIES + middle
         before = first <= tile
@@ -82,7 +82,7 @@ def _sequence_of(query_start_ptr, tile, sequences, QUERIES: tl.constexpr, SEARCH
     return low
 
 
-@kernel
+@kernel_of_any("table_stride", "sequences", "search")
 def _prompt_kernel(  # type: ignore[no-untyped-def]
     q_ptr,
     k_ptr,
@@ -105,11 +105,11 @@ def _prompt_kernel(  # type: ignore[no-untyped-def]
     scale_head,
     table_stride,
     sequences,
+    search,  # bits of `sequences`
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
-    SEARCH: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -120,7 +120,7 @@ def _prompt_kernel(  # type: ignore[no-untyped-def]
     DOT: tl.constexpr,
 ):
     tile, head = tl.program_id(0), tl.program_id(1)
-    sequence = _sequence_of(query_start_ptr, tile, sequences, QUERIES, SEARCH)
+    sequence = _sequence_of(query_start_ptr, tile, sequences, search, QUERIES)
     first_row = tl.load(query_start_ptr + sequence)
     count = tl.load(query_start_ptr + sequence + 1) - first_row
     first_query = (tile - first_row // QUERIES - sequence) * QUERIES

@@ -95,10 +95,14 @@ def rope_write_kv(
     v_plane: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    *,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
     """Rotate the q and k of qkv [T, Hq + 2 Hkv, D], write k and v into the planes; returns q [T, Hq, D].
 
-    The same as `rope`, then `write_kv`, in one launch; Hkv is the planes'. ValueError for other shapes and types.
+    The same as `rope`, then `write_kv`, in one launch; Hkv is the planes'. With `norms`, weights [D] for q and for k,
+    each head of q and k goes through `rms_norm` first. ValueError for other shapes and types.
     """
     _check_heads("qkv", qkv)
     _check_angles(qkv, cos, sin)
@@ -109,6 +113,9 @@ def rope_write_kv(
     for plane, scale in ((k_plane, k_scale), (v_plane, v_scale)):
         _check_plane(qkv[:, :kv_heads], plane, scale, slots)
     require(k_plane.stride() == v_plane.stride(), "both planes must have the same strides")
+    for weight in norms or ():
+        require(weight.shape == (head_dim,) and weight.is_contiguous(), f"norms must be [{head_dim}]")
+        require_device(qkv, weight)
     q = torch.empty((tokens, q_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if not tokens:
         return q
@@ -129,6 +136,7 @@ def rope_write_kv(
         v_plane,
         k_scale,
         v_scale,
+        *((qkv, qkv) if norms is None else norms),
         qkv.stride(0),
         qkv.stride(1),
         *k_plane.stride()[:3],
@@ -137,6 +145,8 @@ def rope_write_kv(
         kv_heads,
         head_dim,
         cos.shape[1],
+        eps,
+        NORM=norms is not None,
         BLOCK_SIZE=k_plane.shape[1],
         INT8=k_plane.dtype is torch.int8,
         HEADS=tile,
@@ -177,15 +187,18 @@ def _check_plane(x: Tensor, plane: Tensor, scale: Tensor | None, slots: Tensor) 
 
 
 @kernel
-def _rotated(x_ptr, row, cos_ptr, sin_ptr, pairs, d, mask):  # type: ignore[no-untyped-def]
-    """Rows `row` [HEADS, 1] of x, turned by the program's token's angles: [HEADS, BLOCK_D] float32."""
+def _partner(d, pairs):  # type: ignore[no-untyped-def]
+    """The dimension that each one turns with."""
+    return tl.where(d < pairs, d + pairs, d - pairs)
+
+
+@kernel
+def _rotated(x, other, cos_ptr, sin_ptr, pairs, d):  # type: ignore[no-untyped-def]
+    """x [HEADS, BLOCK_D] float32 turned by the program's token's angles; `other` holds each dimension's partner."""
     token = tl.program_id(0).to(tl.int64)
     turned = d < 2 * pairs
-    partner = tl.where(d < pairs, d + pairs, d - pairs)
     pair = tl.where(d < pairs, d, d - pairs)
     sign = tl.where(d < pairs, -1.0, 1.0)
-    x = tl.load(x_ptr + row + d, mask=mask, other=0.0).to(tl.float32)
-    other = tl.load(x_ptr + row + partner, mask=mask & turned, other=0.0).to(tl.float32)
     cos = tl.load(cos_ptr + token * pairs + pair, mask=turned, other=1.0)
     sin = tl.load(sin_ptr + token * pairs + pair, mask=turned, other=0.0)
     return x * cos + sign * other * sin
@@ -239,7 +252,9 @@ def _rope_kernel(  # type: ignore[no-untyped-def]
     d = tl.arange(0, BLOCK_D)[None, :]
     mask = (head < heads)[:, None] & (d < head_dim)
     row = token * x_token + head[:, None] * x_head
-    y = _rotated(x_ptr, row, cos_ptr, sin_ptr, pairs, d, mask)
+    x = tl.load(x_ptr + row + d, mask=mask, other=0.0).to(tl.float32)
+    other = tl.load(x_ptr + row + _partner(d, pairs), mask=mask & (d < 2 * pairs), other=0.0).to(tl.float32)
+    y = _rotated(x, other, cos_ptr, sin_ptr, pairs, d)
     tl.store(out_ptr + (token * heads + head[:, None]) * head_dim + d, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -287,6 +302,8 @@ def _rope_write_kernel(  # type: ignore[no-untyped-def]
     v_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
     qkv_token,
     qkv_head,
     plane_block,
@@ -299,6 +316,8 @@ def _rope_write_kernel(  # type: ignore[no-untyped-def]
     kv_heads,
     head_dim,
     pairs,
+    eps,
+    NORM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     INT8: tl.constexpr,
     HEADS: tl.constexpr,
@@ -313,7 +332,20 @@ def _rope_write_kernel(  # type: ignore[no-untyped-def]
     is_k = ((head >= q_heads) & (head < q_heads + kv_heads))[:, None] & inside
     is_v = ((head >= q_heads + kv_heads) & (head < q_heads + 2 * kv_heads))[:, None] & inside
     row = token * qkv_token + head[:, None] * qkv_head
-    y = _rotated(qkv_ptr, row, cos_ptr, sin_ptr, pairs, d, is_q | is_k).to(qkv_ptr.dtype.element_ty)
+    kind = qkv_ptr.dtype.element_ty
+    partner, turned = _partner(d, pairs), d < 2 * pairs
+    x = tl.load(qkv_ptr + row + d, mask=is_q | is_k, other=0.0).to(tl.float32)
+    other = tl.load(qkv_ptr + row + partner, mask=(is_q | is_k) & turned, other=0.0).to(tl.float32)
+    if NORM:
+        of_q = (head < q_heads)[:, None]
+        factor = tl.rsqrt(tl.sum(x * x, axis=1) / head_dim + eps)[:, None]
+        q_weight = tl.load(q_norm_ptr + d, mask=inside, other=0.0).to(tl.float32)
+        k_weight = tl.load(k_norm_ptr + d, mask=inside, other=0.0).to(tl.float32)
+        x = (x * factor * tl.where(of_q, q_weight, k_weight)).to(kind).to(tl.float32)
+        q_weight = tl.load(q_norm_ptr + partner, mask=inside & turned, other=0.0).to(tl.float32)
+        k_weight = tl.load(k_norm_ptr + partner, mask=inside & turned, other=0.0).to(tl.float32)
+        other = (other * factor * tl.where(of_q, q_weight, k_weight)).to(kind).to(tl.float32)
+    y = _rotated(x, other, cos_ptr, sin_ptr, pairs, d).to(kind)
     tl.store(q_ptr + (token * q_heads + head[:, None]) * head_dim + d, y, mask=is_q)
     slot = tl.load(slots_ptr + token)
     if slot < 0:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from serving.kernels.gpu.launch import kernel, power_of_two, require, require_device, require_float
+from serving.kernels.gpu.launch import kernel, kernel_of_any, power_of_two, require, require_device, require_float
 
 TILE = 2048  # elements of one program's tile, unless a single row is longer
 WIDEST = 65536  # a row has to fit into the registers of one program
@@ -213,7 +213,7 @@ def _row_tile(rows, width, inner, outer_stride, inner_stride, ROWS: tl.constexpr
     return row, start, column[None, :], (row < rows)[:, None] & (column < width)[None, :]
 
 
-@kernel
+@kernel_of_any("rows")
 def _norm_rows(  # type: ignore[no-untyped-def]
     x_ptr,
     residual_ptr,
@@ -252,7 +252,7 @@ def _norm_rows(  # type: ignore[no-untyped-def]
         tl.store(out_ptr + at, normed, mask=mask)
 
 
-@kernel
+@kernel_of_any("rows")
 def _silu_rows(  # type: ignore[no-untyped-def]
     gate_up_ptr,
     out_ptr,
@@ -282,7 +282,7 @@ def _silu_rows(  # type: ignore[no-untyped-def]
         tl.store(out_ptr + at, product, mask=mask)
 
 
-@kernel
+@kernel_of_any("rows")
 def _quantize_rows(  # type: ignore[no-untyped-def]
     x_ptr,
     values_ptr,

@@ -13,12 +13,12 @@ from kvcache.pool.links import PoolLink
 from kvcache.pool.node import PoolNode
 from kvcache.pool.remote import dial
 from kvcache.pool.service import PoolService
+from kvcache.pool.slabs import LandingsOnDemand
 from kvcache.pool.store import BlockStore, StoreConfig
-from serving.proto import pool_pb2_grpc as stubs
 from serving.rpc import listen, server
 
 KEY = "sesame"
-KINDS = ("local", "grpc")
+KINDS = ("local", "grpc", "shm")  # in process; behind gRPC; with slabs in memory that both share
 PARTS = 4
 
 
@@ -63,20 +63,23 @@ class Served:
         self.node = PoolNode(self.name, self.store, address=f"local:{self.name}")
         self.alive = True
         self.link: PoolLink = self.node
-        if self.kind == "grpc":
+        if self.kind != "local":
             self.server = server(KEY)
-            stubs.add_PoolServicer_to_server(PoolService(self.node), self.server)
+            self.service = PoolService(self.node)
+            self.service.add_to(self.server)
             self.node.address = f"127.0.0.1:{listen(self.server, '127.0.0.1', self.port)}"
             await self.server.start()
-            self.link = dial(self.node.address, KEY)
+            self.landings = LandingsOnDemand(self.kind)
+            self.link = dial(self.node.address, KEY, landings=self.landings)
         self.address = self.node.address
         return self
 
     async def kill(self) -> None:
         """It answers no more, whatever it was doing."""
         self.alive = False
-        if self.kind == "grpc":
+        if self.kind != "local":
             await self.server.stop(0)
+            self.service.close()
         stopping = asyncio.create_task(self.node.stop())
         await asyncio.sleep(0)
         self.store.gate.set()
@@ -86,6 +89,8 @@ class Served:
         if self.alive:
             await self.kill()
         await self.link.close()
+        if self.kind != "local":
+            self.landings.close()
 
 
 class Cluster:
@@ -94,6 +99,7 @@ class Cluster:
     def __init__(self, kind: str, count: int, **config: Any):
         self.kind = kind
         self.served = [Served(kind, f"node-{number}", **config) for number in range(count)]
+        self.landings = LandingsOnDemand("grpc" if kind == "local" else kind)
 
     async def __aenter__(self) -> Cluster:
         for served in self.served:
@@ -104,10 +110,13 @@ class Cluster:
     async def __aexit__(self, *_: object) -> None:
         for served in self.served:
             await served.stop()
+        self.landings.close()
 
     @property
     def addresses(self) -> list[str]:
         return list(self.by_address)
 
     def link(self, address: str) -> PoolLink:
-        return dial(address, KEY) if self.kind == "grpc" else self.by_address[address].node
+        if self.kind == "local":
+            return self.by_address[address].node
+        return dial(address, KEY, landings=self.landings)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.pool import service, wire
+from kvcache.pool import puts, slabs, wire
 from kvcache.pool.block import PoolBlock, Slab
 from kvcache.pool.links import Entry, PoolEvent, Selection, Tier
 from kvcache.pool.remote import RemoteNode, dial
@@ -78,7 +78,7 @@ async def test_a_node_that_dies_under_a_get_is_lost_after_what_it_sent(served: S
 
 
 async def test_a_long_put_is_stored_a_batch_at_a_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "BATCH_BYTES", 10_000)
+    monkeypatch.setattr(puts, "PUT_BYTES", 12_000)
     put, batches = served.store.put, []
 
     def counting(blocks: Sequence[PoolBlock]) -> int:
@@ -139,7 +139,7 @@ def test_a_tier_of_a_newer_node_is_left_out() -> None:
 
 
 @given(
-    st.builds(PoolBlock, key=KEYS, namespace=NAME, sizes=SIZES, digests=st.binary(), payload=st.binary()),
+    st.lists(st.tuples(KEYS, NAME, st.lists(st.integers(0, 9)), st.binary()), max_size=3),
     st.builds(Slab, part=st.integers(0, 99), indices=SIZES, sizes=SIZES, digests=st.binary(), payload=st.binary()),
     st.builds(Selection, namespace=st.none() | NAME, keys=st.lists(KEYS, max_size=3).map(tuple)),
     st.builds(
@@ -159,10 +159,16 @@ def test_a_tier_of_a_newer_node_is_left_out() -> None:
     ),
 )
 def test_every_field_crosses_the_wire(
-    stored: PoolBlock, slab: Slab, what: Selection, entry: Entry, event: PoolEvent
+    stored: list[tuple[bytes, str, list[int], bytes]], slab: Slab, what: Selection, entry: Entry, event: PoolEvent
 ) -> None:
-    assert wire.block_from_pb(wire.block_to_pb(stored)) == stored
-    assert wire.slab_from_pb(wire.slab_to_pb(slab)) == slab
+    blocks = [
+        PoolBlock(key=k, namespace=name, sizes=tuple(sizes), digests=digests, payload=bytes(range(sum(sizes) % 256)))
+        for k, name, sizes, digests in stored
+        if sum(sizes) < 256
+    ]
+    assert puts.taken(puts.from_wire(puts.to_wire(puts.framed(blocks)))) == blocks
+    frame = slabs.from_wire(slabs.to_wire(slabs.framed(slab)))
+    assert slabs.slab_of(frame.message, frame.payload, slab.via) == slab
     assert wire.selection_from_pb(wire.selection_to_pb(what)) == what
     assert wire.entry_from_pb(wire.entry_to_pb(entry)) == entry
     assert wire.event_from_pb(wire.event_to_pb(event)) == event

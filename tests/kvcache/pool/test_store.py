@@ -45,8 +45,8 @@ def test_what_was_put_comes_back_from_whatever_tiers_there_are(opened: Open, ram
     assert set(store.keys()) == {block.key for block in blocks}
 
 
-def test_slabs_are_part_by_part_and_about_a_megabyte(opened: Open) -> None:
-    store = opened(20_000, 0)
+def test_slabs_are_part_by_part_and_of_a_bounded_size(opened: Open) -> None:
+    store = opened(40_000, 0)
     blocks = [block_of(number, parts=2, size=SLAB_BYTES // 3) for number in range(4)]
     blocks.append(block_of(4, parts=2, size=2 * SLAB_BYTES))
     store.put(blocks)

@@ -17,6 +17,7 @@ from serving.engine.plan import Work
 from serving.engine.sequence import Sequence
 from tests.kvcache.sequences import make_sequence
 from tests.prefill.scripted import ScriptedRunner, make_decoding, make_engine, make_kv, written_out
+from tests.serving.engine.scripted_ahead import LateRunner, make_ahead_engine
 
 
 class Inbox:
@@ -39,13 +40,14 @@ class Inbox:
 class Loop:
     """A mixed worker's engine, running in its thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, ahead: bool = False) -> None:
         self.kv = make_kv(40, 4)
         self.decode = make_decoding(self.kv)
         self.prefill = PrefillScheduler(self.kv, then=self.decode.add)
         self.engine: Engine
         self.runner: ScriptedRunner
-        self.engine, self.runner = make_engine(self.kv, [self.decode, self.prefill])
+        make = make_ahead_engine if ahead else make_engine
+        self.engine, self.runner = make(self.kv, [self.decode, self.prefill])
         self.crashed = asyncio.Event()
         self.loop = EngineLoop(self.engine, on_crash=self.crashed.set)
 
@@ -60,9 +62,9 @@ class Loop:
         return seq, inbox
 
 
-@pytest.fixture
-async def running() -> AsyncIterator[Loop]:
-    made = Loop()
+@pytest.fixture(params=["one after the other", "ahead"])
+async def running(request: pytest.FixtureRequest) -> AsyncIterator[Loop]:
+    made = Loop(ahead=request.param == "ahead")
     made.loop.start()
     yield made
     await made.loop.stop()
@@ -72,7 +74,8 @@ async def test_tokens_arrive_on_the_event_loop_in_order(running: Loop) -> None:
     prompts = [[1], [2, 3], list(range(4))]
     inboxes = [running.add(prompt)[1] for prompt in prompts]
     for prompt, inbox in zip(prompts, inboxes, strict=True):
-        await inbox.ended.wait()
+        async with asyncio.timeout(10):
+            await inbox.ended.wait()
         assert inbox.tokens == written_out(prompt, 6)
         assert inbox.threads == {threading.get_ident()}
     assert running.kv.pool.held == 0
@@ -160,3 +163,27 @@ async def test_stopping_lets_the_step_in_progress_end() -> None:
     go_on.set()
     await stopping
     assert len(made.runner.counts) == 1
+
+
+async def test_stopping_brings_out_the_step_that_was_begun_ahead() -> None:
+    made = Loop(ahead=True)
+    runner = made.runner
+    assert isinstance(runner, LateRunner)
+    began, go_on = threading.Event(), threading.Event()
+
+    def compute(work: Seq[Work]) -> None:
+        if ("launch", 1) in runner.events:  # the second step has been begun, and the first is not collected
+            began.set()
+            assert_set(go_on)
+
+    runner.during = compute
+    made.loop.start()
+    seq, inbox = made.add([1], max_tokens=9)
+    await asyncio.to_thread(assert_set, began)
+    stopping = asyncio.create_task(made.loop.stop())
+    await asyncio.sleep(0)
+    go_on.set()
+    await stopping
+    await asyncio.sleep(0)
+    assert runner.events[-1] == ("collect", 1) and [kind for kind, _ in runner.events].count("launch") == 2
+    assert inbox.tokens == written_out([1], 3) == seq.tokens[1:] and seq.in_flight == 0

@@ -1,7 +1,8 @@
 """A mixed worker's engine under random load: leases of its own, prompts computed for others, KV handed to it, hang-ups.
 
 A tiny pool, so that everyone waits, shares, and gives way. Whatever happens, every sequence ends once, its tokens are
-those of an undisturbed run, no block is read that holds another's KV, and nothing is left at the end.
+those of an undisturbed run, no block is read that holds another's KV, and nothing is left at the end. So it is with
+steps one after the other, and with steps begun ahead of the tokens of the one before.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +23,16 @@ from serving.engine.sequence import Sequence
 from serving.errors import NoRoom, Preempted
 from serving.messages import Request
 from tests.kvcache.sequences import make_request, make_sequence
-from tests.prefill.scripted import ScriptedRunner, make_decoding, make_engine, make_kv, next_token, written_out
+from tests.prefill.scripted import (
+    VOCAB,
+    ScriptedRunner,
+    make_decoding,
+    make_engine,
+    make_kv,
+    next_token,
+    written_out,
+)
+from tests.serving.engine.scripted_ahead import LateRunner, make_ahead_engine
 
 
 @dataclass
@@ -36,7 +47,9 @@ class Job:
 
 
 class World:
-    def __init__(self, seed: int, size: int, blocks: int, tokens: int, seqs: int, caching: bool, guesses: int):
+    def __init__(
+        self, seed: int, size: int, blocks: int, tokens: int, seqs: int, caching: bool, guesses: int, ahead: bool
+    ):
         self.choice = random.Random(seed)
         self.kv: KVManager = make_kv(blocks, size, caching=caching)
         self.longest = blocks * size
@@ -44,15 +57,22 @@ class World:
         self.prefill = PrefillScheduler(self.kv, then=self.decode.add)
         self.engine: Engine
         self.runner: ScriptedRunner
-        self.engine, self.runner = make_engine(self.kv, [self.decode, self.prefill], tokens=tokens, seqs=seqs)
+        make = make_ahead_engine if ahead else make_engine
+        self.engine, self.runner = make(self.kv, [self.decode, self.prefill], tokens=tokens, seqs=seqs)
         self.runner.during = lambda work: self.hang_up(0.04)
+        if isinstance(self.runner, LateRunner):
+            self.runner.opaque = {str(number) for number in range(10) if self.choice.random() < 0.1}
+        if self.decode.turns is not None:
+            self.decode.turns.trial = self.choice.randrange(6)
         self.jobs = [self.new_job(n) for n in range(self.choice.randrange(1, 10))]
         self.waiting = list(self.jobs)
 
     def new_job(self, number: int) -> Job:
         prompt = self.choice.choices((0, 1), k=self.choice.randrange(1, self.longest - 1))
         kind = self.choice.choice(("local", "local", "passing", "arriving"))
-        return Job(make_request(prompt, request_id=str(number), max_tokens=self.choice.randrange(2, 15)), kind)
+        stops = (self.choice.randrange(VOCAB),) if self.choice.random() < 0.5 else ()
+        longest = self.choice.randrange(2, 15)
+        return Job(make_request(prompt, request_id=str(number), max_tokens=longest, stop_token_ids=stops), kind)
 
     def sequences(self) -> list[Sequence]:
         return [job.seq for job in self.jobs if job.seq is not None]
@@ -64,7 +84,12 @@ class World:
         if not self.waiting or self.choice.random() < 0.4:
             return
         job = self.waiting[0]
-        fields: dict[str, Any] = {"request_id": job.request.request_id, "max_tokens": job.request.sampling.max_tokens}
+        sampling = job.request.sampling
+        fields: dict[str, Any] = {
+            "request_id": job.request.request_id,
+            "max_tokens": sampling.max_tokens,
+            "stop_token_ids": sampling.stop_token_ids,
+        }
         seq = make_sequence(self.kv, job.request.prompt, generated=job.output, stays=job.kind != "passing", **fields)
         if job.kind != "passing":
             try:
@@ -79,7 +104,8 @@ class World:
             self.prefill.add(seq)
 
     def hand_over(self, job: Job, seq: Sequence) -> None:
-        self.runner.write(seq.root, seq.tokens, seq.blocks, seq.computed)
+        for position in range(seq.computed, len(seq.tokens)):
+            self.runner.kv[self.slot(seq, position)] = (seq.root, tuple(seq.tokens[: position + 1]))
         seq.computed = len(seq.tokens)
         self.kv.publish(seq)
         seq.tokens.append(next_token(seq.tokens))
@@ -111,6 +137,21 @@ class World:
                 self.take(job, output, older)
         flying = [seq for seq in self.engine.flying if seq not in self.sequences()]
         assert self.kv.unaccounted([*self.sequences(), *flying]) == 0
+        for seq in self.sequences():
+            self.check_published(seq)
+
+    def check_published(self, seq: Sequence) -> None:
+        """What others may find under the sequence's keys is the KV of tokens it has."""
+        for position in range(seq.published * self.kv.block_size):
+            assert self.runner.kv[self.slot(seq, position)] == (seq.root, tuple(seq.tokens[: position + 1]))
+
+    def slot(self, seq: Sequence, position: int) -> int:
+        size = self.kv.block_size
+        return seq.blocks[position // size] * size + position % size
+
+    def settle(self) -> None:
+        """The worker stops: what is in flight comes to its end, and brings nothing, for nobody is left."""
+        assert self.engine.settle() == []
 
     def take(self, job: Job, output: Output, older: list[Sequence]) -> None:
         if output.error is not None:
@@ -138,10 +179,11 @@ class World:
     caching=st.booleans(),
     guesses=st.integers(0, 4),
 )
+@pytest.mark.parametrize("ahead", [False, True])
 def test_everyone_is_served_exactly_once(
-    seed: int, size: int, blocks: int, tokens: int, seqs: int, caching: bool, guesses: int
+    ahead: bool, seed: int, size: int, blocks: int, tokens: int, seqs: int, caching: bool, guesses: int
 ) -> None:
-    world = World(seed, size, blocks, tokens, seqs, caching, guesses)
+    world = World(seed, size, blocks, tokens, seqs, caching, guesses, ahead)
     for _ in range(5000):
         world.place()
         world.hang_up(0.01)
@@ -153,7 +195,10 @@ def test_everyone_is_served_exactly_once(
         length = min(job.request.sampling.max_tokens, world.longest - len(job.request.prompt))
         length = 1 if job.kind == "passing" else length
         expected = written_out(job.request.prompt, length)
+        stops = [n for n, token in enumerate(expected, 1) if token in job.request.sampling.stop_token_ids]
+        expected = expected[: min(stops, default=length)]
         assert job.output == (expected[: len(job.output)] if job.ending == "abort" else expected)
     assert all(sum(counts) <= tokens and len(counts) <= seqs for counts in world.runner.counts)
+    world.settle()
     assert world.kv.pool.held == 0 and world.kv.unaccounted([]) == 0
     assert world.decode.sequences() == [] == world.prefill.sequences() and world.engine.flying == []

@@ -228,6 +228,12 @@ def test_a_row_that_cannot_be_drawn_fails_alone(sampler: Sampler) -> None:
     assert "not numbers" in str(failed.error())
 
 
+@pytest.mark.parametrize("params", [{}, {"top_k": 1}, {"temperature": 0.0}], ids=str)
+def test_a_mask_does_not_hide_what_is_no_number(sampler: Sampler, params: dict[str, Any]) -> None:
+    (result,) = sample(sampler, [[0.0, math.nan, 1.0]], make_row(eos=(1,), min_tokens=1, **params))
+    assert isinstance(result, SamplingFailed) and "not numbers" in str(result.error())
+
+
 @pytest.mark.parametrize("params", [{}, {"min_p": 0.1, "top_p": 0.9}, {"top_k": 1}, {"temperature": 0.0}], ids=str)
 def test_masking_every_token_is_a_failure(sampler: Sampler, params: dict[str, Any]) -> None:
     row = make_row(eos=(0, 1), min_tokens=1, **params)

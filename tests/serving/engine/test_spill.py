@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -43,14 +43,14 @@ class SummingForward:
 
     def __init__(self) -> None:
         self.batches: list[RaggedBatch] = []
-        self.listened: list[bool] = []
 
-    def greedy(self, batch: RaggedBatch, layer_done: object) -> Tensor:
+    def greedy(self, batch: RaggedBatch, layer_done: Callable[[int], None] | None) -> Tensor:
         return self.logits(batch, layer_done).argmax(-1)
 
-    def logits(self, batch: RaggedBatch, layer_done: object) -> Tensor:
+    def logits(self, batch: RaggedBatch, layer_done: Callable[[int], None] | None) -> Tensor:
         self.batches.append(batch)
-        self.listened.append(layer_done is not None)
+        for layer in range(SPEC.layers) if layer_done is not None else ():
+            layer_done(layer)
         starts = batch.query_start.tolist()
         best = [int(batch.tokens[a:b].sum()) % VOCAB for a, b in itertools.pairwise(starts)]
         rows = torch.tensor(best).repeat_interleave(torch.tensor(batch.query_lens))
@@ -101,9 +101,12 @@ def test_spilled_sequences_are_computed_after_the_others_and_apart() -> None:
     host, forward = NotedHost(), SummingForward()
     runner = ModelRunner(forward, SPEC, 2, host=host)
     work = [Work(short[0], 1, prefill), Work(long, kv.make_room(long, 4), prefill), Work(short[1], 1, prefill)]
-    result = runner.run(work, lambda layer: None)
+    heard: list[tuple[list[object], int]] = []
+    short[0].handoff = long.handoff = object()  # type: ignore[assignment]
+    result = runner.run(work, lambda work, layer: heard.append(([item.seq for item in work], layer)))
     assert [batch.query_lens for batch in forward.batches] == [(1, 1), (4,)]
-    assert forward.listened == [True, False], "whoever waits for layers hears of each once"
+    each = [([seq], layer) for seq in (short[0], long) for layer in range(2)]
+    assert heard == each, "whoever waits for layers hears of each once, when it is his own"
     assert [[one.token for one in drawn] for drawn in result.drawn] == [[5], [], [7]]  # type: ignore[union-attr]
     assert list(result.prompt_logprobs) == [1] and len(result.prompt_logprobs[1]) == 4
     batch = forward.batches[1]
@@ -112,6 +115,7 @@ def test_spilled_sequences_are_computed_after_the_others_and_apart() -> None:
     places = [long.blocks[p // 2 - long.spill.blocks] * 2 + p % 2 for p in batch.positions.tolist()]
     assert batch.slots.tolist() == places
     assert len(host.moves) == long.spill.moved and long.spill.moves == [] and host.open == 0
+    assert long.spill.copied == long.spill.moved
 
 
 def test_a_step_without_them_is_one_batch() -> None:

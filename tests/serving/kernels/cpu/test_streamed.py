@@ -56,7 +56,15 @@ def test_the_bits_are_those_of_all_kv_at_once(
             plane.copy_(old)
         seen = [window or None for window in windows]
         earlier = CopiedPieces(layers_of(small), TABLE, moved, each, start=start, windows=seen)
-        found = streamed_step(decoder, batch_of(start, new, earlier))
+        told: list[bool] = []
+
+        def layer_done(layer: int, wanted: list[Tensor] = after, told: list[bool] = told) -> None:
+            planes = layers_of(small)
+            begin = sum(map(len, planes[:layer]))
+            told.append(all(map(torch.equal, planes[layer], wanted[begin : begin + len(planes[layer])])))
+
+        found = streamed_step(decoder, batch_of(start, new, earlier), layer_done)
+        assert told == [True] * len(layers_of(small)), "each layer's KV is written when it is told"
         assert expected is not None and torch.equal(found, expected)
         assert all(map(torch.equal, written(small), after))
 

@@ -7,9 +7,7 @@ tests here run in a process of their own, which `test_own_process.py` starts wit
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 import torch
@@ -25,25 +23,6 @@ if find_spec("triton") is None or not (INTERPRETED or GPU):
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cpu" if INTERPRETED else "cuda")
-
-
-@pytest.fixture(autouse=True, scope="session")
-def index_of_scalars() -> Iterator[None]:
-    """Let interpreted scalars be loop bounds: Triton 3.6 keeps them as arrays [1], which numpy 2.4 makes no int of."""
-    if not INTERPRETED:
-        yield
-        return
-    from triton.runtime import interpreter
-
-    original = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patched
-    yield
-    interpreter._patch_lang_tensor = original
 
 
 @pytest.fixture(autouse=True)

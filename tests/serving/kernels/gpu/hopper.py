@@ -124,6 +124,8 @@ def rotary(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     gpu.rope(qkv, qkv, angles, angles)
     gpu.write_kv(qkv[:, :8], qkv[:, 8:16], plane, plane, slots, *scales)
     gpu.rope_write_kv(qkv, angles, angles, slots, plane, plane, *scales)
+    norm = torch.ones(128, dtype=dtype)
+    gpu.rope_write_kv(qkv, angles, angles, slots, plane, plane, *scales, norms=(norm, norm), eps=1e-6)
 
 
 def attention(dtype: torch.dtype, kv_dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:

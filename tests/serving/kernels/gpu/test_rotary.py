@@ -85,6 +85,28 @@ def test_fused_is_what_the_parts_are(
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize(("dtype", "pairs"), [(torch.float32, 32), (torch.bfloat16, 32), (torch.float32, 16)])
+def test_norms_of_heads_come_first(dtype: torch.dtype, pairs: int, device: torch.device) -> None:
+    heads, kv_heads, eps = 5, 2, 1e-3
+    qkv = (3 * torch.randn(len(SLOTS), heads + 2 * kv_heads, 64)).to(dtype)
+    norms = tuple((1 + torch.randn(64)).to(dtype) for _ in range(2))
+    cos, sin = angles(pairs)
+    planes = [plane(kv_heads, 64, dtype, device) for _ in range(2)]
+    found = gpu.rope_write_kv(
+        *(tensor.to(device) for tensor in (qkv, cos, sin, torch.tensor(SLOTS))),
+        *planes,
+        norms=(norms[0].to(device), norms[1].to(device)),
+        eps=eps,
+    )
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+    q, k = (reference.rms_norm(x, weight, eps) for x, weight in zip((q, k), norms, strict=True))
+    q, k = reference.rope(q, k, cos, sin)
+    assert error(found, q) < 2 * CLOSE[dtype]
+    for one, expected in zip(planes, (k, v), strict=True):
+        written = one.cpu()[torch.tensor(SLOTS) // BLOCK, torch.tensor(SLOTS) % BLOCK]
+        assert error(written, expected) < 2 * CLOSE[dtype]
+
+
 def test_what_is_refused(device: torch.device) -> None:
     k = torch.randn(5, 2, 64, device=device)
     slots = torch.tensor(SLOTS, device=device)
@@ -95,5 +117,9 @@ def test_what_is_refused(device: torch.device) -> None:
         gpu.write_kv(k[:, :1], k[:, :1], float_plane, float_plane, slots)
     with pytest.raises(ValueError, match="slots"):
         gpu.write_kv(k, k, float_plane, float_plane, slots[:3])
+    with pytest.raises(ValueError, match="norms must be"):
+        angle = torch.zeros(5, 32, device=device)
+        norms = (torch.ones(32, device=device), torch.ones(64, device=device))
+        gpu.rope_write_kv(k[:, [0, 1, 0, 1, 0]], angle, angle, slots, float_plane, float_plane, norms=norms)
     with pytest.raises(ValueError, match="do not fit"):
         gpu.rope(k, k, *torch.randn(2, 5, 40, device=device))

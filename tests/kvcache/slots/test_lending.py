@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.transports.lending import Lending
+from kvcache.slots.lending import Lending
 
 
 def test_all_parts_are_lent_once_and_the_warm_one_first() -> None:

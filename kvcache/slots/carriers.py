@@ -7,6 +7,7 @@ no ending, no errors of its own to report, and can be done without at any moment
 from __future__ import annotations
 
 from asyncio import Future
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,7 +62,7 @@ class Carriers(Protocol):
         ...
 
     def carrier(self, offer: TransportOffer) -> Carrier:
-        """A carrier to whoever made the offer."""
+        """A carrier to whoever made the offer. Raises CarrierFailed where it is known that none leads there."""
         ...
 
     def close(self) -> None: ...
@@ -86,3 +87,18 @@ class Landing(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Landings:
+    """All that one decode worker offers beside the stream, best first."""
+
+    def __init__(self, landings: Iterable[Landing] = ()):
+        self._landings = {landing.kind: landing for landing in landings}
+        self.offers = tuple(offer for landing in self._landings.values() for offer in landing.offers)
+
+    def of(self, kind: str) -> Landing | None:
+        return self._landings.get(kind)
+
+    def close(self) -> None:
+        for landing in self._landings.values():
+            landing.close()

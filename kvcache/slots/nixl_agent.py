@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvcache.transports.carriers import CarrierFailed
+from kvcache.slots.carriers import CarrierFailed
 
 log = logging.getLogger(__name__)
 

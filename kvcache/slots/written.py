@@ -12,9 +12,9 @@ import time
 from concurrent.futures import Future
 from contextlib import suppress
 
-from kvcache.transports.carriers import CarrierFailed, NoSlots, Slots
-from kvcache.transports.lending import Lending
-from kvcache.transports.nixl_agent import KIND, Agent
+from kvcache.slots.carriers import CarrierFailed, NoSlots, Slots
+from kvcache.slots.lending import Lending
+from kvcache.slots.nixl_agent import KIND, Agent
 from serving.messages import TransportOffer
 
 SLOT_BYTES = 2 << 20  # room for a chunk; larger ones go over the stream
@@ -26,7 +26,7 @@ PART_BYTES = SLOTS * SLOT_BYTES
 
 
 class NixlLanding:
-    """The receiving half (kvcache.transports.carriers.Landing). Raises CarrierFailed if NIXL will not start."""
+    """The receiving half (kvcache.slots.carriers.Landing). Raises CarrierFailed if NIXL will not start."""
 
     kind = KIND
 
@@ -58,7 +58,7 @@ class NixlLanding:
 
 
 class NixlCarriers:
-    """The sending half of a process (kvcache.transports.carriers.Carriers). NIXL starts with the first handoff."""
+    """The sending half of a process (kvcache.slots.carriers.Carriers). NIXL starts with the first handoff."""
 
     kind = KIND
 
@@ -89,7 +89,7 @@ class NixlCarriers:
 
 
 class NixlCarrier:
-    """One handoff's writes (kvcache.transports.carriers.Carrier), through slots of its own at this end."""
+    """One handoff's writes (kvcache.slots.carriers.Carrier), through slots of its own at this end."""
 
     kind = KIND
 

@@ -1,0 +1,144 @@
+"""Times fetching a prompt's KV from a pool node of its own process, over each transport: `python -m bench.fetch`.
+
+The blocks are as SmolLM2's prompt leaves them in RAM; a round fetches all of them, checks their digests and writes them
+into a worker's KV blocks. Rounds take the transports in turn; medians are shown beside a plain memcpy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, asynccontextmanager
+
+import numpy as np
+import uvloop
+
+from bench.handoff import memcpy_seconds
+from bench.sink import BLOCK, smollm2_layers
+from kvcache.blockbytes import part_bytes, read_blocks, write_part
+from kvcache.device import DevicePool, token_bytes
+from kvcache.pool.client import PoolClient
+from kvcache.pool.node import PoolNode
+from kvcache.pool.remote import dial
+from kvcache.pool.service import PoolService
+from kvcache.pool.slabs import LandingsOnDemand
+from kvcache.pool.store import BlockStore, StoreConfig
+from kvcache.slots.choice import GRPC, chosen
+from serving.heap import keep_freed_memory
+from serving.rpc import listen, server
+
+
+async def serve() -> None:
+    """A node: prints its port, then after each line of input the CPU seconds it has used; ends with the input."""
+    keep_freed_memory()
+    grpc_server = server()
+    port = listen(grpc_server, "127.0.0.1", 0)
+    node = PoolNode("node", BlockStore(StoreConfig(ram_bytes=4 << 30)), address=f"127.0.0.1:{port}")
+    PoolService(node).add_to(grpc_server)
+    await grpc_server.start()
+    print(port, flush=True)
+    while await asyncio.to_thread(sys.stdin.readline):
+        print(time.process_time(), flush=True)
+    await grpc_server.stop(0)
+    await node.stop()
+
+
+class Far:
+    """The node's process."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "bench.fetch", "--serve"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.address = f"127.0.0.1:{int(self.process.stdout.readline())}"
+
+    def cpu(self) -> float:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline())
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(10)
+
+
+@asynccontextmanager
+async def client(kind: str, address: str) -> AsyncGenerator[PoolClient, None]:
+    landings = LandingsOnDemand(kind)
+    made = PoolClient(lambda node: dial(node, landings=landings), timeout=30.0)
+    made.set_nodes([address])
+    yield made
+    await made.close()
+    landings.close()
+
+
+async def fetch(pool: DevicePool, keys: list[bytes], of: PoolClient) -> float:
+    """Seconds until the last layer is written. Raises RuntimeError when something is missing."""
+    began, size = time.perf_counter(), 0
+    async with aclosing(of.get(keys, parts=len(pool.specs))) as slabs:
+        async for slab in slabs:
+            write_part(pool, slab.part, list(slab.indices), slab.payload)
+            size += len(slab.payload)
+    if size != len(keys) * sum(part_bytes(pool)):
+        raise RuntimeError(f"{size} bytes came: {dict(of.stats.failures)}")
+    return time.perf_counter() - began
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.fetch", description=__doc__)
+    parser.add_argument("--tokens", type=int, default=1840, help="tokens of the prefix (default: 1840)")
+    parser.add_argument("--layers", type=int, default=30, help="layers of SmolLM2's KV (default: 30)")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds over all transports (default: 9)")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.serve:
+        await serve()
+        return
+    keep_freed_memory()
+    specs, blocks = smollm2_layers(asked.layers), asked.tokens // BLOCK
+    pool = DevicePool(specs, blocks, BLOCK)
+    for planes in pool.planes:
+        for plane in planes:
+            plane.copy_(plane.random_(0, 255))
+    keys = [number.to_bytes(32, "little") for number in range(blocks)]
+    size = blocks * BLOCK * token_bytes(specs)
+    far = Far()
+    try:
+        async with client(GRPC, far.address) as storing:
+            await storing.put(read_blocks(pool, range(blocks), keys, "default"))
+        found = {kind: await measured(kind, far, pool, keys, asked.rounds) for kind in (GRPC, *chosen("auto"))}
+    finally:
+        far.close()
+    memcpy = memcpy_seconds(size)
+    print(f"{blocks * BLOCK} tokens x {asked.layers} layers, {size / 1e6:.1f} MB, {asked.rounds} rounds, medians")
+    print(f"{'transport':10} {'ms':>7} {'GB/s':>6} {'of memcpy':>10} {'CPU ms here':>12} {'CPU ms there':>13}")
+    print(f"{'memcpy':10} {memcpy * 1e3:7.1f} {size / memcpy / 1e9:6.2f} {1.0:10.2f}")
+    for kind, rounds in found.items():
+        took, here, there = (float(np.median(column)) for column in zip(*rounds, strict=True))
+        ratio = memcpy / took
+        print(
+            f"{kind:10} {took * 1e3:7.1f} {size / took / 1e9:6.2f} {ratio:10.2f} {here * 1e3:12.1f} {there * 1e3:13.1f}"
+        )
+
+
+async def measured(
+    kind: str, far: Far, pool: DevicePool, keys: list[bytes], rounds: int
+) -> list[tuple[float, float, float]]:
+    """(seconds, CPU seconds here, CPU seconds there) of each round, after two that warm up."""
+    found = []
+    async with client(kind, far.address) as asking:
+        for _ in range(rounds + 2):
+            here, there = time.process_time(), far.cpu()
+            took = await fetch(pool, keys, asking)
+            found.append((took, time.process_time() - here, far.cpu() - there))
+    return found[2:]
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

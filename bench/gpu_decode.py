@@ -1,0 +1,270 @@
+"""Times whole decode steps of a Llama-shaped model with random weights on a GPU, as a worker computes them.
+
+Run `python -m bench.gpu_decode`; without a CUDA device it says so and exits with 2. A step is everything from lists of
+block numbers to a token in host memory: batch, CUDA graph, greedy choice; the next begins before its tokens are read.
+The roofline is the time a copy, measured in the same run, would take to move what a step must read: every weight
+but the embedding once, and the KV of every sequence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvcache.device import DevicePool, token_bytes
+from serving.engine.batch import RaggedBatch
+from serving.engine.forward import Forward
+from serving.engine.graphs import GraphSizes
+from serving.model.decoder import Decoder
+from serving.model.quantization.linear import hold_int8
+from serving.model.rope import Rope, default_frequencies
+from serving.model.spec import ModelSpec
+
+BLOCK = 16  # tokens a KV block
+PROMPT_TOKENS = 512  # kernels are tuned for up to so many rows, as a worker's are by default
+COPIED_BYTES = 1 << 30
+SHAPES: dict[str, dict[str, int]] = {
+    "8b": {
+        "hidden": 4096,
+        "layers": 32,
+        "heads": 32,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "intermediate": 14336,
+        "vocab_size": 128256,
+        "max_position": 131072,
+    },
+    "tiny": {
+        "hidden": 32,
+        "layers": 2,
+        "heads": 2,
+        "kv_heads": 1,
+        "head_dim": 16,
+        "intermediate": 64,
+        "vocab_size": 100,
+        "max_position": 1024,
+    },
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    weights: str
+    kv: str
+    batch: int
+    context: int  # tokens, of the middle step
+    graphs: bool
+    step_ms: float
+    tokens_per_second: float
+    step_bytes: int
+    copy_bytes_per_second: float  # read and written, of a large copy
+
+    @property
+    def share(self) -> float:
+        """Of the roofline."""
+        return self.step_bytes / self.copy_bytes_per_second / (self.step_ms / 1e3)
+
+
+def llama(**sizes: Any) -> ModelSpec:
+    """Llama 3's shape in other sizes."""
+    rope = Rope(frequencies=default_frequencies(500000.0, sizes["head_dim"]))
+    return ModelSpec(architecture="llama", norm_eps=1e-5, rope=rope, **sizes)
+
+
+def random_model(spec: ModelSpec, weights: str, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """A decoder whose numbers stay of the size real ones have; with `weights` int8 all layers but the head are."""
+    with torch.device("meta"):
+        model = Decoder(spec)
+        if weights == "int8":
+            linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+            hold_int8(model, [name for name in linears if name != "head"])
+    for name, parameter in list(model.named_parameters()):
+        owner, leaf = name.rsplit(".", 1)
+        value = _random(leaf, parameter, spec.hidden, dtype, device)
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+    model.tie_weights()
+    return model.eval().to(device)
+
+
+def _random(leaf: str, like: Tensor, hidden: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if like.dtype is torch.int8:
+        return torch.randint(-127, 128, like.shape, dtype=torch.int8, device=device)
+    if leaf == "scale":
+        return torch.full(like.shape, hidden**-0.5 / 73, device=device)  # 73: standard deviation of those integers
+    if like.dim() == 1:
+        return torch.ones(like.shape, dtype=dtype, device=device)
+    return torch.randn(like.shape, dtype=dtype, device=device).mul_(like.shape[1] ** -0.5)
+
+
+def weight_bytes(model: Decoder) -> int:
+    """Bytes of weights that a step reads."""
+    read = {id(p): p.nbytes for name, p in model.named_parameters() if name != "embed.weight"}
+    return sum(read.values()) + (model.embed.weight.nbytes if model.spec.tied_embeddings else 0)
+
+
+def decode(forward: Forward, batch: int, context: int, steps: int, blocks: int, device: torch.device) -> list[float]:
+    """Seconds from one step's tokens in host memory to the next one's, `steps` times, with so many tokens behind it."""
+    order = torch.randperm(blocks).tolist()
+    width = blocks // batch
+    tables = [order[width * b : width * (b + 1)] for b in range(batch)]
+    tokens: Tensor | None = None
+    begun: list[tuple[Tensor, torch.cuda.Event | None]] = []
+    times: list[float] = []
+    for number in range(steps + 2):  # the first is not of the rhythm, and the last is only begun
+        start = context - steps // 2 + number
+        step = RaggedBatch.build(
+            tokens=[[1]] * batch, starts=[start] * batch, block_tables=tables, block_size=BLOCK, device=device
+        )
+        tokens = forward.greedy(step if tokens is None else replace(step, tokens=tokens), None)
+        begun.append(to_host(tokens))
+        if number:
+            host, copied = begun[number - 1]
+            if copied is not None:
+                copied.synchronize()
+            host.tolist()
+            times.append(time.perf_counter())
+    return [after - before for before, after in pairwise(times)]
+
+
+def to_host(tokens: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A copy on its way to the host, and what to wait for before it is read."""
+    if tokens.device.type != "cuda":
+        return tokens, None
+    host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+    host.copy_(tokens, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+    return host, copied
+
+
+def copy_bandwidth(device: torch.device, size: int) -> float:
+    """Bytes a second that a copy of `size` bytes reads and writes: the best of ten."""
+    source = torch.zeros(size, dtype=torch.int8, device=device)
+    target, best = torch.empty_like(source), float("inf")
+    for _ in range(10):
+        _finish(device)
+        began = time.perf_counter()
+        target.copy_(source)
+        _finish(device)
+        best = min(best, time.perf_counter() - began)
+    return 2 * size / best
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@torch.inference_mode()
+def measure(options: argparse.Namespace, device: torch.device) -> list[Result]:
+    from serving.engine.triton_forward import TritonForward
+
+    spec = llama(**SHAPES[options.shape])
+    bandwidth = copy_bandwidth(device, COPIED_BYTES if device.type == "cuda" else COPIED_BYTES >> 6)
+    results = []
+    for weights in options.weights:
+        model = random_model(spec, weights, torch.bfloat16, device)
+        specs = spec.kv_layers(options.kv)
+        most = max(options.contexts) + options.steps + 1
+        blocks = max(options.batches) * -(-most // BLOCK)
+        forward = TritonForward(model, DevicePool(specs, blocks, BLOCK, device).planes, most)
+        sizes = GraphSizes(sequences=tuple(sorted(set(options.batches))), contexts=graph_contexts(options))
+        # There are no graphs on a CPU, and nothing to tune under the interpreter.
+        graphs = device.type == "cuda" and options.cuda_graphs
+        if device.type == "cuda":
+            forward.warm_up(PROMPT_TOKENS, sizes if graphs else None)
+        for batch in options.batches:
+            for context in options.contexts:
+                taken = statistics.median(decode(forward, batch, context, options.steps, blocks, device))
+                results.append(
+                    Result(
+                        weights=weights,
+                        kv=options.kv,
+                        batch=batch,
+                        context=context,
+                        graphs=graphs,
+                        step_ms=taken * 1e3,
+                        tokens_per_second=batch / taken,
+                        step_bytes=weight_bytes(model) + batch * context * token_bytes(specs),
+                        copy_bytes_per_second=bandwidth,
+                    )
+                )
+                show(results[-1])
+    return results
+
+
+def graph_contexts(options: argparse.Namespace) -> tuple[int, ...]:
+    """A graph a context, of that length and the steps that follow it."""
+    return tuple(sorted({context + options.steps + 1 for context in options.contexts}))
+
+
+def show(result: Result) -> None:
+    print(
+        f"{result.weights:8} {result.kv:8} {result.batch:5} {result.context:7} {result.step_ms:9.3f}"
+        f" {result.tokens_per_second:10.1f} {result.step_bytes / 1e9:7.2f} {result.share:6.0%}",
+        flush=True,
+    )
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--weights", nargs="+", choices=("int8", "bfloat16"), default=["int8", "bfloat16"])
+    parser.add_argument("--kv", choices=("bfloat16", "int8"), default="bfloat16", help="what the KV cache keeps")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64], help="sequences a step")
+    parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 4096], help="tokens a sequence")
+    parser.add_argument("--steps", type=int, default=64, help="timed a row; the median counts")
+    parser.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--json", type=Path, help="write the rows there, too")
+    options = parser.parse_args(arguments)
+    if min(*options.batches, *options.contexts, options.steps) < 1 or options.steps // 2 >= min(options.contexts):
+        parser.error("there must be sequences, steps, and contexts longer than half the steps")
+    return options
+
+
+def why_not(shape: str) -> str | None:
+    """Why nothing can be timed here; None where it can."""
+    if find_spec("triton") is None:
+        return "bench.gpu_decode needs triton (the extra `gpu`)"
+    from serving.kernels import gpu
+
+    if torch.cuda.is_available() or (shape == "tiny" and gpu.INTERPRETED):
+        return None
+    return (
+        "bench.gpu_decode needs a CUDA device, and there is none here"
+        " (TRITON_INTERPRET=1 with --shape tiny goes through the motions on a CPU)"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    reason = why_not(options.shape)
+    if reason is not None:
+        print(reason, file=sys.stderr)
+        return 2
+    torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU, interpreted: no figure here means anything"
+    print(f"{name}; {options.shape} shape, greedy, medians of {options.steps} steps")
+    print(f"{'weights':8} {'KV':8} {'batch':>5} {'context':>7} {'ms/step':>9} {'tok/s':>10} {'GB read':>7} {'roof':>6}")
+    results = measure(options, device)
+    if options.json is not None:
+        rows: list[dict[str, Any]] = [{**asdict(result), "roofline_share": result.share} for result in results]
+        options.json.write_text(json.dumps({"device": name, "shape": options.shape, "rows": rows}, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

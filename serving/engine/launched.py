@@ -1,0 +1,88 @@
+"""A step whose tokens are drawn on the device and go on from there: into the next step's batch, and to the host.
+
+It knows rows of tokens, and neither when they are wanted nor what becomes of them. On CUDA nothing but `collect` waits.
+
+Shapes: R sequences of the step, one row each; N rows of the step that follows it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from serving.engine.ahead import Launched
+from serving.engine.engine import RunResult, RunTimes
+from serving.engine.penalties import penalised
+from serving.engine.plan import Work
+from serving.engine.sampling import REASONS, Sampled, SampleRow, SamplingFailed, Selection
+from serving.engine.selection import TorchSelection, chosen
+from serving.engine.transfer import on_device
+from serving.messages import SamplingParams
+
+
+class LaunchedStep(Launched):
+    """`tokens` [R] int64 are what the step draws for `work`, below 0 where it cannot (serving.engine.sampling).
+
+    They may be memory that the forward's next call overwrites. `began` and `built` are seconds of time.perf_counter.
+    """
+
+    def __init__(self, work: Seq[Work], tokens: Tensor, began: float, built: float):
+        self.work = list(work)  # keeps the sequences alive, and so their ids
+        self.rows = {id(item.seq): row for row, item in enumerate(work)}
+        self.began = began
+        self.built = built
+        # An id even where there is no token: the row that follows is dropped, but must not read beyond the embedding.
+        self.tokens = tokens.clamp(min=0)
+        self._host, self._copied = to_host(tokens)
+
+    def followed(self, tokens: Tensor, rows: Seq[int | None]) -> Tensor:
+        """A batch's `tokens` [N] with those of this step's rows put where `rows` names one, in `tokens`' order."""
+        places = [place for place, row in enumerate(rows) if row is not None]
+        sources = [row for row in rows if row is not None]
+        drawn = self.tokens
+        if sources != list(range(len(drawn))):
+            drawn = drawn.index_select(0, on_device(sources, torch.int64, drawn.device))
+        if len(places) == len(tokens):
+            return drawn
+        return tokens.index_copy(0, on_device(places, torch.int64, tokens.device), drawn)
+
+    def collect(self) -> RunResult:
+        if self._copied is not None:
+            self._copied.synchronize()
+        drawn = [[sampled(token)] for token in self._host.tolist()]
+        return RunResult(drawn, {}, RunTimes(self.built - self.began, time.perf_counter() - self.built, 0.0))
+
+
+def to_host(tokens: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A copy on the host, and what to wait for before it is read; None if it is there."""
+    if tokens.device.type != "cuda":
+        return tokens.clone(), None
+    host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+    host.copy_(tokens, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record(torch.cuda.current_stream(tokens.device))
+    return host, copied
+
+
+def sampled(token: int) -> Sampled | SamplingFailed:
+    """What a forward's best-scored token, or a selection's choice, stands for."""
+    return Sampled(token) if token >= 0 else SamplingFailed(REASONS[token])
+
+
+def foreseen(params: SamplingParams) -> bool:
+    """Whether a draw needs no earlier token and nothing on the host: no history, no log-probabilities.
+
+    Nor filters, unless the draw is greedy: how widely they look depends on the numbers, so the host would wait.
+    """
+    row = SampleRow(params, 0, (), ())
+    return params.logprobs is None and not penalised(params) and (row.greedy or not row.filtered)
+
+
+def draw(selection: Selection, logits: Tensor, rows: Seq[SampleRow]) -> Tensor:
+    """What `selection` chooses of `logits` [R, V], int64 [R] on their device; it waits for that where it must."""
+    if type(selection) is TorchSelection:
+        return chosen(logits, rows)
+    return on_device(selection.choose(logits, rows), torch.int64, logits.device)

@@ -1,0 +1,169 @@
+"""A decoder of the Llama shape as Triton launches and torch's own matrix products, over weights handed to it.
+
+Nothing here waits for the device. It knows tensors and batches, and nothing of models, schedules or graphs.
+
+Shapes: T new tokens of the step, H hidden width, N outputs, K inputs, D head dimensions, P rotated pairs, R rows whose
+scores are wanted, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from serving.engine.batch import RaggedBatch
+from serving.kernels.gpu.attention import paged_attention
+from serving.kernels.gpu.linear import int8_linear, tune
+from serving.kernels.gpu.rotary import rope_write_kv
+from serving.kernels.gpu.rows import (
+    Quantized,
+    add_rms_norm,
+    add_rms_norm_quantize,
+    quantize,
+    rms_norm,
+    rms_norm_quantize,
+    silu_mul,
+    silu_mul_quantize,
+)
+
+Activation = Tensor | Quantized
+Written = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearWeights:
+    """weight [N, K] of the decoder's type, or int8 with a float32 scale [N] for each output; bias [N]."""
+
+    weight: Tensor
+    scale: Tensor | None = None
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """Rows of `qkv` are the heads of q, then of k, then of v; those of `gate_up` gate's, then up's."""
+
+    attention_norm: Tensor  # [H]
+    mlp_norm: Tensor  # [H]
+    qkv: LinearWeights
+    o: LinearWeights
+    gate_up: LinearWeights
+    down: LinearWeights
+    head_norms: tuple[Tensor, Tensor] | None = None  # [D] for q and for k
+    window: int | None = None
+
+
+class Decoder:
+    """One step of it at a time, over `planes`: k and v of each layer, with int8 also their scales.
+
+    `head` may be of a type of its own, which the scores are then computed in. `cos` and `sin` [positions, P] float32
+    are the angles of each position; who has others gives them to `scores`.
+    """
+
+    def __init__(
+        self,
+        *,
+        embedding: Tensor,
+        layers: Sequence[LayerWeights],
+        final_norm: Tensor,
+        head: LinearWeights,
+        eps: float,
+        head_dim: int,
+        rotation: Tensor,  # [2, positions, P]
+        planes: Sequence[tuple[Tensor, ...]],
+    ) -> None:
+        assert len(layers) == len(planes)
+        self.embedding = embedding
+        self.layers = list(layers)
+        self.final_norm = final_norm
+        self.head = head
+        self.eps = eps
+        self.head_dim = head_dim
+        self.rotation = rotation
+        self.planes = list(planes)
+        self.dtype = embedding.dtype
+
+    def scores(
+        self, batch: RaggedBatch, *, angles: tuple[Tensor, Tensor] | None = None, written: Written | None = None
+    ) -> Tensor:
+        """Scores [R, V] float32 for `batch.logits_rows`; the batch's KV is written. `angles` are cos and sin [T, P].
+
+        `written(layer)` is called when what writes that layer's KV has been launched. Where the step leaves the
+        batch's gate, what is returned means nothing.
+        """
+        cos, sin = angles or self.rotation.index_select(1, batch.positions).unbind()
+        x_TH = F.embedding(batch.tokens, self.embedding)
+        branch_TH: Tensor | None = None  # of the layer before, yet to be added
+        for index, layer in enumerate(self.layers):
+            if batch.gate is not None and not batch.gate.passes(index):
+                return x_TH.new_zeros((len(batch.logits_rows), len(self.head.weight)), dtype=torch.float32)
+            normed, x_TH = self._normed(x_TH, branch_TH, layer.attention_norm, layer.qkv)
+            attended_TH = self._attention(normed, layer, self.planes[index], batch, cos, sin, index, written)
+            if index == len(self.layers) - 1 and len(batch.logits_rows) != len(x_TH):
+                # The rows that nobody scores have written all that is asked of them.
+                attended_TH, x_TH = attended_TH[batch.logits_rows], x_TH[batch.logits_rows]
+            branch_TH = self._linear(attended_TH, layer.o)
+            normed, x_TH = self._normed(x_TH, branch_TH, layer.mlp_norm, layer.gate_up)
+            gate_up = self._linear(normed, layer.gate_up)
+            inner = silu_mul(gate_up) if layer.down.scale is None else silu_mul_quantize(gate_up)
+            branch_TH = self._linear(inner, layer.down)
+        return self._scored(self._normed(x_TH, branch_TH, self.final_norm, self.head)[0])
+
+    def tune(self, most_rows: int) -> None:
+        """Choose the tiles of every INT8 product, for up to so many rows, now rather than within a step."""
+        linears = [linear for layer in self.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        products = [(linear, self.dtype) for linear in linears] + [(self.head, torch.float32)]
+        kinds = {(linear.weight.shape, linear.bias is None, dtype): linear for linear, dtype in products}
+        for (_, _, dtype), linear in kinds.items():
+            if linear.scale is not None:
+                tune(linear.weight, linear.scale, linear.bias, most_rows, dtype)
+
+    def _attention(
+        self,
+        normed: Activation,
+        layer: LayerWeights,
+        planes: tuple[Tensor, ...],
+        batch: RaggedBatch,
+        cos: Tensor,
+        sin: Tensor,
+        index: int,
+        written: Written | None,
+    ) -> Tensor:
+        qkv_TND = self._linear(normed, layer.qkv).view(len(batch.tokens), -1, self.head_dim)
+        q = rope_write_kv(qkv_TND, cos, sin, batch.slots, *planes, norms=layer.head_norms, eps=self.eps)
+        if written is not None:
+            written(index)
+        k_plane, v_plane, *scales = planes
+        return paged_attention(q, k_plane, v_plane, batch, self.head_dim**-0.5, layer.window, *scales).flatten(1)
+
+    def _normed(
+        self, x_TH: Tensor, branch_TH: Tensor | None, weight: Tensor, into: LinearWeights
+    ) -> tuple[Activation, Tensor]:
+        """rms_norm(x + branch) as `into` takes it, and the sum."""
+        if branch_TH is None:
+            norm = rms_norm if into.scale is None else rms_norm_quantize
+            return norm(x_TH, weight, self.eps), x_TH
+        add_norm = add_rms_norm if into.scale is None else add_rms_norm_quantize
+        return add_norm(branch_TH, x_TH, weight, self.eps)
+
+    def _linear(self, x: Activation, linear: LinearWeights) -> Tensor:
+        if linear.scale is None:
+            assert isinstance(x, Tensor)
+            return F.linear(x, linear.weight, linear.bias)
+        values, scales = x if isinstance(x, Quantized) else quantize(x)
+        return int8_linear(values, scales, linear.weight, linear.scale, linear.bias, self.dtype)
+
+    def _scored(self, x: Activation) -> Tensor:
+        """The head's outputs in float32, unrounded where the device can: scores rounded to 8 bits of mantissa tie."""
+        weight, scale = self.head.weight, self.head.scale
+        if scale is not None:
+            values, scales = x if isinstance(x, Quantized) else quantize(x)
+            return int8_linear(values, scales, weight, scale, None, torch.float32)
+        assert isinstance(x, Tensor)
+        if weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16):
+            return torch.mm(x.to(weight.dtype), weight.t(), out_dtype=torch.float32)
+        return F.linear(x.to(weight.dtype), weight).float()

@@ -1,0 +1,67 @@
+"""The decode benchmark goes through its motions on a CPU, counts what a step reads, and says what it lacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.gpu_decode import SHAPES, llama, main, parse, random_model, weight_bytes
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = llama(**SHAPES["tiny"])
+HIDDEN, INNER, VOCAB, LAYERS = 32, 64, 100, 2
+HEADS = 2 * 16
+ROWS = (HEADS + 2 * 16) + HIDDEN + 2 * INNER + HIDDEN  # of a layer's four matrices
+INPUTS = (HEADS + 2 * 16) * HIDDEN + HIDDEN * HEADS + 2 * INNER * HIDDEN + HIDDEN * INNER
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (the extra `gpu`)")
+def test_the_way_of_a_measurement(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    command = ["--shape", "tiny", "--batches", "2", "--contexts", "20", "--steps", "2", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.gpu_decode", *command, str(out)],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["weights"], row["batch"], row["context"]) for row in rows] == [("int8", 2, 20), ("bfloat16", 2, 20)]
+    kv = LAYERS * 2 * 2 * 16 * 2 * 20  # layers, k and v, bytes of a number, dimensions, sequences, tokens
+    norms = 2 * HIDDEN * (2 * LAYERS + 1)
+    assert rows[0]["step_bytes"] == LAYERS * (INPUTS + 4 * ROWS) + 2 * VOCAB * HIDDEN + norms + kv
+    for row in rows:
+        assert row["tokens_per_second"] == pytest.approx(2e3 / row["step_ms"])
+        least = row["step_bytes"] / row["copy_bytes_per_second"] * 1e3
+        assert row["roofline_share"] == pytest.approx(least / row["step_ms"])
+
+
+def test_a_tied_head_reads_the_embedding() -> None:
+    model = random_model(TINY, "bfloat16", torch.bfloat16, torch.device("cpu"))
+    plain = weight_bytes(model)
+    assert plain == 2 * (LAYERS * INPUTS + VOCAB * HIDDEN + HIDDEN * (2 * LAYERS + 1))
+    tied = random_model(replace(TINY, tied_embeddings=True), "bfloat16", torch.bfloat16, torch.device("cpu"))
+    assert weight_bytes(tied) == plain
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "needs" in capsys.readouterr().err
+
+
+def test_contexts_that_the_steps_do_not_fit_into_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--contexts", "16", "--steps", "64"])
+    assert "contexts longer than half the steps" in capsys.readouterr().err

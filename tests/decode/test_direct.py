@@ -1,0 +1,210 @@
+"""Leases whose first KV comes from the pool: what is handed over beside it, after all, too early, and in vain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from decode.direct import DirectLeases
+from decode.leases import LeaseState
+from decode.worker import Session
+from kvcache.blockbytes import read_blocks
+from kvcache.chunk import Chunk, encode
+from kvcache.direct import DirectPrefixes
+from kvcache.directpace import DirectPace
+from kvcache.fetchpace import FetchPace
+from kvcache.pool.block import PoolBlock
+from kvcache.prefixes import PoolPrefixes
+from serving.errors import CorruptChunk, StaleLease
+from serving.messages import LeaseId, Role
+from tests.decode.workers import FINGERPRINT, SPECS, Worker
+from tests.kvcache.layers import random_pool, token_at
+from tests.kvcache.sequences import make_order, make_sequence
+from tests.kvcache.test_direct import Stopping
+
+PROMPT = list(range(14))  # three blocks and two tokens
+SOURCE = random_pool(SPECS, 8, 4, 7)
+WHOLE = 12
+
+
+class Direct(Worker):
+    """A decode worker, and a pool that has the prompt's blocks as SOURCE holds them."""
+
+    def __init__(self, role: Role = Role.DECODE) -> None:
+        super().__init__(role)
+        self.reader = Stopping(self.pooled())
+        lock = self.engine.lock
+        prefixes = PoolPrefixes(self.reader, self.kv, self.pool, lock, FetchPace(), wait=60)
+        self.prefixes = DirectPrefixes(prefixes, DirectPace(prefixes.pace), always=True)
+        self.decode.direct = DirectLeases(self.decode.table, lock, self.prefixes)
+
+    def pooled(self) -> dict[bytes, PoolBlock]:
+        seq = make_sequence(self.kv, PROMPT)
+        keys = self.kv.shareable_keys(seq)
+        return {block.key: block for block in read_blocks(SOURCE, range(len(keys)), keys, "default")}
+
+    async def stalled(self, fence: LeaseId, slabs: int = 1) -> int:
+        """Begin, and wait until so many slabs have come and the next does not."""
+        self.reader.after = self.reader.sent + slabs
+        wanted = self.reader.after
+        start = await self.decode.begin(fence)
+        async with asyncio.timeout(10):
+            while self.reader.sent < wanted:
+                await asyncio.sleep(0)
+        return start
+
+    def holds(self, fence: LeaseId, upto: int = len(PROMPT)) -> bool:
+        """Whether the lease's first tokens are SOURCE's, in every layer."""
+        blocks = self.decode.table.check(fence).seq.blocks
+        return all(
+            token_at(self.pool, layer, blocks, position) == token_at(SOURCE, layer, list(range(8)), position)
+            for layer in range(len(SPECS))
+            for position in range(upto)
+        )
+
+    def runs(self, fence: LeaseId) -> bool:
+        return self.decode.table.check(fence).state is LeaseState.RUNNING
+
+
+@pytest.fixture
+async def worker(request: pytest.FixtureRequest) -> AsyncIterator[Direct]:
+    made = Direct(getattr(request, "param", Role.DECODE))
+    yield made
+    for session in list(made.decode.sessions.values()):
+        await session.close()
+    assert made.idle() and made.kv.unaccounted([]) == 0
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert made.decode.direct.running == 0, "a lease that ends takes its fetch with it, though the pool stalls"
+
+
+@pytest.fixture
+async def session(worker: Direct) -> Session:
+    return await worker.session()
+
+
+def chunk(fence: LeaseId, start: int, end: int) -> Chunk:
+    return encode(SOURCE, fence, FINGERPRINT, range(2), list(range(8)), start, end)
+
+
+async def test_the_pool_and_the_handoff_fill_a_lease_together(worker: Direct, session: Session) -> None:
+    grant = await worker.lease(session, PROMPT)
+    assert grant.cached_tokens == 0 and await worker.decode.begin(grant.lease) == WHOLE
+    await worker.decode.receive(chunk(grant.lease, WHOLE, 14))
+    assert await worker.decode.commit(grant.lease, 1) is None
+    assert worker.runs(grant.lease) and worker.holds(grant.lease)
+    another = await worker.lease(session, PROMPT, "r/2")
+    assert another.cached_tokens == WHOLE and await worker.decode.begin(another.lease) == 0, "nothing is left to bring"
+
+
+async def test_the_commit_waits_for_the_pool(worker: Direct, session: Session) -> None:
+    grant = await worker.lease(session, PROMPT)
+    await worker.stalled(grant.lease)
+    await worker.decode.receive(chunk(grant.lease, WHOLE, 14))
+    committing = asyncio.create_task(worker.decode.commit(grant.lease, 1))
+    await asyncio.sleep(0)
+    assert not worker.runs(grant.lease) and not committing.done()
+    worker.reader.gate.set()
+    assert await committing is None and worker.runs(grant.lease) and worker.holds(grant.lease)
+
+
+@pytest.mark.parametrize(("part", "block"), [(0, 0), (1, 1), (0, 2)])
+async def test_what_the_pool_lacks_is_handed_over_after_all(
+    worker: Direct, session: Session, part: int, block: int
+) -> None:
+    worker.reader.lost = {(part, block)}
+    grant = await worker.lease(session, PROMPT)
+    assert await worker.decode.begin(grant.lease) == WHOLE
+    await worker.decode.receive(chunk(grant.lease, WHOLE, 14))
+    assert await worker.decode.commit(grant.lease, 1) == range(4 * block, WHOLE)
+    with pytest.raises(CorruptChunk, match="missing"):
+        await worker.decode.commit(grant.lease, 1)
+    for wrong in (chunk(grant.lease, WHOLE, 14), chunk(grant.lease, 4 * block, 13)):
+        with pytest.raises(CorruptChunk, match="order"):
+            await worker.decode.receive(wrong)
+    await worker.decode.receive(chunk(grant.lease, 4 * block, WHOLE))
+    assert await worker.decode.commit(grant.lease, 1) is None
+    assert worker.runs(grant.lease) and worker.holds(grant.lease) and worker.prefixes.fallbacks == 1
+
+
+async def test_a_commit_with_kv_missing_is_refused_at_once(worker: Direct, session: Session) -> None:
+    grant = await worker.lease(session, PROMPT)
+    assert await worker.stalled(grant.lease) == WHOLE
+    with pytest.raises(CorruptChunk, match="missing"):
+        await asyncio.wait_for(worker.decode.commit(grant.lease, 1), 5)
+    with pytest.raises(CorruptChunk, match="order"):
+        await worker.decode.receive(chunk(grant.lease, 0, 14))
+
+
+async def test_beginning_anew_stops_what_still_came_and_begins_that_anew_too(worker: Direct, session: Session) -> None:
+    old = await worker.lease(session, PROMPT)
+    await worker.stalled(old.lease)
+    await worker.decode.receive(chunk(old.lease, WHOLE, 14))
+    committing = asyncio.create_task(worker.decode.commit(old.lease, 1))
+    await asyncio.sleep(0)
+    new = await session.advance(make_order(PROMPT, lease=worker.fence(epoch=1), generated=[3]))
+    with pytest.raises(StaleLease):
+        await asyncio.wait_for(committing, 5)
+    before = [plane.view(torch.uint8).clone() for planes in worker.pool.planes for plane in planes]
+    worker.reader.gate.set()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    after = [plane.view(torch.uint8) for planes in worker.pool.planes for plane in planes]
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True)), "its blocks are the new try's now"
+    assert await worker.decode.begin(old.lease) == 0
+    assert await worker.decode.begin(new.lease) == WHOLE
+    await worker.decode.receive(chunk(new.lease, WHOLE, 15))
+    assert await worker.decode.commit(new.lease, 1) is None and worker.holds(new.lease)
+
+
+@pytest.mark.parametrize("slabs", [0, 1])
+async def test_a_lease_that_ends_meanwhile_takes_its_fetch_with_it(
+    worker: Direct, session: Session, slabs: int
+) -> None:
+    grant = await worker.lease(session, PROMPT)
+    await worker.stalled(grant.lease, slabs)
+    session.cancel("r/1")
+    assert worker.idle()
+
+
+async def test_a_lease_that_ends_while_the_pool_is_asked_gets_nothing(worker: Direct, session: Session) -> None:
+    worker.reader.answers.clear()
+    first = await worker.lease(session, PROMPT)
+    beginning = asyncio.create_task(worker.decode.begin(first.lease))
+    await asyncio.sleep(0)
+    await session.advance(make_order(PROMPT, lease=worker.fence(epoch=1)))
+    worker.reader.answers.set()
+    assert await beginning == 0 and worker.prefixes.running == 0
+
+
+async def test_kv_that_came_before_the_answer_is_kept(worker: Direct, session: Session) -> None:
+    """A sender need not wait for the answer: then nothing comes from the pool."""
+    worker.reader.answers.clear()
+    grant = await worker.lease(session, PROMPT)
+    beginning = asyncio.create_task(worker.decode.begin(grant.lease))
+    await worker.decode.receive(chunk(grant.lease, 0, 8))
+    worker.reader.answers.set()
+    assert await beginning == 0
+    await worker.decode.receive(chunk(grant.lease, 8, 14))
+    assert await worker.decode.commit(grant.lease, 1) is None and worker.holds(grant.lease)
+
+
+@pytest.mark.parametrize("worker", [Role.MIXED], indirect=True)
+async def test_a_lease_computed_by_its_own_worker_is_left_alone(worker: Direct, session: Session) -> None:
+    grant = await worker.lease(session, PROMPT)
+    worker.decode.adopt(grant.lease)
+    assert await worker.decode.begin(grant.lease) == 0 and worker.prefixes.running == 0
+
+
+async def test_handoffs_are_measured_where_they_arrive(worker: Direct, session: Session) -> None:
+    now = iter([1.0, 2.0, 2.5])
+    worker.engine.clock = lambda: next(now, 9.0)
+    grant = await worker.lease(session, PROMPT)  # reads the clock once
+    await worker.decode.receive(chunk(grant.lease, 0, 8))
+    await worker.decode.receive(chunk(grant.lease, 8, 14))
+    await worker.decode.commit(grant.lease, 1)
+    pace = worker.prefixes.pace.byte_seconds
+    assert pace is not None and abs(pace - 0.5 / (6 * sum(spec.token_bytes for spec in SPECS))) < 1e-12

@@ -1,0 +1,155 @@
+"""Slabs that come in lent memory: all of them, as they were; and what happens when that way leads nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvcache.pool.block import Slab
+from kvcache.pool.client import PoolClient
+from kvcache.pool.reading import SLAB_BYTES
+from kvcache.pool.remote import RemoteNode, dial
+from kvcache.pool.slabs import Delivery, LandingsOnDemand
+from kvcache.slots.carriers import CarrierFailed, Landing
+from kvcache.slots.choice import LANDINGS
+from kvcache.slots.shared import SLOTS, SharedLanding
+from serving.errors import InvalidRequest
+from serving.proto import pool_pb2 as pb
+from tests.kvcache.pool.nodes import KEY, PARTS, Served, block, content, key
+from tests.kvcache.reaching import needs_nixl
+
+COUNT = 3 * SLOTS  # blocks with parts of half a slab: more slabs than there are slots
+SIZE = SLAB_BYTES // 2 + 1
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    made = await Served("shm", ram_bytes=COUNT * PARTS * SIZE * 2).start()
+    await made.link.put([block(number, size=SIZE) for number in range(COUNT)])
+    yield made
+    await made.stop()
+
+
+async def fetched(link: RemoteNode) -> list[Slab]:
+    return [slab async for slab in link.get([key(number) for number in range(COUNT)], 0, 0)]
+
+
+def right(slabs: list[Slab]) -> bool:
+    """Every part of every block, once, and as it was put."""
+    found = [(index, slab.part, bytes(data)) for slab in slabs for index, _, data in slab.pieces()]
+    return sorted(found) == sorted((n, part, content(n, part, SIZE)) for n in range(COUNT) for part in range(PARTS))
+
+
+def lendable(landings: LandingsOnDemand, kind: str = "shm") -> int:
+    """How many gets could be lent slots now, less those that there are."""
+    landing = landings._made[kind]
+    assert isinstance(landing, SharedLanding)
+    parts = landing.lending.parts
+    found = [slots for _ in range(parts) if (slots := landing.lend()) is not None]
+    for slots in found:
+        landing.take_back(slots, settled=True)
+    return len(found) - parts
+
+
+@pytest.mark.parametrize("kind", ["shm", pytest.param("nixl", marks=needs_nixl)])
+async def test_more_slabs_than_slots_all_come_that_way(served: Served, kind: str) -> None:
+    landings = LandingsOnDemand(kind)
+    link = dial(served.address, KEY, landings=landings)
+    for _ in range(2):
+        slabs = await fetched(link)
+        assert right(slabs) and {slab.via for slab in slabs} == {kind}
+    await link.close()
+    landings.close()
+
+
+async def test_where_one_way_leads_nowhere_the_next_is_taken(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As between two hosts: the first get finds out, and comes along with its messages."""
+
+    class Elsewhere(SharedLanding):
+        kind = "elsewhere"
+
+        def __init__(self) -> None:
+            super().__init__()
+            offer = self.offers[0]
+            self.offers = (type(offer)(kind="shm", details=bytes(len(offer.details))),)
+
+    monkeypatch.setitem(LANDINGS, "elsewhere", Elsewhere)
+    landings = LandingsOnDemand("shm")
+    landings.kinds = ("elsewhere", "shm")
+    link = dial(served.address, KEY, landings=landings)
+    ways = []
+    for _ in range(3):
+        slabs = await fetched(link)
+        assert right(slabs)
+        ways.append({slab.via for slab in slabs})
+    assert ways == [{"grpc"}, {"shm"}, {"shm"}]
+    await link.close()
+    landings.close()
+
+
+async def test_what_cannot_be_lent_is_done_without(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Landing:
+        raise CarrierFailed("no memory")
+
+    monkeypatch.setitem(LANDINGS, "shm", broken)
+    landings = LandingsOnDemand("shm")
+    link = dial(served.address, KEY, landings=landings)
+    slabs = await fetched(link)
+    assert right(slabs) and {slab.via for slab in slabs} == {"grpc"}
+    await link.close()
+    landings.close()
+
+
+async def test_more_gets_than_there_are_slots_for(served: Served) -> None:
+    """The rest come along with their messages, and what was lent comes back."""
+    link = served.link
+    assert isinstance(link, RemoteNode)
+    for _ in range(2):
+        gets = [link.get([key(number)], 0, 0) for number in [*range(COUNT), *range(8)]]
+        firsts = [await anext(aiter(get)) for get in gets]
+        ways = [{first.via, *[slab.via async for slab in get]} for first, get in zip(firsts, gets, strict=True)]
+        assert ways.count({"shm"}) == 16 and ways.count({"grpc"}) == 4
+    assert lendable(served.landings) == 0
+
+
+async def test_the_slots_of_a_get_left_early_rest(served: Served) -> None:
+    """Its node may still be writing."""
+    link = served.link
+    assert isinstance(link, RemoteNode)
+    get = link.get([key(number) for number in range(COUNT)], 0, 0)
+    await anext(aiter(get))
+    await get.aclose()  # type: ignore[attr-defined]
+    assert lendable(served.landings) == -1
+    async with asyncio.timeout(10):
+        while served.node.calls:
+            await asyncio.sleep(0.001)
+    assert right(await fetched(link))
+
+
+async def test_a_slab_overwritten_in_its_slot_is_found_by_its_digests(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = PoolClient(lambda address: dial(address, KEY, landings=served.landings))
+    client.set_nodes([served.address])
+    read = SharedLanding.read
+
+    def late(self: SharedLanding, slots: object, index: int, length: int) -> bytes | memoryview:
+        self.segment.memory[slots.addresses[index] + 5] ^= 1  # type: ignore[attr-defined]
+        return read(self, slots, index, length)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SharedLanding, "read", late)
+    keys = [key(number) for number in range(COUNT)]
+    slabs = [slab async for slab in client.get(keys, parts=PARTS)]
+    found = {(index, slab.part): bytes(data) for slab in slabs for index, _, data in slab.pieces()}
+    assert all(data == content(*place, SIZE) for place, data in found.items())
+    assert client.stats.corrupt > 0 and len(found) < COUNT * PARTS
+    await client.close()
+
+
+async def test_only_what_was_lent_is_freed() -> None:
+    delivery = Delivery({}, pb.GetRequest(slots=[4096, 8192]))
+    delivery.freed(1)
+    with pytest.raises(InvalidRequest):
+        delivery.freed(2)
