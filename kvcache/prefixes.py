@@ -72,6 +72,7 @@ class PoolPrefixes:
         self.always = always
         self.clock = clock
         self.stats = PrefixStats()
+        self.asking = 0  # prompts that wait for the pool's answer, and are in no queue yet
         self.on_found: Callable[[Sequence[bytes], bool], None] | None = None  # hears which keys the pool has, or lacks
 
     async def bring(self, seq: TokenSequence, begun: Callable[[], None] = lambda: None) -> None:
@@ -113,7 +114,11 @@ class PoolPrefixes:
         """How many of the leading keys the pool has; it keeps those for as long as a prompt may wait."""
         began = self.clock()
         self.stats.queries += len(keys) * self.kv.block_size
-        found = await self.reader.lookup(keys, self.wait)
+        self.asking += 1
+        try:
+            found = await self.reader.lookup(keys, self.wait)
+        finally:
+            self.asking -= 1
         if self.on_found is not None:
             with self.lock:
                 self.on_found(keys[:found], True)

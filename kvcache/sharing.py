@@ -62,7 +62,7 @@ class Sharing:
             kv.pool,
             pool,
             lock,
-            busy=busy,
+            busy=lambda: busy() or self.prefixes.asking > 0,
             bandwidth=config.kvcache_bandwidth,
             outputs=config.kvcache_store == "all",
             stop_token=config.reasoning_token_id,

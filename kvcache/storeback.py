@@ -19,7 +19,7 @@ from kvcache.device import DevicePool
 from kvcache.pool.block import PoolBlock, namespace_of
 from serving.engine.sequence import Sequence as TokenSequence
 
-BATCH_BYTES = 4 << 20  # copied and sent at a time
+BATCH_BYTES = 2 << 20  # copied and sent at a time: a prompt that comes meanwhile shares the cores with no more
 GIVE_WAY_SECONDS = 0.02  # between looks at whether prompts still wait
 PATIENCE_SECONDS = 1.0  # of giving way in a row: under constant load blocks still leave, slowly
 HELD_SHARE = 4  # one in so many blocks of the worker's pool may be held for being stored

@@ -73,12 +73,8 @@ def sampled(token: int) -> Sampled | SamplingFailed:
 
 
 def foreseen(params: SamplingParams) -> bool:
-    """Whether a draw needs no earlier token and nothing on the host: no history, no log-probabilities.
-
-    Nor filters, unless the draw is greedy: how widely they look depends on the numbers, so the host would wait.
-    """
-    row = SampleRow(params, 0, (), ())
-    return params.logprobs is None and not penalised(params) and (row.greedy or not row.filtered)
+    """Whether a draw needs no earlier token and nothing on the host: no history, no log-probabilities."""
+    return params.logprobs is None and not penalised(params)
 
 
 def draw(selection: Selection, logits: Tensor, rows: Seq[SampleRow]) -> Tensor:

@@ -1,7 +1,7 @@
 """The sampler's choices computed with torch, on any device: what faster forms are compared with.
 
-It may not know who asks. A draw's probabilities and their running sums are float64. On CUDA the host waits once, for
-the tokens, and a second time where rows have filters: how widely these look depends on the numbers.
+It may not know who asks. A draw's probabilities and their running sums are float64. On CUDA nothing here waits for
+the device but `choose`, for its tokens, and `logprobs`.
 
 Shapes: R rows of the call, G rows of a group, V vocabulary, K best-ranked candidates.
 """
@@ -22,8 +22,9 @@ from serving.engine.transfer import all_on_device, on_device
 from serving.errors import InternalError
 from serving.messages import TokenLogprob
 
-# The filters look at the best few tokens first, and sort the whole vocabulary only for rows not settled by them. All
-# of SmolLM2's rows are settled by these at temperature 1 and top-p 0.9.
+# On a CPU the filters look at the best few tokens first, and sort the whole vocabulary only for rows not settled by
+# them: none of SmolLM2's at temperature 1 and top-p 0.9. Elsewhere the whole is sorted at once: to ask which rows are
+# settled would wait for the device.
 CANDIDATES = 4096
 
 TIE_MARGIN = 8  # ranks looked at beyond those asked for, so that a tie at the edge seldom costs a sort
@@ -161,14 +162,16 @@ class Filters:
         vocab = logits.shape[1]
         kept = torch.zeros_like(logits, dtype=torch.bool)
         rows, filters = torch.arange(logits.shape[0], device=logits.device), self
-        for width in (min(CANDIDATES, vocab), vocab):
+        for width in (min(CANDIDATES, vocab), vocab) if logits.device.type == "cpu" else (vocab,):
             values = highest(logits, width)
             ranked = values.softmax(dim=-1, dtype=torch.float64)
             ranked *= probabilities.amax(dim=-1, keepdim=True) / ranked[:, :1]
             count = filters.count(ranked, vocab)
             kept[rows] = best(logits, count, values.gather(1, count - 1))
+            if width == vocab:
+                break
             wider = (count.squeeze(1) == width).nonzero().squeeze(1)
-            if width == vocab or not wider.numel():
+            if not wider.numel():
                 break
             rows, logits, probabilities, filters = rows[wider], logits[wider], probabilities[wider], filters.take(wider)
         return kept
@@ -177,7 +180,7 @@ class Filters:
 def highest(logits: Tensor, width: int) -> Tensor:
     """The `width` highest values of each row of `logits` [G, V], the highest first."""
     if logits.device.type != "cpu":
-        return logits.topk(width, dim=-1).values
+        return logits.sort(dim=-1, descending=True).values[:, :width]
     values = logits.detach().numpy()  # on a CPU its vectorised selection is several times faster than topk
     rest = values.shape[1] - width
     chosen = np.partition(values, rest, axis=-1)[:, rest:] if rest else values

@@ -109,12 +109,12 @@ def test_a_step_waits_for_nothing(forwards: list[Any]) -> None:
     """From the lists of a plan to tokens on the device, greedy and sampled; in graphs and without, prompts as well."""
     rows = [
         SampleRow(
-            SamplingParams(max_tokens=9, temperature=temperature, seed=5, logit_bias=bias),
+            SamplingParams(max_tokens=9, temperature=temperature, seed=5, logit_bias=bias, **filters),
             position=101,
             output_tokens=[1],
             prompt_tokens=[2],
         )
-        for temperature, bias in ((0.7, ()), (0.0, ((3, 2.0),)))
+        for temperature, bias, filters in ((0.7, (), {"top_p": 0.9, "min_p": 0.01}), (0.0, ((3, 2.0),), {}))
     ]
     steps: list[Callable[[], Tensor]] = []
     for forward in forwards:

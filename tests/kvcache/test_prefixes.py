@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Sequence
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -293,3 +294,21 @@ def test_prompt_logprobs_need_every_token_computed() -> None:
     seq = make_sequence(world.kv, prompt, prompt_logprobs=1)
     asyncio.run(world.prefixes(reader).bring(seq))
     assert reader.asked == [] and not seq.blocks
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_prompt_counts_as_waiting_while_the_pool_is_asked(answers: bool) -> None:
+    """Storing gives way to it, though it is in no queue yet."""
+    prompt = list(range(33))
+    world = World()
+    seen: list[int] = []
+
+    class Asked(Reader):
+        async def lookup(self, keys: Sequence[bytes], pin_seconds: float = 0.0) -> int:
+            seen.append(prefixes.asking)
+            await asyncio.sleep(0 if answers else 60)
+            return 0
+
+    prefixes = world.prefixes(Asked({}, set()), wait=0.01 if not answers else 5.0)
+    asyncio.run(prefixes.bring(make_sequence(world.kv, prompt)))
+    assert seen == [1] and prefixes.asking == 0

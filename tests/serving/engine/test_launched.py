@@ -106,11 +106,11 @@ FORESEEN: list[dict[str, object]] = [
     {"min_tokens": 6},
     {"logit_bias": ((30, 4.0), (31, 4.0))},
     {"temperature": 1.2, "seed": 9, "min_tokens": 3},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 0.8, "top_k": 9},
 ]
 UNFORESEEN: list[dict[str, object]] = [
     {"logprobs": 1},
-    {"temperature": 0.8, "top_p": 0.9},
-    {"temperature": 0.8, "top_k": 9},
     {"presence_penalty": 0.5},
     {"repetition_penalty": 1.1},
 ]
