@@ -10,15 +10,17 @@ PROBE_EVERY = 16  # fetches refused in a row until one is tried again: the pool 
 
 
 class FetchPace:
-    """Running means of a prompt token's computing time, the pool's answer time and its bytes a second.
+    """Running means of a prompt token's computing time, the pool's answer time, and what its bytes take.
 
-    Until both sides have been measured a fetch is always worth trying.
+    Until both sides have been measured a fetch is always worth trying. A fetch that a step follows layer by layer costs
+    the prompt what it waits, not what the fetch takes: on a shared host it takes the longer the busier the step is.
     """
 
     def __init__(self) -> None:
         self.token_seconds: float | None = None
         self.answer_seconds = 0.0
-        self.byte_seconds: float | None = None
+        self.byte_seconds: float | None = None  # from the first to the last
+        self.waiting_seconds: float | None = None  # a byte, of prompts that waited for fetches
         self._refused = 0
 
     def stepped(self, record: StepRecord) -> None:
@@ -35,11 +37,16 @@ class FetchPace:
         if size > 0:
             self.byte_seconds = _mean(self.byte_seconds, seconds / size)
 
+    def waited(self, size: int, seconds: float) -> None:
+        """A prompt has waited so long for so many bytes, before it was begun and at its layers."""
+        if size > 0:
+            self.waiting_seconds = _mean(self.waiting_seconds, seconds / size)
+
     def pays(self, tokens: int, size: int) -> bool:
-        """Whether `size` bytes of KV are likely here before `tokens` tokens would be computed."""
-        if self.token_seconds is None or self.byte_seconds is None:
+        """Whether a prompt likely waits less for `size` bytes of KV than for computing the `tokens` they are of."""
+        if self.token_seconds is None or self.waiting_seconds is None:
             return True
-        worth = self.answer_seconds + size * self.byte_seconds < tokens * self.token_seconds
+        worth = self.answer_seconds + size * self.waiting_seconds < tokens * self.token_seconds
         self._refused = 0 if worth else self._refused + 1
         if self._refused >= PROBE_EVERY:
             self._refused = 0

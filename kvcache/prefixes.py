@@ -91,7 +91,8 @@ class PoolPrefixes:
             async with asyncio.timeout(self.wait):
                 wanted = await self._worth_fetching(keys[local:])
                 if wanted and (arrival := self._room(seq, local, wanted)) is not None:
-                    await self.fetch(arrival, keys[arrival.first : arrival.last], begun)
+                    first = await self.fetch(arrival, keys[arrival.first : arrival.last], begun)
+                    self.pace.waited(arrival.bytes, first + arrival.gate.waited_seconds)
         except TimeoutError:
             if arrival is not None and arrival.complete:  # it was but the end of the stream that took so long
                 return
@@ -144,24 +145,30 @@ class PoolPrefixes:
             seq.arrival = arrival = Arrival(self, seq, first, local + wanted, len(self.pool.specs))
             return arrival
 
-    async def fetch(self, arrival: Arrival, keys: Sequence[bytes], begun: Callable[[], None] = lambda: None) -> None:
-        """Write what comes of these keys into the arrival's blocks, until no more does or its sequence ends."""
-        began, size = self.clock(), 0
+    async def fetch(self, arrival: Arrival, keys: Sequence[bytes], begun: Callable[[], None] = lambda: None) -> float:
+        """Write what comes of these keys into the arrival's blocks, until no more does or its sequence ends.
+
+        Seconds until the first layer had come, of all of them if it never did.
+        """
+        began, first = self.clock(), None
         sizes = part_bytes(self.pool)
         async with aclosing(self.reader.get(keys, parts=len(sizes))) as slabs:
             async for slab in slabs:
                 if arrival.seq.ended:  # its blocks are somebody else's now
-                    return
+                    return self.clock() - began
                 if slab.part >= len(sizes) or any(piece != sizes[slab.part] for piece in slab.sizes):
                     self.stats.malformed += 1
                     continue
                 blocks = [arrival.seq.blocks[arrival.first + index] for index in slab.indices]
                 write_part(self.pool, slab.part, blocks, slab.payload)
                 arrival.here(slab.part, slab.indices)
-                size += len(slab.payload)
+                arrival.bytes += len(slab.payload)
                 if arrival.layers:
+                    first = self.clock() - began if first is None else first
                     begun()
-        self.pace.fetched(size, self.clock() - began)
+        seconds = self.clock() - began
+        self.pace.fetched(arrival.bytes, seconds)
+        return seconds if first is None else first
 
 
 class Arrival:
@@ -178,6 +185,7 @@ class Arrival:
         self.last = last
         self.parts = parts
         self.layers = 0  # leading parts that all blocks have
+        self.bytes = 0
         self.gate = Gate(prefixes.clock)
         self._come: list[set[int]] = [set() for _ in range(last - first)]
         self._missing = [last - first] * parts

@@ -28,14 +28,15 @@ def measured(token_seconds: float, byte_seconds: float, answer: float = 0.0) -> 
     for _ in range(100):
         pace.stepped(step(100, 100 * token_seconds))
         pace.answered(answer)
-        pace.fetched(1000, 1000 * byte_seconds)
+        pace.fetched(1000, 1.0)
+        pace.waited(1000, 1000 * byte_seconds)
     return pace
 
 
 def test_unmeasured_it_is_worth_trying() -> None:
     pace = FetchPace()
     assert pace.pays(1, 1 << 30)
-    pace.fetched(1000, 1.0)
+    pace.waited(1000, 1.0)
     assert pace.pays(1, 1 << 30)
 
 
@@ -51,6 +52,13 @@ def test_the_quicker_one_is_chosen(
         assert pays
     if fetching > 1.01 * computing:
         assert not pays
+
+
+def test_what_passes_while_the_prompt_is_computed_costs_it_nothing() -> None:
+    pace = measured(1e-4, 1e-9)
+    for _ in range(100):
+        pace.fetched(1000, 1000.0)
+    assert pace.pays(1000, 10_000_000)
 
 
 def test_decode_steps_say_nothing_of_prompts() -> None:

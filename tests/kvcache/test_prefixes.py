@@ -312,3 +312,30 @@ def test_a_prompt_counts_as_waiting_while_the_pool_is_asked(answers: bool) -> No
     prefixes = world.prefixes(Asked({}, set()), wait=0.01 if not answers else 5.0)
     asyncio.run(prefixes.bring(make_sequence(world.kv, prompt)))
     assert seen == [1] and prefixes.asking == 0
+
+
+def test_a_prompt_is_taken_to_wait_for_the_first_layer_and_where_its_step_waits() -> None:
+    """Not for the layers that come while those before them are computed."""
+    prompt, now = list(range(33)), [0.0]
+    world = World()
+    seq = make_sequence(world.kv, prompt)
+
+    class Slow(Reader):
+        async def get(
+            self, keys: Sequence[bytes], first_part: int = 0, last_part: int = 0, *, parts: int
+        ) -> AsyncGenerator[Slab, None]:
+            async for slab in super().get(keys, parts=parts):
+                now[0] += 1.0
+                if slab.part == 1 and seq.arrival is not None:
+                    seq.arrival.gate._fields.waited = int(0.5e9)  # a step that follows stood there
+                yield slab
+
+    held = in_pool(prompt, 8)
+    prefixes = PoolPrefixes(
+        Slow(held, set()), world.kv, world.pool, threading.RLock(), FetchPace(), wait=60.0, clock=lambda: now[0]
+    )
+    asyncio.run(prefixes.bring(seq))
+    size = sum(len(block.payload) for block in held.values())
+    assert prefixes.pace.waiting_seconds == pytest.approx(1.5 / size)
+    assert prefixes.pace.byte_seconds == pytest.approx(3.0 / size)
+    world.kv.release(seq)
