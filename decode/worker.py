@@ -19,6 +19,7 @@ from kvcache.device import DevicePool, token_bytes
 from kvcache.direct import DirectPrefixes
 from kvcache.manager import KVManager
 from kvcache.places import Places
+from kvcache.relay import is_lossy
 from kvcache.transports import LOCAL, Landings
 from serving.engine.loop import EngineLoop
 from serving.engine.output import Output
@@ -169,6 +170,7 @@ class DecodeWorker:
                 lease.accept(chunk.first_layer, chunk.last_layer, chunk.start, chunk.end)
                 self.places.write(lease.seq, chunk.first_layer, chunk.start, layers)
                 lease.fill(chunk.first_layer, chunk.last_layer, chunk.end)
+                lease.seq.lossy |= is_lossy(chunk.encoding)
                 stored = self.pool.specs[chunk.first_layer : chunk.last_layer]
                 lease.meter.came((chunk.end - chunk.start) * token_bytes(stored), self.engine.clock())
         except Retryable as error:

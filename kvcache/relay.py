@@ -36,6 +36,11 @@ class Wire:
         return sum(layer.token_bytes for layer in self.layers)
 
 
+def is_lossy(encoding: str) -> bool:
+    """Whether KV that travels so loses bits that its receiver would have kept."""
+    return encoding == "int8"  # to a receiver that keeps int8 it travels AS_STORED
+
+
 def choose_wire(own: Sequence[LayerKV], theirs: Sequence[LayerKV], kv_wire: str) -> Wire:
     """How a worker that stores `own` sends to one that stores `theirs`, with the setting `--kv-wire`.
 

@@ -80,6 +80,8 @@ class StoreBack:
 
     def offer(self, seq: TokenSequence, first: int, last: int) -> None:
         """The blocks first..last (exclusive) of the sequence have just become whole."""
+        if seq.lossy:
+            return
         if seq.prefill_sink is None:  # handed over by a prefill worker, who offers what it has computed
             first = max(first, seq.start // self.pool.block_size)
         last = min(last, self._storable(seq) // self.pool.block_size)

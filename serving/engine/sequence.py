@@ -82,6 +82,7 @@ class Sequence:
         "keys",
         "long_rope",
         "lookup",
+        "lossy",
         "order",
         "prefill_sink",
         "prompt_logprobs",
@@ -111,6 +112,7 @@ class Sequence:
         self.blocks: list[int] = []
         self.spill: Spill | None = None  # KV in host memory: `blocks` begin after it
         self.arrival: Arrival | None = None  # until all of it has come, or no more will
+        self.lossy = False  # some of its KV has come with fewer bits than it is kept in: nobody else is given any of it
         self.keys: list[bytes] = []
         self.published = 0
         self.in_flight = 0  # steps begun and not accounted for that it is part of: its blocks must outlive them

@@ -9,6 +9,7 @@ import pytest
 
 from decode.worker import Session
 from kvcache.chunk import Chunk, encode
+from kvcache.relay import choose_wire
 from serving.errors import ContextLengthExceeded, CorruptChunk, Draining, InvalidRequest, NoRoom, Preempted, StaleLease
 from serving.messages import FinishReason, LeaseGrant, LeaseId, Role
 from tests.decode.workers import FINGERPRINT, SPECS, Worker
@@ -217,3 +218,19 @@ async def test_the_engines_death_is_told_to_every_lease(session: Session, worker
     assert [event.lease for event in worker.events] == ["r/1", "r/2"] and worker.decode.draining
     for seq in leases:
         worker.kv.release(seq)
+
+
+@pytest.mark.parametrize("kv_wire", ["auto", "int8"])
+async def test_kv_that_lost_bits_on_its_way_is_known_as_such(kv_wire: str) -> None:
+    """Nobody else may be given it."""
+    worker = Worker(Role.DECODE)
+    session = await worker.session()
+    grant = await worker.lease(session, PROMPT)
+    wire = choose_wire(SPECS, SPECS, kv_wire)
+    await worker.decode.receive(
+        encode(SOURCE, grant.lease, FINGERPRINT, range(2), list(range(8)), 0, len(PROMPT), wire=wire)
+    )
+    [seq] = worker.decode.sequences()
+    assert seq.lossy == (kv_wire == "int8")
+    await session.close()
+    assert worker.idle()

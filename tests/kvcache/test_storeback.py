@@ -196,3 +196,16 @@ async def test_it_gives_way_to_prompts_that_wait() -> None:
     await idle
     assert len(world.writer.taken) == 4
     await world.stop()
+
+
+async def test_what_has_lost_bits_on_its_way_is_not_given_to_others() -> None:
+    world = World()
+    seq = make_sequence(world.kv, list(range(21)))
+    seq.lossy = True
+    world.kv.open(seq)
+    seq.computed = 20
+    world.kv.publish(seq)
+    await world.back.wait_idle()
+    assert world.back.table() == [] and world.writer.taken == []
+    world.kv.release(seq)
+    await world.stop()
