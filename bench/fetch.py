@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator
@@ -17,6 +16,7 @@ from contextlib import aclosing, asynccontextmanager
 import numpy as np
 import uvloop
 
+from bench.far import FarProcess
 from bench.handoff import memcpy_seconds
 from bench.sink import BLOCK, smollm2_layers
 from kvcache.blockbytes import part_bytes, read_blocks, write_part
@@ -45,27 +45,6 @@ async def serve() -> None:
         print(time.process_time(), flush=True)
     await grpc_server.stop(0)
     await node.stop()
-
-
-class Far:
-    """The node's process."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "bench.fetch", "--serve"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.address = f"127.0.0.1:{int(self.process.stdout.readline())}"
-
-    def cpu(self) -> float:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        return float(self.process.stdout.readline())
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(10)
 
 
 @asynccontextmanager
@@ -108,11 +87,12 @@ async def main() -> None:
             plane.copy_(plane.random_(0, 255))
     keys = [number.to_bytes(32, "little") for number in range(blocks)]
     size = blocks * BLOCK * token_bytes(specs)
-    far = Far()
+    far = FarProcess("bench.fetch", "--serve")
+    address = f"127.0.0.1:{int(far.told)}"
     try:
-        async with client(GRPC, far.address) as storing:
+        async with client(GRPC, address) as storing:
             await storing.put(read_blocks(pool, range(blocks), keys, "default"))
-        found = {kind: await measured(kind, far, pool, keys, asked.rounds) for kind in (GRPC, *chosen("auto"))}
+        found = {kind: await measured(kind, address, far, pool, keys, asked.rounds) for kind in (GRPC, *chosen("auto"))}
     finally:
         far.close()
     memcpy = memcpy_seconds(size)
@@ -128,11 +108,11 @@ async def main() -> None:
 
 
 async def measured(
-    kind: str, far: Far, pool: DevicePool, keys: list[bytes], rounds: int
+    kind: str, address: str, far: FarProcess, pool: DevicePool, keys: list[bytes], rounds: int
 ) -> list[tuple[float, float, float]]:
     """(seconds, CPU seconds here, CPU seconds there) of each round, after two that warm up."""
     found = []
-    async with client(kind, far.address) as asking:
+    async with client(kind, address) as asking:
         for _ in range(rounds + 2):
             here, there = time.process_time(), far.cpu()
             took = await fetch(pool, keys, asking)

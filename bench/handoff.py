@@ -11,8 +11,6 @@ import asyncio
 import base64
 import json
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +21,7 @@ import numpy as np
 import torch
 import uvloop
 
+from bench.far import FarProcess
 from bench.sink import BLOCK, Sink, smollm2_layers
 from kvcache.device import DevicePool, token_bytes
 from kvcache.handoff import Handoff
@@ -75,28 +74,14 @@ class Prefill:
                 layer_done(layer, upto)
 
 
-class FarEnd:
+class FarEnd(FarProcess):
     """The process of bench.sink."""
 
     def __init__(self, layers: int, tokens: int, kv_transport: str):
-        command = [sys.executable, "-m", "bench.sink", str(layers), str(tokens), kv_transport]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        told = json.loads(self.process.stdout.readline())
+        super().__init__("bench.sink", str(layers), str(tokens), kv_transport)
+        told = json.loads(self.told)
         self.address: str = told["address"]
         self.offers = {kind: base64.b64decode(details) for kind, details in told["transports"].items()}
-
-    def cpu(self) -> float:
-        """CPU seconds it has used."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        return float(self.process.stdout.readline())
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(10)
 
 
 class Bench:
