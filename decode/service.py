@@ -56,6 +56,7 @@ class DecodeService(stubs.DecodeServicer):
                 yield pb.SessionReply(welcome=True)
                 while (reply := await replies.get()) is not None:
                     yield reply
+                await reading  # what broke it is not a session that ended
             finally:
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)

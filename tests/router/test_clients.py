@@ -207,3 +207,20 @@ async def test_closing_the_link_under_a_prefill_is_a_lost_worker(remote: Remote)
     (result,) = await asyncio.gather(running, return_exceptions=True)
     remote.gate.set()
     assert result == "lost"
+
+
+async def test_a_fault_of_the_worker_is_told_as_one(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not as a session that ended of itself: the router hears of a loss, and the worker's log names the fault."""
+
+    def faulty(order: object, session: str) -> LeaseGrant:
+        raise ZeroDivisionError("a bug")
+
+    session = await remote.connect()
+    monkeypatch.setattr(remote.worker.decode, "open", faulty)
+    with pytest.raises(WorkerLost, match="a bug"):
+        await session.open(make_order(PROMPT, lease=remote.worker.fence("router/1")))
+    assert [type(error) for error in remote.lost] == [WorkerLost]
+    assert any("a bug" in str(record.exc_info) for record in caplog.records if record.exc_info)
+    await remote.gone()
