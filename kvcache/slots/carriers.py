@@ -1,7 +1,8 @@
 """The seam for bytes that travel beside the stream: a carrier writes them into slots that the receiver lends.
 
-Everything else about a chunk, its header, fence and digest, and every answer, goes over the stream; so a carrier has
-no ending, no errors of its own to report, and can be done without at any moment.
+A transfer is a handoff, or a fetch from the KV pool. Everything else about its bytes, header, fence and digest, and
+every answer, goes over the stream; so a carrier has no ending, no errors of its own to report, and can be done without
+at any moment.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ class CarrierFailed(Exception):
 
 
 class NoSlots(CarrierFailed):
-    """Too many handoffs at once, which is nobody's fault."""
+    """Too many transfers at once, which is nobody's fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """What one handoff may write to: `size` bytes at each of these addresses in the receiver's memory."""
+    """What one transfer may write to: `size` bytes at each of these addresses in the receiver's memory."""
 
     number: int  # which of the receiver's sets this is
     addresses: tuple[int, ...]
@@ -32,7 +33,7 @@ class Slots:
 
 
 class Carrier(Protocol):
-    """The sending half, one for each handoff."""
+    """The sending half, one for each transfer."""
 
     kind: str
 
@@ -53,7 +54,7 @@ class Carrier(Protocol):
 
 
 class Carriers(Protocol):
-    """The sending half of a process, which lends what a handoff needs."""
+    """The sending half of a process, which lends what a transfer needs."""
 
     kind: str
 
@@ -69,13 +70,13 @@ class Carriers(Protocol):
 
 
 class Landing(Protocol):
-    """The receiving half, one for each decode worker."""
+    """The receiving half, one for each worker that is written to."""
 
     kind: str
     offers: tuple[TransportOffer, ...]
 
     def lend(self) -> Slots | None:
-        """Slots for one handoff; None when all are lent."""
+        """Slots for one transfer; None when all are lent."""
         ...
 
     def read(self, slots: Slots, index: int, length: int) -> bytes | memoryview:
@@ -83,7 +84,7 @@ class Landing(Protocol):
         ...
 
     def take_back(self, slots: Slots, *, settled: bool) -> None:
-        """The handoff is over. Unless `settled`, its sender may still write: the slots rest before they are lent."""
+        """The transfer is over. Unless `settled`, its sender may still write: the slots rest before they are lent."""
         ...
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Which of a buffer's parts are lent: each to one handoff at a time, and to nobody while a late write may hit it.
+"""Which of a buffer's parts are lent: each to one transfer at a time, and to nobody while a late write may hit it.
 
 Pure: the caller says what time it is.
 """

@@ -103,7 +103,7 @@ class Agent:
         return write.done
 
     def expecting(self, more: int) -> None:
-        """So many more handoffs may write here from now on; fewer when negative."""
+        """So many more transfers may write here from now on; fewer when negative."""
         with self._news:
             self._expecting += more
             self._news.notify()

@@ -27,8 +27,8 @@ Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 KIND = "shm"
 SLOT_BYTES = 2 << 20  # room for a chunk; larger ones go over the stream
-SLOTS = 4  # for each handoff
-HANDOFFS = 16  # at a time; more go another way. Memory is taken up when it is first written to: 128 MiB in all
+SLOTS = 4  # for each transfer: a handoff, a fetch from the pool or a put to it
+TRANSFERS = 16  # at a time; more go another way. Memory is taken up when it is first written to: 128 MiB in all
 REST_SECONDS = 5.0  # how long slots rest that a sender left without a word: its writes are copies, over in a moment
 PART_BYTES = SLOTS * SLOT_BYTES
 _SECRET_BYTES = 32  # at the file's beginning, and in the offer: who finds it there has opened the right file
@@ -99,11 +99,11 @@ class SharedLanding:
         if not available():
             raise CarrierFailed("this system has no anonymous files to share memory by")
         try:
-            self.segment = Segment(HANDOFFS * PART_BYTES)
+            self.segment = Segment(TRANSFERS * PART_BYTES)
         except OSError as error:
             raise CarrierFailed(f"no memory can be shared: {error}") from error
         self.offers: tuple[TransportOffer, ...] = (TransportOffer(kind=KIND, details=self.segment.details),)
-        self.lending = Lending(HANDOFFS, REST_SECONDS)
+        self.lending = Lending(TRANSFERS, REST_SECONDS)
 
     def lend(self) -> Slots | None:
         part = self.lending.lend(time.monotonic())
@@ -137,11 +137,11 @@ class SharedCarriers:
         return SharedCarrier(mapped(offer.details))
 
     def close(self) -> None:
-        """Each handoff lets go of what it has mapped."""
+        """Each transfer lets go of what it has mapped."""
 
 
 class SharedCarrier:
-    """One handoff's writes (kvcache.slots.carriers.Carrier): plain copies, each over before `write` returns."""
+    """One transfer's writes (kvcache.slots.carriers.Carrier): plain copies, each over before `write` returns."""
 
     kind = KIND
 

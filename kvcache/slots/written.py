@@ -1,4 +1,4 @@
-"""KV written by NIXL: slots a decode worker lends to handoffs, and the carrier that fills them from the other end.
+"""KV written by NIXL: slots a receiver lends to transfers, and the carrier that fills them from the other end.
 
 The slots are memory to land in, never KV blocks: a write that comes late may hit what belongs to someone else by then,
 and here that can only be a slot, whose bytes are copied out before their digest is checked.
@@ -18,10 +18,10 @@ from kvcache.slots.nixl_agent import KIND, Agent
 from serving.messages import TransportOffer
 
 SLOT_BYTES = 2 << 20  # room for a chunk; larger ones go over the stream
-SLOTS = 4  # for each handoff
-HANDOFFS = 8  # at a time; more go over the stream. Memory is taken up when it is first written to: 64 MiB in all
+SLOTS = 4  # for each transfer: a handoff, or a fetch from the pool
+TRANSFERS = 8  # at a time; more go over the stream. Memory is taken up when it is first written to: 64 MiB in all
 REST_SECONDS = 60.0  # how long slots rest that a sender left without a word: far longer than it waits for a write
-SETTLE_SECONDS = 2.0  # how long the end of a handoff waits for its writes
+SETTLE_SECONDS = 2.0  # how long the end of a transfer waits for its writes
 PART_BYTES = SLOTS * SLOT_BYTES
 
 
@@ -31,9 +31,9 @@ class NixlLanding:
     kind = KIND
 
     def __init__(self) -> None:
-        self.agent = Agent(HANDOFFS * PART_BYTES)
+        self.agent = Agent(TRANSFERS * PART_BYTES)
         self.offers: tuple[TransportOffer, ...] = (TransportOffer(kind=KIND, details=self.agent.metadata),)
-        self.lending = Lending(HANDOFFS, REST_SECONDS)
+        self.lending = Lending(TRANSFERS, REST_SECONDS)
 
     def lend(self) -> Slots | None:
         part = self.lending.lend(time.monotonic())
@@ -58,12 +58,12 @@ class NixlLanding:
 
 
 class NixlCarriers:
-    """The sending half of a process (kvcache.slots.carriers.Carriers). NIXL starts with the first handoff."""
+    """The sending half of a process (kvcache.slots.carriers.Carriers). NIXL starts with the first transfer."""
 
     kind = KIND
 
     def __init__(self) -> None:
-        self.lending = Lending(HANDOFFS, REST_SECONDS)
+        self.lending = Lending(TRANSFERS, REST_SECONDS)
         self._agent: Agent | None = None
         self._starting = threading.Lock()
 
@@ -78,7 +78,7 @@ class NixlCarriers:
         """Takes a while the first time. Raises CarrierFailed."""
         with self._starting:
             if self._agent is None:
-                self._agent = Agent(HANDOFFS * PART_BYTES)
+                self._agent = Agent(TRANSFERS * PART_BYTES)
             return self._agent
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class NixlCarriers:
 
 
 class NixlCarrier:
-    """One handoff's writes (kvcache.slots.carriers.Carrier), through slots of its own at this end."""
+    """One transfer's writes (kvcache.slots.carriers.Carrier), through slots of its own at this end."""
 
     kind = KIND
 

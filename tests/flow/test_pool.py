@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 from deploy.local import LocalCluster
 from deploy.worker import Worker
 from kvcache.pool.block import Slab
+from kvcache.pool.client import PoolClient
 from kvcache.pool.store import BlockStore
 from router.fleet import RouterConfig
 from serving.config import EngineConfig, ModelConfig, PoolConfig
@@ -169,18 +170,7 @@ async def test_a_pool_that_dies_while_it_sends(tiny_model: LoadedModel, pool: Po
     async with cluster(tiny_model, pool) as second:
         [worker] = second.cluster.workers
         assert worker.sharing is not None
-        reader = worker.sharing.prefixes.reader
-        genuine = reader.get
-
-        async def dying(keys: Any, first_part: int = 0, last_part: int = 0, *, parts: int) -> AsyncIterator[Slab]:
-            sent = genuine(keys, first_part, last_part, parts=parts)
-            yield await anext(sent)
-            for node in pool.served:
-                await node.kill()
-            async for slab in sent:
-                yield slab
-
-        reader.get = dying  # type: ignore[method-assign, assignment]
+        kill_in_the_middle(pool, worker.sharing.client)
         assert (await served(second, ask(prompt)))[0] == expected
 
 
@@ -225,6 +215,21 @@ def let_go(pool: Pool) -> None:
     for node in pool.served:
         node.store.after = None
         node.store.gate.set()
+
+
+def kill_in_the_middle(pool: Pool, reader: PoolClient) -> None:
+    """All nodes die once the reader's next get has brought something."""
+    genuine = reader.get
+
+    async def dying(keys: Any, first_part: int = 0, last_part: int = 0, *, parts: int) -> AsyncGenerator[Slab, None]:
+        sent = genuine(keys, first_part, last_part, parts=parts)
+        yield await anext(sent)
+        for node in pool.served:
+            await node.kill()
+        async for slab in sent:
+            yield slab
+
+    reader.get = dying  # type: ignore[method-assign, assignment]
 
 
 @pytest.mark.parametrize("roles", [MIXED, SPLIT])

@@ -20,7 +20,7 @@ from tests.flow.client import Client
 from tests.flow.conftest import Cluster
 from tests.flow.reference import greedy_tiny, prompts
 from tests.flow.server import MillraceServer, wait_until
-from tests.flow.test_pool import BLOCK, SPLIT, ask, cluster, let_go, pool, served
+from tests.flow.test_pool import BLOCK, SPLIT, ask, cluster, kill_in_the_middle, let_go, pool, served
 from tests.kvcache.pool.nodes import Cluster as Pool
 
 __all__ = ["pool"]  # the fixture: nodes in this process, reached directly or over gRPC
@@ -101,18 +101,7 @@ async def test_what_came_corrupt_is_handed_over_after_all(tiny_path: Path, tiny_
 async def test_a_pool_that_dies_while_it_sends_to_both(tiny_path: Path, tiny_model: LoadedModel, pool: Pool) -> None:
     async with split(tiny_model, pool) as workers:
         assert workers.decode.sharing is not None
-        reader = workers.decode.sharing.client
-        genuine = reader.get
-
-        async def dying(keys: Any, first_part: int = 0, last_part: int = 0, *, parts: int) -> AsyncIterator[Slab]:
-            sent = genuine(keys, first_part, last_part, parts=parts)
-            yield await anext(sent)
-            for node in pool.served:
-                await node.kill()
-            async for slab in sent:
-                yield slab
-
-        reader.get = dying  # type: ignore[method-assign, assignment]
+        kill_in_the_middle(pool, workers.decode.sharing.client)
         assert (await served(workers, ask(PROMPT)))[0] == greedy_tiny(tiny_path, PROMPT, 12)
         assert workers.count("kvcache_direct_tokens") + workers.sent() == len(PROMPT)
 
