@@ -151,7 +151,11 @@ class MillraceServer:
     # ---- doing harm --------------------------------------------------------------------------------------------
 
     def worker_pid(self, name: str) -> int:
-        """The process of the worker of this name."""
+        """The process of the worker of this name, which may be about to be started again."""
+        found: int = wait_until(lambda: self._process_of(name), 15.0, f"worker {name} has a process")
+        return found
+
+    def _process_of(self, name: str) -> int | None:
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 try:
@@ -161,7 +165,7 @@ class MillraceServer:
                     continue
                 if parent == self.process.pid and name.encode() in command:
                     return int(entry.name)
-        raise AssertionError(f"no process of worker {name}")
+        return None
 
     def signal_worker(self, name: str, number: signal.Signals) -> None:
         os.kill(self.worker_pid(name), number)
