@@ -29,6 +29,7 @@ from prefill.scheduler import PrefillScheduler
 from prefill.worker import PrefillWorker
 from serving.config import EngineConfig, ModelConfig, PoolConfig
 from serving.engine.ahead import engine_for
+from serving.engine.forward import Forward
 from serving.engine.loop import EngineLoop
 from serving.engine.plan import Scheduler
 from serving.engine.record import StepRecord
@@ -108,6 +109,7 @@ class Worker:
                 model_config.device,
                 self.host_kv,
                 make_sampler(forward),
+                self._other_forwards(role, forward),
             ),
             self.kv,
             self._schedulers(role),
@@ -130,6 +132,11 @@ class Worker:
                 busy=lambda: bool(self._prefilling.queue),
             )
         self._make_doors(role, dialer, engine_config.kv_wire)
+
+    def _other_forwards(self, role: Role, forward: Forward) -> dict[str, Forward]:
+        """What computes prompts for decode workers that keep KV in another dtype (prefill.worker)."""
+        dtypes = [dtype for dtype in ("int8",) if role is not Role.DECODE and self.pool.can_keep(dtype)]
+        return {dtype: forward.over(self.pool.kept_as(dtype).planes) for dtype in dtypes}
 
     def _measured(self, record: StepRecord) -> None:
         """What a step took is what fetching a prefix is weighed against."""

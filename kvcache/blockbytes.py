@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcache.device import Bytes, DevicePool, host_rows
+from kvcache.device import DevicePool
+from kvcache.hostcells import Bytes, cells_of, take_blocks
 from kvcache.pool.block import PoolBlock, block_of
 
 
@@ -46,7 +47,8 @@ def write_part(pool: DevicePool, layer: int, blocks: Sequence[int], payload: byt
         width = spec.token_bytes * pool.block_size
         piece = rows[:, start : start + width]
         if plane.device.type == "cpu":
-            host_rows(plane, pool.num_blocks)[list(blocks)] = piece
+            cells = cells_of(plane)
+            cells[list(blocks)] = piece.view(cells.dtype).reshape(len(blocks), *cells.shape[1:])
         else:
             values = torch.from_numpy(piece.copy()).view(plane.dtype).view(len(blocks), *plane.shape[1:])
             plane.index_copy_(0, torch.tensor(blocks, device=plane.device), values.to(plane.device))
@@ -56,7 +58,10 @@ def write_part(pool: DevicePool, layer: int, blocks: Sequence[int], payload: byt
 def _taken(plane: Tensor, blocks: Sequence[int]) -> Bytes:
     """Copies of these blocks of a plane, uint8 [blocks, bytes of a block]."""
     if plane.device.type == "cpu":
-        return host_rows(plane, plane.shape[0]).take(list(blocks), axis=0)
+        cells = cells_of(plane)
+        out = np.empty((len(blocks), *cells.shape[1:]), dtype=cells.dtype)
+        take_blocks(cells, list(blocks), out)
+        return out.view(np.uint8).reshape(len(blocks), cells[0].nbytes)
     chosen = plane[torch.tensor(blocks, device=plane.device)]
     taken: Bytes = chosen.reshape(len(blocks), -1).view(torch.uint8).cpu().numpy()
     return taken

@@ -15,8 +15,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from kvcache.device import Bytes, DevicePool, TokenSlots
+from kvcache.device import DevicePool, TokenSlots
 from kvcache.heads import Piece, with_heads
+from kvcache.hostcells import Bytes
 from kvcache.relay import AS_STORED, ENCODINGS, Wire, relay, stored_as
 from serving.errors import CorruptChunk
 from serving.kvspec import LayerKV

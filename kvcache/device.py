@@ -1,6 +1,10 @@
 """The tensors that hold KV on the worker's device: per layer, one tensor a plane, [num_blocks, block_size, *shape].
 
-It allocates, and copies token ranges out of and into blocks as bytes; who may do so is decided elsewhere.
+It allocates, and copies token ranges out of and into blocks as bytes; who may do so is decided elsewhere. A block of
+float KV may hold INT8 instead, for a sequence whose decode worker keeps that: each row lies where a float one would.
+
+    bfloat16  | d values, 2 bytes each                   |
+    int8      | d values, a byte each | scale |  unused  |
 """
 
 from __future__ import annotations
@@ -13,25 +17,53 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from serving.kvspec import LayerKV
+from kvcache.hostcells import Bytes, cells_of, shaped, take_blocks
+from kvcache.relay import stored_as
+from serving.kvspec import AUTO, ITEM_BYTES, SCALE, LayerKV, Plane
 
-Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+_SCALE_BYTES = 4
 
 
 class DevicePool:
-    """KV memory of one worker, described layer by layer by `specs`."""
+    """KV memory of one worker, described layer by layer by `specs`. `planes` are made, unless they are given."""
 
-    def __init__(self, specs: Sequence[LayerKV], num_blocks: int, block_size: int, device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        specs: Sequence[LayerKV],
+        num_blocks: int,
+        block_size: int,
+        device: torch.device | str = "cpu",
+        *,
+        planes: Sequence[tuple[Tensor, ...]] | None = None,
+    ):
         self.specs = tuple(specs)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.planes: list[tuple[Tensor, ...]] = [
-            tuple(
-                _zeros((num_blocks, block_size, *plane.shape), plane.dtype, torch.device(device))
-                for plane in spec.planes
-            )
-            for spec in self.specs
-        ]
+        self.planes: list[tuple[Tensor, ...]] = (
+            list(planes)
+            if planes is not None
+            else [
+                tuple(
+                    _zeros((num_blocks, block_size, *plane.shape), plane.dtype, torch.device(device))
+                    for plane in spec.planes
+                )
+                for spec in self.specs
+            ]
+        )
+        self._kept: dict[str, DevicePool] = {AUTO: self}
+
+    def kept_as(self, kv_dtype: str) -> DevicePool:
+        """The same blocks for sequences whose KV is kept so: AUTO is as the pool was made, others `can_keep` allows."""
+        if kv_dtype not in self._kept:
+            specs = [stored_as(spec, kv_dtype) for spec in self.specs]
+            layers = zip(self.specs, self.planes, specs, strict=True)
+            within = [_within(spec, planes, target) for spec, planes, target in layers]
+            self._kept[kv_dtype] = DevicePool(specs, self.num_blocks, self.block_size, planes=within)
+        return self._kept[kv_dtype]
+
+    def can_keep(self, kv_dtype: str) -> bool:
+        """Whether blocks made for float KV can hold KV of this dtype."""
+        return kv_dtype == "int8" and all(_has_room(spec, stored_as(spec, kv_dtype)) for spec in self.specs)
 
     def slots(self, blocks: Sequence[int], start: int, end: int) -> TokenSlots:
         """Where the tokens start..end of a sequence with this block table lie. Raises IndexError beyond the table."""
@@ -99,39 +131,55 @@ def _take(plane: Tensor, slots: TokenSlots, out: Bytes) -> None:
         rows = plane.flatten(0, 1)[slots.index.to(plane.device)].contiguous()
         out[:] = rows.view(slots.tokens, -1).view(torch.uint8).cpu().numpy().reshape(-1)
         return
-    blocks, row = host_rows(plane, plane.shape[0]), len(out) // slots.tokens
+    cells = cells_of(plane)
+    into = shaped(out, cells)
     head, whole, tail = slots.stretches()
     if head:
-        out[: head * row] = blocks[slots.blocks[0], slots.offset * row : (slots.offset + head) * row]
+        into[:head] = cells[slots.blocks[0], slots.offset : slots.offset + head]
     if whole:
         first, end = int(head > 0), int(head > 0) + whole // slots.block_size
-        middle = out[head * row : (head + whole) * row].reshape(end - first, -1)
-        blocks.take(slots.blocks[first:end], axis=0, out=middle, mode="clip")  # to be "raise", it would copy twice
+        take_blocks(cells, slots.blocks[first:end], into[head : head + whole].reshape(end - first, *cells.shape[1:]))
     if tail:
-        out[-tail * row :] = blocks[slots.blocks[-1], : tail * row]
+        into[-tail:] = cells[slots.blocks[-1], :tail]
 
 
 def _put(plane: Tensor, slots: TokenSlots, rows: Bytes) -> None:
     """The inverse of `_take`, in host memory."""
-    blocks, row = host_rows(plane, plane.shape[0]), len(rows) // slots.tokens
+    cells = cells_of(plane)
+    given = shaped(rows, cells)
     head, whole, tail = slots.stretches()
     if head:
-        blocks[slots.blocks[0], slots.offset * row : (slots.offset + head) * row] = rows[: head * row]
+        cells[slots.blocks[0], slots.offset : slots.offset + head] = given[:head]
     if whole:
         first, end = int(head > 0), int(head > 0) + whole // slots.block_size
-        blocks[slots.blocks[first:end]] = rows[head * row : (head + whole) * row].reshape(end - first, -1)
+        cells[slots.blocks[first:end]] = given[head : head + whole].reshape(end - first, *cells.shape[1:])
     if tail:
-        blocks[slots.blocks[-1], : tail * row] = rows[-tail * row :]
+        cells[slots.blocks[-1], :tail] = given[-tail:]
 
 
-def host_rows(plane: Tensor, count: int) -> Bytes:
-    """A plane in host memory as uint8 [count, bytes of a row], a row for each slot or block; no copy.
+def _has_room(spec: LayerKV, target: LayerKV) -> bool:
+    """Whether each row of floats, the last axis of a plane, has the bytes for as many int8 numbers and their scale."""
+    values = {plane.name: plane for plane in target.planes if plane.dtype == "int8"}
+    return spec != target and all(
+        plane.name in values
+        and plane.shape[-1] % _SCALE_BYTES == 0
+        and plane.shape[-1] + _SCALE_BYTES <= plane.shape[-1] * ITEM_BYTES[plane.dtype]
+        for plane in spec.planes
+    )
 
-    numpy copies whole rows, with no threads but its own. torch copies number by number, which takes three times as
-    long, and wakes threads that the model computes with.
-    """
-    rows: Bytes = plane.view(count, -1).view(torch.uint8).numpy()
-    return rows
+
+def _within(spec: LayerKV, planes: Sequence[Tensor], target: LayerKV) -> tuple[Tensor, ...]:
+    """The target's planes, int8 and scales, as views of the spec's."""
+    assert _has_room(spec, target), "asked without can_keep"
+    rows = {plane.name: tensor for plane, tensor in zip(spec.planes, planes, strict=True)}
+
+    def view(plane: Plane) -> Tensor:
+        if plane.name in rows:
+            return rows[plane.name].view(torch.int8)[..., : plane.shape[-1]]
+        row = rows[plane.name.removesuffix(SCALE)]
+        return row.view(torch.float32)[..., row.shape[-1] // _SCALE_BYTES]
+
+    return tuple(view(plane) for plane in target.planes)
 
 
 def _zeros(shape: tuple[int, ...], dtype: str, device: torch.device) -> Tensor:

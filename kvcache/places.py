@@ -12,7 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvcache.device import Bytes, DevicePool
+from kvcache.device import DevicePool
+from kvcache.hostcells import Bytes
 from kvcache.staging import HostKV
 from serving.engine.sequence import Sequence
 
@@ -27,6 +28,7 @@ class Place:
     blocks: Seq[int]  # right for these tokens; what it says of others means nothing
     start: int
     end: int
+    on_host: bool = False
 
 
 class Places:
@@ -74,29 +76,31 @@ class Places:
 
     def _place(self, seq: Sequence, start: int, end: int) -> Place:
         """Where token `start` lies, and as many after it as lie in the same memory."""
+        device = self.device.kept_as(seq.kv_dtype)
         if self.host is None or seq.spill is None:
-            return Place(self.device, seq.blocks, start, end)
+            return Place(device, seq.blocks, start, end)
         with self.lock:
             spill = seq.spill
             if spill is None:  # it has just ended: whoever reads it is about to hear so
-                return Place(self.device, seq.blocks, start, end)
+                return Place(device, seq.blocks, start, end)
             coming = list(spill.moves)
             there = spill.moved - len(coming)  # extents on the host
             border = there * self.host.plan.extent_tokens
             if start < border:
-                return Place(self.host.memory, list(spill.extents), start, min(end, border))
+                memory = self.host.memory.kept_as(seq.kv_dtype)
+                return Place(memory, list(spill.extents), start, min(end, border), on_host=True)
             absent = [0] * (there * spill.extent_blocks)
             leaving = [block for move in coming for block in move.blocks]
-            return Place(self.device, [*absent, *leaving, *seq.blocks], start, end)
+            return Place(device, [*absent, *leaving, *seq.blocks], start, end)
 
     def _wait(self, place: Place) -> None:
         """Until what has moved to the place is there."""
-        if self.host is not None and place.pool is self.host.memory:
+        if self.host is not None and place.on_host:
             self.host.wait_moves()
 
     def _moved(self, seq: Sequence, place: Place) -> bool:
         """Whether some of it has been copied to the host by now, so that its blocks may hold other tokens."""
         spill = seq.spill
-        if spill is None or self.host is None or place.pool is not self.device:
+        if spill is None or self.host is None or place.on_host:
             return False
         return spill.copied * self.host.plan.extent_tokens > place.start

@@ -89,7 +89,7 @@ class PoolPrefixes:
         arrival: Arrival | None = None
         try:
             async with asyncio.timeout(self.wait):
-                wanted = await self._worth_fetching(keys[local:])
+                wanted = await self._worth_fetching(keys[local:], self.pool.kept_as(seq.kv_dtype))
                 if wanted and (arrival := self._room(seq, local, wanted)) is not None:
                     first = await self.fetch(arrival, keys[arrival.first : arrival.last], begun)
                     self.pace.waited(arrival.bytes, first + arrival.gate.waited_seconds)
@@ -102,11 +102,11 @@ class PoolPrefixes:
             if arrival is not None:
                 arrival.finish()
 
-    async def _worth_fetching(self, keys: Sequence[bytes]) -> int:
-        """How many of the leading keys to fetch."""
+    async def _worth_fetching(self, keys: Sequence[bytes], pool: DevicePool) -> int:
+        """How many of the leading keys to fetch into a pool."""
         found = await self.lookup(keys)
         tokens = found * self.kv.block_size
-        if not found or self.always or self.pace.pays(tokens, found * sum(part_bytes(self.pool))):
+        if not found or self.always or self.pace.pays(tokens, found * sum(part_bytes(pool))):
             return found
         self.stats.not_worth += 1
         return 0
@@ -151,7 +151,8 @@ class PoolPrefixes:
         Seconds until the first layer had come, of all of them if it never did.
         """
         began, first = self.clock(), None
-        sizes = part_bytes(self.pool)
+        pool = self.pool.kept_as(arrival.seq.kv_dtype)
+        sizes = part_bytes(pool)
         async with aclosing(self.reader.get(keys, parts=len(sizes))) as slabs:
             async for slab in slabs:
                 if arrival.seq.ended:  # its blocks are somebody else's now
@@ -160,7 +161,7 @@ class PoolPrefixes:
                     self.stats.malformed += 1
                     continue
                 blocks = [arrival.seq.blocks[arrival.first + index] for index in slab.indices]
-                write_part(self.pool, slab.part, blocks, slab.payload)
+                write_part(pool, slab.part, blocks, slab.payload)
                 arrival.here(slab.part, slab.indices)
                 arrival.bytes += len(slab.payload)
                 if arrival.layers:

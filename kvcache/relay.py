@@ -15,13 +15,12 @@ from torch import Tensor
 
 from serving.errors import StaleLease
 from serving.kernels.int8 import quantize_rows
-from serving.kvspec import ITEM_BYTES, LayerKV, Plane
+from serving.kvspec import ITEM_BYTES, SCALE, LayerKV, Plane
 
 AS_STORED = ""  # the encoding of KV that travels as the receiver stores it
 FLOATS = ("float32", "bfloat16", "float16")
 ENCODINGS = (AS_STORED, *FLOATS, "int8")
 _INT8_KIND = "_int8"
-_SCALE = "_scale"  # plane x of int8 has its scales in plane x_scale: one float32 for each row of x's last axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ def stored_as(layer: LayerKV, dtype: str) -> LayerKV:
     kind = layer.kind.removesuffix(_INT8_KIND)
     if dtype != "int8":
         return LayerKV(kind, tuple(changed))
-    scales = [Plane(p.name + _SCALE, p.shape[:-1], "float32") for p in values if _is_number(p, layer)]
+    scales = [Plane(p.name + SCALE, p.shape[:-1], "float32") for p in values if _is_number(p, layer)]
     return LayerKV(kind + _INT8_KIND, (*changed, *scales))
 
 
@@ -110,7 +109,7 @@ def relay(parts: Sequence[Tensor], source: LayerKV, target: LayerKV) -> list[Ten
     given = {plane.name: _typed(part, plane) for plane, part in zip(source.planes, parts, strict=True)}
     made: dict[str, Tensor] = {}
     for plane in _values(target):
-        values, scales = given[plane.name], given.get(plane.name + _SCALE)
+        values, scales = given[plane.name], given.get(plane.name + SCALE)
         kind: torch.dtype = getattr(torch, plane.dtype)
         if values.dtype == kind:
             made[plane.name] = values
@@ -119,19 +118,19 @@ def relay(parts: Sequence[Tensor], source: LayerKV, target: LayerKV) -> list[Ten
         else:
             made[plane.name] = (values if scales is None else values.float() * scales[..., None]).to(kind)
         if scales is not None and kind is torch.int8:
-            made[plane.name + _SCALE] = scales
+            made[plane.name + SCALE] = scales
     return [_bytes(made[plane.name]) for plane in target.planes]
 
 
 def _values(layer: LayerKV) -> list[Plane]:
     """The layer's planes without those that only scale another."""
     names = {plane.name for plane in layer.planes}
-    return [plane for plane in layer.planes if plane.name.removesuffix(_SCALE) not in names - {plane.name}]
+    return [plane for plane in layer.planes if plane.name.removesuffix(SCALE) not in names - {plane.name}]
 
 
 def _is_number(plane: Plane, layer: LayerKV) -> bool:
     """Whether the plane's values are known as numbers: floating point, or int8 with a scale for each row."""
-    scale = Plane(plane.name + _SCALE, plane.shape[:-1], "float32")
+    scale = Plane(plane.name + SCALE, plane.shape[:-1], "float32")
     return plane.shape != () and (plane.dtype in FLOATS or (plane.dtype == "int8" and scale in layer.planes))
 
 

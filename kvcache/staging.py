@@ -20,9 +20,8 @@ from kvcache.device import DevicePool
 from kvcache.host import HostPlan
 from serving.engine.batch import EarlierKV, Piece
 from serving.engine.spill import Move, Spill
-from serving.kvspec import LayerKV
+from serving.kvspec import AUTO, LayerKV
 
-Planes = tuple[Tensor, ...]
 BUFFERS = 2
 
 
@@ -49,12 +48,8 @@ class HostKV:
         self.bytes_out = 0  # device to host
         self.bytes_in = 0
 
-    def _buffer(self, spec: LayerKV) -> Planes:
-        size = (self.plan.piece_extents, self.plan.extent_tokens)
-        return tuple(
-            torch.zeros((*size, *plane.shape), dtype=getattr(torch, plane.dtype), device=self.device)
-            for plane in spec.planes
-        )
+    def _buffer(self, spec: LayerKV) -> DevicePool:
+        return DevicePool([spec], self.plan.piece_extents, self.plan.extent_tokens, self.device)
 
     def move(self, moves: Sequence[Move]) -> None:
         """Copy these blocks to their extents, for all layers. On CUDA in the order of the current stream."""
@@ -74,15 +69,18 @@ class HostKV:
             self._moved.synchronize()
 
     @contextmanager
-    def stream(self, spill: Spill, computed: int) -> Iterator[EarlierKV]:
-        """The pieces a step from position `computed` on reads, layer by layer. One stream at a time."""
+    def stream(self, spill: Spill, computed: int, kv_dtype: str = AUTO) -> Iterator[EarlierKV]:
+        """The pieces a step from position `computed` on reads, layer by layer. One stream at a time.
+
+        `kv_dtype` is what the sequence's blocks and extents hold.
+        """
         tokens = spill.moved * self.plan.extent_tokens
         loads = [
             Load(layer, spill.extents[first:last], first * self.plan.extent_tokens)
             for layer, window in enumerate(self.windows)
             for first, last in pieces(spill.moved, self.plan.piece_extents, self._first_extent(window, computed))
         ]
-        stream = PieceStream(self, tokens, loads)
+        stream = PieceStream(self, tokens, loads, kv_dtype)
         self.copier.begin()
         try:
             yield stream
@@ -95,12 +93,13 @@ class HostKV:
 
     def load(self, load: Load, number: int) -> None:
         """Copy a piece into its buffer: what the copier does in its own time."""
-        for host, buffer in zip(self.planes[load.layer], self.buffer(load, number), strict=True):
+        for host, buffer in zip(self.planes[load.layer], self.buffer(load, number).planes[0], strict=True):
             for at, extent in enumerate(load.extents):
                 buffer[at].copy_(host[extent], non_blocking=True)
                 self.bytes_in += buffer[at].nbytes
 
-    def buffer(self, load: Load, number: int) -> Planes:
+    def buffer(self, load: Load, number: int) -> DevicePool:
+        """One layer's worth of blocks, an extent each."""
         return self._buffers[self.pool.specs[load.layer]][number % BUFFERS]
 
 
@@ -122,10 +121,11 @@ def pieces(extents: int, most: int, first: int) -> Iterator[tuple[int, int]]:
 class PieceStream(EarlierKV):
     """Pieces of all layers, in order, each loaded while the one before it is read."""
 
-    def __init__(self, host: HostKV, tokens: int, loads: Sequence[Load]):
+    def __init__(self, host: HostKV, tokens: int, loads: Sequence[Load], kv_dtype: str):
         self.host = host
         self.tokens = tokens
         self.loads = loads
+        self.kv_dtype = kv_dtype  # what the extents hold
         self._layer = 0
         self._next = 0  # the first load that no layer has read
         self._begun = 0  # loads that the copier has been given
@@ -136,7 +136,7 @@ class PieceStream(EarlierKV):
             self._load_up_to(self._next + BUFFERS)
             number, load = self._next, self.loads[self._next]
             self.host.copier.wait(number % BUFFERS)
-            planes = self.host.buffer(load, number)
+            planes = self.host.buffer(load, number).kept_as(self.kv_dtype).planes[0]
             used = tuple(plane[: len(load.extents)] for plane in planes)
             yield Piece(used, load.first, len(load.extents) * self.host.plan.extent_tokens)
             self.host.copier.free(number % BUFFERS)

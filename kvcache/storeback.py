@@ -37,6 +37,10 @@ class Offer:
     key: bytes
     block: int
     namespace: str
+    kv_dtype: str  # what the block holds
+
+    def goes_with(self, other: Offer) -> bool:
+        return (self.namespace, self.kv_dtype) == (other.namespace, other.kv_dtype)
 
 
 class StoreBack:
@@ -93,7 +97,7 @@ class StoreBack:
         namespace = namespace_of(seq.request.tenant)
         for index in fresh[: max(0, room)]:
             self.blocks.acquire([seq.blocks[index]])
-            self._waiting.append(Offer(seq.keys[index], seq.blocks[index], namespace))
+            self._waiting.append(Offer(seq.keys[index], seq.blocks[index], namespace, seq.kv_dtype))
             self._note(seq.keys[index])
         self._loop.call_soon_threadsafe(self._begin)
 
@@ -187,18 +191,16 @@ class StoreBack:
             await asyncio.sleep(max(0.0, size / self.bandwidth - (self._loop.time() - began)))
 
     def _next(self) -> list[Offer]:
-        """The next blocks of one namespace, about BATCH_BYTES in all."""
+        """The next blocks of one namespace and of one kind, about BATCH_BYTES in all."""
         count = max(1, BATCH_BYTES // sum(part_bytes(self.pool)))
         batch: list[Offer] = []
-        while (
-            self._waiting and len(batch) < count and self._waiting[0].namespace == (batch or self._waiting)[0].namespace
-        ):
+        while self._waiting and len(batch) < count and self._waiting[0].goes_with((batch or self._waiting)[0]):
             batch.append(self._waiting.popleft())
         return batch
 
     def _copy(self, batch: Sequence[Offer]) -> list[PoolBlock]:
         blocks, keys = [offer.block for offer in batch], [offer.key for offer in batch]
-        return read_blocks(self.pool, blocks, keys, batch[0].namespace)
+        return read_blocks(self.pool.kept_as(batch[0].kv_dtype), blocks, keys, batch[0].namespace)
 
     def _release(self, offers: Iterable[Offer]) -> None:
         for offer in offers:

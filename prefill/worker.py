@@ -15,15 +15,16 @@ from kvcache.device import DevicePool
 from kvcache.handoff import Handoff
 from kvcache.manager import KVManager
 from kvcache.places import Places
-from kvcache.relay import Wire, choose_wire
+from kvcache.prefix import root_key
+from kvcache.relay import choose_wire
 from prefill.scheduler import PrefillScheduler
 from serving.engine.loop import EngineLoop
 from serving.engine.output import Output
 from serving.engine.sequence import Sequence
 from serving.errors import ContextLengthExceeded, Draining, MillraceError, StaleLease, WorkerLost
-from serving.kvspec import LayerKV
+from serving.kvspec import AUTO, LayerKV
 from serving.links import HandoffDialer, HandoffLink
-from serving.messages import LeaseId, Prefilled, PrefillOrder, WorkerIdentity
+from serving.messages import LeaseGrant, LeaseId, Prefilled, PrefillOrder, WorkerIdentity
 
 
 class LocalLeases(Protocol):
@@ -113,8 +114,10 @@ class PrefillWorker:
     async def _handing_over(self, seq: Sequence, order: PrefillOrder, link: HandoffLink) -> AsyncIterator[Prefilled]:
         grant = order.grant
         assert grant is not None
-        layout, wire = self._laying_out(grant.kv_dtype)
-        handoff = Handoff(self.pool, link, seq, grant.lease, layout, grant.cached_tokens, wire=wire, places=self.places)
+        pool = self.pool.kept_as(seq.kv_dtype)
+        layout, layers = self.layout(grant.kv_dtype)
+        wire = choose_wire(pool.specs, layers, self.kv_wire)
+        handoff = Handoff(pool, link, seq, grant.lease, layout, grant.cached_tokens, wire=wire, places=self.places)
         seq.handoff = handoff
         sending = asyncio.create_task(handoff.send(), name=f"handoff-{grant.lease.lease}")
         first = asyncio.create_task(self._first(seq), name=f"prefill-{grant.lease.lease}")
@@ -137,11 +140,6 @@ class PrefillWorker:
             for task in (sending, first):
                 task.cancel()
             await asyncio.gather(sending, first, return_exceptions=True)
-
-    def _laying_out(self, kv_dtype: str) -> tuple[str, Wire]:
-        """The layout a decode worker of this KV dtype expects, and how KV gets there. Raises StaleLease."""
-        layout, layers = self.layout(kv_dtype)
-        return layout, choose_wire(self.pool.specs, layers, self.kv_wire)
 
     async def _first(self, seq: Sequence) -> Prefilled:
         """Queue the sequence and wait for its first token. Raises what the engine reports."""
@@ -213,8 +211,19 @@ class PrefillWorker:
                 f"{tokens} tokens leave no room to generate within the context of {limit}", param="prompt"
             )
         long_rope = self.long_rope(len(request.prompt) + request.sampling.max_tokens)
-        root = self.kv.root(request.tenant, long_rope)
-        return Sequence(order.order, root=root, stays=False, long_rope=long_rope, now=self.engine.clock())
+        kv_dtype, layout = self._keeping(order.grant)
+        root = root_key(layout, request.tenant, long_rope)
+        now = self.engine.clock()
+        return Sequence(order.order, root=root, stays=False, long_rope=long_rope, now=now, kv_dtype=kv_dtype)
+
+    def _keeping(self, grant: LeaseGrant | None) -> tuple[str, str]:
+        """What KV a prompt is computed over, and its layout's fingerprint: its decode worker's, if blocks can hold it.
+
+        A prompt that attends to KV which is rounded only when it leaves is not what its decode worker would compute.
+        """
+        if grant is not None and grant.kv_dtype != self.identity.kv_dtype and self.pool.can_keep(grant.kv_dtype):
+            return grant.kv_dtype, self.layout(grant.kv_dtype)[0]
+        return AUTO, self.kv.fingerprint
 
     async def drain(self, seconds: float) -> None:
         """Take no new prompts; finish the queue and wait until all KV has been handed over, or the time is up."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+AUTO = "auto"  # among KV dtypes: as the worker itself keeps KV
+SCALE = "_scale"  # plane x of int8 has its scales in plane x_scale: one float32 for each row of x's last axis
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
 
 

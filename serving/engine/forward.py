@@ -28,6 +28,13 @@ class Forward(Protocol):
         """Scores [R, V] float32 for `batch.logits_rows`."""
         ...
 
+    def over(self, planes: Sequence[Planes]) -> Forward:
+        """The same computation over KV planes that may be kept otherwise; weights are shared.
+
+        The two compute one after the other. Raises ValueError where it cannot be had.
+        """
+        ...
+
     def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         """The best-scored token [R] int64 for each of `batch.logits_rows`, the lowest id among equals.
 
@@ -45,6 +52,9 @@ class EagerForward:
         self.model = model
         self.planes = planes
         self.layers = layer_teller(len(planes), planes[0][0].device)
+
+    def over(self, planes: Sequence[Planes]) -> EagerForward:
+        return EagerForward(self.model, planes)
 
     def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         with nullcontext() if layer_done is None else self.layers.telling(layer_done) as written:

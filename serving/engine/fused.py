@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,12 @@ class FusedForward:
         )
         self._progress = torch.zeros(1, dtype=torch.int32)
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="layers")
+
+    def over(self, planes: Sequence[Planes]) -> FusedForward:
+        """The same computation, its weights shared, over other planes. One of them computes at a time."""
+        other = copy(self)
+        other.decoder = self.decoder.over([_kv(layer) for layer in planes])
+        return other
 
     def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         if batch.earlier is not None:

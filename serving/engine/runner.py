@@ -1,12 +1,13 @@
 """Runs a planned step on the model: builds the ragged batch, computes logits where a token is drawn, samples.
 
-It knows torch and the model, and nothing of queues, leases or sockets. Sequences with KV in host memory are computed
-one by one, after the batch of all others.
+It knows torch and the model, and nothing of queues, leases or sockets. Sequences whose KV is kept otherwise than the
+worker's own make a batch of theirs; those with KV in host memory are computed one by one, after all others.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -35,6 +36,7 @@ from serving.engine.selection import TorchSelection
 from serving.engine.sequence import Sequence
 from serving.engine.spill import Move, Spill
 from serving.errors import InternalError
+from serving.kvspec import AUTO
 from serving.messages import TokenLogprob
 from serving.model.spec import ModelSpec
 
@@ -48,8 +50,8 @@ class HostKV(Protocol):
     def move(self, moves: Seq[Move]) -> None:
         """Copy these blocks to the host, for all layers; the device's may be written again when it returns."""
 
-    def stream(self, spill: Spill, computed: int) -> AbstractContextManager[EarlierKV]:
-        """What a step from position `computed` on reads of what has moved."""
+    def stream(self, spill: Spill, computed: int, kv_dtype: str) -> AbstractContextManager[EarlierKV]:
+        """What a step from position `computed` on reads of what has moved, of a sequence whose KV is kept so."""
         ...
 
 
@@ -57,6 +59,7 @@ class ModelRunner(AheadRunner):
     """Runs plans through `forward`; block tables of its batches are in blocks of `block_size` tokens.
 
     `host` holds what sequences spill; without one, none may. `sampler` draws the tokens, with torch by default.
+    `others` compute sequences whose blocks hold KV of another dtype, by that dtype.
     """
 
     def __init__(
@@ -67,8 +70,10 @@ class ModelRunner(AheadRunner):
         device: torch.device | str = "cpu",
         host: HostKV | None = None,
         sampler: Sampler | None = None,
+        others: Mapping[str, Forward] | None = None,
     ):
         self.forward = forward
+        self.forwards = {AUTO: forward, **(others or {})}
         self.host = host
         self.vocab_size = spec.vocab_size
         self.block_size = block_size
@@ -78,12 +83,11 @@ class ModelRunner(AheadRunner):
 
     @torch.inference_mode()
     def run(self, work: Seq[Work], layer_done: LayerDone | None) -> RunResult:
-        spilled = [i for i, item in enumerate(work) if item.seq.spill is not None and item.seq.spill.moved]
-        if not spilled:
+        together, alone = batches(work)
+        if len(together) == 1 and not alone:
             return self._compute(work, layer_done)
-        others = [i for i in range(len(work)) if i not in spilled]
-        parts = [(others, self._compute([work[i] for i in others], layer_done))] if others else []
-        parts += [([i], self._compute_spilled(work[i], layer_done)) for i in spilled]
+        parts = [(places, self._compute([work[i] for i in places], layer_done)) for places in together]
+        parts += [([i], self._compute_spilled(work[i], layer_done)) for i in alone]
         return joined(parts)
 
     def foresees(self, seq: Sequence) -> bool:
@@ -129,7 +133,7 @@ class ModelRunner(AheadRunner):
         assert self.host is not None and spill is not None
         self.host.move(spill.moves)
         spill.settle()
-        with self.host.stream(spill, item.seq.computed) as earlier:
+        with self.host.stream(spill, item.seq.computed, item.seq.kv_dtype) as earlier:
             return self._compute([item], layer_done, earlier)
 
     def _compute(self, work: Seq[Work], layer_done: LayerDone | None, earlier: EarlierKV | None = None) -> RunResult:
@@ -151,7 +155,8 @@ class ModelRunner(AheadRunner):
         built = time.perf_counter()
         handed_over = [item for item in work if item.seq.handoff is not None]
         tell = partial(layer_done, handed_over) if layer_done is not None and handed_over else None
-        scores = (self.forward.greedy if greedy else self.forward.logits)(batch, tell)
+        forward = self.forwards[work[0].seq.kv_dtype]
+        scores = (forward.greedy if greedy else forward.logits)(batch, tell)
         computed = time.perf_counter()
         if work[0].left:
             return RunResult([[]], {}, RunTimes(built - began, computed - built, 0.0))
@@ -198,6 +203,16 @@ class ModelRunner(AheadRunner):
             eos_token_ids=self.eos_token_ids,
             state=seq.sampler_state,
         )
+
+
+def batches(work: Seq[Work]) -> tuple[list[list[int]], list[int]]:
+    """The places of the work that is computed together, batch by batch, and of what is computed alone."""
+    together: dict[str, list[int]] = {}
+    alone: list[int] = []
+    for i, item in enumerate(work):
+        spill = item.seq.spill
+        (alone if spill is not None and spill.moved else together.setdefault(item.seq.kv_dtype, [])).append(i)
+    return list(together.values()), alone
 
 
 def joined(parts: Seq[tuple[Seq[int], RunResult]]) -> RunResult:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from serving.engine.gate import Gate
 from serving.engine.spill import Spill
+from serving.kvspec import AUTO
 from serving.messages import Delta, FinishReason, LeaseOrder, Request, TokenLogprob
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Sequence:
         "handoff",
         "in_flight",
         "keys",
+        "kv_dtype",
         "long_rope",
         "lookup",
         "lossy",
@@ -99,7 +101,16 @@ class Sequence:
         "waiting_since",
     )
 
-    def __init__(self, order: LeaseOrder, *, root: bytes, stays: bool, long_rope: bool = False, now: float = 0.0):
+    def __init__(
+        self,
+        order: LeaseOrder,
+        *,
+        root: bytes,
+        stays: bool,
+        long_rope: bool = False,
+        now: float = 0.0,
+        kv_dtype: str = AUTO,
+    ):
         self.order = order
         self.request: Request = order.request
         self.tokens: list[int] = [*order.request.prompt, *order.generated]
@@ -107,6 +118,7 @@ class Sequence:
         self.root = root
         self.stays = stays
         self.long_rope = long_rope
+        self.kv_dtype = kv_dtype  # what its blocks hold; `root` is of the same
         self.computed = 0
         self.cached = 0
         self.blocks: list[int] = []

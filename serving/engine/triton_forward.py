@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor, nn
 
 from serving.engine.batch import RaggedBatch
-from serving.engine.forward import EagerForward
+from serving.engine.forward import EagerForward, Forward
 from serving.engine.fused import rotary_tables
 from serving.engine.graphs import PADDING_SLOT, CudaGraphs, GraphSizes
 from serving.engine.layer_events import LayerDone
@@ -56,7 +57,22 @@ class TritonForward:
             planes=planes,
         )
         self.graphs: CudaGraphs | None = None
+        self._warm_for = 0  # tokens of the largest step it has been made ready for
         self._modules = EagerForward(model, planes)
+
+    def over(self, planes: Sequence[Planes]) -> Forward:
+        """The same kernels over other planes, or the model's modules where these cannot take them.
+
+        Every step is launched. Warmed up if this one is.
+        """
+        dtype = str(self.kernels.dtype).removeprefix("torch.")
+        if supports(self.model, dtype, planes[0]) is not None:
+            return self._modules.over(planes)
+        other = copy(self)
+        other.kernels, other.graphs, other._modules = self.kernels.over(planes), None, self._modules.over(planes)
+        if self._warm_for:
+            other.warm_up(self._warm_for, None)
+        return other
 
     @torch.inference_mode()
     def warm_up(self, most_tokens: int, graphs: GraphSizes | None) -> None:
@@ -65,6 +81,7 @@ class TritonForward:
         Decode steps of these sizes are replayed from CUDA graphs; None: of none. Seconds to minutes, the first time.
         """
         log.info("compiling and tuning kernels")
+        self._warm_for = most_tokens
         self.kernels.tune(most_tokens)
         for counts in WARM_UP_STEPS:
             self.kernels.scores(silent_step(counts, self.block_size, self.device))

@@ -17,16 +17,15 @@ from kvcache.transports import Dialer
 from router.fleet import RouterConfig
 from serving.config import EngineConfig, ModelConfig
 from serving.messages import Request, Role, SamplingParams
-from serving.model.loading import LoadedModel, load
+from serving.model.loading import LoadedModel
 from tests.flow.conftest import Cluster
 from tests.flow.reference import greedy_tiny, prompts
 from tests.flow.remote import RemoteCluster
 
 TOKENS = 24
-ROLES = [Role.PREFILL, Role.DECODE]
 # A lead of the best token over the next, in nats, that rounding KV to 8 bits may turn round in a random model: twice
 # the largest that was seen to, in 150 texts.
-TIE = {"float32": 0.4, "bfloat16": 0.9}
+TIE = 0.4
 
 
 @dataclass(frozen=True)
@@ -64,17 +63,26 @@ class UnequalRemote(RemoteCluster):
 
 
 @asynccontextmanager
-async def split(model: LoadedModel, prefill: End, decode: End, *, remote: bool) -> AsyncIterator[Cluster]:
-    """A prefill and a decode worker with these settings; asserts idleness and that nothing was refused or retried."""
+async def split(
+    model: LoadedModel, prefill: End, *decode: End, remote: bool = False, **pool: Any
+) -> AsyncIterator[Cluster]:
+    """A prefill and decode workers with these settings; asserts idleness and that nothing was refused or retried.
+
+    `pool` is what a cluster is told of the KV pool.
+    """
     kind = UnequalRemote if remote else UnequalLocal
-    cluster = kind(model, *prefill.configs, RouterConfig(patience=10.0), roles=ROLES)
-    cluster.ends = [prefill, decode]
+    roles = [Role.PREFILL, *[Role.DECODE] * len(decode)]
+    cluster = kind(model, *prefill.configs, RouterConfig(patience=10.0), roles=roles, **pool)
+    cluster.ends = [prefill, *decode]
     async with cluster as started:
         watched = Cluster(started)
         yield watched
+        for worker in started.workers:
+            if worker.sharing is not None:
+                await worker.sharing.flush(10)
         await watched.idle()
-        door = started.workers[1].decode
-        assert door is not None and door.refused == {} and watched.seen.replacements == []
+        assert watched.seen.replacements == []
+        assert all(worker.decode is None or worker.decode.refused == {} for worker in started.workers)
 
 
 def request(prompt: Sequence[int], logprobs: int | None = None) -> Request:
@@ -134,39 +142,14 @@ async def with_leads(cluster: Cluster, asked: Sequence[Sequence[int]]) -> list[T
     return found
 
 
-def check_same_but_for_ties(found: Sequence[Sequence[int]], expected: Sequence[Text], tie: float) -> None:
+def check_same_but_for_ties(found: Sequence[Sequence[int]], expected: Sequence[Text]) -> None:
     """Each text is the expected one, or parts from it where two tokens are about as likely; most is the same."""
     same = 0
     for tokens, text in zip(found, expected, strict=True):
         parting = next((i for i, pair in enumerate(zip(tokens, text.tokens, strict=True)) if len({*pair}) > 1), None)
-        assert parting is None or text.leads[parting] < tie, (parting, text.leads)
+        assert parting is None or text.leads[parting] < TIE, (parting, text.leads)
         same += len(tokens) if parting is None else parting
     assert same > len(found) * TOKENS / 3
-
-
-@pytest.fixture(scope="module")
-def narrow_model(tiny_path: Path) -> LoadedModel:
-    return load(tiny_path, "bfloat16")
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_a_float_prefill_worker_feeds_an_int8_decode_worker(
-    tiny_model: LoadedModel, narrow_model: LoadedModel, dtype: str, remote: bool
-) -> None:
-    """The text is that of INT8 KV at both ends, but where two tokens are so close that rounding decides.
-
-    The KV of the first layer is the same, but for bfloat16's rounding before that to 8 bits. That of later layers is
-    not: a prefill worker with a float cache attends to what it computed, one with an INT8 cache to that rounded.
-    """
-    model = tiny_model if dtype == "float32" else narrow_model
-    asked = prompts(16, seed=61)
-    async with split(model, End("int8"), End("int8"), remote=False) as cluster:
-        expected = await with_leads(cluster, asked)
-        whole = bytes_sent(cluster)
-    async with split(model, End(), End("int8", block_size=32), remote=remote) as cluster:
-        found = await texts(cluster, asked)
-        assert bytes_sent(cluster) == whole, "KV travels as the decode worker keeps it"
-    check_same_but_for_ties(found, expected, TIE[dtype])
 
 
 async def test_an_int8_prefill_worker_feeds_a_float_decode_worker(tiny_model: LoadedModel, remote: bool) -> None:
@@ -178,7 +161,7 @@ async def test_an_int8_prefill_worker_feeds_a_float_decode_worker(tiny_model: Lo
     async with split(tiny_model, End("int8", block_size=32), End(), remote=remote) as cluster:
         found = await texts(cluster, asked)
         assert bytes_sent(cluster) == whole
-    check_same_but_for_ties(found, expected, TIE["float32"])
+    check_same_but_for_ties(found, expected)
 
 
 async def test_int8_on_the_wire_between_float_workers(tiny_model: LoadedModel, remote: bool) -> None:
@@ -190,7 +173,7 @@ async def test_int8_on_the_wire_between_float_workers(tiny_model: LoadedModel, r
     async with split(tiny_model, End(engine={"kv_wire": "int8"}), End(), remote=remote) as cluster:
         found = await texts(cluster, asked)
         assert bytes_sent(cluster) * 64 == plain * 20, "16 values in 64 bytes become 16 and a scale of 4"
-    check_same_but_for_ties(found, expected, TIE["float32"])
+    check_same_but_for_ties(found, expected)
 
 
 def test_a_lossy_wire_breaks_the_promise_of_determinism(tiny_model: LoadedModel) -> None:

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcache.device import Bytes, DevicePool
-from serving.kvspec import LayerKV, Plane, gqa
+from kvcache.device import DevicePool
+from kvcache.hostcells import Bytes
+from serving.kvspec import LayerKV, Plane, gqa, gqa_int8
 
 INT8 = LayerKV("int8", (Plane("k", (3,), "int8"), Plane("k_scale", (), "float32"), Plane("v", (2, 5), "int8")))
 SCALE_LAST = LayerKV("int8", (Plane("k", (1,), "uint8"), Plane("scales", (1,), "float32")))
@@ -23,6 +24,23 @@ LAYOUTS: dict[str, tuple[LayerKV, ...]] = {
     "one byte, then a scale": (SCALE_LAST, SCALE_LAST),
     "latent": (LATENT, LATENT),
     "unequal": (gqa(2, 4, "float32"), SCALE_LAST, LATENT, INT8, gqa(1, 2, "bfloat16")),
+}
+
+
+# Float KV, within whose blocks INT8 has room, and what has none.
+WITH_ROOM = {
+    "float32": (gqa(2, 4, "float32"),) * 2,
+    "bfloat16": (gqa(1, 8, "bfloat16"), gqa(3, 64, "bfloat16")),
+    "float16, no heads": (LayerKV("mla", (Plane("latent", (12,), "float16"), Plane("rope", (4,), "float16"))),),
+    "floats of all kinds": (gqa(2, 4, "float32"), gqa(1, 8, "bfloat16"), gqa(5, 4, "float16")),
+}
+WITHOUT_ROOM = {
+    "already int8": (gqa_int8(2, 8),),
+    "one layer int8": (gqa(2, 8, "bfloat16"), gqa_int8(2, 8)),
+    "scales would not be aligned": (gqa(2, 6, "bfloat16"),),
+    "rows too short for a scale": (LayerKV("mla", (Plane("latent", (2,), "bfloat16"),)),),
+    "no numbers": (LayerKV("opaque", (Plane("k", (8,), "uint8"),)),),
+    "numbers and others": (LayerKV("opaque", (Plane("k", (8,), "float32"), Plane("tag", (8,), "uint8"))),),
 }
 
 
@@ -41,7 +59,8 @@ def token_at(pool: DevicePool, layer: int, blocks: list[int], position: int) -> 
     """The bytes of one token in one layer, read the slow and obvious way."""
     block, offset = blocks[position // pool.block_size], position % pool.block_size
     return b"".join(
-        plane[block, offset].reshape(-1).view(torch.uint8).numpy().tobytes() for plane in pool.planes[layer]
+        plane[block, offset].flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
+        for plane in pool.planes[layer]
     )
 
 

@@ -7,9 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcache.blockbytes import part_bytes, read_blocks, write_part
 from kvcache.device import DevicePool, blocks_in, token_bytes
+from kvcache.relay import stored_as
 from serving.kvspec import gqa
-from tests.kvcache.layers import INT8, LAYOUTS, all_bytes, random_pool, token_at
+from tests.kvcache.layers import INT8, LAYOUTS, WITH_ROOM, WITHOUT_ROOM, all_bytes, random_pool, same_parts, token_at
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -69,3 +71,55 @@ def test_memory_is_counted_over_all_planes_of_all_layers() -> None:
     specs = (INT8, gqa(2, 4, "bfloat16"))
     assert token_bytes(specs) == (3 + 4 + 10) + 2 * 2 * 4 * 2
     assert blocks_in(1000, specs, 4) == 1000 // (49 * 4)
+
+
+@pytest.mark.parametrize("name", WITH_ROOM)
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_int8_within_float_blocks_keeps_its_bytes_and_no_others(name: str, data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 5))
+    pool = random_pool(WITH_ROOM[name], 6, size, data.draw(st.integers(0, 99)))
+    assert pool.can_keep("int8") and pool.kept_as("auto") is pool
+    kept = pool.kept_as("int8")
+    assert kept.specs == tuple(stored_as(spec, "int8") for spec in pool.specs) and kept is pool.kept_as("int8")
+    source = random_pool(kept.specs, 6, size, 7)
+    start = data.draw(st.integers(0, 6 * size - 1))
+    end = data.draw(st.integers(start + 1, 6 * size))
+    there, here = data.draw(st.permutations(range(6))), data.draw(st.permutations(range(6)))
+    layer = data.draw(st.integers(0, len(pool.specs) - 1))
+    before = [[token_at(pool, i, here, p) for p in range(6 * size)] for i in range(len(pool.specs))]
+    kept.write(layer, kept.slots(here, start, end), source.read(layer, source.slots(there, start, end)))
+    for position in range(start, end):
+        assert token_at(kept, layer, here, position) == token_at(source, layer, there, position)
+    read = kept.read(layer, kept.slots(here, start, end))
+    assert same_parts(read, source.read(layer, source.slots(there, start, end)))
+    for i, tokens in enumerate(before):
+        for position, old in enumerate(tokens):
+            if i != layer or not start <= position < end:
+                assert token_at(pool, i, here, position) == old
+
+
+@pytest.mark.parametrize("name", WITH_ROOM)
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_whole_blocks_of_int8_within_float_blocks(name: str, data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 5))
+    kept = random_pool(WITH_ROOM[name], 6, size, 1).kept_as("int8")
+    source = random_pool(kept.specs, 9, size, 2)
+    there = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=6, unique=True))
+    here = data.draw(st.permutations(range(6)))[: len(there)]
+    keys = [bytes([i]) * 32 for i in range(len(there))]
+    blocks = read_blocks(source, there, keys, "n")
+    begin = 0
+    for layer, width in enumerate(part_bytes(kept)):
+        part = b"".join(bytes(block.payload[begin : begin + width]) for block in blocks)
+        write_part(kept, layer, here, part)
+        begin += width
+    assert read_blocks(kept, here, keys, "n") == blocks
+
+
+@pytest.mark.parametrize("name", WITHOUT_ROOM)
+def test_what_has_no_room_for_int8_says_so(name: str) -> None:
+    pool = DevicePool(WITHOUT_ROOM[name], 2, 2)
+    assert not pool.can_keep("int8")
+    assert not any(pool.can_keep(dtype) for dtype in ("auto", "bfloat16", "float32", "fp8"))

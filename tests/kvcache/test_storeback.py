@@ -16,7 +16,7 @@ from kvcache.manager import KVManager
 from kvcache.pool.block import DEFAULT_NAMESPACE, PoolBlock, namespace_of, verify_block
 from kvcache.storeback import StoreBack
 from serving.engine.sequence import Sequence as TokenSequence
-from serving.kvspec import gqa, gqa_int8
+from serving.kvspec import AUTO, LayerKV, gqa, gqa_int8
 from tests.kvcache.sequences import make_sequence
 
 SPECS = (gqa(2, 4, "float32"), gqa_int8(2, 4))
@@ -41,10 +41,10 @@ class Writer:
 
 
 class World:
-    def __init__(self, **settings: object) -> None:
+    def __init__(self, specs: Sequence[LayerKV] = SPECS, **settings: object) -> None:
         self.blocks = BlockPool(64, SIZE)
         self.kv = KVManager(self.blocks, "model")
-        self.pool = DevicePool(SPECS, 64, SIZE)
+        self.pool = DevicePool(specs, 64, SIZE)
         for planes in self.pool.planes:
             for plane in planes:
                 plane.copy_(torch.randint(-100, 100, plane.shape))
@@ -63,10 +63,11 @@ class World:
         self.running = asyncio.create_task(self.back.run())
 
     def computed(
-        self, tokens: int, *, seed: int = 0, output: int = 0, here: bool = True, **fields: object
+        self, tokens: int, *, seed: int = 0, output: int = 0, here: bool = True, kv_dtype: str = AUTO, **fields: object
     ) -> TokenSequence:
         """A sequence of `tokens` prompt and `output` output tokens whose KV has just been computed."""
         seq = make_sequence(self.kv, [seed * 1000 + i for i in range(tokens)], **fields)  # type: ignore[arg-type]
+        seq.kv_dtype = kv_dtype
         seq.prefill_sink = Sink() if here else None  # type: ignore[assignment]
         self.kv.open(seq)
         seq.tokens += [900 + i for i in range(output)]
@@ -111,6 +112,21 @@ async def test_bytes_come_back_as_they_were() -> None:
             assert torch.equal(plane[others], was[seq.blocks[:4]])
             untouched = [block for block in range(64) if block not in others]
             assert torch.equal(plane[untouched], was[untouched])
+    await world.stop()
+
+
+async def test_each_block_goes_as_what_it_holds() -> None:
+    """Blocks of floats, and those that hold INT8 for a decode worker elsewhere, offered in turn."""
+    world = World([gqa(2, 8, "bfloat16")] * 2)
+    world.busy = True
+    expected = []
+    for seed, kv_dtype in enumerate((AUTO, "int8", "int8", AUTO)):
+        seq = world.computed(9, seed=seed, kv_dtype=kv_dtype)
+        expected += read_blocks(world.pool.kept_as(kv_dtype), seq.blocks[:2], seq.keys, DEFAULT_NAMESPACE)
+    world.busy = False
+    await world.back.wait_idle()
+    assert world.writer.taken == expected
+    assert len({block.sizes for block in expected}) == 2
     await world.stop()
 
 

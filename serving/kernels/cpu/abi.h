@@ -21,11 +21,14 @@ struct Linear {
 };
 
 // One layer's KV planes, each [num_blocks, block_size, kv_heads, head_dim]; scales [num_blocks, block_size, kv_heads].
+// Rows, a head's numbers for a token, follow one another at equal distances, and so do their scales.
 struct KvPlanes {
     int32_t kind;
     int32_t block_size;
     int32_t kv_heads;
     int32_t head_dim;
+    int32_t row_bytes;     // from one row to the next
+    int32_t scale_stride;  // floats from one scale to the next
     void* k;
     void* v;
     float* k_scale;  // int8 only

@@ -43,14 +43,10 @@ INLINE void find_places(const KvPlanes& kv, const int32_t* table, long key0, lon
     places.count = count;
 }
 
-INLINE long row_bytes(const KvPlanes& kv) {
-    return kv.head_dim * (kv.kind == KIND_F32 ? 4 : kv.kind == KIND_BF16 ? 2 : 1);
-}
-
 // Fetches the share of the coming chunk that belongs to packing keys [i, i + n) of this one, so that memory need not
 // wait for arithmetic. Whole rows in order let the hardware's own prefetcher run further ahead.
 INLINE void prefetch(const KvPlanes& kv, const void* plane, const PackedChunk& s, const Ahead& ahead, long i, long n) {
-    const long wide = ahead.last - ahead.first, bytes = row_bytes(kv), count = s.places.count;
+    const long wide = ahead.last - ahead.first, bytes = kv.row_bytes, count = s.places.count;
     const long stop = ahead.first + wide * least(i + n, count) / count;
     for (long key = ahead.first + wide * i / count; key < stop; ++key) {
         const char* row = static_cast<const char*>(plane) + (s.coming.at[key] + ahead.head) * bytes;
@@ -62,7 +58,7 @@ INLINE void prefetch(const KvPlanes& kv, const void* plane, const PackedChunk& s
 INLINE void gather(const KvPlanes& kv, const void* plane, const float* scales, long head, PackedChunk& s,
                    float* scale_out) {
     const Places& places = s.places;
-    const long dim = kv.head_dim, padded = padded_dim(kv), bytes = row_bytes(kv);
+    const long dim = kv.head_dim, padded = padded_dim(kv), bytes = kv.row_bytes;
     if (kv.kind != KIND_INT8) {
         const char* first = static_cast<const char*>(plane) + head * bytes;
         for (long i = 0; i < places.count; ++i)
@@ -71,12 +67,12 @@ INLINE void gather(const KvPlanes& kv, const void* plane, const float* scales, l
     }
     for (long i = 0; i < places.count; ++i) {
         uint16_t* row = s.wide + i * padded;
-        const int8_t* from = static_cast<const int8_t*>(plane) + (places.at[i] + head) * dim;
+        const int8_t* from = static_cast<const int8_t*>(plane) + (places.at[i] + head) * bytes;
         long d = 0;
         for (; d + LANES <= dim; d += LANES) store_bf16(row + d, load_int8(from + d));
         for (; d < dim; ++d) row[d] = to_bf16(from[d]);
         s.rows[i] = reinterpret_cast<const int32_t*>(row);
-        scale_out[i] = scales[places.at[i] + head];
+        scale_out[i] = scales[(places.at[i] + head) * kv.scale_stride];
     }
 }
 

@@ -53,7 +53,8 @@ class LayerWeights:
 class KvPlanes:
     """One layer's part of the pool: k and v [num_blocks, block_size, kv_heads, head_dim], int8, bfloat16 or float32.
 
-    int8 planes come with scales [num_blocks, block_size, kv_heads] float32.
+    int8 planes come with scales [num_blocks, block_size, kv_heads] float32. Planes may lie within wider ones, so long
+    as their rows, a head's numbers each, follow one another at equal distances.
     """
 
     k: Tensor
@@ -62,8 +63,6 @@ class KvPlanes:
     v_scale: Tensor | None = None
 
     def as_c(self) -> KvPlanesC:
-        for plane in (self.k, self.v, self.k_scale, self.v_scale):
-            assert plane is None or plane.is_contiguous(), "KV planes are read by address"
         _, block_size, kv_heads, head_dim = self.k.shape
         kind = Kind.of(self.k.dtype)
         if (self.k_scale is None or self.v_scale is None) and kind is Kind.INT8:
@@ -73,11 +72,26 @@ class KvPlanes:
             block_size,
             kv_heads,
             head_dim,
+            _row_stride(self.k, self.v) * self.k.itemsize,
+            0 if self.k_scale is None or self.v_scale is None else _row_stride(self.k_scale, self.v_scale),
             self.k.data_ptr(),
             self.v.data_ptr(),
             address(self.k_scale),
             address(self.v_scale),
         )
+
+
+def _row_stride(*planes: Tensor) -> int:
+    """How many numbers lie between the beginnings of a plane's rows, for planes that must be alike."""
+    strides = set()
+    for plane in planes:
+        _, block_size, kv_heads = plane.shape[:3]
+        step = plane.stride(2)
+        strides.add(step)
+        assert plane.stride()[:2] == (block_size * kv_heads * step, kv_heads * step), "KV is read by address"
+        assert plane.stride()[3:] in ((), (1,)), "a row's numbers lie side by side"
+    (stride,) = strides
+    return stride
 
 
 STATE_EXTRA = 32  # as in attention.h
@@ -188,6 +202,12 @@ class Decoder:
         results = ResultsC(address(out.logits), address(out.greedy), address(hidden), address(progress), gate)
         self.kernels.library.millrace_step(self.kernels.context, self._model, _batch(batch), results)
         return out
+
+    def over(self, kv: Sequence[KvPlanes]) -> Decoder:
+        """The same decoder, its weights shared, over other KV planes."""
+        cos, sin = self._tables
+        weights = {"embedding": self.embedding, "final_norm": self.final_norm, "cos": cos, "sin": sin}
+        return Decoder(self.kernels, self.shape, layers=self.layers, head=self.head, kv=kv, **weights)
 
     def check(self, batch: RaggedBatch) -> None:
         """Raises ValueError for what the rotary table does not hold."""

@@ -84,13 +84,13 @@ struct Rotary {
 INLINE int product_kind(const KvPlanes& kv) { return kv.kind == KIND_F32 ? KIND_F32 : KIND_BF16; }
 
 INLINE void write_plane(const KvPlanes& kv, void* plane, float* scales, long place, const float* x) {
-    const long at = place * kv.head_dim;
+    char* row = static_cast<char*>(plane) + place * kv.row_bytes;
     if (kv.kind == KIND_INT8)
-        scales[place] = quantize(x, kv.head_dim, static_cast<int8_t*>(plane) + at, 0);
+        scales[place * kv.scale_stride] = quantize(x, kv.head_dim, reinterpret_cast<int8_t*>(row), 0);
     else if (kv.kind == KIND_BF16)
-        to_bf16_row(x, kv.head_dim, static_cast<uint16_t*>(plane) + at);
+        to_bf16_row(x, kv.head_dim, reinterpret_cast<uint16_t*>(row));
     else
-        __builtin_memcpy(static_cast<float*>(plane) + at, x, kv.head_dim * sizeof(float));
+        __builtin_memcpy(row, x, kv.head_dim * sizeof(float));
 }
 
 // qkv [heads + 2 kv_heads, head_dim] is used up; q [heads, words] comes out encoded for the products of attention.

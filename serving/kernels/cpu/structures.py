@@ -64,6 +64,8 @@ class KvPlanesC(Structure):
         ("block_size", c_int32),
         ("kv_heads", c_int32),
         ("head_dim", c_int32),
+        ("row_bytes", c_int32),
+        ("scale_stride", c_int32),
         ("k", c_void_p),
         ("v", c_void_p),
         ("k_scale", c_void_p),

@@ -9,6 +9,7 @@ scores are wanted, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -86,6 +87,13 @@ class Decoder:
         self.rotation = rotation
         self.planes = list(planes)
         self.dtype = embedding.dtype
+
+    def over(self, planes: Sequence[tuple[Tensor, ...]]) -> Decoder:
+        """The same decoder, its weights shared, over other KV planes."""
+        assert len(planes) == len(self.layers)
+        other = copy(self)
+        other.planes = list(planes)
+        return other
 
     def scores(
         self, batch: RaggedBatch, *, angles: tuple[Tensor, Tensor] | None = None, written: Written | None = None

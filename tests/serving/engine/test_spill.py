@@ -68,7 +68,7 @@ class NotedHost:
         self.moves += moves
 
     @contextmanager
-    def stream(self, spill: Spill, computed: int) -> Iterator[EarlierKV]:
+    def stream(self, spill: Spill, computed: int, kv_dtype: str) -> Iterator[EarlierKV]:
         self.open += 1
         yield Nothing(spill.moved * 4)
         self.open -= 1

@@ -283,6 +283,30 @@ def test_decode_steps_come_from_graphs(triton_forward: ModuleType, monkeypatch: 
 
 
 @runs_here
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_int8_kv_in_blocks_made_for_floats(triton_forward: ModuleType, dtype: str) -> None:
+    """Over float blocks full of NaN, kept as INT8: the bits of the same kernels over INT8's own blocks."""
+    model = tiny(Case(dtype=dtype))
+    own, wide = (DevicePool(model.spec.kv_layers(kv), BLOCKS, BLOCK_SIZE, DEVICE) for kv in ("int8", dtype))
+    for plane in (plane for planes in wide.planes for plane in planes):
+        plane.fill_(torch.nan)
+    kept = wide.kept_as("int8")
+    expected = triton_forward.TritonForward(model, own.planes, model.spec.max_position)
+    forward = triton_forward.TritonForward(model, wide.planes, model.spec.max_position).over(kept.planes)
+    assert isinstance(forward, triton_forward.TritonForward)
+    first = [(5 * i) % 60 for i in range(30)]
+    for batch in (
+        step_of([first[:13], first[:6]], [0, 0]),
+        step_of([first[13:27], [9]], [13, 6]),
+        step_of([[1], [2]], [27, 7]),
+    ):
+        with torch.inference_mode():
+            assert torch.equal(forward.logits(batch, None), expected.logits(batch, None))
+    slots = own.slots(TABLES[0], 0, 28)
+    assert all(map(torch.equal, kept.read(1, slots), own.read(1, slots)))
+
+
+@runs_here
 def test_a_step_waits_at_its_gate_and_leaves(triton_forward: ModuleType) -> None:
     pair, told, gate = Pair(triton_forward, CASES["float32"]), [], Gate()
     batch = step_of([[1, 2, 3]], [16], tables=TABLES[:1], gate=gate)

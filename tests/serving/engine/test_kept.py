@@ -1,0 +1,92 @@
+"""INT8 KV within blocks made for floats: the bits of INT8 in blocks of its own, whatever the blocks held before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcache.device import DevicePool
+from serving.engine.batch import RaggedBatch
+from serving.engine.forward import EagerForward, Forward
+from serving.engine.fused import FusedForward
+from serving.kernels import cpu
+from serving.model.loading import LoadedModel, load
+from tests.serving.kernels.pieces import CopiedPieces
+from tests.tiny import tiny_llama
+
+BLOCKS, SIZE = 24, 16
+LONG, SHORT = list(range(1, 20)), [20, 0, 23]  # block tables of two sequences
+Make = Callable[[LoadedModel, DevicePool], Forward]
+
+
+def fused(model: LoadedModel, pool: DevicePool) -> Forward:
+    kernels = cpu.load(threads=2)
+    if kernels is None:
+        pytest.skip("no compiler")
+    return FusedForward(model.model, pool.planes, kernels, 512)
+
+
+def eager(model: LoadedModel, pool: DevicePool) -> Forward:
+    return EagerForward(model.model, pool.planes)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load(tiny_llama(tmp_path_factory.mktemp("model") / "tiny"), request.param)
+
+
+def poisoned(model: LoadedModel, kv_dtype: str) -> DevicePool:
+    """A pool of bytes that are NaN as any float."""
+    pool = DevicePool(model.spec.kv_layers(kv_dtype), BLOCKS, SIZE)
+    for plane in (plane for planes in pool.planes for plane in planes):
+        plane.view(-1).view(torch.uint8).fill_(0xFF)
+    return pool
+
+
+def steps(forward: Forward, pool: DevicePool) -> list[Tensor]:
+    """Scores of prompts in chunks, of both together, of decode steps, and of one whose first KV comes in pieces."""
+    prompt = [3 + (7 * i) % 300 for i in range(300)]
+    found = []
+
+    def step(tokens: list[list[int]], starts: list[int], tables: list[list[int]], earlier: int = 0) -> None:
+        pieces = CopiedPieces(pool.planes, tables[0], earlier, 128, start=starts[0]) if earlier else None
+        batch = RaggedBatch.build(
+            tokens=tokens,
+            starts=starts,
+            block_tables=[table[earlier // SIZE :] for table in tables],
+            block_size=SIZE,
+            earlier=pieces,
+        )
+        with torch.inference_mode():
+            found.append(forward.logits(batch, None))
+
+    step([prompt[:150]], [0], [LONG])
+    step([prompt[150:261], prompt[5:25]], [150, 0], [LONG, SHORT])
+    step([[9], [8]], [261, 20], [LONG, SHORT])
+    step([prompt[262:300]], [262], [LONG], earlier=256)
+    return found
+
+
+@pytest.mark.parametrize("make", [eager, fused])
+def test_scores_and_kv_have_the_bits_of_int8_alone(model: LoadedModel, make: Make) -> None:
+    own, wide = poisoned(model, "int8"), poisoned(model, model.dtype)
+    expected = steps(make(model, own), own)
+    kept = wide.kept_as("int8")
+    found = steps(make(model, wide).over(kept.planes), kept)
+    assert all(scores.isfinite().all() for scores in expected)
+    assert all(map(torch.equal, found, expected))
+    slots = own.slots(LONG, 0, 300)
+    for layer in range(model.spec.layers):
+        assert all(map(torch.equal, kept.read(layer, slots), own.read(layer, slots)))
+
+
+@pytest.mark.parametrize("make", [eager, fused])
+def test_blocks_that_held_int8_serve_floats_again(model: LoadedModel, make: Make) -> None:
+    fresh, used = DevicePool(model.spec.kv_layers(model.dtype), BLOCKS, SIZE), poisoned(model, model.dtype)
+    forward = make(model, used)
+    kept = used.kept_as("int8")
+    steps(forward.over(kept.planes), kept)
+    assert all(map(torch.equal, steps(forward, used), steps(make(model, fresh), fresh)))
