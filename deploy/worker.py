@@ -130,6 +130,7 @@ class Worker:
                 self.pool,
                 self.engine.lock,
                 busy=lambda: bool(self._prefilling.queue),
+                host=self.host_kv,
             )
         self._make_doors(role, dialer, engine_config.kv_wire)
 
@@ -319,7 +320,9 @@ class Worker:
             }
             if self.kv.host is not None:
                 counts["host_extents"] = self.kv.host.extents.held
-                leaked["host_extents"] = self.kv.host.unaccounted(owned.values())
+                leaked["host_extents"] = self.kv.host.unaccounted(
+                    owned.values(), self.sharing.extents() if self.sharing else ()
+                )
         return Audit(service=self.identity.name, counts=counts, leaked=leaked)
 
     def _owned(self) -> list[Sequence]:

@@ -42,11 +42,15 @@ class FetchPace:
         if size > 0:
             self.waiting_seconds = _mean(self.waiting_seconds, seconds / size)
 
-    def pays(self, tokens: int, size: int) -> bool:
-        """Whether a prompt likely waits less for `size` bytes of KV than for computing the `tokens` they are of."""
-        if self.token_seconds is None or self.waiting_seconds is None:
+    def pays(self, tokens: int, size: int, *, followed: bool = True) -> bool:
+        """Whether a prompt likely waits less for `size` bytes of KV than for computing the `tokens` they are of.
+
+        Unless it can be `followed` layer by layer, it waits for all of the fetch.
+        """
+        byte_seconds = self.waiting_seconds if followed else self.byte_seconds
+        if self.token_seconds is None or byte_seconds is None:
             return True
-        worth = self.answer_seconds + size * self.waiting_seconds < tokens * self.token_seconds
+        worth = self.answer_seconds + size * byte_seconds < tokens * self.token_seconds
         self._refused = 0 if worth else self._refused + 1
         if self._refused >= PROBE_EVERY:
             self._refused = 0

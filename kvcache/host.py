@@ -149,6 +149,7 @@ class HostTier:
         if spill is not None:
             self.extents.release(spill.extents)
 
-    def unaccounted(self, sequences: Iterable[Sequence]) -> int:
-        """Extents that none of these sequences explains; 0 unless some leaked."""
-        return self.extents.check(seq.spill.extents for seq in sequences if seq.spill is not None)
+    def unaccounted(self, sequences: Iterable[Sequence], others: Iterable[int] = ()) -> int:
+        """References to extents that neither these sequences nor `others` explain; 0 unless some leaked."""
+        held = [seq.spill.extents for seq in sequences if seq.spill is not None]
+        return self.extents.check([*held, list(others)])

@@ -6,6 +6,7 @@ The pure half of a worker's KV cache: it moves block ids between the pool and se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from kvcache.blocks import BlockPool
 from kvcache.host import HostTier
@@ -13,12 +14,14 @@ from kvcache.prefix import extend_keys, root_key
 from serving.engine.sequence import Sequence
 from serving.errors import NoRoom
 
+T = TypeVar("T")
+
 
 class KVManager:
     """Blocks of one worker's pool for its sequences. `fingerprint` roots the block keys (see kvcache.prefix).
 
-    With a `host`, sequences longer than the pool keep their older KV there; their prefixes are neither reused nor
-    published, for their blocks hold now these, now those tokens.
+    With a `host`, sequences longer than the pool keep their older KV there. Of their blocks, which hold now these, now
+    those tokens, none is reused here; what has moved to the host stays where it is, and can be shared elsewhere.
     """
 
     def __init__(self, pool: BlockPool, fingerprint: str, host: HostTier | None = None):
@@ -47,8 +50,9 @@ class KVManager:
         available beyond what is taken. Raises NoRoom and takes nothing when they do not.
         """
         assert not seq.blocks and seq.computed == 0
-        if self.host is not None and self._too_long(seq):
-            self.host.open(seq, self.pool, headroom=headroom)
+        if self.host is not None and self.is_too_long(seq):
+            host = self.host
+            self._pressing(lambda: host.open(seq, self.pool, headroom=headroom))
             return
         matched = self._match(seq)
         needed = self.blocks_for(len(seq.tokens) + 1) - len(matched)
@@ -92,16 +96,17 @@ class KVManager:
         """How many of the next `count` tokens a step may compute; all, unless the device holds only part of it."""
         if seq.spill is None:
             return count
-        assert self.host is not None
-        return self.host.make_room(seq, count)
+        host = self.host
+        assert host is not None
+        return self._pressing(lambda: host.make_room(seq, count))
 
     def publish(self, seq: Sequence) -> None:
-        """Make the sequence's full, computed blocks reusable."""
-        full = seq.computed // self.block_size
-        if full <= seq.published or not self.pool.caching or seq.spill is not None:
+        """Make the sequence's full, computed blocks reusable; on the host, by others alone."""
+        full = self._settled(seq)
+        if full <= seq.published or not self.pool.caching:
             return
-        extend_keys(seq.keys, seq.root, seq.tokens, self.block_size, upto=seq.computed)
-        for i in range(seq.published, full):
+        extend_keys(seq.keys, seq.root, seq.tokens, self.block_size, upto=full * self.block_size)
+        for i in range(seq.published, full) if seq.spill is None else ():
             self.pool.publish(seq.blocks[i], seq.keys[i])
         first, seq.published = seq.published, full
         if self.on_published is not None:
@@ -109,7 +114,7 @@ class KVManager:
 
     def shareable_keys(self, seq: Sequence) -> list[bytes]:
         """The keys of the blocks that may come from elsewhere: all full ones, but for one token left to compute."""
-        if not self.pool.caching or seq.request.prompt_logprobs is not None or self._too_long(seq):
+        if not self.pool.caching or seq.request.prompt_logprobs is not None:
             return []
         reusable = len(seq.tokens) - 1
         extend_keys(seq.keys, seq.root, seq.tokens, self.block_size, upto=reusable)
@@ -120,7 +125,14 @@ class KVManager:
         return len(self._match(seq))
 
     def fetched(self, seq: Sequence, blocks: int) -> None:
-        """The KV of its first `blocks` blocks has been brought into them: it counts as computed, and is shared."""
+        """The KV of its first `blocks` blocks has been brought into them: it counts as computed, and is shared.
+
+        Of a sequence that goes to the host, what makes whole extents there.
+        """
+        if seq.spill is not None:
+            extents = blocks // seq.spill.extent_blocks
+            seq.spill.land(extents)
+            seq.published = blocks = extents * seq.spill.extent_blocks
         seq.computed = seq.cached = blocks * self.block_size
         self.publish(seq)
 
@@ -136,15 +148,31 @@ class KVManager:
         """References that neither these sequences nor `others`, single blocks, explain; 0 unless blocks leaked."""
         return self.pool.check([*(seq.blocks for seq in sequences), list(others)])
 
-    def _too_long(self, seq: Sequence) -> bool:
+    def _settled(self, seq: Sequence) -> int:
+        """How many leading blocks' tokens lie where they will stay until the sequence is released."""
+        if seq.spill is None:
+            return seq.computed // self.block_size
+        return seq.spill.copied * seq.spill.extent_blocks
+
+    def is_too_long(self, seq: Sequence) -> bool:
         return self.blocks_for(len(seq.tokens) + 1) > self.pool.num_blocks
+
+    def _pressing(self, take: Callable[[], T]) -> T:
+        """What `take` gives; should there be no room, once more when whoever holds some idly has let go."""
+        try:
+            return take()
+        except NoRoom:
+            if self.on_shortage is None:
+                raise
+        self.on_shortage()
+        return take()
 
     def _want(self, blocks: int) -> None:
         if blocks > self.pool.available and self.on_shortage is not None:
             self.on_shortage()
 
     def _match(self, seq: Sequence) -> list[int]:
-        return self.pool.match(self.shareable_keys(seq))
+        return [] if self.is_too_long(seq) else self.pool.match(self.shareable_keys(seq))
 
     def _count_reuse(self, seq: Sequence, blocks: int) -> None:
         self.hits += blocks * self.block_size - seq.computed

@@ -20,6 +20,7 @@ from kvcache.device import DevicePool
 from kvcache.fetchpace import FetchPace
 from kvcache.manager import KVManager
 from kvcache.pool.block import Slab
+from kvcache.staging import HostKV
 from serving.engine.gate import Gate
 from serving.engine.sequence import Sequence as TokenSequence
 from serving.errors import NoRoom
@@ -49,7 +50,10 @@ class PrefixStats:
 
 
 class PoolPrefixes:
-    """See the module. `wait`: seconds a prompt may wait for the pool in all; `always`: fetch whatever that takes."""
+    """See the module. `wait`: seconds a prompt may wait for the pool in all; `always`: fetch whatever that takes.
+
+    Prompts too long for the device get their oldest KV straight into `host`; these wait for all that is fetched.
+    """
 
     def __init__(
         self,
@@ -62,6 +66,7 @@ class PoolPrefixes:
         wait: float,
         always: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        host: HostKV | None = None,
     ):
         self.reader = reader
         self.kv = kv
@@ -71,6 +76,7 @@ class PoolPrefixes:
         self.wait = wait
         self.always = always
         self.clock = clock
+        self.host = host
         self.stats = PrefixStats()
         self.asking = 0  # prompts that wait for the pool's answer, and are in no queue yet
         self.on_found: Callable[[Sequence[bytes], bool], None] | None = None  # hears which keys the pool has, or lacks
@@ -89,10 +95,11 @@ class PoolPrefixes:
         arrival: Arrival | None = None
         try:
             async with asyncio.timeout(self.wait):
-                wanted = await self._worth_fetching(keys[local:], self.pool.kept_as(seq.kv_dtype))
+                wanted = await self._worth_fetching(seq, keys[local:])
                 if wanted and (arrival := self._room(seq, local, wanted)) is not None:
                     first = await self.fetch(arrival, keys[arrival.first : arrival.last], begun)
-                    self.pace.waited(arrival.bytes, first + arrival.gate.waited_seconds)
+                    if arrival.can_be_followed:
+                        self.pace.waited(arrival.bytes, first + arrival.gate.waited_seconds)
         except TimeoutError:
             if arrival is not None and arrival.complete:  # it was but the end of the stream that took so long
                 return
@@ -102,11 +109,11 @@ class PoolPrefixes:
             if arrival is not None:
                 arrival.finish()
 
-    async def _worth_fetching(self, keys: Sequence[bytes], pool: DevicePool) -> int:
-        """How many of the leading keys to fetch into a pool."""
+    async def _worth_fetching(self, seq: TokenSequence, keys: Sequence[bytes]) -> int:
+        """How many of these keys, the sequence's next ones, to fetch."""
         found = await self.lookup(keys)
-        tokens = found * self.kv.block_size
-        if not found or self.always or self.pace.pays(tokens, found * sum(part_bytes(pool))):
+        tokens, size = found * self.kv.block_size, found * sum(part_bytes(self.pool.kept_as(seq.kv_dtype)))
+        if not found or self.always or self.pace.pays(tokens, size, followed=not self.kv.is_too_long(seq)):
             return found
         self.stats.not_worth += 1
         return 0
@@ -139,11 +146,22 @@ class PoolPrefixes:
                     self.kv.open(seq)
                 except NoRoom:
                     return None
-            first = seq.computed // self.kv.block_size
-            if seq.spill is not None or first >= local + wanted:
+            first, last = seq.computed // self.kv.block_size, local + wanted
+            if seq.spill is not None:  # the rest of it is computed on the device
+                size = seq.spill.extent_blocks
+                last = min(last // size, len(seq.spill.extents)) * size
+            if first >= last:
                 return None
-            seq.arrival = arrival = Arrival(self, seq, first, local + wanted, len(self.pool.specs))
+            seq.arrival = arrival = Arrival(self, seq, first, last, len(self.pool.specs))
             return arrival
+
+    def pool_of(self, seq: TokenSequence) -> DevicePool:
+        """Where the sequence's first blocks lie: on the host, if it is too long for the device."""
+        pool = self.pool
+        if seq.spill is not None:
+            assert self.host is not None
+            pool = self.host.blocks
+        return pool.kept_as(seq.kv_dtype)
 
     async def fetch(self, arrival: Arrival, keys: Sequence[bytes], begun: Callable[[], None] = lambda: None) -> float:
         """Write what comes of these keys into the arrival's blocks, until no more does or its sequence ends.
@@ -151,7 +169,7 @@ class PoolPrefixes:
         Seconds until the first layer had come, of all of them if it never did.
         """
         began, first = self.clock(), None
-        pool = self.pool.kept_as(arrival.seq.kv_dtype)
+        pool = self.pool_of(arrival.seq)
         sizes = part_bytes(pool)
         async with aclosing(self.reader.get(keys, parts=len(sizes))) as slabs:
             async for slab in slabs:
@@ -160,11 +178,10 @@ class PoolPrefixes:
                 if slab.part >= len(sizes) or any(piece != sizes[slab.part] for piece in slab.sizes):
                     self.stats.malformed += 1
                     continue
-                blocks = [arrival.seq.blocks[arrival.first + index] for index in slab.indices]
-                write_part(pool, slab.part, blocks, slab.payload)
+                write_part(pool, slab.part, [arrival.block(index) for index in slab.indices], slab.payload)
                 arrival.here(slab.part, slab.indices)
                 arrival.bytes += len(slab.payload)
-                if arrival.layers:
+                if arrival.layers and arrival.can_be_followed:
                     first = self.clock() - began if first is None else first
                     begun()
         seconds = self.clock() - began
@@ -192,6 +209,15 @@ class Arrival:
         self._missing = [last - first] * parts
         self._followed = False  # by a step
         self._finished = False
+
+    @property
+    def can_be_followed(self) -> bool:
+        """Whether a step may begin behind it: not one whose KV passes through the device."""
+        return self.seq.spill is None
+
+    def block(self, index: int) -> int:
+        """Which block of PoolPrefixes.pool_of the arrival's block of this number is."""
+        return self.seq.block(self.first + index)
 
     def here(self, part: int, indices: Sequence[int]) -> None:
         """This part of these blocks is written."""
@@ -236,7 +262,7 @@ class Arrival:
         seq.arrival = None
         if self.whole:
             self.prefixes.kv.fetched(seq, self.first + self.whole)
-            self.prefixes.stats.hits += self.whole * size
+            self.prefixes.stats.hits += seq.computed - self.first * size
 
     @property
     def complete(self) -> bool:

@@ -18,7 +18,8 @@ from kvcache.manager import KVManager
 from kvcache.pool.client import PoolClient
 from kvcache.pool.links import PoolLink
 from kvcache.prefixes import PoolPrefixes, PrefixStats
-from kvcache.storeback import StoreBack
+from kvcache.staging import HostKV
+from kvcache.storeback import Memory, StoreBack
 from serving.config import PoolConfig
 from serving.engine.sequence import Sequence
 
@@ -37,6 +38,7 @@ class Sharing:
         lock: AbstractContextManager[object],
         *,
         busy: Callable[[], bool],
+        host: HostKV | None = None,
     ):
         self.client = PoolClient(make_link, replication=config.replication, timeout=config.kvcache_timeout)
         self.pace = FetchPace()
@@ -48,6 +50,7 @@ class Sharing:
             self.pace,
             wait=config.kvcache_wait,
             always=config.kvcache_fetch == "always",
+            host=host,
         )
         self.fetches = config.kvcache_fetch != "never"
         self.direct: DirectPrefixes | None = None  # brings prefixes into leases
@@ -59,9 +62,9 @@ class Sharing:
             )
         self.storeback = StoreBack(
             self.client,
-            kv.pool,
-            pool,
+            Memory.on_device(pool, kv.pool),
             lock,
+            host=_host_memory(kv, host),
             busy=lambda: busy() or self.prefixes.asking > 0,
             bandwidth=config.kvcache_bandwidth,
             outputs=config.kvcache_store == "all",
@@ -112,7 +115,12 @@ class Sharing:
 
     def table(self) -> list[int]:
         """Blocks held because they are on their way to the pool."""
-        return self.storeback.table()
+        return self.storeback.table(self.storeback.device)
+
+    def extents(self) -> list[int]:
+        """Extents of host memory held for the same reason, once for each block in them."""
+        host = self.storeback.host
+        return self.storeback.table(host) if host is not None else []
 
     def counters(self) -> dict[str, float]:
         """Running totals for the worker's heartbeat."""
@@ -131,3 +139,12 @@ class Sharing:
             "kvcache_failures": float(sum(client.failures.values())),
             **{f"kvcache_fetched_bytes/{via}": float(size) for via, size in client.bytes_in.items()},
         }
+
+
+def _host_memory(kv: KVManager, host: HostKV | None) -> Memory | None:
+    """Blocks within extents, of sequences too long for the device: all may be stored while nobody else wants them."""
+    if host is None:
+        return None
+    assert kv.host is not None
+    blocks = host.blocks
+    return Memory(blocks, kv.host.extents, blocks.num_blocks, host.plan.extent_blocks, host.wait_moves)

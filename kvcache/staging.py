@@ -38,6 +38,7 @@ class HostKV:
         self.device = pool.planes[0][0].device
         self.memory = DevicePool(pool.specs, plan.extents, plan.extent_tokens)  # on the CPU, whatever the device
         self.planes = self.memory.planes
+        self.blocks = self._as_blocks()
         self.copier: Copier = ThreadCopier()
         if self.device.type == "cuda":
             self.copier = StreamCopier(self.device)
@@ -47,6 +48,12 @@ class HostKV:
         self._buffers = {spec: [self._buffer(spec) for _ in range(BUFFERS)] for spec in set(pool.specs)}
         self.bytes_out = 0  # device to host
         self.bytes_in = 0
+
+    def _as_blocks(self) -> DevicePool:
+        """The same memory in blocks of the device's size: an extent is so many of them, one after another."""
+        size, count = self.pool.block_size, self.plan.extents * self.plan.extent_blocks
+        planes = [tuple(plane.view(count, size, *plane.shape[2:]) for plane in layer) for layer in self.planes]
+        return DevicePool(self.pool.specs, count, size, planes=planes)
 
     def _buffer(self, spec: LayerKV) -> DevicePool:
         return DevicePool([spec], self.plan.piece_extents, self.plan.extent_tokens, self.device)

@@ -22,7 +22,7 @@ from serving.engine.sequence import Sequence as TokenSequence
 BATCH_BYTES = 2 << 20  # copied and sent at a time: a prompt that comes meanwhile shares the cores with no more
 GIVE_WAY_SECONDS = 0.02  # between looks at whether prompts still wait
 PATIENCE_SECONDS = 1.0  # of giving way in a row: under constant load blocks still leave, slowly
-HELD_SHARE = 4  # one in so many blocks of the worker's pool may be held for being stored
+HELD_SHARE = 4  # one in so many blocks of the device may be held for being stored; routers count on the others
 KNOWN_KEYS = 200_000
 
 
@@ -32,15 +32,38 @@ class PoolWriter(Protocol):
     async def put(self, blocks: Sequence[PoolBlock]) -> None: ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """Blocks that may be offered: their bytes in `pool`, and who holds them in `owners`, `each` of them at a time."""
+
+    pool: DevicePool
+    owners: BlockPool
+    most: int  # blocks that may be held for being stored
+    each: int = 1  # more than one on the host, where extents are held
+    settle: Callable[[], None] = lambda: None  # called before bytes are read, on any thread
+
+    @staticmethod
+    def on_device(pool: DevicePool, owners: BlockPool) -> Memory:
+        return Memory(pool, owners, max(1, pool.num_blocks // HELD_SHARE))
+
+    def hold(self, block: int) -> None:
+        self.owners.acquire([block // self.each])
+
+    def let_go(self, block: int) -> None:
+        self.owners.release([block // self.each])
+
+
 @dataclass(frozen=True, slots=True)
 class Offer:
     key: bytes
+    memory: Memory
     block: int
     namespace: str
     kv_dtype: str  # what the block holds
 
     def goes_with(self, other: Offer) -> bool:
-        return (self.namespace, self.kv_dtype) == (other.namespace, other.kv_dtype)
+        mine, theirs = (self.memory, self.namespace, self.kv_dtype), (other.memory, other.namespace, other.kv_dtype)
+        return mine == theirs
 
 
 class StoreBack:
@@ -48,29 +71,30 @@ class StoreBack:
 
     `busy` says whether prompts wait; `bandwidth` is bytes a second, 0 for no bound; with `outputs` off only blocks of
     prompts are stored, and with `stop_token` none from that token of an output on (where reasoning begins).
+
+    Of sequences too long for the `device`, what lies on the `host` is offered.
     """
 
     def __init__(
         self,
         writer: PoolWriter,
-        blocks: BlockPool,
-        pool: DevicePool,
+        device: Memory,
         lock: AbstractContextManager[object],
         *,
+        host: Memory | None = None,
         busy: Callable[[], bool],
         bandwidth: int = 0,
         outputs: bool = True,
         stop_token: int | None = None,
     ):
         self.writer = writer
-        self.blocks = blocks
-        self.pool = pool
+        self.device = device
+        self.host = host
         self.lock = lock
         self.busy = busy
         self.bandwidth = bandwidth
         self.outputs = outputs
         self.stop_token = stop_token
-        self.most = max(1, blocks.num_blocks // HELD_SHARE)
         self.dropped = 0  # blocks not offered because too many were on their way
         self._waiting: deque[Offer] = deque()
         self._sending: list[Offer] = []
@@ -87,17 +111,20 @@ class StoreBack:
         if seq.lossy:
             return
         if seq.prefill_sink is None:  # handed over by a prefill worker, who offers what it has computed
-            first = max(first, seq.start // self.pool.block_size)
-        last = min(last, self._storable(seq) // self.pool.block_size)
+            first = max(first, seq.start // self.device.pool.block_size)
+        last = min(last, self._storable(seq) // self.device.pool.block_size)
         fresh = [index for index in range(first, last) if seq.keys[index] not in self._known]
         if not fresh:
             return
-        room = self.most - len(self._waiting) - len(self._sending)
+        memory = self.device if seq.spill is None else self.host
+        assert memory is not None
+        room = memory.most - len(self.table(memory))
         self.dropped += max(0, len(fresh) - room)
         namespace = namespace_of(seq.request.tenant)
         for index in fresh[: max(0, room)]:
-            self.blocks.acquire([seq.blocks[index]])
-            self._waiting.append(Offer(seq.keys[index], seq.blocks[index], namespace, seq.kv_dtype))
+            block = seq.block(index)
+            memory.hold(block)
+            self._waiting.append(Offer(seq.keys[index], memory, block, namespace, seq.kv_dtype))
             self._note(seq.keys[index])
         self._loop.call_soon_threadsafe(self._begin)
 
@@ -130,9 +157,10 @@ class StoreBack:
         self._release(self._waiting)
         self._waiting.clear()
 
-    def table(self) -> list[int]:
-        """The blocks held, for the audit."""
-        return [offer.block for offer in (*self._waiting, *self._sending)]
+    def table(self, memory: Memory) -> list[int]:
+        """What is held of a memory's owners, once for each block, for the audit."""
+        offers = (*self._waiting, *self._sending)
+        return [offer.block // memory.each for offer in offers if offer.memory is memory]
 
     # ---- on the event loop -------------------------------------------------------------------------------------
 
@@ -191,17 +219,18 @@ class StoreBack:
             await asyncio.sleep(max(0.0, size / self.bandwidth - (self._loop.time() - began)))
 
     def _next(self) -> list[Offer]:
-        """The next blocks of one namespace and of one kind, about BATCH_BYTES in all."""
-        count = max(1, BATCH_BYTES // sum(part_bytes(self.pool)))
+        """The next blocks of one namespace, memory and kind, about BATCH_BYTES in all."""
+        count = max(1, BATCH_BYTES // sum(part_bytes(self.device.pool)))
         batch: list[Offer] = []
         while self._waiting and len(batch) < count and self._waiting[0].goes_with((batch or self._waiting)[0]):
             batch.append(self._waiting.popleft())
         return batch
 
     def _copy(self, batch: Sequence[Offer]) -> list[PoolBlock]:
-        blocks, keys = [offer.block for offer in batch], [offer.key for offer in batch]
-        return read_blocks(self.pool.kept_as(batch[0].kv_dtype), blocks, keys, batch[0].namespace)
+        first, blocks, keys = batch[0], [offer.block for offer in batch], [offer.key for offer in batch]
+        first.memory.settle()
+        return read_blocks(first.memory.pool.kept_as(first.kv_dtype), blocks, keys, first.namespace)
 
     def _release(self, offers: Iterable[Offer]) -> None:
         for offer in offers:
-            self.blocks.release([offer.block])
+            offer.memory.let_go(offer.block)

@@ -162,6 +162,10 @@ class Sequence:
         """Blocks' worth of tokens it has room for, wherever they lie."""
         return len(self.blocks) + (self.spill.blocks if self.spill is not None else 0)
 
+    def block(self, index: int) -> int:
+        """The block that its tokens of this block number lie in; of one that has gone to the host, a block there."""
+        return self.blocks[index] if self.spill is None else self.spill.block(index)
+
     @property
     def uncomputed(self) -> int:
         """Tokens whose KV is still to be computed; decoding, always one."""

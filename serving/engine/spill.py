@@ -30,6 +30,11 @@ class Spill:
     copied: int = 0  # never goes back while the sequence is computed: who reads elsewhere looks at it without a lock
     moves: list[Move] = field(default_factory=list)
 
+    def block(self, index: int) -> int:
+        """Where in the host's memory, in blocks of the device's size, its tokens of this block number lie."""
+        extent, place = divmod(index, self.extent_blocks)
+        return self.extents[extent] * self.extent_blocks + place
+
     @property
     def blocks(self) -> int:
         """How many blocks' tokens have moved."""
@@ -40,12 +45,15 @@ class Spill:
         self.copied = self.moved
         self.moves.clear()
 
+    def land(self, extents: int) -> None:
+        """The KV of its first so many extents has been brought to them: the rest is computed, from there on."""
+        assert not self.moves
+        self.moved = self.copied = extents
+
     def arrive(self) -> None:
         """No token of it is computed here: all KV comes from elsewhere, the oldest straight to the extents held."""
-        assert not self.moves
-        self.moved = self.copied = len(self.extents)
+        self.land(len(self.extents))
 
     def begin(self) -> None:
         """All of it is computed here after all, from the first token on; what has come meanwhile counts for nothing."""
-        assert not self.moves
-        self.moved = self.copied = 0
+        self.land(0)

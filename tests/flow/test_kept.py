@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from decode.worker import DecodeWorker
+from kvcache.pool.links import PoolLink
 from serving.config import PoolConfig
 from serving.messages import LeaseGrant, LeaseOrder, Request, SamplingParams
 from serving.model.hub import resolve
@@ -104,10 +104,7 @@ async def test_the_kv_pool_takes_them_for_an_int8_workers(model: LoadedModel, fi
     """What a float worker computed for INT8 an INT8 one reuses, and the other way round; floats are not mixed in."""
     asked = prompts(6, shortest=100, longest=180, seed=63)
     async with Pool("local", 1) as nodes:
-        pool: dict[str, Any] = {
-            "pool": PoolConfig(kvcache_fetch="always"),
-            "pool_nodes": {address: nodes.link(address) for address in nodes.addresses},
-        }
+        pool = {"pool": PoolConfig(kvcache_fetch="always"), "pool_nodes": links(nodes)}
         async with split(model, End(), End(), **pool) as cluster:
             await texts(cluster, asked)
             assert fetched(cluster) == 0
@@ -117,6 +114,10 @@ async def test_the_kv_pool_takes_them_for_an_int8_workers(model: LoadedModel, fi
         async with split(model, End(second), INT8, **pool) as cluster:
             assert await texts(cluster, asked) == expected
             assert fetched(cluster) == sum((len(prompt) - 1) // 16 * 16 for prompt in asked)
+
+
+def links(nodes: Pool) -> dict[str, PoolLink]:
+    return {address: nodes.link(address) for address in nodes.addresses}
 
 
 def fetched(cluster: Cluster) -> int:
@@ -136,6 +137,10 @@ async def test_prompts_longer_than_the_device(model: LoadedModel, kernels: str) 
     small = {**SMALL, "kernels": kernels}
     async with split(model, End("int8", engine=small), End("int8", engine=roomy)) as cluster:
         expected = await cluster.tokens(long)
-    async with split(model, End(engine=small), End("int8", engine=roomy)) as cluster:
-        assert await cluster.tokens(long) == expected
-        assert moved(cluster, 0) >= 1100 - 704
+    async with Pool("local", 1) as nodes:
+        shared = {"pool": PoolConfig(kvcache_fetch="always"), "pool_nodes": links(nodes)}
+        for reused in (0, 640):
+            async with split(model, End(engine=small), End("int8", engine=roomy), **shared) as cluster:
+                assert await cluster.tokens(long) == expected
+                assert fetched(cluster) == reused, "from host memory to host memory"
+                assert reused or moved(cluster, 0) >= 1100 - 704

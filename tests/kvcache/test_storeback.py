@@ -14,7 +14,7 @@ from kvcache.blocks import BlockPool
 from kvcache.device import DevicePool
 from kvcache.manager import KVManager
 from kvcache.pool.block import DEFAULT_NAMESPACE, PoolBlock, namespace_of, verify_block
-from kvcache.storeback import StoreBack
+from kvcache.storeback import Memory, StoreBack
 from serving.engine.sequence import Sequence as TokenSequence
 from serving.kvspec import AUTO, LayerKV, gqa, gqa_int8
 from tests.kvcache.sequences import make_sequence
@@ -52,8 +52,7 @@ class World:
         self.busy = False
         self.back = StoreBack(
             self.writer,
-            self.blocks,
-            self.pool,
+            Memory.on_device(self.pool, self.blocks),
             threading.RLock(),
             busy=lambda: self.busy,
             **settings,  # type: ignore[arg-type]
@@ -80,14 +79,14 @@ class World:
         self.running.cancel()
         await asyncio.gather(self.running, return_exceptions=True)
         self.back.let_go()
-        assert self.back.table() == []
+        assert self.back.table(self.back.device) == []
 
 
 async def test_blocks_go_with_their_bytes_and_digests_and_are_let_go() -> None:
     world = World()
     seq = world.computed(21)
     held = world.blocks.held
-    assert len(world.back.table()) == 5 and held == len(seq.blocks)
+    assert len(world.back.table(world.back.device)) == 5 and held == len(seq.blocks)
     expected = read_blocks(world.pool, seq.blocks[:5], seq.keys, DEFAULT_NAMESPACE)
     await world.back.wait_idle()
     assert world.writer.taken == expected
@@ -135,7 +134,7 @@ async def test_what_is_held_is_bounded() -> None:
     world.writer.open.clear()
     for seed in range(5):
         world.kv.release(world.computed(20, seed=seed))
-    assert len(world.back.table()) == world.back.most == 16
+    assert len(world.back.table(world.back.device)) == world.back.device.most == 16
     assert world.back.dropped == 25 - 16
     assert world.blocks.held == 16
     await world.stop()
@@ -147,13 +146,13 @@ async def test_whoever_needs_blocks_gets_them() -> None:
     world.busy = True
     for seed in range(5):
         world.kv.release(world.computed(20, seed=seed))
-    assert len(world.back.table()) == 16 and world.blocks.available == 48
+    assert len(world.back.table(world.back.device)) == 16 and world.blocks.available == 48
     large = make_sequence(world.kv, range(10_000, 10_000 + 63 * SIZE))
     world.kv.open(large)
-    assert len(large.blocks) == 64 and world.back.table() == []
+    assert len(large.blocks) == 64 and world.back.table(world.back.device) == []
     world.kv.release(large)
     world.kv.release(world.computed(20))
-    assert len(world.back.table()) == 5, "what was given up may be offered again"
+    assert len(world.back.table(world.back.device)) == 5, "what was given up may be offered again"
     await world.stop()
 
 
@@ -163,7 +162,7 @@ async def test_known_blocks_are_not_offered_again_until_the_pool_lacks_them() ->
     await world.back.wait_idle()
     world.blocks.clear()
     world.kv.release(world.computed(16))
-    assert world.back.table() == []
+    assert world.back.table(world.back.device) == []
     world.blocks.clear()
     keys = [block.key for block in world.writer.taken]
     world.back.found(keys[2:], here=False)
@@ -222,6 +221,6 @@ async def test_what_has_lost_bits_on_its_way_is_not_given_to_others() -> None:
     seq.computed = 20
     world.kv.publish(seq)
     await world.back.wait_idle()
-    assert world.back.table() == [] and world.writer.taken == []
+    assert world.back.table(world.back.device) == [] and world.writer.taken == []
     world.kv.release(seq)
     await world.stop()
