@@ -52,20 +52,22 @@ class Stretch:
 
 
 class BlockFolder:
-    """Raises ValueError when another node uses the folder, or when it is not one of this format."""
+    """Raises ValueError when another node uses the folder, when it is not one of this format, or cannot be made one."""
 
     def __init__(self, root: Path, *, fsync: bool = False):
         self._root = root
         self._fsync = fsync
         self._numbers = itertools.count()
-        root.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(root)
+        with _advising(root):
+            root.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(root)
         try:
-            _check_format(root)
-            (root / "aside").mkdir(exist_ok=True)
-            (root / "blocks").mkdir(exist_ok=True)
-            for left_over in (root / "aside").iterdir():
-                left_over.unlink()
+            with _advising(root):
+                _check_format(root)
+                (root / "aside").mkdir(exist_ok=True)
+                (root / "blocks").mkdir(exist_ok=True)
+                for left_over in (root / "aside").iterdir():
+                    left_over.unlink()
         except BaseException:
             os.close(self._lock)
             raise
@@ -139,6 +141,16 @@ class BlockFolder:
         return self._root / "blocks" / namespace / key[:1].hex() / key.hex()
 
 
+@contextmanager
+def _advising(root: Path) -> Iterator[None]:
+    """What the system says against using the folder, as ValueError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        why = "it is not a folder" if isinstance(error, FileExistsError | NotADirectoryError) else error.strerror
+        raise ValueError(f"{root} cannot hold blocks: {why}: give the node a folder that it may write to") from error
+
+
 def _locked(root: Path) -> int:
     """A descriptor that holds the folder's lock until it is closed, or the process is gone."""
     descriptor = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -151,8 +163,8 @@ def _locked(root: Path) -> int:
             f"{root} is in use by another pool node (process {owner or 'unknown'}): stop it, or give each node a "
             "folder of its own"
         ) from None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    with suppress(OSError):  # the lock holds without a name in it, on a full disk too
+        os.pwrite(descriptor, f"{os.getpid():<10}\n".encode(), 0)
     return descriptor
 
 

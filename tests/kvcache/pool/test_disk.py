@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Never
 
 import pytest
 from hypothesis import given, settings
@@ -258,3 +259,32 @@ def test_a_node_that_died_at_its_very_first_start_is_no_obstacle(tmp_path: Path)
     folder.write(block_of(1))
     assert read(folder, block_of(1)) == block_of(1).payload
     folder.close()
+
+
+def test_a_full_disk_is_no_obstacle_to_a_node_that_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = BlockFolder(tmp_path)
+    folder.write(block_of(1))
+    folder.close()
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", raising(full))
+        again = BlockFolder(tmp_path)
+    assert read(again, block_of(1)) == block_of(1).payload
+    again.close()
+
+
+def raising(error: OSError) -> Callable[..., Never]:
+    def refuse(*_: object) -> Never:
+        raise error
+
+    return refuse
+
+
+def test_a_folder_that_cannot_be_had_says_why_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("no folder")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ValueError, match=r"file.* cannot hold blocks: it is not a folder: give the node a folder"):
+            BlockFolder(path)
+    monkeypatch.setattr(os, "open", raising(OSError(errno.EROFS, "Read-only file system")))
+    with pytest.raises(ValueError, match="cannot hold blocks: Read-only file system: give the node a folder"):
+        BlockFolder(tmp_path / "fresh")
