@@ -136,16 +136,28 @@ class Shelf:
             self._group(held.namespace).policy.touch(key)
 
     def admit(
-        self, key: bytes, namespace: str, size: int, *, stored_at: float, now: float, pinned: Container[bytes] = ()
+        self,
+        key: bytes,
+        namespace: str,
+        size: int,
+        *,
+        stored_at: float,
+        now: float,
+        pinned: Container[bytes] = (),
+        capacity: int | None = None,
     ) -> list[Held] | None:
-        """Take a new block in; what had to go for it, or None, and nothing has gone, if that makes no room."""
+        """Take a new block in; what had to go for it, or None, and nothing has gone, if that makes no room.
+
+        `capacity` is what there is for once, where that is less than the shelf's own.
+        """
         assert size > 0 and key not in self._held, "a block is admitted once"
-        if size > self.capacity:
+        capacity = self.capacity if capacity is None else capacity
+        if size > capacity:
             return None
         own = self._group(namespace)
         own.bytes += size  # the newcomer competes as part of what its namespace holds
         gone: list[Held] = []
-        while self.bytes + size > self.capacity:
+        while self.bytes + size > capacity:
             victim = self._victim(own, pinned)
             if victim is None:
                 own.bytes -= size

@@ -5,6 +5,7 @@ Blocking and thread-safe: one lock guards what is where, and no file is touched 
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -28,6 +29,8 @@ __all__ = ["SLAB_BYTES", "BlockStore", "StoreConfig"]
 
 FLUSH_SECONDS = 20.0  # that closing spends on writing to disk
 MOST_PROMOTED_BYTES = 1 << 29  # by one read
+WARN_SECONDS = 60.0  # between warnings of the same trouble
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 log = logging.getLogger("millrace.kvcache")
 
@@ -50,6 +53,7 @@ class BlockStore:
         self._counts: Counter[str] = Counter()
         self._telling = threading.Lock()
         self._closed = False
+        self._warned: dict[int | None, float] = {}  # when, by the system's number of the trouble
         self._folder: BlockFolder | None = None
         self._writer: Writer | None = None
         if config.disk_path is not None:
@@ -106,12 +110,15 @@ class BlockStore:
                 raise
         return blocks
 
-    def _write(self, folder: BlockFolder, block: PoolBlock) -> None:
-        """The writer's thread: one block from waiting to disk. Only here are files made."""
+    def _write(self, folder: BlockFolder, block: PoolBlock, *, full: bool = False) -> None:
+        """The writer's thread: one block from waiting to disk. Only here are files made.
+
+        A disk that turns out to be full makes room once (`full`) and is tried again.
+        """
         with self._changes_told():
             if self._tiers.waiting.get(block.key) is not block:
                 return
-            held, gone = self._tiers.place_on_disk(block, self._now())
+            held, gone = self._tiers.place_on_disk(block, self._now(), full=full)
         for victim in gone:
             folder.remove(victim.key, victim.namespace)
         if held is None:
@@ -122,7 +129,10 @@ class BlockStore:
         try:
             folder.write(block)
         except OSError as error:
-            log.warning("a block could not be written to %s: %s", self.config.disk_path, error)
+            self._warn_of(error)
+            if error.errno in FULL and not full:
+                self._write(folder, block, full=True)
+                return
             with self._changes_told():
                 self._tiers.not_written(block, held)
             return
@@ -130,6 +140,21 @@ class BlockStore:
             wanted = self._tiers.written(block, held)
         if not wanted:
             folder.remove(block.key, block.namespace)
+
+    def _warn_of(self, error: OSError) -> None:
+        """The writer's thread: a block could not be written. Neither can a thousand others: it is told now and then."""
+        now = self._clock()
+        if now < self._warned.get(error.errno, float("-inf")) + WARN_SECONDS:
+            return
+        self._warned[error.errno] = now
+        where, why = self.config.disk_path, error.strerror or error
+        if error.errno in FULL:
+            text = (
+                "%s is full before it holds its %d bytes of blocks (%s): older ones make room for new ones there. Free "
+            )
+            log.warning(text + "space, or start the node with a smaller disk", where, self.config.disk_bytes, why)
+        else:
+            log.warning("blocks cannot be written to %s (%s): new ones are in memory alone until they can", where, why)
 
     # ---- asking ------------------------------------------------------------------------------------------------
 

@@ -89,12 +89,23 @@ class Tiers:
 
     # ---- the way to disk ---------------------------------------------------------------------------------------
 
-    def place_on_disk(self, block: PoolBlock, now: float) -> tuple[Held | None, list[Held]]:
-        """A waiting block's place on the shelf (None: no room, it waits no more), and those whose files have to go."""
+    def place_on_disk(self, block: PoolBlock, now: float, *, full: bool = False) -> tuple[Held | None, list[Held]]:
+        """A waiting block's place on the shelf (None: no room, it waits no more), and those whose files have to go.
+
+        With `full` it had a place, but no room on the disk itself, which holds less than its shelf: so others go.
+        """
         known = self.catalogue.get(block.key)
         assert known is not None, "what waits is catalogued"
+        if full:
+            self.disk.remove(block.key)
         gone = self.disk.admit(
-            known.key, known.namespace, known.size, stored_at=known.stored_at, now=now, pinned=self.pins
+            known.key,
+            known.namespace,
+            known.size,
+            stored_at=known.stored_at,
+            now=now,
+            pinned=self.pins,
+            capacity=self.disk.bytes if full else None,
         )
         if gone is None:
             del self.waiting[block.key]
