@@ -82,10 +82,15 @@ class Tiers:
     def _into_ram(self, block: PoolBlock, stored_at: float, now: float) -> bool:
         gone = self.ram.put(block, stored_at=stored_at, now=now, pinned=self.pins)
         for victim in gone or ():
-            if self.config.write == "back" and self.disk.capacity and victim.key not in self.disk:
+            if self._goes_down(victim.key):
                 self.waiting[victim.key] = victim
             self._settle(victim.key)
         return gone is not None
+
+    def _goes_down(self, key: bytes) -> bool:
+        """Whether a block that leaves RAM has to be written. With "through" it has been, if perhaps in vain: its file
+        may have had to go since, or could not be made. Then it goes once more, as long as others have room to wait."""
+        return bool(self.disk.capacity) and key not in self.disk and (self.config.write == "back" or self.room > 0)
 
     # ---- the way to disk ---------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvcache.pool.block import PoolBlock
 from kvcache.pool.disk import BlockFolder
-from kvcache.pool.links import Selection, Tier
+from kvcache.pool.links import Tier
 from kvcache.pool.store import WARN_SECONDS
 from tests.kvcache.pool.storage import ONE, Open, block_of, drained, key_of, listened, opened, tiers_of, whole_ones
 
@@ -106,4 +106,33 @@ def test_trouble_is_told_now_and_then(
     now[0] = WARN_SECONDS
     put(range(3, 5))
     assert len(warnings(caplog)) == 2
-    store.evict(Selection())
+
+
+def test_what_could_not_be_written_is_when_ram_has_no_more_room_for_it(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SmallDisk(monkeypatch)
+    disk.error = errno.EROFS
+    store = opened(3, 9, write="through")
+    blocks = [block_of(number) for number in range(6)]
+    store.put(blocks[:3])
+    drained(store)
+    disk.error = None
+    store.put(blocks[3:])
+    drained(store)
+    assert set(tiers_of(store).values()) <= {(Tier.DISK,), (Tier.RAM, Tier.DISK)}
+    assert whole_ones(store, blocks) == [True] * 6
+
+
+def test_a_block_that_the_disk_gave_up_is_written_again_before_ram_gives_it_up(opened: Open) -> None:
+    store = opened(4, 3, write="through")
+    told = listened(store)
+    blocks = [block_of(number) for number in range(5)]
+    for block in blocks[:4]:
+        store.put([block])
+        drained(store)
+    assert tiers_of(store)[key_of(0)] == (Tier.RAM,)
+    store.put([blocks[4]])
+    drained(store)
+    assert tiers_of(store)[key_of(0)] == (Tier.DISK,)
+    assert whole_ones(store, blocks) == [True] * 5 and set(told.values()) == {"stored"}
