@@ -20,7 +20,7 @@ from serving.errors import Draining, Overloaded, WorkerLost
 from serving.messages import PoolReport
 
 READERS = 4  # threads that look up and read
-WRITERS = 2  # threads that store, so that reading never waits behind writing; one more does what operators ask for
+WRITERS = 2  # threads that store, so that reading never waits behind writing; two more do what operators ask for
 MOST_PUTS = 16  # puts that may wait for a writer
 EVENT_ROOM = 1 << 16  # keys a listener may be behind before it has to start anew
 
@@ -51,7 +51,7 @@ class Store(Protocol):
     def entries(self, what: Selection) -> list[Entry]: ...
     def tier_stats(self) -> dict[Tier, TierStat]: ...
     def namespace_stats(self) -> dict[str, NamespaceStat]: ...
-    def verify(self) -> tuple[int, int]: ...
+    def verify(self, stopped: Callable[[], bool]) -> tuple[int, int]: ...
     def keys(self) -> list[bytes]: ...
     def close(self) -> None: ...
 
@@ -74,6 +74,8 @@ class PoolNode:
         self._reading = ThreadPoolExecutor(READERS, thread_name_prefix=f"{name}-read")
         self._writing = ThreadPoolExecutor(WRITERS, thread_name_prefix=f"{name}-write")
         self._tending = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-tend")
+        self._verifying = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-verify")  # which may take an hour
+        self._leaving = threading.Event()
         self._listeners: set[_Listener] = set()
         self._loop = asyncio.get_running_loop()
         store.listeners.append(self._changed)
@@ -115,7 +117,17 @@ class PoolNode:
             yield entry
 
     async def verify(self) -> tuple[int, int]:
-        return await self._run(self._tending, self.store.verify)
+        """Ends early when the caller is gone, and with Draining when the node leaves; nobody waits for a whole disk."""
+        gone = threading.Event()
+        try:
+            counts = await self._run(
+                self._verifying, self.store.verify, lambda: gone.is_set() or self._leaving.is_set()
+            )
+        finally:
+            gone.set()
+        if self._leaving.is_set():
+            raise Draining(f"pool node {self.name} is leaving: not everything has been read")
+        return counts
 
     # ---- what there is, and what changes -----------------------------------------------------------------------
 
@@ -175,6 +187,7 @@ class PoolNode:
     async def drain(self, seconds: float) -> None:
         """Take no more blocks; wait for calls in progress, for so long at most."""
         self.draining = True
+        self._leaving.set()
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:
@@ -188,9 +201,10 @@ class PoolNode:
         if self._closed:
             return
         self._closed = True
+        self._leaving.set()
         for listener in self._listeners:
             listener.close()
-        for threads in (self._reading, self._writing, self._tending):
+        for threads in (self._reading, self._writing, self._tending, self._verifying):
             await asyncio.to_thread(threads.shutdown)
         await asyncio.to_thread(self.store.close)
         self.store.listeners.remove(self._changed)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain, takewhile
 
 from kvcache.pool.block import PoolBlock, Slab, verify_block
 from kvcache.pool.disk import NAMESPACE, BlockFolder, Stretch
@@ -188,12 +189,20 @@ class BlockStore:
                 self._tiers.ram.shelf.counters.add(reader.tallies[Tier.RAM])
                 self._tiers.disk.counters.add(reader.tallies[Tier.DISK])
 
-    def verify(self) -> tuple[int, int]:
-        """Read every copy in every tier: (copies read, copies found damaged and dropped)."""
+    def verify(self, stopped: Callable[[], bool] = lambda: False) -> tuple[int, int]:
+        """Read every copy in every tier: (copies read, copies found damaged and dropped), up to where it was stopped.
+
+        A disk may take an hour, so it is asked before each copy whether to go on.
+        """
         with self._lock:
             blocks = list(self._tiers.ram)
             files = [held for held in self._tiers.disk if held.key not in self._tiers.waiting]
-        return len(blocks) + len(files), sum(map(self._damaged_block, blocks)) + sum(map(self._damaged_file, files))
+        copies = chain(
+            (partial(self._damaged_block, block) for block in blocks),
+            (partial(self._damaged_file, held) for held in files),
+        )
+        damaged = [is_damaged() for is_damaged in takewhile(lambda _: not stopped(), copies)]
+        return len(damaged), sum(damaged)
 
     def _damaged_block(self, block: PoolBlock) -> bool:
         try:

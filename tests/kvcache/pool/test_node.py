@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvcache.pool import node as nodes
+from kvcache.pool.block import PoolBlock
 from kvcache.pool.links import PoolEvent, Selection, Tier
 from serving.errors import CorruptChunk, Draining, Overloaded
 from tests.kvcache.pool.nodes import KINDS, PARTS, Served, block, content, key
@@ -200,3 +202,54 @@ async def test_leaving_a_get_early_frees_the_reader(served: Served) -> None:
         while served.node.calls:
             await asyncio.sleep(0.001)
     assert len(await pieces(served, [1])) == PARTS
+
+
+class SlowCheck:
+    """Of `verify`: tells when the first copy is looked at, and holds it until `gate` is released."""
+
+    def __init__(self, served: Served, monkeypatch: pytest.MonkeyPatch):
+        self.begun = asyncio.Event()
+        self.gate = threading.Semaphore(0)
+        self.checked = 0
+        self._loop = asyncio.get_running_loop()
+        monkeypatch.setattr(served.store, "_damaged_block", self._check)
+
+    def _check(self, _: PoolBlock) -> bool:
+        self._loop.call_soon_threadsafe(self.begun.set)
+        assert self.gate.acquire(timeout=10)
+        self.checked += 1
+        return False
+
+
+async def test_verifying_ends_with_its_caller_and_keeps_nobody_waiting(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await served.link.put([block(number) for number in range(5)])
+    slow = SlowCheck(served, monkeypatch)
+    verifying = asyncio.create_task(served.link.verify())
+    async with asyncio.timeout(10):
+        await slow.begun.wait()
+        assert await served.link.evict(Selection(keys=(key(0),))) == 1
+        verifying.cancel()
+        await asyncio.gather(verifying, return_exceptions=True)
+        while served.node.calls:
+            await asyncio.sleep(0.001)
+        slow.gate.release(5)
+        monkeypatch.undo()
+        assert await served.link.verify() == (4, 0)
+    assert slow.checked == 1
+
+
+async def test_verifying_does_not_keep_a_node_from_leaving(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    await served.link.put([block(number) for number in range(5)])
+    slow = SlowCheck(served, monkeypatch)
+    verifying = asyncio.create_task(served.link.verify())
+    async with asyncio.timeout(10):
+        await slow.begun.wait()
+        draining = asyncio.create_task(served.node.drain(10))
+        await asyncio.sleep(0)
+        slow.gate.release(5)
+        with pytest.raises(Draining, match="not everything has been read"):
+            await verifying
+        await draining
+    assert slow.checked == 1
