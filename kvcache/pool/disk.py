@@ -16,6 +16,7 @@ import fcntl
 import itertools
 import os
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ class BlockFolder:
         self._root = root
         self._fsync = fsync
         self._numbers = itertools.count()
+        self._folders = threading.Lock()  # nobody removes an empty folder while a file is about to come into it
         with _advising(root):
             root.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(root)
@@ -82,6 +84,8 @@ class BlockFolder:
                 continue
             namespace = Path(path).parts[-3]
             found[key] = FoundFile(key=key, namespace=namespace, bytes=status.st_size, written_at=status.st_mtime)
+        for folder in (*(self._root / "blocks").glob("*/*"), *(self._root / "blocks").iterdir()):
+            _remove_empty(folder)
         return sorted(found.values(), key=lambda file: file.written_at)
 
     def write(self, block: PoolBlock) -> None:
@@ -95,11 +99,12 @@ class BlockFolder:
                 if self._fsync:
                     file.flush()
                     os.fsync(file.fileno())
-            try:
-                aside.rename(path)
-            except FileNotFoundError:  # the first block of its folder
-                path.parent.mkdir(parents=True, exist_ok=True)
-                aside.rename(path)
+            with self._folders:
+                try:
+                    aside.rename(path)
+                except FileNotFoundError:  # the first block of its folder
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    aside.rename(path)
         except OSError:
             aside.unlink(missing_ok=True)
             raise
@@ -130,9 +135,13 @@ class BlockFolder:
         return Stretch(header=header, first=first, last=last, payload=payload)
 
     def remove(self, key: bytes, namespace: str) -> None:
-        """Also if it is not there."""
+        """Also if it is not there. Tenants come and go by the thousand: the last block takes its folders along."""
+        path = self._path(key, namespace)
         with suppress(OSError):
-            self._path(key, namespace).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+        with self._folders:
+            _remove_empty(path.parent)
+            _remove_empty(path.parent.parent)
 
     def close(self) -> None:
         os.close(self._lock)
@@ -198,6 +207,11 @@ def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
                     pending.append(entry.path)
                 else:
                     yield entry.path, entry.stat(follow_symlinks=False)
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):  # it is not
+        folder.rmdir()
 
 
 def _key_named(path: str) -> bytes | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Never
@@ -288,3 +289,49 @@ def test_a_folder_that_cannot_be_had_says_why_and_what_to_do(tmp_path: Path, mon
     monkeypatch.setattr(os, "open", raising(OSError(errno.EROFS, "Read-only file system")))
     with pytest.raises(ValueError, match="cannot hold blocks: Read-only file system: give the node a folder"):
         BlockFolder(tmp_path / "fresh")
+
+
+def folders(folder: BlockFolder) -> int:
+    return sum(path.is_dir() for path in (folder._root / "blocks").rglob("*"))
+
+
+def test_folders_go_with_their_last_block(folder: BlockFolder) -> None:
+    blocks = [block_of(number, namespace=f"tenant-{number % 50}") for number in range(200)]
+    for block in blocks:
+        folder.write(block)
+    kept = blocks.pop()
+    for block in blocks:
+        folder.remove(block.key, block.namespace)
+    assert folders(folder) == 2 and read(folder, kept) == kept.payload
+
+
+def test_a_scan_removes_folders_without_blocks(folder: BlockFolder) -> None:
+    block = block_of(1)
+    folder.write(block)
+    (folder._root / "blocks" / "gone" / "ab").mkdir(parents=True)
+    assert [file.key for file in folder.scan()] == [block.key]
+    assert folders(folder) == 2
+
+
+def test_a_folder_that_empties_while_a_block_comes_loses_nothing(folder: BlockFolder) -> None:
+    """Two keys of one folder: while one is written and read, the other is written and removed."""
+    first, second = (make_block(bytes((7, number)) * 16, "tenant", [b"x" * 100]) for number in range(2))
+    going_on = threading.Event()
+    going_on.set()
+
+    def come_and_go() -> None:
+        while going_on.is_set():
+            folder.write(second)
+            folder.remove(second.key, second.namespace)
+
+    other = threading.Thread(target=come_and_go)
+    other.start()
+    try:
+        for _ in range(500):
+            folder.write(first)
+            assert read(folder, first) == first.payload
+            folder.remove(first.key, first.namespace)
+    finally:
+        going_on.clear()
+        other.join()
+    assert folders(folder) == 0
