@@ -50,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask the nodes; the process's exit code. Raises ValueError for arguments that cannot be meant."""
+    if arguments.replication < 1:
+        raise ValueError(f"--replication {arguments.replication}: each block needs at least one node")
     named = addresses(arguments.nodes or os.environ.get(NODES))
     if not named:
         raise ValueError(f"name the pool's nodes: --nodes host:port,... or {NODES}")

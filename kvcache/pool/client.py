@@ -153,15 +153,15 @@ class PoolClient:
         self.stats.puts += 1
         self.stats.put_seconds += self.clock() - began
 
-    async def evict(self, keys: Sequence[bytes]) -> None:
-        """Have all their owners drop these blocks."""
-        async with asyncio.TaskGroup() as group:
-            for address, indices in self._shares(keys).items():
-                what = Selection(keys=tuple(keys[index] for index in indices))
-                group.create_task(self._evict(address, what), name=f"evict-{address}")
+    async def evict(self, keys: Sequence[bytes]) -> bool:
+        """Have all their owners drop these blocks; whether all of them have answered."""
+        shares = self._shares(keys).items()
+        asked = (self._evict(address, [keys[index] for index in indices]) for address, indices in shares)
+        return all(await asyncio.gather(*asked))
 
-    async def _evict(self, address: str, what: Selection) -> None:
-        await self._ask(address, lambda link: link.evict(what))
+    async def _evict(self, address: str, keys: Sequence[bytes]) -> bool:
+        """Whether the node answered."""
+        return await self._ask(address, lambda link: link.evict(Selection(keys=tuple(keys)))) is not None
 
     async def _put(self, address: str, blocks: list[PoolBlock]) -> None:
         for batch in batches(blocks):

@@ -16,12 +16,14 @@ from pathlib import Path, PurePath
 from typing import Protocol
 
 from kvcache.pool.block import KEY_BYTES, PoolBlock, Slab, make_block
-from serving.errors import CorruptChunk, NotFound
+from serving.errors import CorruptChunk, NotFound, Unavailable
 
 NAMESPACE = "models"
 BLOCK_BYTES = 4 << 20
 BATCH_BLOCKS = 8  # on their way at a time
 FORMAT = 1
+RETRY_SECONDS = 0.25  # between tries to have a node take what it had no room for, or that did not answer
+RETRIES = 20  # without a block stored, and it is given up
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
@@ -32,7 +34,7 @@ class ModelPool(Protocol):
 
     async def lookup(self, keys: Sequence[bytes], pin_seconds: float = 0.0) -> int: ...
     async def put(self, blocks: Sequence[PoolBlock]) -> None: ...
-    async def evict(self, keys: Sequence[bytes]) -> None: ...
+    async def evict(self, keys: Sequence[bytes]) -> bool: ...
     def get(
         self, keys: Sequence[bytes], first_part: int = 0, last_part: int = 0, *, parts: int
     ) -> AsyncGenerator[Slab, None]: ...
@@ -66,7 +68,10 @@ def model_files(path: Path) -> list[Path]:
 
 
 async def push(pool: ModelPool, model: str, path: Path, progress: Progress = lambda done, total: None) -> int:
-    """Store the model at `path` under this name; its bytes. Raises NotFound when the pool did not keep all of it."""
+    """Store the model at `path` under this name; its bytes.
+
+    Raises NotFound when the pool did not keep all of it, Unavailable when an earlier list of its files may be left.
+    """
     files = model_files(path)
     total = sum(file.stat().st_size for file in files)
     done = 0
@@ -75,20 +80,47 @@ async def push(pool: ModelPool, model: str, path: Path, progress: Progress = lam
         keys: list[bytes] = []
         pieces = _pieces(file)
         while blocks := await asyncio.to_thread(_next_blocks, pieces):
-            await pool.put(blocks)
+            if not await _stored(pool, blocks):
+                raise _not_kept(model, total)
             keys += [block.key for block in blocks]
             done += sum(len(block.payload) for block in blocks)
             progress(done, total)
         listed.append(ModelFile(file.name, file.stat().st_size, tuple(keys)))
     every = [key for file in listed for key in file.keys]
     if await pool.lookup(every) < len(every):
-        raise NotFound(
-            f"the KV pool did not keep all of {model}: it needs room for {total} bytes, and nodes that answer"
-        )
-    key = name_key(model)
-    await pool.evict([key])  # of an earlier push, which may have been of other files
-    await pool.put([make_block(key, NAMESPACE, [encode(listed)])])
+        raise _not_kept(model, total)
+    await _put_list(pool, model, listed)
     return total
+
+
+async def _stored(pool: ModelPool, blocks: Sequence[PoolBlock]) -> bool:
+    """Whether the pool has all of them. A node that has enough to write refuses more, and takes it a little later."""
+    left, tries = list(blocks), 0
+    while tries <= RETRIES:
+        await pool.put(left)
+        here = await pool.lookup([block.key for block in left])
+        if here == len(left):
+            return True
+        left, tries = left[here:], 0 if here else tries + 1
+        await asyncio.sleep(RETRY_SECONDS)
+    return False
+
+
+async def _put_list(pool: ModelPool, model: str, files: Sequence[ModelFile]) -> None:
+    """In the place of an earlier push's list, which may have been of other files: a node keeps what it has."""
+    key, listed = name_key(model), encode(files)
+    for _ in range(RETRIES + 1):
+        if await pool.evict([key]):
+            break
+        await asyncio.sleep(RETRY_SECONDS)
+    else:
+        raise Unavailable(f"a node that may hold an earlier {model} does not answer: push it again when all nodes do")
+    if not await _stored(pool, [make_block(key, NAMESPACE, [listed])]) or await _whole(pool, key, model) != listed:
+        raise Unavailable(f"the KV pool holds another {model}, pushed at the same time: push it again")
+
+
+def _not_kept(model: str, total: int) -> NotFound:
+    return NotFound(f"the KV pool did not keep all of {model}: it needs room for {total} bytes, and nodes that answer")
 
 
 async def pull(pool: ModelPool, model: str, folder: Path, progress: Progress = lambda done, total: None) -> Path:

@@ -13,8 +13,9 @@ import pytest
 from kvcache.pool import models
 from kvcache.pool.block import make_block
 from kvcache.pool.client import PoolClient
+from kvcache.pool.links import Selection
 from kvcache.pool.models import NAMESPACE, content_key, decode, encode, name_key, pull, push
-from serving.errors import CorruptChunk, NotFound
+from serving.errors import CorruptChunk, NotFound, Overloaded, Unavailable
 from tests.kvcache.pool.nodes import KINDS, Cluster
 
 NAME = "owner/model"
@@ -32,6 +33,7 @@ async def pool(request: pytest.FixtureRequest) -> AsyncIterator[PoolClient]:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(models, "RETRY_SECONDS", 0.01)
 
 
 def make_model(folder: Path, seed: int = 0, *, files: int = 3) -> Path:
@@ -125,4 +127,54 @@ async def test_a_pool_without_room_says_so(tmp_path: Path) -> None:
         (tmp_path / "model.gguf").write_bytes(random.Random(0).randbytes(20_000))
         with pytest.raises(NotFound, match="did not keep"):
             await push(client, NAME, tmp_path / "model.gguf")
+        await client.close()
+
+
+async def test_a_node_that_writes_slowly_takes_all_of_it_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "RETRIES", 1000)
+    disk = {"ram_bytes": 0, "disk_path": tmp_path / "disk", "disk_bytes": 1 << 20, "backlog": 3}
+    source = make_model(tmp_path / "source")
+    (source / "weights").write_bytes(random.Random(0).randbytes(50_000))
+    async with Cluster("local", 1, **disk) as nodes:
+        client = PoolClient(nodes.link)
+        client.set_nodes(nodes.addresses)
+        await push(client, NAME, source)
+        assert client.stats.failures["Overloaded"] or nodes.served[0].store.refused
+        (tmp_path / "target").mkdir()
+        await pull(client, NAME, tmp_path / "target")
+        assert bytes_of(tmp_path / "target") == bytes_of(source)
+        await client.close()
+
+
+@pytest.mark.parametrize("failures", [1, 1000])
+async def test_a_push_does_not_end_well_while_an_earlier_list_may_be_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """A node that does not answer when it should forget the list would go on with the old one."""
+    async with Cluster("local", 3) as nodes:
+        client = PoolClient(nodes.link, replication=2)
+        client.set_nodes(nodes.addresses)
+        await push(client, NAME, make_model(tmp_path / "old", 1))
+        second = nodes.by_address[client.ring.owners(name_key(NAME), 2)[1]]
+        evict, failed = second.node.evict, []
+
+        async def failing(what: Selection) -> int:
+            if len(failed) < failures:
+                failed.append(what)
+                raise Overloaded("not now")
+            return await evict(what)
+
+        monkeypatch.setattr(second.node, "evict", failing)
+        new = make_model(tmp_path / "new", 2)
+        if failures > 1:
+            with pytest.raises(Unavailable, match="push it again"):
+                await push(client, NAME, new)
+        else:
+            await push(client, NAME, new)
+            client.set_nodes([second.address])
+            listed = decode(await models._whole(client, name_key(NAME), NAME))
+            keys = {file.name: file.keys for file in listed}
+            assert keys["config.json"] == (content_key((new / "config.json").read_bytes()),)
         await client.close()
