@@ -9,8 +9,8 @@ import asyncio
 import logging
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -67,14 +67,23 @@ class ModelCache:
         return loaded
 
     async def _pooled(self, found: PoolClient) -> LoadedModel | None:
-        name, began = model_name(self.model), time.monotonic()
-        with memory_folder() as folder:
+        """None, with a word in the log, where it cannot be had from there."""
+        for where in folders():
             try:
-                path = await pull(found, name, folder)
+                return await self._pulled(found, where)
             except (NotFound, CorruptChunk) as error:
                 log.info("%s: loading from disk, then storing it there", error.message)
                 self.lacking = resolve(self.model)
                 return None
+            except OSError as error:  # containers often have little of such memory
+                log.warning("%s cannot take the model in from the KV pool: %s", where, error.strerror or error)
+        return None
+
+    async def _pulled(self, found: PoolClient, where: Path) -> LoadedModel:
+        """By way of a folder that is gone at the end; files mapped from it live on."""
+        name, began = model_name(self.model), time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="millrace-", dir=where) as folder:
+            path = await pull(found, name, Path(folder))
             fetched = time.monotonic()
             loaded = await asyncio.to_thread(load_from, path, self.config)
         took = time.monotonic() - began
@@ -93,12 +102,9 @@ class ModelCache:
                 log.warning("the model is not stored in the KV pool: %s", error.message)
 
 
-@contextmanager
-def memory_folder() -> Iterator[Path]:
-    """A folder in memory where the host has such, gone at the end; files mapped from it live on."""
-    where = str(MEMORY) if MEMORY.is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="millrace-", dir=where) as folder:
-        yield Path(folder)
+def folders() -> list[Path]:
+    """Where a model's files may lie on their way in, best first: in memory where the host has such, else on disk."""
+    return [*([MEMORY] if MEMORY.is_dir() else []), Path(tempfile.gettempdir())]
 
 
 def model_name(model: str | None) -> str:
