@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -114,8 +115,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = make_parser().parse_args(arguments)
     try:
         if parsed.command in ALONE:
-            return ALONE[parsed.command](parsed)
+            code = ALONE[parsed.command](parsed)
+            sys.stdout.flush()
+            return code
         return _run(vars(parsed))
+    except BrokenPipeError:  # whoever read our output has seen enough, as in `millrace cache ls | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the last flush fail
+        return 128 + signal.SIGPIPE
     except (MillraceError, ValueError, OSError) as error:
         print(f"millrace: {error}", file=sys.stderr)
         return 2

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -296,3 +299,16 @@ def test_the_help_of_a_pool_node_names_its_settings(capsys: pytest.CaptureFixtur
         main(["kvcache", "--help"])
     text = capsys.readouterr().out
     assert [name for name in names(*NODE_CONFIGS) if "--" + name.replace("_", "-") not in text] == []
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
+    """As in `millrace cache ls | head`, where the output may break while it is written or when it is flushed."""
+    command = "import sys; from deploy import cli; cli.ALONE['cache'] = {}; sys.exit(cli.main(['cache', 'ls']))"
+    for work in ("lambda _: print(1)", "lambda _: print('x' * 1000000)"):
+        reader, writer = os.pipe()
+        os.close(reader)
+        ended = subprocess.run(
+            [sys.executable, "-c", command.format(work)], stdout=writer, stderr=subprocess.PIPE, check=False
+        )
+        os.close(writer)
+        assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
