@@ -20,7 +20,8 @@ from serving.errors import InvalidRequest
 
 KERNELS = ("auto", "compiled", "torch")
 ENV_PREFIX = "MILLRACE_"
-_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+_UNITS = {"": 1, **{letter: 1000**n for n, letter in enumerate("kmgt", 1)}}
+_UNITS |= {letter + "i": 1024**n for n, letter in enumerate("kmgt", 1)}
 
 
 class ConfigError(InvalidRequest):
@@ -208,15 +209,25 @@ class KvCacheConfig:
         choices=("through", "back"),
     )
     disk_backlog: int = option(
-        256, "blocks that may wait to be written to disk; those that come meanwhile are refused", least=1
+        256,
+        "blocks that may wait to be written to disk, in memory beyond --ram; those that come meanwhile are refused",
+        least=1,
     )
     quota: str | None = option(
         None,
         "bytes that no other namespace's blocks push out, such as default=1GiB,0123456789abcdef=512MiB;"
         " namespaces as `millrace cache stat` shows them",
     )
-    default_quota: int = option(0, "quota of every namespace that --quota does not name", least=0)
+    default_quota: int = option(
+        0,
+        "quota of every namespace that --quota does not name: once quotas fill the node, no others find room in it",
+        least=0,
+    )
     eviction: str = option("lru", "which blocks go first when there is no more room", choices=("lru", "s3fifo"))
+
+    def __post_init__(self) -> None:
+        if self.disk is not None and not self.disk.strip():
+            raise ConfigError("--disk: an empty name is no folder; name one, or leave it out", param="disk")
 
 
 C = TypeVar("C")
@@ -224,7 +235,7 @@ C = TypeVar("C")
 
 def parse_bytes(text: str) -> int:
     """`4GiB`, `512 MiB`, `1000000` → bytes. Raises ValueError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgG]i?)?[bB]?\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]i?)?[bB]?\s*", text)
     if match is None:
         raise ValueError(f"{text!r} is not a size such as 512MiB or 4GiB")
     size = float(match[1]) * _UNITS[(match[2] or "").lower()]

@@ -105,6 +105,8 @@ def test_a_config_does_not_change(config: type) -> None:
         ("512 MiB", 512 << 20),
         (" 512mib ", 512 << 20),
         ("1.5KiB", 1536),
+        ("2TiB", 2 << 40),
+        ("2t", 2_000_000_000_000),
         ("0.5k", 500),
         ("10B", 10),
     ],
@@ -113,7 +115,7 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "4 Gi B", "4TiB", "1e9", "4GiBs", "0x10", "nan", "1,5k", "4i"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "4 Gi B", "4PiB", "1e9", "4GiBs", "0x10", "nan", "1,5k", "4i"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match="not a size"):
         parse_bytes(text)
