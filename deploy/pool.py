@@ -12,6 +12,7 @@ from pathlib import Path
 
 from deploy.heartbeats import Heartbeats
 from deploy.http_server import HttpServer, bind
+from kvcache.pool.disk import NAMESPACE
 from kvcache.pool.node import PoolNode
 from kvcache.pool.service import PoolService
 from kvcache.pool.store import BlockStore, StoreConfig
@@ -46,6 +47,7 @@ class PoolHost:
         self.placement = placement
         self.parent = parent
         self._leaving = asyncio.Event()
+        self._last: PoolReport | None = None
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -58,12 +60,12 @@ class PoolHost:
         name = self.cluster.worker_name or address  # what its share of the keys is drawn by: the same at every start
         store = await asyncio.to_thread(BlockStore, self.store_config)
         node = PoolNode(name, store, address=address)
-        self._last = await node.report()
         service = PoolService(node)
         service.add_to(grpc_server)
+        status_door = await self._open_status_door(node)  # first what may fail
         await grpc_server.start()
-        status_door = await self._open_status_door(node)
         log.info("pool node %s listens on %s", name, address)
+        self._warn_of_names(name, port)
         heartbeats = Heartbeats(
             lambda caller, seconds: self._beat(node, caller, seconds),
             self.cluster,
@@ -72,10 +74,12 @@ class PoolHost:
             orphaned=self._leaving.set,
         )
         beating = asyncio.create_task(heartbeats.run(), name="heartbeats")
+        watching = asyncio.create_task(self._watch(node), name="figures")
         await self._leaving.wait()
         await self._leave(node, heartbeats)
         beating.cancel()
-        await asyncio.gather(beating, return_exceptions=True)
+        watching.cancel()
+        await asyncio.gather(beating, watching, return_exceptions=True)
         if status_door is not None:
             await status_door.stop()
         await node.stop()
@@ -93,19 +97,30 @@ class PoolHost:
         await draining
 
     async def _beat(self, node: PoolNode, caller: Caller, seconds: float) -> pb.HeartbeatReply:
-        self._last = await node.report()
+        report = pool_report_to_pb(await node.report())
         stub = registry.RegistryStub(caller.channel)
-        reply: pb.HeartbeatReply = await stub.PoolHeartbeat(
-            pool_report_to_pb(self._last), metadata=caller.metadata, timeout=seconds
-        )
+        reply: pb.HeartbeatReply = await stub.PoolHeartbeat(report, metadata=caller.metadata, timeout=seconds)
         return reply
+
+    async def _watch(self, node: PoolNode) -> None:
+        """Keep the figures of our own /metrics fresh, whether or not a router is told of them."""
+        while True:
+            self._last = await node.report()
+            await asyncio.sleep(self.placement.heartbeat_interval)
+
+    def _warn_of_names(self, name: str, port: int) -> None:
+        """Its share of the keys is drawn by its name: under another one, most of what its disk holds is never found."""
+        if self.store_config.disk_path is not None and name.endswith(f":{port}") and not self.cluster.grpc_port:
+            log.warning("the name of this node is its port, another one after a restart: give it a --worker-name")
 
     async def _open_status_door(self, node: PoolNode) -> HttpServer | None:
         if self.cluster.metrics_port is None:
             return None
 
+        self._last = first = await node.report()
+
         def last() -> PoolReport:
-            return self._last
+            return self._last or first
 
         app = status_app(
             health=lambda: (False, "draining") if node.draining else (True, "ok"),
@@ -121,13 +136,17 @@ def store_config(config: KvCacheConfig) -> StoreConfig:
     """What the store is told. Raises ValueError naming the flag at fault."""
     if config.ram == 0 and config.disk is None:
         raise ValueError("--ram 0 without --disk leaves a pool node no room; give it one of them")
+    quotas, room = parse_quotas(config.quota), config.ram if config.disk is None else config.disk_size
+    if sum(quotas.values()) > room or config.default_quota > room:
+        flag = "--ram" if config.disk is None else "--disk-size"
+        raise ValueError(f"--quota and --default-quota promise more than the {room} bytes of {flag}: lower them")
     return StoreConfig(
         ram_bytes=config.ram,
         disk_path=Path(config.disk) if config.disk is not None else None,
         disk_bytes=config.disk_size if config.disk is not None else 0,
         write="back" if config.disk_write == "back" else "through",
         policy=config.eviction,
-        quotas=parse_quotas(config.quota),
+        quotas=quotas,
         default_quota=config.default_quota,
         backlog=config.disk_backlog,
     )
@@ -141,6 +160,8 @@ def parse_quotas(text: str | None) -> dict[str, int]:
             name, equals, size = part.rpartition("=")
             if not equals or not name.strip():
                 raise ValueError(f"--quota: {part.strip()!r} is not a namespace and its bytes, such as default=1GiB")
+            if not NAMESPACE.fullmatch(name.strip()) or name.strip() in quotas:
+                raise ValueError(f"--quota: {name.strip()!r} cannot name a namespace, or has two quotas")
             try:
                 quotas[name.strip()] = parse_bytes(size)
             except ValueError as error:

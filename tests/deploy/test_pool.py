@@ -6,28 +6,30 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deploy import cache
 from deploy.cli import make_parser
-from deploy.pool import parse_quotas, store_config
+from deploy.pool import PoolHost, parse_quotas, store_config
 from kvcache.pool.client import PoolClient
 from kvcache.pool.eviction import DEFAULT_POLICY, POLICIES
 from kvcache.pool.remote import dial
 from router.fleet import Fleet, RouterConfig
 from router.policy import LeastLoaded
 from router.service import RegistryService
-from serving.config import KvCacheConfig
+from serving.config import ClusterConfig, ConfigError, HttpConfig, KvCacheConfig, PlacementConfig
 from serving.messages import PoolReport
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import listen, server
-from tests.kvcache.pool.nodes import KEY, PARTS, block, content
+from tests.kvcache.pool.nodes import KEY, PARTS, Served, block, content
 from tests.router.scripted import ScriptedWorker
 
 REPOSITORY = str(Path(__file__).resolve().parents[2])
@@ -174,6 +176,7 @@ def test_nobody_there_says_what_to_look_at(capsys: pytest.CaptureFixture[str]) -
         (["evict", "--nodes", "a:1"], "--all"),
         (["ls", "--nodes", "a:1", "--key", "xyz"], "64 hexadecimal"),
         (["ls", "--nodes", "a:1", "--key", "00"], "64 hexadecimal"),
+        (["push", "--nodes", "a:1", "--replication", "0"], "--replication 0"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(arguments: list[str], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +219,7 @@ def test_the_choices_of_eviction_are_the_stores() -> None:
     assert list(field.metadata["choices"]) == list(POLICIES) and field.default == DEFAULT_POLICY
 
 
-@pytest.mark.parametrize("text", ["a", "=1", "a=", "a=many", "a=1,b"])
+@pytest.mark.parametrize("text", ["a", "=1", "a=", "a=many", "a=1,b", "a/b=1", "a=1,a=2"])
 def test_a_quota_that_cannot_be_read_names_its_flag(text: str) -> None:
     with pytest.raises(ValueError, match="--quota"):
         parse_quotas(text)
@@ -225,3 +228,75 @@ def test_a_quota_that_cannot_be_read_names_its_flag(text: str) -> None:
 def test_a_node_without_any_room_is_refused() -> None:
     with pytest.raises(ValueError, match="--ram 0 without --disk"):
         store_config(KvCacheConfig(ram=0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"ram": 5, "quota": "a=3,b=3"}, "--ram"),
+        ({"ram": 9, "disk": "x", "disk_size": 5, "default_quota": 6}, "--disk-size"),
+    ],
+)
+def test_quotas_that_no_node_could_keep_name_their_flags(settings: dict[str, Any], flag: str) -> None:
+    with pytest.raises(ValueError, match=f"--quota and --default-quota .* 5 bytes of {flag}: lower them"):
+        store_config(KvCacheConfig(**settings))
+
+
+def test_an_empty_name_is_no_folder() -> None:
+    with pytest.raises(ConfigError, match="--disk: an empty name"):
+        KvCacheConfig(disk="")
+
+
+# ---- a node without a router, or without a place -------------------------------------------------------------------
+
+
+def host(*, cluster: ClusterConfig, disk: str | None = None) -> PoolHost:
+    return PoolHost(
+        KvCacheConfig(ram=1 << 20, disk=disk), cluster, HttpConfig(), PlacementConfig(heartbeat_interval=0.01)
+    )
+
+
+async def test_a_nodes_own_figures_are_fresh_without_any_router() -> None:
+    made = host(cluster=ClusterConfig(routers=""))
+    served = await Served("local").start()
+    watching = asyncio.create_task(made._watch(served.node))
+    await served.link.put(BLOCKS)
+    async with asyncio.timeout(30):
+        while made._last is None or made._last.stat.stored < len(BLOCKS):
+            await asyncio.sleep(0.001)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    await served.stop()
+
+
+@pytest.mark.parametrize(
+    ("disk", "settings", "warned"),
+    [
+        (True, {}, True),
+        (False, {}, False),
+        (True, {"worker_name": "pool-1"}, False),
+        (True, {"grpc_port": 8300}, False),
+        (True, {"advertise": "host:8300"}, False),
+    ],
+)
+def test_a_node_whose_name_will_not_come_back_with_its_disk_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, disk: bool, settings: dict[str, Any], warned: bool
+) -> None:
+    made = host(cluster=ClusterConfig(**settings), disk=str(tmp_path) if disk else None)
+    made._warn_of_names(made.cluster.worker_name or made.cluster.advertise or "127.0.0.1:4711", 4711)
+    assert ["--worker-name" in record.getMessage() for record in caplog.records] == [True] * warned
+
+
+async def test_a_port_in_use_is_one_clear_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "deploy.cli", "kvcache", "--host", "127.0.0.1", "--metrics-port", str(taken.getsockname()[1])),
+            cwd=REPOSITORY,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, said = await process.communicate()
+    assert process.returncode == 2
+    assert re.fullmatch(
+        r"millrace: cannot listen on 127.0.0.1:\d+: .*; choose another --host or --port\n", said.decode()
+    )
