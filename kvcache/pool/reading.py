@@ -116,12 +116,12 @@ class Origin(Protocol):
         """All of a block has been read from disk, unharmed."""
         ...
 
-    def drop_damaged_block(self, block: PoolBlock) -> Place:
+    def drop_damaged_block(self, block: PoolBlock, why: CorruptChunk) -> Place:
         """The block in memory is damaged; where else it can be read."""
         ...
 
-    def drop_damaged_file(self, held: Held) -> Place:
-        """The file is damaged or gone; where else the block can be read."""
+    def drop_damaged_file(self, held: Held, why: CorruptChunk) -> Place:
+        """The file is damaged, or gone, as when the block has been evicted; where else the block can be read."""
         ...
 
 
@@ -189,8 +189,7 @@ class Reader:
             try:
                 piece = source.piece(part)
             except CorruptChunk as error:
-                log.warning("a block of the KV pool was dropped from %s: %s", source.tier, error)
-                self._sources[index] = self._source(self._dropped(source), part)
+                self._sources[index] = self._source(self._dropped(source, error), part)
                 continue
             except OSError as error:
                 log.warning("a block of the KV pool cannot be read: %s", error)
@@ -209,10 +208,10 @@ class Reader:
         if isinstance(source, FileSource) and (block := source.take_whole()) is not None:
             self._origin.promote(block)
 
-    def _dropped(self, source: MemorySource | FileSource) -> Place:
+    def _dropped(self, source: MemorySource | FileSource, why: CorruptChunk) -> Place:
         if isinstance(source, MemorySource):
-            return self._origin.drop_damaged_block(source.block)
-        return self._origin.drop_damaged_file(source.held)
+            return self._origin.drop_damaged_block(source.block, why)
+        return self._origin.drop_damaged_file(source.held, why)
 
 
 @dataclass(slots=True)

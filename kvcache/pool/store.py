@@ -208,8 +208,7 @@ class BlockStore:
         try:
             verify_block(block)
         except CorruptChunk as error:
-            log.warning("a block in memory is damaged: %s", error)
-            self.drop_damaged_block(block)
+            self.drop_damaged_block(block, error)
             return True
         return False
 
@@ -217,10 +216,9 @@ class BlockStore:
         try:
             self.read_file(held, 0, 0, held.size)
         except CorruptChunk as error:
-            log.warning("a block on disk is damaged: %s", error)
             with self._lock:
                 still_here = self._tiers.disk.get(held.key) is held
-            self.drop_damaged_file(held)
+            self.drop_damaged_file(held, error)
             return still_here
         except OSError as error:
             log.warning("a block on disk cannot be read: %s", error)
@@ -236,17 +234,21 @@ class BlockStore:
         with self._changes_told():
             self._tiers.promote(block, self._now())
 
-    def drop_damaged_block(self, block: PoolBlock) -> Place:
+    def drop_damaged_block(self, block: PoolBlock, why: CorruptChunk) -> Place:
         with self._changes_told():
-            self._tiers.drop_damaged_block(block)
-            return self._tiers.place(block.key)
+            ours = self._tiers.drop_damaged_block(block)
+            place = self._tiers.place(block.key)
+        if ours:
+            log.warning("a block of the KV pool was dropped from ram: %s", why)
+        return place
 
-    def drop_damaged_file(self, held: Held) -> Place:
+    def drop_damaged_file(self, held: Held, why: CorruptChunk) -> Place:
         with self._changes_told():
             ours = self._tiers.drop_damaged_file(held)
             self._leaving.update([held.key] if ours else [])
             place = self._tiers.place(held.key)
         if ours:
+            log.warning("a block of the KV pool was dropped from disk: %s", why)
             self._remove_files([held])
         return place
 

@@ -181,8 +181,9 @@ class Tiers:
         self._settle(key)
         return held
 
-    def drop_damaged_block(self, block: PoolBlock) -> None:
-        """A block in memory is not what it should be; a file of it, written before, may still be."""
+    def drop_damaged_block(self, block: PoolBlock) -> bool:
+        """A block in memory is not what it should be; a file of it, written before, may still be. False if the block
+        has been dropped anyway."""
         in_ram, waits = self.ram.get(block.key) is block, self.waiting.get(block.key) is block
         if in_ram:
             self.ram.remove(block.key)
@@ -191,6 +192,7 @@ class Tiers:
             self.disk.remove(block.key)  # that file holds the same bytes, or will
         self.ram.shelf.counters.corrupt += in_ram or waits
         self._settle(block.key)
+        return in_ram or waits
 
     def drop_damaged_file(self, held: Held) -> bool:
         """A file is not what it should be. False if the block has been dropped anyway."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvcache.pool.block import PoolBlock
-from kvcache.pool.links import Tier
+from kvcache.pool.links import Selection, Tier
 from kvcache.pool.reading import LEAST_READ_BYTES
 from kvcache.pool.store import BlockStore
 from tests.kvcache.pool.storage import (
@@ -123,6 +123,19 @@ def test_a_file_that_vanishes_while_it_is_read_ends_its_block(opened: Open) -> N
     assert all(0 not in slab.indices for slab in left if slab.part > 0)
     assert sum(len(slab.indices) for slab in left if slab.part == 2) == len(many)
     assert store.lookup([big.key]) == [False]
+
+
+def test_a_block_evicted_while_it_is_read_is_no_damage(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+    store = opened(0, 2000)
+    big = block_of(0, parts=4, size=LEAST_READ_BYTES * 2 // 3)
+    many = [block_of(number) for number in range(1, 130)]
+    store.put([big, *many])
+    drained(store)
+    slabs = store.read([big.key, *(block.key for block in many)], 0, 0)
+    next(slabs)
+    assert store.evict(Selection(keys=(big.key,))) == 1
+    assert all(0 not in slab.indices for slab in slabs if slab.part > 0)
+    assert store.tier_stats()[Tier.DISK].corrupt == 0 and caplog.records == []
 
 
 def test_verify_finds_all_damage_in_every_tier(opened: Open) -> None:
