@@ -102,6 +102,12 @@ class Fleet:
         if self.pools.heartbeat(report, self.clock()):
             state = "leaving" if report.draining else "here"
             log.info("pool node %s (%s) is %s", report.stat.name, report.address, state)
+            for address in self.pools.namesakes(report):
+                log.warning(
+                    "pool nodes at %s and %s are both named %s, so one of them is asked for nothing: give each a "
+                    "--worker-name of its own",
+                    *(report.address, address, report.stat.name),
+                )
 
     def expire(self) -> None:
         """Take silent workers and pool nodes for dead; call about once a second."""

@@ -47,6 +47,13 @@ class Pools:
                 self._replaced.add(heard.report.stat.instance)
                 del self._heard[address]
 
+    def namesakes(self, report: PoolReport) -> list[str]:
+        """Where else nodes of its name are, none of them leaving: keys are drawn by names, so one of them gets none."""
+        usable = [heard.report for heard in self._heard.values() if not heard.report.draining]
+        if report.draining:
+            return []
+        return [one.address for one in usable if one.stat.name == report.stat.name and one.address != report.address]
+
     def expire(self, now: float) -> list[PoolReport]:
         """Nodes that have fallen silent, as they last were; they are forgotten."""
         gone = [heard.report for heard in self._heard.values() if now - heard.at > self.silence]

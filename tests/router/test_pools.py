@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -82,6 +84,19 @@ def test_two_living_nodes_of_one_name_do_not_push_each_other_out() -> None:
             pools.heartbeat(named("a", address), float(now))
     assert pools.nodes() == ["a@h:1", "a@h:2"]
     assert not pools.heartbeat(named("a", "h:1"), 5.0)
+
+
+def test_two_living_nodes_of_one_name_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = Fleet(RouterConfig(), lambda status: ScriptedWorker(status, {}), LeastLoaded(), lambda: 0.0)
+    for address in ("h:1", "h:2"):
+        fleet.pool_heartbeat(named("a", address))
+    assert [one for one in caplog.records if one.levelno == logging.WARNING] == [], "it may have come back elsewhere"
+    for _ in range(3):
+        for address in ("h:1", "h:2", "h:3"):
+            fleet.pool_heartbeat(named("a" if address != "h:3" else "b", address))
+    (warning,) = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert "h:1 and h:2 are both named a" in warning and "--worker-name" in warning
+    assert fleet.pools.namesakes(replace(named("a", "h:1"), draining=True)) == []
 
 
 async def test_nodes_report_and_every_answer_tells_where_the_pool_is() -> None:
