@@ -8,11 +8,13 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import shutil
 import threading
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,6 +28,8 @@ POLL_SECONDS = 0.0002  # between looks at writes in progress
 TURN_SECONDS = (
     0.001  # between turns given to writes that arrive; those that need none (shared memory, RDMA) do not wait
 )
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 -- nothing is written there, only its room is looked at
+LEAST_SHARED_BYTES = 32 << 20  # UCX takes four MiB there; it has been seen to crash the process with 16 left
 MOST_PEERS = 64  # remote agents remembered; beyond, the one met longest ago is forgotten
 
 T = TypeVar("T")
@@ -33,6 +37,17 @@ T = TypeVar("T")
 
 def installed() -> bool:
     return importlib.util.find_spec("nixl") is not None
+
+
+def require_shared_memory() -> None:
+    """Raises CarrierFailed where UCX would have too little of it to be safe."""
+    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else LEAST_SHARED_BYTES
+    if free < LEAST_SHARED_BYTES:
+        wanted = LEAST_SHARED_BYTES >> 20
+        raise CarrierFailed(
+            f"NIXL wants {wanted} MiB free in {SHARED_MEMORY}, which has {free >> 20}; give the container more "
+            "(--shm-size), or choose --kv-transport shm or grpc"
+        )
 
 
 @dataclass(slots=True)
@@ -55,6 +70,7 @@ class Agent:
     """
 
     def __init__(self, size: int):
+        require_shared_memory()
         self.memory = np.zeros(size, dtype=np.uint8)
         self.base = int(self.memory.ctypes.data)
         self._news = threading.Condition()
