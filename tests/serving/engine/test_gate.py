@@ -28,7 +28,7 @@ def fused(model: LoadedModel, pool: DevicePool) -> Forward:
     kernels = cpu.load(threads=2)
     if kernels is None:
         pytest.skip("no compiler")
-    return FusedForward(model.model, pool.planes, kernels, 128)
+    return FusedForward(model.model, pool.planes, kernels, 512)
 
 
 def eager(model: LoadedModel, pool: DevicePool) -> Forward:

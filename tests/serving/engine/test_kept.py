@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
 from kvcache.device import DevicePool
 from serving.engine.batch import RaggedBatch
-from serving.engine.forward import EagerForward, Forward
-from serving.engine.fused import FusedForward
-from serving.kernels import cpu
+from serving.engine.forward import Forward
 from serving.model.loading import LoadedModel, load
+from tests.serving.engine.test_gate import Make, eager, fused
 from tests.serving.kernels.pieces import CopiedPieces
 from tests.tiny import tiny_llama
 
 BLOCKS, SIZE = 24, 16
 LONG, SHORT = list(range(1, 20)), [20, 0, 23]  # block tables of two sequences
-Make = Callable[[LoadedModel, DevicePool], Forward]
-
-
-def fused(model: LoadedModel, pool: DevicePool) -> Forward:
-    kernels = cpu.load(threads=2)
-    if kernels is None:
-        pytest.skip("no compiler")
-    return FusedForward(model.model, pool.planes, kernels, 512)
-
-
-def eager(model: LoadedModel, pool: DevicePool) -> Forward:
-    return EagerForward(model.model, pool.planes)
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
