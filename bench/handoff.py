@@ -23,6 +23,7 @@ import uvloop
 
 from bench.far import FarProcess
 from bench.sink import BLOCK, Sink, smollm2_layers
+from kvcache.commit import sealed_commit
 from kvcache.device import DevicePool, token_bytes
 from kvcache.handoff import Handoff
 from kvcache.slots.choice import chosen
@@ -131,7 +132,7 @@ class Bench:
             for layer in range(len(self.pool.specs)):
                 handoff.layer_done(layer, self.tokens)
         await handoff.run()
-        await link.commit(FENCE, 0)
+        await link.commit(sealed_commit(FENCE, 0))
         took = time.perf_counter() - began
         await link.close()
         return took

@@ -17,6 +17,7 @@ import uvloop
 
 from decode.service import DecodeService
 from kvcache.chunk import Chunk, split, verify
+from kvcache.commit import Commit
 from kvcache.device import DevicePool
 from kvcache.transports import LOCAL, Landings, landings_for
 from serving.heap import keep_freed_memory
@@ -57,7 +58,7 @@ class Sink:
             self.pool.write(layer, slots, parts)
         self.taken += len(chunk.payload)
 
-    async def commit(self, fence: LeaseId, first_token: int, via: str = LOCAL) -> None:
+    async def commit(self, commit: Commit, via: str = LOCAL) -> None:
         """Nothing follows."""
 
 

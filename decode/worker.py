@@ -15,6 +15,7 @@ from decode.direct import DirectLeases
 from decode.leases import Lease, LeaseTable
 from decode.scheduler import DecodeScheduler
 from kvcache.chunk import Chunk, split, verify
+from kvcache.commit import Commit, verify_commit
 from kvcache.device import DevicePool, token_bytes
 from kvcache.direct import DirectPrefixes
 from kvcache.manager import KVManager
@@ -67,7 +68,7 @@ class DecodeWorker:
         self.sessions: dict[str, Session] = {}
         self.draining = False
         self.receiving = 0  # handoffs in progress
-        self.refused: dict[str, int] = {}  # KV chunks refused, by reason
+        self.refused: dict[str, int] = {}  # KV chunks and commits refused, by reason
         self.received: Counter[str] = Counter()  # bytes of KV taken in, by transport
         self.handoffs: Counter[str] = Counter()  # handoffs committed, by transport
         self._session_count = 0
@@ -177,12 +178,14 @@ class DecodeWorker:
             self._refuse(error, chunk.lease)
             raise
 
-    async def commit(self, fence: LeaseId, first_token: int, via: str = LOCAL) -> range | None:
-        """All KV is handed over: the lease joins the batch after `first_token`. Raises CorruptChunk, StaleLease.
+    async def commit(self, commit: Commit, via: str = LOCAL) -> range | None:
+        """All KV is handed over: the lease joins the batch after its first token. Raises CorruptChunk, StaleLease.
 
         Tokens that were to come from the KV pool and did not are returned instead: hand them over and commit again.
         """
+        fence = commit.lease
         try:
+            verify_commit(commit)
             if lacking := await self.direct.settle(fence):
                 return lacking
             with self.engine.lock:
@@ -190,7 +193,7 @@ class DecodeWorker:
                 seq = lease.seq
                 seq.computed = len(seq.tokens)
                 self.kv.publish(seq)
-                seq.tokens.append(first_token)
+                seq.tokens.append(commit.first_token)
                 self.scheduler.add(seq)
         except Retryable as error:
             self._refuse(error, fence)

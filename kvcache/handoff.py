@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 
 from kvcache.chunk import Chunk, encode
+from kvcache.commit import sealed_commit
 from kvcache.device import DevicePool
 from kvcache.places import Place, Places
 from kvcache.relay import AS_STORED, Wire
@@ -115,7 +116,8 @@ class Handoff:
 
         Raises what the link raises.
         """
-        lacking = await self.link.commit(self.fence, first_token)
+        commit = sealed_commit(self.fence, first_token)
+        lacking = await self.link.commit(commit)
         if not lacking:
             return
         if not 0 <= lacking.start < lacking.stop <= self.seq.start:
@@ -125,7 +127,7 @@ class Handoff:
         for layer in range(layers):
             self.plan.layer_done(layer, lacking.stop)
         await self.run()
-        if await self.link.commit(self.fence, first_token):
+        if await self.link.commit(commit):
             raise StaleLease("the decode worker still lacks KV", code="incomplete")
 
     async def run(self) -> None:

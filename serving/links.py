@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from serving.errors import MillraceError
-from serving.messages import Audit, Delta, LeaseGrant, LeaseId, LeaseOrder, Prefilled, PrefillOrder
+from serving.messages import Audit, Delta, LeaseGrant, LeaseOrder, Prefilled, PrefillOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +81,10 @@ class HandoffLink(Protocol):
         """Send a kvcache.chunk.Chunk. Raises CorruptChunk, StaleLease or WorkerLost, perhaps of an earlier chunk."""
         ...
 
-    async def commit(self, fence: LeaseId, first_token: int) -> range | None:
-        """All is sent: the decode worker checks that nothing is missing and takes over. Raises as `push`.
+    async def commit(self, commit: Any) -> range | None:
+        """All is sent (a kvcache.commit.Commit): the decode worker checks that nothing is missing and takes over.
 
-        Tokens that it did not get from the KV pool are returned: send them, and commit again.
+        Tokens that it did not get from the KV pool are returned: send them, and commit again. Raises as `push`.
         """
         ...
 

@@ -82,7 +82,7 @@ _NODE_COUNTERS: dict[str, tuple[str, Callable[[PoolStat], float]]] = {
 }
 # Counters of workers that come apart by a label: `name/value of the label`.
 _WORKER_LABELLED = {
-    "kv_chunks_refused": ("KV chunks refused, by why", "reason"),
+    "kv_chunks_refused": ("KV chunks and commits of handoffs refused, by why", "reason"),
     "kv_received_bytes": ("Bytes of KV taken in from prefill workers, by transport", "transport"),
     "kvcache_fetched_bytes": ("Bytes that came from the KV pool, by transport", "transport"),
     "kv_handoffs": ("Handoffs completed, by transport", "transport"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from kvcache.slots.carriers import Landing, Landings, Slots
 from kvcache.transports.frames import Frame
 from kvcache.transports.local import Receiver
-from kvcache.transports.messages import chunk_from_pb
+from kvcache.transports.messages import chunk_from_pb, commit_from_pb
 from serving.errors import InvalidRequest, MillraceError
 from serving.proto import millrace_pb2 as pb
 from serving.wire import error_to_pb, lease_from_pb
@@ -55,8 +55,7 @@ class Incoming:
                 welcome.start = await self.receiver.begin(lease_from_pb(message.hello.lease))
             return pb.PushReply(welcome=welcome)
         if part == "commit":
-            commit = message.commit
-            lacking = await self.receiver.commit(lease_from_pb(commit.lease), commit.first_token, self.via)
+            lacking = await self.receiver.commit(commit_from_pb(message.commit), self.via)
             if lacking:
                 return pb.PushReply(lacking=pb.TokenRange(start=lacking.start, end=lacking.stop))
             return pb.PushReply(committed=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvcache.chunk import Chunk
+from kvcache.commit import Commit
 from serving.messages import LeaseId
 
 LOCAL = "local"
@@ -15,7 +16,7 @@ class Receiver(Protocol):
 
     async def receive(self, chunk: Chunk, via: str = LOCAL) -> None: ...
     async def begin(self, fence: LeaseId) -> int: ...
-    async def commit(self, fence: LeaseId, first_token: int, via: str = LOCAL) -> range | None: ...
+    async def commit(self, commit: Commit, via: str = LOCAL) -> range | None: ...
 
 
 class LocalHandoff:
@@ -31,8 +32,8 @@ class LocalHandoff:
     async def push(self, chunk: Chunk) -> None:
         await self.receiver.receive(chunk)
 
-    async def commit(self, fence: LeaseId, first_token: int) -> range | None:
-        return await self.receiver.commit(fence, first_token)
+    async def commit(self, commit: Commit) -> range | None:
+        return await self.receiver.commit(commit)
 
     async def close(self) -> None:
         """Nothing is open."""

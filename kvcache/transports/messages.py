@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvcache.chunk import Chunk
+from kvcache.commit import Commit
 from kvcache.transports.frames import Frame
-from serving.messages import LeaseId
 from serving.proto import millrace_pb2 as pb
 from serving.wire import lease_from_pb, lease_to_pb
 
@@ -44,5 +44,10 @@ def chunk_from_pb(message: pb.Chunk, payload: bytes | memoryview) -> Chunk:
     )
 
 
-def commit_frame(fence: LeaseId, first_token: int) -> Frame:
-    return Frame(pb.PushMessage(commit=pb.Commit(lease=lease_to_pb(fence), first_token=first_token)))
+def commit_frame(commit: Commit) -> Frame:
+    message = pb.Commit(lease=lease_to_pb(commit.lease), first_token=commit.first_token, digest=commit.digest)
+    return Frame(pb.PushMessage(commit=message))
+
+
+def commit_from_pb(message: pb.Commit) -> Commit:
+    return Commit(lease=lease_from_pb(message.lease), first_token=message.first_token, digest=message.digest)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcache.chunk import Chunk
+from kvcache.commit import Commit
 from kvcache.slots.carriers import Carrier, CarrierFailed, NoSlots
 from kvcache.transports.frames import PUSH, Frame, to_wire
 from kvcache.transports.messages import chunk_frame, commit_frame
@@ -78,9 +79,9 @@ class GrpcHandoff:
         slot = await self._free_slot()
         await self._put(_Written(chunk, slot, self._carrier.write(slot, self._addresses[slot], chunk.payload)))
 
-    async def commit(self, fence: LeaseId, first_token: int) -> range | None:
+    async def commit(self, commit: Commit) -> range | None:
         self._lacking = asyncio.get_running_loop().create_future()
-        await self._put(commit_frame(fence, first_token))
+        await self._put(commit_frame(commit))
         answers: list[Future[Any]] = [self._lacking, self._outcome]
         await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
         return self._outcome.result() if self._outcome.done() else self._lacking.result()

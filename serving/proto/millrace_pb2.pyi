@@ -238,12 +238,14 @@ class Chunk(_message.Message):
     def __init__(self, lease: _Optional[_Union[LeaseId, _Mapping]] = ..., layout: _Optional[str] = ..., first_layer: _Optional[int] = ..., last_layer: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., payload: _Optional[bytes] = ..., digest: _Optional[bytes] = ..., encoding: _Optional[str] = ..., first_head: _Optional[int] = ..., last_head: _Optional[int] = ..., slot: _Optional[int] = ..., slot_bytes: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("lease", "first_token")
+    __slots__ = ("lease", "first_token", "digest")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     lease: LeaseId
     first_token: int
-    def __init__(self, lease: _Optional[_Union[LeaseId, _Mapping]] = ..., first_token: _Optional[int] = ...) -> None: ...
+    digest: bytes
+    def __init__(self, lease: _Optional[_Union[LeaseId, _Mapping]] = ..., first_token: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class PushHello(_message.Message):
     __slots__ = ("transport", "lease")

@@ -13,6 +13,7 @@ from decode.leases import LeaseState
 from decode.worker import Session
 from kvcache.blockbytes import read_blocks
 from kvcache.chunk import Chunk, encode
+from kvcache.commit import sealed_commit
 from kvcache.direct import DirectPrefixes
 from kvcache.directpace import DirectPace
 from kvcache.fetchpace import FetchPace
@@ -94,7 +95,7 @@ async def test_the_pool_and_the_handoff_fill_a_lease_together(worker: Direct, se
     grant = await worker.lease(session, PROMPT)
     assert grant.cached_tokens == 0 and await worker.decode.begin(grant.lease) == WHOLE
     await worker.decode.receive(chunk(grant.lease, WHOLE, 14))
-    assert await worker.decode.commit(grant.lease, 1) is None
+    assert await worker.decode.commit(sealed_commit(grant.lease, 1)) is None
     assert worker.runs(grant.lease) and worker.holds(grant.lease)
     another = await worker.lease(session, PROMPT, "r/2")
     assert another.cached_tokens == WHOLE and await worker.decode.begin(another.lease) == 0, "nothing is left to bring"
@@ -104,7 +105,7 @@ async def test_the_commit_waits_for_the_pool(worker: Direct, session: Session) -
     grant = await worker.lease(session, PROMPT)
     await worker.stalled(grant.lease)
     await worker.decode.receive(chunk(grant.lease, WHOLE, 14))
-    committing = asyncio.create_task(worker.decode.commit(grant.lease, 1))
+    committing = asyncio.create_task(worker.decode.commit(sealed_commit(grant.lease, 1)))
     await asyncio.sleep(0)
     assert not worker.runs(grant.lease) and not committing.done()
     worker.reader.gate.set()
@@ -119,14 +120,14 @@ async def test_what_the_pool_lacks_is_handed_over_after_all(
     grant = await worker.lease(session, PROMPT)
     assert await worker.decode.begin(grant.lease) == WHOLE
     await worker.decode.receive(chunk(grant.lease, WHOLE, 14))
-    assert await worker.decode.commit(grant.lease, 1) == range(4 * block, WHOLE)
+    assert await worker.decode.commit(sealed_commit(grant.lease, 1)) == range(4 * block, WHOLE)
     with pytest.raises(CorruptChunk, match="missing"):
-        await worker.decode.commit(grant.lease, 1)
+        await worker.decode.commit(sealed_commit(grant.lease, 1))
     for wrong in (chunk(grant.lease, WHOLE, 14), chunk(grant.lease, 4 * block, 13)):
         with pytest.raises(CorruptChunk, match="order"):
             await worker.decode.receive(wrong)
     await worker.decode.receive(chunk(grant.lease, 4 * block, WHOLE))
-    assert await worker.decode.commit(grant.lease, 1) is None
+    assert await worker.decode.commit(sealed_commit(grant.lease, 1)) is None
     assert worker.runs(grant.lease) and worker.holds(grant.lease) and worker.prefixes.fallbacks == 1
 
 
@@ -134,7 +135,7 @@ async def test_a_commit_with_kv_missing_is_refused_at_once(worker: Direct, sessi
     grant = await worker.lease(session, PROMPT)
     assert await worker.stalled(grant.lease) == WHOLE
     with pytest.raises(CorruptChunk, match="missing"):
-        await asyncio.wait_for(worker.decode.commit(grant.lease, 1), 5)
+        await asyncio.wait_for(worker.decode.commit(sealed_commit(grant.lease, 1)), 5)
     with pytest.raises(CorruptChunk, match="order"):
         await worker.decode.receive(chunk(grant.lease, 0, 14))
 
@@ -143,7 +144,7 @@ async def test_beginning_anew_stops_what_still_came_and_begins_that_anew_too(wor
     old = await worker.lease(session, PROMPT)
     await worker.stalled(old.lease)
     await worker.decode.receive(chunk(old.lease, WHOLE, 14))
-    committing = asyncio.create_task(worker.decode.commit(old.lease, 1))
+    committing = asyncio.create_task(worker.decode.commit(sealed_commit(old.lease, 1)))
     await asyncio.sleep(0)
     new = await session.advance(make_order(PROMPT, lease=worker.fence(epoch=1), generated=[3]))
     with pytest.raises(StaleLease):
@@ -157,7 +158,7 @@ async def test_beginning_anew_stops_what_still_came_and_begins_that_anew_too(wor
     assert await worker.decode.begin(old.lease) == 0
     assert await worker.decode.begin(new.lease) == WHOLE
     await worker.decode.receive(chunk(new.lease, WHOLE, 15))
-    assert await worker.decode.commit(new.lease, 1) is None and worker.holds(new.lease)
+    assert await worker.decode.commit(sealed_commit(new.lease, 1)) is None and worker.holds(new.lease)
 
 
 @pytest.mark.parametrize("slabs", [0, 1])
@@ -189,7 +190,7 @@ async def test_kv_that_came_before_the_answer_is_kept(worker: Direct, session: S
     worker.reader.answers.set()
     assert await beginning == 0
     await worker.decode.receive(chunk(grant.lease, 8, 14))
-    assert await worker.decode.commit(grant.lease, 1) is None and worker.holds(grant.lease)
+    assert await worker.decode.commit(sealed_commit(grant.lease, 1)) is None and worker.holds(grant.lease)
 
 
 @pytest.mark.parametrize("worker", [Role.MIXED], indirect=True)
@@ -205,6 +206,6 @@ async def test_handoffs_are_measured_where_they_arrive(worker: Direct, session: 
     grant = await worker.lease(session, PROMPT)  # reads the clock once
     await worker.decode.receive(chunk(grant.lease, 0, 8))
     await worker.decode.receive(chunk(grant.lease, 8, 14))
-    await worker.decode.commit(grant.lease, 1)
+    await worker.decode.commit(sealed_commit(grant.lease, 1))
     pace = worker.prefixes.pace.byte_seconds
     assert pace is not None and abs(pace - 0.5 / (6 * sum(spec.token_bytes for spec in SPECS))) < 1e-12

@@ -9,6 +9,7 @@ import pytest
 
 from decode.worker import Session
 from kvcache.chunk import Chunk, encode
+from kvcache.commit import sealed_commit
 from kvcache.relay import choose_wire
 from serving.errors import ContextLengthExceeded, CorruptChunk, Draining, InvalidRequest, NoRoom, Preempted, StaleLease
 from serving.messages import FinishReason, LeaseGrant, LeaseId, Role
@@ -46,7 +47,7 @@ async def hand_over(worker: Worker, grant: LeaseGrant, tokens: list[int]) -> int
     seq = worker.decode.table.check(grant.lease).seq
     worker.runner.write(seq.root, seq.tokens, seq.blocks, seq.computed)
     first = next_token(tokens)
-    await worker.decode.commit(grant.lease, first)
+    await worker.decode.commit(sealed_commit(grant.lease, first))
     return first
 
 
@@ -126,7 +127,7 @@ async def test_beginning_anew_shuts_out_what_the_last_try_still_sends(session: S
         with pytest.raises(StaleLease):
             await worker.decode.receive(late)
     with pytest.raises(StaleLease):
-        await worker.decode.commit(old.lease, 1)
+        await worker.decode.commit(sealed_commit(old.lease, 1))
     await hand_over(worker, new, [*PROMPT, 3])
     worker.step()
     assert [event.epoch for event in worker.events] == [1]
@@ -148,7 +149,7 @@ async def test_a_commit_with_kv_missing_is_refused(session: Session, worker: Wor
     grant = await worker.lease(session, PROMPT)
     await worker.decode.receive(chunk(grant.lease, 0, 10, range(1)))
     with pytest.raises(CorruptChunk, match="missing"):
-        await worker.decode.commit(grant.lease, 1)
+        await worker.decode.commit(sealed_commit(grant.lease, 1))
     assert worker.decoding.running == [] and worker.kv.pool.match(worker.decode.sequences()[0].keys) == []
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from decode.worker import Session
 from kvcache.chunk import Chunk, encode, sealed
+from kvcache.commit import sealed_commit
 from kvcache.host import HostPlan
 from serving.engine.sequence import Sequence
 from serving.errors import ContextLengthExceeded, CorruptChunk, MillraceError, NoRoom, StaleLease
@@ -75,7 +76,7 @@ async def test_its_kv_lands_in_both_memories_and_it_decodes_from_there(worker: W
                 found = token_at(worker.pool, layer, seq.blocks, position - border)
             assert found == there, f"token {position}"
     first = next_token(PROMPT)
-    await worker.decode.commit(grant.lease, first)
+    await worker.decode.commit(sealed_commit(grant.lease, first))
     assert [first, *run(worker)] == written_out(PROMPT, 16)
     assert worker.kv.host is not None and worker.kv.host.tokens_moved > 0, "it grew beyond what it was opened with"
 
@@ -104,7 +105,7 @@ async def test_a_wrong_chunk_for_the_host_is_refused_and_writes_nothing(
     assert raised.value.code == reason and worker.decode.refused == {reason: 1}
     assert not any(plane.any() for planes in worker.host_kv.planes for plane in planes)
     await fill(worker, grant.lease)
-    await worker.decode.commit(grant.lease, next_token(PROMPT))
+    await worker.decode.commit(sealed_commit(grant.lease, next_token(PROMPT)))
     assert [next_token(PROMPT), *run(worker)] == written_out(PROMPT, 4), "the handoff may go on"
 
 
@@ -118,9 +119,9 @@ async def test_a_new_epoch_shuts_out_what_the_last_one_still_sends_to_the_host(
         with pytest.raises(StaleLease):
             await worker.decode.receive(late)
     with pytest.raises(CorruptChunk, match="missing"):
-        await worker.decode.commit(new.lease, 1)
+        await worker.decode.commit(sealed_commit(new.lease, 1))
     await fill(worker, new.lease)
-    await worker.decode.commit(new.lease, next_token(PROMPT))
+    await worker.decode.commit(sealed_commit(new.lease, next_token(PROMPT)))
     assert [next_token(PROMPT), *run(worker)] == written_out(PROMPT, 4)
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from deploy.local import LocalCluster
 from kvcache.chunk import Chunk, encode, sealed
-from kvcache.transports import Dialer, GrpcHandoff, LocalHandoff
+from kvcache.commit import Commit, sealed_commit
+from kvcache.transports import LOCAL, Dialer, GrpcHandoff, LocalHandoff
 from router.fleet import RouterConfig
 from serving.config import EngineConfig, ModelConfig
 from serving.errors import CorruptChunk, MillraceError, StaleLease
@@ -65,6 +66,30 @@ async def test_a_bit_flipped_on_the_wire_is_refused_and_survived(
             await proxy.stop()
 
 
+@pytest.mark.parametrize("kind", [LocalCluster, RemoteCluster])
+async def test_a_first_token_with_a_flipped_bit_is_refused_and_survived(
+    tiny_model: LoadedModel, tiny_path: Path, kind: type[LocalCluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit is harmed on its way in the first two tries: the text must not go on from another token."""
+    prompt = prompts(1, shortest=50, longest=50, seed=21)[0]
+    async with cluster_of(tiny_model, kind) as started:
+        cluster = Cluster(started)
+        decode = started.workers[1].decode
+        assert decode is not None
+        as_sent = decode.commit
+
+        async def harmed(commit: Commit, via: str = LOCAL) -> range | None:
+            if len(cluster.seen.replacements) < 2:
+                commit = replace(commit, first_token=commit.first_token ^ 4)
+            return await as_sent(commit, via)
+
+        monkeypatch.setattr(decode, "commit", harmed)
+        assert await cluster.tokens(request(prompt)) == greedy_tiny(tiny_path, prompt, TOKENS)
+        assert [error.code for error in cluster.seen.replacements] == ["digest", "digest"]
+        assert decode.refused == {"digest": 2}
+        await cluster.idle()
+
+
 class Lease:
     """A lease opened by hand on a decode worker, and the chunks of a sequence for it."""
 
@@ -101,7 +126,7 @@ async def push(cluster: LocalCluster, lease: Lease, *chunks: Chunk) -> None:
     try:
         for chunk in chunks:
             await link.push(chunk)
-        await link.commit(chunks[-1].lease, 5)
+        await link.commit(sealed_commit(chunks[-1].lease, 5))
     finally:
         await link.close()
         if isinstance(link, GrpcHandoff):

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvcache.chunk import Chunk, sealed
+from kvcache.commit import Commit, sealed_commit
 from serving.messages import LeaseId
 
+FENCE = ("lease", "epoch", "instance")
 NUMBERS = ("first_layer", "last_layer", "first_head", "last_head", "start", "end")
 
 
@@ -22,7 +24,7 @@ class Corruption:
 
     name: str
     chunk: Chunk | None
-    commit: LeaseId | None = None
+    commit: Commit | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,16 +114,18 @@ def harmed_text(text: str, chance: random.Random) -> str:
 def harmed_header(traffic: Traffic, chance: random.Random) -> Chunk:
     """A bit flipped in any field."""
     chunk = traffic.due
-    field = chance.choice(("lease", "epoch", "instance", "layout", "encoding", *NUMBERS))
+    field = chance.choice((*FENCE, "layout", "encoding", *NUMBERS))
     if field in ("layout", "encoding"):
         return replace(chunk, **{field: harmed_text(getattr(chunk, field), chance)})
-    if field in ("lease", "instance"):
-        text = harmed_text(getattr(chunk.lease, field), chance)
-        return replace(chunk, lease=replace(chunk.lease, **{field: text}))
-    bit = 1 << chance.randrange(31)
+    if field in FENCE:
+        return replace(chunk, lease=harmed_fence(chunk.lease, field, chance))
+    return replace(chunk, **{field: getattr(chunk, field) ^ 1 << chance.randrange(31)})
+
+
+def harmed_fence(fence: LeaseId, field: str, chance: random.Random) -> LeaseId:
     if field == "epoch":
-        return replace(chunk, lease=replace(chunk.lease, epoch=chunk.lease.epoch ^ bit))
-    return replace(chunk, **{field: getattr(chunk, field) ^ bit})
+        return replace(fence, epoch=fence.epoch ^ 1 << chance.randrange(31))
+    return replace(fence, **{field: harmed_text(getattr(fence, field), chance)})
 
 
 def wrong_place(traffic: Traffic, chance: random.Random) -> Chunk:
@@ -231,19 +235,37 @@ KINDS: dict[str, Callable[[Traffic, random.Random], Chunk]] = {
 }
 
 
-def early_commit(traffic: Traffic, chance: random.Random) -> LeaseId:
+# ---- commits -------------------------------------------------------------------------------------------------------
+
+
+COMMITS = ("early commit", "harmed commit")
+
+
+def early_commit(traffic: Traffic, chance: random.Random) -> Commit:
     """The end is announced while KV is missing, or by whom nobody asked."""
     fence = traffic.due.lease
     past = [chunk.lease for chunk in traffic.stale]
     wrong = (fence, replace(fence, epoch=fence.epoch + 1), replace(fence, instance=harmed_text(fence.instance, chance)))
-    return chance.choice((*wrong, *past))
+    return sealed_commit(chance.choice((*wrong, *past)), 1)
+
+
+def harmed_commit(commit: Commit, chance: random.Random) -> Commit:
+    """A bit flipped in any field, or the digest of another length."""
+    field = chance.choice((*FENCE, "first_token", "digest"))
+    if field == "first_token":
+        return replace(commit, first_token=commit.first_token ^ 1 << chance.randrange(32))
+    if field == "digest":
+        return replace(commit, digest=chance.choice((flipped, truncated, extended))(commit.digest, chance))
+    return replace(commit, lease=harmed_fence(commit.lease, field, chance))
 
 
 def corruption(traffic: Traffic, chance: random.Random) -> Corruption:
     """One of any kind."""
-    name = chance.choice((*KINDS, "commit"))
-    if name == "commit":
+    name = chance.choice((*KINDS, *COMMITS))
+    if name == "early commit":
         return Corruption(name, None, early_commit(traffic, chance))
+    if name == "harmed commit":
+        return Corruption(name, None, harmed_commit(sealed_commit(traffic.due.lease, 1), chance))
     return Corruption(name, KINDS[name](traffic, chance))
 
 

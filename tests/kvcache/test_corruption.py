@@ -17,6 +17,7 @@ from torch import Tensor
 from decode.leases import Lease
 from decode.worker import Session
 from kvcache.chunk import Chunk, encode
+from kvcache.commit import Commit, sealed_commit
 from kvcache.device import DevicePool
 from kvcache.relay import choose_wire, relay
 from serving.errors import Retryable
@@ -24,7 +25,7 @@ from serving.kvspec import LayerKV, gqa, gqa_int8
 from serving.links import HandoffLink
 from serving.messages import LeaseGrant, LeaseOrder, Role
 from tests.decode.workers import FINGERPRINT, Worker
-from tests.kvcache.corruptions import KINDS, Corruption, Traffic, corruption
+from tests.kvcache.corruptions import COMMITS, KINDS, Corruption, Traffic, corruption, harmed_commit
 from tests.kvcache.layers import same_parts
 from tests.kvcache.reaching import TRANSPORTS, Way, way_to
 from tests.kvcache.sequences import make_order
@@ -52,6 +53,7 @@ REASONS = {
     "instance",
     "incomplete",
 }
+WHOLE = 4  # harmed commits when there is nothing else to refuse them for: all KV is there
 CORRUPTIONS = {"local": 10_002, "grpc": 1_500, "shm": 1_500, "nixl": 900}  # over all ends
 
 
@@ -161,21 +163,24 @@ class Campaign:
     async def harm(self, story: Story) -> Corruption:
         """Send something wrong; it must come back as a refusal with a reason, and leave no trace but the count."""
         wrong = corruption(self.traffic(story), self.chance)
+        await self.refused(wrong, wrong.commit or sealed_commit(story.grant.lease, 1))
+        return wrong
+
+    async def refused(self, wrong: Corruption, commit: Commit) -> None:
         before, refused = Held(self.receiver), self.receiver.refused
         link = self.receiver.way.dial()
         try:
             with pytest.raises(Retryable) as refusal:
                 if wrong.chunk is not None:
                     await link.push(wrong.chunk)
-                fence = wrong.commit if wrong.commit is not None else story.grant.lease
-                await link.commit(fence, 1)
+                await link.commit(commit)
         finally:
             await link.close()
         assert refusal.value.code in REASONS, (wrong.name, refusal.value)
         assert wrong.chunk is None or refusal.value.code != "incomplete", f"{wrong.name} was taken: {wrong.chunk}"
+        assert (wrong.name == "harmed commit") <= (refusal.value.code == "digest"), "refused for another reason"
         assert self.receiver.refused == refused + 1, wrong.name
         before.check_unchanged()
-        return wrong
 
     async def send(self, story: Story) -> None:
         """The next chunk as it should be; it must be taken in spite of all that came before it."""
@@ -188,9 +193,11 @@ class Campaign:
         story.accepted.append(chunk)
 
     async def finish(self, story: Story) -> None:
-        """The KV that is there at the end is the KV that was meant."""
-        await self.link.commit(story.grant.lease, 1)
+        """The KV that is there at the end is the KV that was meant, and so is the token that follows."""
+        token = self.chance.randrange(1000)
+        await self.link.commit(sealed_commit(story.grant.lease, token))
         lease = self.receiver.lease_of(story.order)
+        assert lease.seq.tokens == [*story.order.request.prompt, token]
         theirs, ours = self.receiver.pool, self.source
         for layer, (own, stored) in enumerate(zip(ours.specs, theirs.specs, strict=True)):
             sent = relay(ours.read(layer, ours.slots(story.blocks, 0, TOKENS)), own, self.wire.layers[layer])
@@ -216,6 +223,10 @@ class Campaign:
             if anew or story.due:
                 await self.begin_anew(story)
             else:
+                for _ in range(min(WHOLE, count - kinds.total())):
+                    wrong = harmed_commit(sealed_commit(story.grant.lease, 1), self.chance)
+                    await self.refused(Corruption("harmed commit", None, wrong), wrong)
+                    kinds["harmed commit"] += 1
                 await self.finish(story)
             await self.link.close()
         return kinds
@@ -251,4 +262,4 @@ async def test_every_corruption_is_refused_counted_and_without_effect(campaign: 
     count = CORRUPTIONS[transport] // len(ENDS)
     kinds = await campaign.run(count)
     assert kinds.total() == count == campaign.receiver.refused
-    assert kinds.keys() == {*KINDS, "commit"}, "every kind of harm was done"
+    assert kinds.keys() == {*KINDS, *COMMITS}, "every kind of harm was done"

@@ -12,7 +12,6 @@ from kvcache import handoff as handoffs
 from kvcache.chunk import Chunk, split, verify
 from kvcache.handoff import Handoff, HandoffPlan
 from serving.errors import StaleLease
-from serving.messages import LeaseId
 from tests.kvcache.layers import LAYOUTS, random_pool, token_at
 from tests.kvcache.sequences import lease_id, make_sequence
 
@@ -95,7 +94,7 @@ class RecordingLink:
         self.chunks.append(chunk)
         self.pushed.set()
 
-    async def commit(self, fence: LeaseId, first_token: int) -> None: ...
+    async def commit(self, commit: object) -> None: ...
     async def close(self) -> None: ...
 
 

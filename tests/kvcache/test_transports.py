@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvcache.chunk import Chunk
+from kvcache.commit import Commit, sealed_commit
 from kvcache.slots.carriers import CarrierFailed
 from kvcache.slots.shared import DETAILS, Segment, SharedCarriers, SharedLanding
 from kvcache.slots.written import NixlLanding
@@ -33,7 +34,7 @@ class Taking:
 
     def __init__(self) -> None:
         self.chunks: list[Chunk] = []
-        self.commits: list[tuple[LeaseId, int]] = []
+        self.commits: list[Commit] = []
         self.via: Counter[str] = Counter()
         self.refuse: MillraceError | None = None
         self.open = asyncio.Event()
@@ -51,10 +52,10 @@ class Taking:
         self.chunks.append(chunk)
         self.via[via] += 1
 
-    async def commit(self, fence: LeaseId, first_token: int, via: str = LOCAL) -> None:
+    async def commit(self, commit: Commit, via: str = LOCAL) -> None:
         if self.refuse is not None:
             raise self.refuse
-        self.commits.append((fence, first_token))
+        self.commits.append(commit)
         self.via[via] += 1
 
     async def let_go(self) -> None:
@@ -117,9 +118,9 @@ async def test_chunks_arrive_whole_in_order_and_before_the_commit(way: Way, taki
     sent = [chunk(number, 10 + number) for number in range(3 * WINDOW)]
     for one in sent:
         await link.push(one)
-    await link.commit(lease_id(epoch=3), 17)
+    await link.commit(sealed_commit(lease_id(epoch=3), 17))
     await link.close()
-    assert taking.chunks == sent and taking.commits == [(lease_id(epoch=3), 17)]
+    assert taking.chunks == sent and taking.commits == [sealed_commit(lease_id(epoch=3), 17)]
     assert taking.via == {way.kind: len(sent) + 1}, "all of it by the transport that was chosen"
 
 
@@ -129,7 +130,7 @@ async def test_a_large_chunk_arrives_whole(way: Way, taking: Taking) -> None:
     sent = [chunk(1, 3 * MIB), chunk(2, MIB), chunk(3, 2 * MIB)]
     for one in sent:
         await link.push(one)
-    await link.commit(lease_id(), 1)
+    await link.commit(sealed_commit(lease_id(), 1))
     await link.close()
     assert taking.chunks == sent
     assert taking.via["grpc"] == {"local": 0, "grpc": 4, "shm": 1, "nixl": 1}[way.kind]
@@ -141,7 +142,7 @@ async def test_a_refusal_comes_back_as_what_it_is(way: Way, taking: Taking, erro
     link = way.dial()
     with pytest.raises(type(error)) as raised:
         await link.push(chunk(0))
-        await link.commit(lease_id(), 1)
+        await link.commit(sealed_commit(lease_id(), 1))
     assert raised.value.code == error.code and taking.commits == []
     await link.close()
 
@@ -165,7 +166,7 @@ async def test_after_a_refusal_nothing_more_is_taken(stream: Way, taking: Taking
         await push_all(link, [], 10)
     taking.refuse = None
     with pytest.raises(CorruptChunk):
-        await link.commit(lease_id(), 1)
+        await link.commit(sealed_commit(lease_id(), 1))
     await link.close()
     assert taking.chunks == [] and taking.commits == []
 
@@ -178,7 +179,7 @@ async def test_a_refused_commit_comes_back(way: Way, taking: Taking) -> None:
             await asyncio.sleep(0.001)
     taking.refuse = CorruptChunk("KV is missing", code="incomplete")
     with pytest.raises(CorruptChunk, match="missing"):
-        await link.commit(lease_id(), 1)
+        await link.commit(sealed_commit(lease_id(), 1))
     await link.close()
 
 
@@ -226,7 +227,7 @@ async def test_a_slow_receiver_holds_the_sender_up(stream: Way, taking: Taking) 
     taking.open.set()
     async with asyncio.timeout(30):
         await pushing
-        await link.commit(lease_id(), 1)
+        await link.commit(sealed_commit(lease_id(), 1))
     await link.close()
     assert [one.first_layer for one in taking.chunks] == list(range(100))
 
@@ -257,7 +258,7 @@ async def test_one_channel_serves_all_handoffs_to_an_address(stream: Way) -> Non
     assert first.caller is second.caller
     await first.close()
     await second.push(chunk(1))
-    await second.commit(lease_id(), 1)
+    await second.commit(sealed_commit(lease_id(), 1))
     await second.close()
 
 
@@ -287,7 +288,7 @@ async def test_an_offer_of_what_is_not_here_is_passed_over(taking: Taking) -> No
         strange = TransportOffer(kind="pigeon", details=b"coo")
         link = way.dialer.dial(granted(way.address, strange))
         await link.push(chunk(1))
-        await link.commit(lease_id(), 1)
+        await link.commit(sealed_commit(lease_id(), 1))
         await link.close()
     assert taking.via == {"grpc": 2}
 
@@ -299,7 +300,7 @@ async def test_what_nixl_cannot_reach_goes_over_grpc(taking: Taking, caplog: pyt
         link = way.dialer.dial(granted(way.address, TransportOffer(kind="nixl", details=b"nonsense")))
         for number in range(3):
             await link.push(chunk(number))
-        await link.commit(lease_id(), 1)
+        await link.commit(sealed_commit(lease_id(), 1))
         await link.close()
     assert taking.via == {"grpc": 4}
     assert sum("over gRPC" in record.message for record in caplog.records) == 1
@@ -315,12 +316,12 @@ async def test_more_handoffs_than_there_are_slots_for_go_over_grpc(kind: str, ta
         for number, link in enumerate(links):
             await link.push(chunk(number))
         for link in links:
-            await link.commit(lease_id(), 1)
+            await link.commit(sealed_commit(lease_id(), 1))
             await link.close()
         assert taking.via == {kind: 2 * room, "grpc": 4}
         link = way.dial()
         await link.push(chunk(9))
-        await link.commit(lease_id(), 1)
+        await link.commit(sealed_commit(lease_id(), 1))
         await link.close()
     assert taking.via == {kind: 2 * room + 2, "grpc": 4}, "those that ended gave theirs back"
 
@@ -350,7 +351,7 @@ async def test_memory_that_is_not_shared_is_passed_over(harm: str, taking: Takin
             }
             link = way.dialer.dial(granted(way.address, offers[harm]))
             await link.push(chunk(1))
-            await link.commit(lease_id(), 1)
+            await link.commit(sealed_commit(lease_id(), 1))
             await link.close()
             file.seek(0)
             assert not any(file.read())

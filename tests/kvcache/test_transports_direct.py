@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvcache.chunk import Chunk, sealed
+from kvcache.commit import Commit, sealed_commit
 from kvcache.transports import LOCAL, GrpcHandoff, Landings
 from serving.errors import MillraceError, StaleLease
 from serving.messages import LeaseId
@@ -34,7 +35,7 @@ class Bringing:
     async def receive(self, chunk: Chunk, via: str = LOCAL) -> None:
         self.took.append((chunk.start, chunk.end))
 
-    async def commit(self, fence: LeaseId, first_token: int, via: str = LOCAL) -> range | None:
+    async def commit(self, commit: Commit, via: str = LOCAL) -> range | None:
         answer = self.lacking.pop(0) if self.lacking else None
         if isinstance(answer, MillraceError):
             raise answer
@@ -71,9 +72,9 @@ async def test_a_handoff_leaves_out_what_is_brought_and_sends_what_lacks(way: Wa
     link = way.dial()
     assert await link.begin() == 32 and bringing.asked == [lease_id()]
     await link.push(piece(32, 40))
-    assert await link.commit(lease_id(), 5) == range(16, 32)
+    assert await link.commit(sealed_commit(lease_id(), 5)) == range(16, 32)
     await link.push(piece(16, 32))
-    assert not await link.commit(lease_id(), 5)
+    assert not await link.commit(sealed_commit(lease_id(), 5))
     await link.close()
     assert bringing.took == [(32, 40), (16, 32)] and len(bringing.asked) == 1
 
@@ -82,9 +83,9 @@ async def test_what_ends_a_handoff_is_heard_by_a_second_commit(way: Way, bringin
     bringing.lacking = [range(16, 32), StaleLease("over", code="epoch")]
     link = way.dial()
     assert await link.begin() == 32
-    assert await link.commit(lease_id(), 5) == range(16, 32)
+    assert await link.commit(sealed_commit(lease_id(), 5)) == range(16, 32)
     with pytest.raises(StaleLease):
-        await link.commit(lease_id(), 5)
+        await link.commit(sealed_commit(lease_id(), 5))
     await link.close()
 
 

@@ -16,6 +16,7 @@ import pytest
 from decode.worker import Session
 from kvcache import handoff as handoffs
 from kvcache.chunk import Chunk, encode, sealed
+from kvcache.commit import sealed_commit
 from kvcache.device import Bytes
 from kvcache.handoff import Handoff
 from kvcache.slots.shared import SharedLanding
@@ -56,7 +57,7 @@ class World:
         try:
             for chunk in chunks:
                 await link.push(chunk)
-            await link.commit(chunks[-1].lease, 5)
+            await link.commit(sealed_commit(chunks[-1].lease, 5))
         finally:
             await link.close()
 
@@ -129,7 +130,7 @@ async def test_what_arrives_is_what_left(world: World, monkeypatch: pytest.Monke
             handoff.layer_done(layer, upto)
             await asyncio.sleep(0)
     await sending
-    await link.commit(world.grant.lease, 5)
+    await link.commit(sealed_commit(world.grant.lease, 5))
     await link.close()
     lease = world.worker.decode.table.check(world.grant.lease)
     for layer in range(2):

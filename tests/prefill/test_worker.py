@@ -13,6 +13,7 @@ import pytest
 
 from kvcache import handoff as handoffs
 from kvcache.chunk import Chunk
+from kvcache.commit import Commit
 from serving.engine.plan import Work
 from serving.errors import (
     ContextLengthExceeded,
@@ -54,8 +55,8 @@ class Link:
         self.before_push(chunk)
         self.chunks.append(chunk)
 
-    async def commit(self, fence: LeaseId, first_token: int) -> range | None:
-        self.committed.append((fence, first_token))
+    async def commit(self, commit: Commit) -> range | None:
+        self.committed.append((commit.lease, commit.first_token))
         return self.lacking.pop(0) if self.lacking else None
 
     async def close(self) -> None:
