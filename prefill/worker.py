@@ -98,7 +98,7 @@ class PrefillWorker:
 
     async def run(self, order: PrefillOrder) -> AsyncIterator[Prefilled]:
         """Compute the order's tokens and draw the next one, then hand the KV over (serving.links.PrefillLink)."""
-        if self.draining:
+        if self.draining and not self._own(order):
             raise Draining(f"{self.identity.name} is draining")
         async with self._sequence(order) as seq:
             if order.grant is None or seq.stays:
@@ -140,6 +140,14 @@ class PrefillWorker:
             for task in (sending, first):
                 task.cancel()
             await asyncio.gather(sending, first, return_exceptions=True)
+
+    def _own(self, order: PrefillOrder) -> bool:
+        """Whether the lease is this worker's: its prompt was promised with it, so even a leaving worker computes it.
+
+        That nobody else has to also keeps mixed workers from waiting for blocks at each other.
+        """
+        grant = order.grant
+        return grant is not None and grant.lease.instance == self.identity.instance and self.leases is not None
 
     async def _first(self, seq: Sequence) -> Prefilled:
         """Queue the sequence and wait for its first token. Raises what the engine reports."""
@@ -187,9 +195,9 @@ class PrefillWorker:
     @asynccontextmanager
     async def _sequence(self, order: PrefillOrder) -> AsyncIterator[Sequence]:
         """The lease's own sequence, or a new one of ours that is gone when the prefill is over."""
-        grant = order.grant
-        if grant is not None and grant.lease.instance == self.identity.instance and self.leases is not None:
-            seq = self.leases.adopt(grant.lease)
+        if self._own(order):
+            assert order.grant is not None and self.leases is not None
+            seq = self.leases.adopt(order.grant.lease)
         else:
             seq = self._new_sequence(order)
         self._runs[id(seq)] = seq
@@ -226,7 +234,7 @@ class PrefillWorker:
         return AUTO, self.kv.fingerprint
 
     async def drain(self, seconds: float) -> None:
-        """Take no new prompts; finish the queue and wait until all KV has been handed over, or the time is up."""
+        """Take no new prompts but for our own leases; finish the queue and hand over all KV, until the time is up."""
         self.draining = True
         if not self._runs:
             return

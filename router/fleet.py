@@ -327,7 +327,10 @@ class Fleet:
             raise Unavailable("no prefill worker is ready; start one, or look at /health", retry_after=2.0) from None
 
     def _best_prefill(self, tokens: int, instance: str, pairing: str | None, avoid: set[str]) -> Candidate | None:
-        """The decode worker itself where it can prefill too, else the policy's choice among its equals."""
+        """The decode worker itself where it can prefill too, else the policy's choice among its equals.
+
+        Even while that one drains: who granted a lease computes its prompt before it leaves (prefill.worker).
+        """
         candidates = self.registry.candidates()
         for candidate in candidates:
             if candidate.status.instance == instance and candidate.prefills and instance not in avoid:

@@ -1,0 +1,98 @@
+"""Mixed workers compute the prompts of their own leases, even on their way out: none waits for another's blocks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from deploy.local import LocalCluster
+from deploy.worker import Worker
+from router.fleet import RouterConfig
+from serving.config import EngineConfig, ModelConfig
+from serving.messages import Prefilled, PrefillOrder, Request, Role, SamplingParams
+from serving.model.loading import LoadedModel
+from tests.flow.conftest import Cluster
+from tests.flow.reference import greedy_tiny, prompts
+from tests.flow.remote import RemoteCluster
+
+TOKENS = 24
+
+
+def request(name: int, prompt: list[int]) -> Request:
+    sampling = SamplingParams(max_tokens=TOKENS, temperature=0.0)
+    return Request(request_id=f"r{name}", prompt=tuple(prompt), sampling=sampling)
+
+
+class Watched:
+    """A mixed worker that notes for whose leases it is asked to prefill, and is told to leave with the `last`-th."""
+
+    def __init__(self, worker: Worker, last: int | None = None):
+        assert worker.prefill is not None
+        self.worker = worker
+        self.last = last
+        self.asked_for: list[str] = []  # instances of the leases' workers
+        self.leaving: asyncio.Task[None] | None = None
+        self._run = worker.prefill.run
+        worker.prefill.run = self.run  # type: ignore[method-assign]
+
+    async def run(self, order: PrefillOrder) -> AsyncIterator[Prefilled]:
+        assert order.grant is not None
+        self.asked_for.append(order.grant.lease.instance)
+        if len(self.asked_for) == self.last:
+            self.leaving = asyncio.create_task(self.worker.drain(20.0))
+            while not self.worker.draining:
+                await asyncio.sleep(0)
+        async for prefilled in self._run(order):
+            yield prefilled
+
+
+@asynccontextmanager
+async def mixed(
+    model: LoadedModel, kind: type[LocalCluster], workers: int, last: int, **engine: int | bool
+) -> AsyncIterator[tuple[Cluster, list[Watched]]]:
+    """So many mixed workers, the first of which is told to leave with the `last`-th prompt it is asked for."""
+    config = EngineConfig(**{"num_kv_blocks": 256, **engine})  # type: ignore[arg-type]
+    roles = [Role.MIXED] * workers
+    async with kind(model, ModelConfig(), config, RouterConfig(patience=20.0), roles=roles) as started:
+        watched = [Watched(worker, None if i else last) for i, worker in enumerate(started.workers)]
+        cluster = Cluster(started)
+        yield cluster, watched
+        leaving = watched[0].leaving
+        assert leaving is not None, "it was meant to be told to leave"
+        async with asyncio.timeout(10):
+            await leaving
+        await cluster.idle()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("kind", [LocalCluster, RemoteCluster])
+async def test_a_worker_told_to_leave_finishes_the_prompts_it_holds_leases_for(
+    tiny_model: LoadedModel, tiny_path: Path, kind: type[LocalCluster], workers: int
+) -> None:
+    """It is told between the grant of the lease and the prefill: nobody else need compute it, nothing is retried."""
+    prompt = prompts(1, shortest=60, longest=60, seed=70)[0]
+    async with mixed(tiny_model, kind, workers, last=1) as (cluster, watched):
+        assert await cluster.tokens(request(0, prompt)) == greedy_tiny(tiny_path, prompt, TOKENS)
+        assert cluster.seen.replacements == []
+        assert watched[0].asked_for == [watched[0].worker.identity.instance]
+
+
+async def test_mixed_workers_do_not_wait_for_each_other(tiny_model: LoadedModel, tiny_path: Path) -> None:
+    """Pools for about three texts, far more asked for, and one of two workers leaves amidst it.
+
+    Were each to compute prompts for leases at the other, all blocks of both might be held by leases that wait for a
+    prefill at the other, which waits for blocks.
+    """
+    wanted = prompts(12, shortest=30, longest=60, seed=71)
+    expected = [greedy_tiny(tiny_path, prompt, TOKENS) for prompt in wanted]
+    small = {"num_kv_blocks": 28, "block_size": 8, "enable_prefix_caching": False}
+    async with mixed(tiny_model, LocalCluster, 2, last=4, **small) as (cluster, watched):
+        async with asyncio.timeout(60):
+            asked = (cluster.tokens(request(i, prompt)) for i, prompt in enumerate(wanted))
+            assert await asyncio.gather(*asked) == expected
+        for one in watched:
+            assert one.asked_for and {*one.asked_for} == {one.worker.identity.instance}
