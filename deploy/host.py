@@ -109,8 +109,7 @@ class WorkerHost:
         if worker.decode is not None:
             worker.decode.landings = landings
             DecodeService(worker.decode).add_to(grpc_server)
-        if worker.prefill is not None:
-            stubs.add_PrefillServicer_to_server(PrefillService(worker.prefill), grpc_server)
+        stubs.add_PrefillServicer_to_server(PrefillService(worker.prefill), grpc_server)
         worker.start()
         await grpc_server.start()
         status_door = await self._open_status_door(worker)

@@ -1,6 +1,7 @@
 """One worker: a model on a device, its KV pool, and the schedulers and doors of its role, put together.
 
-A mixed worker is a decode worker and a prefill worker over one engine and one pool; that is all there is to it.
+A mixed worker is a decode worker and a prefill worker over one engine and one pool; that is all there is to it. A
+decode worker is that too, but computes no prompts: only texts of its own that no prefill worker can hold any more.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ class Worker:
         """The role is just this list: decode goes first, prompts get the rest of the step."""
         schedulers: dict[Role, list[Scheduler]] = {
             Role.PREFILL: [self._prefilling],
-            Role.DECODE: [self._decoding],
+            Role.DECODE: [self._decoding, self._prefilling],  # of its own texts, where nobody else can
             Role.MIXED: [self._decoding, self._prefilling],
         }
         return schedulers[role]
@@ -157,7 +158,6 @@ class Worker:
         long_rope = self.model.spec.rope_is_long
         places = Places(self.pool, self.host_kv, self.engine.lock)
         self.decode: DecodeWorker | None = None
-        self.prefill: PrefillWorker | None = None
         if role is not Role.PREFILL:
             self.decode = DecodeWorker(
                 identity=self.identity,
@@ -170,21 +170,20 @@ class Worker:
                 address=self.address,
                 direct=self.sharing.direct if self.sharing is not None else None,
             )
-        if role is not Role.DECODE:
-            self.prefill = PrefillWorker(
-                identity=self.identity,
-                loop=self.loop,
-                kv=self.kv,
-                pool=self.pool,
-                places=places,
-                scheduler=self._prefilling,
-                long_rope=long_rope,
-                dialer=dialer,
-                layout=self._layout,
-                kv_wire=kv_wire,
-                leases=self.decode,
-                prefixes=self.sharing,
-            )
+        self.prefill = PrefillWorker(
+            identity=self.identity,
+            loop=self.loop,
+            kv=self.kv,
+            pool=self.pool,
+            places=places,
+            scheduler=self._prefilling,
+            long_rope=long_rope,
+            dialer=dialer,
+            layout=self._layout,
+            kv_wire=kv_wire,
+            leases=self.decode,
+            prefixes=self.sharing,
+        )
 
     def _layout(self, kv_dtype: str) -> tuple[str, tuple[LayerKV, ...]]:
         """What a worker of this model is like that keeps KV as `kv_dtype` (prefill.worker.Layout)."""
@@ -199,8 +198,6 @@ class Worker:
         return await self.decode.connect(router, deliver, lost)
 
     def run(self, order: PrefillOrder) -> AsyncIterator[Prefilled]:
-        if self.prefill is None:
-            raise InvalidRequest(f"{self.identity.name} does not prefill")
         return self.prefill.run(order)
 
     async def audit(self) -> list[Audit]:
@@ -218,12 +215,10 @@ class Worker:
 
     async def drain(self, seconds: float) -> None:
         """Take no new work, finish or hand back what there is, and see all KV handed over."""
-        if self.prefill is not None:
-            self.prefill.draining = True
+        self.prefill.draining = True
         if self.decode is not None:
             await self.decode.drain(seconds)
-        if self.prefill is not None:
-            await self.prefill.drain(seconds)
+        await self.prefill.drain(seconds)
         if self.sharing is not None:
             await self.sharing.flush(min(seconds, FLUSH_SECONDS))
 
@@ -237,8 +232,7 @@ class Worker:
     def _crashed(self) -> None:
         """The engine is gone: everyone who waits for it must hear so."""
         error = WorkerLost(f"the engine of {self.identity.name} died")
-        if self.prefill is not None:
-            self.prefill.abandon(error)
+        self.prefill.abandon(error)
         if self.decode is not None:
             self.decode.abandon(error)
         if self.on_crash is not None:
@@ -264,7 +258,7 @@ class Worker:
             "engine_sample_seconds": totals.sample_seconds,
             "engine_python_seconds": totals.python_seconds,
             "engine_kv_wait_seconds": totals.waited_seconds,
-            "kv_transfer_bytes": float(self.prefill.bytes_sent if self.prefill is not None else 0),
+            "kv_transfer_bytes": float(self.prefill.bytes_sent),
         }
         if self._decoding.speculation is not None:
             counters["spec_decode_num_draft_tokens"] = float(self._decoding.speculation.drafted)
@@ -311,7 +305,7 @@ class Worker:
                 "sequences": len(queued),
                 "streams": decode.receiving if decode is not None else 0,
                 "fetches": decode.direct.running if decode is not None else 0,
-                "tasks": len(self.prefill.sequences()) if self.prefill is not None else 0,
+                "tasks": len(self.prefill.sequences()),
             }
             leaked = {
                 "leases": decode.orphans() if decode is not None else 0,

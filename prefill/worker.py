@@ -1,6 +1,7 @@
 """The prefill worker: queues a prompt, computes it in chunks, draws the first token, sees the KV handed over.
 
-When the lease is its own (a mixed worker), it computes into the lease's blocks and the handoff is nothing at all.
+When the lease is its own, it computes into the lease's blocks and the handoff is nothing at all: on a mixed worker, and
+on one that decodes a text which nobody else can hold any more.
 It reaches decode workers only through a dialer that is handed to it.
 """
 
@@ -21,10 +22,10 @@ from prefill.scheduler import PrefillScheduler
 from serving.engine.loop import EngineLoop
 from serving.engine.output import Output
 from serving.engine.sequence import Sequence
-from serving.errors import ContextLengthExceeded, Draining, MillraceError, StaleLease, WorkerLost
+from serving.errors import ContextLengthExceeded, Draining, InvalidRequest, MillraceError, StaleLease, WorkerLost
 from serving.kvspec import AUTO, LayerKV
 from serving.links import HandoffDialer, HandoffLink
-from serving.messages import LeaseGrant, LeaseId, Prefilled, PrefillOrder, WorkerIdentity
+from serving.messages import LeaseGrant, LeaseId, Prefilled, PrefillOrder, Role, WorkerIdentity
 
 
 class LocalLeases(Protocol):
@@ -56,7 +57,7 @@ class FirstToken:
 
 
 class PrefillWorker:
-    """See the module (serving.links.PrefillLink). `leases` is set on a mixed worker.
+    """See the module (serving.links.PrefillLink). `leases` is set on a worker that decodes too.
 
     `places` are the memories KV is handed over from, by default `pool` alone.
     `layout` tells how a decode worker stores KV, `kv_wire` how it is to travel there (see kvcache.relay.choose_wire).
@@ -98,8 +99,11 @@ class PrefillWorker:
 
     async def run(self, order: PrefillOrder) -> AsyncIterator[Prefilled]:
         """Compute the order's tokens and draw the next one, then hand the KV over (serving.links.PrefillLink)."""
-        if self.draining and not self._own(order):
-            raise Draining(f"{self.identity.name} is draining")
+        if not self._own(order):
+            if self.identity.role is Role.DECODE:
+                raise InvalidRequest(f"{self.identity.name} does not prefill for others")
+            if self.draining:
+                raise Draining(f"{self.identity.name} is draining")
         async with self._sequence(order) as seq:
             if order.grant is None or seq.stays:
                 yield await self._first(seq)

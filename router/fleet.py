@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from router.admission import CONTINUATION, NEW, Turnstile
 from router.leases import NoLease, RouterLease, WorkerSession
-from router.policy import Candidate, LeastLoaded
+from router.policy import Candidate, LeastLoaded, outgrown
 from router.pools import Pools
 from router.prefill_run import PrefillRun
 from router.registry import Registry
@@ -183,7 +183,7 @@ class Fleet:
         """
         self._lease_count += 1
         lease_id = f"{request.request_id}/{self._lease_count}"
-        if request.sampling.max_tokens - len(generated) == 1:
+        if request.sampling.max_tokens - len(generated) == 1 and not self._outgrown(request, generated, build):
             without = NoLease(lease_id, build)
             self._unleased.add(without)
             try:
@@ -316,7 +316,7 @@ class Fleet:
         try:
             async with asyncio.timeout(self._patience(request)):
                 while True:
-                    found = self._best_prefill(tokens, instance, pairing, avoid)
+                    found = self._best_prefill(tokens, instance, pairing, avoid, begun=bool(generated))
                     if found is not None:
                         return found
                     if lease.failed.done():
@@ -326,17 +326,29 @@ class Fleet:
         except TimeoutError:
             raise Unavailable("no prefill worker is ready; start one, or look at /health", retry_after=2.0) from None
 
-    def _best_prefill(self, tokens: int, instance: str, pairing: str | None, avoid: set[str]) -> Candidate | None:
+    def _best_prefill(
+        self, tokens: int, instance: str, pairing: str | None, avoid: set[str], *, begun: bool
+    ) -> Candidate | None:
         """The decode worker itself where it can prefill too, else the policy's choice among its equals.
 
-        Even while that one drains: who granted a lease computes its prompt before it leaves (prefill.worker).
+        Even while that one drains: who granted a lease computes its prompt before it leaves (prefill.worker). A text
+        that has `begun`, and has outgrown all who prefill, is computed by the decode worker whatever its role.
         """
         candidates = self.registry.candidates()
-        for candidate in candidates:
-            if candidate.status.instance == instance and candidate.prefills and instance not in avoid:
-                return candidate
         order = self.policy.prefill_order(tokens, candidates, pairing, avoid)
+        last_resort = begun and outgrown(tokens, order)
+        for candidate in candidates:
+            own = candidate.status.instance == instance and instance not in avoid
+            if own and (candidate.prefills or last_resort):
+                return candidate
         return order[0] if order else None
+
+    def _outgrown(self, request: Request, generated: Sequence[int], build: Build | None) -> bool:
+        """Whether a text has begun that nobody who prefills could go on with."""
+        tokens, pairing = len(request.prompt) + len(generated), build.pairing if build is not None else None
+        return bool(generated) and outgrown(
+            tokens, self.policy.prefill_order(tokens, self.registry.candidates(), pairing, ())
+        )
 
     def link(self, status: WorkerStatus) -> WorkerLink:
         link = self._links.get(status.instance)

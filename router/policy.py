@@ -66,6 +66,11 @@ def _holding(tokens: int, able: list[Candidate]) -> list[Candidate]:
     return [worker for worker in able if tokens < worker.status.max_model_len] or able
 
 
+def outgrown(tokens: int, order: Collection[Candidate]) -> bool:
+    """Whether there are workers in such an order, and none of them can hold so many tokens."""
+    return bool(order) and not any(tokens < worker.status.max_model_len for worker in order)
+
+
 def _streams(tokens: int, worker: Candidate) -> bool:
     """Whether the worker's device cannot hold them all: what lies in host memory passes by with every step."""
     return tokens >= worker.status.total_blocks * worker.status.block_size

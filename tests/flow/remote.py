@@ -45,8 +45,7 @@ class RemoteCluster(LocalCluster):
         stubs.add_WorkerServicer_to_server(WorkerService(worker), grpc_server)
         if worker.decode is not None:
             DecodeService(worker.decode).add_to(grpc_server)
-        if worker.prefill is not None:
-            stubs.add_PrefillServicer_to_server(PrefillService(worker.prefill), grpc_server)
+        stubs.add_PrefillServicer_to_server(PrefillService(worker.prefill), grpc_server)
         worker.start()
         await grpc_server.start()
         self.workers.append(worker)
