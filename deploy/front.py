@@ -65,7 +65,7 @@ class Front:
             metrics_text=self.metrics.text,
             observer=self.metrics,
         )
-        self.server = HttpServer(app, listening)
+        self.server = HttpServer(app, listening, send_timeout=http.send_timeout)
 
     def _statuses(self) -> list[WorkerStatus]:
         """Of the workers that can be believed: a dead one's last words are no measurement."""

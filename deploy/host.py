@@ -162,7 +162,7 @@ class WorkerHost:
             metrics_text=worker_metrics(self.model_config.served_model_name or worker.identity.model, worker.status),
             audit=lambda: worker.audit_now().counts,
         )
-        door = HttpServer(app, bind(self.http.host, self.cluster.metrics_port))
+        door = HttpServer(app, bind(self.http.host, self.cluster.metrics_port), send_timeout=self.http.send_timeout)
         await door.start()
         return door
 

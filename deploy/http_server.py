@@ -6,9 +6,13 @@ import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import cast
 
 import uvicorn
 from fastapi import FastAPI
+
+from deploy.http_connection import Connection
 
 
 class _Server(uvicorn.Server):
@@ -41,13 +45,19 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class HttpServer:
-    """An app on a socket from `bind`."""
+    """An app on a socket from `bind`. `send_timeout`: seconds for which a client may take nothing of its answer."""
 
-    def __init__(self, app: FastAPI, listening: socket.socket):
+    def __init__(self, app: FastAPI, listening: socket.socket, *, send_timeout: float):
         self.listening = listening
         self.port: int = listening.getsockname()[1]
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=30, timeout_graceful_shutdown=5
+            app,
+            http=cast("type[asyncio.Protocol]", partial(Connection, send_timeout=send_timeout)),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=5,
         )
         self._server = _Server(config)
 

@@ -127,7 +127,7 @@ class PoolHost:
             metrics_text=pool_metrics(last),
             audit=lambda: {"calls": node.calls, "puts": node.puts},
         )
-        door = HttpServer(app, bind(self.http.host, self.cluster.metrics_port))
+        door = HttpServer(app, bind(self.http.host, self.cluster.metrics_port), send_timeout=self.http.send_timeout)
         await door.start()
         return door
 

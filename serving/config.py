@@ -121,6 +121,9 @@ class HttpConfig:
     shutdown_timeout: float = option(120.0, "seconds running requests may take to finish after SIGTERM", least=0)
     max_body_size: int = option(4 << 20, "bytes of a request body at most", least=1)
     body_timeout: float = option(20.0, "seconds a client may take to send a request's body", least=0.01)
+    send_timeout: float = option(
+        60.0, "seconds a client may take nothing of an answer until it counts as having hung up", least=0.01
+    )
     log_level: str = option("info", "how much to log", choices=("debug", "info", "warning", "error"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import httpx
 import pytest
 
 from tests.flow.reference import is_greedy_tiny, prompts
-from tests.flow.server import MillraceServer
+from tests.flow.server import MillraceServer, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -86,6 +87,20 @@ async def test_hanging_up_frees_everything_within_a_step(server: MillraceServer)
                 if caught:  # a quick machine may have written it all between two looks
                     break
         await asyncio.to_thread(server.wait_idle, 2.0)
+
+
+def test_a_client_that_reads_nothing_holds_nothing_for_ever(tiny_path: Path) -> None:
+    """Its streams are more than all buffers on the way hold; once nothing has been taken for a while, they are over."""
+    flags = ("--dtype", "float32", "--served-model-name", "tiny", "--send-timeout", "0.3")
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 1500, "stream": True, "n": 8, "logprobs": 5}
+    text = json.dumps({**body, "temperature": 0}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: tiny\r\ncontent-length: {len(text)}\r\n\r\n".encode()
+    with MillraceServer(str(tiny_path), *flags, workers=("mixed-0",)) as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", server.port))
+        client.sendall(head + text)
+        wait_until(lambda: server.metric("request_success_total", finished_reason="abort"), 60.0, "it is given up")
+        server.wait_idle()
 
 
 def decoding(server: MillraceServer) -> bool:

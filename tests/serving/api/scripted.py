@@ -31,6 +31,20 @@ def tiny_tokenizer(folder: Path) -> Tokenizer:
     return load_tokenizer(folder)
 
 
+class Counting:
+    """An observer that remembers."""
+
+    def __init__(self) -> None:
+        self.started: list[int] = []
+        self.finished: list[tuple[FinishReason, int]] = []
+
+    def request_started(self, *, prompt_tokens: int, max_tokens: int) -> None:
+        self.started.append(max_tokens)
+
+    def request_finished(self, *, finish: FinishReason, prompt_tokens: int, completion_tokens: int) -> None:
+        self.finished.append((finish, completion_tokens))
+
+
 @dataclass
 class Script:
     """Plays `tokens(request)` back, `chunk` tokens a delta, and remembers who was started and closed.

@@ -13,25 +13,11 @@ from starlette.types import Message
 from serving.errors import DeadlineExceeded, Unavailable
 from serving.messages import FinishReason, Request
 from serving.text.tokenizer import Tokenizer
-from tests.serving.api.scripted import MODEL, Script, app_of, calling, events, listening, saying
+from tests.serving.api.scripted import MODEL, Counting, Script, app_of, calling, events, listening, saying
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
 TEXT = "The river turns, é 😀."
-
-
-class Counting:
-    """An observer that remembers."""
-
-    def __init__(self) -> None:
-        self.started: list[int] = []
-        self.finished: list[tuple[FinishReason, int]] = []
-
-    def request_started(self, *, prompt_tokens: int, max_tokens: int) -> None:
-        self.started.append(max_tokens)
-
-    def request_finished(self, *, finish: FinishReason, prompt_tokens: int, completion_tokens: int) -> None:
-        self.finished.append((finish, completion_tokens))
 
 
 async def stream_of(script: Script, tokenizer: Tokenizer, body: dict[str, Any], path: str = CHAT) -> list[Any]:
