@@ -36,7 +36,8 @@ class DecodeWorker:
     """See the module. `address` is what leases are granted with: where KV is to be pushed.
 
     `places` are the memories KV is taken into, by default `pool` alone. `landing` is what is offered beside the
-    address, if anything: memory that handoffs may write to. `direct` brings prefixes straight from the KV pool.
+    address, if anything: memory that handoffs may write to. `direct` brings prefixes straight from the KV pool. New
+    leases leave as many blocks as are `wanted`: a prompt waits for them that is computed here for another worker.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class DecodeWorker:
         address: str,
         landings: Landings | None = None,
         direct: DirectPrefixes | None = None,
+        wanted: Callable[[], int] = lambda: 0,
     ):
         self.identity = identity
         self.loop = loop
@@ -63,6 +65,7 @@ class DecodeWorker:
         self.long_rope = long_rope
         self.address = address
         self.landings = landings or Landings()
+        self.wanted = wanted
         self.table = LeaseTable(identity.instance, len(pool.specs))
         self.direct = DirectLeases(self.table, self.engine.lock, direct)
         self.sessions: dict[str, Session] = {}
@@ -91,7 +94,7 @@ class DecodeWorker:
         with self.engine.lock:
             if len(self.table.leases) >= self.engine.max_num_seqs:
                 raise NoRoom(f"{self.identity.name} holds {len(self.table.leases)} sequences, its limit")
-            seq = self._hold(order)
+            seq = self._hold(order, self.wanted())
             try:
                 lease = self.table.open(order, session, seq)
             except MillraceError:
@@ -125,7 +128,7 @@ class DecodeWorker:
         self._note_idle()
         self.loop.wake()
 
-    def _hold(self, order: LeaseOrder) -> Sequence:
+    def _hold(self, order: LeaseOrder, spare: int = 0) -> Sequence:
         request = order.request
         tokens = len(request.prompt) + len(order.generated)
         limit = self.identity.max_model_len
@@ -136,7 +139,7 @@ class DecodeWorker:
         long_rope = self.long_rope(len(request.prompt) + request.sampling.max_tokens)
         root = self.kv.root(request.tenant, long_rope)
         seq = Sequence(order, root=root, stays=True, long_rope=long_rope, now=self.engine.clock())
-        self.kv.open(seq, headroom=len(self.table.leases))
+        self.kv.open(seq, headroom=len(self.table.leases) + spare)
         return seq
 
     def _grant(self, lease: Lease) -> LeaseGrant:

@@ -169,6 +169,7 @@ class Worker:
                 long_rope=long_rope,
                 address=self.address,
                 direct=self.sharing.direct if self.sharing is not None else None,
+                wanted=self._prefilling.wanted_blocks,
             )
         self.prefill = PrefillWorker(
             identity=self.identity,

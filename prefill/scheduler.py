@@ -35,6 +35,13 @@ class PrefillScheduler:
         """Prompt tokens still to compute."""
         return sum(seq.uncomputed for seq in self.queue)
 
+    def wanted_blocks(self) -> int:
+        """Blocks for the first prompt that holds none yet: those which come free next are for it."""
+        for seq in self.queue:
+            if not seq.blocks:
+                return -(-(len(seq.tokens) + 1) // self.kv.block_size)
+        return 0
+
     def fill(self, plan: Plan, now: float) -> None:
         full = False
         for seq in self.queue:

@@ -15,7 +15,7 @@ from serving.errors import ContextLengthExceeded, CorruptChunk, Draining, Invali
 from serving.messages import FinishReason, LeaseGrant, LeaseId, Role
 from tests.decode.workers import FINGERPRINT, SPECS, Worker
 from tests.kvcache.layers import random_pool, token_at
-from tests.kvcache.sequences import make_order
+from tests.kvcache.sequences import make_order, make_sequence
 from tests.prefill.scripted import next_token, written_out
 
 PROMPT = list(range(10))
@@ -166,6 +166,27 @@ async def test_a_preempted_lease_ends_with_its_error() -> None:
     errors = [(event.lease, type(event.error)) for event in worker.events if event.error is not None]
     assert errors == [("r/2", Preempted)]
     assert list(worker.decode.table.leases) == ["r/1"] and worker.kv.unaccounted(worker.decode.sequences()) == 0
+
+
+async def test_a_prompt_that_waits_for_blocks_gets_them_before_new_leases() -> None:
+    """A mixed worker computes it for a lease elsewhere, whose room is taken meanwhile."""
+    worker = Worker(Role.MIXED, blocks=8, size=2)
+    session = await worker.session()
+    await worker.lease(session, [0, 1, 0], "r/1")
+    elsewhere = make_sequence(worker.kv, range(13))
+    worker.prefilling.add(elsewhere)
+    worker.step()
+    with pytest.raises(NoRoom):
+        await worker.lease(session, [1, 0], "r/2")
+    session.cancel("r/1")
+    with pytest.raises(NoRoom):
+        await worker.lease(session, [1, 0], "r/2")
+    worker.step()
+    assert len(elsewhere.blocks) == 7
+    await worker.lease(session, [1], "r/2")
+    await session.close()
+    worker.engine.end(elsewhere)
+    assert worker.idle()
 
 
 async def test_a_cancelled_lease_is_silent_even_if_its_step_was_running(session: Session, worker: Worker) -> None:

@@ -76,6 +76,7 @@ class Worker:
             scheduler=self.decoding,
             long_rope=lambda tokens: False,
             address="local:decode",
+            wanted=self.prefilling.wanted_blocks,
         )
         self.prefill = PrefillWorker(
             identity=self.identity,

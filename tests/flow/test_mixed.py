@@ -11,6 +11,7 @@ import pytest
 
 from deploy.local import LocalCluster
 from deploy.worker import Worker
+from kvcache.transports import Dialer
 from router.fleet import RouterConfig
 from serving.config import EngineConfig, ModelConfig
 from serving.messages import Prefilled, PrefillOrder, Request, Role, SamplingParams
@@ -22,8 +23,8 @@ from tests.flow.remote import RemoteCluster
 TOKENS = 24
 
 
-def request(name: int, prompt: list[int]) -> Request:
-    sampling = SamplingParams(max_tokens=TOKENS, temperature=0.0)
+def request(name: int, prompt: list[int], tokens: int = TOKENS) -> Request:
+    sampling = SamplingParams(max_tokens=tokens, temperature=0.0)
     return Request(request_id=f"r{name}", prompt=tuple(prompt), sampling=sampling)
 
 
@@ -31,17 +32,18 @@ class Watched:
     """A mixed worker that notes for whose leases it is asked to prefill, and is told to leave with the `last`-th."""
 
     def __init__(self, worker: Worker, last: int | None = None):
-        assert worker.prefill is not None
         self.worker = worker
         self.last = last
         self.asked_for: list[str] = []  # instances of the leases' workers
+        self.requests: list[str] = []
         self.leaving: asyncio.Task[None] | None = None
         self._run = worker.prefill.run
         worker.prefill.run = self.run  # type: ignore[method-assign]
 
     async def run(self, order: PrefillOrder) -> AsyncIterator[Prefilled]:
-        assert order.grant is not None
-        self.asked_for.append(order.grant.lease.instance)
+        if order.grant is not None:  # else a last token is drawn, for which no lease waits
+            self.asked_for.append(order.grant.lease.instance)
+            self.requests.append(order.order.request.request_id)
         if len(self.asked_for) == self.last:
             self.leaving = asyncio.create_task(self.worker.drain(20.0))
             while not self.worker.draining:
@@ -96,3 +98,45 @@ async def test_mixed_workers_do_not_wait_for_each_other(tiny_model: LoadedModel,
             assert await asyncio.gather(*asked) == expected
         for one in watched:
             assert one.asked_for and {*one.asked_for} == {one.worker.identity.instance}
+
+
+class MixedAndDecode(LocalCluster):
+    """A mixed worker with few blocks, which computes all prompts, and a decode worker with room for few texts."""
+
+    def _worker(self, role: Role, number: int, dialer: Dialer) -> Worker:
+        blocks, texts = (24, 64) if role is Role.MIXED else (128, 4)
+        self.engine_config = EngineConfig(num_kv_blocks=blocks, max_num_seqs=texts, enable_prefix_caching=False)
+        return super()._worker(role, number, dialer)
+
+
+async def test_a_prompt_for_anothers_lease_goes_before_new_leases(tiny_model: LoadedModel, tiny_path: Path) -> None:
+    """It needs nearly all blocks of the only worker that can compute it, which could always fill them with its own."""
+    long = prompts(1, shortest=360, longest=360, seed=72)[0]
+    short = prompts(16, shortest=40, longest=40, seed=73)
+    roles = [Role.MIXED, Role.DECODE]
+    kind = MixedAndDecode(tiny_model, ModelConfig(), EngineConfig(), RouterConfig(patience=60.0), roles=roles)
+    async with kind as started:
+        cluster = Cluster(started)
+        mixed = Watched(started.workers[0])
+        over = asyncio.Event()
+
+        async def ask_again(number: int, prompt: list[int]) -> None:
+            """Texts of unlike lengths, so that never many of them end at once."""
+            for i in range(100):
+                if not over.is_set():
+                    await cluster.tokens(request(number, prompt, 20 + (7 * number + 11 * i) % 40))
+
+        busy = [asyncio.create_task(ask_again(i, prompt)) for i, prompt in enumerate(short)]
+        async with asyncio.timeout(20):
+            while started.workers[0].blocks.available > 12:
+                await asyncio.sleep(0)
+        found: list[int] = []
+        async for delta in cluster.router.generate(request(99, long)):
+            if not found:
+                passed_by = len(mixed.asked_for) - 1 - mixed.requests.index("r99")
+            found += delta.tokens
+        over.set()
+        await asyncio.gather(*busy)
+        assert found == greedy_tiny(tiny_path, long, TOKENS)
+        assert passed_by <= len(short), "only what was under way may be computed before it"
+        await cluster.idle()
