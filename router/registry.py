@@ -6,7 +6,7 @@ heartbeat ──► live ──(silent, or a call broke)──► suspect ──
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from router.policy import Candidate
 from serving.messages import WorkerStatus
@@ -52,6 +52,12 @@ class Registry:
         worker = self.workers.get(instance)
         if worker is not None:
             worker.suspect = True
+
+    def leaves(self, instance: str) -> None:
+        """It has said that it drains, before a heartbeat did: send nothing new there."""
+        worker = self.workers.get(instance)
+        if worker is not None:
+            worker.status = replace(worker.status, draining=True)
 
     def expire(self, now: float) -> list[str]:
         """Instances that have just fallen silent; long-silent ones are forgotten."""

@@ -120,6 +120,8 @@ class Router:
                     raise  # the decode side is gone: the lease has to be placed anew
                 if isinstance(error, WorkerLost):
                     self.fleet.blame(worker.status.instance, error)
+                if isinstance(error, Draining):
+                    self.fleet.registry.leaves(worker.status.instance)
                 if isinstance(error, WorkerLost | Draining):
                     avoid.add(worker.status.instance)
                 failures += 1

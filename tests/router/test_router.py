@@ -97,6 +97,21 @@ async def test_a_leaving_prefill_worker_is_not_asked_again_while_there_is_anothe
     assert [len(split.workers[name].orders) for name in ("p0", "p1")] == [1, 1]
 
 
+async def test_the_only_prefill_worker_is_not_asked_again_once_it_leaves(world: World) -> None:
+    """Whatever happens before its heartbeat says so: the request waits for another, it does not use up its tries."""
+    leaving = world.add("p0", Role.PREFILL)
+    leaving.script.before_first = [Draining("x")] * 50
+    world.add("d", Role.DECODE)
+    running = asyncio.create_task(world.tokens(wanted()))
+    for _ in range(200):
+        await asyncio.sleep(0)
+        world.fleet.notify()
+    assert not running.done() and len(leaving.orders) == 1
+    world.add("p1", Role.PREFILL)
+    assert await running == expected(wanted())
+    assert [type(error) for error in world.seen.replacements] == [Draining]
+
+
 async def test_a_lost_decode_worker_is_not_held_against_the_prefill_worker(split: World) -> None:
     split.workers["d0"].script.decode = [(2, WorkerLost("x"))]
     request = wanted()
