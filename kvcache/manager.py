@@ -43,6 +43,14 @@ class KVManager:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
+    def least_blocks(self, seq: Sequence) -> int:
+        """How many blocks the sequence needs to be opened, if nothing of it is here already."""
+        blocks = self.blocks_for(len(seq.tokens) + 1)
+        if self.host is None or not self.is_too_long(seq):
+            return blocks
+        plan = self.host.plan
+        return max(plan.least_resident, blocks - plan.extents * plan.extent_blocks)
+
     def open(self, seq: Sequence, *, headroom: int = 0) -> None:
         """Hold blocks for all of `seq.tokens` and one more, reusing the longest cached prefix.
 

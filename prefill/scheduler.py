@@ -39,7 +39,7 @@ class PrefillScheduler:
         """Blocks for the first prompt that holds none yet: those which come free next are for it."""
         for seq in self.queue:
             if not seq.blocks:
-                return -(-(len(seq.tokens) + 1) // self.kv.block_size)
+                return self.kv.least_blocks(seq)
         return 0
 
     def fill(self, plan: Plan, now: float) -> None:

@@ -256,3 +256,17 @@ def test_memory_is_cut_within_what_is_given(blocks: int, size: int, layers: int,
 def test_too_little_memory_is_refused(blocks: int, host: int, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         plan_host((gqa(2, 16, "float32"),) * 4, blocks, 16, host)
+
+
+@settings(max_examples=50, deadline=None)
+@given(PLANS, st.integers(1, 60))
+def test_least_blocks_are_enough_to_be_opened_and_fewer_are_not(plan: HostPlan, tokens: int) -> None:
+    kv = make_kv(plan)
+    seq = make_sequence(kv, [0] * min(tokens, plan.tokens - 1))
+    least = kv.least_blocks(seq)
+    with pytest.raises(NoRoom):
+        kv.open(seq, headroom=plan.device_blocks - least + 1)
+    assert kv.pool.held == 0
+    kv.open(seq, headroom=plan.device_blocks - least)
+    assert len(seq.blocks) >= least
+    kv.release(seq)
