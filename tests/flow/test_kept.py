@@ -58,7 +58,7 @@ async def test_smollm2_too() -> None:
     except ValueError as missing:
         pytest.skip(str(missing))
     engine = {"num_kv_blocks": 256, "max_num_batched_tokens": 256}
-    asked = prompts(8, vocab=49_000, shortest=20, longest=120, seed=77)
+    asked = prompts(20, vocab=49_000, shortest=20, longest=120, seed=77)
     async with split(model, End("int8", engine=engine), End("int8", engine=engine)) as cluster:
         expected = await texts(cluster, asked)
     async with split(model, End(engine=engine), End("int8", engine=engine), remote=True) as cluster:
