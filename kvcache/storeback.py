@@ -21,7 +21,8 @@ from serving.engine.sequence import Sequence as TokenSequence
 
 BATCH_BYTES = 2 << 20  # copied and sent at a time: a prompt that comes meanwhile shares the cores with no more
 GIVE_WAY_SECONDS = 0.02  # between looks at whether prompts still wait
-PATIENCE_SECONDS = 1.0  # of giving way in a row: under constant load blocks still leave, slowly
+PATIENCE_SECONDS = 1.0  # of giving way in a row; from then on blocks leave in turn with the prompts
+REST = 9  # then it rests so many times as long as it copied
 HELD_SHARE = 4  # one in so many blocks of the device may be held for being stored; routers count on the others
 KNOWN_KEYS = 200_000
 
@@ -99,6 +100,7 @@ class StoreBack:
         self._waiting: deque[Offer] = deque()
         self._sending: list[Offer] = []
         self._known: OrderedDict[bytes, None] = OrderedDict()  # keys the pool has, or has been offered
+        self._gave_way = 0.0  # seconds in a row
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
         self._idle = asyncio.Event()
@@ -191,14 +193,15 @@ class StoreBack:
             self._sending = []
 
     async def _give_way(self) -> None:
-        """Wait while prompts wait, but not for ever."""
-        waited = 0.0
-        while self.busy() and waited < PATIENCE_SECONDS:
+        """Wait while prompts wait, but under constant load not for ever."""
+        while self.busy() and self._gave_way < PATIENCE_SECONDS:
             await asyncio.sleep(GIVE_WAY_SECONDS)
-            waited += GIVE_WAY_SECONDS
+            self._gave_way += GIVE_WAY_SECONDS
+        if not self.busy():
+            self._gave_way = 0.0
 
     async def _send(self) -> None:
-        """Copy and send the next few blocks, then rest so long that the bandwidth is kept."""
+        """Copy and send the next few blocks, then rest: for the bandwidth's sake, and that of prompts that wait."""
         began = self._loop.time()
         with self.lock:
             self._sending = self._next()
@@ -214,9 +217,11 @@ class StoreBack:
             self._release(self._sending)
             self._sending = []
         await self.writer.put(blocks)
-        if self.bandwidth:
-            size = sum(len(block.payload) for block in blocks)
-            await asyncio.sleep(max(0.0, size / self.bandwidth - (self._loop.time() - began)))
+        took = self._loop.time() - began
+        size = sum(len(block.payload) for block in blocks)
+        slow = size / self.bandwidth - took if self.bandwidth else 0.0
+        turn = REST * took if self._gave_way else 0.0
+        await asyncio.sleep(max(0.0, slow, turn))
 
     def _next(self) -> list[Offer]:
         """The next blocks of one namespace, memory and kind, about BATCH_BYTES in all."""

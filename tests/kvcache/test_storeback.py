@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from kvcache import storeback
 from kvcache.blockbytes import part_bytes, read_blocks, write_part
 from kvcache.blocks import BlockPool
 from kvcache.device import DevicePool
@@ -210,6 +211,30 @@ async def test_it_gives_way_to_prompts_that_wait() -> None:
     world.busy = False
     await idle
     assert len(world.writer.taken) == 4
+    await world.stop()
+
+
+async def test_under_constant_load_blocks_leave_in_turn_with_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives way once, then rests after each batch, until nobody has waited."""
+    slept: list[float] = []
+    sleep = asyncio.sleep
+
+    async def noted(seconds: float) -> None:
+        slept.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(storeback.asyncio, "sleep", noted)
+    monkeypatch.setattr(storeback, "BATCH_BYTES", 1)
+    patience = round(storeback.PATIENCE_SECONDS / storeback.GIVE_WAY_SECONDS)
+    world = World()
+    for number, busy in enumerate((True, False, True)):
+        world.busy = busy
+        world.computed(32, seed=number)
+        await world.back.wait_idle()
+        assert len(world.writer.taken) == 8 * (number + 1)
+        assert abs(slept.count(storeback.GIVE_WAY_SECONDS) - busy * patience) <= 1
+        assert sum(seconds > 0 for seconds in slept) == slept.count(storeback.GIVE_WAY_SECONDS) + busy * 8
+        slept.clear()
     await world.stop()
 
 
