@@ -7,7 +7,7 @@ is not offered. The copying gives way to prompts that wait, and keeps to a bandw
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -99,6 +99,7 @@ class StoreBack:
         self.dropped = 0  # blocks not offered because too many were on their way
         self._waiting: deque[Offer] = deque()
         self._sending: list[Offer] = []
+        self._held: Counter[Memory] = Counter()  # how many of these two are of which
         self._known: OrderedDict[bytes, None] = OrderedDict()  # keys the pool has, or has been offered
         self._gave_way = 0.0  # seconds in a row
         self._loop = asyncio.get_running_loop()
@@ -120,12 +121,13 @@ class StoreBack:
             return
         memory = self.device if seq.spill is None else self.host
         assert memory is not None
-        room = memory.most - len(self.table(memory))
+        room = memory.most - self._held[memory]
         self.dropped += max(0, len(fresh) - room)
         namespace = namespace_of(seq.request.tenant)
         for index in fresh[: max(0, room)]:
             block = seq.block(index)
             memory.hold(block)
+            self._held[memory] += 1
             self._waiting.append(Offer(seq.keys[index], memory, block, namespace, seq.kv_dtype))
             self._note(seq.keys[index])
         self._loop.call_soon_threadsafe(self._begin)
@@ -239,3 +241,4 @@ class StoreBack:
     def _release(self, offers: Iterable[Offer]) -> None:
         for offer in offers:
             offer.memory.let_go(offer.block)
+            self._held[offer.memory] -= 1
