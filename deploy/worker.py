@@ -11,6 +11,7 @@ import os
 import socket
 import uuid
 from collections.abc import AsyncIterator, Callable
+from functools import lru_cache
 from pathlib import Path
 
 from decode.scheduler import DecodeScheduler
@@ -137,8 +138,9 @@ class Worker:
 
     def _other_forwards(self, role: Role, forward: Forward) -> dict[str, Forward]:
         """What computes prompts for decode workers that keep KV in another dtype (prefill.worker)."""
-        dtypes = [dtype for dtype in ("int8",) if role is not Role.DECODE and self.pool.can_keep(dtype)]
-        return {dtype: forward.over(self.pool.kept_as(dtype).planes) for dtype in dtypes}
+        if role is Role.DECODE or not self.pool.can_keep("int8"):
+            return {}
+        return {"int8": forward.over(self.pool.kept_as("int8").planes)}
 
     def _measured(self, record: StepRecord) -> None:
         """What a step took is what fetching a prefix is weighed against."""
@@ -348,6 +350,7 @@ def trace_path(path: str, worker: str) -> Path:
     return asked.with_name(f"{asked.stem}.{worker}{asked.suffix or '.json'}")
 
 
+@lru_cache(maxsize=64)
 def layout_fingerprint(model: str, specs: tuple[LayerKV, ...], form: str) -> str:
     """Hex; equal only for the same weights, KV layout and, where bits are promised, form of computing."""
     return hashlib.sha256(f"{model}|{specs!r}|{form}".encode()).hexdigest()[:32]

@@ -39,17 +39,12 @@ class DevicePool:
         self.specs = tuple(specs)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.planes: list[tuple[Tensor, ...]] = (
-            list(planes)
-            if planes is not None
-            else [
-                tuple(
-                    _zeros((num_blocks, block_size, *plane.shape), plane.dtype, torch.device(device))
-                    for plane in spec.planes
-                )
-                for spec in self.specs
+        if planes is None:
+            size, where = (num_blocks, block_size), torch.device(device)
+            planes = [
+                tuple(_zeros((*size, *plane.shape), plane.dtype, where) for plane in spec.planes) for spec in self.specs
             ]
-        )
+        self.planes = list(planes)
         self._kept: dict[str, DevicePool] = {AUTO: self}
 
     def kept_as(self, kv_dtype: str) -> DevicePool:

@@ -148,6 +148,7 @@ class PoolPrefixes:
                     return None
             first, last = seq.computed // self.kv.block_size, local + wanted
             if seq.spill is not None:  # the rest of it is computed on the device
+                assert not seq.computed, "what the device has computed is not on the host"
                 size = seq.spill.extent_blocks
                 last = min(last // size, len(seq.spill.extents)) * size
             if first >= last:

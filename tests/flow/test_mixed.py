@@ -57,7 +57,7 @@ async def mixed(
     model: LoadedModel, kind: type[LocalCluster], workers: int, last: int, **engine: int | bool
 ) -> AsyncIterator[tuple[Cluster, list[Watched]]]:
     """So many mixed workers, the first of which is told to leave with the `last`-th prompt it is asked for."""
-    config = EngineConfig(**{"num_kv_blocks": 256, **engine})  # type: ignore[arg-type]
+    config = EngineConfig(**{"num_kv_blocks": 256, **engine})
     roles = [Role.MIXED] * workers
     async with kind(model, ModelConfig(), config, RouterConfig(patience=20.0), roles=roles) as started:
         watched = [Watched(worker, None if i else last) for i, worker in enumerate(started.workers)]
