@@ -18,7 +18,7 @@ LEAST_MESSAGE = 4  # tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChatOptions:
+class ChatTraceOptions:
     """What the chats are like; times in seconds, lengths in tokens."""
 
     conversations: int = 2000
@@ -44,7 +44,7 @@ class Turn:
     context: tuple[bytes, ...]
 
 
-def chat_turns(pairs: Sequence[Pair], options: ChatOptions, seed: int) -> list[Turn]:
+def chat_turns(pairs: Sequence[Pair], options: ChatTraceOptions, seed: int) -> list[Turn]:
     """All conversations' turns in the order of time."""
     random = np.random.default_rng((seed, 0x4348))
     lengths = random.lognormal(np.log(options.system_median), 0.8, options.systems).astype(int).tolist()
@@ -64,7 +64,7 @@ def chat_turns(pairs: Sequence[Pair], options: ChatOptions, seed: int) -> list[T
 
 def _conversation(
     pairs: Sequence[Pair],
-    options: ChatOptions,
+    options: ChatTraceOptions,
     random: np.random.Generator,
     conversation: int,
     system: int,

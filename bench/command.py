@@ -19,7 +19,7 @@ from bench.options import BenchOptions, Point, add_arguments, parse_options
 from bench.plot import plot_html, plot_svg
 from bench.progress import Progress
 from bench.report import goodput_report, loads, point_report, results_json, sweep_report
-from bench.session import Results, Session
+from bench.session import BenchSession, Results
 
 __all__ = ["add_arguments", "run"]
 
@@ -57,7 +57,7 @@ def _measure(options: BenchOptions) -> Results:
         print(point_report(session.results, options, point), flush=True)
         print()
 
-    session = Session(options, progress=progress, on_point=show, on_ready=lambda: _interrupt_with(session))
+    session = BenchSession(options, progress=progress, on_point=show, on_ready=lambda: _interrupt_with(session))
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(session.run())
@@ -83,7 +83,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-def _interrupt_with(session: Session) -> None:
+def _interrupt_with(session: BenchSession) -> None:
     """From now on the first Ctrl-C ends the measurement and shows what there is; the second ends the program."""
     loop = asyncio.get_running_loop()
 

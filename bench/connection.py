@@ -47,7 +47,7 @@ class Response:
         return error_message(parsed) if isinstance(parsed, dict) else str(parsed)
 
 
-class Sink(Protocol):
+class BodySink(Protocol):
     """Takes the body of a streamed answer; `now` is seconds on the client's clock."""
 
     def feed(self, data: bytes, now: float) -> None: ...
@@ -55,7 +55,7 @@ class Sink(Protocol):
     def close(self, now: float) -> None: ...
 
 
-class Connection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """One connection with at most one exchange on it at a time."""
 
     def __init__(self, clock: Callable[[], float]):
@@ -63,7 +63,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._answer: asyncio.Future[Response] | None = None
-        self._sink: Sink | None = None
+        self._sink: BodySink | None = None
         self._streaming = False
         self._framed = False  # the end of the body is told by a length or by chunks
         self._body: list[bytes] = []
@@ -75,7 +75,7 @@ class Connection(asyncio.Protocol):
     def usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing() and self._answer is None
 
-    async def exchange(self, request: bytes, sink: Sink | None, limit_s: float) -> Response:
+    async def exchange(self, request: bytes, sink: BodySink | None, limit_s: float) -> Response:
         """Writes the request and waits for the whole answer; a 200 streams to `sink`.
 
         Raises TransportError, also after `limit_s` seconds; a cancelled or failed exchange closes the connection.
@@ -195,13 +195,13 @@ class HttpClient:
         if any("\r" in text or "\n" in text for text in (*fields, *fields.values())):
             raise ValueError("a header holds a line break")
         self._fields = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-        self._idle: list[Connection] = []
+        self._idle: list[ClientConnection] = []
 
     async def get(self, path: str) -> Response:
         """GET; raises TransportError."""
         return await self._exchange(self._head("GET", path, 0), None)
 
-    async def post(self, path: str, body: bytes, sink: Sink | None = None) -> Response:
+    async def post(self, path: str, body: bytes, sink: BodySink | None = None) -> Response:
         """POST of JSON; a 200's body goes to `sink` as it comes, when there is one. Raises TransportError."""
         return await self._exchange(self._head("POST", path, len(body)) + body, sink)
 
@@ -215,7 +215,7 @@ class HttpClient:
     def _head(self, method: str, path: str, length: int) -> bytes:
         return f"{method} {self._root}{path} HTTP/1.1\r\n{self._fields}Content-Length: {length}\r\n\r\n".encode()
 
-    async def _exchange(self, request: bytes, sink: Sink | None) -> Response:
+    async def _exchange(self, request: bytes, sink: BodySink | None) -> Response:
         while connection := self._take_idle():
             try:
                 return await self._exchange_on(connection, request, sink)
@@ -225,25 +225,25 @@ class HttpClient:
                     raise
         return await self._exchange_on(await self._connect(), request, sink)
 
-    async def _exchange_on(self, connection: Connection, request: bytes, sink: Sink | None) -> Response:
+    async def _exchange_on(self, connection: ClientConnection, request: bytes, sink: BodySink | None) -> Response:
         response = await connection.exchange(request, sink, self._timeout)
         if connection.usable:
             self._idle.append(connection)
         return response
 
-    def _take_idle(self) -> Connection | None:
+    def _take_idle(self) -> ClientConnection | None:
         while self._idle:
             connection = self._idle.pop()
             if connection.usable:
                 return connection
         return None
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> ClientConnection:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, connection = await loop.create_connection(
-                    lambda: Connection(self.clock), self._host, self._port, ssl=self._tls
+                    lambda: ClientConnection(self.clock), self._host, self._port, ssl=self._tls
                 )
         except ConnectionRefusedError as error:
             raise TransportError("refused", f"nothing listens at {self.url}") from error

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serving.engine.batch import RaggedBatch
-from serving.engine.compiled_selection import CompiledSelection
-from serving.engine.penalties import PenaltyState
-from serving.engine.sampling import Sampler, SampleRow
+from serving.batch.ragged import RaggedBatch
 from serving.kernels import cpu
 from serving.messages import SamplingParams
+from serving.sampling.cpu_sampling import CpuSampling
+from serving.sampling.penalties import PenaltyState
+from serving.sampling.sampler import Sampler, SampleRow
 
 BLOCK = 16  # tokens a KV block
 SHAPE = cpu.DecoderShape(
@@ -58,16 +58,16 @@ def random_kv(kind: cpu.Kind, blocks: int) -> cpu.KvPlanes:
     return cpu.KvPlanes(k=plane(), v=plane(), k_scale=scales[0], v_scale=scales[1])
 
 
-def random_decoder(kernels: cpu.Kernels, kind: cpu.Kind, kv_kind: cpu.Kind, layers: int, blocks: int) -> cpu.Decoder:
+def random_decoder(kernels: cpu.Kernels, kind: cpu.Kind, kv_kind: cpu.Kind, layers: int, blocks: int) -> cpu.CpuDecoder:
     s = SHAPE
     qkv = (s.heads + 2 * s.kv_heads) * s.head_dim
     angles = torch.arange(8192)[:, None] * 10000.0 ** (-torch.arange(0, s.rotary_dim, 2) / s.rotary_dim)
-    return cpu.Decoder(
+    return cpu.CpuDecoder(
         kernels,
         s,
         embedding=torch.randn(s.vocab, s.hidden).bfloat16(),
         layers=[
-            cpu.LayerWeights(
+            cpu.CpuLayerWeights(
                 attention_norm=torch.ones(s.hidden),
                 mlp_norm=torch.ones(s.hidden),
                 qkv=random_linear(kernels, kind, qkv, s.hidden),
@@ -121,7 +121,9 @@ def multiply_rate(kernels: cpu.Kernels, kind: cpu.Kind, seconds: float) -> float
     return 2 * rows * outputs * inputs / timed(lambda: kernels.linear(x, w, out=out), seconds)[0]
 
 
-def report(decoder: cpu.Decoder, kv_kind: cpu.Kind, bandwidth: float, rate: float, seconds: float, layers: int) -> None:
+def report(
+    decoder: cpu.CpuDecoder, kv_kind: cpu.Kind, bandwidth: float, rate: float, seconds: float, layers: int
+) -> None:
     per_token = 2 * SHAPE.kv_heads * SHAPE.head_dim * kv_kind.item_bytes * layers
     for count in (1, 8, 32):
         batch = batch_of(count, 1, 300)
@@ -138,7 +140,7 @@ def report(decoder: cpu.Decoder, kv_kind: cpu.Kind, bandwidth: float, rate: floa
 
 def report_draws(kernels: cpu.Kernels, seconds: float) -> None:
     """Drawing tokens from logits spread like a normal distribution, as the engine's sampler does it."""
-    sampler = Sampler(CompiledSelection(kernels))
+    sampler = Sampler(CpuSampling(kernels))
     kinds: dict[str, dict[str, Any]] = {
         "greedy": {"temperature": 0.0},
         "temperature 1": {},

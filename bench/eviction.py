@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.chats import ChatOptions, Turn, chat_turns
+from bench.chats import ChatTraceOptions, Turn, chat_turns
 from bench.lengths import read_pairs, sharegpt_pairs
 from bench.report import aligned
 from kvcache.pool.eviction import DEFAULT_POLICY, POLICIES
@@ -69,11 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help="JSON list of [prompt tokens, output tokens] to draw from (default: a table fitted to ShareGPT)",
     )
-    parser.add_argument("--conversations", type=int, default=ChatOptions().conversations, help="(default: %(default)s)")
+    parser.add_argument(
+        "--conversations", type=int, default=ChatTraceOptions().conversations, help="(default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     given = parser.parse_args(arguments)
     pairs = read_pairs(given.lengths) if given.lengths is not None else sharegpt_pairs(4096, given.seed)
-    turns = chat_turns(pairs, ChatOptions(conversations=given.conversations), given.seed)
+    turns = chat_turns(pairs, ChatTraceOptions(conversations=given.conversations), given.seed)
     print(f"{len(turns)} turns of {given.conversations} conversations, {footprint(turns)} different blocks\n")
     print(table(turns, SHARES))
     return 0

@@ -19,16 +19,16 @@ import uvloop
 from bench.far import FarProcess
 from bench.handoff import memcpy_seconds
 from bench.sink import BLOCK, smollm2_layers
-from kvcache.blockbytes import part_bytes, read_blocks, write_part
-from kvcache.device import DevicePool, token_bytes
+from kvcache.connector.block_io import part_bytes, read_blocks, write_part
+from kvcache.memory.device import DeviceKV, token_bytes
 from kvcache.pool.client import PoolClient
 from kvcache.pool.node import PoolNode
 from kvcache.pool.remote import dial
 from kvcache.pool.service import PoolService
-from kvcache.pool.slabs import LandingsOnDemand
+from kvcache.pool.slabs import LendersOnDemand
 from kvcache.pool.store import BlockStore, StoreConfig
-from kvcache.slots.choice import GRPC, chosen
-from serving.heap import keep_freed_memory
+from kvcache.transfer.choice import GRPC, chosen
+from serving.malloc import keep_freed_memory
 from serving.rpc import listen, server
 
 
@@ -49,22 +49,22 @@ async def serve() -> None:
 
 @asynccontextmanager
 async def client(kind: str, address: str) -> AsyncGenerator[PoolClient, None]:
-    landings = LandingsOnDemand(kind)
-    made = PoolClient(lambda node: dial(node, landings=landings), timeout=30.0)
+    lenders = LendersOnDemand(kind)
+    made = PoolClient(lambda node: dial(node, lenders=lenders), timeout=30.0)
     made.set_nodes([address])
     yield made
     await made.close()
-    landings.close()
+    lenders.close()
 
 
-async def fetch(pool: DevicePool, keys: list[bytes], of: PoolClient) -> float:
+async def fetch(device_kv: DeviceKV, keys: list[bytes], of: PoolClient) -> float:
     """Seconds until the last layer is written. Raises RuntimeError when something is missing."""
     began, size = time.perf_counter(), 0
-    async with aclosing(of.get(keys, parts=len(pool.specs))) as slabs:
+    async with aclosing(of.get(keys, parts=len(device_kv.specs))) as slabs:
         async for slab in slabs:
-            write_part(pool, slab.part, list(slab.indices), slab.payload)
+            write_part(device_kv, slab.part, list(slab.indices), slab.payload)
             size += len(slab.payload)
-    if size != len(keys) * sum(part_bytes(pool)):
+    if size != len(keys) * sum(part_bytes(device_kv)):
         raise RuntimeError(f"{size} bytes came: {dict(of.stats.failures)}")
     return time.perf_counter() - began
 
@@ -81,8 +81,8 @@ async def main() -> None:
         return
     keep_freed_memory()
     specs, blocks = smollm2_layers(asked.layers), asked.tokens // BLOCK
-    pool = DevicePool(specs, blocks, BLOCK)
-    for planes in pool.planes:
+    device_kv = DeviceKV(specs, blocks, BLOCK)
+    for planes in device_kv.planes:
         for plane in planes:
             plane.copy_(plane.random_(0, 255))
     keys = [number.to_bytes(32, "little") for number in range(blocks)]
@@ -91,8 +91,10 @@ async def main() -> None:
     address = f"127.0.0.1:{int(far.told)}"
     try:
         async with client(GRPC, address) as storing:
-            await storing.put(read_blocks(pool, range(blocks), keys, "default"))
-        found = {kind: await measured(kind, address, far, pool, keys, asked.rounds) for kind in (GRPC, *chosen("auto"))}
+            await storing.put(read_blocks(device_kv, range(blocks), keys, "default"))
+        found = {
+            kind: await measured(kind, address, far, device_kv, keys, asked.rounds) for kind in (GRPC, *chosen("auto"))
+        }
     finally:
         far.close()
     memcpy = memcpy_seconds(size)
@@ -108,14 +110,14 @@ async def main() -> None:
 
 
 async def measured(
-    kind: str, address: str, far: FarProcess, pool: DevicePool, keys: list[bytes], rounds: int
+    kind: str, address: str, far: FarProcess, device_kv: DeviceKV, keys: list[bytes], rounds: int
 ) -> list[tuple[float, float, float]]:
     """(seconds, CPU seconds here, CPU seconds there) of each round, after two that warm up."""
     found = []
     async with client(kind, address) as asking:
         for _ in range(rounds + 2):
             here, there = time.process_time(), far.cpu()
-            took = await fetch(pool, keys, asking)
+            took = await fetch(device_kv, keys, asking)
             found.append((took, time.process_time() - here, far.cpu() - there))
     return found[2:]
 

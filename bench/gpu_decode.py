@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcache.device import DevicePool, token_bytes
-from serving.engine.batch import RaggedBatch
-from serving.engine.forward import Forward
-from serving.engine.graphs import GraphSizes
+from kvcache.memory.device import DeviceKV, token_bytes
+from serving.batch.ragged import RaggedBatch
+from serving.forward.cuda_graphs import GraphSizes
+from serving.forward.forward import Forward
 from serving.model.decoder import Decoder
-from serving.model.quantization.linear import hold_int8
+from serving.model.quantized_linear import hold_int8
 from serving.model.rope import Rope, default_frequencies
 from serving.model.spec import ModelSpec
 
@@ -169,7 +169,7 @@ def _finish(device: torch.device) -> None:
 
 @torch.inference_mode()
 def measure(options: argparse.Namespace, device: torch.device) -> list[Result]:
-    from serving.engine.triton_forward import TritonForward
+    from serving.forward.triton_forward import TritonForward
 
     spec = llama(**SHAPES[options.shape])
     bandwidth = copy_bandwidth(device, COPIED_BYTES if device.type == "cuda" else COPIED_BYTES >> 6)
@@ -179,7 +179,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> list[Result]:
         specs = spec.kv_layers(options.kv)
         most = max(options.contexts) + options.steps + 1
         blocks = max(options.batches) * -(-most // BLOCK)
-        forward = TritonForward(model, DevicePool(specs, blocks, BLOCK, device).planes, most)
+        forward = TritonForward(model, DeviceKV(specs, blocks, BLOCK, device).planes, most)
         sizes = GraphSizes(sequences=tuple(sorted(set(options.batches))), contexts=graph_contexts(options))
         # There are no graphs on a CPU, and nothing to tune under the interpreter.
         graphs = device.type == "cuda" and options.cuda_graphs

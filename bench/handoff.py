@@ -22,15 +22,15 @@ import torch
 import uvloop
 
 from bench.far import FarProcess
-from bench.sink import BLOCK, Sink, smollm2_layers
-from kvcache.commit import sealed_commit
-from kvcache.device import DevicePool, token_bytes
-from kvcache.handoff import Handoff
-from kvcache.slots.choice import chosen
-from kvcache.transports import Dialer
-from serving.engine.sequence import Sequence
-from serving.heap import keep_freed_memory
+from bench.sink import BLOCK, HandoffSink, smollm2_layers
+from kvcache.handoff.commit import sealed_commit
+from kvcache.handoff.dialer import Dialer
+from kvcache.handoff.sender import Handoff
+from kvcache.memory.device import DeviceKV, token_bytes
+from kvcache.transfer.choice import chosen
+from serving.engine.sequence import SequenceState
 from serving.links import HandoffLink
+from serving.malloc import keep_freed_memory
 from serving.messages import LeaseGrant, LeaseId, LeaseOrder, Request, SamplingParams, TransportOffer
 
 FENCE = LeaseId(lease="bench", epoch=0, instance="sink")
@@ -93,12 +93,12 @@ class Bench:
         specs = smollm2_layers(options.layers)
         self.bytes = token_bytes(specs) * self.tokens
         blocks = -(-self.tokens // BLOCK)
-        self.pool = DevicePool(specs, blocks, BLOCK)
-        for planes in self.pool.planes:
+        self.device_kv = DeviceKV(specs, blocks, BLOCK)
+        for planes in self.device_kv.planes:
             for plane in planes:
                 plane.view(torch.uint8).random_(256)
         self.far = FarEnd(options.layers, self.tokens, options.kv_transport)
-        self.here = Sink(specs, self.tokens)
+        self.here = HandoffSink(specs, self.tokens)
         self.prefill = Prefill(options.layers, self.tokens, options.prefill_ms / 1000)
         self.dialer = Dialer({LOCAL: self.here}, kv_transport=options.kv_transport)
         self.names = [LOCAL, GRPC, *self.far.offers]
@@ -110,16 +110,16 @@ class Bench:
             LeaseGrant(lease=FENCE, cached_tokens=0, address=address, kv_dtype="bfloat16", transports=tuple(offers))
         )
 
-    def sequence(self) -> Sequence:
+    def sequence(self) -> SequenceState:
         request = Request(request_id="bench", prompt=(0,) * self.tokens, sampling=SamplingParams(max_tokens=1))
-        seq = Sequence(LeaseOrder(lease=FENCE, request=request), root=b"", stays=False)
-        seq.blocks = list(range(self.pool.num_blocks))
+        seq = SequenceState(LeaseOrder(lease=FENCE, request=request), root=b"", stays=False)
+        seq.blocks = list(range(self.device_kv.num_blocks))
         return seq
 
     async def hand_over(self, name: str, *, beside_prefill: bool) -> float:
         """Seconds from the first layer's begin to the commit."""
         link = self.dial(name)
-        handoff = Handoff(self.pool, link, self.sequence(), FENCE, "bench", 0)
+        handoff = Handoff(self.device_kv, link, self.sequence(), FENCE, "bench", 0)
         loop = asyncio.get_running_loop()
         began = time.perf_counter()
 
@@ -129,7 +129,7 @@ class Bench:
         if beside_prefill:
             threading.Thread(target=self.prefill.run, args=(layer_done,)).start()
         else:
-            for layer in range(len(self.pool.specs)):
+            for layer in range(len(self.device_kv.specs)):
                 handoff.layer_done(layer, self.tokens)
         await handoff.run()
         await link.commit(sealed_commit(FENCE, 0))
@@ -157,7 +157,7 @@ class Bench:
 
     def arrived(self) -> bool:
         """Whether what came to the near sink is what left, byte for byte."""
-        pairs = zip(self.pool.planes, self.here.pool.planes, strict=True)
+        pairs = zip(self.device_kv.planes, self.here.device_kv.planes, strict=True)
         return all(
             torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for x in pairs for a, b in zip(*x, strict=True)
         )

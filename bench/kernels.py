@@ -17,7 +17,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from serving.engine.batch import RaggedBatch
+from serving.batch.ragged import RaggedBatch
 
 if find_spec("triton") is not None:
     from serving.kernels import gpu

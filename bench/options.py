@@ -18,7 +18,7 @@ from bench.endpoint import Target
 from bench.goodput import SearchLimits
 from bench.lengths import read_pairs
 from bench.replay import read_trace
-from bench.summary import Slo
+from bench.summary import SloTargets
 from bench.workload import Workload
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -55,7 +55,7 @@ class BenchOptions:
     workload: Workload = field(default_factory=Workload)
     points: tuple[Point, ...] = (Point(concurrency=1),)
     search: SearchLimits | None = None  # look for the goodput instead of measuring points
-    slo: Slo = field(default_factory=Slo)
+    slo: SloTargets = field(default_factory=SloTargets)
     num_requests: int | None = None
     seconds: float = OPEN_LOOP_SECONDS
     warmups: int = 1
@@ -187,7 +187,7 @@ def parse_options(args: argparse.Namespace) -> BenchOptions:
         workload=workload,
         points=points,
         search=search,
-        slo=Slo(ttft_ms=args.ttft_slo_ms, tpot_ms=args.tpot_slo_ms, attainment=attainment),
+        slo=SloTargets(ttft_ms=args.ttft_slo_ms, tpot_ms=args.tpot_slo_ms, attainment=attainment),
         num_requests=args.num_requests,
         seconds=args.duration,
         warmups=args.warmups,

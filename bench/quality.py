@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from bench.report import aligned
-from serving.engine.batch import RaggedBatch
+from serving.batch.ragged import RaggedBatch
+from serving.loader.loading import load, resolve
 from serving.model.decoder import Decoder
-from serving.model.loading import load, resolve
 from serving.text.tokenizer import load_tokenizer
 
 MODULES = """

@@ -67,7 +67,7 @@ class Results:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Server:
+class MeasuredServer:
     """A server that has answered: how to send to it, and how to write and count for it."""
 
     endpoint: Endpoint
@@ -79,7 +79,7 @@ class Server:
         return self.endpoint.target.name
 
 
-class Session:
+class BenchSession:
     """Measures as the options say into `results`, which can be read at any time."""
 
     def __init__(
@@ -113,7 +113,7 @@ class Session:
                 await self._measure_all(servers)
         return self.results
 
-    async def _open(self, target: Target, stack: AsyncExitStack) -> Server:
+    async def _open(self, target: Target, stack: AsyncExitStack) -> MeasuredServer:
         options = self._options
         client = HttpClient(target.url, headers=options.headers, timeout=options.timeout)
         stack.push_async_callback(client.close)
@@ -131,9 +131,9 @@ class Session:
         self.results.models[target.name] = shape.model
         if prompts.note:
             self.results.notes.append(f"{target.name}: {prompts.note}")
-        return Server(endpoint=endpoint, prompts=prompts, counter=counter)
+        return MeasuredServer(endpoint=endpoint, prompts=prompts, counter=counter)
 
-    async def _measure_all(self, servers: list[Server]) -> None:
+    async def _measure_all(self, servers: list[MeasuredServer]) -> None:
         for number, point in enumerate(self._options.points):
             for round_ in range(self._options.repeat):
                 for server in servers:
@@ -142,7 +142,7 @@ class Session:
                         return
             self._on_point(point)
 
-    async def _search_all(self, servers: list[Server], limits: SearchLimits) -> None:
+    async def _search_all(self, servers: list[MeasuredServer], limits: SearchLimits) -> None:
         for round_ in range(self._options.repeat):
             for server in servers:
                 rate = await self._search(server, limits, round_)
@@ -151,7 +151,7 @@ class Session:
                 if self.results.interrupted:
                     return
 
-    async def _search(self, server: Server, limits: SearchLimits, round_: int) -> float | None:
+    async def _search(self, server: MeasuredServer, limits: SearchLimits, round_: int) -> float | None:
         """The highest rate that attains. What misses the objectives one request at a time misses them at any rate."""
         fresh = round_ * (limits.probes + 1)
         alone = await self._measure(server, Point(concurrency=1), round_, fresh=fresh, may_give_up=True, keep=False)
@@ -173,7 +173,7 @@ class Session:
 
     async def _measure(
         self,
-        server: Server,
+        server: MeasuredServer,
         point: Point,
         round_: int,
         *,
@@ -206,7 +206,7 @@ class Session:
             self.results.measurements.append(measured)
         return measured
 
-    async def _warm_up(self, server: Server, point: Point, fresh: int) -> None:
+    async def _warm_up(self, server: MeasuredServer, point: Point, fresh: int) -> None:
         """Sends requests of the same kind that do not count. Raises ServerError when not one succeeds."""
         if not self._options.warmups:
             return
@@ -220,7 +220,7 @@ class Session:
             problem = f"every warm-up request failed: {first.error}: {first.detail}"
             raise ServerError(f"{server.endpoint.target.url}: {problem}")
 
-    def _prepare(self, server: Server, point: Point, count: int, fresh: int) -> tuple[list[Prepared], Pace]:
+    def _prepare(self, server: MeasuredServer, point: Point, count: int, fresh: int) -> tuple[list[Prepared], Pace]:
         options = self._options
         requests = [
             Prepared(
@@ -252,7 +252,7 @@ class Session:
 
         return judge
 
-    async def _recounted(self, server: Server, run: Run, summary: Summary) -> Summary:
+    async def _recounted(self, server: MeasuredServer, run: Run, summary: Summary) -> Summary:
         """Holds the token counts against the text itself, where there is a tokenizer to ask."""
         answers = [one for one in run.outcomes if one.error is None and one.text][:RECOUNTED_ANSWERS]
         if server.counter is None or not answers or run.stopped:

@@ -16,12 +16,14 @@ import torch
 import uvloop
 
 from decode.service import DecodeService
-from kvcache.chunk import Chunk, split, verify
-from kvcache.commit import Commit
-from kvcache.device import DevicePool
-from kvcache.transports import LOCAL, Landings, landings_for
-from serving.heap import keep_freed_memory
+from kvcache.handoff.chunk import Chunk, split, verify
+from kvcache.handoff.commit import Commit
+from kvcache.handoff.local import LOCAL
+from kvcache.memory.device import DeviceKV
+from kvcache.transfer.choice import lenders_for
+from kvcache.transfer.lent_memory import MemoryLenders
 from serving.kvspec import LayerKV, gqa
+from serving.malloc import keep_freed_memory
 from serving.messages import LeaseId
 from serving.rpc import listen, server
 
@@ -33,14 +35,14 @@ def smollm2_layers(layers: int) -> tuple[LayerKV, ...]:
     return (gqa(3, 64, "bfloat16"),) * layers
 
 
-class Sink:
+class HandoffSink:
     """The receiving half (kvcache.transports.Receiver): checks chunks and writes them into one pool, as a lease's."""
 
-    def __init__(self, specs: Sequence[LayerKV], tokens: int, landings: Landings | None = None):
+    def __init__(self, specs: Sequence[LayerKV], tokens: int, lenders: MemoryLenders | None = None):
         blocks = -(-tokens // BLOCK)
-        self.pool = DevicePool(specs, blocks, BLOCK)
+        self.device_kv = DeviceKV(specs, blocks, BLOCK)
         self.blocks = list(range(blocks))
-        self.landings = landings or Landings()
+        self.lenders = lenders or MemoryLenders()
         self.receiving = 0
         self.taken = 0  # bytes
 
@@ -52,10 +54,10 @@ class Sink:
         await asyncio.to_thread(self._receive, chunk)
 
     def _receive(self, chunk: Chunk) -> None:
-        verify(chunk, self.pool)
-        slots = self.pool.slots(self.blocks, chunk.start, chunk.end)
-        for layer, parts in enumerate(split(chunk, self.pool), chunk.first_layer):
-            self.pool.write(layer, slots, parts)
+        verify(chunk, self.device_kv)
+        slots = self.device_kv.slots(self.blocks, chunk.start, chunk.end)
+        for layer, parts in enumerate(split(chunk, self.device_kv), chunk.first_layer):
+            self.device_kv.write(layer, slots, parts)
         self.taken += len(chunk.payload)
 
     async def commit(self, commit: Commit, via: str = LOCAL) -> None:
@@ -65,17 +67,17 @@ class Sink:
 async def serve(layers: int, tokens: int, kv_transport: str) -> None:
     keep_freed_memory()
     torch.set_num_threads(1)
-    sink = Sink(smollm2_layers(layers), tokens, landings_for(kv_transport))
+    sink = HandoffSink(smollm2_layers(layers), tokens, lenders_for(kv_transport))
     grpc_server = server()
     port = listen(grpc_server, "127.0.0.1", 0)
     DecodeService(sink).add_to(grpc_server)  # type: ignore[arg-type]
     await grpc_server.start()
-    found = {offer.kind: base64.b64encode(offer.details).decode() for offer in sink.landings.offers}
+    found = {offer.kind: base64.b64encode(offer.details).decode() for offer in sink.lenders.offers}
     print(json.dumps({"address": f"127.0.0.1:{port}", "transports": found}), flush=True)
     while await asyncio.to_thread(sys.stdin.readline):
         print(time.process_time(), flush=True)
     await grpc_server.stop(0)
-    sink.landings.close()
+    sink.lenders.close()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ SHORT_OF_COUNT = 0.9  # text that re-tokenizes to less than this share of the to
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Slo:
+class SloTargets:
     """Objectives of one request in milliseconds, and the share of requests that must meet both."""
 
     ttft_ms: float | None = None
@@ -72,7 +72,7 @@ class Summary:
         return replace(self, warnings=(*self.warnings, warning)) if warning else self
 
 
-def summarize(run: Run, slo: Slo) -> Summary:
+def summarize(run: Run, slo: SloTargets) -> Summary:
     """All figures of a run. Latencies are of the requests that succeeded; the failed ones are counted by kind."""
     good = [outcome for outcome in run.outcomes if outcome.error is None]
     failed = [outcome for outcome in run.outcomes if outcome.error not in (None, "interrupted")]
@@ -87,7 +87,7 @@ def summarize(run: Run, slo: Slo) -> Summary:
     )
 
 
-def _throughput(run: Run, good: Sequence[Outcome], slo: Slo) -> Metrics:
+def _throughput(run: Run, good: Sequence[Outcome], slo: SloTargets) -> Metrics:
     duration = run.duration
     if duration <= 0:
         return {}

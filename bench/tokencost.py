@@ -31,7 +31,7 @@ class Reading:
     tokens: float
 
 
-class Server:
+class ServeProcess:
     """`millrace serve` and the processes it starts."""
 
     def __init__(self, form: str, port: int, options: list[str]):
@@ -105,7 +105,7 @@ def used(before: Reading, after: Reading) -> tuple[dict[int, float], float]:
 
 
 def measure(form: str, asked: argparse.Namespace) -> None:
-    server = Server(form, asked.port, asked.options)
+    server = ServeProcess(form, asked.port, asked.options)
     try:
         server.load(asked.concurrency, asked.concurrency, 32, 0)
         rounds = []

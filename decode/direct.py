@@ -1,6 +1,6 @@
 """Which leases get their first KV from the pool, and what of it they lack when all else has been handed over.
 
-The ledger is the lease's (decode.leases), the fetching kvcache.direct's; this ties one to the other, on the event loop.
+decode.leases keeps the ledger, kvcache.connector.direct_fetch fetches; this ties one to the other, on the event loop.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import logging
 from contextlib import AbstractContextManager
 
 from decode.leases import Lease, LeaseTable
-from kvcache.direct import DirectFetch, DirectPrefixes
+from kvcache.connector.direct_fetch import DirectFetch, DirectFetcher
 from serving.errors import StaleLease
 from serving.messages import LeaseId
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 class DirectLeases:
     """The fetches of one worker's leases. Without `prefixes` everything is handed over."""
 
-    def __init__(self, table: LeaseTable, lock: AbstractContextManager[object], prefixes: DirectPrefixes | None):
+    def __init__(self, table: LeaseTable, lock: AbstractContextManager[object], prefixes: DirectFetcher | None):
         self.table = table
         self.lock = lock
         self.prefixes = prefixes

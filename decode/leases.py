@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvcache.directpace import HandoffMeter
-from serving.engine.sequence import Sequence
+from kvcache.connector.direct_cost import HandoffMeter
+from serving.engine.sequence import SequenceState
 from serving.errors import CorruptChunk, InvalidRequest, StaleLease
 from serving.messages import LeaseId, LeaseOrder
 
@@ -38,7 +38,7 @@ class Lease:
 
     fence: LeaseId
     session: str
-    seq: Sequence
+    seq: SequenceState
     filled: list[int]
     state: LeaseState = LeaseState.FILLING
     pooled: range = range(0)
@@ -96,7 +96,7 @@ class LeaseTable:
     layers: int
     leases: dict[str, Lease] = field(default_factory=dict)
 
-    def open(self, order: LeaseOrder, session: str, seq: Sequence) -> Lease:
+    def open(self, order: LeaseOrder, session: str, seq: SequenceState) -> Lease:
         """Enter a lease whose sequence holds its blocks. Raises StaleLease, InvalidRequest."""
         if order.lease.instance != self.instance:
             raise StaleLease("the lease is for another life of this worker", code="instance")
@@ -119,7 +119,7 @@ class LeaseTable:
             )
         return lease
 
-    def advance(self, order: LeaseOrder, seq: Sequence) -> Lease:
+    def advance(self, order: LeaseOrder, seq: SequenceState) -> Lease:
         """Start a new epoch with a fresh sequence: what earlier epochs still send is refused from now on."""
         lease = self.leases.get(order.lease.lease)
         if lease is None or order.lease.instance != self.instance:

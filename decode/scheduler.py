@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decode.speculation import Lookup, Speculation
-from serving.engine.plan import KV, Plan
+from decode.speculation import PromptLookup, Speculation
+from serving.engine.plan import KVBlocks, StepPlan
 from serving.engine.record import StepRecord
-from serving.engine.sequence import Sequence
+from serving.engine.sequence import SequenceState
 from serving.errors import NoRoom
 
 TRIAL_STEPS = 16  # steps that guess, to see what that brings
@@ -74,33 +74,33 @@ class Turns:
 class DecodeScheduler:
     """The running batch, in order of arrival. With `speculation`, more than one token of a sequence may be tried."""
 
-    def __init__(self, kv: KV, *, max_model_len: int, speculation: Speculation | None = None):
+    def __init__(self, kv: KVBlocks, *, max_model_len: int, speculation: Speculation | None = None):
         self.kv = kv
         self.max_model_len = max_model_len
         self.speculation = speculation
         self.turns = Turns() if speculation is not None else None
-        self.running: list[Sequence] = []
+        self.running: list[SequenceState] = []
         self.preemptions = 0
 
-    def add(self, seq: Sequence) -> None:
+    def add(self, seq: SequenceState) -> None:
         """A sequence whose KV is here up to its last token joins the batch."""
         assert seq.uncomputed == 1, f"{seq.uncomputed} tokens without KV, a decode step computes one"
         self.running.append(seq)
 
-    def fill(self, plan: Plan, now: float) -> None:
-        guessing = self.turns is None or not plan.leads or not self.running or self.turns.begin()
+    def fill(self, plan: StepPlan, now: float) -> None:
+        guessing = self.turns is None or not plan.can_overlap or not self.running or self.turns.begin()
         for seq in list(self.running):
             if plan.tokens < 1 or plan.seqs < 1:
                 break
             if seq in plan.preempted:
                 continue
             if self._make_room(seq, plan):
-                draft = self._guess(seq, plan) if guessing else ()
+                draft = self._draft(seq, plan) if guessing else ()
                 plan.add(seq, 1 + len(draft), self, draft)
         if self.turns is not None and guessing:
             self.turns.guess(len(plan.work))
 
-    def fill_ahead(self, plan: Plan, now: float) -> bool:
+    def fill_ahead(self, plan: StepPlan, now: float) -> bool:
         """All sequences but those whose last token is being drawn, oldest first; False if one lacks blocks."""
         if self.turns is not None and not self.turns.begin_ahead():
             return False
@@ -109,12 +109,12 @@ class DecodeScheduler:
                 break
             if seq.full_with(seq.in_flight, self.max_model_len):
                 continue  # the step that runs draws its last token
-            if seq.spill is not None or not self._hold(seq, seq.in_flight):
+            if seq.offload is not None or not self._hold(seq, seq.in_flight):
                 return False
             plan.add(seq, 1, self)
         return True
 
-    def _hold(self, seq: Sequence, unknown: int) -> bool:
+    def _hold(self, seq: SequenceState, unknown: int) -> bool:
         """Hold blocks for the KV of the sequence's tokens and so many unknown ones; False if there are none."""
         length = len(seq.tokens)
         seq.tokens += [0] * unknown  # a sequence is given room for the tokens it has
@@ -126,19 +126,19 @@ class DecodeScheduler:
             del seq.tokens[length:]
         return True
 
-    def _guess(self, seq: Sequence, plan: Plan) -> tuple[int, ...]:
+    def _draft(self, seq: SequenceState, plan: StepPlan) -> tuple[int, ...]:
         """Tokens to try beyond the next, when that pays and costs nobody else their turn or their blocks."""
-        if self.speculation is None or not seq.guessable:
+        if self.speculation is None or not seq.draftable:
             return ()
         if seq.lookup is None:
-            seq.lookup = Lookup()
+            seq.lookup = PromptLookup()
         left = min(seq.request.sampling.max_tokens - seq.output_len - 1, self.max_model_len - len(seq.tokens) - 1)
         others = len(self.running) - len(plan.work) - 1
         held = seq.held_blocks * self.kv.block_size - len(seq.tokens)  # a guess is not worth a block
         room = min(left, held, plan.tokens - 1 - others)
         return tuple(self.speculation.guess(seq.lookup, seq.tokens, room, len(self.running)))
 
-    def _make_room(self, seq: Sequence, plan: Plan) -> bool:
+    def _make_room(self, seq: SequenceState, plan: StepPlan) -> bool:
         """Grow `seq` by a block if it needs one, preempting from the youngest on; False if it had to go itself."""
         while True:
             try:
@@ -150,19 +150,19 @@ class DecodeScheduler:
                 if youngest is seq:
                     return False
 
-    def _youngest(self, seq: Sequence) -> Sequence:
+    def _youngest(self, seq: SequenceState) -> SequenceState:
         """Who gives way to `seq`: where it lacks host memory, only one that holds some is of help."""
-        return next(other for other in reversed(self.running) if seq.spill is None or other.spill is not None)
+        return next(other for other in reversed(self.running) if seq.offload is None or other.offload is not None)
 
-    def _preempt(self, seq: Sequence, plan: Plan) -> None:
+    def _preempt(self, seq: SequenceState, plan: StepPlan) -> None:
         self.running.remove(seq)
         self.kv.release(seq)
         self.preemptions += 1
         plan.preempted.append(seq)
 
-    def judged(self, seq: Sequence, guessed: int, right: int) -> None:
+    def verified(self, seq: SequenceState, guessed: int, right: int) -> None:
         if self.speculation is not None:
-            self.speculation.judged(seq.lookup, guessed, right)
+            self.speculation.verified(seq.lookup, guessed, right)
         if self.turns is not None:
             self.turns.right += right
 
@@ -172,12 +172,12 @@ class DecodeScheduler:
         if self.turns is not None:
             self.turns.measured(record)
 
-    def stepped(self, seq: Sequence) -> None:
+    def stepped(self, seq: SequenceState) -> None:
         """Nothing to do: a decoding sequence stays in the batch."""
 
-    def remove(self, seq: Sequence) -> None:
+    def remove(self, seq: SequenceState) -> None:
         if seq in self.running:
             self.running.remove(seq)
 
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[SequenceState]:
         return list(self.running)

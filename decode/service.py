@@ -12,8 +12,8 @@ import grpc
 from grpc import aio
 
 from decode.worker import DecodeWorker
-from kvcache.transports import Incoming
-from kvcache.transports.frames import PUSH, Frame, from_wire
+from kvcache.handoff.frames import PUSH, Frame, from_wire
+from kvcache.handoff.receiver import IncomingHandoff
 from serving.errors import InvalidRequest, MillraceError
 from serving.links import DecodeSession, LeaseEvent
 from serving.messages import LeaseOrder
@@ -30,7 +30,7 @@ class DecodeService(stubs.DecodeServicer):
         self.worker = worker
 
     def add_to(self, server: aio.Server) -> None:
-        """Register with a server; `Push` without protobuf's copies of payloads (kvcache.transports.frames)."""
+        """Register with a server; `Push` without protobuf's copies of payloads (kvcache.handoff.frames)."""
         push = grpc.stream_stream_rpc_method_handler(
             self.Push, request_deserializer=from_wire, response_serializer=pb.PushReply.SerializeToString
         )
@@ -90,7 +90,7 @@ class DecodeService(stubs.DecodeServicer):
 
     async def Push(self, messages: AsyncIterator[Frame], context: aio.ServicerContext) -> AsyncIterator[pb.PushReply]:
         """Frames, which the handler of `add_to` makes of the bytes."""
-        incoming = Incoming(self.worker, self.worker.landings)
+        incoming = IncomingHandoff(self.worker, self.worker.lenders)
         self.worker.receiving += 1
         try:
             async for message in messages:

@@ -21,7 +21,7 @@ DECAY = 0.9  # of the memory of accepted guesses, a guess
 
 
 @dataclass(slots=True)
-class Lookup:
+class PromptLookup:
     """Where each run of tokens of a sequence was last followed by something: a function of its tokens, kept up."""
 
     last: dict[tuple[int, ...], int] = field(default_factory=dict)  # run of tokens → position after it
@@ -46,7 +46,7 @@ class Lookup:
                     self.last[tuple(tokens[end - size : end])] = end
         self.seen = len(tokens)
 
-    def judged(self, guessed: int, right: int) -> None:
+    def verified(self, guessed: int, right: int) -> None:
         """How a guess came out."""
         self.accepted = DECAY * self.accepted + (1 - DECAY) * right / guessed
 
@@ -93,7 +93,7 @@ class Speculation:
         self.drafted = 0
         self.accepted = 0
 
-    def guess(self, lookup: Lookup, tokens: Sequence[int], room: int, batch: int) -> list[int]:
+    def guess(self, lookup: PromptLookup, tokens: Sequence[int], room: int, batch: int) -> list[int]:
         """Tokens to try after `tokens`, at most `room`, in a step of about `batch` tokens."""
         count = min(self.limit, room)
         if count < 1:
@@ -106,8 +106,8 @@ class Speculation:
             count = 1
         return lookup.guess(tokens, count)
 
-    def judged(self, lookup: Lookup, guessed: int, right: int) -> None:
-        lookup.judged(guessed, right)
+    def verified(self, lookup: PromptLookup, guessed: int, right: int) -> None:
+        lookup.verified(guessed, right)
         self.drafted += guessed
         self.accepted += right
 

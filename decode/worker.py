@@ -14,17 +14,17 @@ from collections.abc import Callable
 from decode.direct import DirectLeases
 from decode.leases import Lease, LeaseTable
 from decode.scheduler import DecodeScheduler
-from kvcache.chunk import Chunk, split, verify
-from kvcache.commit import Commit, verify_commit
-from kvcache.device import DevicePool, token_bytes
-from kvcache.direct import DirectPrefixes
-from kvcache.manager import KVManager
-from kvcache.places import Places
-from kvcache.relay import is_lossy
-from kvcache.transports import LOCAL, Landings
+from kvcache.blocks.manager import KVCacheManager
+from kvcache.connector.direct_fetch import DirectFetcher
+from kvcache.handoff.chunk import Chunk, split, verify
+from kvcache.handoff.commit import Commit, verify_commit
+from kvcache.handoff.local import LOCAL
+from kvcache.memory.device import DeviceKV, token_bytes
+from kvcache.memory.kv_dtype import is_lossy
+from kvcache.memory.locations import KVLocations
+from kvcache.transfer.lent_memory import MemoryLenders
 from serving.engine.loop import EngineLoop
-from serving.engine.output import Output
-from serving.engine.sequence import Sequence
+from serving.engine.sequence import SequenceOutput, SequenceState
 from serving.errors import ContextLengthExceeded, Draining, MillraceError, NoRoom, Retryable, StaleLease
 from serving.links import Deliver, LeaseEvent
 from serving.messages import LeaseGrant, LeaseId, LeaseOrder, WorkerIdentity
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 class DecodeWorker:
     """See the module. `address` is what leases are granted with: where KV is to be pushed.
 
-    `places` are the memories KV is taken into, by default `pool` alone. `landing` is what is offered beside the
+    `locations` are the memories KV is taken into, by default `device_kv` alone. `lender` is what is offered beside the
     address, if anything: memory that handoffs may write to. `direct` brings prefixes straight from the KV pool. New
     leases leave as many blocks as are `wanted`: a prompt waits for them that is computed here for another worker.
     """
@@ -45,30 +45,30 @@ class DecodeWorker:
         *,
         identity: WorkerIdentity,
         loop: EngineLoop,
-        kv: KVManager,
-        pool: DevicePool,
-        places: Places | None = None,
+        kv: KVCacheManager,
+        device_kv: DeviceKV,
+        locations: KVLocations | None = None,
         scheduler: DecodeScheduler,
         long_rope: Callable[[int], bool],
         address: str,
-        landings: Landings | None = None,
-        direct: DirectPrefixes | None = None,
+        lenders: MemoryLenders | None = None,
+        direct: DirectFetcher | None = None,
         wanted: Callable[[], int] = lambda: 0,
     ):
         self.identity = identity
         self.loop = loop
         self.engine = loop.engine
         self.kv = kv
-        self.pool = pool
-        self.places = places or Places(pool)
+        self.device_kv = device_kv
+        self.locations = locations or KVLocations(device_kv)
         self.scheduler = scheduler
         self.long_rope = long_rope
         self.address = address
-        self.landings = landings or Landings()
+        self.lenders = lenders or MemoryLenders()
         self.wanted = wanted
-        self.table = LeaseTable(identity.instance, len(pool.specs))
+        self.table = LeaseTable(identity.instance, len(device_kv.specs))
         self.direct = DirectLeases(self.table, self.engine.lock, direct)
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, RouterSession] = {}
         self.draining = False
         self.receiving = 0  # handoffs in progress
         self.refused: dict[str, int] = {}  # KV chunks and commits refused, by reason
@@ -80,10 +80,10 @@ class DecodeWorker:
 
     # ---- leases ------------------------------------------------------------------------------------------------
 
-    async def connect(self, router: str, deliver: Deliver, lost: Callable[[MillraceError], None]) -> Session:
+    async def connect(self, router: str, deliver: Deliver, lost: Callable[[MillraceError], None]) -> RouterSession:
         """Start a session for a router; `lost` is never called in process."""
         self._session_count += 1
-        session = Session(self, f"{router}#{self._session_count}", deliver)
+        session = RouterSession(self, f"{router}#{self._session_count}", deliver)
         self.sessions[session.name] = session
         return session
 
@@ -128,7 +128,7 @@ class DecodeWorker:
         self._note_idle()
         self.loop.wake()
 
-    def _hold(self, order: LeaseOrder, spare: int = 0) -> Sequence:
+    def _hold(self, order: LeaseOrder, spare: int = 0) -> SequenceState:
         request = order.request
         tokens = len(request.prompt) + len(order.generated)
         limit = self.identity.max_model_len
@@ -138,7 +138,7 @@ class DecodeWorker:
             )
         long_rope = self.long_rope(len(request.prompt) + request.sampling.max_tokens)
         root = self.kv.root(request.tenant, long_rope)
-        seq = Sequence(order, root=root, stays=True, long_rope=long_rope, now=self.engine.clock())
+        seq = SequenceState(order, root=root, stays=True, long_rope=long_rope, now=self.engine.clock())
         self.kv.open(seq, headroom=len(self.table.leases) + spare)
         return seq
 
@@ -149,7 +149,7 @@ class DecodeWorker:
             cached_tokens=lease.seq.computed,
             address=self.address,
             kv_dtype=self.identity.kv_dtype,
-            transports=self.landings.offers,
+            transports=self.lenders.offers,
         )
 
     # ---- KV in -------------------------------------------------------------------------------------------------
@@ -167,15 +167,15 @@ class DecodeWorker:
         try:
             if chunk.layout != self.identity.fingerprint:
                 raise StaleLease("KV of another model or layout", code="layout")
-            verify(chunk, self.pool)
-            layers = split(chunk, self.pool)
+            verify(chunk, self.device_kv)
+            layers = split(chunk, self.device_kv)
             with self.engine.lock:
                 lease = self.table.check(chunk.lease)
                 lease.accept(chunk.first_layer, chunk.last_layer, chunk.start, chunk.end)
-                self.places.write(lease.seq, chunk.first_layer, chunk.start, layers)
+                self.locations.write(lease.seq, chunk.first_layer, chunk.start, layers)
                 lease.fill(chunk.first_layer, chunk.last_layer, chunk.end)
                 lease.seq.lossy |= is_lossy(chunk.encoding)
-                stored = self.pool.specs[chunk.first_layer : chunk.last_layer]
+                stored = self.device_kv.specs[chunk.first_layer : chunk.last_layer]
                 lease.meter.came((chunk.end - chunk.start) * token_bytes(stored), self.engine.clock())
         except Retryable as error:
             self._refuse(error, chunk.lease)
@@ -206,12 +206,12 @@ class DecodeWorker:
         self.loop.wake()
         return None
 
-    def adopt(self, fence: LeaseId) -> Sequence:
+    def adopt(self, fence: LeaseId) -> SequenceState:
         """The lease's own sequence, for a prefill in this same worker. Raises StaleLease."""
         with self.engine.lock:
             seq = self.table.adopt(fence).seq
-            if seq.spill is not None:
-                seq.spill.begin()
+            if seq.offload is not None:
+                seq.offload.begin()
             return seq
 
     def _refuse(self, error: Retryable, fence: LeaseId) -> None:
@@ -266,7 +266,7 @@ class DecodeWorker:
 
     # ---- accounts ----------------------------------------------------------------------------------------------
 
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[SequenceState]:
         return [lease.seq for lease in self.table.leases.values()]
 
     def counters(self) -> dict[str, float]:
@@ -287,7 +287,7 @@ class LeaseSink:
         self.fence = lease.fence
         self.session = lease.session
 
-    def deliver(self, output: Output) -> None:
+    def deliver(self, output: SequenceOutput) -> None:
         session = self.worker.sessions.get(self.session)
         lease = self.worker.table.leases.get(self.fence.lease)
         if session is None or lease is None or lease.fence != self.fence:
@@ -297,7 +297,7 @@ class LeaseSink:
             self.worker.end(self.fence.lease)
 
 
-class Session:
+class RouterSession:
     """One router's leases on this worker (serving.links.DecodeSession)."""
 
     def __init__(self, worker: DecodeWorker, name: str, deliver: Deliver):

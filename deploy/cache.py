@@ -13,10 +13,10 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from deploy.heartbeats import addresses
+from deploy.runtime.heartbeats import addresses
 from kvcache.pool.block import KEY_BYTES
 from kvcache.pool.client import PoolClient
-from kvcache.pool.links import Selection
+from kvcache.pool.links import BlockSelection
 from kvcache.pool.models import push
 from kvcache.pool.remote import RemoteNode, dial
 from serving.config import ENV_PREFIX
@@ -60,13 +60,13 @@ def run(arguments: argparse.Namespace) -> int:
         return asyncio.run(push_model(arguments.model, named, key, arguments.replication))
     nodes = [node.rpartition("@")[2] for node in named]
     what = selection(arguments.namespace, arguments.key)
-    if arguments.action == "evict" and what == Selection() and not arguments.all:
+    if arguments.action == "evict" and what == BlockSelection() and not arguments.all:
         raise ValueError("evict which blocks? Give --namespace, --key, or --all")
     work = {"stat": stat, "ls": ls, "evict": evict, "verify": verify}[arguments.action]
     return asyncio.run(work(Pool(nodes, key), what))
 
 
-def selection(namespace: str | None, keys: Sequence[str]) -> Selection:
+def selection(namespace: str | None, keys: Sequence[str]) -> BlockSelection:
     """Raises ValueError for what is not a block's key."""
     found = []
     for text in keys:
@@ -79,7 +79,7 @@ def selection(namespace: str | None, keys: Sequence[str]) -> Selection:
                 f"--key {text}: a key has {2 * KEY_BYTES} hexadecimal digits, as `millrace cache ls` shows"
             )
         found.append(key)
-    return Selection(namespace=namespace, keys=tuple(found))
+    return BlockSelection(namespace=namespace, keys=tuple(found))
 
 
 @dataclass(slots=True)
@@ -118,8 +118,8 @@ def advice(address: str, error: MillraceError) -> str:
 
 async def push_model(model: str | None, nodes: Sequence[str], key: str | None, replication: int) -> int:
     """Store a model's files under its name."""
-    from deploy.model_cache import model_name
-    from serving.model.hub import resolve
+    from deploy.worker.model_cache import model_name
+    from serving.checkpoint.hub import resolve
 
     path, name = resolve(model), model_name(model)
     found = PoolClient(lambda address: dial(address, key), replication=replication, timeout=ANSWER_SECONDS)
@@ -156,7 +156,7 @@ async def named_nodes(nodes: Sequence[str], key: str | None) -> list[str]:
 # ---- the four actions ----------------------------------------------------------------------------------------------
 
 
-async def stat(pool: Pool, what: Selection) -> int:
+async def stat(pool: Pool, what: BlockSelection) -> int:
     """Tiers, then traffic, then namespaces of every node."""
     reports: list[PoolReport] = []
 
@@ -171,7 +171,7 @@ async def stat(pool: Pool, what: Selection) -> int:
     return pool.exit_code
 
 
-async def ls(pool: Pool, what: Selection) -> int:
+async def ls(pool: Pool, what: BlockSelection) -> int:
     """One line a block: its key, namespace, tiers, size, age, and whether it is pinned."""
 
     async def ask(address: str, node: RemoteNode) -> None:
@@ -185,7 +185,7 @@ async def ls(pool: Pool, what: Selection) -> int:
     return pool.exit_code
 
 
-async def evict(pool: Pool, what: Selection) -> int:
+async def evict(pool: Pool, what: BlockSelection) -> int:
     async def ask(address: str, node: RemoteNode) -> None:
         print(f"{address}: {await node.evict(what):,} blocks dropped")
 
@@ -193,7 +193,7 @@ async def evict(pool: Pool, what: Selection) -> int:
     return pool.exit_code
 
 
-async def verify(pool: Pool, what: Selection) -> int:
+async def verify(pool: Pool, what: BlockSelection) -> int:
     """1 if any node had a corrupt block, otherwise 2 if one could not be asked."""
     bad = 0
 

@@ -167,15 +167,17 @@ def _start(given: Mapping[str, Any], settings: Any, child_flags: tuple[str, ...]
 
 
 async def _node(settings: Any, parent: int | None) -> int:
-    from deploy.pool import PoolHost
+    from deploy.kvcache_process import KvcacheProcess
 
-    return await PoolHost(settings.kvcache, settings.cluster, settings.http, settings.placement, parent=parent).run()
+    return await KvcacheProcess(
+        settings.kvcache, settings.cluster, settings.http, settings.placement, parent=parent
+    ).run()
 
 
 async def _host(role: Role, settings: Any, parent: int | None) -> int:
-    from deploy.host import WorkerHost
+    from deploy.worker.process import WorkerProcess
 
-    host = WorkerHost(
+    host = WorkerProcess(
         role,
         settings.model,
         settings.model_config,

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from deploy.worker import Worker
+from deploy.worker.worker import Worker
+from kvcache.handoff.dialer import Dialer
 from kvcache.pool.links import PoolLink
-from kvcache.transports import Dialer
 from router.fleet import Fleet, RouterConfig, WorkerLink
 from router.policy import LeastLoaded
-from router.router import Observer, Router
+from router.router import Router, RouterObserver
 from serving.config import EngineConfig, ModelConfig, PoolConfig
+from serving.loader.loading import LoadedModel
 from serving.messages import Role, WorkerStatus
-from serving.model.loading import LoadedModel
 
 
 class LocalCluster:
@@ -56,7 +56,7 @@ class LocalCluster:
     def _start_beating(self) -> None:
         self._beating = asyncio.create_task(self._beat(), name="heartbeats")
 
-    def router(self, observer: Observer) -> Router:
+    def router(self, observer: RouterObserver) -> Router:
         return Router(self.fleet, observer)
 
     def _worker(self, role: Role, number: int, dialer: Dialer) -> Worker:
@@ -75,8 +75,8 @@ class LocalCluster:
 
     def tell_nodes(self, worker: Worker) -> None:
         """Which nodes the KV pool has, for its part in it."""
-        if worker.sharing is not None:
-            worker.sharing.set_nodes(self.pool_nodes)
+        if worker.connector is not None:
+            worker.connector.set_nodes(self.pool_nodes)
 
     def _link(self, status: WorkerStatus) -> WorkerLink:
         return next(worker for worker in self.workers if worker.identity.instance == status.instance)

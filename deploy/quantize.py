@@ -44,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Quantize and write; the process's exit code. Raises ValueError for a model or a place that will not do."""
     # Imported on use: the other commands need not wait for torch.
-    from serving.model.hub import resolve
-    from serving.model.loading import load
-    from serving.model.quantization.folder import write_model
+    from serving.checkpoint.hub import resolve
+    from serving.loader.loading import load
+    from serving.quantization.folder import write_model
 
     out: Path = arguments.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -83,9 +83,9 @@ def _of_folder(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _of_gguf(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """config.json, and the contents of the files beside it, from what the GGUF file says."""
-    from serving.model.gguf_file import GgufFile
-    from serving.model.gguf_spec import spec_from_gguf
-    from serving.model.quantization.folder import config_from_spec
+    from serving.checkpoint.gguf_file import GgufFile
+    from serving.checkpoint.gguf_spec import spec_from_gguf
+    from serving.quantization.folder import config_from_spec
     from serving.text.gguf_tokenizer import read_gguf
 
     file = GgufFile(path)

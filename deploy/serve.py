@@ -12,18 +12,19 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.front import Front, served_model
-from deploy.http_server import bind
+from deploy.frontend import Frontend, served_model
+from deploy.kvcache_process import store_config
 from deploy.local import LocalCluster
-from deploy.pool import store_config
-from deploy.supervisor import ChildSpec, Supervisor
-from deploy.threads import parse_cpus, use_cores
+from deploy.runtime.cpu_binding import parse_cpus, use_cores
+from deploy.runtime.http_server import bind
+from deploy.runtime.supervisor import ChildSpec, Supervisor
 from kvcache.pool.node import PoolNode
 from kvcache.pool.store import BlockStore
 from router.clients import RemoteWorker
 from router.fleet import Fleet, RouterConfig
 from router.policy import LeastLoaded
 from router.service import RegistryService
+from serving.checkpoint.hub import resolve
 from serving.config import (
     ClusterConfig,
     EngineConfig,
@@ -33,9 +34,8 @@ from serving.config import (
     PlacementConfig,
     PoolConfig,
 )
+from serving.loader.loading import open_checkpoint
 from serving.messages import Role, WorkerStatus
-from serving.model.hub import resolve
-from serving.model.loading import open_checkpoint
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import Caller, listen, server
 from serving.text.tokenizer import load_tokenizer
@@ -68,7 +68,7 @@ class Settings:
 
 async def serve_embedded(settings: Settings) -> int:
     """One process: a mixed worker, the router and the API; with --disk, a node of the KV pool too."""
-    from serving.model.loading import load
+    from serving.loader.loading import load
 
     listening = bind(settings.http.host, settings.http.port)
     use_cores(settings.engine.cpus, settings.engine.threads)
@@ -98,7 +98,7 @@ async def serve_embedded(settings: Settings) -> int:
         served = served_model(
             path, config.served_model_name, identity.max_model_len, model.spec.vocab_size, identity.fingerprint
         )
-        front = Front(cluster.fleet, settings.http, served, tokenizer, listening)
+        front = Frontend(cluster.fleet, settings.http, served, tokenizer, listening)
         front.leave_on_signals()
         cluster.workers[0].on_crash = front.leaving.set
         await front.run()
@@ -150,11 +150,11 @@ async def serve_front(
     return 0
 
 
-def _front(fleet: Fleet, settings: Settings, path: Path, listening: socket.socket) -> Front:
+def _front(fleet: Fleet, settings: Settings, path: Path, listening: socket.socket) -> Frontend:
     spec, _, _ = open_checkpoint(path)
     limit = min(spec.max_position, settings.model_config.max_model_len or spec.max_position)
     served = served_model(path, settings.model_config.served_model_name, limit, spec.vocab_size, None)
-    return Front(fleet, settings.http, served, load_tokenizer(path), listening)
+    return Frontend(fleet, settings.http, served, load_tokenizer(path), listening)
 
 
 def _remote(status: WorkerStatus, key: str | None) -> RemoteWorker:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from serving.engine.plan import KV, Plan
+from serving.engine.plan import KVBlocks, StepPlan
 from serving.engine.record import StepRecord
-from serving.engine.sequence import Sequence
+from serving.engine.sequence import SequenceState
 from serving.errors import NoRoom
 
 
@@ -18,16 +18,16 @@ class PrefillScheduler:
 
     def __init__(
         self,
-        kv: KV,
-        then: Callable[[Sequence], None] | None = None,
+        kv: KVBlocks,
+        then: Callable[[SequenceState], None] | None = None,
         measured: Callable[[StepRecord], None] | None = None,
     ):
         self.kv = kv
         self.then = then
         self.on_measured = measured
-        self.queue: list[Sequence] = []
+        self.queue: list[SequenceState] = []
 
-    def add(self, seq: Sequence) -> None:
+    def add(self, seq: SequenceState) -> None:
         self.queue.append(seq)
 
     @property
@@ -42,7 +42,7 @@ class PrefillScheduler:
                 return self.kv.least_blocks(seq)
         return 0
 
-    def fill(self, plan: Plan, now: float) -> None:
+    def fill(self, plan: StepPlan, now: float) -> None:
         full = False
         for seq in self.queue:
             if plan.tokens < 1 or plan.seqs < 1:
@@ -56,7 +56,7 @@ class PrefillScheduler:
         if not plan.work:
             self._fill_arriving(plan, now)
 
-    def fill_ahead(self, plan: Plan, now: float) -> bool:
+    def fill_ahead(self, plan: StepPlan, now: float) -> bool:
         """Prompts are begun by ordinary steps alone: True while there is none, no room for one, or no turn."""
         full = False
         for seq in self.queue if plan.tokens and plan.seqs else ():
@@ -67,17 +67,17 @@ class PrefillScheduler:
             full = True
         return True
 
-    def _fill_arriving(self, plan: Plan, now: float) -> None:
+    def _fill_arriving(self, plan: StepPlan, now: float) -> None:
         """Nothing else is to run: begin a prompt whose prefix is still coming, alone, for the step may have to wait."""
         for seq in self.queue:
             if seq.arrival is not None:
                 seq.arrival.enter()
                 if seq.scheduled_at is None:
                     seq.scheduled_at = now
-                plan.add(seq, min(seq.uncomputed, plan.tokens), self, gate=seq.arrival.gate)
+                plan.add(seq, min(seq.uncomputed, plan.tokens), self, barrier=seq.arrival.barrier)
                 return
 
-    def _start(self, seq: Sequence, now: float) -> bool:
+    def _start(self, seq: SequenceState, now: float) -> bool:
         """See that the sequence has its blocks and the freshest prefix; False while the pool has no room for it."""
         if seq.scheduled_at is None:
             if seq.blocks:
@@ -90,7 +90,7 @@ class PrefillScheduler:
             seq.scheduled_at = now
         return True
 
-    def stepped(self, seq: Sequence) -> None:
+    def stepped(self, seq: SequenceState) -> None:
         """Called with one token to go, the one just drawn, once the prompt is computed."""
         if seq.uncomputed == 1 and len(seq.tokens) > seq.start:
             self.queue.remove(seq)
@@ -98,7 +98,7 @@ class PrefillScheduler:
                 assert self.then is not None, "a sequence that stays needs a decode scheduler"
                 self.then(seq)
 
-    def judged(self, seq: Sequence, guessed: int, right: int) -> None:
+    def verified(self, seq: SequenceState, guessed: int, right: int) -> None:
         """Prompts are not guessed."""
 
     def measured(self, record: StepRecord) -> None:
@@ -106,9 +106,9 @@ class PrefillScheduler:
         if self.on_measured is not None:
             self.on_measured(record)
 
-    def remove(self, seq: Sequence) -> None:
+    def remove(self, seq: SequenceState) -> None:
         if seq in self.queue:
             self.queue.remove(seq)
 
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[SequenceState]:
         return list(self.queue)

@@ -12,16 +12,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from kvcache.device import DevicePool
-from kvcache.handoff import Handoff
-from kvcache.manager import KVManager
-from kvcache.places import Places
-from kvcache.prefix import root_key
-from kvcache.relay import choose_wire
+from kvcache.blocks.manager import KVCacheManager
+from kvcache.blocks.prefix import root_key
+from kvcache.handoff.sender import Handoff
+from kvcache.memory.device import DeviceKV
+from kvcache.memory.kv_dtype import choose_wire
+from kvcache.memory.locations import KVLocations
 from prefill.scheduler import PrefillScheduler
 from serving.engine.loop import EngineLoop
-from serving.engine.output import Output
-from serving.engine.sequence import Sequence
+from serving.engine.sequence import SequenceOutput, SequenceState
 from serving.errors import ContextLengthExceeded, Draining, InvalidRequest, MillraceError, StaleLease, WorkerLost
 from serving.kvspec import AUTO, LayerKV
 from serving.links import HandoffDialer, HandoffLink
@@ -31,7 +30,7 @@ from serving.messages import LeaseGrant, LeaseId, Prefilled, PrefillOrder, Role,
 class LocalLeases(Protocol):
     """The decode side of the same worker."""
 
-    def adopt(self, fence: LeaseId) -> Sequence: ...
+    def adopt(self, fence: LeaseId) -> SequenceState: ...
 
 
 Layout = Callable[[str], tuple[str, tuple[LayerKV, ...]]]
@@ -39,9 +38,9 @@ Layout = Callable[[str], tuple[str, tuple[LayerKV, ...]]]
 
 
 class Prefixes(Protocol):
-    """Where parts of a prompt's KV may come from that others have computed (kvcache.sharing.Sharing)."""
+    """Where parts of a prompt's KV may come from that others have computed (kvcache.connector)."""
 
-    async def bring(self, seq: Sequence, begun: Callable[[], None]) -> None:
+    async def bring(self, seq: SequenceState, begun: Callable[[], None]) -> None:
         """Returns when no more comes; `begun` is called as soon as the sequence may be queued."""
 
 
@@ -49,9 +48,9 @@ class FirstToken:
     """Waits for what the engine brings out at the end of a prefill."""
 
     def __init__(self) -> None:
-        self.future: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
+        self.future: asyncio.Future[SequenceOutput] = asyncio.get_running_loop().create_future()
 
-    def deliver(self, output: Output) -> None:
+    def deliver(self, output: SequenceOutput) -> None:
         if not self.future.done():
             self.future.set_result(output)
 
@@ -59,8 +58,8 @@ class FirstToken:
 class PrefillWorker:
     """See the module (serving.links.PrefillLink). `leases` is set on a worker that decodes too.
 
-    `places` are the memories KV is handed over from, by default `pool` alone.
-    `layout` tells how a decode worker stores KV, `kv_wire` how it is to travel there (see kvcache.relay.choose_wire).
+    `locations` are the memories KV is handed over from, by default `device_kv` alone.
+    `layout` says how a decode worker stores KV, `kv_wire` how it travels there (kvcache.memory.kv_dtype.choose_wire).
     """
 
     def __init__(
@@ -68,9 +67,9 @@ class PrefillWorker:
         *,
         identity: WorkerIdentity,
         loop: EngineLoop,
-        kv: KVManager,
-        pool: DevicePool,
-        places: Places | None = None,
+        kv: KVCacheManager,
+        device_kv: DeviceKV,
+        locations: KVLocations | None = None,
         scheduler: PrefillScheduler,
         long_rope: Callable[[int], bool],
         dialer: HandoffDialer,
@@ -83,8 +82,8 @@ class PrefillWorker:
         self.loop = loop
         self.engine = loop.engine
         self.kv = kv
-        self.pool = pool
-        self.places = places or Places(pool)
+        self.device_kv = device_kv
+        self.locations = locations or KVLocations(device_kv)
         self.scheduler = scheduler
         self.long_rope = long_rope
         self.dialer = dialer
@@ -94,7 +93,7 @@ class PrefillWorker:
         self.prefixes = prefixes
         self.draining = False
         self.bytes_sent = 0
-        self._runs: dict[int, Sequence] = {}  # prefills in progress, by id of the sequence
+        self._runs: dict[int, SequenceState] = {}  # prefills in progress, by id of the sequence
         self._idle = asyncio.Event()
 
     async def run(self, order: PrefillOrder) -> AsyncIterator[Prefilled]:
@@ -115,13 +114,17 @@ class PrefillWorker:
             finally:
                 await link.close()
 
-    async def _handing_over(self, seq: Sequence, order: PrefillOrder, link: HandoffLink) -> AsyncIterator[Prefilled]:
+    async def _handing_over(
+        self, seq: SequenceState, order: PrefillOrder, link: HandoffLink
+    ) -> AsyncIterator[Prefilled]:
         grant = order.grant
         assert grant is not None
-        pool = self.pool.kept_as(seq.kv_dtype)
+        device_kv = self.device_kv.kept_as(seq.kv_dtype)
         layout, layers = self.layout(grant.kv_dtype)
-        wire = choose_wire(pool.specs, layers, self.kv_wire)
-        handoff = Handoff(pool, link, seq, grant.lease, layout, grant.cached_tokens, wire=wire, places=self.places)
+        wire = choose_wire(device_kv.specs, layers, self.kv_wire)
+        handoff = Handoff(
+            device_kv, link, seq, grant.lease, layout, grant.cached_tokens, wire=wire, locations=self.locations
+        )
         seq.handoff = handoff
         sending = asyncio.create_task(handoff.send(), name=f"handoff-{grant.lease.lease}")
         first = asyncio.create_task(self._first(seq), name=f"prefill-{grant.lease.lease}")
@@ -153,7 +156,7 @@ class PrefillWorker:
         grant = order.grant
         return grant is not None and grant.lease.instance == self.identity.instance and self.leases is not None
 
-    async def _first(self, seq: Sequence) -> Prefilled:
+    async def _first(self, seq: SequenceState) -> Prefilled:
         """Queue the sequence and wait for its first token. Raises what the engine reports."""
         sink = FirstToken()
         seq.prefill_sink = sink
@@ -178,7 +181,7 @@ class PrefillWorker:
         )
 
     @asynccontextmanager
-    async def _bringing(self, seq: Sequence) -> AsyncIterator[None]:
+    async def _bringing(self, seq: SequenceState) -> AsyncIterator[None]:
         """Entered once the sequence may be queued, though some of its prefix may still come; no more does after."""
         if self.prefixes is None:
             yield
@@ -197,7 +200,7 @@ class PrefillWorker:
                 bringing.result()
 
     @asynccontextmanager
-    async def _sequence(self, order: PrefillOrder) -> AsyncIterator[Sequence]:
+    async def _sequence(self, order: PrefillOrder) -> AsyncIterator[SequenceState]:
         """The lease's own sequence, or a new one of ours that is gone when the prefill is over."""
         if self._own(order):
             assert order.grant is not None and self.leases is not None
@@ -214,7 +217,7 @@ class PrefillWorker:
             if not self._runs:
                 self._idle.set()
 
-    def _new_sequence(self, order: PrefillOrder) -> Sequence:
+    def _new_sequence(self, order: PrefillOrder) -> SequenceState:
         request = order.order.request
         tokens = len(request.prompt) + len(order.order.generated)
         limit = self.identity.max_model_len
@@ -226,14 +229,14 @@ class PrefillWorker:
         kv_dtype, layout = self._keeping(order.grant)
         root = root_key(layout, request.tenant, long_rope)
         now = self.engine.clock()
-        return Sequence(order.order, root=root, stays=False, long_rope=long_rope, now=now, kv_dtype=kv_dtype)
+        return SequenceState(order.order, root=root, stays=False, long_rope=long_rope, now=now, kv_dtype=kv_dtype)
 
     def _keeping(self, grant: LeaseGrant | None) -> tuple[str, str]:
         """What KV a prompt is computed over, and its layout's fingerprint: its decode worker's, if blocks can hold it.
 
         A prompt that attends to KV which is rounded only when it leaves is not what its decode worker would compute.
         """
-        if grant is not None and grant.kv_dtype != self.identity.kv_dtype and self.pool.can_keep(grant.kv_dtype):
+        if grant is not None and grant.kv_dtype != self.identity.kv_dtype and self.device_kv.can_keep(grant.kv_dtype):
             return grant.kv_dtype, self.layout(grant.kv_dtype)[0]
         return AUTO, self.kv.fingerprint
 
@@ -254,7 +257,7 @@ class PrefillWorker:
         self.draining = True
         for seq in self._runs.values():
             if seq.prefill_sink is not None:
-                seq.prefill_sink.deliver(Output(seq, error=error))
+                seq.prefill_sink.deliver(SequenceOutput(seq, error=error))
 
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[SequenceState]:
         return list(self._runs.values())

@@ -17,7 +17,7 @@ CONTINUATION = 0  # a request the client already sees tokens of
 NEW = 1
 
 
-class Turnstile:
+class AdmissionQueue:
     """Lets one request at a time look for a place; the others queue by (priority, arrival)."""
 
     def __init__(self, max_waiting: int):

@@ -13,11 +13,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from router.admission import CONTINUATION, NEW, Turnstile
+from router.admission import CONTINUATION, NEW, AdmissionQueue
 from router.leases import NoLease, RouterLease, WorkerSession
 from router.policy import Candidate, LeastLoaded, outgrown
-from router.pools import Pools
-from router.prefill_run import PrefillRun
+from router.pool_nodes import PoolNodes
+from router.prefill_call import PrefillCall
 from router.registry import Registry
 from serving.errors import (
     Draining,
@@ -70,12 +70,12 @@ class Fleet:
         self.policy = policy
         self.clock = clock
         self.registry = Registry(config.silence)
-        self.pools = Pools(config.silence)
-        self.turnstile = Turnstile(config.max_waiting)
+        self.pools = PoolNodes(config.silence)
+        self.admission = AdmissionQueue(config.max_waiting)
         self._links: dict[str, WorkerLink] = {}
         self._sessions: dict[str, asyncio.Task[WorkerSession]] = {}
         self._changed = asyncio.Event()
-        self.prefills: dict[str, set[PrefillRun]] = {}  # prefill calls in progress, by the worker's instance
+        self.prefills: dict[str, set[PrefillCall]] = {}  # prefill calls in progress, by the worker's instance
         self._openings: dict[str, set[asyncio.Future[MillraceError]]] = {}  # who waits for a worker's answer
         self._tasks: set[asyncio.Task[None]] = set()
         self._lease_count = 0
@@ -208,7 +208,7 @@ class Fleet:
     ) -> RouterLease:
         try:
             async with asyncio.timeout(self._patience(request)):
-                async with self.turnstile.turn(CONTINUATION if generated else NEW):
+                async with self.admission.turn(CONTINUATION if generated else NEW):
                     while True:
                         if self.refused is not None:
                             raise self.refused

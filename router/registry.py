@@ -13,7 +13,7 @@ from serving.messages import WorkerStatus
 
 
 @dataclass(slots=True)
-class Worker:
+class RegisteredWorker:
     """A registered worker. `suspect` since a call to it broke; a later heartbeat clears it."""
 
     status: WorkerStatus
@@ -28,14 +28,14 @@ class Registry:
 
     def __init__(self, silence: float = 5.0):
         self.silence = silence
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, RegisteredWorker] = {}
 
     def heartbeat(self, status: WorkerStatus, now: float) -> bool:
         """Take a heartbeat in; True if the worker is new or believed again."""
         worker = self.workers.get(status.instance)
         if worker is None:
             self._replace_previous_life(status)
-            self.workers[status.instance] = Worker(status, now)
+            self.workers[status.instance] = RegisteredWorker(status, now)
             return True
         news = worker.suspect or worker.status.draining != status.draining
         worker.status, worker.seen, worker.suspect = status, now, False
@@ -79,5 +79,5 @@ class Registry:
             if not worker.suspect
         ]
 
-    def get(self, instance: str) -> Worker | None:
+    def get(self, instance: str) -> RegisteredWorker | None:
         return self.workers.get(instance)

@@ -13,7 +13,7 @@ from typing import Protocol
 from router.fleet import Fleet
 from router.leases import NoLease, RouterLease
 from router.policy import Candidate
-from router.prefill_run import PrefillRun
+from router.prefill_call import PrefillCall
 from serving.errors import DeadlineExceeded, Draining, MillraceError, Preempted, Retryable, Unavailable, WorkerLost
 from serving.logs import request_context
 from serving.messages import Audit, Build, Delta, LeaseOrder, PrefillOrder, Request
@@ -22,7 +22,7 @@ from serving.timeline import Moment, Timeline
 log = logging.getLogger(__name__)
 
 
-class Observer(Protocol):
+class RouterObserver(Protocol):
     """Hears of what the router does, for metrics. Seconds and tokens."""
 
     def first_token(self, request: Request, seconds: float, cached: int) -> None: ...
@@ -36,7 +36,7 @@ class Observer(Protocol):
 class Router:
     """Serves requests on a fleet of workers."""
 
-    def __init__(self, fleet: Fleet, observer: Observer):
+    def __init__(self, fleet: Fleet, observer: RouterObserver):
         self.fleet = fleet
         self.observer = observer
         self.clock = fleet.clock
@@ -128,7 +128,7 @@ class Router:
                 self._retry(request, timeline, error, failures)
                 await lease.advance(request, generated)
 
-    def _prefill(self, worker: Candidate, order: PrefillOrder, lease: RouterLease | NoLease) -> PrefillRun:
+    def _prefill(self, worker: Candidate, order: PrefillOrder, lease: RouterLease | NoLease) -> PrefillCall:
         """A prefill try; its tokens count towards the worker's load while it runs."""
         instance = worker.status.instance
         entry = self.fleet.registry.get(instance)
@@ -140,7 +140,7 @@ class Router:
             if entry is not None:
                 entry.prefill_tokens -= tokens
 
-        run = PrefillRun(self.fleet.link(worker.status), order, lease, ended)
+        run = PrefillCall(self.fleet.link(worker.status), order, lease, ended)
         running.add(run)
         if entry is not None:
             entry.prefill_tokens += tokens
@@ -178,7 +178,7 @@ class Router:
             "requests": self.running,
             "leases": self.fleet.open_leases(),
             "prefills": self.prefills,
-            "waiting": self.fleet.turnstile.waiting,
+            "waiting": self.fleet.admission.waiting,
         }
         leaked = {"leases": max(0, counts["leases"] - self.running)}
         return [Audit(service=self.fleet.config.name, counts=counts, leaked=leaked), *await self.fleet.audits()]

@@ -78,11 +78,11 @@ class HandoffLink(Protocol):
         ...
 
     async def push(self, chunk: Any) -> None:
-        """Send a kvcache.chunk.Chunk. Raises CorruptChunk, StaleLease or WorkerLost, perhaps of an earlier chunk."""
+        """Send a Chunk (kvcache.handoff). Raises CorruptChunk, StaleLease or WorkerLost, also of an earlier chunk."""
         ...
 
     async def commit(self, commit: Any) -> range | None:
-        """All is sent (a kvcache.commit.Commit): the decode worker checks that nothing is missing and takes over.
+        """All is sent (a Commit of kvcache.handoff): the decode worker checks that nothing is missing and takes over.
 
         Tokens that it did not get from the KV pool are returned: send them, and commit again. Raises as `push`.
         """

@@ -90,7 +90,7 @@ _WORKER_LABELLED = {
 
 
 class RouterMetrics:
-    """What the router (router.router.Observer), the HTTP door, the workers and the KV pool tell of their work."""
+    """What the router (router.router.RouterObserver), the HTTP door, the workers and the KV pool tell of their work."""
 
     def __init__(
         self,

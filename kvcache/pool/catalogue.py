@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from kvcache.pool.links import Selection
+from kvcache.pool.links import BlockSelection
 from kvcache.pool.shelf import Held
 
 Change = tuple[str, tuple[bytes, ...]]
@@ -56,7 +56,7 @@ class Catalogue:
     def keys(self) -> list[bytes]:
         return list(self._held)
 
-    def select(self, what: Selection) -> list[Held]:
+    def select(self, what: BlockSelection) -> list[Held]:
         """The blocks meant, in the order of their keys as given, else in the order they came."""
         chosen: Iterable[Held] = self._held.values()
         if what.keys:

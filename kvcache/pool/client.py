@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from kvcache.pool.block import PoolBlock, Slab
 from kvcache.pool.fetch import Fetch, as_generator
-from kvcache.pool.links import PoolLink, Selection
+from kvcache.pool.links import BlockSelection, PoolLink
 from kvcache.pool.pauses import Pauses
 from kvcache.pool.puts import batches
 from kvcache.pool.ring import Ring
@@ -161,7 +161,7 @@ class PoolClient:
 
     async def _evict(self, address: str, keys: Sequence[bytes]) -> bool:
         """Whether the node answered."""
-        return await self._ask(address, lambda link: link.evict(Selection(keys=tuple(keys)))) is not None
+        return await self._ask(address, lambda link: link.evict(BlockSelection(keys=tuple(keys)))) is not None
 
     async def _put(self, address: str, blocks: list[PoolBlock]) -> None:
         for batch in batches(blocks):

@@ -43,7 +43,7 @@ class FoundFile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stretch:
+class PartRange:
     """Parts first..last (exclusive) of a block, verified; `payload` is those parts alone."""
 
     header: BlockHeader
@@ -111,7 +111,7 @@ class BlockFolder:
         if self._fsync:
             _sync_folder(path.parent)
 
-    def read(self, key: bytes, namespace: str, first: int = 0, last: int = 0, most: int | None = None) -> Stretch:
+    def read(self, key: bytes, namespace: str, first: int = 0, last: int = 0, most: int | None = None) -> PartRange:
         """Parts first..last (0: all) of a block, fewer if they would be more than `most` bytes, but at least one.
 
         A `first` beyond the last part gives an empty stretch. Raises CorruptChunk when the file is gone or not as it
@@ -132,7 +132,7 @@ class BlockFolder:
             if len(payload) < wanted:
                 payload = _read_all(descriptor, start, wanted)
         header.verify(first, last, payload)
-        return Stretch(header=header, first=first, last=last, payload=payload)
+        return PartRange(header=header, first=first, last=last, payload=payload)
 
     def remove(self, key: bytes, namespace: str) -> None:
         """Also if it is not there. Tenants come and go by the thousand: the last block takes its folders along."""

@@ -14,7 +14,7 @@ MOST_USES = 3  # uses are counted up to here
 PROMOTION_USES = 2  # uses in probation that earn a place in the main queue
 
 
-class Policy(Protocol):
+class EvictionPolicy(Protocol):
     """An order of eviction over the blocks it was told of. Sizes are in bytes."""
 
     def add(self, key: bytes, size: int) -> None:
@@ -143,5 +143,5 @@ class S3Fifo:
         return len(self._uses)
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {"lru": Lru, "s3fifo": S3Fifo}
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru, "s3fifo": S3Fifo}
 DEFAULT_POLICY = "lru"

@@ -12,7 +12,7 @@ from typing import Protocol
 from kvcache.pool.block import PoolBlock, Slab
 from serving.messages import NamespaceStat, PoolStat, Tier, TierStat
 
-__all__ = ["Entry", "NamespaceStat", "PoolEvent", "PoolLink", "PoolStat", "Selection", "Tier", "TierStat"]
+__all__ = ["BlockEntry", "BlockSelection", "NamespaceStat", "PoolEvent", "PoolLink", "PoolStat", "Tier", "TierStat"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +25,7 @@ class PoolEvent:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class BlockEntry:
     """One block as `ls` shows it."""
 
     key: bytes
@@ -37,7 +37,7 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Selection:
+class BlockSelection:
     """Which blocks an eviction or a listing means: all of them, a namespace's, or just these keys."""
 
     namespace: str | None = None
@@ -62,13 +62,13 @@ class PoolLink(Protocol):
         """
         ...
 
-    async def evict(self, what: Selection) -> int:
+    async def evict(self, what: BlockSelection) -> int:
         """Drop these blocks from every tier, pinned ones excepted; how many."""
         ...
 
     async def stat(self) -> PoolStat: ...
 
-    def entries(self, what: Selection) -> AsyncIterator[Entry]: ...
+    def entries(self, what: BlockSelection) -> AsyncIterator[BlockEntry]: ...
 
     async def verify(self) -> tuple[int, int]:
         """Read everything in every tier: (blocks read, blocks found corrupt and dropped)."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.payloads import bytes_tag, payload_place, varint
 from kvcache.pool.block import PoolBlock
-from kvcache.pool.slabs import LandingsOnDemand
-from kvcache.slots.carriers import CarrierFailed, Slots
-from kvcache.slots.shared import KIND as SHM
-from kvcache.slots.shared import PART_BYTES, SharedLanding, mapped
+from kvcache.pool.slabs import LendersOnDemand
+from kvcache.transfer.framing import bytes_tag, payload_place, varint
+from kvcache.transfer.lent_memory import LentBuffers, TransferUnavailable
+from kvcache.transfer.shared_memory import KIND as SHM
+from kvcache.transfer.shared_memory import PART_BYTES, SharedMemoryLender, mapped
 from serving.errors import CorruptChunk, InvalidRequest
 from serving.proto import pool_pb2 as pb
 
@@ -87,7 +87,7 @@ def _read(message: pb.PutRequest) -> memoryview:
     size = sum(sum(block.sizes) for block in message.blocks)
     try:
         memory = mapped(message.memory)
-    except CarrierFailed as error:
+    except TransferUnavailable as error:
         raise InvalidRequest(f"the blocks' bytes cannot be read: {error}", param=UNREADABLE) from error
     if message.address + size > len(memory):
         raise InvalidRequest("the blocks' bytes lie beyond the memory that was offered", param=UNREADABLE)
@@ -111,15 +111,15 @@ def batches(blocks: Iterable[PoolBlock]) -> Iterator[list[PoolBlock]]:
 class Leaving:
     """How blocks go to one node, as far as that is known."""
 
-    def __init__(self, landings: LandingsOnDemand | None):
-        self._landings = landings if landings is not None and SHM in landings.kinds else None
+    def __init__(self, lenders: LendersOnDemand | None):
+        self._landings = lenders if lenders is not None and SHM in lenders.kinds else None
 
     async def room(self, size: int) -> Room:
         """For a put of so many bytes."""
-        landing = await self._landings.of(SHM) if self._landings is not None else None
-        if not isinstance(landing, SharedLanding) or size > PART_BYTES:
+        lender = await self._landings.of(SHM) if self._landings is not None else None
+        if not isinstance(lender, SharedMemoryLender) or size > PART_BYTES:
             return Room(None, None)
-        return Room(landing, landing.lend())
+        return Room(lender, lender.lend())
 
     def leads_nowhere(self) -> None:
         self._landings = None
@@ -128,8 +128,8 @@ class Leaving:
 class Room:
     """Where the blocks of one put lie until the node has answered. `close` it then."""
 
-    def __init__(self, landing: SharedLanding | None, slots: Slots | None):
-        self._landing = landing
+    def __init__(self, lender: SharedMemoryLender | None, slots: LentBuffers | None):
+        self._landing = lender
         self._slots = slots
         self.shared = slots is not None
 

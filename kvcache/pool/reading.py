@@ -12,10 +12,10 @@ from functools import partial
 from typing import Protocol
 
 from kvcache.pool.block import DIGEST_BYTES, PoolBlock, Slab, part_digest
-from kvcache.pool.disk import Stretch
+from kvcache.pool.disk import PartRange
 from kvcache.pool.links import Tier
 from kvcache.pool.shelf import Counters, Held
-from kvcache.pool.tiers import Place
+from kvcache.pool.tiers import BlockLocation
 from serving.errors import CorruptChunk
 
 SLAB_BYTES = 2 << 20  # no slab has more, unless it is a single part that has: what a slot holds
@@ -26,7 +26,7 @@ log = logging.getLogger("millrace.kvcache")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BlockPart:
     """One part of one block, verified."""
 
     digest: bytes
@@ -43,7 +43,7 @@ class MemorySource:
         self._view = memoryview(block.payload)
         self._start = sum(block.sizes[:first])
 
-    def piece(self, part: int) -> Piece | None:
+    def piece(self, part: int) -> BlockPart | None:
         """None when the block has no such part. Raises CorruptChunk."""
         block = self.block
         if part >= len(block.sizes):
@@ -54,7 +54,7 @@ class MemorySource:
         digest = block.digests[part * DIGEST_BYTES : (part + 1) * DIGEST_BYTES]
         if part_digest(block.key, part, len(block.sizes), data) != digest:
             raise CorruptChunk(f"part {part} of a block in memory does not match its digest", code="digest")
-        return Piece(digest, data)
+        return BlockPart(digest, data)
 
 
 class FileSource:
@@ -65,16 +65,16 @@ class FileSource:
 
     tier = Tier.DISK
 
-    def __init__(self, held: Held, last: int, most: int, read: Callable[[int, int, int], Stretch], *, keep: bool):
+    def __init__(self, held: Held, last: int, most: int, read: Callable[[int, int, int], PartRange], *, keep: bool):
         self.held = held
         self._last = last
         self._most = most
         self._read = read
         self._keep = keep
-        self._stretches: list[Stretch] = []
+        self._stretches: list[PartRange] = []
         self._start = 0  # of the next part in the last stretch
 
-    def piece(self, part: int) -> Piece | None:
+    def piece(self, part: int) -> BlockPart | None:
         """None when the block has no such part. Raises CorruptChunk, and OSError when the file cannot be read now."""
         if not self._stretches or part >= self._stretches[-1].last:
             stretch = self._read(part, self._last, self._most)
@@ -87,7 +87,7 @@ class FileSource:
         end = self._start + header.sizes[part]
         data = memoryview(stretch.payload)[self._start : end]
         self._start = end
-        return Piece(header.digests[part * DIGEST_BYTES : (part + 1) * DIGEST_BYTES], data)
+        return BlockPart(header.digests[part * DIGEST_BYTES : (part + 1) * DIGEST_BYTES], data)
 
     def take_whole(self) -> PoolBlock | None:
         """The block, once, when every part of it has been read and kept, and was of one and the same file."""
@@ -110,17 +110,17 @@ class FileSource:
 class Origin(Protocol):
     """What a reading needs of the store."""
 
-    def read_file(self, held: Held, first: int, last: int, most: int) -> Stretch: ...
+    def read_file(self, held: Held, first: int, last: int, most: int) -> PartRange: ...
 
     def promote(self, block: PoolBlock) -> None:
         """All of a block has been read from disk, unharmed."""
         ...
 
-    def drop_damaged_block(self, block: PoolBlock, why: CorruptChunk) -> Place:
+    def drop_damaged_block(self, block: PoolBlock, why: CorruptChunk) -> BlockLocation:
         """The block in memory is damaged; where else it can be read."""
         ...
 
-    def drop_damaged_file(self, held: Held, why: CorruptChunk) -> Place:
+    def drop_damaged_file(self, held: Held, why: CorruptChunk) -> BlockLocation:
         """The file is damaged, or gone, as when the block has been evicted; where else the block can be read."""
         ...
 
@@ -135,7 +135,7 @@ class Reader:
     def __init__(
         self,
         origin: Origin,
-        places: Sequence[Place],
+        places: Sequence[BlockLocation],
         first: int,
         last: int,
         *,
@@ -173,7 +173,7 @@ class Reader:
                 yield batch.slab()
             part += 1
 
-    def _source(self, place: Place, first: int) -> MemorySource | FileSource | None:
+    def _source(self, place: BlockLocation, first: int) -> MemorySource | FileSource | None:
         if place.block is not None:
             return MemorySource(place.block, first)
         if place.held is None:
@@ -182,7 +182,7 @@ class Reader:
         read = partial(self._origin.read_file, place.held)
         return FileSource(place.held, self._last, self._most, read, keep=first == 0 and self._keep_bytes >= 0)
 
-    def _piece(self, index: int, part: int) -> Piece | None:
+    def _piece(self, index: int, part: int) -> BlockPart | None:
         """The next part of a block, from the first tier that has it unharmed."""
         while (source := self._sources[index]) is not None:
             started = self._clock()
@@ -199,7 +199,7 @@ class Reader:
             return piece
         return None
 
-    def _count(self, index: int, source: MemorySource | FileSource, piece: Piece, seconds: float) -> None:
+    def _count(self, index: int, source: MemorySource | FileSource, piece: BlockPart, seconds: float) -> None:
         tally = self.tallies[source.tier]
         tally.hits += not self._counted[index]
         tally.bytes_read += len(piece.data)
@@ -208,7 +208,7 @@ class Reader:
         if isinstance(source, FileSource) and (block := source.take_whole()) is not None:
             self._origin.promote(block)
 
-    def _dropped(self, source: MemorySource | FileSource, why: CorruptChunk) -> Place:
+    def _dropped(self, source: MemorySource | FileSource, why: CorruptChunk) -> BlockLocation:
         if isinstance(source, MemorySource):
             return self._origin.drop_damaged_block(source.block, why)
         return self._origin.drop_damaged_file(source.held, why)
@@ -221,9 +221,9 @@ class _Batch:
     part: int
     bytes: int = 0
     indices: list[int] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[BlockPart] = field(default_factory=list)
 
-    def add(self, index: int, piece: Piece) -> None:
+    def add(self, index: int, piece: BlockPart) -> None:
         self.indices.append(index)
         self.pieces.append(piece)
         self.bytes += len(piece.data)

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Sequence
 
 from kvcache.pool import puts
 from kvcache.pool.block import PoolBlock, Slab
-from kvcache.pool.links import Entry, PoolEvent, PoolStat, Selection
+from kvcache.pool.links import BlockEntry, BlockSelection, PoolEvent, PoolStat
 from kvcache.pool.puts import PUT, UNREADABLE, Leaving, Room, batches
-from kvcache.pool.slabs import GET, LandingsOnDemand, Ways, from_wire
+from kvcache.pool.slabs import GET, LendersOnDemand, Ways, from_wire
 from kvcache.pool.wire import entry_from_pb, event_from_pb, selection_to_pb
 from serving.errors import InvalidRequest
 from serving.messages import PoolReport
@@ -26,13 +26,13 @@ VERIFY_SECONDS = 3600.0  # reads a whole disk
 
 
 class RemoteNode:
-    """`seconds` is the deadline of calls that are answered at once; `landings` are lent to nodes."""
+    """`seconds` is the deadline of calls that are answered at once; `lenders` are lent to nodes."""
 
-    def __init__(self, caller: Caller, seconds: float = CALL_SECONDS, landings: LandingsOnDemand | None = None):
+    def __init__(self, caller: Caller, seconds: float = CALL_SECONDS, lenders: LendersOnDemand | None = None):
         self.caller = caller
         self.seconds = seconds
-        self._ways = Ways(landings)
-        self._leaving = Leaving(landings)
+        self._ways = Ways(lenders)
+        self._leaving = Leaving(lenders)
         self._stub = stubs.PoolStub(caller.channel)
         self._put = caller.channel.unary_unary(PUT, puts.to_wire, pb.PutReply.FromString)
         self._get = caller.channel.stream_stream(GET, pb.GetMessage.SerializeToString, from_wire)
@@ -87,7 +87,7 @@ class RemoteNode:
             call.cancel()
             arrival.close()
 
-    async def evict(self, what: Selection) -> int:
+    async def evict(self, what: BlockSelection) -> int:
         with asking(self.caller.address):
             reply = await self._stub.Evict(selection_to_pb(what), metadata=self.caller.metadata, timeout=LONG_SECONDS)
         return int(reply.blocks)
@@ -100,7 +100,7 @@ class RemoteNode:
             reply = await self._stub.Stat(pb.StatRequest(), metadata=self.caller.metadata, timeout=self.seconds)
         return pool_report_from_pb(reply)
 
-    async def entries(self, what: Selection) -> AsyncIterator[Entry]:
+    async def entries(self, what: BlockSelection) -> AsyncIterator[BlockEntry]:
         call = self._stub.List(selection_to_pb(what), metadata=self.caller.metadata, timeout=LONG_SECONDS)
         try:
             with asking(self.caller.address):
@@ -131,7 +131,7 @@ def dial(
     address: str,
     cluster_key: str | None = None,
     seconds: float = CALL_SECONDS,
-    landings: LandingsOnDemand | None = None,
+    lenders: LendersOnDemand | None = None,
 ) -> RemoteNode:
     """The node at host:port. Nothing is sent before the first call."""
-    return RemoteNode(Caller(address, cluster_key), seconds, landings)
+    return RemoteNode(Caller(address, cluster_key), seconds, lenders)

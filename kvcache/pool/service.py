@@ -15,7 +15,7 @@ from kvcache.pool.node import PoolNode
 from kvcache.pool.puts import PUT, PutFrame, taken
 from kvcache.pool.slabs import END, GET, Delivery, SlabFrame, to_wire
 from kvcache.pool.wire import entry_to_pb, event_to_pb, selection_from_pb
-from kvcache.slots.choice import carriers_for
+from kvcache.transfer.choice import writers_for
 from serving.errors import InvalidRequest
 from serving.proto import pool_pb2 as pb
 from serving.proto import pool_pb2_grpc as stubs
@@ -30,7 +30,7 @@ class PoolService(stubs.PoolServicer):
 
     def __init__(self, node: PoolNode):
         self.node = node
-        self._carriers = carriers_for("auto")
+        self._carriers = writers_for("auto")
 
     def add_to(self, server: aio.Server) -> None:
         """Register with a server; `Put` and `Get` without protobuf's copies of payloads."""
@@ -45,8 +45,8 @@ class PoolService(stubs.PoolServicer):
         handle(server, GET, get)
 
     def close(self) -> None:
-        for carriers in self._carriers.values():
-            carriers.close()
+        for writers in self._carriers.values():
+            writers.close()
 
     async def Put(self, frame: PutFrame, context: aio.ServicerContext) -> pb.PutReply:
         async with answering(context):

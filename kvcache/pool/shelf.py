@@ -9,7 +9,7 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from kvcache.pool.eviction import POLICIES, Policy
+from kvcache.pool.eviction import POLICIES, EvictionPolicy
 from kvcache.pool.links import TierStat
 
 
@@ -87,7 +87,7 @@ class Pins:
 class _Group:
     """Blocks that compete with one another under one policy: a namespace with a quota, or all those without."""
 
-    def __init__(self, policy: Policy, quota: int):
+    def __init__(self, policy: EvictionPolicy, quota: int):
         self.policy = policy
         self.quota = quota
         self.bytes = 0

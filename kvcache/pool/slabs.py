@@ -11,10 +11,10 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvcache.payloads import bytes_tag, joined, payload_place
 from kvcache.pool.block import Slab
-from kvcache.slots.carriers import Carrier, CarrierFailed, Carriers, Landing, Slots
-from kvcache.slots.choice import GRPC, LANDINGS, chosen
+from kvcache.transfer.choice import GRPC, LENDERS, chosen
+from kvcache.transfer.framing import bytes_tag, joined, payload_place
+from kvcache.transfer.lent_memory import LentBuffers, MemoryLender, RemoteWriter, RemoteWriters, TransferUnavailable
 from serving.errors import InvalidRequest
 from serving.messages import TransportOffer
 from serving.proto import pool_pb2 as pb
@@ -72,26 +72,26 @@ def framed(slab: Slab) -> SlabFrame:
 class Delivery:
     """A node's half of one get. `begin` it, turn slabs into frames, tell it of freed slots, `close` it."""
 
-    def __init__(self, carriers: Mapping[str, Carriers], request: pb.GetRequest):
-        self._carriers = carriers
+    def __init__(self, writers: Mapping[str, RemoteWriters], request: pb.GetRequest):
+        self._carriers = writers
         self._request = request
-        self._carrier: Carrier | None = None
+        self._carrier: RemoteWriter | None = None
         self._free: asyncio.Queue[int] = asyncio.Queue()
         for slot in range(len(request.slots)):
             self._free.put_nowait(slot)
 
     async def begin(self) -> None:
         """Reach the slots, if there are any."""
-        request, carriers = self._request, self._carriers.get(self._request.transport)
-        if carriers is None or not request.slots:
+        request, writers = self._request, self._carriers.get(self._request.transport)
+        if writers is None or not request.slots:
             return
         try:
-            carrier = carriers.carrier(TransportOffer(kind=request.transport, details=request.offer))
-            await carrier.connect()
-        except CarrierFailed as error:
+            writer = writers.writer(TransportOffer(kind=request.transport, details=request.offer))
+            await writer.connect()
+        except TransferUnavailable as error:
             log.debug("slabs go along with their messages: %s", error)
             return
-        self._carrier = carrier
+        self._carrier = writer
 
     def freed(self, slot: int) -> None:
         """The asker has taken what was there. Raises InvalidRequest for a slot it did not lend."""
@@ -107,7 +107,7 @@ class Delivery:
         slot = await self._free.get()
         try:
             await self._carrier.write(slot, self._request.slots[slot], slab.payload)
-        except CarrierFailed as error:
+        except TransferUnavailable as error:
             log.warning("slabs go along with their messages from now on: %s", error)
             await self.close()
             return frame
@@ -115,20 +115,20 @@ class Delivery:
         return SlabFrame(frame.message)
 
     async def close(self) -> None:
-        carrier, self._carrier = self._carrier, None
-        if carrier is not None:
-            await carrier.settle()
+        writer, self._carrier = self._carrier, None
+        if writer is not None:
+            await writer.settle()
 
 
-class LandingsOnDemand:
+class LendersOnDemand:
     """What one process lends to the nodes it asks, best first: made when it is first needed, one of a kind."""
 
     def __init__(self, kv_transport: str):
         self.kinds = chosen(kv_transport)
-        self._made: dict[str, Landing | None] = {}
+        self._made: dict[str, MemoryLender | None] = {}
         self._making = threading.Lock()
 
-    async def of(self, kind: str) -> Landing | None:
+    async def of(self, kind: str) -> MemoryLender | None:
         """None where it cannot be had."""
         if kind not in self._made:
             await asyncio.to_thread(self._make, kind)
@@ -140,31 +140,31 @@ class LandingsOnDemand:
             if kind in self._made:
                 return
             try:
-                self._made[kind] = LANDINGS[kind]()
-            except CarrierFailed as error:
+                self._made[kind] = LENDERS[kind]()
+            except TransferUnavailable as error:
                 log.warning("slabs are not taken over %s: %s", kind, error)
                 self._made[kind] = None
 
     def close(self) -> None:
-        for landing in self._made.values():
-            if landing is not None:
-                landing.close()
+        for lender in self._made.values():
+            if lender is not None:
+                lender.close()
         self._made.clear()
 
 
 class Ways:
     """How one node sends slabs here: by the first of the kinds that has not failed to lead there."""
 
-    def __init__(self, landings: LandingsOnDemand | None):
-        self._landings = landings
-        self._kinds = list(landings.kinds) if landings is not None else []
+    def __init__(self, lenders: LendersOnDemand | None):
+        self._landings = lenders
+        self._kinds = list(lenders.kinds) if lenders is not None else []
 
     async def arrival(self) -> SlabArrival:
         """For one get."""
         while self._kinds and self._landings is not None:
-            landing = await self._landings.of(self._kinds[0])
-            if landing is not None:
-                return SlabArrival(self, landing, landing.lend())
+            lender = await self._landings.of(self._kinds[0])
+            if lender is not None:
+                return SlabArrival(self, lender, lender.lend())
             self._kinds.pop(0)
         return SlabArrival(self, None, None)
 
@@ -176,9 +176,9 @@ class Ways:
 class SlabArrival:
     """The asker's half of one get: lends slots, takes slabs out of them or from messages, takes the slots back."""
 
-    def __init__(self, ways: Ways, landing: Landing | None, slots: Slots | None):
+    def __init__(self, ways: Ways, lender: MemoryLender | None, slots: LentBuffers | None):
         self._ways = ways
-        self._landing = landing
+        self._landing = lender
         self._slots = slots
         self._settled = False
 

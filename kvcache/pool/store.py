@@ -17,12 +17,12 @@ from functools import partial
 from itertools import chain, takewhile
 
 from kvcache.pool.block import PoolBlock, Slab, verify_block
-from kvcache.pool.disk import NAMESPACE, BlockFolder, Stretch
-from kvcache.pool.links import Entry, NamespaceStat, Selection, Tier, TierStat
+from kvcache.pool.disk import NAMESPACE, BlockFolder, PartRange
+from kvcache.pool.links import BlockEntry, BlockSelection, NamespaceStat, Tier, TierStat
 from kvcache.pool.reading import SLAB_BYTES, Reader
 from kvcache.pool.shelf import Held
 from kvcache.pool.storeconfig import StoreConfig
-from kvcache.pool.tiers import Place, Tiers
+from kvcache.pool.tiers import BlockLocation, Tiers
 from kvcache.pool.writer import Writer
 from serving.errors import CorruptChunk, Draining, InvalidRequest, Overloaded
 
@@ -226,7 +226,7 @@ class BlockStore:
 
     # ---- what readings need (kvcache.pool.reading.Origin) ------------------------------------------------------
 
-    def read_file(self, held: Held, first: int, last: int, most: int) -> Stretch:
+    def read_file(self, held: Held, first: int, last: int, most: int) -> PartRange:
         assert self._folder is not None, "only a folder's files are on the disk's shelf"
         return self._folder.read(held.key, held.namespace, first, last, most)
 
@@ -234,7 +234,7 @@ class BlockStore:
         with self._changes_told():
             self._tiers.promote(block, self._now())
 
-    def drop_damaged_block(self, block: PoolBlock, why: CorruptChunk) -> Place:
+    def drop_damaged_block(self, block: PoolBlock, why: CorruptChunk) -> BlockLocation:
         with self._changes_told():
             ours = self._tiers.drop_damaged_block(block)
             place = self._tiers.place(block.key)
@@ -242,7 +242,7 @@ class BlockStore:
             log.warning("a block of the KV pool was dropped from ram: %s", why)
         return place
 
-    def drop_damaged_file(self, held: Held, why: CorruptChunk) -> Place:
+    def drop_damaged_file(self, held: Held, why: CorruptChunk) -> BlockLocation:
         with self._changes_told():
             ours = self._tiers.drop_damaged_file(held)
             self._leaving.update([held.key] if ours else [])
@@ -254,7 +254,7 @@ class BlockStore:
 
     # ---- tending -----------------------------------------------------------------------------------------------
 
-    def evict(self, what: Selection) -> int:
+    def evict(self, what: BlockSelection) -> int:
         """Drop these blocks from every tier, pinned ones excepted; how many."""
         with self._changes_told():
             self._now()
@@ -277,7 +277,7 @@ class BlockStore:
         with self._lock:
             return self._tiers.catalogue.keys()
 
-    def entries(self, what: Selection) -> list[Entry]:
+    def entries(self, what: BlockSelection) -> list[BlockEntry]:
         with self._lock:
             return self._tiers.entries(self._tiers.catalogue.select(what), self._now())
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvcache.pool.block import PoolBlock
 from kvcache.pool.blockfile import stored_bytes
 from kvcache.pool.catalogue import Catalogue
-from kvcache.pool.links import Entry, Tier
+from kvcache.pool.links import BlockEntry, Tier
 from kvcache.pool.ram import RamTier
 from kvcache.pool.shelf import Held, Pins
 from kvcache.pool.storeconfig import StoreConfig
@@ -20,7 +20,7 @@ UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BlockLocation:
     """Where a block can be read: in memory, else from its file; `held` is its place on the disk's shelf."""
 
     block: PoolBlock | None
@@ -143,19 +143,19 @@ class Tiers:
 
     # ---- blocks that are asked for -----------------------------------------------------------------------------
 
-    def use(self, keys: Sequence[bytes]) -> list[Place]:
+    def use(self, keys: Sequence[bytes]) -> list[BlockLocation]:
         """Where each of a chain's blocks can be read; counts as a use of those that are here, in every tier."""
         for key in reversed(keys):
             self.ram.shelf.touch(key)
             self.disk.touch(key)
         return [self.place(key) for key in keys]
 
-    def place(self, key: bytes) -> Place:
-        return Place(self.ram.get(key) or self.waiting.get(key), self.disk.get(key))
+    def place(self, key: bytes) -> BlockLocation:
+        return BlockLocation(self.ram.get(key) or self.waiting.get(key), self.disk.get(key))
 
-    def entries(self, chosen: Iterable[Held], now: float) -> list[Entry]:
+    def entries(self, chosen: Iterable[Held], now: float) -> list[BlockEntry]:
         return [
-            Entry(
+            BlockEntry(
                 key=held.key,
                 namespace=held.namespace,
                 bytes=held.size,

@@ -5,19 +5,21 @@ What nodes report of themselves is in serving/wire.py, since routers read it too
 
 from __future__ import annotations
 
-from kvcache.pool.links import Entry, PoolEvent, Selection, Tier
+from kvcache.pool.links import BlockEntry, BlockSelection, PoolEvent, Tier
 from serving.proto import pool_pb2 as pb
 
 
-def selection_to_pb(what: Selection) -> pb.Selection:
+def selection_to_pb(what: BlockSelection) -> pb.Selection:
     return pb.Selection(namespace=what.namespace, keys=what.keys)
 
 
-def selection_from_pb(message: pb.Selection) -> Selection:
-    return Selection(namespace=message.namespace if message.HasField("namespace") else None, keys=tuple(message.keys))
+def selection_from_pb(message: pb.Selection) -> BlockSelection:
+    return BlockSelection(
+        namespace=message.namespace if message.HasField("namespace") else None, keys=tuple(message.keys)
+    )
 
 
-def entry_to_pb(entry: Entry) -> pb.PoolEntry:
+def entry_to_pb(entry: BlockEntry) -> pb.PoolEntry:
     return pb.PoolEntry(
         key=entry.key,
         namespace=entry.namespace,
@@ -28,8 +30,8 @@ def entry_to_pb(entry: Entry) -> pb.PoolEntry:
     )
 
 
-def entry_from_pb(message: pb.PoolEntry) -> Entry:
-    return Entry(
+def entry_from_pb(message: pb.PoolEntry) -> BlockEntry:
+    return BlockEntry(
         key=message.key,
         namespace=message.namespace,
         bytes=message.bytes,

@@ -15,14 +15,14 @@ from starlette.responses import Response
 
 from serving import __version__
 from serving.api.failures import handle_failures
-from serving.api.gate import Gate
 from serving.api.generation import GenerationResponse, Service
 from serving.api.guard import Guard
+from serving.api.in_flight import InFlightRequests
 from serving.api.openapi import describe_bodies, takes
 from serving.api.prepare import Preparer
 from serving.api.prompts import PromptReader
 from serving.api.schema import ChatCompletionBody, CompletionBody, DetokenizeBody, TokenizeBody
-from serving.api.settings import ApiConfig, Health, Observer, ReadAudit, ServedModel, SilentObserver
+from serving.api.settings import ApiConfig, ApiObserver, Health, ReadAudit, ServedModel, SilentObserver
 from serving.api.tokens import TokenDesk
 from serving.errors import NotFound, Unavailable
 from serving.messages import Generate
@@ -38,26 +38,30 @@ def create_app(
     health: Health,
     audit: ReadAudit,
     metrics_text: Callable[[], bytes],
-    observer: Observer | None = None,
-    gate: Gate | None = None,
+    observer: ApiObserver | None = None,
+    in_flight: InFlightRequests | None = None,
 ) -> FastAPI:
-    """The ASGI application. `app.state.gate` is the `Gate` through which a server drains it.
+    """The ASGI application. `app.state.in_flight` is the `InFlightRequests` through which a server drains it.
 
     Raises `ValueError` when the tokenizer's chat template is not valid.
     """
     app = FastAPI(title="millrace", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    gate = gate or Gate(retry_after_s=config.retry_after_s)
-    app.state.gate = gate
+    in_flight = in_flight or InFlightRequests(retry_after_s=config.retry_after_s)
+    app.state.in_flight = in_flight
     app.add_middleware(Guard, api_keys=config.api_keys)
     handle_failures(app)
     prompts = PromptReader(tokenizer=tokenizer, served=served)
     service = Service(
-        generate=generate, tokenizer=tokenizer, config=config, gate=gate, observer=observer or SilentObserver()
+        generate=generate,
+        tokenizer=tokenizer,
+        config=config,
+        in_flight=in_flight,
+        observer=observer or SilentObserver(),
     )
     _add_generation(app, service, Preparer(served=served, config=config, prompts=prompts))
     _add_models(app, served)
     _add_tokens(app, config, TokenDesk(tokenizer=tokenizer, served=served, prompts=prompts))
-    _add_operations(app, gate, health, audit, metrics_text)
+    _add_operations(app, in_flight, health, audit, metrics_text)
     describe_bodies(app, [ChatCompletionBody, CompletionBody, TokenizeBody, DetokenizeBody])
     return app
 
@@ -110,11 +114,11 @@ def _add_tokens(app: FastAPI, config: ApiConfig, desk: TokenDesk) -> None:
 
 
 def _add_operations(
-    app: FastAPI, gate: Gate, health: Health, audit: ReadAudit, metrics_text: Callable[[], bytes]
+    app: FastAPI, in_flight: InFlightRequests, health: Health, audit: ReadAudit, metrics_text: Callable[[], bytes]
 ) -> None:
     @app.get("/health")
     async def healthy() -> Response:
-        if gate.draining:
+        if in_flight.draining:
             raise Unavailable("the server is shutting down", code="draining")
         able, reason = health()
         if not able:
@@ -140,7 +144,7 @@ def _add_operations(
 
     @app.get("/load")
     async def load() -> Response:
-        return _json({"server_load": gate.in_flight})
+        return _json({"server_load": in_flight.count})
 
     @app.get("/audit")
     async def read_audit() -> Response:

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from serving.api.logprobs import Entry
-from serving.api.plan import Plan, Sequence
+from serving.api.logprobs import LogprobEntry
+from serving.api.plan import ChoiceRequest, ResponsePlan
 from serving.errors import InternalError
 from serving.messages import Delta, FinishReason, TokenLogprob
-from serving.text.detokenizer import Detokenizer, Piece, StopMatcher
+from serving.text.detokenizer import Detokenizer, MatchedText, StopMatcher
 from serving.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class ChoiceDelta:
     """What one delta adds to a choice."""
 
     text: str
-    entries: list[Entry]  # logprobs of the tokens whose text begins in what has been shown so far
+    entries: list[LogprobEntry]  # logprobs of the tokens whose text begins in what has been shown so far
     tokens: tuple[int, ...]
     finish: FinishReason | None
     stop_reason: str | int | None = None  # the stop string, or the stop token id the client asked for
@@ -29,7 +29,7 @@ class Output:
 class Choice:
     """Push deltas until one of the outputs has a `finish`; then close the iterator they came from."""
 
-    def __init__(self, plan: Plan, sequence: Sequence, tokenizer: Tokenizer) -> None:
+    def __init__(self, plan: ResponsePlan, sequence: ChoiceRequest, tokenizer: Tokenizer) -> None:
         self.index = sequence.index
         self.prompt_number = sequence.prompt_number
         self.request = sequence.request
@@ -43,9 +43,9 @@ class Choice:
         self._echo = sequence.prompt_text
         self._read = len(sequence.prompt_text or "")  # characters that the tokens so far stand for
         self._shown = self._read  # characters given out; the rest is held back as a possible stop string
-        self._waiting: list[Entry] = []
+        self._waiting: list[LogprobEntry] = []
 
-    def push(self, delta: Delta) -> Output:
+    def push(self, delta: Delta) -> ChoiceDelta:
         """What `delta` lets the client see. Tokens after a stop string are neither shown nor counted."""
         assert self.finish is None, "a choice that has ended gets no more tokens"
         if delta.index != self.completion_tokens:
@@ -70,7 +70,7 @@ class Choice:
         if self._echo is not None:
             text, self._echo = self._echo + text, None
         reason = stop if stop is not None else self._stop_token(delta)
-        return Output(text, entries, delta.tokens[:count], self.finish, reason)
+        return ChoiceDelta(text, entries, delta.tokens[:count], self.finish, reason)
 
     def _read_tokens(self, delta: Delta) -> tuple[list[str], str | None]:
         """The text to show for the tokens, and the stop string that ended it."""
@@ -82,7 +82,7 @@ class Choice:
                 break
             text = self._detokenizer.push(token)
             if self._plan.logprobs is not None:
-                self._waiting.append(Entry(token, delta.logprobs[position], self._read))
+                self._waiting.append(LogprobEntry(token, delta.logprobs[position], self._read))
             self._read += len(text)
             piece = self._match(text)
             shown.append(piece.text)
@@ -90,9 +90,9 @@ class Choice:
                 return shown, piece.stop
         return shown, None
 
-    def _match(self, text: str) -> Piece:
+    def _match(self, text: str) -> MatchedText:
         if self._matcher is None:
-            return Piece(text)
+            return MatchedText(text)
         if self.completion_tokens <= self._plan.min_tokens:
             return self._matcher.skip(text)
         return self._matcher.push(text)
@@ -106,7 +106,7 @@ class Choice:
             return piece.text + self._matcher.finish(), None
         return piece.text, piece.stop
 
-    def _release(self, stop: str | None) -> list[Entry]:
+    def _release(self, stop: str | None) -> list[LogprobEntry]:
         """Entries of tokens whose text has begun to be shown; at the end all, unless a stop string cut them off."""
         if self.finish is not None and stop is None:
             ready, self._waiting = self._waiting, []
@@ -119,7 +119,7 @@ class Choice:
         stopped = self.finish is FinishReason.STOP and delta.tokens
         return delta.tokens[-1] if stopped and delta.tokens[-1] in self.request.sampling.stop_token_ids else None
 
-    def _begin(self, delta: Delta) -> list[Entry]:
+    def _begin(self, delta: Delta) -> list[LogprobEntry]:
         """The first delta says how much of the prompt was cached, and brings its logprobs when it is echoed."""
         self.cached_tokens = delta.cached_tokens
         if self.request.prompt_logprobs is None:
@@ -128,14 +128,14 @@ class Choice:
             raise InternalError("the log-probabilities of the prompt are not one for each token")
         return self._prompt_entries(delta.prompt_logprobs)
 
-    def _prompt_entries(self, logprobs: tuple[TokenLogprob | None, ...]) -> list[Entry]:
+    def _prompt_entries(self, logprobs: tuple[TokenLogprob | None, ...]) -> list[LogprobEntry]:
         reader = Detokenizer(self._tokenizer, skip_special_tokens=self._plan.skip_special_tokens, continues=False)
         entries, start = [], 0
         for token, logprob in zip(self.request.prompt, logprobs, strict=True):
-            entries.append(Entry(token, logprob, start))
+            entries.append(LogprobEntry(token, logprob, start))
             start += len(reader.push(token))
         return entries
 
-    def _prompt_only(self, entries: list[Entry]) -> Output:
+    def _prompt_only(self, entries: list[LogprobEntry]) -> ChoiceDelta:
         self.finish = FinishReason.LENGTH
-        return Output(self._echo or "", entries, (), self.finish)
+        return ChoiceDelta(self._echo or "", entries, (), self.finish)

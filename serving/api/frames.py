@@ -11,15 +11,15 @@ from typing import Any
 
 import orjson
 
-from serving.api.choice import Choice, Output
+from serving.api.choice import Choice, ChoiceDelta
 from serving.api.logprobs import chat_logprobs, completion_logprobs
-from serving.api.plan import Plan
+from serving.api.plan import ResponsePlan
 from serving.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 
 
-def usage_of(plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:
+def usage_of(plan: ResponsePlan, choices: Sequence[Choice]) -> dict[str, Any]:
     """The `usage` object for the tokens so far.
 
     A prompt is counted once however many choices it has, and of its tokens those are cached that no choice computed.
@@ -37,7 +37,7 @@ def usage_of(plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:
     }
 
 
-def head_of(plan: Plan, kind: str) -> dict[str, Any]:
+def head_of(plan: ResponsePlan, kind: str) -> dict[str, Any]:
     """The fields every response and every chunk begins with."""
     head = {"id": plan.id, "object": kind, "created": plan.created, "model": plan.model}
     return head if plan.fingerprint is None else {**head, "system_fingerprint": plan.fingerprint}
@@ -46,7 +46,7 @@ def head_of(plan: Plan, kind: str) -> dict[str, Any]:
 class FrameWriter:
     """Turns the outputs of a stream's choices into the bytes of its events."""
 
-    def __init__(self, plan: Plan, choices: Sequence[Choice], tokenizer: Tokenizer) -> None:
+    def __init__(self, plan: ResponsePlan, choices: Sequence[Choice], tokenizer: Tokenizer) -> None:
         self._plan = plan
         self._choices = choices
         self._tokenizer = tokenizer
@@ -61,7 +61,7 @@ class FrameWriter:
         self._plain = self._after + b',"logprobs":null,"finish_reason":null}]' + self._close
         self._announced = [not is_chat for _ in choices]
 
-    def frames(self, choice: Choice, output: Output) -> bytes:
+    def frames(self, choice: Choice, output: ChoiceDelta) -> bytes:
         """The events for one output; empty when it has nothing to show yet."""
         index = choice.index
         announcement = b"" if self._announced[index] else self._announce(index)
@@ -82,7 +82,7 @@ class FrameWriter:
         close = self._usage_so_far() if self._plan.continuous_usage else self._close
         return role + b',"logprobs":null,"finish_reason":null}]' + ids + close
 
-    def _full(self, choice: Choice, output: Output) -> bytes:
+    def _full(self, choice: Choice, output: ChoiceDelta) -> bytes:
         """A chunk with more than text."""
         rendered = self._render_logprobs(output.entries, self._tokenizer) if output.entries else None
         parts = [

@@ -17,14 +17,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serving.api.body import ClientGoneError, check_headers, read_body
-from serving.api.choice import Choice, Output
+from serving.api.choice import Choice, ChoiceDelta
 from serving.api.failures import error_body
 from serving.api.frames import FrameWriter, error_frame
-from serving.api.gate import Gate
-from serving.api.plan import Plan
+from serving.api.in_flight import InFlightRequests
+from serving.api.plan import ResponsePlan
 from serving.api.prepare import Identity
 from serving.api.results import ResultWriter
-from serving.api.settings import ApiConfig, Observer
+from serving.api.settings import ApiConfig, ApiObserver
 from serving.errors import InternalError, MillraceError
 from serving.messages import Delta, FinishReason, Generate
 from serving.text.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ from serving.text.tokenizer import Tokenizer
 LARGE_BODY = 8 * 1024  # bytes; a longer body is parsed and tokenized in a thread
 
 T = TypeVar("T")
-Emit = Callable[[Choice, Output], Awaitable[None]]
+Emit = Callable[[Choice, ChoiceDelta], Awaitable[None]]
 
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -48,8 +48,8 @@ class Service:
     generate: Generate
     tokenizer: Tokenizer
     config: ApiConfig
-    gate: Gate
-    observer: Observer
+    in_flight: InFlightRequests
+    observer: ApiObserver
 
 
 async def off_loop(work: Callable[..., T], body: bytes, *arguments: object) -> T:
@@ -62,7 +62,9 @@ async def off_loop(work: Callable[..., T], body: bytes, *arguments: object) -> T
 class GenerationResponse(Response):
     """The ASGI response of a generation endpoint. It reads the body itself, in bounds, and watches for a hang-up."""
 
-    def __init__(self, service: Service, prepare: Callable[[bytes, Identity], Plan], identity: Identity) -> None:
+    def __init__(
+        self, service: Service, prepare: Callable[[bytes, Identity], ResponsePlan], identity: Identity
+    ) -> None:
         super().__init__()
         self._service = service
         self._prepare = prepare
@@ -71,7 +73,7 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         config = self._service.config
         headers = Headers(scope=scope)
-        with self._service.gate.enter():
+        with self._service.in_flight.enter():
             try:
                 check_headers(headers)
                 body = await read_body(receive, headers, limit=config.max_body_bytes, timeout_s=config.body_timeout_s)
@@ -82,22 +84,26 @@ class GenerationResponse(Response):
             except ClientGoneError:
                 return  # nobody is left to answer
 
-    async def _collect(self, plan: Plan, choices: Sequence[Choice], scope: Scope, receive: Receive, send: Send) -> None:
+    async def _collect(
+        self, plan: ResponsePlan, choices: Sequence[Choice], scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """One JSON object when all choices have ended."""
         writer = ResultWriter(plan, choices, self._service.tokenizer)
 
-        async def keep(choice: Choice, output: Output) -> None:
+        async def keep(choice: Choice, output: ChoiceDelta) -> None:
             writer.add(choice, output)
 
         await run_choices(self._service, choices, keep)
         await Response(writer.body(), media_type="application/json")(scope, receive, send)
 
-    async def _stream(self, plan: Plan, choices: Sequence[Choice], scope: Scope, receive: Receive, send: Send) -> None:
+    async def _stream(
+        self, plan: ResponsePlan, choices: Sequence[Choice], scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """Events as tokens come. The status waits for the first token, so that a refusal still has one of its own."""
         writer = FrameWriter(plan, choices, self._service.tokenizer)
         stream = EventStream(send)
 
-        async def show(choice: Choice, output: Output) -> None:
+        async def show(choice: Choice, output: ChoiceDelta) -> None:
             if frames := writer.frames(choice, output):
                 await stream.write(frames)
 

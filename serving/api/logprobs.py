@@ -16,7 +16,7 @@ LOWEST = -9999.0  # stands for minus infinity, which JSON cannot write
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LogprobEntry:
     """One shown token. `start` is where its text begins, in characters of the whole text it belongs to."""
 
     token: int
@@ -24,7 +24,7 @@ class Entry:
     start: int
 
 
-def chat_logprobs(entries: Sequence[Entry], tokenizer: Tokenizer) -> dict[str, Any]:
+def chat_logprobs(entries: Sequence[LogprobEntry], tokenizer: Tokenizer) -> dict[str, Any]:
     """`choices[].logprobs` of a chat completion. `bytes` is exact; `token` escapes what is no whole character."""
 
     def item(token: int, logprob: float) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def chat_logprobs(entries: Sequence[Entry], tokenizer: Tokenizer) -> dict[str, A
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(entries: Sequence[Entry], tokenizer: Tokenizer) -> dict[str, Any]:
+def completion_logprobs(entries: Sequence[LogprobEntry], tokenizer: Tokenizer) -> dict[str, Any]:
     """`choices[].logprobs` of a text completion; tokens that are no whole characters read `bytes:\\xe2\\x82`."""
 
     def name(token: int) -> str:

@@ -14,7 +14,7 @@ Kind = Literal["chat", "completion"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sequence:
+class ChoiceRequest:
     """One sequence to generate; a request with n = 3 and two prompts has six."""
 
     index: int  # the choice it fills
@@ -24,7 +24,7 @@ class Sequence:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class ResponsePlan:
     """One HTTP request."""
 
     kind: Kind
@@ -32,7 +32,7 @@ class Plan:
     created: int  # Unix seconds
     model: str  # the name the client used
     fingerprint: str | None
-    sequences: tuple[Sequence, ...]
+    sequences: tuple[ChoiceRequest, ...]
     prompt_tokens: int  # of all prompts, each counted once
     stream: bool
     include_usage: bool  # a last chunk with the usage

@@ -1,4 +1,4 @@
-"""From a request's body to a `Plan`: everything about a request that can be wrong is found here, before any work.
+"""From a request's body to a `ResponsePlan`: everything that can be wrong in a request is found here, before any work.
 
 Pure apart from the seed of a request that gives none; slow for long texts, so callers may run it in a thread.
 """
@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
 from serving.api.body import parse_body
-from serving.api.plan import Kind, Plan, Sequence
+from serving.api.plan import ChoiceRequest, Kind, ResponsePlan
 from serving.api.prompts import Prompt, PromptReader, prompt_too_long
 from serving.api.schema import ChatCompletionBody, CompletionBody, SamplingBody
 from serving.api.settings import ApiConfig, ServedModel
@@ -37,7 +36,7 @@ class Preparer:
         self._config = config
         self._prompts = prompts
 
-    def chat(self, body: bytes, identity: Identity) -> Plan:
+    def chat(self, body: bytes, identity: Identity) -> ResponsePlan:
         """Raises `InvalidRequest` or `NotFound`, naming the field."""
         fields = parse_body(ChatCompletionBody, body)
         model = self._prompts.model(fields.model)
@@ -52,7 +51,7 @@ class Preparer:
             logprobs=self._chat_logprobs(fields),
         )
 
-    def completion(self, body: bytes, identity: Identity) -> Plan:
+    def completion(self, body: bytes, identity: Identity) -> ResponsePlan:
         """Raises `InvalidRequest` or `NotFound`, naming the field."""
         fields = parse_body(CompletionBody, body)
         model = self._prompts.model(fields.model)
@@ -80,16 +79,16 @@ class Preparer:
         model: str,
         plan_id: str,
         *,
-        prompts: Seq[Prompt],
+        prompts: Sequence[Prompt],
         max_tokens: int | None,
         logprobs: int | None,
         echo: bool = False,
-    ) -> Plan:
+    ) -> ResponsePlan:
         self._check_choices(fields.n or 1, len(prompts))
         if fields.stream_options is not None and not fields.stream:
             raise InvalidRequest("stream_options is only allowed with stream: true", param="stream_options")
         options = fields.stream_options
-        return Plan(
+        return ResponsePlan(
             kind=kind,
             id=plan_id,
             created=int(time.time()),
@@ -114,11 +113,11 @@ class Preparer:
         kind: Kind,
         fields: SamplingBody,
         plan_id: str,
-        prompts: Seq[Prompt],
+        prompts: Sequence[Prompt],
         max_tokens: int | None,
         logprobs: int | None,
         echo: bool,
-    ) -> Iterator[Sequence]:
+    ) -> Iterator[ChoiceRequest]:
         """The choices in order: all of the first prompt, then all of the second."""
         n = fields.n or 1
         for position, prompt in enumerate(prompts):
@@ -134,7 +133,7 @@ class Preparer:
                     tenant=fields.cache_salt or "",
                     prompt_logprobs=logprobs if echo else None,
                 )
-                yield Sequence(index=index, prompt_number=position, request=request, prompt_text=text)
+                yield ChoiceRequest(index=index, prompt_number=position, request=request, prompt_text=text)
 
     def _check_choices(self, n: int, prompts: int) -> None:
         limit = self._config.max_choices

@@ -5,7 +5,7 @@ Knows the tokenizer and the chat template, not how a prompt will be sampled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,9 @@ class PromptReader:
             raise NotFound(f"the model {name[:200]!r} does not exist", param="model", code="model_not_found")
         return name
 
-    def of_messages(self, messages: Seq[Message], options: ChatOptions, *, add_special_tokens: bool = False) -> Prompt:
+    def of_messages(
+        self, messages: Sequence[Message], options: ChatOptions, *, add_special_tokens: bool = False
+    ) -> Prompt:
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions", param="messages", code="no_chat_template"

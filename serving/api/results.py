@@ -7,23 +7,23 @@ from typing import Any
 
 import orjson
 
-from serving.api.choice import Choice, Output
+from serving.api.choice import Choice, ChoiceDelta
 from serving.api.frames import head_of, usage_of
 from serving.api.logprobs import chat_logprobs, completion_logprobs
-from serving.api.plan import Plan
+from serving.api.plan import ResponsePlan
 from serving.text.tokenizer import Tokenizer
 
 
 class ResultWriter:
     """Collects the outputs of each choice until all have ended."""
 
-    def __init__(self, plan: Plan, choices: Sequence[Choice], tokenizer: Tokenizer) -> None:
+    def __init__(self, plan: ResponsePlan, choices: Sequence[Choice], tokenizer: Tokenizer) -> None:
         self._plan = plan
         self._choices = choices
         self._tokenizer = tokenizer
-        self._outputs: list[list[Output]] = [[] for _ in choices]
+        self._outputs: list[list[ChoiceDelta]] = [[] for _ in choices]
 
-    def add(self, choice: Choice, output: Output) -> None:
+    def add(self, choice: Choice, output: ChoiceDelta) -> None:
         self._outputs[choice.index].append(output)
 
     def body(self) -> bytes:
@@ -39,18 +39,18 @@ class ResultWriter:
             result["prompt_token_ids"] = self._choices[0].request.prompt
         return orjson.dumps(result)
 
-    def _chat_choice(self, choice: Choice, outputs: list[Output]) -> dict[str, Any]:
+    def _chat_choice(self, choice: Choice, outputs: list[ChoiceDelta]) -> dict[str, Any]:
         message = {"role": "assistant", "content": "".join(output.text for output in outputs), "refusal": None}
         return {"index": choice.index, "message": message, **self._ending(choice, outputs)}
 
-    def _completion_choice(self, choice: Choice, outputs: list[Output]) -> dict[str, Any]:
+    def _completion_choice(self, choice: Choice, outputs: list[ChoiceDelta]) -> dict[str, Any]:
         text = "".join(output.text for output in outputs)
         shown: dict[str, Any] = {"index": choice.index, "text": text, **self._ending(choice, outputs)}
         if self._plan.return_token_ids:
             shown["prompt_token_ids"] = choice.request.prompt
         return shown
 
-    def _ending(self, choice: Choice, outputs: list[Output]) -> dict[str, Any]:
+    def _ending(self, choice: Choice, outputs: list[ChoiceDelta]) -> dict[str, Any]:
         logprobs = None
         if self._plan.logprobs is not None:
             render = chat_logprobs if self._plan.kind == "chat" else completion_logprobs

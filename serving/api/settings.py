@@ -55,7 +55,7 @@ class ApiConfig:
             raise ValueError("max_body_bytes, body_timeout_s and max_choices must be positive")
 
 
-class Observer(Protocol):
+class ApiObserver(Protocol):
     """Counts what only the door sees: the ending of each sequence as the client knows it.
 
     A stop string is found here, so to the router such a request looks as if the client had left.

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from serving.engine.gate import Gate
-from serving.engine.output import Output
-from serving.engine.plan import KV, Plan, Scheduler, Work
+from serving.batch.layer_barrier import LayerBarrier
+from serving.engine.plan import KVBlocks, Scheduler, StepPlan, Work
 from serving.engine.record import StepRecord, StepTotals
-from serving.engine.sampling import Sampled, SamplingFailed
-from serving.engine.sequence import Sequence
+from serving.engine.sequence import SequenceOutput, SequenceState
 from serving.engine.tracing import TraceWriter
 from serving.errors import Preempted
 from serving.messages import FinishReason, TokenLogprob
+from serving.sampling.sampler import Sampled, SamplingFailed
 
-LayerDone = Callable[[Seq[Work], int], None]
+LayerDone = Callable[[Sequence[Work], int], None]
 """Hears, on any thread, that a layer's KV of this work is written; of each layer in order, and of each work once."""
 
 
@@ -48,7 +46,7 @@ class RunResult:
 class Runner(Protocol):
     """What the engine asks of the thing that computes (serving.engine.runner.ModelRunner)."""
 
-    def run(self, work: Seq[Work], layer_done: LayerDone | None) -> RunResult:
+    def run(self, work: Sequence[Work], layer_done: LayerDone | None) -> RunResult:
         """`layer_done` hears of work whose sequences are handed over, and of no other."""
         ...
 
@@ -56,13 +54,13 @@ class Runner(Protocol):
 class Engine:
     """A model, a KV cache, and the schedulers of the worker's role in the order they fill a step."""
 
-    leads = False  # whether a step may begin before the tokens of the one before it are known
+    can_overlap = False  # whether a step may begin before the tokens of the one before it are known
 
     def __init__(
         self,
         runner: Runner,
-        kv: KV,
-        schedulers: Seq[Scheduler],
+        kv: KVBlocks,
+        schedulers: Sequence[Scheduler],
         *,
         max_num_batched_tokens: int,
         max_num_seqs: int,
@@ -80,13 +78,13 @@ class Engine:
         self.clock = clock
         self.lock = threading.RLock()
         self.layer_listener: LayerDone | None = None
-        self.flying: list[Sequence] = []  # sequences of the steps begun and not accounted for, step by step
-        self.gate: Gate | None = None  # where that step may wait
+        self.flying: list[SequenceState] = []  # sequences of the steps begun and not accounted for, step by step
+        self.barrier: LayerBarrier | None = None  # where that step may wait
         self.step_began: float | None = None
         self.totals = StepTotals()
         self.trace: TraceWriter | None = None
 
-    def step(self) -> list[Output] | None:
+    def step(self) -> list[SequenceOutput] | None:
         """Run one step; what it brought out, or None when there was nothing to do."""
         began = self.clock()
         plan, outputs = self.schedule(began)
@@ -94,11 +92,11 @@ class Engine:
             return outputs or None
         return outputs + self._step(plan, began)
 
-    def settle(self) -> list[Output]:
+    def settle(self) -> list[SequenceOutput]:
         """Finish what has been begun ahead of its time: no step begins after this."""
         return []
 
-    def _step(self, plan: Plan, began: float) -> list[Output]:
+    def _step(self, plan: StepPlan, began: float) -> list[SequenceOutput]:
         """The rest of a step, once it is planned."""
         self.step_began = began
         context = sum(len(work.seq.tokens) for work in plan.work)
@@ -109,31 +107,31 @@ class Engine:
         self._record(plan, context, began, scheduled - began, self.clock() - began, result.times)
         return outputs
 
-    def schedule(self, now: float) -> tuple[Plan, list[Output]]:
+    def schedule(self, now: float) -> tuple[StepPlan, list[SequenceOutput]]:
         """Let each scheduler fill the step; sequences that lost their blocks come out at once."""
         with self.lock:
-            plan = Plan(self.max_num_batched_tokens, self.max_num_seqs, leads=self.leads)
+            plan = StepPlan(self.max_num_batched_tokens, self.max_num_seqs, can_overlap=self.can_overlap)
             for scheduler in self.schedulers:
                 scheduler.fill(plan, now)
             self.begin(plan)
             outputs = []
             for seq in plan.preempted:
                 seq.ended = True
-                outputs.append(Output(seq, error=Preempted("KV blocks ran out on this worker")))
+                outputs.append(SequenceOutput(seq, error=Preempted("KV blocks ran out on this worker")))
             return plan, outputs
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, plan: StepPlan) -> None:
         """From now on the planned sequences' blocks are kept until the step is accounted for. Under the lock."""
-        self.gate = plan.gate
+        self.barrier = plan.barrier
         sequences = [work.seq for work in plan.work]
         for seq in sequences:
             seq.in_flight += 1
         self.flying += sequences
 
-    def _run(self, plan: Plan) -> RunResult:
+    def _run(self, plan: StepPlan) -> RunResult:
         return self.runner.run(plan.work, self.layer_listener)
 
-    def postprocess(self, plan: Plan, result: RunResult) -> list[Output]:
+    def postprocess(self, plan: StepPlan, result: RunResult) -> list[SequenceOutput]:
         """Account for the computed KV, append the drawn tokens, end what has ended."""
         outputs = []
         with self.lock:
@@ -155,10 +153,10 @@ class Engine:
                 else:
                     self.kv.publish(seq)
             self.flying = self.flying[len(plan.work) :]
-            self.gate = None
+            self.barrier = None
         return outputs
 
-    def _append(self, work: Work, drawn: Seq[Sampled | SamplingFailed]) -> Output:
+    def _append(self, work: Work, drawn: Sequence[Sampled | SamplingFailed]) -> SequenceOutput:
         """Take the drawn tokens up to the first that differs from its guess or ends the sequence."""
         seq = work.seq
         prefilled = len(seq.tokens) == seq.start
@@ -168,7 +166,7 @@ class Engine:
         for i, sample in enumerate(drawn):
             if isinstance(sample, SamplingFailed):
                 self._finish(seq)
-                return Output(seq, error=sample.error(), prefilled=prefilled)
+                return SequenceOutput(seq, error=sample.error(), prefilled=prefilled)
             seq.tokens.append(sample.token)
             tokens.append(sample.token)
             logprobs += [sample.logprob] if sample.logprob is not None else []
@@ -178,16 +176,16 @@ class Engine:
         right = len(tokens) - 1
         seq.computed += right  # the KV of right guesses is as good as any
         if work.draft:
-            work.by.judged(seq, len(work.draft), right)
+            work.by.verified(seq, len(work.draft), right)
         self.kv.publish(seq)
-        output = Output(seq, delta=seq.delta(tuple(tokens), tuple(logprobs), finish), prefilled=prefilled)
+        output = SequenceOutput(seq, delta=seq.delta(tuple(tokens), tuple(logprobs), finish), prefilled=prefilled)
         if finish is not None:
             self._finish(seq)
         else:
             work.by.stepped(seq)
         return output
 
-    def _finish(self, seq: Sequence) -> None:
+    def _finish(self, seq: SequenceState) -> None:
         """No more tokens here. The blocks of one that was to leave may still be read: who sends them frees them."""
         if seq.stays:
             self.end(seq)
@@ -195,7 +193,7 @@ class Engine:
             for scheduler in self.schedulers:
                 scheduler.remove(seq)
 
-    def end(self, seq: Sequence) -> None:
+    def end(self, seq: SequenceState) -> None:
         """Take the sequence out and free its blocks, at the end of the step if it is part of one. Safe to repeat."""
         with self.lock:
             seq.ended = True
@@ -204,17 +202,17 @@ class Engine:
             if not seq.in_flight:
                 self.kv.release(seq)
             elif seq.arrival is not None:
-                seq.arrival.gate.fail()
+                seq.arrival.barrier.fail()
 
     def hurry(self) -> None:
         """There may be other work: a step does not wait for KV from elsewhere meanwhile."""
-        gate = self.gate
-        if gate is not None:
-            gate.hurry()
+        barrier = self.barrier
+        if barrier is not None:
+            barrier.hurry()
 
     def _record(
         self,
-        plan: Plan,
+        plan: StepPlan,
         context: int,
         began: float,
         schedule_seconds: float,
@@ -232,7 +230,7 @@ class Engine:
             forward_seconds=times.forward,
             sample_seconds=times.sample,
             step_seconds=step_seconds,
-            waited_seconds=plan.gate.waited_seconds if plan.gate is not None else 0.0,
+            waited_seconds=plan.barrier.waited_seconds if plan.barrier is not None else 0.0,
             hidden_seconds=hidden_seconds,
         )
         self.totals.add(record)
@@ -245,7 +243,7 @@ class Engine:
     @property
     def stalled_seconds(self) -> float:
         """Age of the step that runs now, or of what it last waited for; 0 between steps."""
-        began, gate = self.step_began, self.gate
+        began, barrier = self.step_began, self.barrier
         if began is None:
             return 0.0
-        return self.clock() - (began if gate is None else max(began, gate.moved_at))
+        return self.clock() - (began if barrier is None else max(began, barrier.moved_at))

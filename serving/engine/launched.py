@@ -8,28 +8,28 @@ Shapes: R sequences of the step, one row each; N rows of the step that follows i
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from serving.engine.ahead import Launched
+from serving.batch.device_copy import on_device
 from serving.engine.engine import RunResult, RunTimes
-from serving.engine.penalties import penalised
+from serving.engine.overlap import Launched
 from serving.engine.plan import Work
-from serving.engine.sampling import REASONS, Sampled, SampleRow, SamplingFailed, Selection
-from serving.engine.selection import TorchSelection, chosen
-from serving.engine.transfer import on_device
 from serving.messages import SamplingParams
+from serving.sampling.penalties import penalised
+from serving.sampling.sampler import REASONS, Sampled, SampleRow, SamplingBackend, SamplingFailed
+from serving.sampling.torch_sampling import TorchSampling, chosen
 
 
 class LaunchedStep(Launched):
-    """`tokens` [R] int64 are what the step draws for `work`, below 0 where it cannot (serving.engine.sampling).
+    """`tokens` [R] int64 are what the step draws for `work`, below 0 where it cannot (serving.sampling.sampler).
 
     They may be memory that the forward's next call overwrites. `began` and `built` are seconds of time.perf_counter.
     """
 
-    def __init__(self, work: Seq[Work], tokens: Tensor, began: float, built: float):
+    def __init__(self, work: Sequence[Work], tokens: Tensor, began: float, built: float):
         self.work = list(work)  # keeps the sequences alive, and so their ids
         self.rows = {id(item.seq): row for row, item in enumerate(work)}
         self.began = began
@@ -38,7 +38,7 @@ class LaunchedStep(Launched):
         self.tokens = tokens.clamp(min=0)
         self._host, self._copied = to_host(tokens)
 
-    def followed(self, tokens: Tensor, rows: Seq[int | None]) -> Tensor:
+    def followed(self, tokens: Tensor, rows: Sequence[int | None]) -> Tensor:
         """A batch's `tokens` [N] with those of this step's rows put where `rows` names one, in `tokens`' order."""
         places = [place for place, row in enumerate(rows) if row is not None]
         sources = [row for row in rows if row is not None]
@@ -72,13 +72,13 @@ def sampled(token: int) -> Sampled | SamplingFailed:
     return Sampled(token) if token >= 0 else SamplingFailed(REASONS[token])
 
 
-def foreseen(params: SamplingParams) -> bool:
+def overlappable(params: SamplingParams) -> bool:
     """Whether a draw needs no earlier token and nothing on the host: no history, no log-probabilities."""
     return params.logprobs is None and not penalised(params)
 
 
-def draw(selection: Selection, logits: Tensor, rows: Seq[SampleRow]) -> Tensor:
+def draw(selection: SamplingBackend, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """What `selection` chooses of `logits` [R, V], int64 [R] on their device; it waits for that where it must."""
-    if type(selection) is TorchSelection:
+    if type(selection) is TorchSampling:
         return chosen(logits, rows)
     return on_device(selection.choose(logits, rows), torch.int64, logits.device)

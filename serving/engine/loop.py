@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 
 from serving.engine.engine import Engine
-from serving.engine.output import Output
 from serving.engine.plan import Work
-from serving.engine.sequence import Sequence
+from serving.engine.sequence import SequenceOutput, SequenceState
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +52,7 @@ class EngineLoop:
             self._awake = True
             self._wake.notify()
 
-    def end(self, seq: Sequence) -> None:
+    def end(self, seq: SequenceState) -> None:
         """End a sequence; wakes the engine, since its blocks may be what another waits for."""
         self.engine.end(seq)
         self.wake()
@@ -83,7 +81,7 @@ class EngineLoop:
                 self._wake.wait()
             self._awake = False
 
-    def _deliver(self, outputs: list[Output]) -> None:
+    def _deliver(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
             sink = output.seq.prefill_sink if output.prefilled else output.seq.sink
             if sink is None and output.error is not None:
@@ -93,11 +91,11 @@ class EngineLoop:
         for callback in self.after_step:
             callback()
 
-    def _layer_done(self, work: Seq[Work], layer: int) -> None:
+    def _layer_done(self, work: Sequence[Work], layer: int) -> None:
         progress = [(item.seq, item.seq.computed + item.count) for item in work]
         self._loop.call_soon_threadsafe(self._tell_layer, progress, layer)
 
-    def _tell_layer(self, progress: list[tuple[Sequence, int]], layer: int) -> None:
+    def _tell_layer(self, progress: list[tuple[SequenceState, int]], layer: int) -> None:
         for seq, upto in progress:
             if seq.handoff is not None:
                 seq.handoff.layer_done(layer, upto)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from serving.engine.gate import Gate
+from serving.batch.layer_barrier import LayerBarrier
 from serving.engine.record import StepRecord
-from serving.engine.sequence import Sequence
+from serving.engine.sequence import SequenceState
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,19 +18,19 @@ class Work:
     """`count` tokens of `seq`, from position `seq.computed`; `by` hears of it when the step is done.
 
     The last of them may be guesses: `draft`, tokens the sequence does not have yet, to be compared with those drawn.
-    Where the KV before them is still arriving, the step waits for it at `gate`, and may leave it with nothing done.
+    Where the KV before them is still arriving, the step waits for it at `barrier`, and may leave it with nothing done.
     """
 
-    seq: Sequence
+    seq: SequenceState
     count: int
     by: Scheduler
     draft: tuple[int, ...] = ()
-    gate: Gate | None = None
+    barrier: LayerBarrier | None = None
 
     @property
     def left(self) -> bool:
-        """Whether the step left the gate: nothing was computed."""
-        return self.gate is not None and self.gate.left
+        """Whether the step left the barrier: nothing was computed."""
+        return self.barrier is not None and self.barrier.left
 
     @property
     def tokens(self) -> list[int]:
@@ -45,9 +45,9 @@ class Work:
         return (
             self.count == 1
             and not self.draft
-            and self.gate is None
+            and self.barrier is None
             and seq.stays
-            and seq.spill is None
+            and seq.offload is None
             and seq.handoff is None
             and seq.uncomputed == 1
             and len(seq.tokens) > seq.start
@@ -60,30 +60,37 @@ class Work:
 
 
 @dataclass(slots=True)
-class Plan:
+class StepPlan:
     """A step being planned: `tokens` and `seqs` are what is left of its budgets.
 
     `ahead`: it begins before the step that runs now has told its tokens, and its sequences may be part of both.
-    `leads`: the next may begin so before this one has, if this is plain work alone.
+    `can_overlap`: the next may begin so before this one has, if this is plain work alone.
     """
 
     tokens: int
     seqs: int
     ahead: bool = False
-    leads: bool = False
+    can_overlap: bool = False
     work: list[Work] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)  # lost their blocks; their owners must be told
+    preempted: list[SequenceState] = field(default_factory=list)  # lost their blocks; their owners must be told
 
     @property
-    def gate(self) -> Gate | None:
-        return self.work[0].gate if self.work else None
+    def barrier(self) -> LayerBarrier | None:
+        return self.work[0].barrier if self.work else None
 
     def add(
-        self, seq: Sequence, count: int, by: Scheduler, draft: tuple[int, ...] = (), gate: Gate | None = None
+        self,
+        seq: SequenceState,
+        count: int,
+        by: Scheduler,
+        draft: tuple[int, ...] = (),
+        barrier: LayerBarrier | None = None,
     ) -> None:
         assert len(draft) < count <= self.tokens and self.seqs > 0 and (self.ahead or not seq.in_flight)
-        assert self.gate is None and (gate is None or not self.work), "who waits at a gate must not keep others waiting"
-        self.work.append(Work(seq, count, by, draft, gate))
+        assert self.barrier is None and (barrier is None or not self.work), (
+            "who waits at a barrier must not keep others waiting"
+        )
+        self.work.append(Work(seq, count, by, draft, barrier))
         self.tokens -= count
         self.seqs -= 1
 
@@ -91,42 +98,42 @@ class Plan:
 class Scheduler(Protocol):
     """Chooses which of its sequences advance in a step."""
 
-    def fill(self, plan: Plan, now: float) -> None:
+    def fill(self, plan: StepPlan, now: float) -> None:
         """Add work until a budget is used up or nothing is left to do."""
 
-    def fill_ahead(self, plan: Plan, now: float) -> bool:
+    def fill_ahead(self, plan: StepPlan, now: float) -> bool:
         """Add decode work to a step that begins before the running one's tokens are known; False: it has to wait.
 
         A sequence in flight counts as one token longer, and must have room for that one's KV. Nobody is preempted.
         """
         ...
 
-    def stepped(self, seq: Sequence) -> None:
+    def stepped(self, seq: SequenceState) -> None:
         """A sequence it scheduled has advanced and goes on."""
 
-    def judged(self, seq: Sequence, guessed: int, right: int) -> None:
+    def verified(self, seq: SequenceState, guessed: int, right: int) -> None:
         """Of the tokens it had guessed for a sequence so many were right."""
 
     def measured(self, record: StepRecord) -> None:
         """What a step took."""
 
-    def remove(self, seq: Sequence) -> None:
+    def remove(self, seq: SequenceState) -> None:
         """Forget the sequence, if it is here."""
 
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[SequenceState]:
         """Every sequence it holds."""
         ...
 
 
-class KV(Protocol):
-    """What the engine and its schedulers ask of the KV cache (kvcache.manager.KVManager)."""
+class KVBlocks(Protocol):
+    """What the engine and its schedulers ask of the KV cache (kvcache.blocks.manager.KVCacheManager)."""
 
     @property
     def block_size(self) -> int: ...
-    def least_blocks(self, seq: Sequence) -> int: ...
-    def open(self, seq: Sequence, *, headroom: int = 0) -> None: ...
-    def rematch(self, seq: Sequence) -> None: ...
-    def grow(self, seq: Sequence) -> None: ...
-    def make_room(self, seq: Sequence, count: int) -> int: ...
-    def publish(self, seq: Sequence) -> None: ...
-    def release(self, seq: Sequence) -> None: ...
+    def least_blocks(self, seq: SequenceState) -> int: ...
+    def open(self, seq: SequenceState, *, headroom: int = 0) -> None: ...
+    def rematch(self, seq: SequenceState) -> None: ...
+    def grow(self, seq: SequenceState) -> None: ...
+    def make_room(self, seq: SequenceState, count: int) -> int: ...
+    def publish(self, seq: SequenceState) -> None: ...
+    def release(self, seq: SequenceState) -> None: ...

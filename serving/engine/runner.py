@@ -7,8 +7,7 @@ worker's own make a batch of theirs; those with KV in host memory are computed o
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -17,48 +16,48 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from serving.engine.ahead import AheadRunner, Launched
-from serving.engine.batch import EarlierKV, RaggedBatch
+from serving.batch.ragged import OffloadedKV, RaggedBatch
 from serving.engine.engine import LayerDone, RunResult, RunTimes
-from serving.engine.forward import Forward
-from serving.engine.launched import LaunchedStep, draw, foreseen, sampled
-from serving.engine.penalties import PenaltyState, penalised
+from serving.engine.launched import LaunchedStep, draw, overlappable, sampled
+from serving.engine.offload import OffloadMove, OffloadState
+from serving.engine.overlap import Launched, OverlapRunner
 from serving.engine.plan import Work
-from serving.engine.sampling import (
+from serving.engine.sequence import SequenceState
+from serving.errors import InternalError
+from serving.forward.forward import Forward
+from serving.kvspec import AUTO
+from serving.messages import TokenLogprob
+from serving.model.spec import ModelSpec
+from serving.sampling.penalties import PenaltyState, penalised
+from serving.sampling.sampler import (
     GREEDY_BELOW,
     Sampled,
     Sampler,
     SampleRow,
+    SamplingBackend,
     SamplingFailed,
-    Selection,
 )
-from serving.engine.selection import TorchSelection
-from serving.engine.sequence import Sequence
-from serving.engine.spill import Move, Spill
-from serving.errors import InternalError
-from serving.kvspec import AUTO
-from serving.messages import TokenLogprob
-from serving.model.spec import ModelSpec
+from serving.sampling.torch_sampling import TorchSampling
 
 Draws = tuple[list[list[Sampled | SamplingFailed]], dict[int, list[TokenLogprob | None]]]
 """For each work item what was drawn, and the prompt log-probabilities of those that asked."""
 
 
-class HostKV(Protocol):
-    """The bytes of KV in host memory (kvcache.staging.HostKV)."""
+class OffloadBackend(Protocol):
+    """The bytes of KV in host memory (kvcache.memory.host.HostKV)."""
 
-    def move(self, moves: Seq[Move]) -> None:
+    def move(self, moves: Sequence[OffloadMove]) -> None:
         """Copy these blocks to the host, for all layers; the device's may be written again when it returns."""
 
-    def stream(self, spill: Spill, computed: int, kv_dtype: str) -> AbstractContextManager[EarlierKV]:
+    def stream(self, offload: OffloadState, computed: int, kv_dtype: str) -> AbstractContextManager[OffloadedKV]:
         """What a step from position `computed` on reads of what has moved, of a sequence whose KV is kept so."""
         ...
 
 
-class ModelRunner(AheadRunner):
+class ModelRunner(OverlapRunner):
     """Runs plans through `forward`; block tables of its batches are in blocks of `block_size` tokens.
 
-    `host` holds what sequences spill; without one, none may. `sampler` draws the tokens, with torch by default.
+    `host` holds what sequences offload; without one, none may. `sampler` draws the tokens, with torch by default.
     `others` compute sequences whose blocks hold KV of another dtype, by that dtype.
     """
 
@@ -68,7 +67,7 @@ class ModelRunner(AheadRunner):
         spec: ModelSpec,
         block_size: int,
         device: torch.device | str = "cpu",
-        host: HostKV | None = None,
+        host: OffloadBackend | None = None,
         sampler: Sampler | None = None,
         others: Mapping[str, Forward] | None = None,
     ):
@@ -78,11 +77,11 @@ class ModelRunner(AheadRunner):
         self.vocab_size = spec.vocab_size
         self.block_size = block_size
         self.eos_token_ids = tuple(sorted(set(spec.eos_token_ids)))
-        self.sampler = sampler or Sampler(TorchSelection())
+        self.sampler = sampler or Sampler(TorchSampling())
         self.device = device
 
     @torch.inference_mode()
-    def run(self, work: Seq[Work], layer_done: LayerDone | None) -> RunResult:
+    def run(self, work: Sequence[Work], layer_done: LayerDone | None) -> RunResult:
         together, alone = batches(work)
         if len(together) == 1 and not alone:
             return self._compute(work, layer_done)
@@ -90,11 +89,11 @@ class ModelRunner(AheadRunner):
         parts += [([i], self._compute_spilled(work[i], layer_done)) for i in alone]
         return joined(parts)
 
-    def foresees(self, seq: Sequence) -> bool:
-        return seq.request.prompt_logprobs is None and foreseen(seq.request.sampling)
+    def can_overlap(self, seq: SequenceState) -> bool:
+        return seq.request.prompt_logprobs is None and overlappable(seq.request.sampling)
 
     @torch.inference_mode()
-    def launch(self, work: Seq[Work], after: Launched | None) -> Launched:
+    def launch(self, work: Sequence[Work], after: Launched | None) -> Launched:
         began = time.perf_counter()
         assert after is None or isinstance(after, LaunchedStep)
         before = after.rows if after is not None else {}
@@ -117,7 +116,7 @@ class ModelRunner(AheadRunner):
             tokens = draw(self.sampler.selection, self.forward.logits(batch, None), draws)
         return LaunchedStep(work, tokens, began, built)
 
-    def _row_ahead(self, seq: Sequence, unknown: int) -> SampleRow:
+    def _row_ahead(self, seq: SequenceState, unknown: int) -> SampleRow:
         """The draw after the sequence's tokens and so many that are not known yet."""
         return SampleRow(
             params=seq.request.sampling,
@@ -129,14 +128,16 @@ class ModelRunner(AheadRunner):
 
     def _compute_spilled(self, item: Work, layer_done: LayerDone | None) -> RunResult:
         """One sequence that has KV in host memory."""
-        spill = item.seq.spill
-        assert self.host is not None and spill is not None
-        self.host.move(spill.moves)
-        spill.settle()
-        with self.host.stream(spill, item.seq.computed, item.seq.kv_dtype) as earlier:
-            return self._compute([item], layer_done, earlier)
+        offload = item.seq.offload
+        assert self.host is not None and offload is not None
+        self.host.move(offload.moves)
+        offload.settle()
+        with self.host.stream(offload, item.seq.computed, item.seq.kv_dtype) as offloaded:
+            return self._compute([item], layer_done, offloaded)
 
-    def _compute(self, work: Seq[Work], layer_done: LayerDone | None, earlier: EarlierKV | None = None) -> RunResult:
+    def _compute(
+        self, work: Sequence[Work], layer_done: LayerDone | None, offloaded: OffloadedKV | None = None
+    ) -> RunResult:
         began = time.perf_counter()
         wants_all = [i for i, item in enumerate(work) if item.seq.request.prompt_logprobs is not None]
         rows = logits_rows(work, frozenset(wants_all))
@@ -147,8 +148,8 @@ class ModelRunner(AheadRunner):
             block_size=self.block_size,
             logits_rows=[row for span in rows for row in span],
             long_rope=[item.seq.long_rope for item in work],
-            earlier=earlier,
-            gate=work[0].gate,
+            offloaded=offloaded,
+            barrier=work[0].barrier,
             device=self.device,
         )
         greedy = not wants_all and all(_greedy(item.seq) for item in work if item.completes)
@@ -164,7 +165,7 @@ class ModelRunner(AheadRunner):
         times = RunTimes(built - began, computed - built, time.perf_counter() - computed)
         return RunResult(drawn, prompt, times)
 
-    def _draw(self, work: Seq[Work], rows: list[range], logits: Tensor) -> Draws:
+    def _draw(self, work: Sequence[Work], rows: list[range], logits: Tensor) -> Draws:
         """Split the logits back to their sequences, draw after each one's last token and after each of its guesses."""
         prompt: dict[int, list[TokenLogprob | None]] = {}
         drawn: list[list[Sampled | SamplingFailed]] = [[] for _ in work]
@@ -205,17 +206,17 @@ class ModelRunner(AheadRunner):
         )
 
 
-def batches(work: Seq[Work]) -> tuple[list[list[int]], list[int]]:
+def batches(work: Sequence[Work]) -> tuple[list[list[int]], list[int]]:
     """The places of the work that is computed together, batch by batch, and of what is computed alone."""
     together: dict[str, list[int]] = {}
     alone: list[int] = []
     for i, item in enumerate(work):
-        spill = item.seq.spill
-        (alone if spill is not None and spill.moved else together.setdefault(item.seq.kv_dtype, [])).append(i)
+        offload = item.seq.offload
+        (alone if offload is not None and offload.moved else together.setdefault(item.seq.kv_dtype, [])).append(i)
     return list(together.values()), alone
 
 
-def joined(parts: Seq[tuple[Seq[int], RunResult]]) -> RunResult:
+def joined(parts: Sequence[tuple[Sequence[int], RunResult]]) -> RunResult:
     """The results of parts of a step as one; each part comes with the places of its work in the step."""
     drawn: dict[int, list[Sampled | SamplingFailed]] = {}
     prompt: dict[int, list[TokenLogprob | None]] = {}
@@ -229,7 +230,7 @@ def joined(parts: Seq[tuple[Seq[int], RunResult]]) -> RunResult:
     return RunResult([drawn[i] for i in sorted(drawn)], prompt, total)
 
 
-def _greedy(seq: Sequence) -> bool:
+def _greedy(seq: SequenceState) -> bool:
     """Whether the next token is simply the best-scored one, and nothing else of the scores is asked for."""
     params = seq.request.sampling
     return (
@@ -241,7 +242,7 @@ def _greedy(seq: Sequence) -> bool:
     )
 
 
-def _chosen(work: Seq[Work], tokens: Tensor) -> Draws:
+def _chosen(work: Sequence[Work], tokens: Tensor) -> Draws:
     """Give each sequence that draws its best-scored tokens; -1 marks scores that are no numbers."""
     best = iter(tokens.tolist())
     drawn: list[list[Sampled | SamplingFailed]] = []
@@ -251,7 +252,7 @@ def _chosen(work: Seq[Work], tokens: Tensor) -> Draws:
     return drawn, {}
 
 
-def logits_rows(work: Seq[Work], all_rows: frozenset[int]) -> list[range]:
+def logits_rows(work: Sequence[Work], all_rows: frozenset[int]) -> list[range]:
     """The batch rows whose logits each work item needs: its last and its guesses' if it draws, all for the prompt's."""
     rows = []
     first = 0
@@ -268,7 +269,7 @@ def logits_rows(work: Seq[Work], all_rows: frozenset[int]) -> list[range]:
     return rows
 
 
-def prompt_logprobs(item: Work, logits: Tensor, selection: Selection) -> list[TokenLogprob | None]:
+def prompt_logprobs(item: Work, logits: Tensor, selection: SamplingBackend) -> list[TokenLogprob | None]:
     """Log-probabilities of the prompt tokens that these rows predict; the first token of a prompt has none.
 
     Row r predicts the token after position computed + r.

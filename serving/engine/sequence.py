@@ -2,28 +2,27 @@
 
 Plain state, owned by whoever holds the worker's lock. No torch, no clock.
 
-    tokens    prompt, then output; the KV of tokens[:computed] is in `blocks`, what `spill` names apart
+    tokens    prompt, then output; the KV of tokens[:computed] is in `blocks`, what `offload` names apart
     start     tokens the sequence was opened with; output beyond them was made here
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, overload
 
-from serving.engine.gate import Gate
-from serving.engine.spill import Spill
+from serving.batch.layer_barrier import LayerBarrier
+from serving.engine.offload import OffloadState
+from serving.errors import MillraceError
 from serving.kvspec import AUTO
 from serving.messages import Delta, FinishReason, LeaseOrder, Request, TokenLogprob
 
-if TYPE_CHECKING:
-    from serving.engine.output import Output
 
-
-class Sink(Protocol):
+class OutputSink(Protocol):
     """Where a sequence's output goes; called on the worker's event loop."""
 
-    def deliver(self, output: Output) -> None: ...
+    def deliver(self, output: SequenceOutput) -> None: ...
 
 
 class LayerSink(Protocol):
@@ -32,20 +31,20 @@ class LayerSink(Protocol):
     def layer_done(self, layer: int, upto: int) -> None: ...
 
 
-class Arrival(Protocol):
+class ArrivingKV(Protocol):
     """KV of a sequence's first tokens on its way into its blocks. Called under the worker's lock."""
 
     @property
-    def gate(self) -> Gate: ...
+    def barrier(self) -> LayerBarrier: ...
 
     def enter(self) -> None:
         """A step begins that computes what comes after: until it leaves, all of it counts as computed."""
 
     def leave(self) -> None:
-        """The step has left the gate: only what is there counts."""
+        """The step has left the barrier: only what is there counts."""
 
 
-class OutputView(Seq[int]):
+class OutputView(Sequence[int]):
     """tokens[start:], without a copy."""
 
     __slots__ = ("start", "tokens")
@@ -69,7 +68,7 @@ class OutputView(Seq[int]):
         return self.tokens[index + self.start if index >= 0 else index]
 
 
-class Sequence:
+class SequenceState:
     """See the module's legend. `stays` says whether decoding goes on in this worker after prefill."""
 
     __slots__ = (
@@ -85,6 +84,7 @@ class Sequence:
         "long_rope",
         "lookup",
         "lossy",
+        "offload",
         "order",
         "prefill_sink",
         "prompt_logprobs",
@@ -94,7 +94,6 @@ class Sequence:
         "sampler_state",
         "scheduled_at",
         "sink",
-        "spill",
         "start",
         "stays",
         "tokens",
@@ -122,15 +121,15 @@ class Sequence:
         self.computed = 0
         self.cached = 0
         self.blocks: list[int] = []
-        self.spill: Spill | None = None  # KV in host memory: `blocks` begin after it
-        self.arrival: Arrival | None = None  # until all of it has come, or no more will
+        self.offload: OffloadState | None = None  # KV in host memory: `blocks` begin after it
+        self.arrival: ArrivingKV | None = None  # until all of it has come, or no more will
         self.lossy = False  # some of its KV has come with fewer bits than it is kept in: nobody else is given any of it
         self.keys: list[bytes] = []
         self.published = 0
         self.in_flight = 0  # steps begun and not accounted for that it is part of: its blocks must outlive them
         self.ended = False
-        self.sink: Sink | None = None
-        self.prefill_sink: Sink | None = None
+        self.sink: OutputSink | None = None
+        self.prefill_sink: OutputSink | None = None
         self.handoff: LayerSink | None = None
         self.sampler_state: Any = None  # the sampler's own; can be rebuilt from the tokens at any time
         self.lookup: Any = None  # the decode scheduler's own, likewise
@@ -143,7 +142,7 @@ class Sequence:
         return len(self.request.prompt)
 
     @property
-    def output(self) -> Seq[int]:
+    def output(self) -> Sequence[int]:
         """The output tokens, as a view that costs nothing to make."""
         return OutputView(self.tokens, self.prompt_len)
 
@@ -152,7 +151,7 @@ class Sequence:
         return len(self.tokens) - self.prompt_len
 
     @property
-    def guessable(self) -> bool:
+    def draftable(self) -> bool:
         """Whether tokens may be guessed ahead: not where each draw changes the scores of the next."""
         params = self.request.sampling
         return params.repetition_penalty == 1.0 and not params.presence_penalty and not params.frequency_penalty
@@ -160,11 +159,11 @@ class Sequence:
     @property
     def held_blocks(self) -> int:
         """Blocks' worth of tokens it has room for, wherever they lie."""
-        return len(self.blocks) + (self.spill.blocks if self.spill is not None else 0)
+        return len(self.blocks) + (self.offload.blocks if self.offload is not None else 0)
 
     def block(self, index: int) -> int:
         """The block that its tokens of this block number lie in; of one that has gone to the host, a block there."""
-        return self.blocks[index] if self.spill is None else self.spill.block(index)
+        return self.blocks[index] if self.offload is None else self.offload.block(index)
 
     @property
     def uncomputed(self) -> int:
@@ -193,3 +192,16 @@ class Sequence:
             cached_tokens=min(self.cached, self.prompt_len),
             prompt_logprobs=tuple(self.prompt_logprobs) if first == 0 else (),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """What a step brings out for one sequence: either new tokens or the error that ended it.
+
+    `prefilled` marks the token that a prefill drew.
+    """
+
+    seq: SequenceState
+    delta: Delta | None = None
+    error: MillraceError | None = None
+    prefilled: bool = False

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from serving.engine.batch import RaggedBatch
+from serving.batch.ragged import RaggedBatch
 from serving.kernels import int8, reference
+from serving.kernels.offloaded_attention import offloaded_attention
 from serving.kernels.reference import gelu, gelu_tanh, layer_norm, relu, rms_norm, rope, silu_mul
-from serving.kernels.streamed import streamed_attention
 
 __all__ = [
     "gelu",
@@ -38,7 +38,7 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of q [T, Hq, D] over each sequence's own blocks of a layer's planes; [T, Hq, D] in q's dtype."""
     form = _BY_PLANES[len(planes)]
-    if batch.earlier is not None:
-        return streamed_attention(q, planes, batch, scale, window, form.gather)
+    if batch.offloaded is not None:
+        return offloaded_attention(q, planes, batch, scale, window, form.gather)
     out: Tensor = form.paged_attention(q, *planes, batch, scale, window)
     return out

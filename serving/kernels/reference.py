@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from serving.engine.batch import RaggedBatch
+from serving.batch.ragged import RaggedBatch
 
 QUERY_BLOCK = 256  # queries attended at a time: bounds the scores and skips most of the keys a query may not see
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from serving import kernels
-from serving.engine.batch import RaggedBatch
+from serving.batch.ragged import RaggedBatch
 from serving.model.rope import Rope
 from serving.model.spec import ModelSpec
 
@@ -52,14 +52,14 @@ class Decoder(nn.Module):
         """Hidden states [T, H] after the final norm; each layer's new keys and values are written into `kv[layer]`.
 
         `layer_done(layer)` is called when that layer's KV for this batch is complete. Where the step leaves the
-        batch's gate, what is returned means nothing.
+        batch's barrier, what is returned means nothing.
         """
         x_TH = self.embed(batch.tokens)
         if self.positions is not None:
             x_TH = x_TH + self.positions(batch.positions + self.spec.position_offset)
         rotation = self.rotary(batch) if self.rotary is not None else None
         for index, layer in enumerate(self.layers):
-            if batch.gate is not None and not batch.gate.passes(index):
+            if batch.barrier is not None and not batch.barrier.passes(index):
                 break
             x_TH = layer(x_TH, rotation, batch, kv[index])
             if layer_done is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from serving.kvspec import LayerKV, gqa, gqa_int8
-from serving.model.quantization.convention import check_config
+from serving.model.quantization_config import check_config
 from serving.model.rope import Rope, from_parameters
 
 NormKind = Literal["rms", "layernorm"]

@@ -55,7 +55,7 @@ class Detokenizer:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MatchedText:
     """Text that may be shown, and the stop string that ended it when there was one."""
 
     text: str
@@ -82,10 +82,10 @@ class StopMatcher:
         self._starts = tuple({stop[0] for stop in self._stops})
         self._held = ""
 
-    def push(self, text: str) -> Piece:
+    def push(self, text: str) -> MatchedText:
         """`text` is the next part of the whole; what comes back is the next part that may be shown."""
         if not self._held and not any(start in text for start in self._starts):
-            return Piece(text)
+            return MatchedText(text)
         whole = self._held + text
         seen = len(self._held)
         for position, character in enumerate(text, start=seen + 1):
@@ -93,14 +93,14 @@ class StopMatcher:
             if complete is not None:
                 cut = position if self._include else position - len(complete)
                 self._reset()
-                return Piece(whole[:cut], complete)
+                return MatchedText(whole[:cut], complete)
         shown = len(whole) - max(self._lengths)
         self._held = whole[shown:]
-        return Piece(whole[:shown])
+        return MatchedText(whole[:shown])
 
-    def skip(self, text: str) -> Piece:
+    def skip(self, text: str) -> MatchedText:
         """Like `push`, for text in which no stop string counts: no match begins, continues or ends in it."""
-        piece = Piece(self._held + text)
+        piece = MatchedText(self._held + text)
         self._reset()
         return piece
 

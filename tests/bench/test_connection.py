@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from bench.connection import Connection, HttpClient, Response, TransportError
+from bench.connection import ClientConnection, HttpClient, Response, TransportError
 from tests.bench.scripted import ScriptedServer, listening
 
 BODY = b"data: one\n\ndata: two\n\n"
@@ -58,7 +58,7 @@ class SilentTransport(asyncio.Transport):
 
 async def answered(pieces: list[bytes], sink: Collected | None, *, then_lost: bool = False) -> Response:
     """What a connection makes of bytes that arrive in `pieces`."""
-    connection = Connection(clock=lambda: 1.5)
+    connection = ClientConnection(clock=lambda: 1.5)
     connection.connection_made(SilentTransport())
     exchange = asyncio.create_task(connection.exchange(b"", sink, 10.0))
     await asyncio.sleep(0)

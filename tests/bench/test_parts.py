@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvcache.slots.choice import chosen
+from kvcache.transfer.choice import chosen
 from tests.house.source import ROOT
 
 

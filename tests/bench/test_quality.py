@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.quality import compare, score, table, text
-from serving.model.loading import LoadedModel, load
+from serving.loader.loading import LoadedModel, load
 from tests.serving.model.oracle import build, configs, expected_logits, save
 
 WINDOWS = [[3, 17, 60, 2, 44, 90, 8], [5, 5, 71, 30]]

@@ -18,13 +18,13 @@ from bench.progress import Progress
 from bench.report import aligned, goodput_report, median_found, number, point_report, results_json, sweep_report
 from bench.session import Found, Measurement, Results
 from bench.sse import Outcome
-from bench.summary import Slo, Summary
+from bench.summary import SloTargets, Summary
 
 OPTIONS = BenchOptions(
     targets=(Target(name="base", url="http://a"), Target(name="other", url="http://b")),
     baseline="base",
     repeat=2,
-    slo=Slo(ttft_ms=100.0, tpot_ms=20.0),
+    slo=SloTargets(ttft_ms=100.0, tpot_ms=20.0),
     headers={"Authorization": "Bearer secret"},
 )
 EIGHT = Point(concurrency=8)

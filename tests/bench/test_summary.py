@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from bench.load import Run
 from bench.sse import Outcome
-from bench.summary import Slo, Summary, median_metrics, ratios, recount_warning, spread, summarize
+from bench.summary import SloTargets, Summary, median_metrics, ratios, recount_warning, spread, summarize
 
 
 def outcome(sent: float = 0.0, ttft: float = 0.5, tpot: float = 0.1, tokens: int = 11, **changes: object) -> Outcome:
@@ -30,7 +30,7 @@ def run_of(*outcomes: Outcome, **changes: object) -> Run:
 
 
 def test_throughput_is_over_first_send_to_last_finish() -> None:
-    summary = summarize(run_of(outcome(sent=10.0), outcome(sent=10.5, ttft=1.0)), Slo())
+    summary = summarize(run_of(outcome(sent=10.0), outcome(sent=10.5, ttft=1.0)), SloTargets())
     metrics = summary.metrics
     assert metrics["duration"] == pytest.approx(2.5)  # 10.0 to 10.5 + 1.0 + 1.0
     assert metrics["request_throughput"] == pytest.approx(2 / 2.5)
@@ -41,7 +41,7 @@ def test_throughput_is_over_first_send_to_last_finish() -> None:
 
 
 def test_latencies_are_in_milliseconds_and_tpot_leaves_the_first_token_out() -> None:
-    metrics = summarize(run_of(outcome(), outcome(ttft=1.5, tpot=0.3), outcome(tokens=1)), Slo()).metrics
+    metrics = summarize(run_of(outcome(), outcome(ttft=1.5, tpot=0.3), outcome(tokens=1)), SloTargets()).metrics
     assert metrics["mean_ttft_ms"] == pytest.approx((500 + 1500 + 500) / 3)
     assert metrics["mean_tpot_ms"] == pytest.approx(200)  # the single token has none
     assert metrics["median_itl_ms"] == pytest.approx(200)
@@ -55,20 +55,20 @@ def test_percentiles_interpolate() -> None:
 
 
 def test_goodput_wants_both_objectives_of_one_request() -> None:
-    slo = Slo(ttft_ms=600, tpot_ms=150)
+    slo = SloTargets(ttft_ms=600, tpot_ms=150)
     good, late, slow = outcome(), outcome(ttft=0.7), outcome(tpot=0.2)
     single = outcome(tokens=1)
     metrics = summarize(run_of(good, late, slow, single, failure()), slo).metrics
     assert metrics["slo_attainment"] == pytest.approx(2 / 5)  # a failed request has missed
     assert metrics["request_goodput"] == pytest.approx(2 / metrics["duration"])
-    assert Slo(ttft_ms=500).met(good)
-    assert not Slo(ttft_ms=499).met(good)
-    assert Slo(tpot_ms=150).met(late)
+    assert SloTargets(ttft_ms=500).met(good)
+    assert not SloTargets(ttft_ms=499).met(good)
+    assert SloTargets(tpot_ms=150).met(late)
 
 
 def test_failures_are_counted_by_kind_and_touch_no_latency() -> None:
     summary = summarize(
-        run_of(outcome(), failure(), failure("refused"), failure(detail="later"), failure("interrupted")), Slo()
+        run_of(outcome(), failure(), failure("refused"), failure(detail="later"), failure("interrupted")), SloTargets()
     )
     assert summary.errors == {"HTTP 500": 2, "refused": 1}
     assert summary.examples["HTTP 500"] == "oh"
@@ -77,14 +77,14 @@ def test_failures_are_counted_by_kind_and_touch_no_latency() -> None:
 
 
 def test_a_run_of_failures_alone_has_no_latencies() -> None:
-    summary = summarize(run_of(failure(), failure()), Slo(ttft_ms=1.0))
+    summary = summarize(run_of(failure(), failure()), SloTargets(ttft_ms=1.0))
     assert not [name for name in summary.metrics if "ttft" in name or "tpot" in name]
     assert summary.metrics["output_throughput"] == 0
     assert summary.metrics["slo_attainment"] == 0
 
 
 def test_an_early_end_counts_what_was_planned_only_when_it_was_hopeless() -> None:
-    slo = Slo(ttft_ms=600)
+    slo = SloTargets(ttft_ms=600)
     outcomes = [outcome(), outcome(ttft=0.7), failure("interrupted")]
     hopeless = summarize(run_of(*outcomes, planned=10, stopped="hopeless"), slo)
     assert hopeless.metrics["slo_attainment"] == pytest.approx(1 / 10)
@@ -105,16 +105,16 @@ def test_an_early_end_counts_what_was_planned_only_when_it_was_hopeless() -> Non
     ],
 )
 def test_what_makes_figures_doubtful_is_said(changes: dict[str, object], words: str) -> None:
-    warnings = summarize(run_of(outcome(**changes)), Slo()).warnings  # type: ignore[arg-type]
+    warnings = summarize(run_of(outcome(**changes)), SloTargets()).warnings  # type: ignore[arg-type]
     assert sum(words in warning for warning in warnings) == 1
 
 
 def test_an_honest_run_has_no_warning() -> None:
-    assert summarize(run_of(outcome(), outcome()), Slo()).warnings == ()
+    assert summarize(run_of(outcome(), outcome()), SloTargets()).warnings == ()
 
 
 def test_a_client_at_its_limit_says_so() -> None:
-    warnings = summarize(run_of(outcome(), outcome(), client_cpu_s=1.4), Slo()).warnings
+    warnings = summarize(run_of(outcome(), outcome(), client_cpu_s=1.4), SloTargets()).warnings
     assert ["used 93% of a core" in warning for warning in warnings] == [True]
 
 

@@ -10,21 +10,21 @@ import torch
 
 from decode.direct import DirectLeases
 from decode.leases import LeaseState
-from decode.worker import Session
-from kvcache.blockbytes import read_blocks
-from kvcache.chunk import Chunk, encode
-from kvcache.commit import sealed_commit
-from kvcache.direct import DirectPrefixes
-from kvcache.directpace import DirectPace
-from kvcache.fetchpace import FetchPace
+from decode.worker import RouterSession
+from kvcache.connector.block_io import read_blocks
+from kvcache.connector.direct_cost import DirectCost
+from kvcache.connector.direct_fetch import DirectFetcher
+from kvcache.connector.fetch_cost import FetchCost
+from kvcache.connector.prefix_fetch import PrefixFetcher
+from kvcache.handoff.chunk import Chunk, encode
+from kvcache.handoff.commit import sealed_commit
 from kvcache.pool.block import PoolBlock
-from kvcache.prefixes import PoolPrefixes
 from serving.errors import CorruptChunk, StaleLease
 from serving.messages import LeaseId, Role
 from tests.decode.workers import FINGERPRINT, SPECS, Worker
+from tests.kvcache.connector.test_direct_fetch import Stopping
 from tests.kvcache.layers import random_pool, token_at
 from tests.kvcache.sequences import make_order, make_sequence
-from tests.kvcache.test_direct import Stopping
 
 PROMPT = list(range(14))  # three blocks and two tokens
 SOURCE = random_pool(SPECS, 8, 4, 7)
@@ -38,8 +38,8 @@ class Direct(Worker):
         super().__init__(role)
         self.reader = Stopping(self.pooled())
         lock = self.engine.lock
-        prefixes = PoolPrefixes(self.reader, self.kv, self.pool, lock, FetchPace(), wait=60)
-        self.prefixes = DirectPrefixes(prefixes, DirectPace(prefixes.pace), always=True)
+        prefixes = PrefixFetcher(self.reader, self.kv, self.device_kv, lock, FetchCost(), wait=60)
+        self.prefixes = DirectFetcher(prefixes, DirectCost(prefixes.pace), always=True)
         self.decode.direct = DirectLeases(self.decode.table, lock, self.prefixes)
 
     def pooled(self) -> dict[bytes, PoolBlock]:
@@ -61,7 +61,7 @@ class Direct(Worker):
         """Whether the lease's first tokens are SOURCE's, in every layer."""
         blocks = self.decode.table.check(fence).seq.blocks
         return all(
-            token_at(self.pool, layer, blocks, position) == token_at(SOURCE, layer, list(range(8)), position)
+            token_at(self.device_kv, layer, blocks, position) == token_at(SOURCE, layer, list(range(8)), position)
             for layer in range(len(SPECS))
             for position in range(upto)
         )
@@ -83,7 +83,7 @@ async def worker(request: pytest.FixtureRequest) -> AsyncIterator[Direct]:
 
 
 @pytest.fixture
-async def session(worker: Direct) -> Session:
+async def session(worker: Direct) -> RouterSession:
     return await worker.session()
 
 
@@ -91,7 +91,7 @@ def chunk(fence: LeaseId, start: int, end: int) -> Chunk:
     return encode(SOURCE, fence, FINGERPRINT, range(2), list(range(8)), start, end)
 
 
-async def test_the_pool_and_the_handoff_fill_a_lease_together(worker: Direct, session: Session) -> None:
+async def test_the_pool_and_the_handoff_fill_a_lease_together(worker: Direct, session: RouterSession) -> None:
     grant = await worker.lease(session, PROMPT)
     assert grant.cached_tokens == 0 and await worker.decode.begin(grant.lease) == WHOLE
     await worker.decode.receive(chunk(grant.lease, WHOLE, 14))
@@ -101,7 +101,7 @@ async def test_the_pool_and_the_handoff_fill_a_lease_together(worker: Direct, se
     assert another.cached_tokens == WHOLE and await worker.decode.begin(another.lease) == 0, "nothing is left to bring"
 
 
-async def test_the_commit_waits_for_the_pool(worker: Direct, session: Session) -> None:
+async def test_the_commit_waits_for_the_pool(worker: Direct, session: RouterSession) -> None:
     grant = await worker.lease(session, PROMPT)
     await worker.stalled(grant.lease)
     await worker.decode.receive(chunk(grant.lease, WHOLE, 14))
@@ -114,7 +114,7 @@ async def test_the_commit_waits_for_the_pool(worker: Direct, session: Session) -
 
 @pytest.mark.parametrize(("part", "block"), [(0, 0), (1, 1), (0, 2)])
 async def test_what_the_pool_lacks_is_handed_over_after_all(
-    worker: Direct, session: Session, part: int, block: int
+    worker: Direct, session: RouterSession, part: int, block: int
 ) -> None:
     worker.reader.lost = {(part, block)}
     grant = await worker.lease(session, PROMPT)
@@ -131,7 +131,7 @@ async def test_what_the_pool_lacks_is_handed_over_after_all(
     assert worker.runs(grant.lease) and worker.holds(grant.lease) and worker.prefixes.fallbacks == 1
 
 
-async def test_a_commit_with_kv_missing_is_refused_at_once(worker: Direct, session: Session) -> None:
+async def test_a_commit_with_kv_missing_is_refused_at_once(worker: Direct, session: RouterSession) -> None:
     grant = await worker.lease(session, PROMPT)
     assert await worker.stalled(grant.lease) == WHOLE
     with pytest.raises(CorruptChunk, match="missing"):
@@ -140,7 +140,9 @@ async def test_a_commit_with_kv_missing_is_refused_at_once(worker: Direct, sessi
         await worker.decode.receive(chunk(grant.lease, 0, 14))
 
 
-async def test_beginning_anew_stops_what_still_came_and_begins_that_anew_too(worker: Direct, session: Session) -> None:
+async def test_beginning_anew_stops_what_still_came_and_begins_that_anew_too(
+    worker: Direct, session: RouterSession
+) -> None:
     old = await worker.lease(session, PROMPT)
     await worker.stalled(old.lease)
     await worker.decode.receive(chunk(old.lease, WHOLE, 14))
@@ -149,11 +151,11 @@ async def test_beginning_anew_stops_what_still_came_and_begins_that_anew_too(wor
     new = await session.advance(make_order(PROMPT, lease=worker.fence(epoch=1), generated=[3]))
     with pytest.raises(StaleLease):
         await asyncio.wait_for(committing, 5)
-    before = [plane.view(torch.uint8).clone() for planes in worker.pool.planes for plane in planes]
+    before = [plane.view(torch.uint8).clone() for planes in worker.device_kv.planes for plane in planes]
     worker.reader.gate.set()
     for _ in range(20):
         await asyncio.sleep(0)
-    after = [plane.view(torch.uint8) for planes in worker.pool.planes for plane in planes]
+    after = [plane.view(torch.uint8) for planes in worker.device_kv.planes for plane in planes]
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True)), "its blocks are the new try's now"
     assert await worker.decode.begin(old.lease) == 0
     assert await worker.decode.begin(new.lease) == WHOLE
@@ -163,7 +165,7 @@ async def test_beginning_anew_stops_what_still_came_and_begins_that_anew_too(wor
 
 @pytest.mark.parametrize("slabs", [0, 1])
 async def test_a_lease_that_ends_meanwhile_takes_its_fetch_with_it(
-    worker: Direct, session: Session, slabs: int
+    worker: Direct, session: RouterSession, slabs: int
 ) -> None:
     grant = await worker.lease(session, PROMPT)
     await worker.stalled(grant.lease, slabs)
@@ -171,7 +173,7 @@ async def test_a_lease_that_ends_meanwhile_takes_its_fetch_with_it(
     assert worker.idle()
 
 
-async def test_a_lease_that_ends_while_the_pool_is_asked_gets_nothing(worker: Direct, session: Session) -> None:
+async def test_a_lease_that_ends_while_the_pool_is_asked_gets_nothing(worker: Direct, session: RouterSession) -> None:
     worker.reader.answers.clear()
     first = await worker.lease(session, PROMPT)
     beginning = asyncio.create_task(worker.decode.begin(first.lease))
@@ -181,7 +183,7 @@ async def test_a_lease_that_ends_while_the_pool_is_asked_gets_nothing(worker: Di
     assert await beginning == 0 and worker.prefixes.running == 0
 
 
-async def test_kv_that_came_before_the_answer_is_kept(worker: Direct, session: Session) -> None:
+async def test_kv_that_came_before_the_answer_is_kept(worker: Direct, session: RouterSession) -> None:
     """A sender need not wait for the answer: then nothing comes from the pool."""
     worker.reader.answers.clear()
     grant = await worker.lease(session, PROMPT)
@@ -194,13 +196,13 @@ async def test_kv_that_came_before_the_answer_is_kept(worker: Direct, session: S
 
 
 @pytest.mark.parametrize("worker", [Role.MIXED], indirect=True)
-async def test_a_lease_computed_by_its_own_worker_is_left_alone(worker: Direct, session: Session) -> None:
+async def test_a_lease_computed_by_its_own_worker_is_left_alone(worker: Direct, session: RouterSession) -> None:
     grant = await worker.lease(session, PROMPT)
     worker.decode.adopt(grant.lease)
     assert await worker.decode.begin(grant.lease) == 0 and worker.prefixes.running == 0
 
 
-async def test_handoffs_are_measured_where_they_arrive(worker: Direct, session: Session) -> None:
+async def test_handoffs_are_measured_where_they_arrive(worker: Direct, session: RouterSession) -> None:
     now = iter([1.0, 2.0, 2.5])
     worker.engine.clock = lambda: next(now, 9.0)
     grant = await worker.lease(session, PROMPT)  # reads the clock once

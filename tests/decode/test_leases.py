@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from decode.leases import Lease, LeaseState, LeaseTable
-from serving.engine.sequence import Sequence
+from serving.engine.sequence import SequenceState
 from serving.errors import CorruptChunk, InvalidRequest, StaleLease
 from serving.messages import LeaseId
 from tests.kvcache.sequences import lease_id, make_order, make_sequence
@@ -20,7 +20,7 @@ EPOCH = st.integers(0, 4)
 INSTANCES = st.sampled_from(["now", "now", "now", "before"])
 
 
-def make(tokens: int, computed: int) -> Sequence:
+def make(tokens: int, computed: int) -> SequenceState:
     seq = make_sequence(None, range(tokens))
     seq.computed = min(computed, tokens - 1)
     return seq
@@ -32,7 +32,7 @@ class Expected:
 
     epoch: int
     session: str
-    seq: Sequence
+    seq: SequenceState
     missing: list[list[int]] = field(default_factory=list)
     running: bool = False
     begun: bool = False  # some KV was handed over, or some was left to the pool
@@ -50,7 +50,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.layers = layers
         self.model: dict[str, Expected] = {}
 
-    def expect(self, epoch: int, session: str, seq: Sequence) -> Expected:
+    def expect(self, epoch: int, session: str, seq: SequenceState) -> Expected:
         return Expected(epoch, session, seq, [list(range(seq.computed, seq.start)) for _ in range(self.layers)])
 
     def known(self, fence: LeaseId) -> Expected | None:

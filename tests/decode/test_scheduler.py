@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.manager import KVManager
+from kvcache.blocks.manager import KVCacheManager
 from serving.engine.engine import Engine
-from serving.engine.plan import Plan
-from serving.engine.sequence import Sequence
+from serving.engine.plan import StepPlan
+from serving.engine.sequence import SequenceState
 from serving.errors import NoRoom, Preempted
 from tests.kvcache.sequences import make_sequence
 from tests.prefill.scripted import ScriptedRunner, make_decoding, make_engine, make_kv, next_token, written_out
 
 
-def handed_over(kv: KVManager, runner: ScriptedRunner | None, seq: Sequence) -> Sequence:
+def handed_over(kv: KVCacheManager, runner: ScriptedRunner | None, seq: SequenceState) -> SequenceState:
     """What a decode worker does with a lease: its KV arrives, its first token is known."""
     kv.open(seq)
     if runner is not None:
@@ -34,7 +34,7 @@ def test_every_sequence_advances_by_one_token_oldest_first() -> None:
     sequences = [handed_over(kv, None, make_sequence(kv, [n] * (n + 1))) for n in range(3)]
     for seq in sequences:
         scheduler.add(seq)
-    plan = Plan(9, 9)
+    plan = StepPlan(9, 9)
     scheduler.fill(plan, 0.0)
     assert [(work.seq, work.count) for work in plan.work] == [(seq, 1) for seq in sequences]
 
@@ -46,7 +46,7 @@ def test_budgets_go_to_the_oldest() -> None:
     for seq in sequences:
         scheduler.add(seq)
     for tokens, seqs in ((2, 9), (9, 2)):
-        plan = Plan(tokens, seqs)
+        plan = StepPlan(tokens, seqs)
         scheduler.fill(plan, 0.0)
         assert [work.seq for work in plan.work] == sequences[:2]
 
@@ -59,7 +59,7 @@ def test_without_blocks_the_youngest_give_way() -> None:
         scheduler.add(seq)
         seq.tokens += [0]  # the next step's KV needs a block more
         seq.computed += 1
-    plan = Plan(9, 9)
+    plan = StepPlan(9, 9)
     scheduler.fill(plan, 0.0)
     assert [work.seq for work in plan.work] == [old, middle]
     assert plan.preempted == [young] and scheduler.preemptions == 1
@@ -73,12 +73,12 @@ def test_who_is_alone_gives_way_to_itself() -> None:
     scheduler.add(alone)
     alone.tokens += [0]
     alone.computed += 1
-    plan = Plan(9, 9)
+    plan = StepPlan(9, 9)
     scheduler.fill(plan, 0.0)
     assert plan.work == [] and plan.preempted == [alone] and scheduler.sequences() == []
 
 
-def repeating(kv: KVManager, number: int) -> Sequence:
+def repeating(kv: KVCacheManager, number: int) -> SequenceState:
     """A sequence whose text so far says how it may go on."""
     return handed_over(kv, None, make_sequence(kv, [number, 1, 2, 3, number, 1, 2], max_tokens=20))
 
@@ -90,7 +90,7 @@ def test_guesses_come_from_the_text_and_stay_within_the_budgets() -> None:
     seq.tokens[-1] = 3
     scheduler.add(seq)
     for tokens, draft in ((9, (0, 1, 2)), (3, (0, 1)), (1, ())):
-        plan = Plan(tokens, 9)
+        plan = StepPlan(tokens, 9)
         scheduler.fill(plan, 0.0)
         assert [(work.count, work.draft) for work in plan.work] == [(1 + len(draft), draft)]
 
@@ -101,7 +101,7 @@ def test_guesses_end_where_the_request_does() -> None:
     seq = handed_over(kv, None, make_sequence(kv, [0, 1, 2, 3, 0, 1, 2], max_tokens=3))
     seq.tokens[-1] = 3
     scheduler.add(seq)
-    plan = Plan(99, 9)
+    plan = StepPlan(99, 9)
     scheduler.fill(plan, 0.0)
     assert plan.work[0].draft == (0,), "one of its two tokens to go is drawn after the guess"
 
@@ -113,7 +113,7 @@ def test_guesses_leave_the_others_their_turn() -> None:
     for seq in sequences:
         seq.tokens[-1] = 3
         scheduler.add(seq)
-    plan = Plan(5, 9)
+    plan = StepPlan(5, 9)
     scheduler.fill(plan, 0.0)
     assert [work.count for work in plan.work] == [3, 1, 1]
 
@@ -122,13 +122,13 @@ def test_guesses_leave_the_others_their_blocks() -> None:
     kv = make_kv(5, 4, caching=False)
     scheduler = make_decoding(kv, guesses=3)
     old, young = repeating(kv, 4), repeating(kv, 5)
-    assert kv.pool.available == 1
+    assert kv.allocator.available == 1
     old.tokens[-1] = 3
     young.tokens.append(0)  # its next token is the first of a block
     young.computed += 1
     for seq in (old, young):
         scheduler.add(seq)
-    plan = Plan(9, 9)
+    plan = StepPlan(9, 9)
     scheduler.fill(plan, 0.0)
     assert plan.preempted == []
 
@@ -160,12 +160,12 @@ class Batch:
         self.engine, self.runner = make_engine(self.kv, [self.scheduler], tokens=tokens, seqs=seqs)
         self.runner.during = self.meddle
         self.longest = size * blocks
-        self.live: list[Sequence] = []
+        self.live: list[SequenceState] = []
         self.waiting = [self.new(n) for n in range(self.choice.randrange(1, 8))]
         self.outputs: dict[str, list[int]] = {seq.request.request_id: [] for seq in self.waiting}
         self.endings: dict[str, str] = {}
 
-    def new(self, number: int) -> Sequence:
+    def new(self, number: int) -> SequenceState:
         prompt = self.choice.choices((0, 1), k=self.choice.randrange(1, self.longest - 1))
         wanted = self.choice.randrange(2, 20)
         return make_sequence(self.kv, prompt, request_id=str(number), max_tokens=wanted, stays=True)
@@ -187,7 +187,7 @@ class Batch:
             self.live.append(seq)
             self.scheduler.add(seq)
 
-    def end(self, seq: Sequence, how: str) -> None:
+    def end(self, seq: SequenceState, how: str) -> None:
         name = seq.request.request_id
         assert name not in self.endings, "a sequence ended twice"
         self.endings[name] = how
@@ -215,7 +215,7 @@ class Batch:
                 self.end(seq, output.delta.finish)
         assert self.kv.unaccounted(self.live) == 0
 
-    def preempted(self, seq: Sequence, order: list[Sequence]) -> None:
+    def preempted(self, seq: SequenceState, order: list[SequenceState]) -> None:
         request = seq.request
         if request.request_id in self.endings:
             return  # hung up on while the step ran
@@ -262,4 +262,4 @@ def test_random_batches_end_every_sequence_once_with_its_own_tokens(
         assert batch.outputs[name] == expected[: len(batch.outputs[name])]
         assert batch.endings[name] == "abort" or len(batch.outputs[name]) == length
     assert all(sum(counts) <= tokens and len(counts) <= seqs for counts in batch.runner.counts)
-    assert batch.kv.pool.held == 0
+    assert batch.kv.allocator.held == 0

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from decode.worker import Session
-from kvcache.chunk import Chunk, encode
-from kvcache.commit import sealed_commit
-from kvcache.relay import choose_wire
+from decode.worker import RouterSession
+from kvcache.handoff.chunk import Chunk, encode
+from kvcache.handoff.commit import sealed_commit
+from kvcache.memory.kv_dtype import choose_wire
 from serving.errors import ContextLengthExceeded, CorruptChunk, Draining, InvalidRequest, NoRoom, Preempted, StaleLease
 from serving.messages import FinishReason, LeaseGrant, LeaseId, Role
 from tests.decode.workers import FINGERPRINT, SPECS, Worker
@@ -32,7 +32,7 @@ async def worker() -> AsyncIterator[Worker]:
 
 
 @pytest.fixture
-async def session(worker: Worker) -> Session:
+async def session(worker: Worker) -> RouterSession:
     return await worker.session()
 
 
@@ -51,15 +51,15 @@ async def hand_over(worker: Worker, grant: LeaseGrant, tokens: list[int]) -> int
     return first
 
 
-async def test_a_lease_holds_room_then_decodes_then_is_gone(worker: Worker, session: Session) -> None:
+async def test_a_lease_holds_room_then_decodes_then_is_gone(worker: Worker, session: RouterSession) -> None:
     grant = await worker.lease(session, PROMPT, max_tokens=4)
-    assert (grant.cached_tokens, grant.address) == (0, "local:decode") and worker.kv.pool.held == 3
+    assert (grant.cached_tokens, grant.address) == (0, "local:decode") and worker.kv.allocator.held == 3
     tokens = [await hand_over(worker, grant, PROMPT)]
     seq = worker.decode.table.check(grant.lease).seq
     for layer in range(2):
         for position in range(len(PROMPT)):
             there = token_at(SOURCE, layer, list(range(8)), position)
-            assert token_at(worker.pool, layer, seq.blocks, position) == there
+            assert token_at(worker.device_kv, layer, seq.blocks, position) == there
     while not worker.idle():
         worker.step()
     deltas = [event.delta for event in worker.events if event.delta is not None]
@@ -81,7 +81,7 @@ async def test_all_leases_of_a_session_are_told_in_one_message_a_step(worker: Wo
     assert messages == [3, 3]
 
 
-async def test_room_is_refused_when_there_is_none(worker: Worker, session: Session) -> None:
+async def test_room_is_refused_when_there_is_none(worker: Worker, session: RouterSession) -> None:
     for n in range(worker.engine.max_num_seqs):
         await worker.lease(session, [n], f"r/{n}")
     with pytest.raises(NoRoom, match="its limit"):
@@ -90,7 +90,9 @@ async def test_room_is_refused_when_there_is_none(worker: Worker, session: Sessi
     await worker.lease(session, [9], "r/9")
 
 
-async def test_a_lease_leaves_the_running_ones_a_block_each_to_grow_into(session: Session, worker: Worker) -> None:
+async def test_a_lease_leaves_the_running_ones_a_block_each_to_grow_into(
+    session: RouterSession, worker: Worker
+) -> None:
     await worker.lease(session, range(11), "r/1")  # 3 blocks of 32
     with pytest.raises(NoRoom, match="spare"):
         await worker.lease(session, range(115), "r/2")  # all 29 others
@@ -98,28 +100,28 @@ async def test_a_lease_leaves_the_running_ones_a_block_each_to_grow_into(session
     assert len(worker.decode.table.leases) == 2
 
 
-async def test_a_prompt_that_leaves_no_room_to_generate_is_refused(session: Session, worker: Worker) -> None:
+async def test_a_prompt_that_leaves_no_room_to_generate_is_refused(session: RouterSession, worker: Worker) -> None:
     with pytest.raises(ContextLengthExceeded, match="128 tokens leave no room"):
         await worker.lease(session, [0] * 128)
     await worker.lease(session, [0] * 127)
 
 
-async def test_the_same_lease_cannot_be_opened_twice(session: Session, worker: Worker) -> None:
+async def test_the_same_lease_cannot_be_opened_twice(session: RouterSession, worker: Worker) -> None:
     await worker.lease(session, PROMPT)
-    held = worker.kv.pool.held
+    held = worker.kv.allocator.held
     with pytest.raises(InvalidRequest, match="already open"):
         await worker.lease(session, PROMPT)
-    assert worker.kv.pool.held == held
+    assert worker.kv.allocator.held == held
 
 
-async def test_an_order_for_another_life_takes_nothing(session: Session, worker: Worker) -> None:
+async def test_an_order_for_another_life_takes_nothing(session: RouterSession, worker: Worker) -> None:
     fence = LeaseId(lease="r/1", epoch=0, instance="before")
     with pytest.raises(StaleLease):
         await session.open(make_order(PROMPT, lease=fence))
-    assert worker.kv.pool.held == 0
+    assert worker.kv.allocator.held == 0
 
 
-async def test_beginning_anew_shuts_out_what_the_last_try_still_sends(session: Session, worker: Worker) -> None:
+async def test_beginning_anew_shuts_out_what_the_last_try_still_sends(session: RouterSession, worker: Worker) -> None:
     old = await worker.lease(session, PROMPT)
     await worker.decode.receive(chunk(old.lease, 0, 4))
     new = await session.advance(make_order(PROMPT, lease=worker.fence(epoch=1), generated=[3]))
@@ -136,7 +138,7 @@ async def test_beginning_anew_shuts_out_what_the_last_try_still_sends(session: S
 
 @pytest.mark.parametrize(("start", "end"), [(4, 8), (0, 11)])
 async def test_kv_out_of_order_is_refused_and_the_handoff_may_go_on(
-    session: Session, worker: Worker, start: int, end: int
+    session: RouterSession, worker: Worker, start: int, end: int
 ) -> None:
     grant = await worker.lease(session, PROMPT)
     with pytest.raises(CorruptChunk):
@@ -145,12 +147,12 @@ async def test_kv_out_of_order_is_refused_and_the_handoff_may_go_on(
     await hand_over(worker, grant, PROMPT)
 
 
-async def test_a_commit_with_kv_missing_is_refused(session: Session, worker: Worker) -> None:
+async def test_a_commit_with_kv_missing_is_refused(session: RouterSession, worker: Worker) -> None:
     grant = await worker.lease(session, PROMPT)
     await worker.decode.receive(chunk(grant.lease, 0, 10, range(1)))
     with pytest.raises(CorruptChunk, match="missing"):
         await worker.decode.commit(sealed_commit(grant.lease, 1))
-    assert worker.decoding.running == [] and worker.kv.pool.match(worker.decode.sequences()[0].keys) == []
+    assert worker.decoding.running == [] and worker.kv.allocator.match(worker.decode.sequences()[0].keys) == []
 
 
 async def test_a_preempted_lease_ends_with_its_error() -> None:
@@ -189,7 +191,7 @@ async def test_a_prompt_that_waits_for_blocks_gets_them_before_new_leases() -> N
     assert worker.idle()
 
 
-async def test_a_cancelled_lease_is_silent_even_if_its_step_was_running(session: Session, worker: Worker) -> None:
+async def test_a_cancelled_lease_is_silent_even_if_its_step_was_running(session: RouterSession, worker: Worker) -> None:
     grant = await worker.lease(session, PROMPT)
     await hand_over(worker, grant, PROMPT)
     worker.runner.during = lambda work: session.cancel("r/1")
@@ -197,7 +199,7 @@ async def test_a_cancelled_lease_is_silent_even_if_its_step_was_running(session:
     assert worker.events == [] and worker.idle()
 
 
-async def test_draining_waits_for_the_leases_there_are(session: Session, worker: Worker) -> None:
+async def test_draining_waits_for_the_leases_there_are(session: RouterSession, worker: Worker) -> None:
     grant = await worker.lease(session, PROMPT, max_tokens=3)
     draining = asyncio.create_task(worker.decode.drain(60))
     await asyncio.sleep(0)
@@ -210,21 +212,21 @@ async def test_draining_waits_for_the_leases_there_are(session: Session, worker:
     await draining
 
 
-async def test_draining_sends_the_rest_elsewhere_when_time_is_up(session: Session, worker: Worker) -> None:
+async def test_draining_sends_the_rest_elsewhere_when_time_is_up(session: RouterSession, worker: Worker) -> None:
     await worker.lease(session, PROMPT)
     await worker.decode.drain(0)
     assert [(event.lease, type(event.error)) for event in worker.events] == [("r/1", Draining)]
     assert worker.idle()
 
 
-async def test_draining_notices_a_lease_that_could_not_begin_anew(session: Session, worker: Worker) -> None:
+async def test_draining_notices_a_lease_that_could_not_begin_anew(session: RouterSession, worker: Worker) -> None:
     await worker.lease(session, PROMPT)
     draining = asyncio.create_task(worker.decode.drain(0.5))
     await asyncio.sleep(0)
-    blocks = worker.kv.pool.allocate(worker.kv.pool.available)  # somebody else's
+    blocks = worker.kv.allocator.allocate(worker.kv.allocator.available)  # somebody else's
     with pytest.raises(NoRoom):
         await session.advance(make_order([*PROMPT, 1, 2, 3], lease=worker.fence(epoch=1)))
-    worker.kv.pool.release(blocks)
+    worker.kv.allocator.release(blocks)
     assert worker.decode.table.leases == {}
     done, _ = await asyncio.wait([draining], timeout=0.1)
     draining.cancel()
@@ -232,7 +234,7 @@ async def test_draining_notices_a_lease_that_could_not_begin_anew(session: Sessi
     assert done, "it would wait out its whole patience"
 
 
-async def test_the_engines_death_is_told_to_every_lease(session: Session, worker: Worker) -> None:
+async def test_the_engines_death_is_told_to_every_lease(session: RouterSession, worker: Worker) -> None:
     await worker.lease(session, PROMPT, "r/1")
     await worker.lease(session, PROMPT, "r/2")
     leases = list(worker.decode.sequences())

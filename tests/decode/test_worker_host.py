@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from decode.worker import Session
-from kvcache.chunk import Chunk, encode, sealed
-from kvcache.commit import sealed_commit
-from kvcache.host import HostPlan
-from serving.engine.sequence import Sequence
+from decode.worker import RouterSession
+from kvcache.blocks.offload import OffloadPlan
+from kvcache.handoff.chunk import Chunk, encode, sealed
+from kvcache.handoff.commit import sealed_commit
+from serving.engine.sequence import SequenceState
 from serving.errors import ContextLengthExceeded, CorruptChunk, MillraceError, NoRoom, StaleLease
 from serving.messages import LeaseId, Role
 from tests.decode.workers import FINGERPRINT, SPECS, Worker
@@ -19,7 +19,9 @@ from tests.kvcache.layers import random_pool, token_at
 from tests.kvcache.sequences import make_order
 from tests.prefill.scripted import next_token, written_out
 
-PLAN = HostPlan(block_size=4, device_blocks=12, extent_blocks=2, extents=8, piece_extents=1)  # 9 blocks of a sequence
+PLAN = OffloadPlan(
+    block_size=4, device_blocks=12, extent_blocks=2, extents=8, segment_extents=1
+)  # 9 blocks of a sequence
 PROMPT = [n % 5 for n in range(70)]
 SOURCE = random_pool(SPECS, 20, 4, 7)
 
@@ -35,7 +37,7 @@ async def worker(request: pytest.FixtureRequest) -> AsyncIterator[Worker]:
 
 
 @pytest.fixture
-async def session(worker: Worker) -> Session:
+async def session(worker: Worker) -> RouterSession:
     return await worker.session()
 
 
@@ -43,12 +45,12 @@ def chunk(fence: LeaseId, start: int, end: int, layers: range = range(2)) -> Chu
     return encode(SOURCE, fence, FINGERPRINT, layers, list(range(20)), start, end)
 
 
-async def fill(worker: Worker, fence: LeaseId) -> Sequence:
+async def fill(worker: Worker, fence: LeaseId) -> SequenceState:
     """Hand all KV over, in chunks that end within extents, and within what the device keeps."""
     for start in range(0, len(PROMPT), 13):
         for layers in (range(1), range(1, 2)):
             await worker.decode.receive(chunk(fence, start, min(start + 13, len(PROMPT)), layers))
-    seq: Sequence = worker.decode.table.check(fence).seq
+    seq: SequenceState = worker.decode.table.check(fence).seq
     worker.runner.arrive(seq)
     return seq
 
@@ -60,20 +62,20 @@ def run(worker: Worker) -> list[int]:
     return [token for event in worker.events if event.delta is not None for token in event.delta.tokens]
 
 
-async def test_its_kv_lands_in_both_memories_and_it_decodes_from_there(worker: Worker, session: Session) -> None:
+async def test_its_kv_lands_in_both_memories_and_it_decodes_from_there(worker: Worker, session: RouterSession) -> None:
     grant = await worker.lease(session, PROMPT, max_tokens=16)
     assert grant.cached_tokens == 0
     seq = await fill(worker, grant.lease)
-    assert seq.spill is not None and worker.host_kv is not None
-    border = seq.spill.moved * PLAN.extent_tokens
+    assert seq.offload is not None and worker.host_kv is not None
+    border = seq.offload.moved * PLAN.extent_tokens
     assert 0 < border < len(PROMPT) <= border + len(seq.blocks) * 4
     for layer in range(2):
         for position in range(len(PROMPT)):
             there = token_at(SOURCE, layer, list(range(20)), position)
             if position < border:
-                found = token_at(worker.host_kv.memory, layer, seq.spill.extents, position)
+                found = token_at(worker.host_kv.memory, layer, seq.offload.extents, position)
             else:
-                found = token_at(worker.pool, layer, seq.blocks, position - border)
+                found = token_at(worker.device_kv, layer, seq.blocks, position - border)
             assert found == there, f"token {position}"
     first = next_token(PROMPT)
     await worker.decode.commit(sealed_commit(grant.lease, first))
@@ -96,7 +98,7 @@ async def test_its_kv_lands_in_both_memories_and_it_decodes_from_there(worker: W
     ids=lambda value: value if isinstance(value, str) else "",
 )
 async def test_a_wrong_chunk_for_the_host_is_refused_and_writes_nothing(
-    worker: Worker, session: Session, harm: Callable[[Chunk], Chunk], error: type[MillraceError], reason: str
+    worker: Worker, session: RouterSession, harm: Callable[[Chunk], Chunk], error: type[MillraceError], reason: str
 ) -> None:
     grant = await worker.lease(session, PROMPT, max_tokens=4)
     assert worker.host_kv is not None
@@ -110,7 +112,7 @@ async def test_a_wrong_chunk_for_the_host_is_refused_and_writes_nothing(
 
 
 async def test_a_new_epoch_shuts_out_what_the_last_one_still_sends_to_the_host(
-    worker: Worker, session: Session
+    worker: Worker, session: RouterSession
 ) -> None:
     old = await worker.lease(session, PROMPT, max_tokens=4)
     await worker.decode.receive(chunk(old.lease, 0, 20))
@@ -127,7 +129,7 @@ async def test_a_new_epoch_shuts_out_what_the_last_one_still_sends_to_the_host(
 
 @pytest.mark.parametrize("filled", [0, 20, 70])
 async def test_a_lease_that_ends_while_it_is_filled_frees_the_host(
-    worker: Worker, session: Session, filled: int
+    worker: Worker, session: RouterSession, filled: int
 ) -> None:
     grant = await worker.lease(session, PROMPT)
     assert worker.kv.host is not None and worker.kv.host.extents.held > 0, "held from the first on"
@@ -140,7 +142,7 @@ async def test_a_lease_that_ends_while_it_is_filled_frees_the_host(
 
 
 async def test_one_that_finds_no_room_now_waits_and_one_that_never_could_is_told(
-    worker: Worker, session: Session
+    worker: Worker, session: RouterSession
 ) -> None:
     await worker.lease(session, PROMPT)
     with pytest.raises(NoRoom):
@@ -160,7 +162,9 @@ async def test_without_host_memory_it_answers_as_ever() -> None:
 
 
 @pytest.mark.parametrize("worker", [Role.MIXED], indirect=True)
-async def test_a_prompt_that_is_computed_here_after_all_begins_on_the_device(worker: Worker, session: Session) -> None:
+async def test_a_prompt_that_is_computed_here_after_all_begins_on_the_device(
+    worker: Worker, session: RouterSession
+) -> None:
     """Though some of its KV had come from elsewhere, and was laid into the host."""
     grant = await worker.lease(session, PROMPT, max_tokens=4)
     await worker.decode.receive(chunk(grant.lease, 0, 70))

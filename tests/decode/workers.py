@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any
 
-from decode.worker import DecodeWorker, Session
-from kvcache.device import DevicePool
-from kvcache.host import HostPlan
-from kvcache.places import Places
-from kvcache.staging import HostKV
-from kvcache.transports import Dialer
+from decode.worker import DecodeWorker, RouterSession
+from kvcache.blocks.offload import OffloadPlan
+from kvcache.handoff.dialer import Dialer
+from kvcache.memory.device import DeviceKV
+from kvcache.memory.host import HostKV
+from kvcache.memory.locations import KVLocations
 from prefill.scheduler import PrefillScheduler
 from prefill.worker import PrefillWorker
 from serving.engine.engine import Engine
@@ -51,11 +51,11 @@ class Worker:
         tokens: int = 8,
         seqs: int = 8,
         specs: tuple[LayerKV, ...] = SPECS,
-        host: HostPlan | None = None,
+        host: OffloadPlan | None = None,
     ):
         self.kv = make_kv(blocks, size, host=host)
-        self.pool = DevicePool(specs, blocks, size)
-        self.host_kv = HostKV(host, self.pool, [None] * len(specs)) if host is not None else None
+        self.device_kv = DeviceKV(specs, blocks, size)
+        self.host_kv = HostKV(host, self.device_kv, [None] * len(specs)) if host is not None else None
         self.dialer = Dialer()
         self.decoding = make_decoding(self.kv)
         self.prefilling = PrefillScheduler(self.kv, then=self.decoding.add)
@@ -66,13 +66,13 @@ class Worker:
         self.engine, self.runner = make_engine(self.kv, schedulers, tokens=tokens, seqs=seqs, max_model_len=limit)
         self.loop = EngineLoop(self.engine)
         self.identity = make_identity(role, limit)
-        places = Places(self.pool, self.host_kv, self.engine.lock)
+        locations = KVLocations(self.device_kv, self.host_kv, self.engine.lock)
         self.decode = DecodeWorker(
             identity=self.identity,
             loop=self.loop,
             kv=self.kv,
-            pool=self.pool,
-            places=places,
+            device_kv=self.device_kv,
+            locations=locations,
             scheduler=self.decoding,
             long_rope=lambda tokens: False,
             address="local:decode",
@@ -82,8 +82,8 @@ class Worker:
             identity=self.identity,
             loop=self.loop,
             kv=self.kv,
-            pool=self.pool,
-            places=places,
+            device_kv=self.device_kv,
+            locations=locations,
             scheduler=self.prefilling,
             long_rope=lambda tokens: False,
             dialer=self.dialer,
@@ -92,13 +92,15 @@ class Worker:
         )
         self.events: list[LeaseEvent] = []
 
-    async def session(self) -> Session:
+    async def session(self) -> RouterSession:
         return await self.decode.connect("router", self.events.extend, lambda error: None)
 
     def fence(self, lease: str = "r/1", epoch: int = 0) -> LeaseId:
         return LeaseId(lease=lease, epoch=epoch, instance=self.identity.instance)
 
-    async def lease(self, session: Session, prompt: Seq[int], lease: str = "r/1", **fields: Any) -> LeaseGrant:
+    async def lease(
+        self, session: RouterSession, prompt: Sequence[int], lease: str = "r/1", **fields: Any
+    ) -> LeaseGrant:
         return await session.open(make_order(prompt, lease=self.fence(lease), **fields))
 
     def step(self) -> None:
@@ -110,4 +112,4 @@ class Worker:
     def idle(self) -> bool:
         held = [*self.decode.sequences(), *self.prefill.sequences(), *self.prefilling.queue, *self.decoding.running]
         extents = self.kv.host.extents.held if self.kv.host is not None else 0
-        return self.kv.pool.held == extents == 0 and not held and self.decode.receiving == 0
+        return self.kv.allocator.held == extents == 0 and not held and self.decode.receiving == 0

@@ -16,8 +16,8 @@ from router.fleet import RouterConfig
 from router.router import Router
 from serving.config import EngineConfig, ModelConfig
 from serving.errors import MillraceError
+from serving.loader.loading import LoadedModel, load
 from serving.messages import Delta, Request, Role
-from serving.model.loading import LoadedModel, load
 from tests.flow.remote import RemoteCluster
 from tests.tiny import tiny_llama
 
@@ -38,7 +38,7 @@ def tiny_model(tiny_path: Path) -> LoadedModel:
 
 
 class Recorder:
-    """An observer that remembers (router.router.Observer)."""
+    """An observer that remembers (router.router.RouterObserver)."""
 
     def __init__(self) -> None:
         self.replacements: list[MillraceError] = []

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from decode.service import DecodeService
-from deploy.host import WorkerService
 from deploy.local import LocalCluster
-from deploy.worker import Worker
-from kvcache.transports import Dialer
+from deploy.worker.process import WorkerService
+from deploy.worker.worker import Worker
+from kvcache.handoff.dialer import Dialer
 from prefill.service import PrefillService
 from router.clients import RemoteWorker
 from router.fleet import WorkerLink

@@ -9,8 +9,8 @@ import pytest
 
 from serving.errors import WorkerLost
 from serving.kernels import cpu
+from serving.loader.loading import LoadedModel, load
 from serving.messages import Delta, Request, SamplingParams
-from serving.model.loading import LoadedModel, load
 from tests.flow.conftest import Cluster, ClusterMaker
 from tests.flow.reference import prompts
 

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from deploy.forward import make_forward, make_sampler
-from kvcache.device import DevicePool
+from kvcache.memory.device import DeviceKV
 from serving.config import EngineConfig
-from serving.engine.compiled_selection import CompiledSelection
-from serving.engine.forward import EagerForward
-from serving.engine.fused import FusedForward
-from serving.engine.selection import TorchSelection
+from serving.forward.choose import make_forward, make_sampler
+from serving.forward.cpu_forward import CpuForward
+from serving.forward.forward import EagerForward
 from serving.kernels import cpu
-from serving.model.loading import LoadedModel
+from serving.loader.loading import LoadedModel
+from serving.sampling.cpu_sampling import CpuSampling
+from serving.sampling.torch_sampling import TorchSampling
 
 
 @pytest.fixture(autouse=True)
@@ -28,15 +28,15 @@ def _torch_threads() -> Iterator[None]:
 
 @pytest.mark.skipif(not cpu.available(), reason="the kernels cannot be built here")
 def test_the_kernels_that_score_draw_too(tiny_model: LoadedModel) -> None:
-    pool = DevicePool(tiny_model.spec.kv_layers(tiny_model.dtype), 4, 16)
-    forward = make_forward(tiny_model, pool, EngineConfig(kernels="compiled", threads=1), 64)
+    device_kv = DeviceKV(tiny_model.spec.kv_layers(tiny_model.dtype), 4, 16)
+    forward = make_forward(tiny_model, device_kv.planes, EngineConfig(kernels="compiled", threads=1), 64)
     selection = make_sampler(forward).selection
-    assert isinstance(forward, FusedForward) and isinstance(selection, CompiledSelection)
+    assert isinstance(forward, CpuForward) and isinstance(selection, CpuSampling)
     assert selection.kernels is forward.decoder.kernels
 
 
 def test_torch_draws_what_torch_scores(tiny_model: LoadedModel) -> None:
-    pool = DevicePool(tiny_model.spec.kv_layers(tiny_model.dtype), 4, 16)
-    forward = make_forward(tiny_model, pool, EngineConfig(kernels="torch"), 64)
+    device_kv = DeviceKV(tiny_model.spec.kv_layers(tiny_model.dtype), 4, 16)
+    forward = make_forward(tiny_model, device_kv.planes, EngineConfig(kernels="torch"), 64)
     assert isinstance(forward, EagerForward)
-    assert isinstance(make_sampler(forward).selection, TorchSelection)
+    assert isinstance(make_sampler(forward).selection, TorchSampling)

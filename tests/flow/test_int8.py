@@ -9,8 +9,8 @@ import pytest
 
 from serving.config import ModelConfig
 from serving.kernels import cpu
+from serving.loader.loading import LoadedModel, load
 from serving.messages import Request, SamplingParams
-from serving.model.loading import LoadedModel, load
 from tests.flow.conftest import ClusterMaker
 from tests.flow.reference import prompts
 

@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 
 from deploy.local import LocalCluster
-from kvcache.chunk import Chunk, encode, sealed
-from kvcache.commit import Commit, sealed_commit
-from kvcache.transports import LOCAL, Dialer, GrpcHandoff, LocalHandoff
+from kvcache.handoff.chunk import Chunk, encode, sealed
+from kvcache.handoff.commit import Commit, sealed_commit
+from kvcache.handoff.dialer import Dialer
+from kvcache.handoff.grpc_stream import GrpcHandoff
+from kvcache.handoff.local import LOCAL, LocalHandoff
 from router.fleet import RouterConfig
 from serving.config import EngineConfig, ModelConfig
 from serving.errors import CorruptChunk, MillraceError, StaleLease
 from serving.links import HandoffLink, LeaseEvent
+from serving.loader.loading import LoadedModel
 from serving.messages import LeaseGrant, LeaseId, LeaseOrder, Request, Role, SamplingParams
-from serving.model.loading import LoadedModel
 from tests.flow.conftest import Cluster
 from tests.flow.proxy import FlippingProxy
 from tests.flow.reference import greedy_tiny, prompts
@@ -110,8 +112,8 @@ class Lease:
     def chunk(self, layers: range, start: int, end: int) -> Chunk:
         """Bytes out of the prefill worker's pool: any will do."""
         source = self.cluster.workers[0]
-        blocks = list(range(source.pool.num_blocks))
-        return encode(source.pool, self.grant.lease, self.worker.identity.fingerprint, layers, blocks, start, end)
+        blocks = list(range(source.device_kv.num_blocks))
+        return encode(source.device_kv, self.grant.lease, self.worker.identity.fingerprint, layers, blocks, start, end)
 
 
 def dial(cluster: LocalCluster, lease: Lease) -> HandoffLink:

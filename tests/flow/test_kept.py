@@ -13,10 +13,10 @@ import pytest
 
 from decode.worker import DecodeWorker
 from kvcache.pool.links import PoolLink
+from serving.checkpoint.hub import resolve
 from serving.config import PoolConfig
+from serving.loader.loading import LoadedModel, load
 from serving.messages import LeaseGrant, LeaseOrder, Request, SamplingParams
-from serving.model.hub import resolve
-from serving.model.loading import LoadedModel, load
 from tests.flow.conftest import Cluster
 from tests.flow.reference import prompts
 from tests.flow.test_offload_split import SMALL, long_prompt, moved
@@ -122,9 +122,9 @@ def links(nodes: Pool) -> dict[str, PoolLink]:
 
 def fetched(cluster: Cluster) -> int:
     """Tokens the prefill worker had from the KV pool."""
-    sharing = cluster.cluster.workers[0].sharing
-    assert sharing is not None
-    return sharing.prefixes.stats.hits
+    connector = cluster.cluster.workers[0].connector
+    assert connector is not None
+    return connector.prefixes.stats.hits
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])

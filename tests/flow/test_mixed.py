@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from deploy.local import LocalCluster
-from deploy.worker import Worker
-from kvcache.transports import Dialer
+from deploy.worker.worker import Worker
+from kvcache.handoff.dialer import Dialer
 from router.fleet import RouterConfig
 from serving.config import EngineConfig, ModelConfig
+from serving.loader.loading import LoadedModel
 from serving.messages import Prefilled, PrefillOrder, Request, Role, SamplingParams
-from serving.model.loading import LoadedModel
 from tests.flow.conftest import Cluster
 from tests.flow.reference import greedy_tiny, prompts
 from tests.flow.remote import RemoteCluster

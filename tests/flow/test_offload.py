@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from deploy.local import LocalCluster
+from serving.checkpoint.hub import resolve
 from serving.config import ModelConfig
 from serving.errors import ContextLengthExceeded
 from serving.kernels import cpu
+from serving.loader.loading import LoadedModel, load
 from serving.messages import Request, SamplingParams
-from serving.model.hub import resolve
-from serving.model.loading import LoadedModel, load
 from serving.text.tokenizer import load_tokenizer
 from tests.flow.conftest import Cluster, ClusterMaker
 from tests.flow.reference import is_greedy_tiny, prompts

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from serving.loader.loading import LoadedModel
 from serving.messages import Role
-from serving.model.loading import LoadedModel
 from tests.flow.conftest import Cluster
 from tests.flow.test_offload_split import SMALL, long_prompt
 from tests.flow.test_pool import BLOCK, MIXED, SPLIT, ask, cluster, flip_a_bit_of_each, served
@@ -94,5 +94,5 @@ async def test_long_prompts_go_on_beside_what_is_being_stored(tiny_model: Loaded
         expected = [(await served(roomy, ask(prompt)))[0] for prompt in others]
     async with cluster(tiny_model, pool, MIXED, tight, kvcache_bandwidth=1 << 20) as workers:
         assert [(await served(workers, ask(prompt)))[0] for prompt in others] == expected
-        sharing = workers.cluster.workers[0].sharing
-        assert sharing is not None and sharing.storeback.dropped > 0
+        connector = workers.cluster.workers[0].connector
+        assert connector is not None and connector.storeback.dropped > 0

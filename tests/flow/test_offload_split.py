@@ -17,15 +17,15 @@ import pytest
 
 from decode.worker import DecodeWorker
 from deploy.local import LocalCluster
-from deploy.worker import Worker
-from kvcache import handoff as handoffs
-from kvcache.chunk import Chunk
-from kvcache.transports import Dialer
+from deploy.worker.worker import Worker
+from kvcache.handoff import sender as handoffs
+from kvcache.handoff.chunk import Chunk
+from kvcache.handoff.dialer import Dialer
 from router.fleet import RouterConfig
 from serving.config import EngineConfig, ModelConfig
 from serving.errors import ContextLengthExceeded, CorruptChunk
+from serving.loader.loading import LoadedModel, load
 from serving.messages import Request, Role, SamplingParams
-from serving.model.loading import LoadedModel, load
 from tests.flow.client import Asked, Client
 from tests.flow.conftest import Cluster
 from tests.flow.reference import is_greedy_tiny, prompts

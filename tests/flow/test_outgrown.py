@@ -12,15 +12,15 @@ import pytest
 
 from decode.scheduler import DecodeScheduler
 from deploy.local import LocalCluster
-from deploy.worker import Worker
-from kvcache.transports import Dialer
+from deploy.worker.worker import Worker
+from kvcache.handoff.dialer import Dialer
 from router.fleet import RouterConfig
 from serving.config import EngineConfig, ModelConfig
-from serving.engine.plan import Plan
-from serving.engine.sequence import Sequence
+from serving.engine.plan import StepPlan
+from serving.engine.sequence import SequenceState
 from serving.errors import ContextLengthExceeded, InvalidRequest, NoRoom, Preempted
+from serving.loader.loading import LoadedModel
 from serving.messages import LeaseId, LeaseOrder, PrefillOrder, Request, Role, SamplingParams
-from serving.model.loading import LoadedModel
 from tests.flow.conftest import Cluster
 from tests.flow.reference import greedy_tiny, prompts
 from tests.flow.remote import RemoteCluster
@@ -86,15 +86,15 @@ def preempt(worker: Worker, after: int) -> None:
     scheduler = worker.engine.schedulers[0]
     assert isinstance(scheduler, DecodeScheduler)
     fill, grow = scheduler.fill, scheduler.kv.grow
-    lost: list[Sequence] = []
+    lost: list[SequenceState] = []
 
-    def lose(seq: Sequence) -> None:
+    def lose(seq: SequenceState) -> None:
         if seq.output_len == after and not lost:
             lost.append(seq)
             raise NoRoom("these blocks are wanted elsewhere")
         grow(seq)
 
-    def fill_losing(plan: Plan, now: float) -> None:
+    def fill_losing(plan: StepPlan, now: float) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(scheduler.kv, "grow", lose)
             fill(plan, now)

@@ -12,14 +12,14 @@ import httpx
 import pytest
 
 from deploy.local import LocalCluster
-from deploy.worker import Worker
+from deploy.worker.worker import Worker
 from kvcache.pool.block import Slab
 from kvcache.pool.client import PoolClient
 from kvcache.pool.store import BlockStore
 from router.fleet import RouterConfig
 from serving.config import EngineConfig, ModelConfig, PoolConfig
+from serving.loader.loading import LoadedModel
 from serving.messages import Request, Role, SamplingParams
-from serving.model.loading import LoadedModel
 from tests.flow.conftest import Cluster
 from tests.flow.reference import is_greedy_tiny, prompts
 from tests.flow.server import MillraceServer
@@ -54,9 +54,9 @@ async def cluster(
         made = Cluster(started)
         yield made
         for worker in started.workers:
-            assert worker.sharing is not None
-            if worker.sharing.stores:
-                await worker.sharing.flush(10)
+            assert worker.connector is not None
+            if worker.connector.stores:
+                await worker.connector.flush(10)
         await made.idle()
 
 
@@ -169,8 +169,8 @@ async def test_a_pool_that_dies_while_it_sends(tiny_model: LoadedModel, pool: Po
         expected, _ = await served(first, ask(prompt))
     async with cluster(tiny_model, pool) as second:
         [worker] = second.cluster.workers
-        assert worker.sharing is not None
-        kill_in_the_middle(pool, worker.sharing.client)
+        assert worker.connector is not None
+        kill_in_the_middle(pool, worker.connector.client)
         assert (await served(second, ask(prompt)))[0] == expected
 
 
@@ -205,7 +205,7 @@ async def waiting_at_the_gate(
         worker = workers.cluster.workers[0]
         asking = asyncio.create_task(served(workers, ask(prompt)))
         async with asyncio.timeout(20):
-            while worker.engine.gate is None:
+            while worker.engine.barrier is None:
                 await asyncio.sleep(0)
         yield workers, worker, asking
         let_go(pool)
@@ -286,7 +286,7 @@ async def test_a_client_that_leaves_while_the_step_waits(
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await workers.idle()
-        assert worker.blocks.held == 0 and worker.engine.gate is None, "while the pool still stalls"
+        assert worker.blocks.held == 0 and worker.engine.barrier is None, "while the pool still stalls"
         let_go(pool)
         assert is_greedy_tiny(tiny_path, prompt, (await served(workers, ask(prompt)))[0])
 
@@ -310,10 +310,10 @@ async def test_storing_that_breaks_holds_nothing(tiny_model: LoadedModel, pool: 
 
     async with cluster(tiny_model, pool) as workers:
         [worker] = workers.cluster.workers
-        assert worker.sharing is not None
-        worker.sharing.storeback.writer.put = broken  # type: ignore[method-assign]
+        assert worker.connector is not None
+        worker.connector.storeback.writer.put = broken  # type: ignore[method-assign]
         await served(workers, ask(prompt))
-        while worker.sharing.stores:
+        while worker.connector.stores:
             await asyncio.sleep(0.001)
         await workers.idle()
         await served(workers, ask(another))

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from kvcache.device import token_bytes
+from kvcache.blocks.prefix import extend_keys
+from kvcache.memory.device import token_bytes
 from kvcache.pool.block import Slab
-from kvcache.prefix import extend_keys
 from serving.errors import CorruptChunk
-from serving.model.loading import LoadedModel
+from serving.loader.loading import LoadedModel
 from tests.flow.client import Client
 from tests.flow.conftest import Cluster
 from tests.flow.reference import greedy_tiny, prompts
@@ -100,8 +100,8 @@ async def test_what_came_corrupt_is_handed_over_after_all(tiny_path: Path, tiny_
 
 async def test_a_pool_that_dies_while_it_sends_to_both(tiny_path: Path, tiny_model: LoadedModel, pool: Pool) -> None:
     async with split(tiny_model, pool) as workers:
-        assert workers.decode.sharing is not None
-        kill_in_the_middle(pool, workers.decode.sharing.client)
+        assert workers.decode.connector is not None
+        kill_in_the_middle(pool, workers.decode.connector.client)
         assert (await served(workers, ask(PROMPT)))[0] == greedy_tiny(tiny_path, PROMPT, 12)
         assert workers.count("kvcache_direct_tokens") + workers.sent() == len(PROMPT)
 
@@ -123,8 +123,8 @@ async def test_while_the_pool_stalls_a_lease_may_end_or_begin_anew(
 ) -> None:
     async with split(tiny_model, pool, kvcache_wait=30.0, kvcache_timeout=30.0) as workers:
         decode = workers.decode.decode
-        assert decode is not None and workers.prefill.sharing is not None
-        workers.prefill.sharing.fetches = False  # it computes what the decode worker waits for
+        assert decode is not None and workers.prefill.connector is not None
+        workers.prefill.connector.fetches = False  # it computes what the decode worker waits for
         for node in pool.served:
             node.store.gate.clear()
             node.store.after = 1

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.model.hub import resolve
+from serving.checkpoint.hub import resolve
 from serving.text.tokenizer import load_tokenizer
 from tests.flow.reference import is_greedy
 from tests.flow.server import MillraceServer

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from deploy.local import LocalCluster
-from deploy.worker import Worker
-from kvcache.transports import Dialer
+from deploy.worker.worker import Worker
+from kvcache.handoff.dialer import Dialer
 from router.fleet import RouterConfig
 from serving.config import EngineConfig, ModelConfig
+from serving.loader.loading import LoadedModel
 from serving.messages import Request, Role, SamplingParams
-from serving.model.loading import LoadedModel
 from tests.flow.conftest import Cluster
 from tests.flow.reference import greedy_tiny, prompts
 from tests.flow.remote import RemoteCluster
@@ -78,8 +78,8 @@ async def split(
         watched = Cluster(started)
         yield watched
         for worker in started.workers:
-            if worker.sharing is not None:
-                await worker.sharing.flush(10)
+            if worker.connector is not None:
+                await worker.connector.flush(10)
         await watched.idle()
         assert watched.seen.replacements == []
         assert all(worker.decode is None or worker.decode.refused == {} for worker in started.workers)

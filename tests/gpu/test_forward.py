@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcache.device import DevicePool
-from serving.engine.batch import RaggedBatch
-from serving.engine.graphs import GraphSizes
-from serving.engine.sampling import SampleRow
-from serving.engine.selection import chosen
+from kvcache.memory.device import DeviceKV
+from serving.batch.ragged import RaggedBatch
+from serving.forward.cuda_graphs import GraphSizes
 from serving.messages import SamplingParams
 from serving.model.spec import ModelSpec
+from serving.sampling.sampler import SampleRow
+from serving.sampling.torch_sampling import chosen
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,7 +53,7 @@ def bench() -> ModuleType:
 @pytest.fixture(scope="module", params=["int8", "bfloat16"])
 def forwards(bench: ModuleType, request: pytest.FixtureRequest) -> list[Any]:
     """Two of the same model, each over KV of its own; the first replays graphs, the second launches."""
-    from serving.engine.triton_forward import TritonForward
+    from serving.forward.triton_forward import TritonForward
 
     torch.manual_seed(0)
     spec = bench.llama(max_position=LIMIT, **SHAPE)
@@ -61,7 +61,7 @@ def forwards(bench: ModuleType, request: pytest.FixtureRequest) -> list[Any]:
     model = bench.random_model(spec, request.param, torch.bfloat16, CUDA)
     made = []
     for sizes in (SIZES, None):
-        pool = DevicePool(spec.kv_layers("int8" if request.param == "int8" else "bfloat16"), BLOCKS, BLOCK, CUDA)
+        pool = DeviceKV(spec.kv_layers("int8" if request.param == "int8" else "bfloat16"), BLOCKS, BLOCK, CUDA)
         forward = TritonForward(model, pool.planes, LIMIT)
         forward.warm_up(64, sizes)
         made.append(forward)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from serving.engine.batch import RaggedBatch
-from serving.engine.graphs import CudaGraphs, GraphSizes
+from serving.batch.ragged import RaggedBatch
+from serving.forward.cuda_graphs import CudaGraphs, GraphSizes
 
 pytestmark = [
     pytest.mark.gpu,

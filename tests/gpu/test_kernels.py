@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from serving.engine.batch import RaggedBatch
+from serving.batch.ragged import RaggedBatch
 
 pytestmark = [
     pytest.mark.gpu,

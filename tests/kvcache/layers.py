@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcache.device import DevicePool
-from kvcache.hostcells import Bytes
+from kvcache.memory.device import DeviceKV
+from kvcache.memory.host_copy import Bytes
 from serving.kvspec import LayerKV, Plane, gqa, gqa_int8
 
 INT8 = LayerKV("int8", (Plane("k", (3,), "int8"), Plane("k_scale", (), "float32"), Plane("v", (2, 5), "int8")))
@@ -44,28 +44,30 @@ WITHOUT_ROOM = {
 }
 
 
-def random_pool(specs: tuple[LayerKV, ...], num_blocks: int, block_size: int, seed: int) -> DevicePool:
+def random_pool(specs: tuple[LayerKV, ...], num_blocks: int, block_size: int, seed: int) -> DeviceKV:
     """A pool of random bytes, NaNs and denormals among them: the codec has no opinion on values."""
-    pool = DevicePool(specs, num_blocks, block_size)
+    device_kv = DeviceKV(specs, num_blocks, block_size)
     generator = torch.Generator().manual_seed(seed)
-    for planes in pool.planes:
+    for planes in device_kv.planes:
         for plane in planes:
             raw = plane.view(-1).view(torch.uint8)
             raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8, generator=generator))
-    return pool
+    return device_kv
 
 
-def token_at(pool: DevicePool, layer: int, blocks: list[int], position: int) -> bytes:
+def token_at(device_kv: DeviceKV, layer: int, blocks: list[int], position: int) -> bytes:
     """The bytes of one token in one layer, read the slow and obvious way."""
-    block, offset = blocks[position // pool.block_size], position % pool.block_size
+    block, offset = blocks[position // device_kv.block_size], position % device_kv.block_size
     return b"".join(
         plane[block, offset].flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
-        for plane in pool.planes[layer]
+        for plane in device_kv.planes[layer]
     )
 
 
-def all_bytes(pool: DevicePool) -> bytes:
-    return b"".join(plane.reshape(-1).view(torch.uint8).numpy().tobytes() for planes in pool.planes for plane in planes)
+def all_bytes(device_kv: DeviceKV) -> bytes:
+    return b"".join(
+        plane.reshape(-1).view(torch.uint8).numpy().tobytes() for planes in device_kv.planes for plane in planes
+    )
 
 
 def same_parts(found: Sequence[Tensor | Bytes], wanted: Sequence[Tensor | Bytes]) -> bool:

@@ -10,8 +10,11 @@ import pytest
 from grpc import aio
 
 from decode.service import DecodeService
-from kvcache.slots.nixl_agent import installed
-from kvcache.transports import Dialer, Landings, Receiver, landings_for
+from kvcache.handoff.dialer import Dialer
+from kvcache.handoff.local import Receiver
+from kvcache.transfer.choice import lenders_for
+from kvcache.transfer.lent_memory import MemoryLenders
+from kvcache.transfer.nixl_agent import installed
 from serving.links import HandoffLink
 from serving.messages import LeaseGrant, LeaseId, TransportOffer
 from serving.rpc import server
@@ -29,7 +32,7 @@ class Way:
     def __init__(self, kind: str, receiver: Any):
         self.kind = kind
         self.receiver = receiver
-        self.landings = Landings()
+        self.lenders = MemoryLenders()
         self.dialer = Dialer(kv_transport="grpc" if kind == "local" else kind)
 
     async def start(self) -> None:
@@ -39,7 +42,7 @@ class Way:
             self.dialer.local[self.address] = local
             return
         if self.kind != "grpc":
-            self.landings = self.receiver.landings = landings_for(self.kind)
+            self.lenders = self.receiver.lenders = lenders_for(self.kind)
         self.server: aio.Server = server()
         self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
         DecodeService(self.receiver).add_to(self.server)
@@ -49,10 +52,10 @@ class Way:
         await self.dialer.close()
         if self.kind != "local":
             await self.server.stop(0)
-        self.landings.close()
+        self.lenders.close()
 
     def dial(self) -> HandoffLink:
-        return self.dialer.dial(granted(self.address, *self.landings.offers))
+        return self.dialer.dial(granted(self.address, *self.lenders.offers))
 
 
 def granted(address: str, *offers: TransportOffer, fence: LeaseId | None = None) -> LeaseGrant:

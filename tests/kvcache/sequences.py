@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any
 
-from kvcache.manager import KVManager
-from serving.engine.sequence import Sequence
+from kvcache.blocks.manager import KVCacheManager
+from serving.engine.sequence import SequenceState
 from serving.messages import LeaseId, LeaseOrder, Request, SamplingParams
 
 
@@ -14,7 +14,7 @@ def lease_id(lease: str = "r/1", epoch: int = 0, instance: str = "decode") -> Le
     return LeaseId(lease=lease, epoch=epoch, instance=instance)
 
 
-def make_request(prompt: Seq[int], *, request_id: str = "r", max_tokens: int = 8, **fields: Any) -> Request:
+def make_request(prompt: Sequence[int], *, request_id: str = "r", max_tokens: int = 8, **fields: Any) -> Request:
     """A greedy request; `fields` are of Request or of SamplingParams."""
     own = {name: fields.pop(name) for name in ("tenant", "prompt_logprobs", "deadline") if name in fields}
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, **fields)
@@ -22,22 +22,22 @@ def make_request(prompt: Seq[int], *, request_id: str = "r", max_tokens: int = 8
 
 
 def make_order(
-    prompt: Seq[int], *, lease: LeaseId | None = None, generated: Seq[int] = (), **fields: Any
+    prompt: Sequence[int], *, lease: LeaseId | None = None, generated: Sequence[int] = (), **fields: Any
 ) -> LeaseOrder:
     return LeaseOrder(lease=lease or lease_id(), request=make_request(prompt, **fields), generated=tuple(generated))
 
 
 def make_sequence(
-    kv: KVManager | None,
-    prompt: Seq[int],
+    kv: KVCacheManager | None,
+    prompt: Sequence[int],
     *,
-    generated: Seq[int] = (),
+    generated: Sequence[int] = (),
     stays: bool = False,
     long_rope: bool = False,
     now: float = 0.0,
     **fields: Any,
-) -> Sequence:
+) -> SequenceState:
     """A sequence as a worker makes one. Without `kv` its keys are rooted in nothing."""
     order = make_order(prompt, generated=generated, **fields)
     root = kv.root(order.request.tenant, long_rope) if kv is not None else b""
-    return Sequence(order, root=root, stays=stays, long_rope=long_rope, now=now)
+    return SequenceState(order, root=root, stays=stays, long_rope=long_rope, now=now)

@@ -5,24 +5,23 @@ Its tokens follow from the tokens so far, so that a continuation anywhere can be
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 
 from decode.scheduler import DecodeScheduler
-from decode.speculation import Lookup, Speculation
-from kvcache.blocks import BlockPool
-from kvcache.host import HostPlan, HostTier
-from kvcache.manager import KVManager
+from decode.speculation import PromptLookup, Speculation
+from kvcache.blocks.allocator import BlockAllocator
+from kvcache.blocks.manager import KVCacheManager
+from kvcache.blocks.offload import OffloadManager, OffloadPlan
 from serving.engine.engine import Engine, LayerDone, Runner, RunResult, RunTimes
 from serving.engine.plan import Scheduler, Work
-from serving.engine.sampling import Sampled, SamplingFailed
-from serving.engine.sequence import Sequence
+from serving.engine.sequence import SequenceState
+from serving.sampling.sampler import Sampled, SamplingFailed
 
 VOCAB = 5
 EOS = VOCAB  # never drawn by `next_token`, unless a test says so
 
 
-def next_token(tokens: Seq[int]) -> int:
+def next_token(tokens: Sequence[int]) -> int:
     """A token that depends on all tokens before it."""
     state = 7
     for token in tokens:
@@ -30,7 +29,7 @@ def next_token(tokens: Seq[int]) -> int:
     return state % VOCAB
 
 
-def written_out(prompt: Seq[int], count: int) -> list[int]:
+def written_out(prompt: Sequence[int], count: int) -> list[int]:
     """The output an undisturbed run would give."""
     tokens = list(prompt)
     for _ in range(count):
@@ -48,11 +47,11 @@ class ScriptedRunner(Runner):
         self.block_size = block_size
         self.layers = layers
         self.kv: dict[object, tuple[bytes, tuple[int, ...]]] = {}  # slot → root and prefix up to this token
-        self.during: Callable[[Seq[Work]], None] = lambda work: None
+        self.during: Callable[[Sequence[Work]], None] = lambda work: None
         self.broken: set[str] = set()
         self.counts: list[list[int]] = []
 
-    def run(self, work: Seq[Work], layer_done: LayerDone | None) -> RunResult:
+    def run(self, work: Sequence[Work], layer_done: LayerDone | None) -> RunResult:
         self.counts.append([item.count for item in work])
         drawn = [self._advance(item) for item in work]
         handed_over = [item for item in work if item.seq.handoff is not None]
@@ -80,55 +79,62 @@ class ScriptedRunner(Runner):
             return [SamplingFailed("no token can be drawn")]
         return [Sampled(next_token(known[:end])) for end in range(len(seq.tokens), len(known) + 1)]
 
-    def slot(self, seq: Sequence, position: int) -> object:
+    def slot(self, seq: SequenceState, position: int) -> object:
         """Where the sequence's own account says a token's KV lies: a slot of the device, or an extent and its place."""
         index, offset = divmod(position, self.block_size)
-        spill = seq.spill
-        if spill is None or index >= spill.blocks:
-            return seq.blocks[index - (spill.blocks if spill is not None else 0)] * self.block_size + offset
-        extent, place = divmod(position, spill.extent_blocks * self.block_size)
-        return ("host", spill.extents[extent], place)
+        offload = seq.offload
+        if offload is None or index >= offload.blocks:
+            return seq.blocks[index - (offload.blocks if offload is not None else 0)] * self.block_size + offset
+        extent, place = divmod(position, offload.extent_blocks * self.block_size)
+        return ("host", offload.extents[extent], place)
 
-    def _move(self, seq: Sequence) -> None:
+    def _move(self, seq: SequenceState) -> None:
         """What goes to the host before the step is gone from the device."""
-        if seq.spill is None:
+        if seq.offload is None:
             return
-        for move in seq.spill.moves:
+        for move in seq.offload.moves:
             slots = [block * self.block_size + offset for block in move.blocks for offset in range(self.block_size)]
             for place, slot in enumerate(slots):
                 self.kv["host", move.extent, place] = self.kv.pop(slot)
-        seq.spill.settle()
+        seq.offload.settle()
 
-    def write(self, root: bytes, tokens: Seq[int], blocks: Seq[int], start: int) -> None:
+    def write(self, root: bytes, tokens: Sequence[int], blocks: Sequence[int], start: int) -> None:
         """KV that was handed over from elsewhere."""
         for position in range(start, len(tokens)):
             slot = blocks[position // self.block_size] * self.block_size + position % self.block_size
             self.kv[slot] = (root, tuple(tokens[: position + 1]))
 
-    def arrive(self, seq: Sequence) -> None:
+    def arrive(self, seq: SequenceState) -> None:
         """The same, for a sequence that has KV in host memory."""
         for position in range(len(seq.tokens)):
             self.kv[self.slot(seq, position)] = (seq.root, tuple(seq.tokens[: position + 1]))
 
 
-def make_kv(blocks: int, block_size: int, *, caching: bool = True, host: HostPlan | None = None) -> KVManager:
-    return KVManager(BlockPool(blocks, block_size, caching=caching), "model", HostTier(host) if host else None)
+def make_kv(blocks: int, block_size: int, *, caching: bool = True, host: OffloadPlan | None = None) -> KVCacheManager:
+    return KVCacheManager(
+        BlockAllocator(blocks, block_size, caching=caching), "model", OffloadManager(host) if host else None
+    )
 
 
 class Eager(Speculation):
     """Guesses whenever there is anything to guess, paying or not."""
 
-    def guess(self, lookup: Lookup, tokens: Seq[int], room: int, batch: int) -> list[int]:
+    def guess(self, lookup: PromptLookup, tokens: Sequence[int], room: int, batch: int) -> list[int]:
         return lookup.guess(tokens, min(self.limit, room)) if room > 0 else []
 
 
-def make_decoding(kv: KVManager, *, guesses: int = 0) -> DecodeScheduler:
-    limit = kv.pool.num_blocks * kv.block_size
+def make_decoding(kv: KVCacheManager, *, guesses: int = 0) -> DecodeScheduler:
+    limit = kv.allocator.num_blocks * kv.block_size
     return DecodeScheduler(kv, max_model_len=limit, speculation=Eager(guesses) if guesses else None)
 
 
 def make_engine(
-    kv: KVManager, schedulers: Seq[Scheduler], *, tokens: int = 8, seqs: int = 4, max_model_len: int | None = None
+    kv: KVCacheManager,
+    schedulers: Sequence[Scheduler],
+    *,
+    tokens: int = 8,
+    seqs: int = 4,
+    max_model_len: int | None = None,
 ) -> tuple[Engine, ScriptedRunner]:
     runner = ScriptedRunner(kv.block_size)
     engine = Engine(
@@ -137,7 +143,7 @@ def make_engine(
         schedulers,
         max_num_batched_tokens=tokens,
         max_num_seqs=seqs,
-        max_model_len=max_model_len or kv.pool.num_blocks * kv.block_size,
+        max_model_len=max_model_len or kv.allocator.num_blocks * kv.block_size,
         eos_token_ids=frozenset({EOS}),
         clock=lambda: 0.0,
     )

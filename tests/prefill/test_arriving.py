@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 from prefill.scheduler import PrefillScheduler
+from serving.batch.layer_barrier import LayerBarrier
 from serving.engine.engine import LayerDone, RunResult, RunTimes
-from serving.engine.gate import Gate
-from serving.engine.plan import Plan, Work
-from serving.engine.sequence import Sequence
+from serving.engine.plan import StepPlan, Work
+from serving.engine.sequence import SequenceState
 from tests.kvcache.sequences import make_sequence
 from tests.prefill.scripted import ScriptedRunner, make_engine, make_kv, next_token
 
@@ -17,17 +17,17 @@ PROMPT = list(range(12))
 
 
 class Arriving:
-    """The first `tokens` of a sequence on their way (serving.engine.sequence.Arrival)."""
+    """The first `tokens` of a sequence on their way (serving.engine.sequence.ArrivingKV)."""
 
-    def __init__(self, seq: Sequence, tokens: int):
+    def __init__(self, seq: SequenceState, tokens: int):
         self.seq = seq
         self.tokens = tokens
-        self.gate = Gate()
+        self.barrier = LayerBarrier()
         self.left = 0
         seq.arrival = self
 
     def enter(self) -> None:
-        self.gate.begin()
+        self.barrier.begin()
         self.seq.computed = self.tokens
 
     def leave(self) -> None:
@@ -38,17 +38,17 @@ class Arriving:
         runner.write(self.seq.root, self.seq.tokens[: self.tokens], self.seq.blocks, 0)
         self.seq.arrival = None
         self.seq.computed = self.tokens
-        self.gate.open(LAYERS)
+        self.barrier.open(LAYERS)
 
 
 class WaitingRunner(ScriptedRunner):
-    """Waits at the gate for the last layer before it reads anything; `before` is called when it has come there."""
+    """Waits at the barrier for the last layer before it reads anything; `before` is called when it has come there."""
 
-    def run(self, work: Seq[Work], layer_done: LayerDone | None) -> RunResult:
-        gate = work[0].gate
-        if gate is not None:
+    def run(self, work: Sequence[Work], layer_done: LayerDone | None) -> RunResult:
+        barrier = work[0].barrier
+        if barrier is not None:
             self.during(work)
-            if not gate.passes(LAYERS - 1):
+            if not barrier.passes(LAYERS - 1):
                 return RunResult([[]], {}, RunTimes(0.0, 0.0, 0.0))
         return super().run(work, layer_done)
 
@@ -60,22 +60,22 @@ class World:
         self.engine, _ = make_engine(self.kv, [self.scheduler])
         self.runner = self.engine.runner = WaitingRunner(4, LAYERS)
 
-    def add(self, prompt: Seq[int]) -> Sequence:
+    def add(self, prompt: Sequence[int]) -> SequenceState:
         seq = make_sequence(self.kv, prompt)
         self.scheduler.add(seq)
         return seq
 
-    def add_arriving(self, tokens: int = 8) -> tuple[Sequence, Arriving]:
+    def add_arriving(self, tokens: int = 8) -> tuple[SequenceState, Arriving]:
         seq = make_sequence(self.kv, PROMPT)
         self.kv.open(seq)
         arriving = Arriving(seq, tokens)
         self.scheduler.add(seq)
         return seq, arriving
 
-    def planned(self) -> list[tuple[Sequence, int, bool]]:
-        plan = Plan(8, 4)
+    def planned(self) -> list[tuple[SequenceState, int, bool]]:
+        plan = StepPlan(8, 4)
         self.scheduler.fill(plan, 0.0)
-        return [(work.seq, work.count, work.gate is not None) for work in plan.work]
+        return [(work.seq, work.count, work.barrier is not None) for work in plan.work]
 
 
 def test_it_runs_alone_and_only_when_nobody_else_could() -> None:
@@ -94,7 +94,7 @@ def test_it_runs_alone_and_only_when_nobody_else_could() -> None:
 def test_decoding_does_not_wait_for_it() -> None:
     world = World()
     world.add_arriving()
-    plan = Plan(8, 4)
+    plan = StepPlan(8, 4)
     plan.add(make_sequence(world.kv, [1]), 1, world.scheduler)
     world.scheduler.fill(plan, 0.0)
     assert len(plan.work) == 1
@@ -114,10 +114,10 @@ def test_a_step_that_leaves_has_computed_nothing() -> None:
     seq, arriving = world.add_arriving()
     measured = []
     world.scheduler.on_measured = measured.append
-    world.runner.during = lambda work: arriving.gate.fail()
+    world.runner.during = lambda work: arriving.barrier.fail()
     assert world.engine.step() == []
     assert (seq.computed, seq.published, arriving.left, len(seq.tokens)) == (0, 0, 1, len(PROMPT))
-    assert world.engine.totals.tokens == 0 and not measured and not seq.in_flight and world.engine.gate is None
+    assert world.engine.totals.tokens == 0 and not measured and not seq.in_flight and world.engine.barrier is None
     seq.arrival = None
     world.runner.during = lambda work: None
     while not (outputs := world.engine.step()):
@@ -130,11 +130,11 @@ def test_a_step_that_leaves_as_all_has_come_keeps_what_came() -> None:
     world = World()
     seq, arriving = world.add_arriving()
 
-    def leave_then_arrive(work: Seq[Work]) -> None:
+    def leave_then_arrive(work: Sequence[Work]) -> None:
         world.engine.hurry()
-        assert not arriving.gate.passes(LAYERS - 1)
+        assert not arriving.barrier.passes(LAYERS - 1)
         arriving.all_comes(world.runner)
-        arriving.gate.fail()
+        arriving.barrier.fail()
 
     world.runner.during = leave_then_arrive
     assert world.engine.step() == []
@@ -146,7 +146,7 @@ def test_new_work_makes_the_waiting_step_leave() -> None:
     seq, arriving = world.add_arriving()
     added = []
 
-    def add(work: Seq[Work]) -> None:
+    def add(work: Sequence[Work]) -> None:
         added.append(world.add([1, 2, 3]))
         world.engine.hurry()
 
@@ -163,26 +163,26 @@ def test_a_sequence_that_ends_while_its_step_waits_is_gone_with_the_step() -> No
     seq, _ = world.add_arriving()
     world.runner.during = lambda work: world.engine.end(seq)
     assert world.engine.step() == []
-    assert not seq.blocks and world.kv.pool.held == 0 and world.scheduler.sequences() == []
+    assert not seq.blocks and world.kv.allocator.held == 0 and world.scheduler.sequences() == []
 
 
 def test_waiting_is_no_stall_while_layers_come() -> None:
     world = World()
     _, arriving = world.add_arriving()
     now = [0.0]
-    world.engine.clock = arriving.gate.clock = lambda: now[0]
+    world.engine.clock = arriving.barrier.clock = lambda: now[0]
     ages = []
 
-    def layers_come(work: Seq[Work]) -> None:
+    def layers_come(work: Sequence[Work]) -> None:
         now[0] += 5.0
         ages.append(world.engine.stalled_seconds)
-        arriving.gate.open(1)
+        arriving.barrier.open(1)
         ages.append(world.engine.stalled_seconds)
         arriving.all_comes(world.runner)
         now[0] += 1.0
         ages.append(world.engine.stalled_seconds)
 
-    arriving.gate.moved_at = 0.0
+    arriving.barrier.moved_at = 0.0
     world.runner.during = layers_come
     world.engine.step()
     assert ages[:2] == [5.0, 0.0] and ages[2] == 1.0

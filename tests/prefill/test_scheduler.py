@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefill.scheduler import PrefillScheduler
-from serving.engine.plan import Plan
-from serving.engine.sequence import Sequence
+from serving.engine.plan import StepPlan
+from serving.engine.sequence import SequenceState
 from tests.kvcache.sequences import make_sequence
 from tests.prefill.scripted import make_engine, make_kv, next_token
 
 
-def planned(scheduler: PrefillScheduler, tokens: int, seqs: int, now: float = 0.0) -> list[tuple[Sequence, int]]:
-    plan = Plan(tokens, seqs)
+def planned(scheduler: PrefillScheduler, tokens: int, seqs: int, now: float = 0.0) -> list[tuple[SequenceState, int]]:
+    plan = StepPlan(tokens, seqs)
     scheduler.fill(plan, now)
     return [(work.seq, work.count) for work in plan.work]
 
@@ -85,7 +85,7 @@ def test_a_prompt_takes_up_what_others_computed_while_it_waited() -> None:
 
 def test_who_stays_goes_on_to_decode_and_who_does_not_is_forgotten() -> None:
     kv = make_kv(20, 4)
-    staying: list[Sequence] = []
+    staying: list[SequenceState] = []
     scheduler = PrefillScheduler(kv, then=staying.append)
     engine, _ = make_engine(kv, [scheduler])
     leased, passing = make_sequence(kv, [1, 2], stays=True), make_sequence(kv, [3])
@@ -97,7 +97,7 @@ def test_who_stays_goes_on_to_decode_and_who_does_not_is_forgotten() -> None:
     assert passing.blocks, "its KV is still to be handed over"
     engine.end(passing)
     engine.end(leased)
-    assert kv.pool.held == 0
+    assert kv.allocator.held == 0
 
 
 @settings(max_examples=150, deadline=None)
@@ -119,10 +119,10 @@ def test_random_prompts_are_all_served_in_order(
     engine, runner = make_engine(kv, [scheduler], tokens=tokens, seqs=seqs)
     lengths = [choice.randrange(1, size * blocks) for _ in range(choice.randrange(1, 9))]
     arriving = [make_sequence(kv, choice.choices((0, 1), k=length)) for length in lengths]
-    arrived: list[Sequence] = []
-    leaving: list[Sequence] = []
-    started: list[Sequence] = []
-    drawn: list[Sequence] = []
+    arrived: list[SequenceState] = []
+    leaving: list[SequenceState] = []
+    started: list[SequenceState] = []
+    drawn: list[SequenceState] = []
     for _ in range(1000):
         if arriving and choice.random() < 0.5:
             arrived.append(arriving.pop(0))
@@ -144,4 +144,4 @@ def test_random_prompts_are_all_served_in_order(
     assert started == [seq for seq in arrived if seq in started], "a later prompt got blocks before an earlier one"
     assert len(set(map(id, drawn))) == len(drawn) and all(seq.ended for seq in arrived)
     assert all(sum(counts) <= tokens and len(counts) <= seqs for counts in runner.counts)
-    assert kv.pool.held == 0
+    assert kv.allocator.held == 0

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
-from collections.abc import Sequence as Seq
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import pytest
 
-from kvcache import handoff as handoffs
-from kvcache.chunk import Chunk
-from kvcache.commit import Commit
+from kvcache.handoff import sender as handoffs
+from kvcache.handoff.chunk import Chunk
+from kvcache.handoff.commit import Commit
 from serving.engine.plan import Work
 from serving.errors import (
     ContextLengthExceeded,
@@ -93,7 +92,7 @@ async def worker(request: pytest.FixtureRequest) -> AsyncIterator[Prefill]:
     assert made.idle() and made.kv.unaccounted([]) == 0
 
 
-def order(prompt: Seq[int] = PROMPT, *, granted: bool = True, cached: int = 0, **fields: Any) -> PrefillOrder:
+def order(prompt: Sequence[int] = PROMPT, *, granted: bool = True, cached: int = 0, **fields: Any) -> PrefillOrder:
     fence = lease_id("r/1", 2, "decode-life")
     grant = LeaseGrant(lease=fence, cached_tokens=cached, address="somewhere:1", kv_dtype="float32")
     return PrefillOrder(order=make_order(prompt, lease=fence, **fields), grant=grant if granted else None)
@@ -219,7 +218,7 @@ async def test_leaving_a_run_frees_everything(worker: Prefill, when: str) -> Non
     going, go_on = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
-    def compute(work: Seq[Work]) -> None:
+    def compute(work: Sequence[Work]) -> None:
         loop.call_soon_threadsafe(going.set)
         assert_set(go_on)
 

@@ -7,15 +7,17 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvcache import handoff as handoffs
-from kvcache.chunk import Chunk
-from kvcache.host import HostPlan
+from kvcache.blocks.offload import OffloadPlan
+from kvcache.handoff import sender as handoffs
+from kvcache.handoff.chunk import Chunk
 from serving.errors import ContextLengthExceeded, CorruptChunk, MillraceError, StaleLease, WorkerLost
 from serving.messages import FinishReason
 from tests.prefill.scripted import next_token
 from tests.prefill.test_worker import Prefill, order, results, until
 
-PLAN = HostPlan(block_size=4, device_blocks=12, extent_blocks=2, extents=8, piece_extents=1)  # 9 blocks of a sequence
+PLAN = OffloadPlan(
+    block_size=4, device_blocks=12, extent_blocks=2, extents=8, segment_extents=1
+)  # 9 blocks of a sequence
 PROMPT = [n % 5 for n in range(90)]
 
 

@@ -22,7 +22,7 @@ PROMPT = (3, 1, 4)
 
 
 class Recorder:
-    """An observer that remembers (router.router.Observer)."""
+    """An observer that remembers (router.router.RouterObserver)."""
 
     def __init__(self) -> None:
         self.firsts: list[str] = []
@@ -90,7 +90,7 @@ class World:
             "running": self.router.running,
             "prefills": self.router.prefills,
             "open_leases": self.fleet.open_leases(),
-            "waiting": self.fleet.turnstile.waiting,
+            "waiting": self.fleet.admission.waiting,
             "entry.leases": sum(entry.leases for entry in entries),
             "entry.prefill_tokens": sum(entry.prefill_tokens for entry in entries),
         }

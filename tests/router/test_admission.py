@@ -1,4 +1,4 @@
-"""The turnstile: one looks at a time, continuations first, then in order of arrival; whoever leaves holds nobody up."""
+"""The admission: one looks at a time, continuations first, then in order of arrival; whoever leaves holds nobody up."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.admission import CONTINUATION, NEW, Turnstile
+from router.admission import CONTINUATION, NEW, AdmissionQueue
 from serving.errors import Overloaded
 
 
 class Crowd:
-    """Tasks that go through a turnstile, each when it is told to leave."""
+    """Tasks that go through a admission, each when it is told to leave."""
 
     def __init__(self, max_waiting: int = 100):
-        self.turnstile = Turnstile(max_waiting)
+        self.admission = AdmissionQueue(max_waiting)
         self.entered: list[str] = []
         self.inside: list[str] = []
         self.leave: dict[str, asyncio.Event] = {}
@@ -29,7 +29,7 @@ class Crowd:
         await asyncio.sleep(0)
 
     async def _pass(self, name: str, priority: int) -> None:
-        async with self.turnstile.turn(priority):
+        async with self.admission.turn(priority):
             self.inside.append(name)
             assert len(self.inside) == 1, "two look for a place at once"
             self.entered.append(name)
@@ -52,9 +52,9 @@ async def test_new_requests_go_in_order_and_after_continuations() -> None:
     crowd = Crowd()
     for name, priority in (("a", NEW), ("b", NEW), ("c", CONTINUATION), ("d", NEW), ("e", CONTINUATION)):
         await crowd.come(name, priority)
-    assert crowd.turnstile.waiting == 5
+    assert crowd.admission.waiting == 5
     await crowd.pass_all()
-    assert crowd.entered == ["a", "c", "e", "b", "d"] and crowd.turnstile.waiting == 0
+    assert crowd.entered == ["a", "c", "e", "b", "d"] and crowd.admission.waiting == 0
 
 
 async def test_who_leaves_the_queue_is_passed_over() -> None:
@@ -63,7 +63,7 @@ async def test_who_leaves_the_queue_is_passed_over() -> None:
         await crowd.come(name)
     crowd.tasks["b"].cancel()
     await crowd.settle()
-    assert crowd.turnstile.waiting == 3
+    assert crowd.admission.waiting == 3
     await crowd.pass_all()
     assert crowd.entered == ["a", "c", "d"]
 
@@ -79,7 +79,7 @@ async def test_who_leaves_in_the_moment_of_its_turn_passes_it_on() -> None:
     await crowd.settle()
     assert crowd.entered == ["a", "c"]
     await crowd.pass_all()
-    assert crowd.turnstile.waiting == 0
+    assert crowd.admission.waiting == 0
 
 
 async def test_who_is_cancelled_while_looking_gives_the_turn_away() -> None:
@@ -93,13 +93,13 @@ async def test_who_is_cancelled_while_looking_gives_the_turn_away() -> None:
 
 
 async def test_an_error_while_looking_gives_the_turn_away() -> None:
-    turnstile = Turnstile(9)
+    admission = AdmissionQueue(9)
     with pytest.raises(ZeroDivisionError):
-        async with turnstile.turn(NEW):
+        async with admission.turn(NEW):
             raise ZeroDivisionError
-    async with turnstile.turn(NEW):
-        assert turnstile.waiting == 1
-    assert turnstile.waiting == 0
+    async with admission.turn(NEW):
+        assert admission.waiting == 1
+    assert admission.waiting == 0
 
 
 @pytest.mark.parametrize("max_waiting", [0, 1, 3])
@@ -108,7 +108,7 @@ async def test_too_many_are_refused_at_once_but_never_a_continuation(max_waiting
     for number in range(max_waiting + 1):  # one looks, the others wait
         await crowd.come(str(number))
     with pytest.raises(Overloaded) as refused:
-        async with crowd.turnstile.turn(NEW):
+        async with crowd.admission.turn(NEW):
             raise AssertionError("nobody gets here")
     assert refused.value.code == "queue_full" and refused.value.retry_after
     await crowd.come("again", CONTINUATION)
@@ -144,7 +144,7 @@ def test_any_order_of_coming_going_and_leaving_lets_everyone_else_through(seed: 
                 waiting = [n for n in order if n not in crowd.entered and n not in cancelled]
                 order.append(name)
                 await crowd.come(name, priority[name])
-                assert crowd.turnstile.waiting <= len(waiting) + 2
+                assert crowd.admission.waiting <= len(waiting) + 2
             elif what < 0.75 and crowd.inside:
                 crowd.leave[crowd.inside[0]].set()
             elif order:
@@ -156,7 +156,7 @@ def test_any_order_of_coming_going_and_leaving_lets_everyone_else_through(seed: 
         await crowd.settle()
         await crowd.pass_all()
         assert set(order) - cancelled <= set(crowd.entered), "somebody was never let in"
-        assert len(set(crowd.entered)) == len(crowd.entered) and crowd.turnstile.waiting == 0
+        assert len(set(crowd.entered)) == len(crowd.entered) and crowd.admission.waiting == 0
         for kind in (NEW, CONTINUATION):
             came = [name for name in order if priority[name] == kind and name in crowd.entered]
             assert [name for name in crowd.entered if priority[name] == kind] == came

@@ -11,7 +11,7 @@ from tests.house.source import ROOT
 
 CHURN = """
 import resource, sys
-from serving.heap import keep_freed_memory
+from serving.malloc import keep_freed_memory
 if not keep_freed_memory():
     sys.exit(3)
 def churn():

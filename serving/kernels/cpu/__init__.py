@@ -16,24 +16,24 @@ import ctypes
 import logging
 from collections.abc import Callable
 
-from serving.kernels.cpu.decoder import Decoder, DecoderShape, KvPlanes, LayerWeights, StepOutput
-from serving.kernels.cpu.draws import ORDER, Logprobs, draw, logprobs
+from serving.kernels.cpu.decoder import CpuDecoder, CpuLayerWeights, CpuStepOutput, DecoderShape, KvPlanes
 from serving.kernels.cpu.extension import Kernels, default_threads, forms, open_library
+from serving.kernels.cpu.sampling import ORDER, Logprobs, draw, logprobs
 from serving.kernels.cpu.structures import Finish, Kind
 from serving.kernels.cpu.weights import PackedLinear, interleave
 
 __all__ = [
     "ORDER",
-    "Decoder",
+    "CpuDecoder",
+    "CpuLayerWeights",
+    "CpuStepOutput",
     "DecoderShape",
     "Finish",
     "Kernels",
     "Kind",
     "KvPlanes",
-    "LayerWeights",
     "Logprobs",
     "PackedLinear",
-    "StepOutput",
     "available",
     "default_threads",
     "draw",

@@ -1,4 +1,4 @@
-// The plain C structures the Python door fills in; `structures.py` mirrors them field by field. Nothing here computes.
+// The plain C structures Python fills in; `structures.py` mirrors them field by field. Nothing here computes.
 //
 // Shapes: T new tokens of the step, B sequences, M blocks of the widest block table, R rows whose logits are wanted.
 #pragma once
@@ -35,7 +35,7 @@ struct KvPlanes {
     float* v_scale;
 };
 
-// A ragged batch, as serving.engine.batch.RaggedBatch holds it.
+// A ragged batch, as serving.batch.ragged.RaggedBatch holds it.
 struct Batch {
     int32_t tokens_count;   // T
     int32_t sequences;      // B
@@ -52,12 +52,12 @@ struct Batch {
 
 // Some of the KV of a batch's sequences, attended to by itself: the batch's context_lens and block_tables count from its
 // first key, which lies at a multiple of 128.
-struct Stretch {
+struct KVRange {
     KvPlanes kv;
     int32_t chunks;  // of 128 keys it has; 0: up to each query's own
     int32_t begins;  // 1: nothing was attended to before, so `state` is not read
     float* state;    // [T, heads][stride]: sums of values, then the maximum and the sum of weights; see STATE_EXTRA
-    float* out;      // [T, heads, head_dim]: the result, when this is the last stretch; else null
+    float* out;      // [T, heads, head_dim]: the result, when this is the last range; else null
 };
 
 struct Layer {
@@ -94,8 +94,8 @@ struct Model {
     Linear head;
 };
 
-// KV of earlier tokens that others write while the step runs, layer by layer; serving.engine.gate mirrors it.
-struct Gate {
+// KV of earlier tokens that others write while the step runs, layer by layer; serving.batch.layer_barrier mirrors it.
+struct LayerBarrier {
     int64_t arrived;  // leading layers that are there; below 0: no more will come
     int64_t hurried;  // not 0: others wait for the step, so it is not to wait here
     int64_t left;     // out: 1 when the step left at a layer that was not there; its results mean nothing
@@ -108,5 +108,5 @@ struct Results {
     int64_t* greedy;    // [R]: the best token, the lowest id among equals
     float* hidden;      // [T, hidden]: the last layer's residual stream
     int32_t* progress;  // one int32: layers whose KV of this step is written, stored with release order
-    Gate* gate;         // where the step waits for each layer's earlier KV before it counts or reads it
+    LayerBarrier* barrier;         // where the step waits for each layer's earlier KV before it counts or reads it
 };

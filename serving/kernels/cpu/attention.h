@@ -14,7 +14,7 @@
 namespace {
 
 constexpr long ITEM_TOKENS = 64;  // tokens an item has at most
-constexpr long STATE_EXTRA = 32;  // floats after the padded head_dim in a stretch's state; two are used
+constexpr long STATE_EXTRA = 32;  // floats after the padded head_dim in a range's state; two are used
 
 struct AttentionShape {
     long heads;
@@ -227,11 +227,11 @@ void attend_item(const KvPlanes& kv, const AttentionShape& shape, const Item& it
     }
 }
 
-// An item over the chunks of one stretch, joined in order to the state that earlier stretches left: the same additions
+// An item over the chunks of one range, joined in order to the state that earlier ranges left: the same additions
 // as in attend_item, whose chunks follow one another. Every head's rows of the state lie `heads` strides apart.
-void attend_stretch_item(const Stretch& stretch, const AttentionShape& shape, const Item& item, const int32_t* q,
+void attend_range_item(const KVRange& range, const AttentionShape& shape, const Item& item, const int32_t* q,
                          AttentionScratch& s) {
-    const KvPlanes& kv = stretch.kv;
+    const KvPlanes& kv = range.kv;
     const long group = group_of(kv, shape), each = item.segment.tokens * group, dim = padded_dim(kv);
     const auto place = [&](long r) {
         const long token = r % each / group, head = (item.head + r / each) * group + r % group;
@@ -240,20 +240,20 @@ void attend_stretch_item(const Stretch& stretch, const AttentionShape& shape, co
     const long rows = item.heads * each, stride = dim + STATE_EXTRA;
     take_queries(kv, shape, item, q, s);
     for (long r = 0; r < rows; ++r) {
-        const float* from = stretch.state + place(r) * stride;
-        for (long d = 0; d < dim; ++d) s.acc[r * dim + d] = stretch.begins ? 0.0f : from[d];
-        s.top[r] = stretch.begins ? -__builtin_inff() : from[dim];
-        s.total[r] = stretch.begins ? 0.0f : from[dim + 1];
+        const float* from = range.state + place(r) * stride;
+        for (long d = 0; d < dim; ++d) s.acc[r * dim + d] = range.begins ? 0.0f : from[d];
+        s.top[r] = range.begins ? -__builtin_inff() : from[dim];
+        s.total[r] = range.begins ? 0.0f : from[dim + 1];
     }
-    const long end = stretch.chunks ? least(stretch.chunks, chunks_end(item)) : chunks_end(item);
+    const long end = range.chunks ? least(range.chunks, chunks_end(item)) : chunks_end(item);
     for (long c = first_chunk(shape, item); c < end; ++c)
         attend_chunk(kv, shape, item, c, c + 1 < end ? Coming{&item, c + 1} : Coming{nullptr, 0}, s, Parts{});
     for (long r = 0; r < rows; ++r) {
-        if (stretch.out) {
-            write_out(s.acc + r * dim, s.total[r], kv.head_dim, stretch.out + place(r) * kv.head_dim);
+        if (range.out) {
+            write_out(s.acc + r * dim, s.total[r], kv.head_dim, range.out + place(r) * kv.head_dim);
             continue;
         }
-        float* to = stretch.state + place(r) * stride;
+        float* to = range.state + place(r) * stride;
         __builtin_memcpy(to, s.acc + r * dim, dim * sizeof(float));
         to[dim] = s.top[r];
         to[dim + 1] = s.total[r];

@@ -87,7 +87,7 @@ def build(compiler: str, progress: Callable[[str], None] = log.info) -> Path:
 
 def _compile(compiler: str, target: Path) -> None:
     units = [(SOURCES / "form.cpp", name, (*flags, f"-DMILLRACE_FORM={name}")) for name, flags in forms().items()]
-    units += [(SOURCES / "door.cpp", "door", ()), (SOURCES / "pool.cpp", "pool", ())]
+    units += [(SOURCES / "exports.cpp", "exports", ()), (SOURCES / "threads.cpp", "threads", ())]
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         objects = [str(Path(folder) / f"{name}.o") for _, name, _ in units]
         commands = [

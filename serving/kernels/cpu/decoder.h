@@ -20,7 +20,7 @@ INLINE long widest_window(const Model& model) {
 }
 
 struct Step {
-    Pool* pool;
+    ThreadTeam* team;
     const Model& model;
     const Batch& batch;
     const Results& results;
@@ -35,7 +35,7 @@ struct Step {
     ThreadScratch* local;  // [threads]
     int* counters;         // [layers + 1]
 
-    Step(Pool* pool, const Model& model, const Batch& batch, const Results& results, Arena& arena);
+    Step(ThreadTeam* team, const Model& model, const Batch& batch, const Results& results, Arena& arena);
     void run(int thread);
 
     AttentionShape shape(const Layer& layer) const { return {model.heads, layer.window, model.attention_scale}; }
@@ -68,8 +68,8 @@ struct Step {
     void logits(int thread);
 };
 
-Step::Step(Pool* pool, const Model& model, const Batch& batch, const Results& results, Arena& arena)
-    : pool(pool), model(model), batch(batch), results(results), threads(pool_threads(pool)), sizes(sizes_of(model)) {
+Step::Step(ThreadTeam* team, const Model& model, const Batch& batch, const Results& results, Arena& arena)
+    : team(team), model(model), batch(batch), results(results), threads(team_threads(team)), sizes(sizes_of(model)) {
     const long tokens = batch.tokens_count;
     const bool rows_mode = tokens >= ROWS_MODE_TOKENS * threads;
     blocks = rows_mode ? round_up((tokens + ITEM_TOKENS - 1) / ITEM_TOKENS, threads) : 0;
@@ -98,10 +98,10 @@ INLINE Rows rows_for(const Linear& next, const RowBuffers& to) {
 
 // Once every thread has written the layer's new KV: whether the rest of it is there too. One thread waits, for all.
 bool Step::arrived(long layer, int thread) const {
-    if (!results.gate) return true;
-    if (thread == 0) pool_wait_at(results.gate, layer);
-    pool_barrier(pool);
-    return !results.gate->left;
+    if (!results.barrier) return true;
+    if (thread == 0) team_wait_at(results.barrier, layer);
+    team_barrier(team);
+    return !results.barrier->left;
 }
 
 // ---- rows ----------------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ bool Step::by_rows(int thread) {
                 block_from_attention(model.layer[index - 1], row0, row1, s);
             if (index < model.layers) block_to_attention(model.layer[index], row0, row1, s);
         }
-        pool_barrier(pool);
+        team_barrier(team);
         if (index == model.layers) break;
         if (!arrived(index, thread)) return false;
         report(index + 1, thread);
@@ -215,15 +215,15 @@ Rows Step::prepare(const Linear& next, int thread, Encode rows) {
     }
     const Rows a = rows_for(next, shared);
     rows(tokens * thread / threads, tokens * (thread + 1) / threads, a, local[thread]);
-    pool_barrier(pool);
+    team_barrier(team);
     return a;
 }
 
-// Each thread multiplies its own stretch of panels; the barrier after it makes the outputs everyone's.
+// Each thread multiplies its own range of panels; the barrier after it makes the outputs everyone's.
 void Step::panels(const Linear& w, const Rows& a, long rows, const Target& target, int thread) const {
     const long count = panels_of(w);
     linear_block(w, a, 0, rows, count * thread / threads, count * (thread + 1) / threads, target);
-    pool_barrier(pool);
+    team_barrier(team);
 }
 
 bool Step::layer_by_panels(const Layer& layer, long index, int thread) {
@@ -236,11 +236,11 @@ bool Step::layer_by_panels(const Layer& layer, long index, int thread) {
     const Rows entering = norm(layer.attention_norm, layer.qkv);
     panels(layer.qkv, entering, tokens, {FINISH_STORE, shared.qkv, layer.qkv.outputs}, thread);
     rotate_rows(layer, tokens * thread / threads, tokens * (thread + 1) / threads, shared.qkv, 0);
-    pool_barrier(pool);
+    team_barrier(team);
     if (!arrived(index, thread)) return false;
     report(index + 1, thread);
     attend_items(layer.kv, shape(layer), plan, q, counters + index, local[thread].attention, shared.attn);
-    pool_barrier(pool);
+    team_barrier(team);
     const Rows attended = prepare(layer.o, thread, [&](long row0, long row1, const Rows& a, ThreadScratch& s) {
         encode_attended(layer, row0, row1, a, s);
     });
@@ -275,7 +275,7 @@ void Step::logits(int thread) {
         normed(model.final_norm, model.head, row, row + 1, a, row - i, local[thread].normed);
     }
     for (long i = 0; i < rows; ++i) local[thread].best[i] = {-__builtin_inff(), 0};
-    pool_barrier(pool);
+    team_barrier(team);
     panels(model.head, a, rows, {FINISH_LOGITS, results.logits, model.head.outputs, local[thread].best}, thread);
     if (thread != 0 || !results.greedy) return;
     for (long i = 0; i < rows; ++i) {
@@ -293,7 +293,7 @@ void Step::run(int thread) {
         if (!by_rows(thread)) return;
     } else {
         embed(batch.tokens_count * thread / threads, batch.tokens_count * (thread + 1) / threads);
-        pool_barrier(pool);
+        team_barrier(team);
         for (long i = 0; i < model.layers; ++i)
             if (!layer_by_panels(model.layer[i], i, thread)) return;
     }

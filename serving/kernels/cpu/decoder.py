@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from serving.engine.batch import RaggedBatch
+from serving.batch.ragged import RaggedBatch
 from serving.kernels.cpu.extension import Kernels
-from serving.kernels.cpu.structures import BatchC, Kind, KvPlanesC, LayerC, ModelC, ResultsC, StretchC
+from serving.kernels.cpu.structures import BatchC, Kind, KvPlanesC, KVRangeC, LayerC, ModelC, ResultsC
 from serving.kernels.cpu.weights import PANEL, PackedLinear, address
 
 CHUNK = 128  # keys, as in chunk.h
@@ -35,7 +35,7 @@ class DecoderShape:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerWeights:
+class CpuLayerWeights:
     """Norm weights are float32. `gate_up` is packed from `interleave(gate, up)`."""
 
     attention_norm: Tensor  # [hidden]
@@ -98,10 +98,10 @@ STATE_EXTRA = 32  # as in attention.h
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stretch:
+class KVRange:
     """KV that is attended to by itself: `planes` in blocks of consecutive tokens, the first at a multiple of 128.
 
-    `table` names the blocks from that token on, and `first` is its position. The last stretch reaches up to the
+    `table` names the blocks from that token on, and `first` is its position. The last kv_range reaches up to the
     queries; those before end at a multiple of 128 too, after `tokens`.
     """
 
@@ -109,16 +109,16 @@ class Stretch:
     table: Tensor  # [M] int32
     first: int
     tokens: int | None  # None: up to each query's own
-    begins: bool  # whether no stretch came before it
+    begins: bool  # whether no kv_range came before it
 
 
 @dataclass(frozen=True, slots=True)
-class StepOutput:
+class CpuStepOutput:
     logits: Tensor | None  # [R, vocab] float32
     greedy: Tensor | None  # [R] int64, the lowest id among equal logits
 
 
-class Decoder:
+class CpuDecoder:
     """Holds the weights, their C tables and the KV planes; `step` runs one ragged batch through all layers.
 
     A token's result depends on nothing but its own sequence: not on the rest of the batch, on how a prompt was cut into
@@ -131,7 +131,7 @@ class Decoder:
         shape: DecoderShape,
         *,
         embedding: Tensor,  # [vocab, hidden] bfloat16 or float32
-        layers: Sequence[LayerWeights],
+        layers: Sequence[CpuLayerWeights],
         final_norm: Tensor,  # [hidden] float32
         head: PackedLinear,
         cos: Tensor,  # [positions, rotary_dim / 2] float32
@@ -185,29 +185,29 @@ class Decoder:
         greedy: bool = False,
         hidden: Tensor | None = None,
         progress: Tensor | None = None,
-    ) -> StepOutput:
+    ) -> CpuStepOutput:
         """Writes the batch's KV and returns what was asked for of its R logits rows.
 
         `hidden` [T, hidden] float32 receives the last layer's residual stream. `progress`, one int32, counts the layers
         whose KV of this step is written; another thread may watch it. Raises ValueError past the last known position.
-        Where the step has left the batch's gate, what it returns means nothing.
+        Where the step has left the batch's barrier, what it returns means nothing.
         """
         self.check(batch)
         rows = batch.logits_rows.shape[0]
-        out = StepOutput(
+        out = CpuStepOutput(
             torch.empty(rows, self.shape.vocab) if logits else None,
             torch.empty(rows, dtype=torch.int64) if greedy else None,
         )
-        gate = None if batch.gate is None else batch.gate.address
-        results = ResultsC(address(out.logits), address(out.greedy), address(hidden), address(progress), gate)
+        barrier = None if batch.barrier is None else batch.barrier.address
+        results = ResultsC(address(out.logits), address(out.greedy), address(hidden), address(progress), barrier)
         self.kernels.library.millrace_step(self.kernels.context, self._model, _batch(batch), results)
         return out
 
-    def over(self, kv: Sequence[KvPlanes]) -> Decoder:
+    def over(self, kv: Sequence[KvPlanes]) -> CpuDecoder:
         """The same decoder, its weights shared, over other KV planes."""
         cos, sin = self._tables
         weights = {"embedding": self.embedding, "final_norm": self.final_norm, "cos": cos, "sin": sin}
-        return Decoder(self.kernels, self.shape, layers=self.layers, head=self.head, kv=kv, **weights)
+        return CpuDecoder(self.kernels, self.shape, layers=self.layers, head=self.head, kv=kv, **weights)
 
     def check(self, batch: RaggedBatch) -> None:
         """Raises ValueError for what the rotary table does not hold."""
@@ -234,29 +234,29 @@ class Decoder:
         return out
 
     def attention_state(self, tokens: int) -> Tensor:
-        """Room for what `attend_stretch` carries from stretch to stretch for so many tokens' queries."""
+        """Room for what `attend_range` carries from kv_range to kv_range for so many tokens' queries."""
         padded = -(-self.shape.head_dim // PANEL) * PANEL
         return torch.empty(tokens, self.shape.heads, padded + STATE_EXTRA)
 
-    def attend_stretch(
-        self, layer: int, batch: RaggedBatch, q: Tensor, stretch: Stretch, state: Tensor, out: Tensor | None
+    def attend_range(
+        self, layer: int, batch: RaggedBatch, q: Tensor, kv_range: KVRange, state: Tensor, out: Tensor | None
     ) -> None:
-        """Join one stretch of a sequence's KV to `state`, and write [T, heads, head_dim] to `out` with the last one.
+        """Join one kv_range of a sequence's KV to `state`, and write [T, heads, head_dim] to `out` with the last one.
 
         Stretches follow one another up to the queries; then the result has the bits of `attention` over all of them.
         """
-        chunks = 0 if stretch.tokens is None else stretch.tokens // CHUNK
-        assert stretch.first % CHUNK == 0 and chunks * CHUNK == (stretch.tokens or 0) and len(batch.query_lens) == 1
-        context_lens = batch.context_lens - stretch.first
+        chunks = 0 if kv_range.tokens is None else kv_range.tokens // CHUNK
+        assert kv_range.first % CHUNK == 0 and chunks * CHUNK == (kv_range.tokens or 0) and len(batch.query_lens) == 1
+        context_lens = batch.context_lens - kv_range.first
         view = _batch(batch)
-        view.context_lens, view.block_tables = context_lens.data_ptr(), stretch.table.data_ptr()
-        view.table_width = stretch.table.shape[0]
-        c = StretchC(stretch.planes.as_c(), chunks, stretch.begins, state.data_ptr(), address(out))
-        call = self.kernels.library.millrace_attend_stretch
+        view.context_lens, view.block_tables = context_lens.data_ptr(), kv_range.table.data_ptr()
+        view.table_width = kv_range.table.shape[0]
+        c = KVRangeC(kv_range.planes.as_c(), chunks, kv_range.begins, state.data_ptr(), address(out))
+        call = self.kernels.library.millrace_attend_range
         call(self.kernels.context, self._model, layer, view, c, q.data_ptr())
 
 
-def _layer(w: LayerWeights, planes: KvPlanes) -> LayerC:
+def _layer(w: CpuLayerWeights, planes: KvPlanes) -> LayerC:
     return LayerC(
         w.attention_norm.data_ptr(),
         w.mlp_norm.data_ptr(),
@@ -291,7 +291,7 @@ def _batch(batch: RaggedBatch) -> BatchC:
 def _check(
     shape: DecoderShape,
     embedding: Tensor,
-    layers: Sequence[LayerWeights],
+    layers: Sequence[CpuLayerWeights],
     final_norm: Tensor,
     cos: Tensor,
     sin: Tensor,

@@ -17,8 +17,8 @@ INLINE Span share(long count, int thread, int threads) {
 // Up to this many rows each byte of weight is read by one thread only; beyond, threads take blocks of rows.
 constexpr long PANEL_ROWS = 64;
 
-void linear(Pool* pool, Scratch& scratch, const Linear& w, int finish, const float* x, long rows, float* out) {
-    const int threads = pool_threads(pool);
+void linear(ThreadTeam* team, Scratch& scratch, const Linear& w, int finish, const float* x, long rows, float* out) {
+    const int threads = team_threads(team);
     const long words = words_of(w.kind, w.inputs), count = panels_of(w);
     const long ld = finish == FINISH_SWIGLU ? count * PANEL / 2 : w.outputs;
     Arena measure = {nullptr};
@@ -28,11 +28,11 @@ void linear(Pool* pool, Scratch& scratch, const Linear& w, int finish, const flo
     int32_t* const encoded = arena.take<int32_t>(rows * words);
     const Rows a = {encoded, arena.take<float>(rows), words};
     const Target target = {Finish(finish), out, ld};
-    pool_each(pool, [&](int thread) {
+    team_each(team, [&](int thread) {
         const Span mine = share(rows, thread, threads);
         for (long i = mine.first; i < mine.last; ++i)
             encode_row(w.kind, x + i * w.inputs, w.inputs, a.row(i), a.scale + i);
-        pool_barrier(pool);
+        team_barrier(team);
         const Span panels = share(count, thread, threads);
         if (rows <= PANEL_ROWS) return linear_block(w, a, 0, rows, panels.first, panels.last, target);
         for (long row = thread * PANEL_ROWS; row < rows; row += threads * PANEL_ROWS)
@@ -40,22 +40,22 @@ void linear(Pool* pool, Scratch& scratch, const Linear& w, int finish, const flo
     });
 }
 
-void norm_rows(Pool* pool, const float* x, const float* weight, long rows, long n, float eps, float* out) {
-    pool_each(pool, [&](int thread) {
-        const Span mine = share(rows, thread, pool_threads(pool));
+void norm_rows(ThreadTeam* team, const float* x, const float* weight, long rows, long n, float eps, float* out) {
+    team_each(team, [&](int thread) {
+        const Span mine = share(rows, thread, team_threads(team));
         for (long i = mine.first; i < mine.last; ++i) rms_norm(x + i * n, weight, n, eps, out + i * n);
     });
 }
 
 // Decodes the encoded queries again, so that q [T, heads, head_dim] float32 can be looked at and handed to `attention`.
-void rotate_rows(Pool* pool, Scratch& scratch, const Model& m, const Layer& layer, const Batch& batch, const float* qkv,
+void rotate_rows(ThreadTeam* team, Scratch& scratch, const Model& m, const Layer& layer, const Batch& batch, const float* qkv,
                  float* q) {
     const long width = layer.qkv.outputs, dim = layer.kv.head_dim, words = words_of(product_kind(layer.kv), dim);
-    const int threads = pool_threads(pool), kind = product_kind(layer.kv);
+    const int threads = team_threads(team), kind = product_kind(layer.kv);
     const long each = round_up(width, 16) + m.heads * words;
     float* const local = reinterpret_cast<float*>(scratch.reserve(threads * each * 4));
     const Rotary rotary = {m.heads, m.rotary_dim, layer.q_norm, layer.k_norm, m.eps, m.cos, m.sin};
-    pool_each(pool, [&](int thread) {
+    team_each(team, [&](int thread) {
         float* row = local + thread * each;
         int32_t* encoded = reinterpret_cast<int32_t*>(row + round_up(width, 16));
         const Span mine = share(batch.tokens_count, thread, threads);
@@ -71,11 +71,11 @@ void rotate_rows(Pool* pool, Scratch& scratch, const Model& m, const Layer& laye
     });
 }
 
-void attention(Pool* pool, Scratch& scratch, const Model& m, const Layer& layer, const Batch& batch, const float* q,
+void attention(ThreadTeam* team, Scratch& scratch, const Model& m, const Layer& layer, const Batch& batch, const float* q,
                float* out) {
     const KvPlanes& kv = layer.kv;
     const AttentionShape shape = {m.heads, layer.window, m.attention_scale};
-    const int threads = pool_threads(pool), kind = product_kind(kv);
+    const int threads = team_threads(team), kind = product_kind(kv);
     const long words = words_of(kind, kv.head_dim), rows = batch.tokens_count * m.heads;
     struct {
         int32_t* encoded;
@@ -97,24 +97,24 @@ void attention(Pool* pool, Scratch& scratch, const Model& m, const Layer& layer,
     };
     lay_out({scratch.reserve(lay_out({nullptr}))});
     *mine.counter = 0;
-    pool_each(pool, [&](int thread) {
+    team_each(team, [&](int thread) {
         const Span heads = share(rows, thread, threads), tokens = share(batch.tokens_count, thread, threads);
         for (long i = heads.first; i < heads.last; ++i)
             encode_row(kind, q + i * kv.head_dim, kv.head_dim, mine.encoded + i * words, nullptr);
-        pool_barrier(pool);
+        team_barrier(team);
         AttentionScratch& s = mine.scratch[thread];
         attend_items(kv, shape, mine.plan, mine.encoded, mine.counter, s, out);
-        pool_barrier(pool);
+        team_barrier(team);
         join_rows(kv, shape, mine.plan, tokens.first, tokens.last, s.part, out);
     });
 }
 
 // Shared out by segments and heads, never by chunks: those are joined in order, by whoever has the item.
-void attend_stretch(Pool* pool, Scratch& scratch, const Model& m, const Layer& layer, const Batch& batch,
-                    const Stretch& stretch, const float* q) {
-    const KvPlanes& kv = stretch.kv;
+void attend_range(ThreadTeam* team, Scratch& scratch, const Model& m, const Layer& layer, const Batch& batch,
+                    const KVRange& range, const float* q) {
+    const KvPlanes& kv = range.kv;
     const AttentionShape shape = {m.heads, layer.window, m.attention_scale};
-    const int threads = pool_threads(pool), kind = product_kind(kv);
+    const int threads = team_threads(team), kind = product_kind(kv);
     const long words = words_of(kind, kv.head_dim), rows = batch.tokens_count * m.heads;
     const long most_items = (batch.tokens_count / ITEM_TOKENS + batch.sequences) * kv.kv_heads;
     struct {
@@ -141,22 +141,22 @@ void attend_stretch(Pool* pool, Scratch& scratch, const Model& m, const Layer& l
         for (long head = 0; head < kv.kv_heads; ++head) mine.items[count++] = {segment, head, 1};
     });
     *mine.counter = 0;
-    pool_each(pool, [&](int thread) {
+    team_each(team, [&](int thread) {
         const Span heads = share(rows, thread, threads);
         for (long i = heads.first; i < heads.last; ++i)
             encode_row(kind, q + i * kv.head_dim, kv.head_dim, mine.encoded + i * words, nullptr);
-        pool_barrier(pool);
+        team_barrier(team);
         for (long i = next(mine.counter); i < count; i = next(mine.counter))
-            attend_stretch_item(stretch, shape, mine.items[i], mine.encoded, mine.scratch[thread]);
+            attend_range_item(range, shape, mine.items[i], mine.encoded, mine.scratch[thread]);
     });
 }
 
-void step(Pool* pool, Scratch& scratch, const Model& model, const Batch& batch, const Results& results) {
+void step(ThreadTeam* team, Scratch& scratch, const Model& model, const Batch& batch, const Results& results) {
     Arena measure = {nullptr};
-    (void)Step(pool, model, batch, results, measure);
+    (void)Step(team, model, batch, results, measure);
     Arena arena = {scratch.reserve(measure.used)};
-    Step step(pool, model, batch, results, arena);
-    pool_each(pool, [&](int thread) { step.run(thread); });
+    Step step(team, model, batch, results, arena);
+    team_each(team, [&](int thread) { step.run(thread); });
 }
 
 }  // namespace
@@ -167,6 +167,6 @@ void step(Pool* pool, Scratch& scratch, const Model& model, const Batch& batch, 
 #define TEXT(a) TEXT_(a)
 
 extern "C" const Form NAME(millrace_form_, MILLRACE_FORM) = {
-    TEXT(MILLRACE_FORM), UNSIGNED_SHIFT, linear, norm_rows, rotate_rows, attention, attend_stretch, step,
+    TEXT(MILLRACE_FORM), UNSIGNED_SHIFT, linear, norm_rows, rotate_rows, attention, attend_range, step,
     draw, logprobs,
 };

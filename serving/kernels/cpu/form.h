@@ -1,9 +1,9 @@
-// What each form of the kernels offers to the door: one table of functions per instruction set.
+// What each form of the kernels offers to exports.cpp: one table of functions per instruction set.
 #pragma once
 
 #include "abi.h"
 #include "orders.h"
-#include "pool.h"
+#include "threads.h"
 
 // Scratch that only grows; `reserve` returns at least `bytes`, aligned to 64.
 struct Scratch {
@@ -15,12 +15,12 @@ struct Scratch {
 struct Form {
     const char* name;
     int unsigned_shift;  // what int8 activations carry, and `sums` in Linear must undo
-    void (*linear)(Pool*, Scratch&, const Linear&, int finish, const float* x, long rows, float* out);
-    void (*rms_norm)(Pool*, const float* x, const float* weight, long rows, long n, float eps, float* out);
-    void (*rotate_and_write)(Pool*, Scratch&, const Model&, const Layer&, const Batch&, const float* qkv, float* q);
-    void (*attention)(Pool*, Scratch&, const Model&, const Layer&, const Batch&, const float* q, float* out);
-    void (*attend_stretch)(Pool*, Scratch&, const Model&, const Layer&, const Batch&, const Stretch&, const float* q);
-    void (*step)(Pool*, Scratch&, const Model&, const Batch&, const Results&);
-    void (*draw)(Pool*, Scratch&, const Draws&);
-    void (*logprobs)(Pool*, Scratch&, const Logprobs&);
+    void (*linear)(ThreadTeam*, Scratch&, const Linear&, int finish, const float* x, long rows, float* out);
+    void (*rms_norm)(ThreadTeam*, const float* x, const float* weight, long rows, long n, float eps, float* out);
+    void (*rotate_and_write)(ThreadTeam*, Scratch&, const Model&, const Layer&, const Batch&, const float* qkv, float* q);
+    void (*attention)(ThreadTeam*, Scratch&, const Model&, const Layer&, const Batch&, const float* q, float* out);
+    void (*attend_range)(ThreadTeam*, Scratch&, const Model&, const Layer&, const Batch&, const KVRange&, const float* q);
+    void (*step)(ThreadTeam*, Scratch&, const Model&, const Batch&, const Results&);
+    void (*draw)(ThreadTeam*, Scratch&, const Draws&);
+    void (*logprobs)(ThreadTeam*, Scratch&, const Logprobs&);
 };

@@ -1,4 +1,4 @@
-// What the Python door says about the tokens to draw: plain C structures, mirrored in `draws.py`. Nothing computes here.
+// What Python says about the tokens to draw: plain C structures, mirrored in `sampling.py`. Nothing computes here.
 //
 // Shapes: R rows of logits, V vocabulary, K alternatives.
 #pragma once

@@ -1,4 +1,4 @@
-// What happens to one row between two linear layers: norm, quantizing, rotary embedding, the write into the KV pool.
+// What happens to one row between two linear layers: norm, quantizing, rotary embedding, the write into KV.
 //
 // A row's result is a function of that row alone, in a fixed order of additions.
 #pragma once
@@ -80,7 +80,7 @@ struct Rotary {
     const float* sin;
 };
 
-// Keys and values take part in products of this kind, whatever the pool stores.
+// Keys and values take part in products of this kind, whatever the KV stores.
 INLINE int product_kind(const KvPlanes& kv) { return kv.kind == KIND_F32 ? KIND_F32 : KIND_BF16; }
 
 INLINE void write_plane(const KvPlanes& kv, void* plane, float* scales, long place, const float* x) {

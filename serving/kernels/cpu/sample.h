@@ -1,6 +1,6 @@
 // Drawing tokens, and log-probabilities: rows shared out over the threads, each worked on by one of them.
 //
-// What a draw means is written in serving/engine/sampling.py, and serving/engine/selection.py does the same with torch.
+// What a draw means is written in serving/sampling/sampler.py, and serving/sampling/torch_sampling.py does the same with torch.
 // The kept tokens in order of id are each as wide as their weight, and a uniform number of (seed, position) falls on
 // one. A tempered logit y = (x - highest) / temperature is float32, so equal ranks are the same as there.
 #pragma once
@@ -156,8 +156,8 @@ void logprobs_row(const Logprobs& all, long row, DrawScratch& s) {
 
 // each(row, scratch) for every row, by whichever thread is free; one row is not worth waking another thread.
 template <class Each>
-void each_row(Pool* pool, Scratch& scratch, long rows, long vocab, Each each) {
-    const long threads = least(pool_threads(pool), rows);
+void each_row(ThreadTeam* team, Scratch& scratch, long rows, long vocab, Each each) {
+    const long threads = least(team_threads(team), rows);
     struct {
         int* counter;
         DrawScratch* scratch;
@@ -178,18 +178,18 @@ void each_row(Pool* pool, Scratch& scratch, long rows, long vocab, Each each) {
         for (long row = next(mine.counter); row < rows; row = next(mine.counter)) each(row, mine.scratch[thread]);
     };
     if (threads > 1)
-        pool_each(pool, work);
+        team_each(team, work);
     else
         work(0);
 }
 
-void draw(Pool* pool, Scratch& scratch, const Draws& draws) {
-    each_row(pool, scratch, draws.rows, draws.vocab,
+void draw(ThreadTeam* team, Scratch& scratch, const Draws& draws) {
+    each_row(team, scratch, draws.rows, draws.vocab,
              [&](long row, DrawScratch& s) { draws.tokens[row] = draw_row(draws, row, s); });
 }
 
-void logprobs(Pool* pool, Scratch& scratch, const Logprobs& all) {
-    each_row(pool, scratch, all.rows, all.vocab, [&](long row, DrawScratch& s) { logprobs_row(all, row, s); });
+void logprobs(ThreadTeam* team, Scratch& scratch, const Logprobs& all) {
+    each_row(team, scratch, all.rows, all.vocab, [&](long row, DrawScratch& s) { logprobs_row(all, row, s); });
 }
 
 }  // namespace

@@ -42,7 +42,7 @@ class Finish(IntEnum):
 
     STORE = 0
     ADD = 1  # to what is there
-    SWIGLU = 2  # silu(gate) * up over panels that interleave 16 channels of each
+    SWIGLU = 2  # silu(barrier) * up over panels that interleave 16 channels of each
 
 
 class LinearC(Structure):
@@ -89,7 +89,7 @@ class BatchC(Structure):
     ]
 
 
-class StretchC(Structure):
+class KVRangeC(Structure):
     _fields_: ClassVar = [
         ("kv", KvPlanesC),
         ("chunks", c_int32),
@@ -142,7 +142,7 @@ class ResultsC(Structure):
         ("greedy", c_void_p),
         ("hidden", c_void_p),
         ("progress", c_void_p),
-        ("gate", c_void_p),
+        ("barrier", c_void_p),
     ]
 
 
@@ -187,9 +187,9 @@ def declare(library: ctypes.CDLL) -> None:
         "millrace_rms_norm": (None, [pointer, pointer, pointer, long, long, c_float, pointer]),
         "millrace_rotate_and_write": (None, [pointer, POINTER(ModelC), integer, POINTER(BatchC), pointer, pointer]),
         "millrace_attention": (None, [pointer, POINTER(ModelC), integer, POINTER(BatchC), pointer, pointer]),
-        "millrace_attend_stretch": (
+        "millrace_attend_range": (
             None,
-            [pointer, POINTER(ModelC), integer, POINTER(BatchC), POINTER(StretchC), pointer],
+            [pointer, POINTER(ModelC), integer, POINTER(BatchC), POINTER(KVRangeC), pointer],
         ),
         "millrace_step": (None, [pointer, POINTER(ModelC), POINTER(BatchC), POINTER(ResultsC)]),
         "millrace_draw": (None, [pointer, POINTER(DrawsC)]),

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention.h"
-#include "pool.h"
+#include "threads.h"
 
 namespace {
 
@@ -92,7 +92,7 @@ INLINE Segment segment_of(const Batch& batch, long sequence, long row, long toke
     return {row, tokens, batch.context_lens[sequence] - ahead, batch.block_tables + sequence * batch.table_width};
 }
 
-// Calls visit(segment) for each stretch of at most ITEM_TOKENS rows of one sequence within rows [row0, row1).
+// Calls visit(segment) for each range of at most ITEM_TOKENS rows of one sequence within rows [row0, row1).
 template <class Visit>
 INLINE void each_segment(const Batch& batch, long row0, long row1, Visit visit) {
     for (long b = 0; b < batch.sequences; ++b) {
@@ -157,7 +157,7 @@ INLINE Coming take_unit(const AttentionShape& shape, const ItemPlan& plan, int* 
     }
 }
 
-// Attention of a batch shared out over the pool; every thread calls it, and join_rows after a barrier. A thread takes
+// Attention of a batch shared out over the team; every thread calls it, and join_rows after a barrier. A thread takes
 // its next unit before it works on one, so as to fetch the keys and values it will need.
 INLINE void attend_items(const KvPlanes& kv, const AttentionShape& shape, const ItemPlan& plan, const int32_t* q,
                          int* counter, AttentionScratch& s, float* out) {

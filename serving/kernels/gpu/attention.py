@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from serving.engine.batch import RaggedBatch
+from serving.batch.ragged import RaggedBatch
 from serving.kernels.gpu.decode_attention import decode_attention
 from serving.kernels.gpu.launch import FLOATS, require, require_device
 from serving.kernels.gpu.planes import Paged

@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from serving.engine.batch import RaggedBatch
+from serving.batch.ragged import RaggedBatch
 from serving.kernels.gpu.launch import dot_type, kernel, kernel_of_any, power_of_two
 from serving.kernels.gpu.planes import STAGES, Paged, attend
 

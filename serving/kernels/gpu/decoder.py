@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from serving.engine.batch import RaggedBatch
+from serving.batch.ragged import RaggedBatch
 from serving.kernels.gpu.attention import paged_attention
 from serving.kernels.gpu.linear import int8_linear, tune
 from serving.kernels.gpu.rotary import rope_write_kv
@@ -45,7 +45,7 @@ class LinearWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
+class TritonLayerWeights:
     """Rows of `qkv` are the heads of q, then of k, then of v; those of `gate_up` gate's, then up's."""
 
     attention_norm: Tensor  # [H]
@@ -58,7 +58,7 @@ class LayerWeights:
     window: int | None = None
 
 
-class Decoder:
+class TritonDecoder:
     """One step of it at a time, over `planes`: k and v of each layer, with int8 also their scales.
 
     `head` may be of a type of its own, which the scores are then computed in. `cos` and `sin` [positions, P] float32
@@ -69,7 +69,7 @@ class Decoder:
         self,
         *,
         embedding: Tensor,
-        layers: Sequence[LayerWeights],
+        layers: Sequence[TritonLayerWeights],
         final_norm: Tensor,
         head: LinearWeights,
         eps: float,
@@ -88,7 +88,7 @@ class Decoder:
         self.planes = list(planes)
         self.dtype = embedding.dtype
 
-    def over(self, planes: Sequence[tuple[Tensor, ...]]) -> Decoder:
+    def over(self, planes: Sequence[tuple[Tensor, ...]]) -> TritonDecoder:
         """The same decoder, its weights shared, over other KV planes."""
         assert len(planes) == len(self.layers)
         other = copy(self)
@@ -101,13 +101,13 @@ class Decoder:
         """Scores [R, V] float32 for `batch.logits_rows`; the batch's KV is written. `angles` are cos and sin [T, P].
 
         `written(layer)` is called when what writes that layer's KV has been launched. Where the step leaves the
-        batch's gate, what is returned means nothing.
+        batch's barrier, what is returned means nothing.
         """
         cos, sin = angles or self.rotation.index_select(1, batch.positions).unbind()
         x_TH = F.embedding(batch.tokens, self.embedding)
         branch_TH: Tensor | None = None  # of the layer before, yet to be added
         for index, layer in enumerate(self.layers):
-            if batch.gate is not None and not batch.gate.passes(index):
+            if batch.barrier is not None and not batch.barrier.passes(index):
                 return x_TH.new_zeros((len(batch.logits_rows), len(self.head.weight)), dtype=torch.float32)
             normed, x_TH = self._normed(x_TH, branch_TH, layer.attention_norm, layer.qkv)
             attended_TH = self._attention(normed, layer, self.planes[index], batch, cos, sin, index, written)
@@ -133,7 +133,7 @@ class Decoder:
     def _attention(
         self,
         normed: Activation,
-        layer: LayerWeights,
+        layer: TritonLayerWeights,
         planes: tuple[Tensor, ...],
         batch: RaggedBatch,
         cos: Tensor,

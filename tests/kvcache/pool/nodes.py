@@ -13,7 +13,7 @@ from kvcache.pool.links import PoolLink
 from kvcache.pool.node import PoolNode
 from kvcache.pool.remote import dial
 from kvcache.pool.service import PoolService
-from kvcache.pool.slabs import LandingsOnDemand
+from kvcache.pool.slabs import LendersOnDemand
 from kvcache.pool.store import BlockStore, StoreConfig
 from serving.rpc import listen, server
 
@@ -69,8 +69,8 @@ class Served:
             self.service.add_to(self.server)
             self.node.address = f"127.0.0.1:{listen(self.server, '127.0.0.1', self.port)}"
             await self.server.start()
-            self.landings = LandingsOnDemand(self.kind)
-            self.link = dial(self.node.address, KEY, landings=self.landings)
+            self.lenders = LendersOnDemand(self.kind)
+            self.link = dial(self.node.address, KEY, lenders=self.lenders)
         self.address = self.node.address
         return self
 
@@ -90,7 +90,7 @@ class Served:
             await self.kill()
         await self.link.close()
         if self.kind != "local":
-            self.landings.close()
+            self.lenders.close()
 
 
 class Cluster:
@@ -99,7 +99,7 @@ class Cluster:
     def __init__(self, kind: str, count: int, **config: Any):
         self.kind = kind
         self.served = [Served(kind, f"node-{number}", **config) for number in range(count)]
-        self.landings = LandingsOnDemand("grpc" if kind == "local" else kind)
+        self.lenders = LendersOnDemand("grpc" if kind == "local" else kind)
 
     async def __aenter__(self) -> Cluster:
         for served in self.served:
@@ -110,7 +110,7 @@ class Cluster:
     async def __aexit__(self, *_: object) -> None:
         for served in self.served:
             await served.stop()
-        self.landings.close()
+        self.lenders.close()
 
     @property
     def addresses(self) -> list[str]:
@@ -119,4 +119,4 @@ class Cluster:
     def link(self, address: str) -> PoolLink:
         if self.kind == "local":
             return self.by_address[address].node
-        return dial(address, KEY, landings=self.landings)
+        return dial(address, KEY, lenders=self.lenders)

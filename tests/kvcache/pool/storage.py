@@ -14,7 +14,7 @@ import pytest
 from kvcache.pool.block import PoolBlock, make_block, part_digest
 from kvcache.pool.blockfile import stored_bytes
 from kvcache.pool.disk import BlockFolder
-from kvcache.pool.links import Selection, Tier
+from kvcache.pool.links import BlockSelection, Tier
 from kvcache.pool.store import BlockStore, StoreConfig
 
 Open = Callable[..., BlockStore]
@@ -109,7 +109,7 @@ class Gate:
 
 
 def tiers_of(store: BlockStore) -> dict[bytes, tuple[Tier, ...]]:
-    return {entry.key: entry.tiers for entry in store.entries(Selection())}
+    return {entry.key: entry.tiers for entry in store.entries(BlockSelection())}
 
 
 def drained(store: BlockStore) -> BlockStore:

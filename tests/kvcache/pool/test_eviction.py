@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.pool.eviction import POLICIES, Lru, Policy, S3Fifo
+from kvcache.pool.eviction import POLICIES, EvictionPolicy, Lru, S3Fifo
 from tests.kvcache.pool.storage import key_of
 
 STEPS = st.lists(st.tuples(st.sampled_from(["add", "touch", "remove", "evict"]), st.integers(0, 7)), max_size=80)
@@ -39,7 +39,7 @@ def test_the_order_is_of_those_that_are_here_and_holds_until_something_changes(
         assert sorted(order) == sorted(here)
 
 
-def evicted(policy: Policy, count: int) -> list[int]:
+def evicted(policy: EvictionPolicy, count: int) -> list[int]:
     """The numbers of the next victims, which go."""
     numbers = {key_of(number): number for number in range(100)}
     gone = []

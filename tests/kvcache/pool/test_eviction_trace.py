@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.chats import ChatOptions, Turn, chat_turns
+from bench.chats import ChatTraceOptions, Turn, chat_turns
 from bench.eviction import footprint, hit_rate, main
 from bench.lengths import sharegpt_pairs
 from kvcache.pool.eviction import DEFAULT_POLICY, POLICIES
@@ -14,14 +14,14 @@ MARGIN = 0.005  # of the hit rate; what a small trace can tell apart
 
 @pytest.fixture(scope="module")
 def turns() -> list[Turn]:
-    return chat_turns(sharegpt_pairs(512, 3), ChatOptions(conversations=150, hours=0.5, systems=8), 3)
+    return chat_turns(sharegpt_pairs(512, 3), ChatTraceOptions(conversations=150, hours=0.5, systems=8), 3)
 
 
 def test_the_trace_is_of_growing_chats_with_shared_beginnings(turns: list[Turn]) -> None:
     assert all(turn.context[: len(turn.prompt)] == turn.prompt for turn in turns)
     everything = hit_rate(turns, "lru", footprint(turns))
     assert 0.5 < everything < 0.99
-    assert turns == chat_turns(sharegpt_pairs(512, 3), ChatOptions(conversations=150, hours=0.5, systems=8), 3)
+    assert turns == chat_turns(sharegpt_pairs(512, 3), ChatTraceOptions(conversations=150, hours=0.5, systems=8), 3)
 
 
 @pytest.mark.parametrize("share", [0.03, 0.1, 0.3])

@@ -13,7 +13,7 @@ import pytest
 from kvcache.pool import models
 from kvcache.pool.block import make_block
 from kvcache.pool.client import PoolClient
-from kvcache.pool.links import Selection
+from kvcache.pool.links import BlockSelection
 from kvcache.pool.models import NAMESPACE, content_key, decode, encode, name_key, pull, push
 from serving.errors import CorruptChunk, NotFound, Overloaded, Unavailable
 from tests.kvcache.pool.nodes import KINDS, Cluster
@@ -160,7 +160,7 @@ async def test_a_push_does_not_end_well_while_an_earlier_list_may_be_left(
         second = nodes.by_address[client.ring.owners(name_key(NAME), 2)[1]]
         evict, failed = second.node.evict, []
 
-        async def failing(what: Selection) -> int:
+        async def failing(what: BlockSelection) -> int:
             if len(failed) < failures:
                 failed.append(what)
                 raise Overloaded("not now")

@@ -13,7 +13,7 @@ import pytest
 
 from kvcache.pool import node as nodes
 from kvcache.pool.block import PoolBlock
-from kvcache.pool.links import PoolEvent, Selection, Tier
+from kvcache.pool.links import BlockSelection, PoolEvent, Tier
 from serving.errors import CorruptChunk, Draining, Overloaded
 from tests.kvcache.pool.nodes import KINDS, PARTS, Served, block, content, key
 
@@ -72,28 +72,28 @@ async def test_a_corrupt_block_is_refused_on_arrival(served: Served) -> None:
 
 async def test_evicting_by_key_and_by_namespace(served: Served) -> None:
     await served.link.put([block(number, namespace="ab"[number % 2]) for number in range(6)])
-    assert await served.link.evict(Selection(keys=(key(0), key(9)))) == 1
-    assert await served.link.evict(Selection(namespace="b")) == 3
+    assert await served.link.evict(BlockSelection(keys=(key(0), key(9)))) == 1
+    assert await served.link.evict(BlockSelection(namespace="b")) == 3
     assert await served.link.lookup([key(number) for number in range(6)]) == [False, False, True, False, True, False]
-    assert await served.link.evict(Selection()) == 2
+    assert await served.link.evict(BlockSelection()) == 2
 
 
 async def test_a_pinned_block_stays(served: Served) -> None:
     await served.link.put([block(1), block(2)])
     await served.link.lookup([key(1)], 60.0)
-    assert await served.link.evict(Selection()) == 1
+    assert await served.link.evict(BlockSelection()) == 1
     assert await served.link.lookup([key(1), key(2)]) == [True, False]
 
 
 async def test_the_listing_tells_of_every_block(served: Served) -> None:
     await served.link.put([block(1, namespace="a"), block(2, namespace="b")])
     await served.link.lookup([key(2)], 60.0)
-    entries = {entry.key: entry async for entry in served.link.entries(Selection())}
+    entries = {entry.key: entry async for entry in served.link.entries(BlockSelection())}
     assert entries.keys() == {key(1), key(2)}
     one = entries[key(2)]
     assert (one.namespace, one.tiers, one.pinned, entries[key(1)].pinned) == ("b", (Tier.RAM,), True, False)
     assert one.bytes >= 4000 and one.age_seconds >= 0
-    assert [entry.key async for entry in served.link.entries(Selection(namespace="a"))] == [key(1)]
+    assert [entry.key async for entry in served.link.entries(BlockSelection(namespace="a"))] == [key(1)]
 
 
 async def test_the_figures_are_the_stores(served: Served) -> None:
@@ -126,7 +126,7 @@ async def test_events_begin_with_what_is_here_and_go_on_with_what_changes(served
     async with aclosing(served.link.events()) as events:  # type: ignore[type-var]
         assert await take(events, 1) == [PoolEvent(kind="stored", keys=(key(1),), sequence=0)]
         await served.link.put([block(2)])
-        await served.link.evict(Selection(keys=(key(1),)))
+        await served.link.evict(BlockSelection(keys=(key(1),)))
         assert await take(events, 2) == [
             PoolEvent(kind="stored", keys=(key(2),), sequence=1),
             PoolEvent(kind="evicted", keys=(key(1),), sequence=2),
@@ -142,7 +142,7 @@ async def test_a_listener_that_is_too_slow_starts_anew(served: Served) -> None:
         assert await take(events, 1) == [PoolEvent(kind="stored", keys=(), sequence=0)]
         for number in range(4):
             await served.link.put([block(number)])
-        await served.link.evict(Selection(keys=(key(0),)))
+        await served.link.evict(BlockSelection(keys=(key(0),)))
         cleared, stored = await take(events, 2)
         assert cleared == PoolEvent(kind="cleared", keys=(), sequence=1)
         assert (stored.kind, stored.sequence) == ("stored", 2)
@@ -229,7 +229,7 @@ async def test_verifying_ends_with_its_caller_and_keeps_nobody_waiting(
     verifying = asyncio.create_task(served.link.verify())
     async with asyncio.timeout(10):
         await slow.begun.wait()
-        assert await served.link.evict(Selection(keys=(key(0),))) == 1
+        assert await served.link.evict(BlockSelection(keys=(key(0),))) == 1
         verifying.cancel()
         await asyncio.gather(verifying, return_exceptions=True)
         while served.node.calls:

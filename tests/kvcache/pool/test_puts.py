@@ -11,8 +11,8 @@ from kvcache.pool import puts
 from kvcache.pool.block import PoolBlock
 from kvcache.pool.puts import PutFrame, Room
 from kvcache.pool.remote import RemoteNode
-from kvcache.slots.carriers import CarrierFailed
-from kvcache.slots.shared import PART_BYTES, Segment, SharedLanding
+from kvcache.transfer.lent_memory import TransferUnavailable
+from kvcache.transfer.shared_memory import PART_BYTES, Segment, SharedMemoryLender
 from serving.errors import CorruptChunk, InvalidRequest
 from tests.kvcache.pool.nodes import PARTS, Served, block, content, key
 from tests.kvcache.pool.test_slabs import lendable
@@ -55,7 +55,7 @@ async def test_blocks_are_read_where_they_lie(along: list[bool], served: Served)
     for first in (0, 5):
         assert await link.put([block(number, size=SIZE) for number in range(first, first + 5)]) == 5
     assert along == [False] * 2 and await right(link, 10)
-    assert lendable(served.landings) == 0
+    assert lendable(served.lenders) == 0
 
 
 async def test_what_is_larger_than_the_room_goes_along(along: list[bool], served: Served) -> None:
@@ -72,7 +72,7 @@ async def test_a_node_that_cannot_read_it_is_told_the_bytes(
     """As one on another host: it is found out once."""
 
     def elsewhere(details: bytes) -> None:
-        raise CarrierFailed("another host")
+        raise TransferUnavailable("another host")
 
     monkeypatch.setattr(puts, "mapped", elsewhere)
     link = served.link
@@ -80,7 +80,7 @@ async def test_a_node_that_cannot_read_it_is_told_the_bytes(
     for first in (0, 2):
         assert await link.put([block(number, size=SIZE) for number in range(first, first + 2)]) == 2
     assert along == [False, True, True]
-    assert await right(link, 4) and lendable(served.landings) == -1, "what was not taken rests a while"
+    assert await right(link, 4) and lendable(served.lenders) == -1, "what was not taken rests a while"
 
 
 async def test_bytes_that_change_before_they_are_read_are_refused(
@@ -90,7 +90,7 @@ async def test_bytes_that_change_before_they_are_read_are_refused(
 
     def harmed(self: Room, blocks: Sequence[PoolBlock]) -> PutFrame:
         made = frame(self, blocks)
-        assert isinstance(self._landing, SharedLanding)
+        assert isinstance(self._landing, SharedMemoryLender)
         self._landing.segment.memory[made.message.address + 7] ^= 1
         return made
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvcache.pool import puts, slabs, wire
 from kvcache.pool.block import PoolBlock, Slab
-from kvcache.pool.links import Entry, PoolEvent, Selection, Tier
+from kvcache.pool.links import BlockEntry, BlockSelection, PoolEvent, Tier
 from kvcache.pool.remote import RemoteNode, dial
 from serving.errors import Unauthorized, WorkerLost
 from serving.messages import NamespaceStat, PoolReport, PoolStat, TierStat
@@ -28,11 +28,11 @@ async def served() -> AsyncIterator[Served]:
 
 async def every_call(link: RemoteNode, error: type[Exception]) -> None:
     """All of them fail like this."""
-    calls = [link.put([block(1)]), link.lookup([key(1)]), link.evict(Selection()), link.stat(), link.verify()]
+    calls = [link.put([block(1)]), link.lookup([key(1)]), link.evict(BlockSelection()), link.stat(), link.verify()]
     for call in calls:
         with pytest.raises(error):
             await call
-    for stream in (link.get([key(1)], 0, 0), link.entries(Selection()), link.events()):
+    for stream in (link.get([key(1)], 0, 0), link.entries(BlockSelection()), link.events()):
         with pytest.raises(error):
             [one async for one in stream]
 
@@ -141,9 +141,9 @@ def test_a_tier_of_a_newer_node_is_left_out() -> None:
 @given(
     st.lists(st.tuples(KEYS, NAME, st.lists(st.integers(0, 9)), st.binary()), max_size=3),
     st.builds(Slab, part=st.integers(0, 99), indices=SIZES, sizes=SIZES, digests=st.binary(), payload=st.binary()),
-    st.builds(Selection, namespace=st.none() | NAME, keys=st.lists(KEYS, max_size=3).map(tuple)),
+    st.builds(BlockSelection, namespace=st.none() | NAME, keys=st.lists(KEYS, max_size=3).map(tuple)),
     st.builds(
-        Entry,
+        BlockEntry,
         key=KEYS,
         namespace=NAME,
         bytes=COUNT,
@@ -159,7 +159,11 @@ def test_a_tier_of_a_newer_node_is_left_out() -> None:
     ),
 )
 def test_every_field_crosses_the_wire(
-    stored: list[tuple[bytes, str, list[int], bytes]], slab: Slab, what: Selection, entry: Entry, event: PoolEvent
+    stored: list[tuple[bytes, str, list[int], bytes]],
+    slab: Slab,
+    what: BlockSelection,
+    entry: BlockEntry,
+    event: PoolEvent,
 ) -> None:
     blocks = [
         PoolBlock(key=k, namespace=name, sizes=tuple(sizes), digests=digests, payload=bytes(range(sum(sizes) % 256)))

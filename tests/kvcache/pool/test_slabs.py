@@ -11,10 +11,10 @@ from kvcache.pool.block import Slab
 from kvcache.pool.client import PoolClient
 from kvcache.pool.reading import SLAB_BYTES
 from kvcache.pool.remote import RemoteNode, dial
-from kvcache.pool.slabs import Delivery, LandingsOnDemand
-from kvcache.slots.carriers import CarrierFailed, Landing
-from kvcache.slots.choice import LANDINGS
-from kvcache.slots.shared import SLOTS, SharedLanding
+from kvcache.pool.slabs import Delivery, LendersOnDemand
+from kvcache.transfer.choice import LENDERS
+from kvcache.transfer.lent_memory import MemoryLender, TransferUnavailable
+from kvcache.transfer.shared_memory import SLOTS, SharedMemoryLender
 from serving.errors import InvalidRequest
 from serving.proto import pool_pb2 as pb
 from tests.kvcache.pool.nodes import KEY, PARTS, Served, block, content, key
@@ -42,32 +42,32 @@ def right(slabs: list[Slab]) -> bool:
     return sorted(found) == sorted((n, part, content(n, part, SIZE)) for n in range(COUNT) for part in range(PARTS))
 
 
-def lendable(landings: LandingsOnDemand, kind: str = "shm") -> int:
+def lendable(lenders: LendersOnDemand, kind: str = "shm") -> int:
     """How many gets could be lent slots now, less those that there are."""
-    landing = landings._made[kind]
-    assert isinstance(landing, SharedLanding)
-    parts = landing.lending.parts
-    found = [slots for _ in range(parts) if (slots := landing.lend()) is not None]
+    lender = lenders._made[kind]
+    assert isinstance(lender, SharedMemoryLender)
+    parts = lender.lending.parts
+    found = [slots for _ in range(parts) if (slots := lender.lend()) is not None]
     for slots in found:
-        landing.take_back(slots, settled=True)
+        lender.take_back(slots, settled=True)
     return len(found) - parts
 
 
 @pytest.mark.parametrize("kind", ["shm", pytest.param("nixl", marks=needs_nixl)])
 async def test_more_slabs_than_slots_all_come_that_way(served: Served, kind: str) -> None:
-    landings = LandingsOnDemand(kind)
-    link = dial(served.address, KEY, landings=landings)
+    lenders = LendersOnDemand(kind)
+    link = dial(served.address, KEY, lenders=lenders)
     for _ in range(2):
         slabs = await fetched(link)
         assert right(slabs) and {slab.via for slab in slabs} == {kind}
     await link.close()
-    landings.close()
+    lenders.close()
 
 
 async def test_where_one_way_leads_nowhere_the_next_is_taken(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """As between two hosts: the first get finds out, and comes along with its messages."""
 
-    class Elsewhere(SharedLanding):
+    class Elsewhere(SharedMemoryLender):
         kind = "elsewhere"
 
         def __init__(self) -> None:
@@ -75,10 +75,10 @@ async def test_where_one_way_leads_nowhere_the_next_is_taken(served: Served, mon
             offer = self.offers[0]
             self.offers = (type(offer)(kind="shm", details=bytes(len(offer.details))),)
 
-    monkeypatch.setitem(LANDINGS, "elsewhere", Elsewhere)
-    landings = LandingsOnDemand("shm")
-    landings.kinds = ("elsewhere", "shm")
-    link = dial(served.address, KEY, landings=landings)
+    monkeypatch.setitem(LENDERS, "elsewhere", Elsewhere)
+    lenders = LendersOnDemand("shm")
+    lenders.kinds = ("elsewhere", "shm")
+    link = dial(served.address, KEY, lenders=lenders)
     ways = []
     for _ in range(3):
         slabs = await fetched(link)
@@ -86,20 +86,20 @@ async def test_where_one_way_leads_nowhere_the_next_is_taken(served: Served, mon
         ways.append({slab.via for slab in slabs})
     assert ways == [{"grpc"}, {"shm"}, {"shm"}]
     await link.close()
-    landings.close()
+    lenders.close()
 
 
 async def test_what_cannot_be_lent_is_done_without(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> Landing:
-        raise CarrierFailed("no memory")
+    def broken() -> MemoryLender:
+        raise TransferUnavailable("no memory")
 
-    monkeypatch.setitem(LANDINGS, "shm", broken)
-    landings = LandingsOnDemand("shm")
-    link = dial(served.address, KEY, landings=landings)
+    monkeypatch.setitem(LENDERS, "shm", broken)
+    lenders = LendersOnDemand("shm")
+    link = dial(served.address, KEY, lenders=lenders)
     slabs = await fetched(link)
     assert right(slabs) and {slab.via for slab in slabs} == {"grpc"}
     await link.close()
-    landings.close()
+    lenders.close()
 
 
 async def test_more_gets_than_there_are_slots_for(served: Served) -> None:
@@ -111,7 +111,7 @@ async def test_more_gets_than_there_are_slots_for(served: Served) -> None:
         firsts = [await anext(aiter(get)) for get in gets]
         ways = [{first.via, *[slab.via async for slab in get]} for first, get in zip(firsts, gets, strict=True)]
         assert ways.count({"shm"}) == 16 and ways.count({"grpc"}) == 4
-    assert lendable(served.landings) == 0
+    assert lendable(served.lenders) == 0
 
 
 async def test_the_slots_of_a_get_left_early_rest(served: Served) -> None:
@@ -121,7 +121,7 @@ async def test_the_slots_of_a_get_left_early_rest(served: Served) -> None:
     get = link.get([key(number) for number in range(COUNT)], 0, 0)
     await anext(aiter(get))
     await get.aclose()  # type: ignore[attr-defined]
-    assert lendable(served.landings) == -1
+    assert lendable(served.lenders) == -1
     async with asyncio.timeout(10):
         while served.node.calls:
             await asyncio.sleep(0.001)
@@ -131,15 +131,15 @@ async def test_the_slots_of_a_get_left_early_rest(served: Served) -> None:
 async def test_a_slab_overwritten_in_its_slot_is_found_by_its_digests(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = PoolClient(lambda address: dial(address, KEY, landings=served.landings))
+    client = PoolClient(lambda address: dial(address, KEY, lenders=served.lenders))
     client.set_nodes([served.address])
-    read = SharedLanding.read
+    read = SharedMemoryLender.read
 
-    def late(self: SharedLanding, slots: object, index: int, length: int) -> bytes | memoryview:
+    def late(self: SharedMemoryLender, slots: object, index: int, length: int) -> bytes | memoryview:
         self.segment.memory[slots.addresses[index] + 5] ^= 1  # type: ignore[attr-defined]
         return read(self, slots, index, length)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(SharedLanding, "read", late)
+    monkeypatch.setattr(SharedMemoryLender, "read", late)
     keys = [key(number) for number in range(COUNT)]
     slabs = [slab async for slab in client.get(keys, parts=PARTS)]
     found = {(index, slab.part): bytes(data) for slab in slabs for index, _, data in slab.pieces()}

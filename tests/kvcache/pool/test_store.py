@@ -10,7 +10,7 @@ import pytest
 
 from kvcache.pool.block import PoolBlock, make_block
 from kvcache.pool.disk import BlockFolder
-from kvcache.pool.links import Selection, Tier
+from kvcache.pool.links import BlockSelection, Tier
 from kvcache.pool.reading import LEAST_READ_BYTES
 from kvcache.pool.store import SLAB_BYTES
 from serving.errors import CorruptChunk, InvalidRequest, Overloaded
@@ -282,7 +282,7 @@ def test_a_block_evicted_while_it_is_written_does_not_come_back(opened: Open, mo
     block = block_of(0)
     store.put([block])
     assert gate.reached.acquire(timeout=30)
-    assert store.evict(Selection()) == 1
+    assert store.evict(BlockSelection()) == 1
     assert store.lookup([block.key]) == [False]
     assert store.put([block]) == 1  # the very same object, while the first write still hangs
     gate.open()
@@ -294,7 +294,7 @@ def test_a_block_evicted_while_it_is_written_leaves_no_file(opened: Open, monkey
     store = opened(0, 9)
     store.put([block_of(0)])
     assert gate.reached.acquire(timeout=30)
-    assert store.evict(Selection()) == 1
+    assert store.evict(BlockSelection()) == 1
     gate.open()
     store.close()
     assert opened(0, 9).keys() == []
@@ -319,7 +319,7 @@ def test_a_block_is_not_written_while_its_old_file_is_being_removed(
     monkeypatch.setattr(BlockFolder, "remove", slow)
     if why == "damaged":
         file_of(store, block).write_bytes(b"")
-    drop = threading.Thread(target=lambda: store.evict(Selection()) if why == "evicted" else store.verify())
+    drop = threading.Thread(target=lambda: store.evict(BlockSelection()) if why == "evicted" else store.verify())
     drop.start()
     assert removing.wait(30)
     gate = Gate(monkeypatch)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvcache.pool.block import PoolBlock
-from kvcache.pool.links import Selection, Tier
+from kvcache.pool.links import BlockSelection, Tier
 from kvcache.pool.reading import LEAST_READ_BYTES
 from kvcache.pool.store import BlockStore
 from tests.kvcache.pool.storage import (
@@ -133,7 +133,7 @@ def test_a_block_evicted_while_it_is_read_is_no_damage(opened: Open, caplog: pyt
     drained(store)
     slabs = store.read([big.key, *(block.key for block in many)], 0, 0)
     next(slabs)
-    assert store.evict(Selection(keys=(big.key,))) == 1
+    assert store.evict(BlockSelection(keys=(big.key,))) == 1
     assert all(0 not in slab.indices for slab in slabs if slab.part > 0)
     assert store.tier_stats()[Tier.DISK].corrupt == 0 and caplog.records == []
 

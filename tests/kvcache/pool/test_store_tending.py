@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.pool.links import NamespaceStat, Selection, Tier
+from kvcache.pool.links import BlockSelection, NamespaceStat, Tier
 from kvcache.pool.store import StoreConfig
 from serving.errors import Draining
 from tests.kvcache.pool.storage import (
@@ -48,7 +48,7 @@ def test_a_pin_keeps_a_block_for_its_time(opened: Open, ram: int, disk: int) -> 
         store.put([block_of(number)])
     drained(store)
     assert store.lookup([key_of(3)]) == [True]
-    assert store.evict(Selection(keys=(key_of(3),))) == 0
+    assert store.evict(BlockSelection(keys=(key_of(3),))) == 0
     clock.now += 10.0
     assert store.pinned == 0
     for number in range(20, 30):
@@ -62,12 +62,12 @@ def test_evict_drops_what_is_meant_from_every_tier(opened: Open) -> None:
     blocks = [block_of(number, namespace="ab"[number % 2]) for number in range(6)]
     store.put(blocks)
     drained(store)
-    assert store.evict(Selection(namespace="a", keys=(key_of(0), key_of(1), key_of(99)))) == 1
-    assert store.evict(Selection(keys=(key_of(1),))) == 1
-    assert store.evict(Selection(namespace="a")) == 2
+    assert store.evict(BlockSelection(namespace="a", keys=(key_of(0), key_of(1), key_of(99)))) == 1
+    assert store.evict(BlockSelection(keys=(key_of(1),))) == 1
+    assert store.evict(BlockSelection(namespace="a")) == 2
     assert set(store.keys()) == {key_of(3), key_of(5)}
     assert whole_ones(store, blocks) == [False, False, False, True, False, True]
-    assert store.evict(Selection()) == 2
+    assert store.evict(BlockSelection()) == 2
     root = store.config.disk_path
     assert root is not None
     assert not any(path.is_file() for path in (root / "blocks").rglob("*"))
@@ -83,12 +83,12 @@ def test_entries_show_where_blocks_are_and_how_old(opened: Open) -> None:
     store.put([block_of(1, namespace="b")])
     drained(store)
     store.lookup([key_of(0)], 60.0)
-    shown = {entry.key: entry for entry in store.entries(Selection())}
+    shown = {entry.key: entry for entry in store.entries(BlockSelection())}
     assert (shown[key_of(0)].age_seconds, shown[key_of(0)].pinned, shown[key_of(0)].tiers) == (5.0, True, (Tier.DISK,))
     other = shown[key_of(1)]
     assert (other.age_seconds, other.pinned, other.tiers) == (0.0, False, (Tier.RAM, Tier.DISK))
     assert other.bytes == ONE - len("default") + len("b")
-    assert [entry.key for entry in store.entries(Selection(namespace="b"))] == [key_of(1)]
+    assert [entry.key for entry in store.entries(BlockSelection(namespace="b"))] == [key_of(1)]
 
 
 def test_age_outlives_a_restart(opened: Open) -> None:
@@ -98,7 +98,7 @@ def test_age_outlives_a_restart(opened: Open) -> None:
     clock = Time()
     again = opened(0, 9, clock=clock)
     clock.now += 7.0
-    (entry,) = again.entries(Selection())
+    (entry,) = again.entries(BlockSelection())
     assert 7.0 <= entry.age_seconds < 7.0 + 600
 
 
@@ -110,7 +110,7 @@ def test_listeners_hear_what_came_and_what_is_nowhere_any_more(opened: Open) -> 
         drained(store)
     assert {key for key, kind in told.items() if kind == "stored"} == set(store.keys())
     assert told[key_of(0)] == told[key_of(1)] == "evicted"
-    store.evict(Selection(keys=(key_of(4),)))
+    store.evict(BlockSelection(keys=(key_of(4),)))
     assert told[key_of(4)] == "evicted"
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvcache.pool.links import Selection, Tier
+from kvcache.pool.links import BlockSelection, Tier
 from kvcache.pool.store import BlockStore
 from serving.errors import Overloaded
 from tests.kvcache.pool.storage import Open, block_of, drained, listened, opened, whole_ones
@@ -38,7 +38,7 @@ def use(store: BlockStore, seed: int, start: threading.Barrier) -> int:
         elif step < 0.95:
             store.lookup([block.key for block in chain], choose.choice([0.0, 1e-4]))
         else:
-            store.evict(Selection(keys=tuple(block.key for block in chain)))
+            store.evict(BlockSelection(keys=tuple(block.key for block in chain)))
     return whole
 
 
@@ -54,7 +54,7 @@ def test_threads_read_nothing_wrong_and_leave_a_consistent_store(opened: Open, w
     stats = store.tier_stats()
     assert all(stat.bytes <= stat.capacity and stat.corrupt == 0 for stat in stats.values())
     assert {key for key, kind in told.items() if kind == "stored"} == set(store.keys())
-    entries = store.entries(Selection())
+    entries = store.entries(BlockSelection())
     assert {entry.key for entry in entries if Tier.RAM in entry.tiers} == {block.key for block in store._tiers.ram}
     assert sum(entry.bytes for entry in entries) == sum(stat.bytes for stat in store.namespace_stats().values())
     read, bad = store.verify()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.api.choice import Choice, Output
-from serving.api.plan import Plan, Sequence
+from serving.api.choice import Choice, ChoiceDelta
+from serving.api.plan import ChoiceRequest, ResponsePlan
 from serving.errors import InternalError
 from serving.messages import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from serving.text.tokenizer import Tokenizer
@@ -19,12 +19,14 @@ from tests.serving.api.scripted import VOCAB_SIZE
 STOP_TOKEN = 5
 
 
-def choice_of(tokenizer: Tokenizer, *, stops: Seq[str] = (), min_tokens: int = 0, include_stop: bool = False) -> Choice:
+def choice_of(
+    tokenizer: Tokenizer, *, stops: Sequence[str] = (), min_tokens: int = 0, include_stop: bool = False
+) -> Choice:
     sampling = SamplingParams(max_tokens=100, logprobs=0, stop_token_ids=(STOP_TOKEN,))
-    sequence = Sequence(
+    sequence = ChoiceRequest(
         index=0, prompt_number=0, request=Request(request_id="r", prompt=(1,), sampling=sampling), prompt_text=None
     )
-    plan = Plan(
+    plan = ResponsePlan(
         kind="chat",
         id="r",
         created=0,
@@ -46,7 +48,7 @@ def choice_of(tokenizer: Tokenizer, *, stops: Seq[str] = (), min_tokens: int = 0
     return Choice(plan, sequence, tokenizer)
 
 
-def deltas(tokens: Seq[int], cuts: Seq[int], finish: FinishReason) -> list[Delta]:
+def deltas(tokens: Sequence[int], cuts: Sequence[int], finish: FinishReason) -> list[Delta]:
     edges = [0, *sorted({cut for cut in cuts if 0 < cut < len(tokens)}), len(tokens)]
     return [
         Delta(
@@ -59,7 +61,7 @@ def deltas(tokens: Seq[int], cuts: Seq[int], finish: FinishReason) -> list[Delta
     ]
 
 
-def play(choice: Choice, parts: list[Delta]) -> list[Output]:
+def play(choice: Choice, parts: list[Delta]) -> list[ChoiceDelta]:
     outputs = []
     for part in parts:
         outputs.append(choice.push(part))
@@ -79,7 +81,7 @@ def play(choice: Choice, parts: list[Delta]) -> list[Output]:
 def test_batching_of_tokens_changes_nothing(
     tokenizer: Tokenizer, tokens: list[int], cuts: list[int], stops: list[str], min_tokens: int, include: bool
 ) -> None:
-    def run(cuts: Seq[int]) -> tuple[str, list[int], int, FinishReason | None, str | int | None]:
+    def run(cuts: Sequence[int]) -> tuple[str, list[int], int, FinishReason | None, str | int | None]:
         choice = choice_of(tokenizer, stops=stops, min_tokens=min_tokens, include_stop=include)
         outputs = play(choice, deltas(tokens, cuts, FinishReason.LENGTH))
         shown = "".join(output.text for output in outputs)

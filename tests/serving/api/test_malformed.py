@@ -99,7 +99,7 @@ async def test_slow_drip(tokenizer: Tokenizer) -> None:
     app = app_of(Script(saying(tokenizer, "x")), tokenizer, body_timeout_s=0.2)
     async with listening(app) as port:
         answer = await slow_drip(port)
-        assert app.state.gate.in_flight == 0
+        assert app.state.in_flight.count == 0
     assert answer.startswith("HTTP/1.1 408 ")
     assert "connection: close" in answer
     assert '"code":"body_timeout"' in answer

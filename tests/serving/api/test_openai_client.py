@@ -225,10 +225,10 @@ async def test_hanging_up_closes_every_iterator(tokenizer: Tokenizer) -> None:
     async with listening(app) as port, client_at(port) as client:
         stream = await client.chat.completions.create(model=MODEL, messages=HELLO, stream=True, n=3)
         await anext(aiter(stream))
-        assert app.state.gate.in_flight == 1
+        assert app.state.in_flight.count == 1
         await stream.close()
         await asyncio.wait_for(script.all_closed.wait(), timeout=10)
-        await asyncio.wait_for(app.state.gate.wait_idle(), timeout=10)
+        await asyncio.wait_for(app.state.in_flight.wait_idle(), timeout=10)
     assert len(script.started) == len(script.closed) == 3
 
 

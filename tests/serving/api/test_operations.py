@@ -59,20 +59,20 @@ async def test_draining_refuses_the_new_and_finishes_the_old(tokenizer: Tokenize
         await go_on.wait()
 
     app = app_of(Script(saying(tokenizer, "done"), before=wait), tokenizer)
-    gate = app.state.gate
+    in_flight = app.state.in_flight
     async with calling(app) as client:
         old = asyncio.create_task(client.post(CHAT, json={**HELLO, "stream": True}))
         await asyncio.wait_for(inside.wait(), timeout=10)
         assert (await client.get("/load")).json() == {"server_load": 1}
-        gate.begin_drain()
+        in_flight.begin_drain()
         refused = await client.post(CHAT, json=HELLO)
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) >= 1
         assert (await client.get("/health")).status_code == 503
         assert (await client.get("/live")).status_code == 200
-        assert gate.in_flight == 1
+        assert in_flight.count == 1
         go_on.set()
-        await asyncio.wait_for(gate.wait_idle(), timeout=10)
+        await asyncio.wait_for(in_flight.wait_idle(), timeout=10)
         assert "[DONE]" in (await old).text
 
 

@@ -161,7 +161,7 @@ async def test_hang_up_on_a_socket_closes_the_iterators(tokenizer: Tokenizer, st
             calling.cancel()
             await asyncio.wait([calling])
         await asyncio.wait_for(script.all_closed.wait(), timeout=10)
-        await asyncio.wait_for(app.state.gate.wait_idle(), timeout=10)
+        await asyncio.wait_for(app.state.in_flight.wait_idle(), timeout=10)
     assert observer.finished == [(FinishReason.ABORT, 0)] * n
 
 

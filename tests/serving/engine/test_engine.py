@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from kvcache.manager import KVManager
+from kvcache.blocks.manager import KVCacheManager
 from prefill.scheduler import PrefillScheduler
 from serving.engine.engine import Engine
 from serving.engine.plan import Work
-from serving.engine.sequence import Sequence
+from serving.engine.sequence import SequenceState
 from serving.errors import InternalError, Preempted
 from serving.messages import FinishReason
 from tests.kvcache.sequences import make_sequence
@@ -21,7 +21,7 @@ from tests.prefill.scripted import ScriptedRunner, make_decoding, make_engine, m
 class Mixed:
     """A mixed worker's engine; `add` does what a lease of its own does."""
 
-    def __init__(self, kv: KVManager, **budgets: int):
+    def __init__(self, kv: KVCacheManager, **budgets: int):
         self.kv = kv
         self.decode = make_decoding(kv)
         self.prefill = PrefillScheduler(kv, then=self.decode.add)
@@ -29,7 +29,7 @@ class Mixed:
         self.runner: ScriptedRunner
         self.engine, self.runner = make_engine(kv, [self.decode, self.prefill], **budgets)
 
-    def add(self, prompt: Seq[int], **fields: Any) -> Sequence:
+    def add(self, prompt: Sequence[int], **fields: Any) -> SequenceState:
         seq = make_sequence(self.kv, prompt, stays=True, **fields)
         self.kv.open(seq)
         self.prefill.add(seq)
@@ -54,7 +54,7 @@ def test_a_sequence_goes_from_prompt_to_its_last_token(mixed: Mixed) -> None:
     assert tokens == written_out(range(20), 5) and finish is FinishReason.LENGTH
     assert firsts == [True, False, False, False, False], "only the first token is the prefill's"
     assert mixed.runner.counts == [[8], [8], [4], [1], [1], [1], [1]]
-    assert seq.ended and mixed.kv.pool.held == 0
+    assert seq.ended and mixed.kv.allocator.held == 0
 
 
 def test_decode_goes_first_and_prompts_take_the_rest(mixed: Mixed) -> None:
@@ -73,14 +73,14 @@ def test_an_idle_engine_says_so(mixed: Mixed) -> None:
 def test_a_sequence_ended_while_the_model_runs_keeps_its_blocks_until_the_step_is_over(mixed: Mixed) -> None:
     seq = mixed.add(range(6))
 
-    def hang_up(work: Seq[Work]) -> None:
+    def hang_up(work: Sequence[Work]) -> None:
         mixed.engine.end(seq)
-        assert seq.blocks and mixed.kv.pool.held == 2, "the model is writing into them"
+        assert seq.blocks and mixed.kv.allocator.held == 2, "the model is writing into them"
         assert mixed.engine.flying == [seq]
 
     mixed.runner.during = hang_up
     assert mixed.engine.step() == []
-    assert seq.blocks == [] and mixed.kv.pool.held == 0 and not seq.in_flight
+    assert seq.blocks == [] and mixed.kv.allocator.held == 0 and not seq.in_flight
     assert mixed.engine.step() is None
 
 
@@ -88,7 +88,7 @@ def test_a_sequence_ended_between_steps_is_gone_at_once(mixed: Mixed) -> None:
     seq = mixed.add(range(20))
     mixed.engine.step()
     mixed.engine.end(seq)
-    assert mixed.kv.pool.held == 0
+    assert mixed.kv.allocator.held == 0
     mixed.engine.end(seq)
     assert mixed.engine.step() is None
 
@@ -120,13 +120,13 @@ def test_a_stop_token_ends_a_sequence_with_its_first_token() -> None:
     outputs = mixed.engine.step()
     assert outputs is not None and outputs[0].delta is not None
     assert outputs[0].delta.finish is FinishReason.STOP and outputs[0].prefilled
-    assert seq.ended and mixed.kv.pool.held == 0 and mixed.decode.running == []
+    assert seq.ended and mixed.kv.allocator.held == 0 and mixed.decode.running == []
 
 
 def test_a_preempted_sequence_comes_out_as_an_error_once() -> None:
     mixed = Mixed(make_kv(4, 2), max_model_len=99)
     old, young = mixed.add([0, 1, 0], max_tokens=9), mixed.add([1, 1, 1], max_tokens=9)
-    errors: list[Sequence] = []
+    errors: list[SequenceState] = []
     for _ in range(4):
         for output in mixed.engine.step() or []:
             if output.error is not None:
@@ -147,7 +147,7 @@ def test_a_step_with_nothing_but_a_preemption_still_reports_it() -> None:
 
 
 def test_the_layer_listener_hears_only_of_sequences_that_are_handed_over(mixed: Mixed) -> None:
-    heard: list[tuple[list[Sequence], int]] = []
+    heard: list[tuple[list[SequenceState], int]] = []
     mixed.engine.layer_listener = lambda work, layer: heard.append(([item.seq for item in work], layer))
     mixed.add([1])
     mixed.engine.step()
@@ -166,7 +166,7 @@ def test_a_step_is_timed_and_counted() -> None:
     mixed.add(range(5))
     stalled = []
 
-    def compute(work: Seq[Work]) -> None:
+    def compute(work: Sequence[Work]) -> None:
         now[0] += 2.0
         stalled.append(mixed.engine.stalled_seconds)
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
-from collections.abc import Sequence as Seq
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
 from prefill.scheduler import PrefillScheduler
 from serving.engine.engine import Engine
 from serving.engine.loop import EngineLoop
-from serving.engine.output import Output
 from serving.engine.plan import Work
-from serving.engine.sequence import Sequence
+from serving.engine.sequence import SequenceOutput, SequenceState
 from tests.kvcache.sequences import make_sequence
 from tests.prefill.scripted import ScriptedRunner, make_decoding, make_engine, make_kv, written_out
-from tests.serving.engine.scripted_ahead import LateRunner, make_ahead_engine
+from tests.serving.engine.scripted_overlap import LateRunner, make_ahead_engine
 
 
 class Inbox:
@@ -28,7 +26,7 @@ class Inbox:
         self.threads: set[int] = set()
         self.ended = asyncio.Event()
 
-    def deliver(self, output: Output) -> None:
+    def deliver(self, output: SequenceOutput) -> None:
         self.threads.add(threading.get_ident())
         if output.delta is not None:
             assert output.delta.index == len(self.tokens)
@@ -51,7 +49,7 @@ class Loop:
         self.crashed = asyncio.Event()
         self.loop = EngineLoop(self.engine, on_crash=self.crashed.set)
 
-    def add(self, prompt: Seq[int], max_tokens: int = 6) -> tuple[Sequence, Inbox]:
+    def add(self, prompt: Sequence[int], max_tokens: int = 6) -> tuple[SequenceState, Inbox]:
         seq = make_sequence(self.kv, prompt, stays=True, max_tokens=max_tokens)
         inbox = Inbox()
         seq.sink = seq.prefill_sink = inbox
@@ -78,7 +76,7 @@ async def test_tokens_arrive_on_the_event_loop_in_order(running: Loop) -> None:
             await inbox.ended.wait()
         assert inbox.tokens == written_out(prompt, 6)
         assert inbox.threads == {threading.get_ident()}
-    assert running.kv.pool.held == 0
+    assert running.kv.allocator.held == 0
 
 
 async def test_no_wake_is_lost(running: Loop) -> None:
@@ -129,7 +127,7 @@ def assert_set(event: threading.Event) -> None:
 async def test_an_engine_that_dies_says_so() -> None:
     made = Loop()
 
-    def fail(work: Seq[Work]) -> None:
+    def fail(work: Sequence[Work]) -> None:
         raise MemoryError("the device is full")
 
     made.runner.during = fail
@@ -149,7 +147,7 @@ async def test_stopping_lets_the_step_in_progress_end() -> None:
     made = Loop()
     began, go_on = threading.Event(), threading.Event()
 
-    def compute(work: Seq[Work]) -> None:
+    def compute(work: Sequence[Work]) -> None:
         began.set()
         assert_set(go_on)
 
@@ -171,7 +169,7 @@ async def test_stopping_brings_out_the_step_that_was_begun_ahead() -> None:
     assert isinstance(runner, LateRunner)
     began, go_on = threading.Event(), threading.Event()
 
-    def compute(work: Seq[Work]) -> None:
+    def compute(work: Sequence[Work]) -> None:
         if ("launch", 1) in runner.events:  # the second step has been begun, and the first is not collected
             began.set()
             assert_set(go_on)

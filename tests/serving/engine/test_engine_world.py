@@ -15,11 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.manager import KVManager
+from kvcache.blocks.manager import KVCacheManager
 from prefill.scheduler import PrefillScheduler
 from serving.engine.engine import Engine
-from serving.engine.output import Output
-from serving.engine.sequence import Sequence
+from serving.engine.sequence import SequenceOutput, SequenceState
 from serving.errors import NoRoom, Preempted
 from serving.messages import Request
 from tests.kvcache.sequences import make_request, make_sequence
@@ -32,7 +31,7 @@ from tests.prefill.scripted import (
     next_token,
     written_out,
 )
-from tests.serving.engine.scripted_ahead import LateRunner, make_ahead_engine
+from tests.serving.engine.scripted_overlap import LateRunner, make_ahead_engine
 
 
 @dataclass
@@ -43,7 +42,7 @@ class Job:
     kind: str  # local: prefilled and decoded here; passing: prefilled for another; arriving: prefilled elsewhere
     output: list[int] = field(default_factory=list)
     ending: str | None = None
-    seq: Sequence | None = None
+    seq: SequenceState | None = None
 
 
 class World:
@@ -51,7 +50,7 @@ class World:
         self, seed: int, size: int, blocks: int, tokens: int, seqs: int, caching: bool, guesses: int, ahead: bool
     ):
         self.choice = random.Random(seed)
-        self.kv: KVManager = make_kv(blocks, size, caching=caching)
+        self.kv: KVCacheManager = make_kv(blocks, size, caching=caching)
         self.longest = blocks * size
         self.decode = make_decoding(self.kv, guesses=guesses)
         self.prefill = PrefillScheduler(self.kv, then=self.decode.add)
@@ -74,7 +73,7 @@ class World:
         longest = self.choice.randrange(2, 15)
         return Job(make_request(prompt, request_id=str(number), max_tokens=longest, stop_token_ids=stops), kind)
 
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[SequenceState]:
         return [job.seq for job in self.jobs if job.seq is not None]
 
     # ---- what the worker's doors would do ----
@@ -103,7 +102,7 @@ class World:
         else:
             self.prefill.add(seq)
 
-    def hand_over(self, job: Job, seq: Sequence) -> None:
+    def hand_over(self, job: Job, seq: SequenceState) -> None:
         for position in range(seq.computed, len(seq.tokens)):
             self.runner.kv[self.slot(seq, position)] = (seq.root, tuple(seq.tokens[: position + 1]))
         seq.computed = len(seq.tokens)
@@ -140,12 +139,12 @@ class World:
         for seq in self.sequences():
             self.check_published(seq)
 
-    def check_published(self, seq: Sequence) -> None:
+    def check_published(self, seq: SequenceState) -> None:
         """What others may find under the sequence's keys is the KV of tokens it has."""
         for position in range(seq.published * self.kv.block_size):
             assert self.runner.kv[self.slot(seq, position)] == (seq.root, tuple(seq.tokens[: position + 1]))
 
-    def slot(self, seq: Sequence, position: int) -> int:
+    def slot(self, seq: SequenceState, position: int) -> int:
         size = self.kv.block_size
         return seq.blocks[position // size] * size + position % size
 
@@ -153,7 +152,7 @@ class World:
         """The worker stops: what is in flight comes to its end, and brings nothing, for nobody is left."""
         assert self.engine.settle() == []
 
-    def take(self, job: Job, output: Output, older: list[Sequence]) -> None:
+    def take(self, job: Job, output: SequenceOutput, older: list[SequenceState]) -> None:
         if output.error is not None:
             assert isinstance(output.error, Preempted)
             staying = [seq for seq in older if seq in self.decode.running]
@@ -200,5 +199,5 @@ def test_everyone_is_served_exactly_once(
         assert job.output == (expected[: len(job.output)] if job.ending == "abort" else expected)
     assert all(sum(counts) <= tokens and len(counts) <= seqs for counts in world.runner.counts)
     world.settle()
-    assert world.kv.pool.held == 0 and world.kv.unaccounted([]) == 0
+    assert world.kv.allocator.held == 0 and world.kv.unaccounted([]) == 0
     assert world.decode.sequences() == [] == world.prefill.sequences() and world.engine.flying == []

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcache.device import DevicePool
-from serving.engine.batch import RaggedBatch
-from serving.engine.forward import Forward
-from serving.model.loading import LoadedModel, load
-from tests.serving.engine.test_gate import Make, eager, fused
-from tests.serving.kernels.pieces import CopiedPieces
+from kvcache.memory.device import DeviceKV
+from serving.batch.ragged import RaggedBatch
+from serving.forward.forward import Forward
+from serving.loader.loading import LoadedModel, load
+from tests.serving.engine.test_layer_barrier import Make, eager, fused
+from tests.serving.kernels.segments import CopiedSegments
 from tests.tiny import tiny_llama
 
 BLOCKS, SIZE = 24, 16
@@ -23,27 +23,27 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return load(tiny_llama(tmp_path_factory.mktemp("model") / "tiny"), request.param)
 
 
-def poisoned(model: LoadedModel, kv_dtype: str) -> DevicePool:
+def poisoned(model: LoadedModel, kv_dtype: str) -> DeviceKV:
     """A pool of bytes that are NaN as any float."""
-    pool = DevicePool(model.spec.kv_layers(kv_dtype), BLOCKS, SIZE)
-    for plane in (plane for planes in pool.planes for plane in planes):
+    device_kv = DeviceKV(model.spec.kv_layers(kv_dtype), BLOCKS, SIZE)
+    for plane in (plane for planes in device_kv.planes for plane in planes):
         plane.view(-1).view(torch.uint8).fill_(0xFF)
-    return pool
+    return device_kv
 
 
-def steps(forward: Forward, pool: DevicePool) -> list[Tensor]:
-    """Scores of prompts in chunks, of both together, of decode steps, and of one whose first KV comes in pieces."""
+def steps(forward: Forward, device_kv: DeviceKV) -> list[Tensor]:
+    """Scores of prompts in chunks, of both together, of decode steps, and of one whose first KV comes in segments."""
     prompt = [3 + (7 * i) % 300 for i in range(300)]
     found = []
 
-    def step(tokens: list[list[int]], starts: list[int], tables: list[list[int]], earlier: int = 0) -> None:
-        pieces = CopiedPieces(pool.planes, tables[0], earlier, 128, start=starts[0]) if earlier else None
+    def step(tokens: list[list[int]], starts: list[int], tables: list[list[int]], offloaded: int = 0) -> None:
+        segments = CopiedSegments(device_kv.planes, tables[0], offloaded, 128, start=starts[0]) if offloaded else None
         batch = RaggedBatch.build(
             tokens=tokens,
             starts=starts,
-            block_tables=[table[earlier // SIZE :] for table in tables],
+            block_tables=[table[offloaded // SIZE :] for table in tables],
             block_size=SIZE,
-            earlier=pieces,
+            offloaded=segments,
         )
         with torch.inference_mode():
             found.append(forward.logits(batch, None))
@@ -51,7 +51,7 @@ def steps(forward: Forward, pool: DevicePool) -> list[Tensor]:
     step([prompt[:150]], [0], [LONG])
     step([prompt[150:261], prompt[5:25]], [150, 0], [LONG, SHORT])
     step([[9], [8]], [261, 20], [LONG, SHORT])
-    step([prompt[262:300]], [262], [LONG], earlier=256)
+    step([prompt[262:300]], [262], [LONG], offloaded=256)
     return found
 
 
@@ -70,7 +70,7 @@ def test_scores_and_kv_have_the_bits_of_int8_alone(model: LoadedModel, make: Mak
 
 @pytest.mark.parametrize("make", [eager, fused])
 def test_blocks_that_held_int8_serve_floats_again(model: LoadedModel, make: Make) -> None:
-    fresh, used = DevicePool(model.spec.kv_layers(model.dtype), BLOCKS, SIZE), poisoned(model, model.dtype)
+    fresh, used = DeviceKV(model.spec.kv_layers(model.dtype), BLOCKS, SIZE), poisoned(model, model.dtype)
     forward = make(model, used)
     kept = used.kept_as("int8")
     steps(forward.over(kept.planes), kept)

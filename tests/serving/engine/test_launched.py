@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,32 +13,32 @@ import torch
 from torch import Tensor
 
 from decode.scheduler import DecodeScheduler
-from kvcache.blocks import BlockPool
-from kvcache.device import DevicePool
-from kvcache.manager import KVManager
+from kvcache.blocks.allocator import BlockAllocator
+from kvcache.blocks.manager import KVCacheManager
+from kvcache.memory.device import DeviceKV
 from prefill.scheduler import PrefillScheduler
-from serving.engine.ahead import AheadEngine
-from serving.engine.batch import RaggedBatch
+from serving.batch.ragged import RaggedBatch
 from serving.engine.engine import Engine
-from serving.engine.forward import EagerForward
 from serving.engine.launched import LaunchedStep
+from serving.engine.overlap import OverlapEngine
 from serving.engine.plan import Work
 from serving.engine.runner import ModelRunner
-from serving.engine.sampling import (
+from serving.engine.sequence import SequenceState
+from serving.forward.forward import EagerForward
+from serving.loader.loading import LoadedModel, load
+from serving.messages import LeaseOrder, Request, SamplingParams
+from serving.model.spec import ModelSpec
+from serving.sampling.sampler import (
     ALL_MASKED,
     NOT_NUMBERS,
     REASONS,
     Sampled,
     Sampler,
     SampleRow,
+    SamplingBackend,
     SamplingFailed,
-    Selection,
 )
-from serving.engine.selection import TorchSelection
-from serving.engine.sequence import Sequence
-from serving.messages import LeaseOrder, Request, SamplingParams
-from serving.model.loading import LoadedModel, load
-from serving.model.spec import ModelSpec
+from serving.sampling.torch_sampling import TorchSampling
 from tests.kvcache.sequences import lease_id, make_sequence
 from tests.prefill.scripted import make_decoding, make_kv
 from tests.tiny import tiny_llama
@@ -88,15 +87,15 @@ def sampling(**fields: object) -> SamplingParams:
 
 
 def test_what_is_foreseen_needs_neither_earlier_tokens_nor_the_hosts_attention() -> None:
-    def foreseen(params: SamplingParams, prompt_logprobs: int | None = None) -> bool:
+    def overlappable(params: SamplingParams, prompt_logprobs: int | None = None) -> bool:
         request = Request(request_id="r", prompt=(1,), sampling=params, prompt_logprobs=prompt_logprobs)
-        return ModelRunner.foresees(object.__new__(ModelRunner), sequence(request))
+        return ModelRunner.can_overlap(object.__new__(ModelRunner), sequence(request))
 
     for fields in FORESEEN:
-        assert foreseen(sampling(**fields)), fields
+        assert overlappable(sampling(**fields)), fields
     for fields in UNFORESEEN:
-        assert not foreseen(sampling(**fields)), fields
-    assert not foreseen(sampling(), prompt_logprobs=0)
+        assert not overlappable(sampling(**fields)), fields
+    assert not overlappable(sampling(), prompt_logprobs=0)
 
 
 FORESEEN: list[dict[str, object]] = [
@@ -116,8 +115,8 @@ UNFORESEEN: list[dict[str, object]] = [
 ]
 
 
-def sequence(request: Request) -> Sequence:
-    return Sequence(LeaseOrder(lease=lease_id(), request=request), root=b"", stays=True)
+def sequence(request: Request) -> SequenceState:
+    return SequenceState(LeaseOrder(lease=lease_id(), request=request), root=b"", stays=True)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -135,34 +134,37 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return load(path, "float32", request.param)
 
 
-class NotingSelection(TorchSelection):
+class NotingSelection(TorchSampling):
     """Notes of each draw where it is and whether stop tokens are out; draws on the host, as other selections do."""
 
     def __init__(self) -> None:
         self.draws: list[tuple[int, bool]] = []
 
-    def choose(self, logits: Tensor, rows: Seq[SampleRow]) -> list[int]:
+    def choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
         self.draws += [(row.position, row.stops_masked) for row in rows]
         return super().choose(logits, rows)
 
 
 def served(
-    model: LoadedModel, arrivals: Seq[tuple[int, Request]], kind: type[Engine], selection: Selection | None = None
+    model: LoadedModel,
+    arrivals: Sequence[tuple[int, Request]],
+    kind: type[Engine],
+    selection: SamplingBackend | None = None,
 ) -> tuple[Engine, list[object]]:
     """Serve requests that arrive at a step each; for every request what came out, in order."""
     blocks, size = 150, 4
     device = model.model.embed.weight.device
-    pool = DevicePool(model.spec.kv_layers(model.dtype), blocks, size, device)
-    kv = KVManager(BlockPool(blocks, size), "model")
+    device_kv = DeviceKV(model.spec.kv_layers(model.dtype), blocks, size, device)
+    kv = KVCacheManager(BlockAllocator(blocks, size), "model")
     decode = DecodeScheduler(kv, max_model_len=100)
     prefill = PrefillScheduler(kv, then=decode.add)
     engine = kind(
         ModelRunner(
-            EagerForward(model.model, pool.planes),
+            EagerForward(model.model, device_kv.planes),
             model.spec,
             size,
             device,
-            sampler=Sampler(selection or TorchSelection()),
+            sampler=Sampler(selection or TorchSampling()),
         ),
         kv,
         [decode, prefill],
@@ -183,11 +185,11 @@ def served(
             assert output.delta is not None
             told = found.setdefault(output.seq.request.request_id, [])
             told.append((output.delta.index, output.delta.tokens, output.delta.finish))
-    assert kv.pool.held == 0 and engine.flying == []
+    assert kv.allocator.held == 0 and engine.flying == []
     return engine, [found[request.request_id] for _, request in arrivals]
 
 
-def some_requests(choice: random.Random, kinds: Seq[dict[str, object]]) -> list[tuple[int, Request]]:
+def some_requests(choice: random.Random, kinds: Sequence[dict[str, object]]) -> list[tuple[int, Request]]:
     """Ten prompts that arrive over 40 steps; some of them stop soon."""
     requests = []
     for number in range(10):
@@ -210,9 +212,9 @@ MIXED = [*FORESEEN, *FORESEEN, *UNFORESEEN]
 def test_texts_are_the_same(model: LoadedModel, seed: int, kinds: list[dict[str, object]]) -> None:
     arrivals = some_requests(random.Random(seed), kinds)
     _, expected = served(model, arrivals, Engine)
-    engine, found = served(model, arrivals, AheadEngine)
+    engine, found = served(model, arrivals, OverlapEngine)
     assert found == expected
-    assert isinstance(engine, AheadEngine) and engine.ahead > (0 if kinds is MIXED else 10)
+    assert isinstance(engine, OverlapEngine) and engine.ahead > (0 if kinds is MIXED else 10)
 
 
 def test_every_token_is_drawn_as_it_would_have_been(model: LoadedModel) -> None:
@@ -220,7 +222,7 @@ def test_every_token_is_drawn_as_it_would_have_been(model: LoadedModel) -> None:
     params = sampling(temperature=0.9, seed=3, min_tokens=4, max_tokens=8, ignore_eos=True)
     arrivals = [(0, Request(request_id="r", prompt=(5, 6, 7), sampling=params))]
     noted = []
-    for kind in (Engine, AheadEngine):
+    for kind in (Engine, OverlapEngine):
         selection = NotingSelection()
         served(model, arrivals, kind, selection)
         noted.append(selection.draws)

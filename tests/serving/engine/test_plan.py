@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serving.engine.plan import Plan, Work
+from serving.engine.plan import StepPlan, Work
 from tests.kvcache.sequences import make_sequence
 from tests.prefill.scripted import make_decoding, make_kv
 
@@ -12,7 +12,7 @@ BY = make_decoding(make_kv(1, 1))
 
 
 def test_work_takes_from_the_budgets() -> None:
-    plan = Plan(10, 2)
+    plan = StepPlan(10, 2)
     plan.add(make_sequence(None, [1] * 9), 4, BY)
     assert (plan.tokens, plan.seqs) == (6, 1)
 
@@ -20,14 +20,14 @@ def test_work_takes_from_the_budgets() -> None:
 @pytest.mark.parametrize(("tokens", "seqs", "count"), [(3, 1, 4), (3, 0, 1), (3, 1, 0), (3, 1, -1)])
 def test_more_than_is_left_is_a_bug(tokens: int, seqs: int, count: int) -> None:
     with pytest.raises(AssertionError):
-        Plan(tokens, seqs).add(make_sequence(None, [1] * 9), count, BY)
+        StepPlan(tokens, seqs).add(make_sequence(None, [1] * 9), count, BY)
 
 
 def test_a_sequence_in_flight_cannot_be_planned_again() -> None:
     seq = make_sequence(None, [1])
     seq.in_flight = True
     with pytest.raises(AssertionError):
-        Plan(3, 3).add(seq, 1, BY)
+        StepPlan(3, 3).add(seq, 1, BY)
 
 
 def test_work_completes_when_it_reaches_the_last_token() -> None:

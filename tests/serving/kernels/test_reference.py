@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from serving import kernels
-from serving.engine.batch import RaggedBatch
+from serving.batch.ragged import RaggedBatch
 from serving.kernels import reference
 
 HEAD_DIM = 6

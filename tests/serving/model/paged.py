@@ -7,7 +7,7 @@ import random
 import torch
 from torch import Tensor
 
-from serving.engine.batch import RaggedBatch
+from serving.batch.ragged import RaggedBatch
 from serving.model.decoder import Decoder
 
 

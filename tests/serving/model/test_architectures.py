@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from serving.model.loading import LoadedModel, load
+from serving.loader.loading import LoadedModel, load
 from tests.serving.model.oracle import LONGROPE_ORIGINAL, VOCAB, build, configs, expected_logits, save
 from tests.serving.model.paged import SCHEDULES, PagedRun
 

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import LlamaConfig, PreTrainedModel
 
-from serving.model.gguf_file import GgufFile
-from serving.model.loading import load
+from serving.checkpoint.gguf_file import GgufFile
+from serving.loader.loading import load
 from tests.serving.model.gguf_writing import gguf_tensors, write_gguf
 from tests.serving.model.oracle import COMMON, LONGROPE_ORIGINAL, VOCAB, build, configs, expected_logits
 from tests.serving.model.paged import PagedRun, run_mixed

@@ -15,8 +15,8 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
-from serving.model import fingerprint as fingerprint_module
-from serving.model.loading import load, resolve
+from serving.checkpoint import fingerprint as fingerprint_module
+from serving.loader.loading import load, resolve
 from tests.serving.model.oracle import build, configs, save
 from tests.tiny import tiny_llama
 
@@ -127,9 +127,8 @@ class TestDtype:
 class TestFingerprint:
     def test_equal_in_another_process_and_at_another_path(self, tiny: Path, tmp_path: Path) -> None:
         folder = copy_of(tiny, tmp_path)
-        code = (
-            "import sys; from serving.model.loading import load, resolve; print(load(resolve(sys.argv[1])).fingerprint)"
-        )
+        names = "from serving.loader.loading import load, resolve"
+        code = f"import sys; {names}; print(load(resolve(sys.argv[1])).fingerprint)"
         other = subprocess.run([sys.executable, "-c", code, folder], check=True, capture_output=True, text=True)
         assert load(tiny).fingerprint == other.stdout.strip()
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from serving.model.gguf_file import GgufFile
-from serving.model.hub import DEMO_PACKAGE
-from serving.model.loading import LoadedModel, load, resolve
+from serving.checkpoint.gguf_file import GgufFile
+from serving.checkpoint.hub import DEMO_PACKAGE
+from serving.loader.loading import LoadedModel, load, resolve
 from tests.serving.model.oracle import expected_logits, smollm2
 from tests.serving.model.paged import PagedRun, run_mixed, run_whole
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from serving.engine.batch import RaggedBatch
+from serving.batch.ragged import RaggedBatch
 from serving.kernels import cpu
 from serving.kernels.cpu import Kind
 
@@ -178,13 +178,13 @@ class SmallDecoder:
             for _ in range(self.layers)
         ]
 
-    def build(self, kernels: cpu.Kernels) -> cpu.Decoder:
+    def build(self, kernels: cpu.Kernels) -> cpu.CpuDecoder:
         names = ("hidden", "heads", "kv_heads", "head_dim", "rotary_dim", "intermediate", "vocab")
         shape = cpu.DecoderShape(
             **{name: getattr(self, name) for name in names}, eps=1e-5, attention_scale=self.head_dim**-0.5
         )
         layers = [
-            cpu.LayerWeights(
+            cpu.CpuLayerWeights(
                 qkv=parts["qkv"].packed(kernels),
                 o=parts["o"].packed(kernels),
                 gate_up=self._gate_up(parts, kernels),
@@ -194,7 +194,7 @@ class SmallDecoder:
             )
             for parts, norms, window in zip(self.parts, self.norms, self.windows, strict=True)
         ]
-        return cpu.Decoder(
+        return cpu.CpuDecoder(
             kernels,
             shape,
             embedding=self.embedding,

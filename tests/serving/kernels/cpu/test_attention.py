@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from serving.engine.batch import RaggedBatch
+from serving.batch.ragged import RaggedBatch
 from serving.kernels import cpu
 from serving.kernels.cpu import Kind
 from tests.serving.kernels.cpu.formulas import SmallDecoder, attention, planes_for, ragged, rms_norm, rotate, stored
@@ -20,7 +20,7 @@ BATCHES = {
 TOLERANCE = {Kind.F32: 1e-5, Kind.BF16: 2e-2, Kind.INT8: 2e-2}  # weights are rounded to bfloat16 but for float32 KV
 
 
-def decoder_with(kernels: cpu.Kernels, kv_kind: Kind, **shape: int) -> tuple[SmallDecoder, cpu.Decoder]:
+def decoder_with(kernels: cpu.Kernels, kv_kind: Kind, **shape: int) -> tuple[SmallDecoder, cpu.CpuDecoder]:
     """A one-layer decoder over planes full of random KV."""
     window = shape.pop("window", 0)
     small = SmallDecoder(kind=Kind.F32, kv_kind=kv_kind, layers=1, windows=(window,), **shape)

@@ -22,8 +22,8 @@ def small_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sources.mkdir()
     for source in (*builder.SOURCES.glob("*.h"), *builder.SOURCES.glob("*.cpp")):
         shutil.copy(source, sources)
-    door = (sources / "door.cpp").read_text().replace("__x86_64__", "MILLRACE_NO_SUCH_MACHINE")
-    (sources / "door.cpp").write_text(door)
+    exports = (sources / "exports.cpp").read_text().replace("__x86_64__", "MILLRACE_NO_SUCH_MACHINE")
+    (sources / "exports.cpp").write_text(exports)
     monkeypatch.setattr(builder, "SOURCES", sources)
     monkeypatch.setattr(builder, "forms", lambda: {"plain": ("-O0",)})
     return sources
@@ -48,13 +48,13 @@ def test_builds_once_for_all_who_ask_together(small_sources: Path) -> None:
     assert [line.split()[0] for line in lines] == ["building", "built"]
     assert paths[0].parent == cache_folder()
     assert forms(open_built(paths[0])) == ["plain"]
-    (small_sources / "pool.h").write_text((small_sources / "pool.h").read_text() + "\n")
+    (small_sources / "threads.h").write_text((small_sources / "threads.h").read_text() + "\n")
     assert builder.library_path(compiler()) != paths[0]
 
 
 def test_broken_sources_leave_no_library(small_sources: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (small_sources / "pool.cpp").write_text("not C++")
-    with pytest.raises(BuildError, match=r"pool\.cpp"):
+    (small_sources / "threads.cpp").write_text("not C++")
+    with pytest.raises(BuildError, match=r"threads\.cpp"):
         builder.build(compiler())
     assert not list(cache_folder().glob("*.so"))
     with caplog.at_level(logging.WARNING, "millrace.kernels"):

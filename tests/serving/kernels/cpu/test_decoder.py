@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from serving.engine.batch import RaggedBatch
+from serving.batch.ragged import RaggedBatch
 from serving.kernels import cpu
 from serving.kernels.cpu import Kind
 from tests.serving.kernels.cpu.formulas import SmallDecoder, rms_norm
@@ -34,7 +34,7 @@ def batch_of(sequences: list[tuple[int, list[int]]], *, all_rows: bool = False, 
     )
 
 
-def logits_of(decoder: cpu.Decoder, batch: RaggedBatch) -> Tensor:
+def logits_of(decoder: cpu.CpuDecoder, batch: RaggedBatch) -> Tensor:
     logits = decoder.step(batch).logits
     assert logits is not None
     return logits

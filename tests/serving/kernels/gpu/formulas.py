@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from serving.engine.batch import RaggedBatch
+from serving.batch.ragged import RaggedBatch
 from serving.kernels import reference
 
 # What rounding a result to its type may cost: ‖error‖ / ‖result‖. The interpreter truncates to bfloat16.

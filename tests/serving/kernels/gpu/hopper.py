@@ -21,7 +21,7 @@ from triton.runtime import driver
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
-from serving.engine.batch import RaggedBatch
+from serving.batch.ragged import RaggedBatch
 from serving.kernels import gpu
 from serving.kernels.gpu import launch
 

@@ -34,5 +34,5 @@ def test_the_kernels_under_the_interpreter() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or GPU, reason="compiling for another machine is for machines without a GPU")
 def test_the_kernels_compile_for_hopper(tmp_path: Path) -> None:
-    """Without a GPU: to machine code, with the matrix and copy instructions expected, and no register spilled."""
+    """Without a GPU: to machine code, with the matrix and copy instructions expected, and no register offloaded."""
     run(["tests.serving.kernels.gpu.hopper"], TRITON_CACHE_DIR=str(tmp_path))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from serving.engine.batch import RaggedBatch
-from serving.engine.graphs import GraphSizes, StaticBatch
+from serving.batch.ragged import RaggedBatch
+from serving.forward.cuda_graphs import GraphSizes, StaticBatch
 from serving.kernels import gpu
 from tests.serving.kernels.gpu.formulas import Pages
 

@@ -1,0 +1,159 @@
+"""The front: HTTP API and router in one process, over workers in this process, below it, or anywhere.
+
+It starts them in order, says when they are ready, and on SIGTERM lets every accepted request end before it leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from deploy.runtime.http_server import HttpServer
+from router.fleet import Fleet
+from router.router import Router
+from serving.api.app import create_app
+from serving.api.in_flight import InFlightRequests
+from serving.api.settings import ApiConfig, ServedModel
+from serving.config import HttpConfig
+from serving.errors import Unavailable
+from serving.messages import Audit, WorkerStatus
+from serving.metrics import RouterMetrics
+from serving.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+LAST_WORDS_SECONDS = 2.0  # for the errors of requests that had to be ended to reach their clients
+AUDIT_SECONDS = 2.0  # between looks for leaks, while nothing runs
+STALLED_SECONDS = 120.0  # an engine step this old means its worker is stuck
+
+
+class Frontend:
+    """Router, API and their housekeeping over a fleet. `run()` returns once everyone accepted has been served."""
+
+    def __init__(
+        self, fleet: Fleet, http: HttpConfig, served: ServedModel, tokenizer: Tokenizer, listening: socket.socket
+    ):
+        self.fleet = fleet
+        self.http = http
+        self.served = served
+        self.metrics = RouterMetrics(
+            served.names[0], self._statuses, lambda: fleet.admission.waiting, fleet.pools.reports
+        )
+        self.router = Router(fleet, self.metrics)
+        self.in_flight = InFlightRequests()
+        self.leaving = asyncio.Event()
+        app = create_app(
+            self.router.generate,
+            tokenizer=tokenizer,
+            served=served,
+            config=ApiConfig(
+                api_keys=(http.api_key,) if http.api_key else (),
+                max_body_bytes=http.max_body_size,
+                body_timeout_s=http.body_timeout,
+            ),
+            in_flight=self.in_flight,
+            health=self.health,
+            audit=self.audit,
+            metrics_text=self.metrics.text,
+            observer=self.metrics,
+        )
+        self.server = HttpServer(app, listening, send_timeout=http.send_timeout)
+
+    def _statuses(self) -> list[WorkerStatus]:
+        """Of the workers that can be believed: a dead one's last words are no measurement."""
+        return [worker.status for worker in self.fleet.registry.candidates()]
+
+    def health(self) -> tuple[bool, str]:
+        """Whether a request sent now could be served, and why not."""
+        if self.in_flight.draining:
+            return False, "draining"
+        able = [worker for worker in self.fleet.registry.candidates() if not worker.status.draining]
+        fit = [worker for worker in able if worker.status.stalled_seconds < STALLED_SECONDS]
+        if able and not fit:
+            return False, "every worker is stuck in a step"
+        if not any(worker.decodes for worker in fit):
+            return False, "no decode worker is ready"
+        if not any(worker.prefills for worker in fit):
+            return False, "no prefill worker is ready"
+        return True, "ok"
+
+    async def audit(self) -> Mapping[str, Any]:
+        """What every service holds, for /audit."""
+        audits = await self.router.audit()
+        self.metrics.note_audit(audits)
+        return {
+            "idle": all(audit.idle for audit in audits),
+            "services": [{"service": a.service, "held": a.counts, "leaked": a.leaked} for a in audits],
+        }
+
+    def leave_on_signals(self) -> None:
+        """SIGTERM and Ctrl-C begin the end; a second one does not hurry it, SIGKILL does."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.leaving.set)
+
+    async def run(self) -> None:
+        """Serve until told to leave, then drain. Start the fleet first."""
+        await self.server.start()
+        tending = [
+            asyncio.create_task(self._tend(), name="expire"),
+            asyncio.create_task(self._watch_leaks(), name="audit"),
+            asyncio.create_task(self._announce(), name="announce"),
+        ]
+        await self.leaving.wait()
+        log.info("no new requests; %d in progress may finish", self.in_flight.count)
+        self.in_flight.begin_drain()
+        try:
+            async with asyncio.timeout(self.http.shutdown_timeout):
+                await self.in_flight.wait_idle()
+        except TimeoutError:
+            log.warning("%d requests did not end in %g s", self.in_flight.count, self.http.shutdown_timeout)
+            self.fleet.refuse_all(Unavailable("the server is shutting down", code="draining", retry_after=5.0))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.in_flight.wait_idle(), LAST_WORDS_SECONDS)
+        for task in tending:
+            task.cancel()
+        await asyncio.gather(*tending, return_exceptions=True)
+        await self.server.stop()
+
+    async def _announce(self) -> None:
+        """Say once that requests can be served, and how to send one."""
+        while not self.health()[0]:
+            await self.fleet.change()
+        host = "localhost" if self.http.host in ("0.0.0.0", "::", "127.0.0.1") else self.http.host  # noqa: S104
+        log.info("ready: http://%s:%d/v1 serves %s", host, self.server.port, self.served.names[0])
+
+    async def _tend(self) -> None:
+        while True:
+            await asyncio.sleep(min(1.0, self.fleet.config.silence / 4))
+            self.fleet.expire()
+
+    async def _watch_leaks(self) -> None:
+        """While nothing runs, look for what nobody owns."""
+        while True:
+            await asyncio.sleep(AUDIT_SECONDS)
+            if not self.router.running:
+                audits: list[Audit] = await self.router.audit()
+                self.metrics.note_audit(audits)
+
+
+def served_model(
+    path: Path, name: str | None, max_model_len: int, vocab_size: int, fingerprint: str | None
+) -> ServedModel:
+    """How the API presents the model at this path."""
+    own = re.sub(r"[.-]I?(Q\d\w*|F16|BF16|F32)$", "", path.stem) if path.is_file() else path.name
+    return ServedModel(
+        names=(name,) if name else (own,),
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
+        created=int(time.time()),
+        fingerprint=fingerprint,
+    )

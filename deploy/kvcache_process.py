@@ -1,0 +1,169 @@
+"""One node of the KV pool as a process of its own: its store, its gRPC server, its heartbeats, and how it leaves.
+
+It serves no model and loads none: blocks are bytes here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from pathlib import Path
+
+from deploy.runtime.heartbeats import Heartbeats
+from deploy.runtime.http_server import HttpServer, bind
+from kvcache.pool.disk import NAMESPACE
+from kvcache.pool.node import PoolNode
+from kvcache.pool.service import PoolService
+from kvcache.pool.store import BlockStore, StoreConfig
+from serving.api.status import status_app
+from serving.config import ClusterConfig, HttpConfig, KvCacheConfig, PlacementConfig, parse_bytes
+from serving.malloc import keep_freed_memory
+from serving.messages import PoolReport
+from serving.metrics import pool_metrics
+from serving.proto import millrace_pb2 as pb
+from serving.proto import millrace_pb2_grpc as registry
+from serving.rpc import Caller, listen, server
+from serving.wire import pool_report_to_pb
+
+log = logging.getLogger(__name__)
+
+
+class KvcacheProcess:
+    """`run()` until a signal or the parent's end (with `parent` set); returns the exit code."""
+
+    def __init__(
+        self,
+        kvcache: KvCacheConfig,
+        cluster: ClusterConfig,
+        http: HttpConfig,
+        placement: PlacementConfig,
+        *,
+        parent: int | None = None,
+    ):
+        self.store_config = store_config(kvcache)
+        self.cluster = cluster
+        self.http = http
+        self.placement = placement
+        self.parent = parent
+        self._leaving = asyncio.Event()
+        self._last: PoolReport | None = None
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._leaving.set)
+        keep_freed_memory()
+        grpc_server = server(self.cluster.cluster_key)
+        port = listen(grpc_server, self.cluster.grpc_host, self.cluster.grpc_port)
+        address = self.cluster.advertise or f"{self.cluster.grpc_host}:{port}"
+        name = self.cluster.worker_name or address  # what its share of the keys is drawn by: the same at every start
+        store = await asyncio.to_thread(BlockStore, self.store_config)
+        node = PoolNode(name, store, address=address)
+        service = PoolService(node)
+        service.add_to(grpc_server)
+        status_door = await self._open_status_door(node)  # first what may fail
+        await grpc_server.start()
+        log.info("pool node %s listens on %s", name, address)
+        self._warn_of_names(name, port)
+        heartbeats = Heartbeats(
+            lambda caller, seconds: self._beat(node, caller, seconds),
+            self.cluster,
+            self.placement,
+            parent=self.parent,
+            orphaned=self._leaving.set,
+        )
+        beating = asyncio.create_task(heartbeats.run(), name="heartbeats")
+        watching = asyncio.create_task(self._watch(node), name="figures")
+        await self._leaving.wait()
+        await self._leave(node, heartbeats)
+        beating.cancel()
+        watching.cancel()
+        await asyncio.gather(beating, watching, return_exceptions=True)
+        if status_door is not None:
+            await status_door.stop()
+        await node.stop()
+        await grpc_server.stop(1.0)
+        service.close()
+        log.info("pool node %s leaves", name)
+        return 0
+
+    async def _leave(self, node: PoolNode, heartbeats: Heartbeats) -> None:
+        """Routers hear at once that we drain; then calls in progress end."""
+        log.info("pool node %s drains", node.name)
+        draining = asyncio.create_task(node.drain(self.http.shutdown_timeout))
+        await asyncio.sleep(0)
+        await heartbeats.once()
+        await draining
+
+    async def _beat(self, node: PoolNode, caller: Caller, seconds: float) -> pb.HeartbeatReply:
+        report = pool_report_to_pb(await node.report())
+        stub = registry.RegistryStub(caller.channel)
+        reply: pb.HeartbeatReply = await stub.PoolHeartbeat(report, metadata=caller.metadata, timeout=seconds)
+        return reply
+
+    async def _watch(self, node: PoolNode) -> None:
+        """Keep the figures of our own /metrics fresh, whether or not a router is told of them."""
+        while True:
+            self._last = await node.report()
+            await asyncio.sleep(self.placement.heartbeat_interval)
+
+    def _warn_of_names(self, name: str, port: int) -> None:
+        """Its share of the keys is drawn by its name: under another one, most of what its disk holds is never found."""
+        if self.store_config.disk_path is not None and name.endswith(f":{port}") and not self.cluster.grpc_port:
+            log.warning("the name of this node is its port, another one after a restart: give it a --worker-name")
+
+    async def _open_status_door(self, node: PoolNode) -> HttpServer | None:
+        if self.cluster.metrics_port is None:
+            return None
+
+        self._last = first = await node.report()
+
+        def last() -> PoolReport:
+            return self._last or first
+
+        app = status_app(
+            health=lambda: (False, "draining") if node.draining else (True, "ok"),
+            metrics_text=pool_metrics(last),
+            audit=lambda: {"calls": node.calls, "puts": node.puts},
+        )
+        door = HttpServer(app, bind(self.http.host, self.cluster.metrics_port), send_timeout=self.http.send_timeout)
+        await door.start()
+        return door
+
+
+def store_config(config: KvCacheConfig) -> StoreConfig:
+    """What the store is told. Raises ValueError naming the flag at fault."""
+    if config.ram == 0 and config.disk is None:
+        raise ValueError("--ram 0 without --disk leaves a pool node no room; give it one of them")
+    quotas, room = parse_quotas(config.quota), config.ram if config.disk is None else config.disk_size
+    if sum(quotas.values()) > room or config.default_quota > room:
+        flag = "--ram" if config.disk is None else "--disk-size"
+        raise ValueError(f"--quota and --default-quota promise more than the {room} bytes of {flag}: lower them")
+    return StoreConfig(
+        ram_bytes=config.ram,
+        disk_path=Path(config.disk) if config.disk is not None else None,
+        disk_bytes=config.disk_size if config.disk is not None else 0,
+        write="back" if config.disk_write == "back" else "through",
+        policy=config.eviction,
+        quotas=quotas,
+        default_quota=config.default_quota,
+        backlog=config.disk_backlog,
+    )
+
+
+def parse_quotas(text: str | None) -> dict[str, int]:
+    """`default=1GiB,0123456789abcdef=512MiB` → bytes by namespace. Raises ValueError."""
+    quotas: dict[str, int] = {}
+    for part in (text or "").split(","):
+        if part.strip():
+            name, equals, size = part.rpartition("=")
+            if not equals or not name.strip():
+                raise ValueError(f"--quota: {part.strip()!r} is not a namespace and its bytes, such as default=1GiB")
+            if not NAMESPACE.fullmatch(name.strip()) or name.strip() in quotas:
+                raise ValueError(f"--quota: {name.strip()!r} cannot name a namespace, or has two quotas")
+            try:
+                quotas[name.strip()] = parse_bytes(size)
+            except ValueError as error:
+                raise ValueError(f"--quota: {error}") from None
+    return quotas

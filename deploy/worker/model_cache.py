@@ -1,0 +1,158 @@
+"""Weights through the KV pool: a worker that starts takes its model from other hosts' memory, or puts it there.
+
+What is stored is the model's files, so that what is loaded is what a disk would have given, fingerprint included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from deploy.runtime.heartbeats import addresses
+from kvcache.pool.client import PoolClient
+from kvcache.pool.models import pull, push
+from kvcache.pool.remote import dial
+from kvcache.pool.slabs import LendersOnDemand
+from serving.config import ClusterConfig, ModelConfig, PoolConfig
+from serving.errors import CorruptChunk, MillraceError, NotFound
+from serving.loader.loading import LoadedModel, load, resolve
+from serving.proto import millrace_pb2 as pb
+from serving.proto import millrace_pb2_grpc as stubs
+from serving.rpc import Caller, asking
+
+log = logging.getLogger(__name__)
+
+MEMORY = Path("/dev/shm")  # noqa: S108 - a file system in memory, where the host has one
+ROUTER_SECONDS = 2.0
+WAIT_SECONDS = 5.0  # for the pool to appear: it may be starting just now, as we are
+LOOK_SECONDS = 0.2
+
+
+def load_from(path: Path, config: ModelConfig) -> LoadedModel:
+    """Load the model at `path` as configured (serving.loader.loading)."""
+    return load(path, config.dtype, config.device, config.quantization)
+
+
+class ModelCache:
+    """A worker's model: `load` it, and once the worker serves, `store` it for the next one if the pool lacked it."""
+
+    def __init__(self, model: str | None, config: ModelConfig, pool: PoolConfig, cluster: ClusterConfig):
+        self.model = model
+        self.config = config
+        self.pool = pool
+        self.cluster = cluster
+        self.lacking: Path | None = None  # what the pool should be given
+
+    async def load(self) -> LoadedModel:
+        """From the pool where that was asked for and it has the model, else from disk or hub. Raises ValueError."""
+        if self.config.load_format == "pool":
+            async with client(self.pool, self.cluster) as found:
+                if found.nodes:
+                    loaded = await self._pooled(found)
+                    if loaded is not None:
+                        return loaded
+                else:
+                    log.warning("no node of the KV pool is known: the model is loaded from disk")
+        began = time.monotonic()
+        path = resolve(self.model)
+        loaded = await asyncio.to_thread(load_from, path, self.config)
+        log.info("%s loaded from disk in %.2f s", path.name, time.monotonic() - began)
+        return loaded
+
+    async def _pooled(self, found: PoolClient) -> LoadedModel | None:
+        """None, with a word in the log, where it cannot be had from there."""
+        for where in folders():
+            try:
+                return await self._pulled(found, where)
+            except (NotFound, CorruptChunk) as error:
+                log.info("%s: loading from disk, then storing it there", error.message)
+                self.lacking = resolve(self.model)
+                return None
+            except OSError as error:  # containers often have little of such memory
+                log.warning("%s cannot take the model in from the KV pool: %s", where, error.strerror or error)
+        return None
+
+    async def _pulled(self, found: PoolClient, where: Path) -> LoadedModel:
+        """By way of a folder that is gone at the end; files mapped from it live on."""
+        name, began = model_name(self.model), time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="millrace-", dir=where) as folder:
+            path = await pull(found, name, Path(folder))
+            fetched = time.monotonic()
+            loaded = await asyncio.to_thread(load_from, path, self.config)
+        took = time.monotonic() - began
+        log.info("%s loaded from the KV pool in %.2f s, %.2f s of it on the way", name, took, fetched - began)
+        return replace(loaded, path=Path(name))
+
+    async def store(self) -> None:
+        """Put into the pool what it lacked."""
+        if self.lacking is None:
+            return
+        async with client(self.pool, self.cluster) as found:
+            try:
+                size = await push(found, model_name(self.model), self.lacking)
+                log.info("%s is in the KV pool now: %.0f MB", model_name(self.model), size / 1e6)
+            except MillraceError as error:
+                log.warning("the model is not stored in the KV pool: %s", error.message)
+
+
+def folders() -> list[Path]:
+    """Where a model's files may lie on their way in, best first: in memory where the host has such, else on disk."""
+    return [*([MEMORY] if MEMORY.is_dir() else []), Path(tempfile.gettempdir())]
+
+
+def model_name(model: str | None) -> str:
+    """What a model is called in the pool: as it was named, a local path in full."""
+    path = Path(model).expanduser() if model is not None else resolve(None)
+    return str(path.resolve()) if model is None or path.exists() else model
+
+
+@asynccontextmanager
+async def client(pool: PoolConfig, cluster: ClusterConfig) -> AsyncIterator[PoolClient]:
+    """A client of the pool whose nodes the configuration names and the routers know."""
+    lenders = LendersOnDemand("auto")
+    made = PoolClient(
+        partial(dial, cluster_key=cluster.cluster_key, lenders=lenders),
+        replication=pool.replication,
+        timeout=pool.kvcache_timeout,
+    )
+    try:
+        made.set_nodes(await nodes(pool, cluster))
+        yield made
+    finally:
+        await made.close()
+        lenders.close()
+
+
+async def nodes(pool: PoolConfig, cluster: ClusterConfig) -> list[str]:
+    """The pool's nodes; waits a little for the first."""
+    fixed = addresses(pool.kvcache_nodes)
+    callers = [Caller(address, cluster.cluster_key) for address in addresses(cluster.routers)]
+    try:
+        end = time.monotonic() + WAIT_SECONDS
+        while True:
+            heard = await asyncio.gather(*(_ask(caller) for caller in callers))
+            found = sorted({*fixed, *(node for told in heard for node in told)})
+            if found or time.monotonic() > end:
+                return found
+            await asyncio.sleep(LOOK_SECONDS)
+    finally:
+        for caller in callers:
+            await caller.close()
+
+
+async def _ask(caller: Caller) -> list[str]:
+    try:
+        with asking(caller.address):
+            stub = stubs.RegistryStub(caller.channel)
+            reply = await stub.PoolNodes(pb.PoolNodesRequest(), metadata=caller.metadata, timeout=ROUTER_SECONDS)
+            return list(reply.pool_nodes)
+    except MillraceError as error:
+        log.debug("router %s does not answer: %s", caller.address, error.message)
+        return []

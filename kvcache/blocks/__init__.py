@@ -1,0 +1,1 @@
+"""Which block belongs to which sequence: allocator, prefix keys, manager, offload plan. Pure: names, never bytes."""

@@ -1,0 +1,189 @@
+"""Gives sequences their blocks: prefix reuse when one is opened, growth as it decodes, publication of full blocks.
+
+The pure half of a worker's KV cache: it moves block ids between the pool and sequences, never bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from kvcache.blocks.allocator import BlockAllocator
+from kvcache.blocks.offload import OffloadManager
+from kvcache.blocks.prefix import extend_keys, root_key
+from serving.engine.sequence import SequenceState
+from serving.errors import NoRoom
+
+T = TypeVar("T")
+
+
+class KVCacheManager:
+    """Blocks of one worker's pool for its sequences. `fingerprint` roots the block keys (see kvcache.blocks.prefix).
+
+    With a `host`, sequences longer than the pool keep their older KV there. Of their blocks, which hold now these, now
+    those tokens, none is reused here; what has moved to the host stays where it is, and can be shared elsewhere.
+    """
+
+    def __init__(self, allocator: BlockAllocator, fingerprint: str, host: OffloadManager | None = None):
+        self.allocator = allocator
+        self.fingerprint = fingerprint
+        self.host = host
+        self.queries = 0  # tokens looked up in the prefix index
+        self.hits = 0  # tokens found there
+        self.on_published: Callable[[SequenceState, int, int], None] | None = None  # hears of blocks that became whole
+        self.on_shortage: Callable[[], None] | None = None  # called when blocks run out: who holds some idly lets go
+
+    @property
+    def block_size(self) -> int:
+        return self.allocator.block_size
+
+    def root(self, tenant: str, long_rope: bool) -> bytes:
+        return root_key(self.fingerprint, tenant, long_rope)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def least_blocks(self, seq: SequenceState) -> int:
+        """How many blocks the sequence needs to be opened, if nothing of it is here already."""
+        blocks = self.blocks_for(len(seq.tokens) + 1)
+        if self.host is None or not self.is_too_long(seq):
+            return blocks
+        plan = self.host.plan
+        return max(plan.least_resident, blocks - plan.extents * plan.extent_blocks)
+
+    def open(self, seq: SequenceState, *, headroom: int = 0) -> None:
+        """Hold blocks for all of `seq.tokens` and one more, reusing the longest cached prefix.
+
+        At least one token is left to compute, so that there are logits to sample from. `headroom` blocks must stay
+        available beyond what is taken. Raises NoRoom and takes nothing when they do not.
+        """
+        assert not seq.blocks and seq.computed == 0
+        if self.host is not None and self.is_too_long(seq):
+            host = self.host
+            self._pressing(lambda: host.open(seq, self.allocator, headroom=headroom))
+            return
+        matched = self._match(seq)
+        needed = self.blocks_for(len(seq.tokens) + 1) - len(matched)
+        self.allocator.acquire(matched)
+        try:
+            self._want(needed + headroom)
+            if needed + headroom > self.allocator.available:
+                available = self.allocator.available
+                raise NoRoom(f"{needed} more KV blocks and {headroom} spare needed, {available} available")
+            fresh = self.allocator.allocate(needed)
+        except NoRoom:
+            self.allocator.release(matched)
+            raise
+        seq.blocks = [*matched, *fresh]
+        self._count_reuse(seq, len(matched))
+        self.queries += len(seq.tokens)
+
+    def rematch(self, seq: SequenceState) -> None:
+        """Before the first chunk of a waiting sequence: take up prefix blocks that others have filled meanwhile."""
+        if seq.offload is not None:
+            return
+        known = seq.computed // self.block_size
+        matched = self._match(seq)
+        if len(matched) <= known:
+            return
+        self.allocator.acquire(matched[known:])
+        self.allocator.release(seq.blocks[known : len(matched)])
+        seq.blocks[known : len(matched)] = matched[known:]
+        self._count_reuse(seq, len(matched))
+
+    def grow(self, seq: SequenceState) -> None:
+        """Hold a block for the KV of the sequence's last token. Raises NoRoom."""
+        if seq.offload is not None:
+            self.make_room(seq, seq.uncomputed)
+            return
+        needed = self.blocks_for(len(seq.tokens)) - len(seq.blocks)
+        if needed > 0:
+            self._want(needed)
+            seq.blocks.extend(self.allocator.allocate(needed))
+
+    def make_room(self, seq: SequenceState, count: int) -> int:
+        """How many of the next `count` tokens a step may compute; all, unless the device holds only part of it."""
+        if seq.offload is None:
+            return count
+        host = self.host
+        assert host is not None
+        return self._pressing(lambda: host.make_room(seq, count))
+
+    def publish(self, seq: SequenceState) -> None:
+        """Make the sequence's full, computed blocks reusable; on the host, by others alone."""
+        full = self._settled(seq)
+        if full <= seq.published or not self.allocator.caching:
+            return
+        extend_keys(seq.keys, seq.root, seq.tokens, self.block_size, upto=full * self.block_size)
+        for i in range(seq.published, full) if seq.offload is None else ():
+            self.allocator.publish(seq.blocks[i], seq.keys[i])
+        first, seq.published = seq.published, full
+        if self.on_published is not None:
+            self.on_published(seq, first, full)
+
+    def shareable_keys(self, seq: SequenceState) -> list[bytes]:
+        """The keys of the blocks that may come from elsewhere: all full ones, but for one token left to compute."""
+        if not self.allocator.caching or seq.request.prompt_logprobs is not None:
+            return []
+        reusable = len(seq.tokens) - 1
+        extend_keys(seq.keys, seq.root, seq.tokens, self.block_size, upto=reusable)
+        return seq.keys[: reusable // self.block_size]
+
+    def known_blocks(self, seq: SequenceState) -> int:
+        """How many of its leading blocks are here already."""
+        return len(self._match(seq))
+
+    def fetched(self, seq: SequenceState, blocks: int) -> None:
+        """The KV of its first `blocks` blocks has been brought into them: it counts as computed, and is shared.
+
+        Of a sequence that goes to the host, what makes whole extents there.
+        """
+        if seq.offload is not None:
+            extents = blocks // seq.offload.extent_blocks
+            seq.offload.land(extents)
+            seq.published = blocks = extents * seq.offload.extent_blocks
+        seq.computed = seq.cached = blocks * self.block_size
+        self.publish(seq)
+
+    def release(self, seq: SequenceState) -> None:
+        """Give all blocks back. Safe to call twice."""
+        blocks, seq.blocks = seq.blocks, []
+        seq.computed = seq.published = 0
+        self.allocator.release(blocks)
+        if self.host is not None:
+            self.host.release(seq)
+
+    def unaccounted(self, sequences: Iterable[SequenceState], others: Iterable[int] = ()) -> int:
+        """References that neither these sequences nor `others`, single blocks, explain; 0 unless blocks leaked."""
+        return self.allocator.check([*(seq.blocks for seq in sequences), list(others)])
+
+    def _settled(self, seq: SequenceState) -> int:
+        """How many leading blocks' tokens lie where they will stay until the sequence is released."""
+        if seq.offload is None:
+            return seq.computed // self.block_size
+        return seq.offload.copied * seq.offload.extent_blocks
+
+    def is_too_long(self, seq: SequenceState) -> bool:
+        return self.blocks_for(len(seq.tokens) + 1) > self.allocator.num_blocks
+
+    def _pressing(self, take: Callable[[], T]) -> T:
+        """What `take` gives; should there be no room, once more when whoever holds some idly has let go."""
+        try:
+            return take()
+        except NoRoom:
+            if self.on_shortage is None:
+                raise
+        self.on_shortage()
+        return take()
+
+    def _want(self, blocks: int) -> None:
+        if blocks > self.allocator.available and self.on_shortage is not None:
+            self.on_shortage()
+
+    def _match(self, seq: SequenceState) -> list[int]:
+        return [] if self.is_too_long(seq) else self.allocator.match(self.shareable_keys(seq))
+
+    def _count_reuse(self, seq: SequenceState, blocks: int) -> None:
+        self.hits += blocks * self.block_size - seq.computed
+        seq.computed = seq.cached = blocks * self.block_size
+        seq.published = blocks

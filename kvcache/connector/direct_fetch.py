@@ -1,0 +1,115 @@
+"""Prefixes that come straight from the KV pool into a lease, while a prefill worker hands over only what follows them.
+
+It asks, decides and fetches; whose the blocks are, and what still has to be handed over, is the lease's to say. Runs on
+the event loop, like the bringing of prefixes to a prompt (kvcache.connector.prefix_fetch), whose parts it is made of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+
+from kvcache.connector.block_io import part_bytes
+from kvcache.connector.direct_cost import DirectCost
+from kvcache.connector.prefix_fetch import PrefixArrival, PrefixFetcher
+from serving.engine.sequence import SequenceState
+
+log = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 0.1  # a pool that takes longer to say what it has is not the quicker way
+
+
+class DirectFetcher:
+    """`prefixes` says how the pool is asked and keeps its accounts; `always`: fetch whatever that takes."""
+
+    def __init__(self, prefixes: PrefixFetcher, pace: DirectCost, *, always: bool = False):
+        self.prefixes = prefixes
+        self.pace = pace
+        self.always = always
+        self.fallbacks = 0  # prefixes that did not come whole, or not in time
+        self._fetching: set[asyncio.Task[None]] = set()
+
+    @property
+    def running(self) -> int:
+        """Fetches in progress."""
+        return len(self._fetching)
+
+    async def find(self, seq: SequenceState) -> PrefixArrival | None:
+        """Blocks of the sequence, after those it shares already, that are worth fetching. Takes one round trip."""
+        kv = self.prefixes.kv
+        keys, first = kv.shareable_keys(seq), seq.computed // kv.block_size
+        if seq.offload is not None or len(keys) <= first:
+            return None
+        if not self.always and not self.pace.pays((len(keys) - first) * self._block_bytes):
+            return None
+        wait = self.prefixes.wait
+        try:
+            async with asyncio.timeout(wait if self.always else min(wait, ANSWER_SECONDS)):
+                found = await self.prefixes.lookup(keys[first:])
+        except TimeoutError:
+            self.pace.failed()
+            return None
+        return (
+            PrefixArrival(self.prefixes, seq, first, first + found, len(self.prefixes.device_kv.specs))
+            if found
+            else None
+        )
+
+    def fetch(self, arrival: PrefixArrival) -> DirectFetch:
+        """Begin to bring what was found. Nothing is written once its sequence has ended, or the fetch is stopped."""
+        keys = arrival.seq.keys[arrival.first : arrival.last]
+        over = asyncio.Event()
+        task = asyncio.create_task(self._fetch(arrival, keys, over), name="direct-fetch")
+        task.add_done_callback(lambda _: over.set())
+        task.add_done_callback(self._fetching.discard)
+        self._fetching.add(task)
+        return DirectFetch(arrival, task, over)
+
+    async def _fetch(self, arrival: PrefixArrival, keys: Sequence[bytes], over: asyncio.Event) -> None:
+        def came() -> None:
+            if arrival.complete:  # though the end of the stream may take a while
+                over.set()
+
+        try:
+            async with asyncio.timeout(self.prefixes.wait):
+                await self.prefixes.fetch(arrival, keys, came)
+        except TimeoutError:
+            log.info("the KV pool took more than %g s; a prefill worker hands the rest over", self.prefixes.wait)
+        finally:
+            arrival.finish()
+
+    async def settle(self, fetch: DirectFetch) -> int:
+        """How many of the sequence's tokens are there, when no more will come from the pool.
+
+        All else is here by now: what has not come yet is waited for no longer than it pays to (DirectCost.patience).
+        """
+        arrival = fetch.arrival
+        missing = (arrival.last - arrival.first - arrival.whole) * self._block_bytes
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None if self.always else self.pace.patience(missing)):
+                await fetch.over.wait()
+        if not arrival.complete:
+            fetch.stop()
+            await asyncio.wait([fetch.task])
+            self.fallbacks += 1
+            self.pace.failed()
+        return (arrival.first + arrival.whole) * self.prefixes.kv.block_size
+
+    @property
+    def _block_bytes(self) -> int:
+        return sum(part_bytes(self.prefixes.device_kv))
+
+
+class DirectFetch:
+    """A fetch on its way. `over` is set once all has come, or no more will."""
+
+    def __init__(self, arrival: PrefixArrival, task: asyncio.Task[None], over: asyncio.Event):
+        self.arrival = arrival
+        self.task = task
+        self.over = over
+
+    def stop(self) -> None:
+        """Nothing is written any more from now on. Safe to repeat."""
+        self.task.cancel()

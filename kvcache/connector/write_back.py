@@ -1,0 +1,244 @@
+"""Offers a worker's newly computed blocks to the KV pool, behind everybody's back.
+
+A block that is on its way is held, so that it is not overwritten; how many may be is bounded, and what is beyond that
+is not offered. The copying gives way to prompts that wait, and keeps to a bandwidth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvcache.blocks.allocator import BlockAllocator
+from kvcache.connector.block_io import part_bytes, read_blocks
+from kvcache.memory.device import DeviceKV
+from kvcache.pool.block import PoolBlock, namespace_of
+from serving.engine.sequence import SequenceState
+
+BATCH_BYTES = 2 << 20  # copied and sent at a time: a prompt that comes meanwhile shares the cores with no more
+GIVE_WAY_SECONDS = 0.02  # between looks at whether prompts still wait
+PATIENCE_SECONDS = 1.0  # of giving way in a row; from then on blocks leave in turn with the prompts
+REST = 9  # then it rests so many times as long as it copied
+HELD_SHARE = 4  # one in so many blocks of the device may be held for being stored; routers count on the others
+KNOWN_KEYS = 200_000
+
+
+class PoolWriter(Protocol):
+    """What is asked of the pool (kvcache.pool.client.PoolClient)."""
+
+    async def put(self, blocks: Sequence[PoolBlock]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockMemory:
+    """Blocks that may be offered: their bytes in `device_kv`, their holders in `owners`, `each` of them at a time."""
+
+    device_kv: DeviceKV
+    owners: BlockAllocator
+    most: int  # blocks that may be held for being stored
+    each: int = 1  # more than one on the host, where extents are held
+    settle: Callable[[], None] = lambda: None  # called before bytes are read, on any thread
+
+    @staticmethod
+    def on_device(device_kv: DeviceKV, owners: BlockAllocator) -> BlockMemory:
+        return BlockMemory(device_kv, owners, max(1, device_kv.num_blocks // HELD_SHARE))
+
+    def hold(self, block: int) -> None:
+        self.owners.acquire([block // self.each])
+
+    def let_go(self, block: int) -> None:
+        self.owners.release([block // self.each])
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOffer:
+    key: bytes
+    memory: BlockMemory
+    block: int
+    namespace: str
+    kv_dtype: str  # what the block holds
+
+    def goes_with(self, other: BlockOffer) -> bool:
+        mine, theirs = (self.memory, self.namespace, self.kv_dtype), (other.memory, other.namespace, other.kv_dtype)
+        return mine == theirs
+
+
+class WriteBack:
+    """See the module. `offer` in the engine's thread, `run()` as a task on the event loop.
+
+    `busy` says whether prompts wait; `bandwidth` is bytes a second, 0 for no bound; with `outputs` off only blocks of
+    prompts are stored, and with `stop_token` none from that token of an output on (where reasoning begins).
+
+    Of sequences too long for the `device`, what lies on the `host` is offered.
+    """
+
+    def __init__(
+        self,
+        writer: PoolWriter,
+        device: BlockMemory,
+        lock: AbstractContextManager[object],
+        *,
+        host: BlockMemory | None = None,
+        busy: Callable[[], bool],
+        bandwidth: int = 0,
+        outputs: bool = True,
+        stop_token: int | None = None,
+    ):
+        self.writer = writer
+        self.device = device
+        self.host = host
+        self.lock = lock
+        self.busy = busy
+        self.bandwidth = bandwidth
+        self.outputs = outputs
+        self.stop_token = stop_token
+        self.dropped = 0  # blocks not offered because too many were on their way
+        self._waiting: deque[BlockOffer] = deque()
+        self._sending: list[BlockOffer] = []
+        self._held: Counter[BlockMemory] = Counter()  # how many of these two are of which
+        self._known: OrderedDict[bytes, None] = OrderedDict()  # keys the pool has, or has been offered
+        self._gave_way = 0.0  # seconds in a row
+        self._loop = asyncio.get_running_loop()
+        self._news = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # ---- in the engine's thread, under its lock ----------------------------------------------------------------
+
+    def offer(self, seq: SequenceState, first: int, last: int) -> None:
+        """The blocks first..last (exclusive) of the sequence have just become whole."""
+        if seq.lossy:
+            return
+        if seq.prefill_sink is None:  # handed over by a prefill worker, who offers what it has computed
+            first = max(first, seq.start // self.device.device_kv.block_size)
+        last = min(last, self._storable(seq) // self.device.device_kv.block_size)
+        fresh = [index for index in range(first, last) if seq.keys[index] not in self._known]
+        if not fresh:
+            return
+        memory = self.device if seq.offload is None else self.host
+        assert memory is not None
+        room = memory.most - self._held[memory]
+        self.dropped += max(0, len(fresh) - room)
+        namespace = namespace_of(seq.request.tenant)
+        for index in fresh[: max(0, room)]:
+            block = seq.block(index)
+            memory.hold(block)
+            self._held[memory] += 1
+            self._waiting.append(BlockOffer(seq.keys[index], memory, block, namespace, seq.kv_dtype))
+            self._note(seq.keys[index])
+        self._loop.call_soon_threadsafe(self._begin)
+
+    def _storable(self, seq: SequenceState) -> int:
+        """Up to which token the sequence's KV may be stored."""
+        if not self.outputs:
+            return seq.prompt_len
+        if self.stop_token is not None and self.stop_token in seq.tokens[seq.prompt_len :]:
+            return seq.tokens.index(self.stop_token, seq.prompt_len)
+        return len(seq.tokens)
+
+    def found(self, keys: Iterable[bytes], here: bool) -> None:
+        """The pool has these, and they need not be offered; or it lacks them, and they may be offered again."""
+        for key in keys:
+            if here:
+                self._note(key)
+            else:
+                self._known.pop(key, None)
+
+    def _note(self, key: bytes) -> None:
+        self._known[key] = None
+        if len(self._known) > KNOWN_KEYS:
+            self._known.popitem(last=False)
+
+    def give_up(self) -> None:
+        """Somebody needs blocks: what has not been copied yet stays out of the pool."""
+        self.dropped += len(self._waiting)
+        for offer in self._waiting:
+            self._known.pop(offer.key, None)
+        self._release(self._waiting)
+        self._waiting.clear()
+
+    def table(self, memory: BlockMemory) -> list[int]:
+        """What is held of a memory's owners, once for each block, for the audit."""
+        offers = (*self._waiting, *self._sending)
+        return [offer.block // memory.each for offer in offers if offer.memory is memory]
+
+    # ---- on the event loop -------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._idle.clear()
+        self._news.set()
+
+    async def wait_idle(self) -> None:
+        """Wait until everything offered so far has been sent, or has failed to be."""
+        await asyncio.sleep(0)  # what the engine's thread has just offered is told first
+        await self._idle.wait()
+
+    async def run(self) -> None:
+        """Store what is offered, until cancelled."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            while self._waiting:
+                await self._give_way()
+                await self._send()
+            self._idle.set()
+
+    def let_go(self) -> None:
+        """Give up what is held, once `run` has ended."""
+        with self.lock:
+            self._release([*self._waiting, *self._sending])
+            self._waiting.clear()
+            self._sending = []
+
+    async def _give_way(self) -> None:
+        """Wait while prompts wait, but under constant load not for ever."""
+        while self.busy() and self._gave_way < PATIENCE_SECONDS:
+            await asyncio.sleep(GIVE_WAY_SECONDS)
+            self._gave_way += GIVE_WAY_SECONDS
+        if not self.busy():
+            self._gave_way = 0.0
+
+    async def _send(self) -> None:
+        """Copy and send the next few blocks, then rest: for the bandwidth's sake, and that of prompts that wait."""
+        began = self._loop.time()
+        with self.lock:
+            self._sending = self._next()
+        if not self._sending:
+            return
+        copying = asyncio.create_task(asyncio.to_thread(self._copy, self._sending))
+        try:
+            blocks = await asyncio.shield(copying)
+        except asyncio.CancelledError:
+            await asyncio.wait([copying])  # it reads blocks that are let go next
+            raise
+        with self.lock:
+            self._release(self._sending)
+            self._sending = []
+        await self.writer.put(blocks)
+        took = self._loop.time() - began
+        size = sum(len(block.payload) for block in blocks)
+        slow = size / self.bandwidth - took if self.bandwidth else 0.0
+        turn = REST * took if self._gave_way else 0.0
+        await asyncio.sleep(max(0.0, slow, turn))
+
+    def _next(self) -> list[BlockOffer]:
+        """The next blocks of one namespace, memory and kind, about BATCH_BYTES in all."""
+        count = max(1, BATCH_BYTES // sum(part_bytes(self.device.device_kv)))
+        batch: list[BlockOffer] = []
+        while self._waiting and len(batch) < count and self._waiting[0].goes_with((batch or self._waiting)[0]):
+            batch.append(self._waiting.popleft())
+        return batch
+
+    def _copy(self, batch: Sequence[BlockOffer]) -> list[PoolBlock]:
+        first, blocks, keys = batch[0], [offer.block for offer in batch], [offer.key for offer in batch]
+        first.memory.settle()
+        return read_blocks(first.memory.device_kv.kept_as(first.kv_dtype), blocks, keys, first.namespace)
+
+    def _release(self, offers: Iterable[BlockOffer]) -> None:
+        for offer in offers:
+            offer.memory.let_go(offer.block)
+            self._held[offer.memory] -= 1

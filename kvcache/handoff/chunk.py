@@ -1,0 +1,235 @@
+"""The KV chunk: some layers of a token range of a lease, as bytes with a fence and a digest, and its codec.
+
+A chunk covers tokens, not blocks, and says how its numbers are encoded and which heads it brings, so that unequal ends
+understand each other. The digest covers the header's fields as well as the bytes: a chunk that is whole but in the
+wrong place is as corrupt as a flipped bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from kvcache.memory.device import DeviceKV, TokenSlots
+from kvcache.memory.heads import HeadSlice, with_heads
+from kvcache.memory.host_copy import Bytes
+from kvcache.memory.kv_dtype import AS_STORED, ENCODINGS, Wire, relay, stored_as
+from serving.errors import CorruptChunk
+from serving.kvspec import LayerKV
+from serving.messages import LeaseId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """Layers first_layer..last_layer (exclusive) of tokens start..end (exclusive) of the lease's sequence.
+
+    Payload: layer by layer, plane by plane, token by token. `layout` is the fingerprint of the receiver's model and KV
+    layout; `encoding`, one of kvcache.memory.kv_dtype.ENCODINGS, is the dtype the numbers travel as. Heads
+    first_head..last_head (exclusive) are counted as the receiver counts its own; 0 and 0 are all of them.
+    """
+
+    lease: LeaseId
+    layout: str
+    encoding: str = AS_STORED
+    first_layer: int
+    last_layer: int
+    first_head: int = 0
+    last_head: int = 0
+    start: int
+    end: int
+    payload: bytes | memoryview
+    digest: bytes
+
+    @property
+    def whole(self) -> bool:
+        """It brings all heads."""
+        return self.first_head == self.last_head == 0
+
+    def header(self) -> bytes:
+        """The fields the digest binds the payload to, in one unambiguous string."""
+        texts = (self.lease.lease, self.lease.instance, self.layout, self.encoding)
+        layers, heads = (self.first_layer, self.last_layer), (self.first_head, self.last_head)
+        numbers = (self.lease.epoch, *layers, *heads, self.start, self.end, len(self.payload), *map(len, texts))
+        return "\0".join([*map(str, numbers), *texts]).encode()
+
+
+def digest(header: bytes, payload: bytes | memoryview) -> bytes:
+    """XXH3-128 of header and payload: 16 bytes."""
+    state = xxhash.xxh3_128(header)
+    state.update(payload)
+    return state.digest()
+
+
+def encode(
+    device_kv: DeviceKV,
+    lease: LeaseId,
+    layout: str,
+    layers: range,
+    blocks: Sequence[int],
+    start: int,
+    end: int,
+    *,
+    wire: Wire | None = None,
+    piece: HeadSlice | None = None,
+) -> Chunk:
+    """Read the chunk's bytes out of the pool; `wire` says how they travel, `piece` which heads go, to whom.
+
+    By default KV goes as it is stored here, with all its heads. Layers of one chunk that is cut must all have heads.
+    """
+    slots = device_kv.slots(blocks, start, end)
+    if _as_stored(device_kv, layers, wire, piece):
+        payload = _read(device_kv, layers, slots)
+    else:
+        parts = [part.flatten() for layer in layers for part in _laid_out(device_kv, layer, slots, wire, piece)]
+        payload = torch.cat(parts).numpy()
+    heads = range(0) if piece is None or piece.whole else piece.place
+    assert not heads or all(device_kv.specs[layer].heads is not None for layer in layers)
+    bare = Chunk(
+        lease=lease,
+        layout=layout,
+        encoding=AS_STORED if wire is None else wire.encoding,
+        first_layer=layers.start,
+        last_layer=layers.stop,
+        first_head=heads.start,
+        last_head=heads.stop,
+        start=start,
+        end=end,
+        payload=payload.data.cast("B"),
+        digest=b"",
+    )
+    return sealed(bare)
+
+
+def _as_stored(device_kv: DeviceKV, layers: range, wire: Wire | None, piece: HeadSlice | None) -> bool:
+    """Whether the layers leave just as they lie in the pool."""
+    asked = slice(layers.start, layers.stop)
+    return piece is None and (wire is None or wire.layers[asked] == device_kv.specs[asked])
+
+
+def _read(device_kv: DeviceKV, layers: range, slots: TokenSlots) -> Bytes:
+    """The layers' planes one after another, in one pass."""
+    sizes = [slots.tokens * device_kv.specs[layer].token_bytes for layer in layers]
+    payload, begin = np.empty(sum(sizes), dtype=np.uint8), 0
+    for layer, size in zip(layers, sizes, strict=True):
+        device_kv.read_into(layer, slots, payload[begin : begin + size])
+        begin += size
+    return payload
+
+
+def _laid_out(
+    device_kv: DeviceKV, layer: int, slots: TokenSlots, wire: Wire | None, piece: HeadSlice | None
+) -> list[Tensor]:
+    """A layer's planes as they are to travel: uint8 [tokens, token_bytes]."""
+    planes, source = device_kv.read(layer, slots), device_kv.specs[layer]
+    if piece is not None and source.heads is not None:
+        planes, source = _cut(planes, source, piece.heads)
+    if wire is None:
+        return planes
+    target = wire.layers[layer]
+    return relay(planes, source, target if source.heads is None else with_heads(target, source.heads))
+
+
+def _cut(planes: Sequence[Tensor], spec: LayerKV, heads: range) -> tuple[list[Tensor], LayerKV]:
+    """Only these heads of each plane, uint8 [tokens, token_bytes], and the layer they make."""
+    assert spec.heads is not None
+    rows = [plane.view(len(plane), spec.heads, -1)[:, heads.start : heads.stop].flatten(1) for plane in planes]
+    return rows, with_heads(spec, len(heads))
+
+
+def sealed(chunk: Chunk) -> Chunk:
+    """The chunk with its digest computed."""
+    return replace(chunk, digest=digest(chunk.header(), chunk.payload))
+
+
+def verify(chunk: Chunk, device_kv: DeviceKV) -> None:
+    """Raises CorruptChunk unless digest, shape and length all fit and it brings every head."""
+    check(chunk, device_kv.specs)
+    if not chunk.whole:
+        raise CorruptChunk("a KV chunk brings some of the heads where all are due", code="heads")
+
+
+def check(chunk: Chunk, specs: Sequence[LayerKV]) -> None:
+    """Raises CorruptChunk unless digest, shape and length all fit a receiver that stores `specs`."""
+    if digest(chunk.header(), chunk.payload) != chunk.digest:
+        raise CorruptChunk("the digest of a KV chunk does not match its bytes", code="digest")
+    if not (0 <= chunk.first_layer < chunk.last_layer <= len(specs) and 0 <= chunk.start < chunk.end):
+        raise CorruptChunk("a KV chunk names layers or tokens that do not exist", code="range")
+    expected = (chunk.end - chunk.start) * sum(layer.token_bytes for layer in wire_layers(chunk, specs))
+    if len(chunk.payload) != expected:
+        raise CorruptChunk(f"a KV chunk has {len(chunk.payload)} bytes instead of {expected}", code="length")
+
+
+def wire_layers(chunk: Chunk, specs: Sequence[LayerKV]) -> list[LayerKV]:
+    """How the chunk's layers lie in its payload, for a receiver that stores `specs`. Raises CorruptChunk."""
+    if chunk.encoding not in ENCODINGS:
+        raise CorruptChunk(f"a KV chunk is encoded as {chunk.encoding!r}, which is unknown", code="encoding")
+    layers = [stored_as(spec, chunk.encoding) for spec in specs[chunk.first_layer : chunk.last_layer]]
+    if chunk.whole:
+        return layers
+    if not all(0 <= chunk.first_head < chunk.last_head <= (layer.heads or 0) for layer in layers):
+        raise CorruptChunk("a KV chunk names heads that do not exist", code="heads")
+    return [with_heads(layer, chunk.last_head - chunk.first_head) for layer in layers]
+
+
+def split(chunk: Chunk, device_kv: DeviceKV) -> list[list[Bytes]]:
+    """The payload of a verified chunk per layer and plane, as the pool stores them: uint8 [tokens, token_bytes].
+
+    Views of the payload where it travelled as it is stored.
+    """
+    layers, stored = wire_layers(chunk, device_kv.specs), device_kv.specs[chunk.first_layer : chunk.last_layer]
+    found = []
+    for parts, source, target in zip(_planes(chunk, layers), layers, stored, strict=True):
+        if source != target:
+            writable = [torch.from_numpy(part if part.flags.writeable else part.copy()) for part in parts]
+            parts = [part.numpy() for part in relay(writable, source, target)]
+        found.append(parts)
+    return found
+
+
+def _planes(chunk: Chunk, layers: Sequence[LayerKV]) -> list[list[Bytes]]:
+    """The payload per layer and plane: uint8 [tokens, token_bytes], views of it."""
+    tokens = chunk.end - chunk.start
+    data = np.frombuffer(chunk.payload, dtype=np.uint8)
+    found, offset = [], 0
+    for layer in layers:
+        parts: list[Bytes] = []
+        for plane in layer.planes:
+            size = tokens * plane.token_bytes
+            parts.append(data[offset : offset + size].reshape(tokens, plane.token_bytes))
+            offset += size
+        found.append(parts)
+    return found
+
+
+def join(chunks: Sequence[Chunk], specs: Sequence[LayerKV]) -> Chunk:
+    """One whole chunk out of those that several ranks sent for the same layers and tokens, each with some heads.
+
+    Raises CorruptChunk when one of them is, or when together they are not every head once.
+    """
+    ordered = sorted(chunks, key=lambda chunk: chunk.first_head)
+    for chunk in ordered:
+        check(chunk, specs)
+    first, layers = ordered[0], specs[ordered[0].first_layer : ordered[0].last_layer]
+    if len(ordered) == 1 and first.whole:
+        return first
+    borders = [0, *(chunk.last_head for chunk in ordered)]
+    starts = [*(chunk.first_head for chunk in ordered), *{layer.heads for layer in layers}]
+    if borders != starts or any(_place(chunk) != _place(first) for chunk in ordered):
+        raise CorruptChunk("the pieces of a KV chunk are not every head of one place once", code="heads")
+    pieces = [_planes(chunk, wire_layers(chunk, specs)) for chunk in ordered]
+    parts = []
+    for index, layer in enumerate(layers):
+        planes = range(len(stored_as(layer, first.encoding).planes))
+        parts += [np.concatenate([piece[index][plane] for piece in pieces], axis=1).reshape(-1) for plane in planes]
+    payload = np.concatenate(parts).data.cast("B")
+    return sealed(replace(first, first_head=0, last_head=0, payload=payload))
+
+
+def _place(chunk: Chunk) -> Chunk:
+    """All that must be equal between pieces of one chunk."""
+    return replace(chunk, first_head=0, last_head=0, payload=b"", digest=b"")

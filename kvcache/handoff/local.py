@@ -1,0 +1,39 @@
+"""The in-process transport, and what every transport delivers to in the end: a receiver, which is a decode worker."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvcache.handoff.chunk import Chunk
+from kvcache.handoff.commit import Commit
+from serving.messages import LeaseId
+
+LOCAL = "local"
+
+
+class Receiver(Protocol):
+    """The receiving half: a decode worker. `via` names the transport, for its accounts."""
+
+    async def receive(self, chunk: Chunk, via: str = LOCAL) -> None: ...
+    async def begin(self, fence: LeaseId) -> int: ...
+    async def commit(self, commit: Commit, via: str = LOCAL) -> range | None: ...
+
+
+class LocalHandoff:
+    """Hands chunks to a receiver in the same process (serving.links.HandoffLink)."""
+
+    def __init__(self, receiver: Receiver, fence: LeaseId | None = None):
+        self.receiver = receiver
+        self.fence = fence
+
+    async def begin(self) -> int:
+        return await self.receiver.begin(self.fence) if self.fence is not None else 0
+
+    async def push(self, chunk: Chunk) -> None:
+        await self.receiver.receive(chunk)
+
+    async def commit(self, commit: Commit) -> range | None:
+        return await self.receiver.commit(commit)
+
+    async def close(self) -> None:
+        """Nothing is open."""

@@ -1,0 +1,53 @@
+"""Chunks and commits as frames of the `Push` stream, and back. It decides nothing."""
+
+from __future__ import annotations
+
+from kvcache.handoff.chunk import Chunk
+from kvcache.handoff.commit import Commit
+from kvcache.handoff.frames import Frame
+from serving.proto import millrace_pb2 as pb
+from serving.wire import lease_from_pb, lease_to_pb
+
+
+def chunk_frame(chunk: Chunk, slot: int | None = None) -> Frame:
+    """With its bytes, or, if they lie in one of the receiver's slots, with that slot's number."""
+    message = pb.Chunk(
+        lease=lease_to_pb(chunk.lease),
+        layout=chunk.layout,
+        first_layer=chunk.first_layer,
+        last_layer=chunk.last_layer,
+        start=chunk.start,
+        end=chunk.end,
+        digest=chunk.digest,
+        encoding=chunk.encoding,
+        first_head=chunk.first_head,
+        last_head=chunk.last_head,
+        slot=slot,
+        slot_bytes=0 if slot is None else len(chunk.payload),
+    )
+    return Frame(pb.PushMessage(chunk=message), chunk.payload if slot is None else b"")
+
+
+def chunk_from_pb(message: pb.Chunk, payload: bytes | memoryview) -> Chunk:
+    return Chunk(
+        lease=lease_from_pb(message.lease),
+        layout=message.layout,
+        first_layer=message.first_layer,
+        last_layer=message.last_layer,
+        start=message.start,
+        end=message.end,
+        payload=payload,
+        digest=message.digest,
+        encoding=message.encoding,
+        first_head=message.first_head,
+        last_head=message.last_head,
+    )
+
+
+def commit_frame(commit: Commit) -> Frame:
+    message = pb.Commit(lease=lease_to_pb(commit.lease), first_token=commit.first_token, digest=commit.digest)
+    return Frame(pb.PushMessage(commit=message))
+
+
+def commit_from_pb(message: pb.Commit) -> Commit:
+    return Commit(lease=lease_from_pb(message.lease), first_token=message.first_token, digest=message.digest)

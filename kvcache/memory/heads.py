@@ -1,0 +1,65 @@
+"""Which KV heads a shard of a tensor-parallel worker holds, and how the heads of some shards become those of others.
+
+Pure numbers: it moves no bytes, and knows neither torch nor who the shards are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from serving.kvspec import LayerKV
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSlice:
+    """Heads one rank sends to another: `heads` as the sender counts its own, `place` as the receiver counts its own."""
+
+    rank: int  # who sends
+    heads: range
+    place: range
+    of: int  # heads the receiver holds
+
+    @property
+    def whole(self) -> bool:
+        """Nobody else has anything to send to this receiver."""
+        return len(self.place) == self.of
+
+
+def heads_of(kv_heads: int, rank: int, size: int) -> range:
+    """The model's heads that rank `rank` of `size` holds: an even share, or one head, held by several ranks."""
+    assert 0 <= rank < size and kv_heads > 0
+    first = rank * kv_heads // size
+    return range(first, first + 1) if kv_heads < size else range(first, (rank + 1) * kv_heads // size)
+
+
+def slice_map(kv_heads: int, from_size: int, to_size: int) -> tuple[tuple[HeadSlice, ...], ...]:
+    """For each of `to_size` receiving ranks the head_slices that make up its heads, in their order, each head once.
+
+    Planes without an axis of heads are cut like one head, which every rank holds: each receiver has one slice then.
+    Of several senders that hold a head, receivers take turns, so that none of them sends everything.
+    """
+    return tuple(_pieces(kv_heads, from_size, rank, to_size) for rank in range(to_size))
+
+
+def _pieces(kv_heads: int, from_size: int, rank: int, to_size: int) -> tuple[HeadSlice, ...]:
+    wanted = heads_of(kv_heads, rank, to_size)
+    head_slices: list[HeadSlice] = []
+    for head in wanted:
+        holders = [sender for sender in range(from_size) if head in heads_of(kv_heads, sender, from_size)]
+        sender = holders[rank % len(holders)]
+        local, place = head - heads_of(kv_heads, sender, from_size).start, head - wanted.start
+        if head_slices and head_slices[-1].rank == sender:
+            last = head_slices.pop()
+            head_slice = replace(
+                last, heads=range(last.heads.start, local + 1), place=range(last.place.start, place + 1)
+            )
+        else:
+            head_slice = HeadSlice(sender, range(local, local + 1), range(place, place + 1), len(wanted))
+        head_slices.append(head_slice)
+    return tuple(head_slices)
+
+
+def with_heads(layer: LayerKV, count: int) -> LayerKV:
+    """The layer with so many heads. One whose planes have no axis of heads must not be asked for."""
+    assert layer.heads is not None
+    return replace(layer, planes=tuple(replace(plane, shape=(count, *plane.shape[1:])) for plane in layer.planes))

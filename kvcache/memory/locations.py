@@ -1,0 +1,105 @@
+"""Where the KV of a sequence's tokens lies, on the device or in host memory, for whoever copies it in or out.
+
+A sequence's oldest KV may move to the host while it is read. Nobody waits for that: what has moved is read once more.
+It knows sequences and the memories they lie in, and nothing of chunks, leases or transports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvcache.memory.device import DeviceKV
+from kvcache.memory.host import HostKV
+from kvcache.memory.host_copy import Bytes
+from serving.engine.sequence import SequenceState
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class KVLocation:
+    """Tokens start..end (exclusive) of a sequence in one memory: `blocks` is its table there, from token 0 on."""
+
+    device_kv: DeviceKV
+    blocks: Sequence[int]  # right for these tokens; what it says of others means nothing
+    start: int
+    end: int
+    on_host: bool = False
+
+
+class KVLocations:
+    """The memories of one worker: `device`, and `host` where it has one. `lock` guards its sequences."""
+
+    def __init__(
+        self, device: DeviceKV, host: HostKV | None = None, lock: AbstractContextManager[object] | None = None
+    ):
+        self.device = device
+        self.host = host
+        self.lock: AbstractContextManager[object] = nullcontext() if lock is None else lock
+
+    def read(self, seq: SequenceState, start: int, end: int, copy: Callable[[KVLocation], T]) -> list[T]:
+        """What `copy` makes of the locations where computed tokens start..end lie, in order; on any thread.
+
+        It is called once more where the KV has moved while it copied, and returns bytes of the right tokens alone: a
+        block is written again only after its move is told (Spill.settle), and that is looked at after each copy.
+        """
+        found = []
+        while start < end:
+            location = self._place(seq, start, end)
+            self._wait(location)
+            copied = copy(location)
+            if not self._moved(seq, location):
+                found.append(copied)
+                start = location.end
+        return found
+
+    def write(self, seq: SequenceState, layer: int, start: int, parts: Sequence[Sequence[Bytes]]) -> None:
+        """Put KV that has come from elsewhere where it belongs in a sequence that computes none of its own. Locked.
+
+        `parts[i]` are the planes of layer `layer + i`, uint8 [tokens, token_bytes] each, for tokens from `start` on.
+        """
+        if seq.offload is not None:
+            seq.offload.arrive()
+        begin, end = start, start + len(parts[0][0])
+        while begin < end:
+            location = self._place(seq, begin, end)
+            self._wait(location)
+            slots = location.device_kv.slots(location.blocks, location.start, location.end)
+            rows = slice(location.start - start, location.end - start)
+            for index, planes in enumerate(parts, layer):
+                location.device_kv.write(index, slots, [plane[rows] for plane in planes])
+            begin = location.end
+
+    def _place(self, seq: SequenceState, start: int, end: int) -> KVLocation:
+        """Where token `start` lies, and as many after it as lie in the same memory."""
+        device = self.device.kept_as(seq.kv_dtype)
+        if self.host is None or seq.offload is None:
+            return KVLocation(device, seq.blocks, start, end)
+        with self.lock:
+            offload = seq.offload
+            if offload is None:  # it has just ended: whoever reads it is about to hear so
+                return KVLocation(device, seq.blocks, start, end)
+            coming = list(offload.moves)
+            there = offload.moved - len(coming)  # extents on the host
+            border = there * self.host.plan.extent_tokens
+            if start < border:
+                memory = self.host.memory.kept_as(seq.kv_dtype)
+                return KVLocation(memory, list(offload.extents), start, min(end, border), on_host=True)
+            absent = [0] * (there * offload.extent_blocks)
+            leaving = [block for move in coming for block in move.blocks]
+            return KVLocation(device, [*absent, *leaving, *seq.blocks], start, end)
+
+    def _wait(self, location: KVLocation) -> None:
+        """Until what has moved to the location is there."""
+        if self.host is not None and location.on_host:
+            self.host.wait_moves()
+
+    def _moved(self, seq: SequenceState, location: KVLocation) -> bool:
+        """Whether some of it has been copied to the host by now, so that its blocks may hold other tokens."""
+        offload = seq.offload
+        if offload is None or self.host is None or location.on_host:
+            return False
+        return offload.copied * self.host.plan.extent_tokens > location.start

@@ -1,0 +1,1 @@
+"""Memory that one process lends another to write to (shared memory, NIXL), and zero-copy protobuf framing."""

@@ -1,0 +1,239 @@
+"""The one door to NIXL: an agent with a registered buffer, in a thread of its own, and writes from it into others'.
+
+It moves bytes between addresses. What they mean, whose turn it is and who may write where is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import shutil
+import threading
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvcache.transfer.lent_memory import TransferUnavailable
+
+log = logging.getLogger(__name__)
+
+KIND = "nixl"
+POLL_SECONDS = 0.0002  # between looks at writes in progress
+TURN_SECONDS = (
+    0.001  # between turns given to writes that arrive; those that need none (shared memory, RDMA) do not wait
+)
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 -- nothing is written there, only its room is looked at
+LEAST_SHARED_BYTES = 32 << 20  # UCX takes four MiB there; it has been seen to crash the process with 16 left
+MOST_PEERS = 64  # remote agents remembered; beyond, the one met longest ago is forgotten
+
+T = TypeVar("T")
+
+
+def installed() -> bool:
+    return importlib.util.find_spec("nixl") is not None
+
+
+def require_shared_memory() -> None:
+    """Raises TransferUnavailable where UCX would have too little of it to be safe."""
+    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else LEAST_SHARED_BYTES
+    if free < LEAST_SHARED_BYTES:
+        wanted = LEAST_SHARED_BYTES >> 20
+        raise TransferUnavailable(
+            f"NIXL wants {wanted} MiB free in {SHARED_MEMORY}, which has {free >> 20}; give the container more "
+            "(--shm-size), or choose --kv-transport shm or grpc"
+        )
+
+
+@dataclass(slots=True)
+class _Write:
+    """A payload on its way from this buffer's `offset` to an address of a peer's."""
+
+    peer: str
+    offset: int
+    address: int
+    payload: bytes | memoryview
+    done: Future[None]
+    handle: Any = None
+
+
+class Agent:
+    """One agent of NIXL over UCX with one buffer, `memory`. Raises TransferUnavailable if NIXL will not start.
+
+    NIXL makes progress only when it is called, so the thread calls it while writes are under way here or, as
+    `expecting` says, may arrive from others. Otherwise it rests.
+    """
+
+    def __init__(self, size: int):
+        require_shared_memory()
+        self.memory = np.zeros(size, dtype=np.uint8)
+        self.base = int(self.memory.ctypes.data)
+        self._news = threading.Condition()
+        self._jobs: list[Callable[[], None]] = []
+        self._flying: list[_Write] = []
+        self._expecting = 0
+        self._stopping = False
+        self._peers: dict[bytes, str] = {}  # by their metadata, the one met last at the end
+        self._thread = threading.Thread(target=self._run, name="nixl", daemon=True)
+        self._thread.start()
+        try:
+            self.metadata = self.call(self._start).result()
+        except TransferUnavailable:
+            self.close()
+            raise
+
+    # ---- from any thread ---------------------------------------------------------------------------------------
+
+    def call(self, job: Callable[[], T]) -> Future[T]:
+        """Have the agent's thread run this. It fails with TransferUnavailable where NIXL does."""
+        done: Future[T] = Future()
+        done.set_running_or_notify_cancel()  # it cannot be cancelled any more
+
+        def run() -> None:
+            try:
+                done.set_result(job())
+            except self._errors as error:
+                done.set_exception(TransferUnavailable(f"NIXL: {type(error).__name__}: {error}"))
+
+        with self._news:
+            self._jobs.append(run)
+            self._news.notify()
+        return done
+
+    def meet(self, metadata: bytes) -> Future[str]:
+        """Make a peer's memory reachable; the name to write to it by."""
+        return self.call(lambda: self._meet(metadata))
+
+    def write(self, peer: str, offset: int, address: int, payload: bytes | memoryview) -> Future[None]:
+        """Copy the payload to `memory[offset:]`, and from there to the peer's address; done when it all lies there."""
+        write = _Write(peer, offset, address, payload, Future())
+        write.done.set_running_or_notify_cancel()
+        with self._news:
+            self._jobs.append(lambda: self._post(write))
+            self._news.notify()
+        return write.done
+
+    def expecting(self, more: int) -> None:
+        """So many more transfers may write here from now on; fewer when negative."""
+        with self._news:
+            self._expecting += more
+            self._news.notify()
+
+    def close(self) -> None:
+        """End the thread; what is under way stays undone."""
+        with self._news:
+            self._stopping = True
+            self._news.notify()
+        self._thread.join()
+
+    # ---- in the agent's thread ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._errors: tuple[type[Exception], ...] = (ImportError, RuntimeError, OSError)
+        while True:
+            with self._news:
+                if not self._jobs and not self._stopping:
+                    self._news.wait(self._pause())
+                if self._stopping:
+                    break
+                jobs, self._jobs = self._jobs, []
+            for job in jobs:
+                job()
+            if self._flying:
+                self._flying = [write for write in self._flying if not self._landed(write)]
+            elif self._expecting > 0:
+                self._agent.get_new_notifs()  # nobody sends any: it is the call that gives arriving writes their turn
+        self._stop()
+
+    def _pause(self) -> float | None:
+        """Seconds until NIXL is to be called again where nothing else is to be done; None: not before that."""
+        if self._flying:
+            return POLL_SECONDS
+        return TURN_SECONDS if self._expecting > 0 else None
+
+    def _start(self) -> bytes:
+        """Start NIXL and register the buffer; the metadata by which others can write to it."""
+        os.environ.setdefault("UCX_LOG_FILE", "stderr")  # what is on standard output is ours
+        strict = logging.raiseExceptions
+        from nixl import _api as nixl
+        from nixl import _bindings as bindings
+
+        logging.raiseExceptions = strict  # importing NIXL clears it, for everybody
+        theirs = logging.getLogger("nixl")
+        theirs.handlers.clear()
+        theirs.propagate = True
+        theirs.setLevel(logging.WARNING)
+        kinds = [kind for kind in vars(bindings).values() if isinstance(kind, type)]
+        self._errors += tuple(kind for kind in kinds if issubclass(kind, Exception))
+        config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        name = f"millrace-{os.getpid()}-{uuid.uuid4().hex}"
+        self._agent: Any = nixl.nixl_agent(name, config)
+        self._registered = self._agent.register_memory([(self.base, self.memory.nbytes, 0, "")], "DRAM")
+        return bytes(self._agent.get_agent_metadata())
+
+    def _stop(self) -> None:
+        if not hasattr(self, "_agent"):
+            return
+        for name in self._peers.values():
+            self._agent.remove_remote_agent(name)
+        self._agent.deregister_memory(self._registered)
+        del self._agent
+
+    def _meet(self, metadata: bytes) -> str:
+        name = self._peers.pop(metadata, None)
+        if name is None:
+            name = self._agent.add_remote_agent(metadata)
+            name = name.decode() if isinstance(name, bytes) else name
+        self._peers[metadata] = name
+        if len(self._peers) > MOST_PEERS:
+            self._forget(next(iter(self._peers.values())))
+        return name
+
+    def _forget(self, peer: str) -> None:
+        self._peers = {metadata: name for metadata, name in self._peers.items() if name != peer}
+        try:
+            self._agent.remove_remote_agent(peer)
+        except self._errors as error:
+            log.debug("NIXL does not let go of %s: %s", peer, error)
+
+    def _post(self, write: _Write) -> None:
+        size = len(write.payload)
+        np.copyto(self.memory[write.offset : write.offset + size], np.frombuffer(write.payload, dtype=np.uint8))
+        try:
+            here = self._agent.get_xfer_descs([(self.base + write.offset, size, 0)], "DRAM")
+            there = self._agent.get_xfer_descs([(write.address, size, 0)], "DRAM")
+            write.handle = self._agent.initialize_xfer("WRITE", here, there, write.peer)
+            state = self._agent.transfer(write.handle)
+        except self._errors as error:
+            self._failed(write, error)
+            return
+        if not self._ended(write, state):
+            self._flying.append(write)
+
+    def _landed(self, write: _Write) -> bool:
+        """Whether the write is over; its future is told how."""
+        try:
+            return self._ended(write, self._agent.check_xfer_state(write.handle))
+        except self._errors as error:
+            self._failed(write, error)
+            return True
+
+    def _ended(self, write: _Write, state: str) -> bool:
+        if state == "PROC":
+            return False
+        self._agent.release_xfer_handle(write.handle)
+        if state == "DONE":
+            write.done.set_result(None)
+        else:
+            self._failed(write, RuntimeError(f"a write ended as {state}"))
+        return True
+
+    def _failed(self, write: _Write, error: Exception) -> None:
+        """The peer is met anew before anything else is written to it."""
+        self._forget(write.peer)
+        write.done.set_exception(TransferUnavailable(f"NIXL: {type(error).__name__}: {error}"))

@@ -1,0 +1,125 @@
+"""KV written by NIXL: slots a receiver lends to transfers, and the writer that fills them from the other end.
+
+The slots are memory to land in, never KV blocks: a write that comes late may hit what belongs to someone else by then,
+and here that can only be a slot, whose bytes are copied out before their digest is checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import suppress
+
+from kvcache.transfer.lending import Lending
+from kvcache.transfer.lent_memory import LentBuffers, NoBuffers, TransferUnavailable
+from kvcache.transfer.nixl_agent import KIND, Agent
+from serving.messages import TransportOffer
+
+SLOT_BYTES = 2 << 20  # room for a chunk; larger ones go over the stream
+SLOTS = 4  # for each transfer: a handoff, or a fetch from the pool
+TRANSFERS = 8  # at a time; more go over the stream. Memory is taken up when it is first written to: 64 MiB in all
+REST_SECONDS = 60.0  # how long slots rest that a sender left without a word: far longer than it waits for a write
+SETTLE_SECONDS = 2.0  # how long the end of a transfer waits for its writes
+PART_BYTES = SLOTS * SLOT_BYTES
+
+
+class NixlLender:
+    """The receiving half (lent_memory.MemoryLender). Raises TransferUnavailable if NIXL will not start."""
+
+    kind = KIND
+
+    def __init__(self) -> None:
+        self.agent = Agent(TRANSFERS * PART_BYTES)
+        self.offers: tuple[TransportOffer, ...] = (TransportOffer(kind=KIND, details=self.agent.metadata),)
+        self.lending = Lending(TRANSFERS, REST_SECONDS)
+
+    def lend(self) -> LentBuffers | None:
+        part = self.lending.lend(time.monotonic())
+        if part is None:
+            return None
+        self.agent.expecting(+1)
+        first = self.agent.base + part * PART_BYTES
+        return LentBuffers(part, tuple(range(first, first + PART_BYTES, SLOT_BYTES)), SLOT_BYTES)
+
+    def read(self, slots: LentBuffers, index: int, length: int) -> bytes | memoryview:
+        if not (index < SLOTS and length <= SLOT_BYTES):
+            return b""
+        start = slots.number * PART_BYTES + index * SLOT_BYTES
+        return self.agent.memory[start : start + length].copy().data
+
+    def take_back(self, slots: LentBuffers, *, settled: bool) -> None:
+        self.lending.take_back(slots.number, time.monotonic(), settled=settled)
+        self.agent.expecting(-1)
+
+    def close(self) -> None:
+        self.agent.close()
+
+
+class NixlWriters:
+    """The sending half of a process (lent_memory.RemoteWriters). NIXL starts with the first transfer."""
+
+    kind = KIND
+
+    def __init__(self) -> None:
+        self.lending = Lending(TRANSFERS, REST_SECONDS)
+        self._agent: Agent | None = None
+        self._starting = threading.Lock()
+
+    def writer(self, offer: TransportOffer) -> NixlWriter:
+        return NixlWriter(self, offer.details)
+
+    def prepare(self) -> None:
+        with suppress(TransferUnavailable):
+            self.agent()
+
+    def agent(self) -> Agent:
+        """Takes a while the first time. Raises TransferUnavailable."""
+        with self._starting:
+            if self._agent is None:
+                self._agent = Agent(TRANSFERS * PART_BYTES)
+            return self._agent
+
+    def close(self) -> None:
+        with self._starting:
+            if self._agent is not None:
+                self._agent.close()
+                self._agent = None
+
+
+class NixlWriter:
+    """One transfer's writes (kvcache.transfer.lent_memory.RemoteWriter), through slots of its own at this end."""
+
+    kind = KIND
+
+    def __init__(self, writers: NixlWriters, metadata: bytes):
+        self.writers = writers
+        self.metadata = metadata
+        self._part: int | None = None
+        self._writes: list[Future[None]] = []
+
+    async def connect(self) -> None:
+        self._part = self.writers.lending.lend(time.monotonic())
+        if self._part is None:
+            raise NoBuffers("all slots at this end are in use")
+        self._agent = await asyncio.to_thread(self.writers.agent)
+        self._peer = await asyncio.wrap_future(self._agent.meet(self.metadata))
+
+    def write(self, slot: int, address: int, payload: bytes | memoryview) -> asyncio.Future[None]:
+        assert self._part is not None and slot < SLOTS
+        done = self._agent.write(self._peer, self._part * PART_BYTES + slot * SLOT_BYTES, address, payload)
+        self._writes = [write for write in self._writes if not write.done()] + [done]
+        written = asyncio.wrap_future(done)
+        written.add_done_callback(lambda over: over.cancelled() or over.exception())  # nobody may be left to ask
+        return written
+
+    async def settle(self) -> bool:
+        left = [asyncio.wrap_future(write) for write in self._writes if not write.done()]
+        if left:
+            await asyncio.wait(left, timeout=SETTLE_SECONDS)
+        settled = all(write.done() for write in self._writes)
+        if self._part is not None:
+            self.writers.lending.take_back(self._part, time.monotonic(), settled=settled)
+            self._part = None
+        return settled

@@ -1,0 +1,84 @@
+"""One prefill try as the router sees it: its first token, then silence until the KV is over, or an error."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, Protocol
+
+from serving.errors import MillraceError, WorkerLost
+from serving.links import PrefillLink
+from serving.messages import Prefilled, PrefillOrder
+
+log = logging.getLogger(__name__)
+
+
+class Watched(Protocol):
+    """The lease the prefill works for."""
+
+    failed: asyncio.Future[MillraceError]
+
+    def interrupt(self, error: MillraceError) -> None: ...
+
+
+class PrefillCall:
+    """Use as a context manager: leaving it cancels the prefill wherever it is. `ended` is called once, when it ends."""
+
+    def __init__(self, link: PrefillLink, order: PrefillOrder, lease: Watched, ended: Callable[[], None]):
+        self.link = link
+        self.order = order
+        self.lease = lease
+        self.ended = ended
+        self._leaving = False
+        self._first: asyncio.Future[Prefilled] = asyncio.get_running_loop().create_future()
+
+    async def __aenter__(self) -> PrefillCall:
+        self._task = asyncio.create_task(self._run(), name=f"prefill-{self.order.order.lease.lease}")
+        self._task.add_done_callback(self._over)
+        return self
+
+    async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._leaving = True
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._first.cancel()
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        """The call has ended, in whatever way: nobody may wait for it any more."""
+        self.ended()
+        error = task.exception() if not task.cancelled() else None if self._leaving else asyncio.CancelledError()
+        if error is not None:
+            log.error("a prefill call broke", exc_info=error)
+            self.lose(WorkerLost(f"the prefill call broke: {error!r}"))
+
+    def lose(self, error: MillraceError) -> None:
+        """The worker is out of reach: whoever waits for its first token, or for its KV, hears why."""
+        if not self._first.done():
+            self._first.set_exception(error)
+        elif not self._task.done() or self._task.cancelled() or self._task.exception() is not None:
+            self.lease.interrupt(error)
+
+    async def first(self) -> Prefilled:
+        """The first token. Raises what the prefill raised, or what ended the lease meanwhile."""
+        waiting: list[asyncio.Future[Any]] = [self._first, self.lease.failed]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if self._first.done():
+            return self._first.result()
+        raise self.lease.failed.result()
+
+    async def _run(self) -> None:
+        try:
+            async with aclosing(self.link.run(self.order)) as results:  # type: ignore[type-var]
+                async for prefilled in results:
+                    if not self._first.done():
+                        self._first.set_result(prefilled)
+            if not self._first.done():
+                raise WorkerLost("the prefill ended without a token")
+        except MillraceError as error:
+            if not self._first.done():
+                self._first.set_exception(error)
+            else:
+                self.lease.interrupt(error)

@@ -1,0 +1,45 @@
+"""Counts the requests inside the door, and closes it for a drain.
+
+The server that stops the process waits here until everyone has left; it stops no request itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from serving.errors import Unavailable
+
+
+class InFlightRequests:
+    """One for each app; used from its event loop only."""
+
+    def __init__(self, *, retry_after_s: float = 5.0) -> None:
+        self.count = 0
+        self.draining = False
+        self._retry_after_s = retry_after_s
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        """Hold the door for one request. Raises `Unavailable` once draining has begun."""
+        if self.draining:
+            raise Unavailable("the server is shutting down", code="draining", retry_after=self._retry_after_s)
+        self.count += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.count -= 1
+            if not self.count:
+                self._idle.set()
+
+    def begin_drain(self) -> None:
+        """From now on new requests get a 503; those inside go on."""
+        self.draining = True
+
+    async def wait_idle(self) -> None:
+        """Return when no request is inside."""
+        await self._idle.wait()

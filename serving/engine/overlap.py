@@ -1,0 +1,142 @@
+"""An engine that begins the next decode step before it has read the tokens of the one that runs.
+
+For runners whose device computes beside Python: planning, accounting and delivery then take no time of the device.
+It knows no torch; how a token is drawn that Python has not seen is the runner's affair.
+
+    step n      begun ──────────── told ── accounted, delivered
+    step n+1           planned, begun ─────────────────────────── told ── ...
+
+Step n+1 is the same sequences, one token each, but for those that can have no further token, and with those that have
+joined since. Only a step of plain decode work is followed so, and only by another; before anything else the engine
+waits for the tokens, as it always does. A sequence that turns out to have ended with step n keeps its blocks until
+n+1 is over, and what n+1 drew for it is dropped: it appears in no output, and its KV under no key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from serving.engine.engine import Engine, Runner, RunResult, RunTimes
+from serving.engine.plan import StepPlan, Work
+from serving.engine.sequence import SequenceOutput, SequenceState
+
+
+class Launched(Protocol):
+    """A step that has begun and whose tokens nobody has read."""
+
+    def collect(self) -> RunResult:
+        """Wait for its tokens. Called once; what went wrong on the device is raised here.
+
+        `times.batch` are the seconds its batch took to build, `times.forward` those from then on until now.
+        """
+        ...
+
+
+class OverlapRunner(Runner, Protocol):
+    """A runner that can begin a step after one that it has not been asked the tokens of."""
+
+    def can_overlap(self, seq: SequenceState) -> bool:
+        """Whether each next token of the sequence is drawn without Python knowing the one before. Once so, always."""
+        ...
+
+    def launch(self, work: Sequence[Work], after: Launched | None) -> Launched:
+        """Begin a step of plain work, all of it overlappable.
+
+        A sequence that is also part of `after`, which is not accounted for, goes on from what that draws for it.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step under way. Seconds on the engine's clock."""
+
+    plan: StepPlan
+    launched: Launched
+    context: int  # tokens of KV it reads
+    planning_seconds: float
+    follows: bool  # another, which ran when this one began
+
+
+class OverlapEngine(Engine):
+    """See the module. `ahead` counts the steps that were begun while the one before them ran."""
+
+    can_overlap = True
+    runner: OverlapRunner
+    flight: Flight | None = None  # begun by an earlier call, and not accounted for
+    ahead = 0
+
+    def step(self) -> list[SequenceOutput] | None:
+        """Run one step, and begin the next where that is overlappable; what the first brought out, or None."""
+        began = self.clock()
+        flight, outputs = self.flight, list[SequenceOutput]()
+        if flight is None:
+            plan, outputs = self.schedule(began)
+            if not plan.work:
+                return outputs or None
+            if not self._foreseen(plan):
+                return outputs + self._step(plan, began)
+            self.step_began = began
+            flight = self._launch(plan, None, began)
+        return outputs + self._account(flight, self._follow(flight))
+
+    def settle(self) -> list[SequenceOutput]:
+        """Finish the step that has been begun ahead of its time, if one has."""
+        return [] if self.flight is None else self._account(self.flight, None)
+
+    def _foreseen(self, plan: StepPlan) -> bool:
+        """Whether all of the step is such that another may follow it, or be followed by it, with its tokens unread."""
+        return bool(plan.work) and all(work.plain and self.runner.can_overlap(work.seq) for work in plan.work)
+
+    def _follow(self, flight: Flight) -> Flight | None:
+        """Begin the step after this one, which runs; None where its tokens are needed first."""
+        began = self.clock()
+        with self.lock:
+            plan = StepPlan(self.max_num_batched_tokens, self.max_num_seqs, ahead=True, can_overlap=True)
+            filled = all(scheduler.fill_ahead(plan, began) for scheduler in self.schedulers)
+            if not filled or not self._foreseen(plan):
+                return None
+            self.begin(plan)
+        self.ahead += 1
+        return self._launch(plan, flight.launched, began)
+
+    def _launch(self, plan: StepPlan, after: Launched | None, began: float) -> Flight:
+        # What the step before this one draws is read too, though nobody knows it.
+        context = sum(len(work.seq.tokens) + work.seq.in_flight - 1 for work in plan.work)
+        planned = self.clock()
+        return Flight(plan, self.runner.launch(plan.work, after), context, planned - began, after is not None)
+
+    def _account(self, flight: Flight, following: Flight | None) -> list[SequenceOutput]:
+        """Wait for a step's tokens, and do with them what is done after any step."""
+        began = self.step_began
+        assert began is not None, "a flight is a step that runs"
+        result = flight.launched.collect()
+        ended = self.step_began = self.clock()  # the next is the one that runs now
+        self.flight = following
+        outputs = self.postprocess(flight.plan, result)
+        hidden, accounted = 0.0, self.clock()
+        if following is not None:
+            hidden = accounted - ended
+        else:
+            ended, self.step_began = accounted, None
+        self._record_flight(flight, began, ended, result.times, hidden)
+        return outputs
+
+    def _record_flight(self, flight: Flight, began: float, ended: float, times: RunTimes, hidden: float) -> None:
+        """A step lasts from the end of the one before it until its tokens are read or, if none follows, accounted for.
+
+        What is done for it before or after that is hidden: another computes meanwhile.
+        """
+        schedule_seconds = flight.planning_seconds
+        if flight.follows:
+            hidden += schedule_seconds + times.batch
+            schedule_seconds = 0.0
+            times = RunTimes(0.0, min(times.forward, ended - began), times.sample)
+        self._record(flight.plan, flight.context, began, schedule_seconds, ended - began, times, hidden)
+
+
+def engine_for(device: str) -> type[Engine]:
+    """The engine for a model on this torch device: one that begins ahead where that computes beside Python."""
+    return OverlapEngine if device.partition(":")[0] == "cuda" else Engine

@@ -1,0 +1,79 @@
+"""Chooses how a worker computes: kernels of its device where they fit the model, torch otherwise, with one line why.
+
+Tokens are drawn the same way as their scores are computed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import torch
+
+from serving.config import EngineConfig
+from serving.forward.cpu_forward import CpuForward, supports
+from serving.forward.cuda_graphs import GraphSizes
+from serving.forward.forward import EagerForward, Forward
+from serving.kernels import cpu
+from serving.loader.loading import LoadedModel
+from serving.model.decoder import Planes
+from serving.sampling.cpu_sampling import CpuSampling
+from serving.sampling.sampler import Sampler
+from serving.sampling.torch_sampling import TorchSampling
+
+log = logging.getLogger(__name__)
+
+
+def make_forward(model: LoadedModel, planes: Sequence[Planes], config: EngineConfig, max_position: int) -> Forward:
+    """Raises ValueError when compiled kernels are demanded and cannot be had."""
+    make = _on_cpu if planes[0][0].device.type == "cpu" else _on_cuda
+    made = "as asked for" if config.kernels == "torch" else make(model, planes, config, max_position)
+    if not isinstance(made, str):
+        return made
+    if config.deterministic:
+        raise ValueError(f"--deterministic needs the compiled kernels, which do not fit here: {made}")
+    if config.kernels == "compiled":
+        raise ValueError(f"--kernels compiled: {made}; choose --kernels auto")
+    if config.kernels == "auto":
+        log.info("computing with torch: %s", made)
+    return EagerForward(model.model, planes)
+
+
+def make_sampler(forward: Forward) -> Sampler:
+    """What draws the tokens of `forward`'s scores: the kernels that compute these, or torch where they lie."""
+    if isinstance(forward, CpuForward):
+        return Sampler(CpuSampling(forward.decoder.kernels))
+    return Sampler(TorchSampling())
+
+
+def _on_cpu(model: LoadedModel, planes: Sequence[Planes], config: EngineConfig, max_position: int) -> Forward | str:
+    """The compiled kernels, or why they cannot be had."""
+    reason = supports(model.model, model.dtype)
+    if reason is not None:
+        return reason
+    kernels = cpu.load(threads=config.threads)
+    if kernels is None:
+        return "they could not be built"
+    torch.set_num_threads(1)  # or torch's idle threads would spin on the cores the kernels compute on
+    return CpuForward(model.model, planes, kernels, max_position)
+
+
+def _on_cuda(model: LoadedModel, planes: Sequence[Planes], config: EngineConfig, max_position: int) -> Forward | str:
+    """The Triton kernels, ready for every size of step, or why they cannot be had."""
+    device = planes[0][0].device
+    if device.type != "cuda":
+        return f"there are no kernels for {device.type} devices"
+    if config.deterministic:
+        return "on CUDA a product's bits may depend on its batch"
+    if find_spec("triton") is None:
+        return "triton is not installed (the extra `gpu`)"
+    from serving.forward import triton_forward  # it imports triton, which is not everywhere
+
+    reason = triton_forward.supports(model.model, model.dtype, planes[0])
+    if reason is not None:
+        return reason
+    forward = triton_forward.TritonForward(model.model, planes, max_position)
+    sizes = GraphSizes.up_to(config.max_num_seqs, max_position) if config.cuda_graphs else None
+    forward.warm_up(config.max_num_batched_tokens, sizes)
+    return forward

@@ -1,0 +1,191 @@
+"""CUDA graphs for decode steps: one graph per padded (sequences, context), replayed with the step's batch copied in.
+
+It knows a step as a callable over a RaggedBatch, and nothing of models or schedules. What is not a decode step of a
+captured size is not its business.
+
+Shapes: B sequences of the step, N sequences of the graph it is padded to, M blocks of the graph's longest table.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from serving.batch.ragged import RaggedBatch
+
+log = logging.getLogger(__name__)
+
+Step = Callable[[RaggedBatch], tuple[Tensor, ...]]
+Size = tuple[int, int]  # (sequences, tokens of context)
+
+WARM_UP_STEPS = 2  # before a capture: kernels are compiled and tuned in the first, libraries make room in both
+PADDING_SLOT = -1  # a row with this slot writes no KV
+TOLD_EVERY = 10  # captures between lines of the log
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphSizes:
+    """Which sizes are captured: every pair of these, each ascending. ValueError if there is none or they do not."""
+
+    sequences: tuple[int, ...]
+    contexts: tuple[int, ...]  # tokens: kernels launch programs for this much context, whatever a step has
+
+    def __post_init__(self) -> None:
+        for name, sizes in (("sequences", self.sequences), ("contexts", self.contexts)):
+            if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
+                raise ValueError(f"{name}: {sizes} is not an ascending list of positive sizes")
+
+    @staticmethod
+    def up_to(sequences: int, context: int) -> GraphSizes:
+        """1, 2, 4, then steps of 8 to 64, of 32 to 256, then of 128; contexts four times longer each, from 1,024 on."""
+        ladder = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 32), *range(256, sequences, 128)]
+        contexts = [1024 * 4**power for power in range(16) if 1024 * 4**power < context]
+        return GraphSizes(
+            sequences=(*(n for n in ladder if n < sequences), sequences), contexts=(*contexts, max(context, 1))
+        )
+
+    def fit(self, sequences: int, context: int) -> Size | None:
+        """The smallest size that holds a step of this many sequences and this longest context; None: none does."""
+        n, c = bisect_left(self.sequences, sequences), bisect_left(self.contexts, context)
+        if n == len(self.sequences) or c == len(self.contexts):
+            return None
+        return self.sequences[n], self.contexts[c]
+
+    def all(self) -> list[Size]:
+        """Largest first: the memory of a larger graph serves the smaller ones."""
+        return [(n, c) for n in reversed(self.sequences) for c in reversed(self.contexts)]
+
+
+def replayable(batch: RaggedBatch) -> bool:
+    """Whether this is a plain decode step: one query a sequence, and each one's logits wanted."""
+    return (
+        batch.long_rope is None
+        and batch.barrier is None
+        and all(count == 1 for count in batch.query_lens)
+        and len(batch.logits_rows) == len(batch.query_lens) > 0
+    )
+
+
+class StaticBatch:
+    """The tensors that captured steps read, at addresses that never change."""
+
+    def __init__(self, sizes: GraphSizes, block_size: int, device: torch.device | str) -> None:
+        most, width = sizes.sequences[-1], -(-sizes.contexts[-1] // block_size)
+        self.block_size = block_size
+        self.tokens = torch.zeros(most, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(most, dtype=torch.int64, device=device)
+        self.slots = torch.full((most,), PADDING_SLOT, dtype=torch.int64, device=device)
+        self.context_lens = torch.zeros(most, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros((most, width), dtype=torch.int32, device=device)
+        self.query_start = torch.arange(most + 1, dtype=torch.int32, device=device)
+        self.logits_rows = torch.arange(most, dtype=torch.int64, device=device)
+        self._used = 0  # rows from here on are padding
+
+    def fill(self, batch: RaggedBatch, size: Size) -> None:
+        """Copy a step in: rows from B on write no KV and have no context. The step must fit the size.
+
+        Nothing here waits for the device.
+        """
+        count = len(batch.query_lens)
+        width = min(batch.block_tables.shape[1], -(-size[1] // self.block_size))
+        assert count <= size[0] and max(batch.context_lens_list) <= size[1], f"{count} sequences do not fit {size}"
+        assert batch.block_size == self.block_size
+        self.tokens[:count].copy_(batch.tokens)
+        self.positions[:count].copy_(batch.positions)
+        self.slots[:count].copy_(batch.slots)
+        self.context_lens[:count].copy_(batch.context_lens)
+        self.block_tables[:count, :width].copy_(batch.block_tables[:, :width])
+        self._pad(count)
+
+    def clear(self) -> None:
+        """Make every row padding."""
+        self._pad(0)
+
+    def _pad(self, first: int) -> None:
+        """What is left in the block tables of padding is not read: it has no context."""
+        if first < self._used:
+            self.tokens[first : self._used].zero_()
+            self.positions[first : self._used].zero_()
+            self.slots[first : self._used].fill_(PADDING_SLOT)
+            self.context_lens[first : self._used].zero_()
+        self._used = first
+
+    def view(self, size: Size) -> RaggedBatch:
+        """The step a graph of this size is captured over: its contexts are all the longest it may be replayed with."""
+        n, context = size
+        return RaggedBatch(
+            tokens=self.tokens[:n],
+            positions=self.positions[:n],
+            slots=self.slots[:n],
+            query_start=self.query_start[: n + 1],
+            context_lens=self.context_lens[:n],
+            block_tables=self.block_tables[:n, : -(-context // self.block_size)],
+            block_size=self.block_size,
+            query_lens=(1,) * n,
+            context_lens_list=(context,) * n,
+            logits_rows=self.logits_rows[:n],
+        )
+
+
+class CudaGraphs:
+    """`step` with its launches replayed: the same results for [B, ...] outputs, without the time Python takes.
+
+    `step` must read nothing from the device, and must let rows with slot -1 write no KV and rows without context see
+    nothing, as serving.kernels.gpu does.
+    """
+
+    def __init__(self, step: Step, sizes: GraphSizes, block_size: int, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise ValueError(f"CUDA graphs need a CUDA device, not {device}")
+        self.step = step
+        self.sizes = sizes
+        self.static = StaticBatch(sizes, block_size, device)
+        self.device = device
+        self._graphs: dict[Size, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]] = {}
+        self._memory = torch.cuda.graph_pool_handle()
+
+    @torch.inference_mode()
+    def __call__(self, batch: RaggedBatch) -> tuple[Tensor, ...] | None:
+        """The step's outputs [B, ...], in memory that the next call overwrites; None where no size holds the batch.
+
+        Captures each size once. Nothing else here waits for the device.
+        """
+        size = self.sizes.fit(len(batch.query_lens), max(batch.context_lens_list)) if replayable(batch) else None
+        if size is None:
+            return None
+        if size not in self._graphs:
+            self._capture(size)
+        graph, outputs = self._graphs[size]
+        self.static.fill(batch, size)
+        graph.replay()
+        return tuple(output[: len(batch.query_lens)] for output in outputs)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Capture every size now, so that no step waits for it."""
+        sizes = self.sizes.all()
+        for number, size in enumerate(sizes, 1):
+            if size not in self._graphs:
+                self._capture(size)
+            if number % TOLD_EVERY == 0 or number == len(sizes):
+                log.info("capturing CUDA graphs: %d of %d", number, len(sizes))
+
+    def _capture(self, size: Size) -> None:
+        self.static.clear()
+        batch = self.static.view(size)
+        current, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP_STEPS):
+                self.step(batch)
+        current.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may go on using the device meanwhile: KV leaves and arrives on streams of its own.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            outputs = self.step(batch)
+        self._graphs[size] = (graph, outputs)

@@ -1,0 +1,195 @@
+"""A built decoder of the Llama shape computed by the Triton kernels: decode steps from CUDA graphs, the rest launched.
+
+It hands the model's own tensors to the kernels, copying none; what they compute is in serving.kernels.gpu, whose
+import needs triton. A batch with KV in host memory goes through the model's modules. On CUDA no step waits for the
+device, but for those whose layers somebody waits for: these end with their last layer's KV.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from copy import copy
+
+import torch
+from torch import Tensor, nn
+
+from serving.batch.ragged import RaggedBatch
+from serving.forward.cpu_forward import rotary_tables
+from serving.forward.cuda_graphs import PADDING_SLOT, CudaGraphs, GraphSizes
+from serving.forward.forward import EagerForward, Forward
+from serving.forward.layer_events import LayerDone
+from serving.kernels import gpu
+from serving.kernels.gpu.decoder import LinearWeights, TritonDecoder, TritonLayerWeights
+from serving.model.decoder import Attention, Decoder, GatedMlp, Layer, Planes, RmsNorm
+from serving.model.quantized_linear import QuantizedLinear
+
+log = logging.getLogger(__name__)
+
+WARM_UP_STEPS = ((1, 3), (100,))  # new tokens of sequences: few rows and many, decoding and prompts
+
+
+class TritonForward:
+    """Runs `model` over `planes` (serving.forward.forward.Forward). Use `supports` first.
+
+    Positions are below `max_position`. What it returns is the caller's own: no later step overwrites it.
+    """
+
+    form = "triton"
+
+    def __init__(self, model: Decoder, planes: Sequence[Planes], max_position: int) -> None:
+        spec = model.spec
+        assert model.rotary is not None and spec.rope is not None
+        self.model = model
+        self.device = model.embed.weight.device
+        self.block_size = planes[0][0].shape[1]
+        self.kernels = TritonDecoder(
+            embedding=model.embed.weight.detach(),
+            layers=[_layer(layer) for layer in model.layers],
+            final_norm=_weight(model.norm),
+            head=_linear(model.head),
+            eps=spec.norm_eps,
+            head_dim=spec.head_dim,
+            rotation=torch.stack(
+                rotary_tables(spec.rope.frequencies, spec.rope.magnitude, max_position, device=self.device)
+            ),
+            planes=planes,
+        )
+        self.graphs: CudaGraphs | None = None
+        self._warm_for = 0  # tokens of the largest step it has been made ready for
+        self._modules = EagerForward(model, planes)
+
+    def over(self, planes: Sequence[Planes]) -> Forward:
+        """The same kernels over other planes, or the model's modules where these cannot take them.
+
+        Every step is launched. Warmed up if this one is.
+        """
+        dtype = str(self.kernels.dtype).removeprefix("torch.")
+        if supports(self.model, dtype, planes[0]) is not None:
+            return self._modules.over(planes)
+        other = copy(self)
+        other.kernels, other.graphs, other._modules = self.kernels.over(planes), None, self._modules.over(planes)
+        if self._warm_for:
+            other.warm_up(self._warm_for, None)
+        return other
+
+    @torch.inference_mode()
+    def warm_up(self, most_tokens: int, graphs: GraphSizes | None) -> None:
+        """Compile, tune and capture now, so that no request waits for it: steps of up to `most_tokens` tokens.
+
+        Decode steps of these sizes are replayed from CUDA graphs; None: of none. Seconds to minutes, the first time.
+        """
+        log.info("compiling and tuning kernels")
+        self._warm_for = most_tokens
+        self.kernels.tune(most_tokens)
+        for counts in WARM_UP_STEPS:
+            self.kernels.scores(silent_step(counts, self.block_size, self.device))
+        if graphs is not None:
+            # All graphs write their scores to the same place: at a size each they would take gigabytes.
+            shape = (graphs.sequences[-1], self.model.spec.vocab_size)
+            self._scores = torch.empty(shape, dtype=torch.float32, device=self.device)
+            self.graphs = CudaGraphs(self._decode, graphs, self.block_size, self.device)
+            self.graphs.warm_up()
+
+    def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+        if batch.offloaded is not None:
+            return self._modules.logits(batch, layer_done)
+        if self.graphs is not None and layer_done is None and (replayed := self.graphs(batch)) is not None:
+            return replayed[0].clone()
+        return self._launched(batch, layer_done)
+
+    def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+        if batch.offloaded is not None:
+            return self._modules.greedy(batch, layer_done)
+        if self.graphs is not None and layer_done is None and (replayed := self.graphs(batch)) is not None:
+            return replayed[1].clone()
+        return best(self._launched(batch, layer_done))
+
+    def _launched(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+        angles = None
+        if batch.long_rope is not None:
+            assert self.model.rotary is not None
+            angles = self.model.rotary(batch)
+        if layer_done is None:
+            return self.kernels.scores(batch, angles=angles)
+        with self._modules.layers.telling(layer_done) as written:
+            return self.kernels.scores(batch, angles=angles, written=written)
+
+    def _decode(self, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
+        """What a graph is captured of: scores [N, V], and the best of each."""
+        scores = self._scores[: len(batch.tokens)]
+        scores.copy_(self.kernels.scores(batch))
+        return scores, best(scores)
+
+
+def best(scores: Tensor) -> Tensor:
+    """The best-scored token [R] of each row [R, V], the lowest id among equals; -1 where it is no finite number."""
+    peaks, tokens = scores.max(dim=-1)
+    return tokens.where(peaks.isfinite(), -1)
+
+
+def silent_step(counts: Sequence[int], block_size: int, device: torch.device) -> RaggedBatch:
+    """Sequences with so many new tokens, which write no KV and see none."""
+    batch = RaggedBatch.build(
+        tokens=[[0] * count for count in counts],
+        starts=[0] * len(counts),
+        block_tables=[[0] * -(-count // block_size) for count in counts],
+        block_size=block_size,
+        device=device,
+    )
+    batch.slots.fill_(PADDING_SLOT)
+    batch.context_lens.zero_()
+    batch.positions.zero_()  # there may be no angles for these
+    return batch
+
+
+def supports(model: Decoder, dtype: str, kv: Planes) -> str | None:
+    """Why the kernels cannot run this model over planes like these, or None if they can."""
+    spec, kind = model.spec, getattr(torch, dtype)
+    if spec.norm != "rms" or spec.mlp != "gated_silu" or spec.rope is None or spec.learned_positions:
+        return f"{spec.architecture} is not of the Llama shape"
+    if not gpu.supports_rows(max(spec.hidden, spec.intermediate), kind):
+        return f"the kernels do not compute rows of {max(spec.hidden, spec.intermediate)} in {dtype}"
+    if not gpu.supports_rotary(spec.head_dim, kv[0].dtype):
+        return f"the kernels do not write heads of {spec.head_dim} dimensions as {kv[0].dtype}"
+    if not gpu.supports_attention(spec.heads, spec.kv_heads, spec.head_dim, kind, kv[0].dtype):
+        return (
+            f"the kernels do not attend with {spec.heads} heads of {spec.head_dim} dimensions over {spec.kv_heads},"
+            f" {dtype} over {kv[0].dtype}"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear) and not gpu.supports_linear(module.in_features, module.out_features):
+            return f"the kernels do not multiply {name}'s {module.in_features} inputs in INT8"
+    return None
+
+
+def _layer(layer: nn.Module) -> TritonLayerWeights:
+    assert isinstance(layer, Layer) and isinstance(layer.attention, Attention) and isinstance(layer.mlp, GatedMlp)
+    attention, mlp = layer.attention, layer.mlp
+    norms = None
+    if attention.q_norm is not None and attention.k_norm is not None:
+        norms = (_weight(attention.q_norm), _weight(attention.k_norm))
+    return TritonLayerWeights(
+        attention_norm=_weight(layer.attention_norm),
+        mlp_norm=_weight(layer.mlp_norm),
+        qkv=_linear(attention.qkv),
+        o=_linear(attention.o),
+        gate_up=_linear(mlp.gate_up),
+        down=_linear(mlp.down),
+        head_norms=norms,
+        window=attention.window,
+    )
+
+
+def _weight(norm: nn.Module) -> Tensor:
+    assert isinstance(norm, RmsNorm)
+    return norm.weight.detach()
+
+
+def _linear(linear: nn.Module) -> LinearWeights:
+    assert isinstance(linear, nn.Linear | QuantizedLinear)
+    return LinearWeights(
+        weight=linear.weight.detach(),
+        scale=linear.scale.detach() if isinstance(linear, QuantizedLinear) else None,
+        bias=None if linear.bias is None else linear.bias.detach(),
+    )

@@ -1,0 +1,90 @@
+"""What each linear layer of a model is given to multiply when the model reads a calibration text.
+
+It runs the model and looks; it changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from serving.batch.ragged import RaggedBatch
+from serving.model.decoder import Decoder
+from serving.quantization.search import input_sizes
+
+BLOCK_SIZE = 16
+FIRST = 2  # tokens at the start of each sequence that are always looked at: attention puts its surplus there
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Inputs of one linear layer: those of some tokens [M, in], and their sizes over all tokens [2, in]; float32."""
+
+    rows: Tensor
+    sizes: Tensor
+
+
+@torch.no_grad()
+def activations(model: Decoder, sequences: Sequence[Sequence[int]], names: Sequence[str], rows: int) -> dict[str, Seen]:
+    """What the modules `names` are given: the inputs of about `rows` tokens spread over the sequences, all measured."""
+    kept: dict[str, Seen] = {}
+    batch, planes = _prepared(model, sequences)
+    chosen = _rows(sequences, rows)
+
+    def keeper(name: str) -> object:
+        def keep(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+            kept[name] = _look(given[0], chosen)
+
+        return keep
+
+    with ExitStack() as stack:
+        for name in names:
+            handle = model.get_submodule(name).register_forward_pre_hook(keeper(name))  # type: ignore[arg-type]
+            stack.callback(handle.remove)
+        hidden = model(batch, planes)
+        if "head" in names:
+            kept["head"] = _look(hidden, chosen)
+    return kept
+
+
+def _look(x: Tensor, chosen: Tensor) -> Seen:
+    return Seen(x[chosen].float(), input_sizes(x.float()))
+
+
+def _prepared(model: Decoder, sequences: Sequence[Sequence[int]]) -> tuple[RaggedBatch, list[tuple[Tensor, ...]]]:
+    """All sequences as one batch, and a KV pool that holds just them."""
+    reference = model.norm.weight
+    tables: list[list[int]] = []
+    blocks = 0
+    for sequence in sequences:
+        count = -(-len(sequence) // BLOCK_SIZE)
+        tables.append(list(range(blocks, blocks + count)))
+        blocks += count
+    shape = (blocks, BLOCK_SIZE, model.spec.kv_heads, model.spec.head_dim)
+    planes: list[tuple[Tensor, ...]] = [
+        (reference.new_zeros(shape), reference.new_zeros(shape)) for _ in range(model.spec.layers)
+    ]
+    batch = RaggedBatch.build(
+        tokens=sequences,
+        starts=[0] * len(sequences),
+        block_tables=tables,
+        block_size=BLOCK_SIZE,
+        long_rope=[model.spec.rope_is_long(len(sequence)) for sequence in sequences],
+        device=reference.device,
+    )
+    return batch, planes
+
+
+def _rows(sequences: Sequence[Sequence[int]], wanted: int) -> Tensor:
+    """Rows of the batch to look at: the first tokens of every sequence, and evenly spaced others."""
+    lengths = [len(sequence) for sequence in sequences]
+    step = max(sum(lengths) // wanted, 1)
+    chosen, start = set(range(0, sum(lengths), step)), 0
+    for length in lengths:
+        chosen.update(range(start, start + min(FIRST, length)))
+        start += length
+    return torch.tensor(sorted(chosen))

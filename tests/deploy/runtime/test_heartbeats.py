@@ -1,0 +1,106 @@
+"""Heartbeats: sent to every router that answers; the pool's nodes are what any of them knows, told when they change."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from grpc import aio
+
+from deploy.runtime.heartbeats import Heartbeats, addresses
+from serving.config import ClusterConfig, PlacementConfig
+from serving.proto import millrace_pb2 as pb
+from serving.proto import millrace_pb2_grpc as stubs
+from serving.rpc import Caller, listen, server
+
+KEY = "key"
+
+
+class ScriptedRouter(stubs.RegistryServicer):
+    """Answers with these nodes, and counts."""
+
+    def __init__(self, nodes: list[str]):
+        self.nodes = nodes
+        self.beats = 0
+
+    async def start(self, key: str = KEY) -> str:
+        self.server: aio.Server = server(key)
+        stubs.add_RegistryServicer_to_server(self, self.server)
+        port = listen(self.server, "127.0.0.1", 0)
+        await self.server.start()
+        return f"127.0.0.1:{port}"
+
+    async def Heartbeat(self, request: pb.WorkerStatus, context: object) -> pb.HeartbeatReply:
+        self.beats += 1
+        return pb.HeartbeatReply(pool_nodes=self.nodes)
+
+
+async def send(caller: Caller, seconds: float) -> pb.HeartbeatReply:
+    stub = stubs.RegistryStub(caller.channel)
+    return await stub.Heartbeat(pb.WorkerStatus(name="w"), metadata=caller.metadata, timeout=seconds)
+
+
+def beating(routers: str, **options: Any) -> Heartbeats:
+    cluster = ClusterConfig(routers=routers, cluster_key=KEY)
+    return Heartbeats(send, cluster, PlacementConfig(heartbeat_interval=0.01), **options)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def stop(running: asyncio.Task[None]) -> None:
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_the_pool_is_what_any_router_knows_and_what_was_set() -> None:
+    one, two = ScriptedRouter(["b:1", "a:1"]), ScriptedRouter(["c:1", "a:1"])
+    told: list[list[str]] = []
+    routers = f"{await one.start()}, {await two.start()}"
+    heartbeats = beating(routers, fixed_nodes=["z:1"], on_pool_nodes=told.append)
+    running = asyncio.create_task(heartbeats.run())
+    await until(lambda: bool(told) and told[-1] == ["a:1", "b:1", "c:1", "z:1"])
+    assert told[0] == ["z:1"] and len(told) == 3, "once as it was set, then once for each router"
+    await until(lambda: one.beats > 5 and two.beats > 5)
+    assert len(told) == 3, "nothing changed, so nothing was told"
+    await two.server.stop(0)
+    one.nodes = []
+    await until(lambda: len(told) > 3)
+    assert told[3:] == [["a:1", "c:1", "z:1"]], "a router that is away keeps its last word"
+    await stop(running)
+    await one.server.stop(0)
+
+
+async def test_a_router_that_refuses_does_not_keep_the_others_from_hearing(caplog: Any) -> None:
+    stranger, friend = ScriptedRouter(["x:1"]), ScriptedRouter(["a:1"])
+    told: list[list[str]] = []
+    routers = f"{await stranger.start('another key')},{await friend.start()}"
+    running = asyncio.create_task(beating(routers, on_pool_nodes=told.append).run())
+    await until(lambda: friend.beats > 2)
+    assert told == [["a:1"]] and stranger.beats == 0
+    assert "refuses us" in caplog.text
+    await stop(running)
+    await stranger.server.stop(0)
+    await friend.server.stop(0)
+
+
+@pytest.mark.parametrize("gone", [True, False])
+async def test_whose_parent_is_gone_is_told_so(gone: bool) -> None:
+    router, orphaned = ScriptedRouter([]), asyncio.Event()
+    routers = await router.start()
+    parent = os.getppid() + (1 if gone else 0)
+    running = asyncio.create_task(beating(routers, parent=parent, orphaned=orphaned.set).run())
+    await until(lambda: router.beats > 2)
+    assert orphaned.is_set() == gone
+    await stop(running)
+    await router.server.stop(0)
+
+
+def test_addresses_are_read_as_people_write_them() -> None:
+    assert addresses(" a:1, b:2 ,,") == ["a:1", "b:2"] and addresses(None) == addresses("") == []

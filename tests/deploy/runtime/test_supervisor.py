@@ -1,0 +1,138 @@
+"""The supervisor over children that are tiny programs: started, started again when they die, and gone when it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from deploy.runtime import supervisor as supervisors
+from deploy.runtime.supervisor import ChildSpec, Supervisor
+
+CHILD = """
+import os, signal, sys
+name, folder, how = sys.argv[1:4]
+if how == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with open(os.path.join(folder, name), "a") as log:
+    log.write(f"{os.getpid()} {os.getsid(0)} {os.environ.get('MILLRACE_TOLD', '')}\\n")
+if how == "dies":
+    sys.exit(3)
+signal.pause()
+"""
+
+
+class Children:
+    """Runs `CHILD` where the supervisor would run millrace; `lives` are what each child has written down."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.program = folder / "millrace"
+        self.program.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} -S -E {folder / "child.py"} "$@"\n')
+        self.program.chmod(0o755)
+        (folder / "child.py").write_text(CHILD)
+        self.supervisor: Supervisor
+
+    def start(self, **ways: str) -> None:
+        specs = [ChildSpec(name=name, arguments=(name, str(self.folder), how)) for name, how in ways.items()]
+        self.supervisor = Supervisor(specs, {"MILLRACE_TOLD": "yes"})
+        self.supervisor.start()
+
+    def lives(self, name: str) -> list[list[str]]:
+        path = self.folder / name
+        return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def runs(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.fixture
+async def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Children]:
+    made = Children(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(made.program))
+    monkeypatch.setattr(supervisors, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(supervisors, "LONGEST_PAUSE", 0.04)
+    yield made
+    await made.supervisor.stop(0.0)
+
+
+async def test_children_start_in_sessions_of_their_own_and_leave_when_asked(children: Children) -> None:
+    children.start(one="stays", two="stays")
+    await until(lambda: children.lives("one") and children.lives("two"))
+    (one,), (two,) = children.lives("one"), children.lives("two")
+    assert one[1] == one[0] and two[1] == two[0], "Ctrl-C is for us alone"
+    assert one[2] == two[2] == "yes"
+    await children.supervisor.stop(10.0)
+    assert not runs(one[0]) and not runs(two[0])
+    codes = [process.returncode for process in children.supervisor.processes.values()]
+    assert codes == [-signal.SIGTERM] * 2
+
+
+async def test_a_child_that_dies_is_started_again(children: Children) -> None:
+    children.start(one="stays")
+    await until(lambda: children.lives("one"))
+    os.kill(int(children.lives("one")[0][0]), signal.SIGKILL)
+    await until(lambda: len(children.lives("one")) == 2)
+    assert children.lives("one")[0][0] != children.lives("one")[1][0]
+
+
+async def test_a_child_that_keeps_dying_is_started_again_and_again(children: Children) -> None:
+    children.start(one="dies", two="stays")
+    await until(lambda: len(children.lives("one")) >= 3)
+    assert len(children.lives("two")) == 1, "the others are left alone"
+
+
+async def test_a_child_that_does_not_leave_is_killed(children: Children) -> None:
+    children.start(one="stubborn")
+    await until(lambda: children.lives("one"))
+    await children.supervisor.stop(0.05)
+    assert not runs(children.lives("one")[0][0])
+    assert children.supervisor.processes["one"].returncode == -signal.SIGKILL
+
+
+async def test_nobody_is_started_again_once_it_stops(children: Children, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisors, "LONGEST_PAUSE", 60.0)
+    monkeypatch.setattr(supervisors, "FIRST_PAUSE", 60.0)
+    children.start(one="dies", two="stays")
+    await until(lambda: children.lives("one") and children.lives("two"))
+    await until(lambda: children.supervisor.processes["one"].returncode is not None)
+    async with asyncio.timeout(5):  # it does not wait for the pause to be over
+        await children.supervisor.stop(10.0)
+    assert len(children.lives("one")) == 1 and not runs(children.lives("two")[0][0])
+
+
+async def test_stopping_at_once_leaves_nobody_behind(children: Children) -> None:
+    children.start(one="stays", two="stays")
+    await asyncio.sleep(0)
+    await children.supervisor.stop(5.0)
+    assert not [pid for name in ("one", "two") for pid, *_ in children.lives(name) if runs(pid)]
+
+
+def test_settings_of_the_front_alone_do_not_reach_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With MILLRACE_GRPC_PORT=8100 the front listens there, and every child would try to."""
+    for name in ("GRPC_PORT", "METRICS_PORT", "ADVERTISE", "API_KEY"):
+        monkeypatch.setenv(f"MILLRACE_{name}", "x")
+    environ = Supervisor([], {}).environ
+    assert [name for name in environ if name.startswith("MILLRACE_")] == []
+
+
+def test_endings_are_told_by_name_where_they_have_one() -> None:
+    assert supervisors._ending(3) == "exit code 3"
+    assert supervisors._ending(-signal.SIGKILL) == "signal SIGKILL"
+    assert supervisors._ending(-int(signal.SIGRTMIN) - 3) == f"signal {int(signal.SIGRTMIN) + 3}"

@@ -1,0 +1,148 @@
+"""The block pool against a model simple enough to believe: who holds what, what is reusable, what goes first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvcache.blocks.allocator import BlockAllocator
+from serving.errors import NoRoom
+
+KEYS = [bytes([n]) * 4 for n in range(6)]
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """`tables` are the references handed out; `cached` is the model's LRU list, oldest first."""
+
+    @initialize(blocks=st.integers(1, 7), caching=st.booleans())
+    def start(self, blocks: int, caching: bool) -> None:
+        self.allocator = BlockAllocator(blocks, 4, caching=caching)
+        self.caching = caching
+        self.tables: list[list[int]] = []
+        self.key_of: dict[int, bytes] = {}
+        self.cached: OrderedDict[int, None] = OrderedDict()
+        self.evictions = 0
+
+    def held(self) -> set[int]:
+        return {block for table in self.tables for block in table}
+
+    @rule(count=st.integers(0, 8))
+    def allocate(self, count: int) -> None:
+        available = self.allocator.num_blocks - len(self.held())
+        if count > available:
+            with pytest.raises(NoRoom):
+                self.allocator.allocate(count)
+            return  # the invariants show that nothing was taken
+        free = available - len(self.cached)
+        evicted = [self.cached.popitem(last=False)[0] for _ in range(count - free)]
+        taken = self.allocator.allocate(count)
+        assert len(set(taken)) == count and not set(taken) & self.held()
+        assert not set(taken) & set(self.cached), "a block was evicted before its turn, or while others were free"
+        assert set(evicted) <= set(taken)
+        for block in evicted:
+            del self.key_of[block]
+        self.evictions += len(evicted)
+        self.tables.append(taken)
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=4, unique=True))
+    def match_and_acquire(self, keys: list[bytes]) -> None:
+        by_key = {key: block for block, key in self.key_of.items()}
+        expected = []
+        for key in keys:
+            if key not in by_key:
+                break
+            expected.append(by_key[key])
+        found = self.allocator.match(keys)
+        assert found == expected
+        self.allocator.acquire(found)
+        for block in found:
+            self.cached.pop(block, None)
+        self.tables.append(found)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        self.allocator.release(table)
+        for block in reversed(table):
+            if block in self.key_of and block not in self.held():
+                self.cached[block] = None
+
+    @precondition(lambda self: any(self.tables))
+    @rule(data=st.data(), key=st.sampled_from(KEYS))
+    def publish(self, data: st.DataObject, key: bytes) -> None:
+        block = data.draw(st.sampled_from(sorted(self.held())))
+        self.allocator.publish(block, key)
+        if self.caching and block not in self.key_of and key not in self.key_of.values():
+            self.key_of[block] = key
+
+    @rule()
+    def clear(self) -> None:
+        self.allocator.clear()
+        self.key_of.clear()
+        self.cached.clear()
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        assert self.allocator.check(self.tables) == 0
+        assert self.allocator.held == len(self.held())
+        assert self.allocator.available == self.allocator.num_blocks - len(self.held())
+        assert self.allocator.evictions == self.evictions
+        for key in KEYS:
+            expected = [block for block, known in self.key_of.items() if known == key]
+            assert self.allocator.match([key]) == expected
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_a_released_tables_tail_is_evicted_before_its_head() -> None:
+    allocator = BlockAllocator(3, 4)
+    table = allocator.allocate(3)
+    for block, key in zip(table, KEYS, strict=False):
+        allocator.publish(block, key)
+    allocator.release(table)
+    assert allocator.allocate(1) == [table[2]]
+    assert allocator.match(KEYS[:3]) == table[:2], "the rest of the prefix is still there"
+
+
+def test_a_matched_prefix_becomes_the_last_to_be_evicted() -> None:
+    allocator = BlockAllocator(2, 4)
+    old, new = allocator.allocate(1), allocator.allocate(1)
+    allocator.publish(old[0], KEYS[0])
+    allocator.publish(new[0], KEYS[1])
+    allocator.release(old)
+    allocator.release(new)
+    allocator.acquire(allocator.match(KEYS[:1]))
+    allocator.release(old)
+    assert allocator.allocate(1) == new
+
+
+def test_check_counts_the_references_nobody_accounts_for() -> None:
+    allocator = BlockAllocator(4, 4)
+    table = allocator.allocate(3)
+    assert allocator.check([table]) == 0
+    assert allocator.check([table[:1]]) == 2
+    with pytest.raises(AssertionError, match="without a reference"):
+        allocator.check([table, table[:1]])
+
+
+def test_a_block_cannot_be_released_more_often_than_taken() -> None:
+    allocator = BlockAllocator(2, 4)
+    table = allocator.allocate(1)
+    allocator.release(table)
+    with pytest.raises(AssertionError, match="more often"):
+        allocator.release(table)
+    with pytest.raises(AssertionError, match="nobody holds"):
+        allocator.publish(table[0], KEYS[0])
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (4, 0), (-1, 16)])
+def test_a_pool_of_nothing_is_refused(shape: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="at least one block"):
+        BlockAllocator(*shape)

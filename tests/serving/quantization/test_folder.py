@@ -1,0 +1,251 @@
+"""Quantized models on disk: written and read back bit for bit, as other tools read and write them, and kept scales."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from deploy import quantize as command
+from serving.loader import quantize_at_load as at_load
+from serving.loader.loading import LoadedModel, load
+from serving.model.quantization_config import int8_config
+from serving.model.quantized_linear import QuantizedLinear
+from serving.quantization.scheme import Int8Scheme, Scales
+from tests.serving.model.gguf_writing import write_gguf
+from tests.serving.model.oracle import build, configs, save
+from tests.serving.quantization.test_apply import apart, logits
+
+ARCHITECTURES = ("llama_biased", "smollm2", "qwen2", "qwen3", "phi3", "opt", "gpt2")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(at_load, "calibration_tokens", lambda path, longest: [[7, 3, 90, 11, 5, 60, 2, 8] * 4])
+    return tmp_path / "cache" / "millrace"
+
+
+def quantize(model: Path, out: Path) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    assert command.run(parser.parse_args([str(model), str(out), "--dtype", "float32"])) == 0
+
+
+def same(one: LoadedModel, other: LoadedModel) -> None:
+    left, right = dict(one.model.named_parameters()), dict(other.model.named_parameters())
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert value.dtype == right[name].dtype
+        assert torch.equal(value, right[name]), name
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_what_is_written_is_read_back(architecture: str, tmp_path: Path) -> None:
+    source = save(build(configs()[architecture]), tmp_path / "source")
+    quantize(source, tmp_path / "out")
+    ours, back = load(source, "float32", quantization="int8"), load(tmp_path / "out")
+    same(ours, back)
+    assert torch.equal(logits(ours.model), logits(back.model))
+    assert any(isinstance(module, QuantizedLinear) for module in back.model.modules())
+    assert back.spec == ours.spec
+    names = {name for name in load_file(tmp_path / "out" / "model.safetensors") if not name.endswith("_scale")}
+    assert names == set(load_file(source / "model.safetensors"))
+    again = load(tmp_path / "out", quantization="int8")  # already is
+    assert again.fingerprint == back.fingerprint
+
+
+def test_a_quantized_head_is_written_apart_from_the_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(at_load, "DEFAULT", Int8Scheme(high=()))
+    source = save(build(configs()["smollm2"]), tmp_path / "source")
+    assert load(source).spec.tied_embeddings
+    quantize(source, tmp_path / "out")
+    ours, back = load(source, "float32", quantization="int8"), load(tmp_path / "out")
+    assert isinstance(back.model.head, QuantizedLinear)
+    assert torch.equal(logits(ours.model), logits(back.model))
+
+
+def test_gguf_becomes_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of the file written for this test are no vocabulary to build a tokenizer from: that part is left out."""
+    oracle = build(configs()["llama2"])
+    file = write_gguf(tmp_path / "model.gguf", oracle)
+    parts = type(
+        "Parts", (), {"special_tokens": {"eos_token": "</s>"}, "chat_templates": {"default": "{{ messages }}"}}
+    )
+    parts.backend = type("Backend", (), {"to_str": staticmethod(lambda: "{}")})  # type: ignore[attr-defined]
+    monkeypatch.setattr("serving.text.gguf_tokenizer.read_gguf", lambda path: parts)
+    quantize(file, tmp_path / "out")
+    same(load(file, "float32", quantization="int8"), load(tmp_path / "out"))
+    assert load(tmp_path / "out").spec.eos_token_ids == load(file).spec.eos_token_ids
+    written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert (written["chat_template"], written["eos_token"]) == ("{{ messages }}", "</s>")
+
+
+def test_gguf_with_scaled_rope_is_refused(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", build(configs()["llama3"]))
+    with pytest.raises(ValueError, match="scaled rope"):
+        quantize(file, tmp_path / "out")
+
+
+def test_places_that_will_not_do(tmp_path: Path) -> None:
+    source = save(build(configs()["llama2"]), tmp_path / "source")
+    with pytest.raises(ValueError, match="exists already"):
+        quantize(source, source)
+    quantize(source, tmp_path / "out")
+    with pytest.raises(ValueError, match="quantized already"):
+        quantize(tmp_path / "out", tmp_path / "twice")
+
+
+def by_another_tool(source: Path, out: Path) -> None:
+    """The checkpoint with q, k and v apart, scales as columns in bfloat16, zero points, and a layer left alone."""
+    tensors = load_file(source / "model.safetensors")
+    for name in [
+        name for name in tensors if name.endswith("proj.weight") and not name.startswith("model.layers.1.mlp")
+    ]:
+        weight, module = tensors[name], name.removesuffix(".weight")
+        scale = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
+        tensors[name] = (weight / scale.float()).round().clamp(-128, 127).to(torch.int8)
+        tensors[f"{module}.weight_scale"] = scale
+        tensors[f"{module}.weight_zero_point"] = torch.zeros_like(scale, dtype=torch.int8)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = int8_config(["lm_head", "re:model.layers.1.mlp.*"])
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps(config))
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_folders_of_other_tools(tmp_path: Path) -> None:
+    source = save(build(configs()["llama2"]), tmp_path / "source")
+    by_another_tool(source, tmp_path / "out")
+    ours, theirs = load(source, "float32"), load(tmp_path / "out", "float32")
+    kinds = {
+        name: isinstance(module, QuantizedLinear)
+        for name, module in theirs.model.named_modules()
+        if hasattr(module, "weight")
+    }
+    assert kinds["layers.0.mlp.down"] and kinds["layers.1.attention.qkv"] and not kinds["layers.1.mlp.down"]
+    assert 0 < apart(logits(theirs.model), logits(ours.model)) < 0.06
+    assert theirs.fingerprint != ours.fingerprint
+
+
+def test_a_layer_that_is_quantized_in_part_is_refused(tmp_path: Path) -> None:
+    source = save(build(configs()["llama2"]), tmp_path / "source")
+    by_another_tool(source, tmp_path / "out")
+    file = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    tensors[name] = tensors[name].float()
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"q_proj.*others of the same layer are not"):
+        load(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quant_method": "awq"}, "'awq' quantized checkpoints are not supported"),
+        ({"format": "pack-quantized"}, "format 'pack-quantized' is not supported; int-quantized is"),
+        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        ({"config_groups": {"W8A8": ["Linear"]}}, "only named"),
+        ({"weights": {"num_bits": 4}}, "weights with num_bits 4; only 8"),
+        ({"weights": {"symmetric": False}}, "weights with symmetric False"),
+        ({"weights": {"strategy": "group"}}, "weights with strategy 'group'"),
+        ({"input_activations": {"dynamic": False}}, "input_activations with dynamic False"),
+        ({"input_activations": {"strategy": "tensor"}}, "input_activations with strategy 'tensor'"),
+    ],
+)
+def test_other_quantizations_are_refused(change: dict[str, dict[str, object]], message: str, tmp_path: Path) -> None:
+    source = save(build(configs()["llama2"]), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    wanted = int8_config(["lm_head"])
+    for key, value in change.items():
+        (wanted["config_groups"]["group_0"][key].update if key not in wanted | {"quant_method": 0} else wanted.update)(
+            value if key not in wanted else {key: value}
+        )
+    (source / "config.json").write_text(json.dumps(config | {"quantization_config": wanted}))
+    with pytest.raises(ValueError, match=message):
+        load(source)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("compressed_tensors") is None, reason="needs compressed-tensors")
+def test_compressed_tensors_reads_it(tmp_path: Path) -> None:
+    """The library whose convention it is understands the config, and restores just the weights we compute with."""
+    from compressed_tensors.compressors import BaseCompressor  # type: ignore[import-not-found]
+    from compressed_tensors.quantization import QuantizationConfig  # type: ignore[import-not-found]
+
+    quantize(save(build(configs()["llama2"]), tmp_path / "source"), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    read = QuantizationConfig.model_validate(config)
+    (scheme,) = read.config_groups.values()
+    compressor = BaseCompressor.get_value_from_registry(read.format)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    ours = load(tmp_path / "out").model.get_submodule("layers.1.attention.o")
+    assert isinstance(ours, QuantizedLinear)
+    module = "model.layers.1.self_attn.o_proj."
+    stored = {name.removeprefix(module): value for name, value in tensors.items() if name.startswith(module)}
+    assert set(stored) == set(compressor.compression_param_names(scheme))
+    restored = compressor.decompress(stored, scheme)["weight"]
+    torch.testing.assert_close(restored.float(), ours.dequantized())
+
+
+class TestKeptScales:
+    def test_the_second_start_does_not_search(
+        self, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        source = save(build(configs()["llama2"]), tmp_path / "source")
+        first = load(source, quantization="int8")
+        assert len(list(cache.iterdir())) == 1
+        monkeypatch.delattr(at_load, "find_scales")
+        second = load(source, quantization="int8")
+        same(first, second)
+        assert first.fingerprint == second.fingerprint
+
+    def test_fingerprints_tell_apart(self, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        source = save(build(configs()["llama2"]), tmp_path / "source")
+        found = {load(source).fingerprint, load(source, quantization="int8").fingerprint}
+        monkeypatch.setattr(at_load, "calibration_tokens", lambda path, longest: [[5, 80, 33, 2] * 9])
+        found.add(load(source, quantization="int8").fingerprint)
+        monkeypatch.setattr(at_load, "DEFAULT", Int8Scheme(high=()))
+        found.add(load(source, quantization="int8").fingerprint)
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+        monkeypatch.setattr(at_load, "find_scales", _larger_scales)  # as a search on another machine may end
+        found.add(load(source, quantization="int8").fingerprint)
+        assert len(found) == 5
+
+    def test_a_damaged_file_is_replaced(self, tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+        source = save(build(configs()["llama2"]), tmp_path / "source")
+        first = load(source, quantization="int8")
+        (file,) = cache.iterdir()
+        file.write_bytes(file.read_bytes()[:100])
+        with caplog.at_level(logging.WARNING):
+            assert load(source, quantization="int8").fingerprint == first.fingerprint
+        assert "is damaged" in caplog.text
+        assert len(file.read_bytes()) > 100
+
+    def test_without_a_place_to_keep_them(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        source = save(build(configs()["llama2"]), tmp_path / "source")
+        assert load(source, quantization="int8").fingerprint == load(source, quantization="int8").fingerprint
+
+    def test_the_first_of_two_processes_counts(self, cache: Path) -> None:
+        file = cache / "int8-some.safetensors"
+        first, second = (
+            at_load.packed({"head": Scales(smoothing=None, scale=torch.full((2,), x))}) for x in (1.0, 2.0)
+        )
+        assert at_load._keep(file, first) == first
+        assert at_load._keep(file, second) == first
+
+
+def _larger_scales(*given: object) -> dict[str, Scales]:
+    from serving.quantization.apply import find_scales
+
+    found = find_scales(*given)  # type: ignore[arg-type]
+    return {name: Scales(smoothing=one.smoothing, scale=one.scale * 1.01) for name, one in found.items()}

@@ -1,0 +1,78 @@
+"""The random stream: published vectors of the generator, and that scalar and array forms are one function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.sampling.randomness import derive_seed, philox, philox_arrays, uniform, uniforms
+
+U64 = st.integers(0, 2**64 - 1)
+
+# From kat_vectors of the authors' Random123 library, entries "philox4x32 10": counter, key, result.
+KNOWN_ANSWERS = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+def words(text: str) -> Any:
+    return tuple(int(word, 16) for word in text.split())
+
+
+@pytest.mark.parametrize(("counter", "key", "result"), KNOWN_ANSWERS)
+def test_philox_known_answers(counter: str, key: str, result: str) -> None:
+    assert philox(words(counter), words(key)) == words(result)
+
+
+def test_philox_arrays_known_answers() -> None:
+    counters = np.array([words(counter) for counter, _, _ in KNOWN_ANSWERS], dtype=np.uint64).T
+    keys = np.array([words(key) for _, key, _ in KNOWN_ANSWERS], dtype=np.uint64).T
+    expected = np.array([words(result) for _, _, result in KNOWN_ANSWERS], dtype=np.uint64).T
+    assert np.array_equal(np.stack(philox_arrays(tuple(counters), tuple(keys))), expected)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(U64, U64), min_size=1, max_size=8), st.integers(0, 2**32 - 1))
+def test_array_form_is_the_scalar_form(pairs: list[tuple[int, int]], stream: int) -> None:
+    drawn = uniforms([seed for seed, _ in pairs], [position for _, position in pairs], stream)
+    assert drawn.tolist() == [uniform(seed, position, stream) for seed, position in pairs]
+
+
+@settings(deadline=None)
+@given(U64, U64)
+def test_uniform_has_53_bits_and_never_reaches_one(seed: int, position: int) -> None:
+    value = uniform(seed, position)
+    assert 0.0 <= value < 1.0
+    assert (value * 2**53).is_integer()
+
+
+def test_each_argument_in_full_changes_the_number() -> None:
+    base = (7, 11, 0)
+    high_bits = [(7 + 2**32, 11, 0), (7, 11 + 2**32, 0), (7, 11, 1), (8, 11, 0), (7, 12, 0)]
+    numbers = {uniform(*arguments) for arguments in [base, *high_bits]}
+    assert len(numbers) == 6
+
+
+@pytest.mark.parametrize("along", ["positions", "seeds"])
+def test_numbers_are_evenly_spread_along(along: str) -> None:
+    fixed, moving = [5] * 20_000, list(range(20_000))
+    drawn = uniforms(fixed, moving) if along == "positions" else uniforms(moving, fixed)
+    counts = np.bincount((drawn * 50).astype(int), minlength=50)
+    chi_square = float(((counts - 400) ** 2 / 400).sum())
+    assert 23.98 < chi_square < 85.35  # 0.1 % and 99.9 % points at 49 degrees of freedom
+    neighbours = np.corrcoef(drawn[:-1], drawn[1:])[0, 1]
+    assert abs(neighbours) < 4 / np.sqrt(20_000)
+
+
+def test_derived_seeds_keep_the_first_and_differ_otherwise() -> None:
+    seeds = {derive_seed(seed, index) for seed in range(50) for index in range(20)}
+    assert len(seeds) == 50 * 20
+    assert derive_seed(2**64 - 1, 0) == 2**64 - 1
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert derive_seed(3, 1) != derive_seed(3 + 2**32, 1)
