@@ -1,92 +1,116 @@
-"""The router's end of the leases: one session a decode worker, one mailbox a lease.
+"""The router's end of the leases: a session with each decode worker, the leases in it, and what its worker sends.
 
-Whatever ends a lease, from any side, arrives in its mailbox as an error or a finish, exactly once.
+Whatever ends a lease, from any side, arrives as an error or a finish, exactly once.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
 
+from router.request_state import RequestState
 from serving.errors import MillraceError, WorkerLost
 from serving.links import DecodeSession, DecodeWorkerLink, LeaseEvent
-from serving.messages import Build, Delta, LeaseGrant, LeaseId, LeaseOrder, Request
+from serving.messages import Delta, LeaseGrant, LeaseId
 
 
-class RouterLease:
-    """One open lease: its fence, its grant, and what its worker sends."""
+class RouterLease(Protocol):
+    """Room for one request's decode. `failed` is done once the lease is over, with the reason."""
 
-    def __init__(self, sessions: WorkerSession, fence: LeaseId):
-        self.worker = sessions
+    fence: LeaseId
+    grant: LeaseGrant | None
+    failed: asyncio.Future[MillraceError]
+
+    def interrupt(self, error: MillraceError) -> None:
+        """The prefill into the lease failed after its first token: `deltas` raises; the lease itself stays."""
+
+    def deltas(self) -> AsyncIterator[Delta]:
+        """What the worker decodes, until a finish. Raises what ended or interrupted the lease otherwise."""
+        ...
+
+    async def advance(self, state: RequestState) -> None:
+        """Begin the lease anew for another prefill, with the tokens known by now. Raises what ends the lease."""
+
+    def fail(self, error: MillraceError) -> None:
+        """The lease is over."""
+
+    def close(self) -> None:
+        """The request has left the lease: its worker frees it. Safe to repeat."""
+
+
+class WorkerLease:
+    """A lease on a decode worker (RouterLease), within the router's session with it."""
+
+    def __init__(self, worker: WorkerSession, fence: LeaseId):
+        self.worker = worker
         self.fence = fence
         self.grant: LeaseGrant | None = None
-        self.build: Build | None = None  # what will write the text
-        self._mail: asyncio.Queue[Delta | MillraceError] = asyncio.Queue()
         self.failed: asyncio.Future[MillraceError] = asyncio.get_running_loop().create_future()
+        self._received: asyncio.Queue[Delta | MillraceError] = asyncio.Queue()
 
-    def deliver(self, event: LeaseEvent) -> None:
+    def take(self, event: LeaseEvent) -> None:
+        """What the worker has sent. Events of an earlier epoch are dropped."""
         if event.epoch != self.fence.epoch:
-            return  # of a try that is over
+            return
         if event.error is not None:
             self.fail(event.error)
         elif event.delta is not None:
-            self._mail.put_nowait(event.delta)
+            self._received.put_nowait(event.delta)
 
     def fail(self, error: MillraceError) -> None:
-        """The lease is over: whoever waits for it hears why."""
         if not self.failed.done():
             self.failed.set_result(error)
-            self._mail.put_nowait(error)
+            self._received.put_nowait(error)
 
     def interrupt(self, error: MillraceError) -> None:
-        """The prefill behind the lease failed: `deltas` raises it, but the lease itself may be tried again."""
-        self._mail.put_nowait(error)
+        self._received.put_nowait(error)
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """What the worker decodes, until a finish; raises what ended the lease otherwise."""
         while True:
-            item = await self._mail.get()
+            item = await self._received.get()
             if isinstance(item, MillraceError):
                 raise item
             yield item
             if item.finish is not None:
                 return
 
-    async def advance(self, request: Request, generated: Sequence[int]) -> None:
-        """Begin the lease anew for another prefill try, with the tokens known by now."""
-        fence = LeaseId(lease=self.fence.lease, epoch=self.fence.epoch + 1, instance=self.fence.instance)
-        self.fence = fence
-        self._mail = asyncio.Queue()
+    async def advance(self, state: RequestState) -> None:
+        self.fence = LeaseId(lease=self.fence.lease, epoch=self.fence.epoch + 1, instance=self.fence.instance)
+        self._received = asyncio.Queue()
         if self.failed.done():
             raise self.failed.result()
-        order = LeaseOrder(lease=fence, request=request, generated=tuple(generated))
-        self.grant = await self.worker.session.advance(order)
+        self.grant = await self.worker.session.advance(state.order(self.fence))
+
+    def close(self) -> None:
+        self.worker.close_lease(self.fence.lease)
 
 
-class NoLease:
-    """What stands in for a lease when a single token is asked for: prefill draws it, nothing follows."""
+class PrefillOnlyLease:
+    """Stands in for a lease when a single token is asked for (RouterLease): prefill samples it, no decode follows."""
 
     grant = None
 
-    def __init__(self, lease_id: str, build: Build | None):
-        self.build = build
+    def __init__(self, lease_id: str):
         self.fence = LeaseId(lease=lease_id, epoch=0, instance="")
         self.failed: asyncio.Future[MillraceError] = asyncio.get_running_loop().create_future()
 
     def fail(self, error: MillraceError) -> None:
-        """Whoever waits for the token hears why there will be none."""
         if not self.failed.done():
             self.failed.set_result(error)
 
     def interrupt(self, error: MillraceError) -> None:
-        """Nothing waits for deltas."""
+        """No deltas are waited for."""
 
     async def deltas(self) -> AsyncIterator[Delta]:
         raise AssertionError("a request without a lease ends with its first token")
         yield
 
-    async def advance(self, request: Request, generated: Sequence[int]) -> None:
+    async def advance(self, state: RequestState) -> None:
         """There is nothing to begin anew."""
+
+    def close(self) -> None:
+        """No worker holds anything."""
 
 
 class WorkerSession:
@@ -95,46 +119,49 @@ class WorkerSession:
     def __init__(self, instance: str):
         self.instance = instance
         self.session: DecodeSession
-        self.leases: dict[str, RouterLease] = {}
+        self.leases: dict[str, WorkerLease] = {}
         self.lost: MillraceError | None = None
 
     @staticmethod
     async def connect(link: DecodeWorkerLink, instance: str, router: str) -> WorkerSession:
         """Raises WorkerLost."""
         made = WorkerSession(instance)
-        made.session = await link.connect(router, made._deliver, made.lose)
+        made.session = await link.connect(router, made.take, made.lose)
         return made
 
-    def _deliver(self, events: Sequence[LeaseEvent]) -> None:
+    def take(self, events: Sequence[LeaseEvent]) -> None:
+        """All events of one step of the worker."""
         for event in events:
             lease = self.leases.get(event.lease)
             if lease is not None:
-                lease.deliver(event)
+                lease.take(event)
 
     def lose(self, error: MillraceError) -> None:
         """The session is over: so are all its leases."""
         self.lost = error
+        self.fail_all(error)
+
+    def fail_all(self, error: MillraceError) -> None:
         for lease in list(self.leases.values()):
             lease.fail(error)
 
-    async def open(self, lease_id: str, request: Request, generated: Sequence[int]) -> RouterLease:
-        """Raises NoRoom, Draining, WorkerLost, InvalidRequest. Close what this returns with `close_lease`."""
+    async def open(self, lease_id: str, state: RequestState) -> WorkerLease:
+        """Raises NoRoom, Draining, WorkerLost, InvalidRequest. Close what this returns."""
         if self.lost is not None:
             raise WorkerLost(self.lost.message, code=self.lost.code)
-        fence = LeaseId(lease=lease_id, epoch=0, instance=self.instance)
-        lease = RouterLease(self, fence)
+        lease = WorkerLease(self, LeaseId(lease=lease_id, epoch=0, instance=self.instance))
         self.leases[lease_id] = lease
         try:
-            lease.grant = await self.session.open(LeaseOrder(lease=fence, request=request, generated=tuple(generated)))
+            lease.grant = await self.session.open(state.order(lease.fence))
         except BaseException:
-            self.close_lease(lease)
+            lease.close()
             raise
         return lease
 
-    def close_lease(self, lease: RouterLease) -> None:
+    def close_lease(self, lease_id: str) -> None:
         """Forget the lease and have its worker free it. Safe to repeat."""
-        if self.leases.pop(lease.fence.lease, None) is not None and self.lost is None:
-            self.session.cancel(lease.fence.lease)
+        if self.leases.pop(lease_id, None) is not None and self.lost is None:
+            self.session.cancel(lease_id)
 
     async def close(self) -> None:
         self.lose(WorkerLost("the router closed its session"))
