@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.runtime.http_server import HttpServer
-from router.fleet import Fleet
+from router.placement import Placer
 from router.router import Router
 from serving.api.app import create_app
 from serving.api.in_flight import InFlightRequests
@@ -39,15 +39,15 @@ class Frontend:
     """Router, API and their housekeeping over a fleet. `run()` returns once everyone accepted has been served."""
 
     def __init__(
-        self, fleet: Fleet, http: HttpConfig, served: ServedModel, tokenizer: Tokenizer, listening: socket.socket
+        self, placer: Placer, http: HttpConfig, served: ServedModel, tokenizer: Tokenizer, listening: socket.socket
     ):
-        self.fleet = fleet
+        self.fleet = placer.fleet
         self.http = http
         self.served = served
         self.metrics = RouterMetrics(
-            served.names[0], self._statuses, lambda: fleet.admission.waiting, fleet.pools.reports
+            served.names[0], self._statuses, lambda: placer.admission.waiting, self.fleet.pool_nodes.reports
         )
-        self.router = Router(fleet, self.metrics)
+        self.router = Router(placer, self.metrics)
         self.in_flight = InFlightRequests()
         self.leaving = asyncio.Event()
         app = create_app(

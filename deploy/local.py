@@ -9,7 +9,8 @@ from deploy.worker.worker import Worker
 from kvcache.handoff.dialer import Dialer
 from kvcache.pool.links import PoolLink
 from router.fleet import Fleet, RouterConfig, WorkerLink
-from router.policy import LeastLoaded
+from router.placement import Placer
+from router.policy import make_policy
 from router.router import Router, RouterObserver
 from serving.config import EngineConfig, ModelConfig, PoolConfig
 from serving.loader.loading import LoadedModel
@@ -39,7 +40,8 @@ class LocalCluster:
         self.heartbeat_interval = heartbeat_interval
         self.pool = pool
         self.pool_nodes = dict(pool_nodes or {})  # by address: the KV pool's nodes, whoever runs them
-        self.fleet = Fleet(router_config, self._link, LeastLoaded())
+        self.fleet = Fleet(router_config, self._link)
+        self.placer = Placer(self.fleet, make_policy(router_config.policy))
 
     async def start(self) -> None:
         """Build and start the workers on the running event loop."""
@@ -57,7 +59,7 @@ class LocalCluster:
         self._beating = asyncio.create_task(self._beat(), name="heartbeats")
 
     def router(self, observer: RouterObserver) -> Router:
-        return Router(self.fleet, observer)
+        return Router(self.placer, observer)
 
     def _worker(self, role: Role, number: int, dialer: Dialer) -> Worker:
         name = f"{role}-{number}"
@@ -85,7 +87,9 @@ class LocalCluster:
         """Every worker that still runs reports."""
         for worker in self.workers:
             if not worker.loop.crashed:
-                self.fleet.heartbeat(worker.status())
+                status = worker.status()
+                since = self.fleet.kv_events_since(status.instance)
+                self.fleet.heartbeat(status, None if since is None else worker.kv_events(since))
         self.fleet.expire()
 
     async def _beat(self) -> None:

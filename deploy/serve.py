@@ -22,7 +22,8 @@ from kvcache.pool.node import PoolNode
 from kvcache.pool.store import BlockStore
 from router.clients import RemoteWorker
 from router.fleet import Fleet, RouterConfig
-from router.policy import LeastLoaded
+from router.placement import Placer
+from router.policy import make_policy
 from router.service import RegistryService
 from serving.checkpoint.hub import resolve
 from serving.config import (
@@ -63,6 +64,8 @@ class Settings:
             patience=self.placement.queue_patience,
             max_waiting=self.placement.max_waiting,
             silence=self.placement.heartbeat_timeout,
+            policy=self.placement.routing_policy,
+            prefix_index_bytes=self.placement.prefix_index_memory,
         )
 
 
@@ -98,7 +101,7 @@ async def serve_embedded(settings: Settings) -> int:
         served = served_model(
             path, config.served_model_name, identity.max_model_len, model.spec.vocab_size, identity.fingerprint
         )
-        front = Frontend(cluster.fleet, settings.http, served, tokenizer, listening)
+        front = Frontend(cluster.placer, settings.http, served, tokenizer, listening)
         front.leave_on_signals()
         cluster.workers[0].on_crash = front.leaving.set
         await front.run()
@@ -127,7 +130,9 @@ async def serve_front(
     listening = bind(settings.http.host, settings.http.port)
     path = resolve(settings.model)
     key = settings.cluster.cluster_key or (secrets.token_hex(16) if children else None)
-    fleet = Fleet(settings.router_config(), lambda status: _remote(status, key), LeastLoaded())
+    config = settings.router_config()
+    fleet = Fleet(config, lambda status: _remote(status, key))
+    placer = Placer(fleet, make_policy(config.policy))
     door = server(key)
     stubs.add_RegistryServicer_to_server(RegistryService(fleet), door)
     wanted = settings.cluster.grpc_port or (0 if children else ROUTER_PORT)
@@ -140,7 +145,7 @@ async def serve_front(
     supervisor = Supervisor(specs, {"MILLRACE_CLUSTER_KEY": key or ""} if key else {})
     supervisor.start()
     try:
-        front = await asyncio.to_thread(_front, fleet, settings, path, listening)
+        front = await asyncio.to_thread(_frontend, placer, settings, path, listening)
         front.leave_on_signals()
         await front.run()
     finally:
@@ -150,11 +155,11 @@ async def serve_front(
     return 0
 
 
-def _front(fleet: Fleet, settings: Settings, path: Path, listening: socket.socket) -> Frontend:
+def _frontend(placer: Placer, settings: Settings, path: Path, listening: socket.socket) -> Frontend:
     spec, _, _ = open_checkpoint(path)
     limit = min(spec.max_position, settings.model_config.max_model_len or spec.max_position)
     served = served_model(path, settings.model_config.served_model_name, limit, spec.vocab_size, None)
-    return Frontend(fleet, settings.http, served, load_tokenizer(path), listening)
+    return Frontend(placer, settings.http, served, load_tokenizer(path), listening)
 
 
 def _remote(status: WorkerStatus, key: str | None) -> RemoteWorker:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from router.leases import PrefillOnlyLease, RouterLease, WorkerLease
-from router.policy import Candidate
+from router.policy import POLICIES, Candidate
 from router.pool_nodes import PoolNodes
 from router.prefill_call import PrefillCall
 from router.prefix_index import PrefixIndex
@@ -40,7 +40,8 @@ class WorkerLink(DecodeWorkerLink, PrefillLink, AuditLink, Protocol):
 class RouterConfig:
     """`patience`: seconds a request may wait for room or for a worker; `max_failures`: tries that may break.
 
-    `prefix_index_bytes` bounds what the router remembers of the workers' KV blocks; 0: it does not follow their events.
+    `policy` is one of router.policy.POLICIES. `prefix_index_bytes` bounds what the router remembers of the workers' KV
+    blocks, for policies that need it.
     """
 
     name: str = "router"
@@ -48,7 +49,8 @@ class RouterConfig:
     max_waiting: int = 1024
     max_failures: int = 8
     silence: float = 5.0  # seconds without a heartbeat until a worker is taken for dead
-    prefix_index_bytes: int = 0
+    policy: str = "least_loaded"
+    prefix_index_bytes: int = 64 << 20
 
 
 class Fleet:
@@ -65,7 +67,7 @@ class Fleet:
         self.clock = clock
         self.registry = Registry(config.silence)
         self.pool_nodes = PoolNodes(config.silence)
-        self.prefixes = PrefixIndex(config.prefix_index_bytes) if config.prefix_index_bytes else None
+        self.prefixes = PrefixIndex(config.prefix_index_bytes) if POLICIES[config.policy].needs_prefixes else None
         self.refused: MillraceError | None = None  # set once no request may go on
         self._sessions = Sessions(config.name)
         self._links: dict[str, WorkerLink] = {}

@@ -6,7 +6,7 @@ Whatever ends a lease, from any side, arrives as an error or a finish, exactly o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from router.request_state import RequestState
@@ -23,10 +23,10 @@ class RouterLease(Protocol):
     failed: asyncio.Future[MillraceError]
 
     def interrupt(self, error: MillraceError) -> None:
-        """The prefill into the lease failed after its first token: `deltas` raises; the lease itself stays."""
+        """The prefill into the lease failed after its first token: `next` raises; the lease itself stays."""
 
-    def deltas(self) -> AsyncIterator[Delta]:
-        """What the worker decodes, until a finish. Raises what ended or interrupted the lease otherwise."""
+    async def next(self) -> Delta:
+        """The next tokens the worker has decoded. Raises what ended or interrupted the lease."""
         ...
 
     async def advance(self, state: RequestState) -> None:
@@ -66,14 +66,11 @@ class WorkerLease:
     def interrupt(self, error: MillraceError) -> None:
         self._received.put_nowait(error)
 
-    async def deltas(self) -> AsyncIterator[Delta]:
-        while True:
-            item = await self._received.get()
-            if isinstance(item, MillraceError):
-                raise item
-            yield item
-            if item.finish is not None:
-                return
+    async def next(self) -> Delta:
+        item = await self._received.get()
+        if isinstance(item, MillraceError):
+            raise item
+        return item
 
     async def advance(self, state: RequestState) -> None:
         self.fence = LeaseId(lease=self.fence.lease, epoch=self.fence.epoch + 1, instance=self.fence.instance)
@@ -89,9 +86,8 @@ class WorkerLease:
 class PrefillOnlyLease:
     """Stands in for a lease when a single token is asked for (RouterLease): prefill samples it, no decode follows."""
 
-    grant = None
-
     def __init__(self, lease_id: str):
+        self.grant: LeaseGrant | None = None
         self.fence = LeaseId(lease=lease_id, epoch=0, instance="")
         self.failed: asyncio.Future[MillraceError] = asyncio.get_running_loop().create_future()
 
@@ -100,11 +96,10 @@ class PrefillOnlyLease:
             self.failed.set_result(error)
 
     def interrupt(self, error: MillraceError) -> None:
-        """No deltas are waited for."""
+        """No tokens are waited for."""
 
-    async def deltas(self) -> AsyncIterator[Delta]:
+    async def next(self) -> Delta:
         raise AssertionError("a request without a lease ends with its first token")
-        yield
 
     async def advance(self, state: RequestState) -> None:
         """There is nothing to begin anew."""

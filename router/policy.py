@@ -5,7 +5,7 @@ Pure: what is known of the workers comes in, an order goes out. No torch, no clo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -101,29 +101,24 @@ class PrefixAware:
     needs_prefixes: ClassVar[bool] = True
 
     def decode_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
-        def cost(worker: Candidate) -> float:
-            return demand.uncached(worker) + worker.queued_tokens + IN_USE_WEIGHT * worker.kv_tokens_in_use
+        def cost(worker: Candidate) -> tuple[bool, bool, float, float, str]:
+            work = demand.uncached(worker) + worker.queued_tokens + IN_USE_WEIGHT * worker.kv_tokens_in_use
+            return demand.streams(worker), worker.load >= 1.0, work, worker.load, worker.status.name
 
-        return sorted(
-            workers, key=lambda worker: (demand.streams(worker), full(worker), cost(worker), worker.load, name(worker))
-        )
+        return sorted(workers, key=cost)
 
     def prefill_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
-        def cost(worker: Candidate) -> int:
-            return demand.uncached(worker) + worker.queued_tokens
+        def cost(worker: Candidate) -> tuple[bool, int, str]:
+            return demand.streams(worker), demand.uncached(worker) + worker.queued_tokens, worker.status.name
 
-        return sorted(workers, key=lambda worker: (demand.streams(worker), cost(worker), name(worker)))
-
-
-def full(worker: Candidate) -> bool:
-    return worker.load >= 1.0
+        return sorted(workers, key=cost)
 
 
-def name(worker: Candidate) -> str:
-    return worker.status.name
+POLICIES: dict[str, type[Policy]] = {"least_loaded": LeastLoaded, "prefix_aware": PrefixAware}  # --routing-policy
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {"least_loaded": LeastLoaded, "prefix_aware": PrefixAware}
+def make_policy(name: str) -> Policy:
+    return POLICIES[name]()
 
 
 # ---- who may take a request at all, whatever the policy --------------------------------------------------------

@@ -1,6 +1,7 @@
 """Which worker holds which KV blocks, as far as the router knows: from the workers' KV events and its own placements.
 
-Bounded by bytes; the keys used longest ago are forgotten first. An estimate: a wrong entry costs time, never text. Pure.
+Bounded by bytes: the keys used longest ago are forgotten first. It is an estimate: a wrong entry costs time, never
+text. Pure.
 
     key (8 bytes of a block's hash) ──► bit mask of workers, one bit a worker
 """

@@ -1,4 +1,4 @@
-"""The router's gRPC door: workers and nodes of the KV pool report here, and hear where the pool is."""
+"""The router's gRPC door: workers and nodes of the KV pool report here, and are told where the pool is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.proto import pool_pb2 as pool
 from serving.rpc import answering
-from serving.wire import pool_report_from_pb, status_from_pb
+from serving.wire import kv_events_from_pb, pool_report_from_pb, status_from_pb
 
 
 class RegistryService(stubs.RegistryServicer):
@@ -18,10 +18,15 @@ class RegistryService(stubs.RegistryServicer):
     def __init__(self, fleet: Fleet):
         self.fleet = fleet
 
-    async def Heartbeat(self, request: pb.WorkerStatus, context: aio.ServicerContext) -> pb.HeartbeatReply:
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: aio.ServicerContext) -> pb.HeartbeatReply:
         async with answering(context):
-            self.fleet.heartbeat(status_from_pb(request))
-        return self._reply()
+            events = kv_events_from_pb(request.kv_events) if request.HasField("kv_events") else None
+            self.fleet.heartbeat(status_from_pb(request.status), events)
+        reply = self._reply()
+        since = self.fleet.kv_events_since(request.status.instance)
+        if since is not None:
+            reply.kv_events_since = since
+        return reply
 
     async def PoolHeartbeat(self, request: pool.PoolStat, context: aio.ServicerContext) -> pb.HeartbeatReply:
         async with answering(context):
@@ -29,8 +34,8 @@ class RegistryService(stubs.RegistryServicer):
         return self._reply()
 
     async def PoolNodes(self, request: pb.PoolNodesRequest, context: aio.ServicerContext) -> pb.HeartbeatReply:
-        """Where the pool is, for those that have nothing to report yet."""
+        """Where the pool is, for callers that have nothing to report yet."""
         return self._reply()
 
     def _reply(self) -> pb.HeartbeatReply:
-        return pb.HeartbeatReply(router=self.fleet.config.name, pool_nodes=self.fleet.pools.nodes())
+        return pb.HeartbeatReply(router=self.fleet.config.name, pool_nodes=self.fleet.pool_nodes.nodes())

@@ -14,7 +14,6 @@ from router.request_state import RequestState
 from serving.errors import MillraceError, WorkerLost
 from serving.links import DecodeWorkerLink
 
-
 OUT_OF_REACH = "out_of_reach"  # an error that repeats what is known: its worker is suspect, or was until just now
 
 
@@ -64,7 +63,7 @@ class Sessions:
         return await session.open(lease_id, state)
 
     def _abandon(self, opening: asyncio.Task[WorkerLease]) -> None:
-        """The lease is not wanted any more, be it granted meanwhile or not. It waits for nothing: it may be cancelled."""
+        """The lease is not wanted any more, be it granted meanwhile or not. Waits for nothing: it may be cancelled."""
 
         def close(done: asyncio.Task[WorkerLease]) -> None:
             if not done.cancelled() and done.exception() is None:

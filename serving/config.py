@@ -133,6 +133,14 @@ class PlacementConfig:
 
     queue_patience: float = option(60.0, "seconds a request may wait for room before it gets a 429", least=0)
     max_waiting: int = option(1024, "requests that may wait for room; more get a 429 at once", least=1)
+    routing_policy: str = option(
+        "least_loaded",
+        "how workers are ranked; prefix_aware: the one with the least to compute, by the blocks each has cached",
+        choices=("least_loaded", "prefix_aware"),
+    )
+    prefix_index_memory: int = option(
+        64 << 20, "bytes the router may use for what it knows of workers' cached blocks, such as 64MiB", least=1
+    )
     heartbeat_interval: float = option(1.0, "seconds between a worker's heartbeats", least=0.01)
     heartbeat_timeout: float = option(5.0, "seconds of silence after which a worker is taken for dead", least=0.01)
 

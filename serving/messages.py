@@ -193,6 +193,7 @@ class WorkerStatus:
     waiting: int  # sequences queued or in prefill
     waiting_tokens: int  # prompt tokens still to compute
     draining: bool = False
+    long_rope_after: int = 0  # requests that may grow beyond so many tokens rotate by LongRoPE's long factors; 0: none
     stalled_seconds: float = 0.0  # age of the step in progress, when there is one
     counters: dict[str, float] = field(default_factory=dict)  # running totals by metric name, for the router's /metrics
 

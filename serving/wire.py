@@ -10,6 +10,7 @@ from serving.messages import (
     Audit,
     Delta,
     FinishReason,
+    KVEvents,
     LeaseGrant,
     LeaseId,
     LeaseOrder,
@@ -30,6 +31,8 @@ from serving.messages import (
 )
 from serving.proto import millrace_pb2 as pb
 from serving.proto import pool_pb2 as pool
+
+KEY_BYTES = 8  # of a block key in KV events
 
 _PLAIN_SAMPLING = (
     "max_tokens",
@@ -261,6 +264,7 @@ _PLAIN_STATUS = (
     "waiting_tokens",
     "draining",
     "stalled_seconds",
+    "long_rope_after",
 )
 
 
@@ -272,6 +276,24 @@ def status_to_pb(status: WorkerStatus) -> pb.WorkerStatus:
 def status_from_pb(message: pb.WorkerStatus) -> WorkerStatus:
     plain: dict[str, Any] = {name: getattr(message, name) for name in _PLAIN_STATUS}
     return WorkerStatus(role=Role(message.role), counters=dict(message.counters), **plain)
+
+
+def kv_events_to_pb(events: KVEvents) -> pb.KVEvents:
+    stored, removed = b"".join(events.stored), b"".join(events.removed)
+    return pb.KVEvents(first=events.first, next=events.next, reset=events.reset, stored=stored, removed=removed)
+
+
+def kv_events_from_pb(message: pb.KVEvents) -> KVEvents:
+    def keys(packed: bytes) -> tuple[bytes, ...]:
+        return tuple(packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES))
+
+    return KVEvents(
+        first=message.first,
+        next=message.next,
+        reset=message.reset,
+        stored=keys(message.stored),
+        removed=keys(message.removed),
+    )
 
 
 def audit_to_pb(audit: Audit) -> pb.Audit:

@@ -28,7 +28,7 @@ from serving.metrics import worker_metrics
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import Caller, listen, server
-from serving.wire import audit_to_pb, status_to_pb
+from serving.wire import audit_to_pb, kv_events_to_pb, status_to_pb
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,7 @@ class WorkerProcess:
         self.on_pool_nodes: Callable[[list[str]], None] | None = None  # told whenever the KV pool's nodes change
         self._leaving = asyncio.Event()
         self._exit_code = 0
+        self._kv_events_since: dict[str, int | None] = {}  # by router
 
     async def run(self) -> int:
         use_cores(self.engine_config.cpus, self.engine_config.threads)
@@ -169,9 +170,18 @@ class WorkerProcess:
     async def _beat(self, worker: Worker, caller: Caller, seconds: float) -> pb.HeartbeatReply:
         stub = stubs.RegistryStub(caller.channel)
         reply: pb.HeartbeatReply = await stub.Heartbeat(
-            status_to_pb(worker.status()), metadata=caller.metadata, timeout=seconds
+            self._report(worker, caller.address), metadata=caller.metadata, timeout=seconds
         )
+        self._kv_events_since[caller.address] = reply.kv_events_since if reply.HasField("kv_events_since") else None
         return reply
+
+    def _report(self, worker: Worker, router: str) -> pb.HeartbeatRequest:
+        """The worker's status, and the KV events this router has asked for with its last reply."""
+        request = pb.HeartbeatRequest(status=status_to_pb(worker.status()))
+        since = self._kv_events_since.get(router)
+        if since is not None:
+            request.kv_events.CopyFrom(kv_events_to_pb(worker.kv_events(since)))
+        return request
 
     def _pool_nodes(self, nodes: list[str]) -> None:
         log.info("the KV pool is %s", ", ".join(nodes) or "gone")

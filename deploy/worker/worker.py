@@ -295,6 +295,7 @@ class Worker:
             waiting_tokens=self._prefilling.waiting_tokens,
             draining=self.draining,
             stalled_seconds=self.engine.stalled_seconds,
+            long_rope_after=self.model.spec.long_rope_after,
             counters=counters,
         )
 

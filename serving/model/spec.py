@@ -73,7 +73,12 @@ class ModelSpec:
         `total_tokens` is the prompt's length plus the most output tokens the request may produce. The choice is made
         once, before prefill, and holds for the request's life: KV rotated one way cannot be read the other way.
         """
-        return self.rope is not None and self.rope.long_after is not None and total_tokens > self.rope.long_after
+        return 0 < self.long_rope_after < total_tokens
+
+    @property
+    def long_rope_after(self) -> int:
+        """Tokens of a request beyond which it rotates by LongRoPE's long factors; 0 for other models."""
+        return (self.rope.long_after or 0) if self.rope is not None else 0
 
     @staticmethod
     def from_hf_config(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelSpec:

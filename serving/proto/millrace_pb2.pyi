@@ -300,7 +300,7 @@ class PushReply(_message.Message):
     def __init__(self, welcome: _Optional[_Union[PushWelcome, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., freed: _Optional[int] = ..., committed: _Optional[bool] = ..., lacking: _Optional[_Union[TokenRange, _Mapping]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("instance", "name", "role", "address", "fingerprint", "model", "max_model_len", "block_size", "total_blocks", "free_blocks", "max_seqs", "running", "waiting", "waiting_tokens", "draining", "stalled_seconds", "counters", "pairing")
+    __slots__ = ("instance", "name", "role", "address", "fingerprint", "model", "max_model_len", "block_size", "total_blocks", "free_blocks", "max_seqs", "running", "waiting", "waiting_tokens", "draining", "stalled_seconds", "counters", "pairing", "long_rope_after")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -326,6 +326,7 @@ class WorkerStatus(_message.Message):
     STALLED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     PAIRING_FIELD_NUMBER: _ClassVar[int]
+    LONG_ROPE_AFTER_FIELD_NUMBER: _ClassVar[int]
     instance: str
     name: str
     role: str
@@ -344,19 +345,44 @@ class WorkerStatus(_message.Message):
     stalled_seconds: float
     counters: _containers.ScalarMap[str, float]
     pairing: str
-    def __init__(self, instance: _Optional[str] = ..., name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., fingerprint: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., max_seqs: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., stalled_seconds: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., pairing: _Optional[str] = ...) -> None: ...
+    long_rope_after: int
+    def __init__(self, instance: _Optional[str] = ..., name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., fingerprint: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., max_seqs: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., stalled_seconds: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., pairing: _Optional[str] = ..., long_rope_after: _Optional[int] = ...) -> None: ...
+
+class KVEvents(_message.Message):
+    __slots__ = ("first", "next", "reset", "stored", "removed")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    RESET_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    next: int
+    reset: bool
+    stored: bytes
+    removed: bytes
+    def __init__(self, first: _Optional[int] = ..., next: _Optional[int] = ..., reset: _Optional[bool] = ..., stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...
+
+class HeartbeatRequest(_message.Message):
+    __slots__ = ("status", "kv_events")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    status: WorkerStatus
+    kv_events: KVEvents
+    def __init__(self, status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., kv_events: _Optional[_Union[KVEvents, _Mapping]] = ...) -> None: ...
 
 class PoolNodesRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("router", "pool_nodes")
+    __slots__ = ("router", "pool_nodes", "kv_events_since")
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     POOL_NODES_FIELD_NUMBER: _ClassVar[int]
+    KV_EVENTS_SINCE_FIELD_NUMBER: _ClassVar[int]
     router: str
     pool_nodes: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, router: _Optional[str] = ..., pool_nodes: _Optional[_Iterable[str]] = ...) -> None: ...
+    kv_events_since: int
+    def __init__(self, router: _Optional[str] = ..., pool_nodes: _Optional[_Iterable[str]] = ..., kv_events_since: _Optional[int] = ...) -> None: ...
 
 class AuditRequest(_message.Message):
     __slots__ = ()

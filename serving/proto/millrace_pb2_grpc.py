@@ -38,7 +38,7 @@ class RegistryStub:
         """
         self.Heartbeat = channel.unary_unary(
                 '/millrace.v1.Registry/Heartbeat',
-                request_serializer=serving_dot_proto_dot_millrace__pb2.WorkerStatus.SerializeToString,
+                request_serializer=serving_dot_proto_dot_millrace__pb2.HeartbeatRequest.SerializeToString,
                 response_deserializer=serving_dot_proto_dot_millrace__pb2.HeartbeatReply.FromString,
                 _registered_method=True)
         self.PoolHeartbeat = channel.unary_unary(
@@ -80,7 +80,7 @@ def add_RegistryServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Heartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.Heartbeat,
-                    request_deserializer=serving_dot_proto_dot_millrace__pb2.WorkerStatus.FromString,
+                    request_deserializer=serving_dot_proto_dot_millrace__pb2.HeartbeatRequest.FromString,
                     response_serializer=serving_dot_proto_dot_millrace__pb2.HeartbeatReply.SerializeToString,
             ),
             'PoolHeartbeat': grpc.unary_unary_rpc_method_handler(
@@ -120,7 +120,7 @@ class Registry:
             request,
             target,
             '/millrace.v1.Registry/Heartbeat',
-            serving_dot_proto_dot_millrace__pb2.WorkerStatus.SerializeToString,
+            serving_dot_proto_dot_millrace__pb2.HeartbeatRequest.SerializeToString,
             serving_dot_proto_dot_millrace__pb2.HeartbeatReply.FromString,
             options,
             channel_credentials,

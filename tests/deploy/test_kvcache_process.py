@@ -23,7 +23,6 @@ from kvcache.pool.client import PoolClient
 from kvcache.pool.eviction import DEFAULT_POLICY, POLICIES
 from kvcache.pool.remote import dial
 from router.fleet import Fleet, RouterConfig
-from router.policy import LeastLoaded
 from router.service import RegistryService
 from serving.config import ClusterConfig, ConfigError, HttpConfig, KvCacheConfig, PlacementConfig
 from serving.messages import PoolReport
@@ -41,7 +40,7 @@ class Router:
     """A router that pool nodes report to."""
 
     async def start(self) -> None:
-        self.fleet = Fleet(RouterConfig(), lambda status: ScriptedWorker(status, {}), LeastLoaded())
+        self.fleet = Fleet(RouterConfig(), lambda status: ScriptedWorker(status, {}))
         self.door = server(KEY)
         stubs.add_RegistryServicer_to_server(RegistryService(self.fleet), self.door)
         self.address = f"127.0.0.1:{listen(self.door, '127.0.0.1', 0)}"
@@ -54,9 +53,9 @@ class Router:
     async def heard(self, *, draining: bool = False) -> PoolReport:
         """The only node's report, once it says that."""
         async with asyncio.timeout(60):
-            while not [one for one in self.fleet.pools.reports() if one.draining == draining]:
+            while not [one for one in self.fleet.pool_nodes.reports() if one.draining == draining]:
                 await asyncio.sleep(0.01)
-        (report,) = self.fleet.pools.reports()
+        (report,) = self.fleet.pool_nodes.reports()
         return report
 
 
@@ -94,20 +93,20 @@ async def test_a_node_registers_serves_leaves_in_order_and_keeps_its_blocks(rout
     client = PoolClient(partial(dial, cluster_key=KEY), timeout=10.0)
     async with node(router, *flags) as process:
         report = await router.heard()
-        assert router.fleet.pools.nodes() == [f"kvcache-0@{report.address}"]
-        client.set_nodes(router.fleet.pools.nodes())
+        assert router.fleet.pool_nodes.nodes() == [f"kvcache-0@{report.address}"]
+        client.set_nodes(router.fleet.pool_nodes.nodes())
         await client.put(BLOCKS)
         assert await client.lookup(KEYS) == len(BLOCKS)
         process.send_signal(signal.SIGTERM)
         last = await router.heard(draining=True)
-        assert router.fleet.pools.nodes() == [] and last.stat.stored == len(BLOCKS)
+        assert router.fleet.pool_nodes.nodes() == [] and last.stat.stored == len(BLOCKS)
         assert last.stat.namespaces["default"].quota == 1 << 20
         _, log = await process.communicate()
         assert process.returncode == 0, log.decode()
-    router.fleet.pools.expire(float("inf"))
+    router.fleet.pool_nodes.expire(float("inf"))
     async with node(router, *flags) as process:
         await router.heard()
-        client.set_nodes(router.fleet.pools.nodes())
+        client.set_nodes(router.fleet.pool_nodes.nodes())
         found = [slab async for slab in client.get(KEYS, parts=PARTS)]
         pieces = {(i, slab.part): bytes(data) for slab in found for i, _, data in slab.pieces()}
         assert pieces == {(n, part): content(n, part) for n in range(len(BLOCKS)) for part in range(PARTS)}

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from router.fleet import Fleet, RouterConfig
-from router.policy import LeastLoaded
+from router.placement import Placer
+from router.policy import make_policy
 from router.router import Router
 from serving.errors import MillraceError
 from serving.messages import Delta, Request, Role
@@ -51,11 +52,11 @@ class World:
         self.fleet = Fleet(
             RouterConfig(**{"patience": 5.0, **config}),
             lambda status: next(w for w in self.workers.values() if w.status.instance == status.instance),
-            LeastLoaded(),
             clock=lambda: self.now,
         )
         self.seen = Recorder()
-        self.router = Router(self.fleet, self.seen)
+        self.placer = Placer(self.fleet, make_policy(self.fleet.config.policy))
+        self.router = Router(self.placer, self.seen)
 
     def add(self, name: str, role: Role = Role.MIXED, **fields: Any) -> ScriptedWorker:
         worker = ScriptedWorker(make_status(name, role, **fields), self.addresses)
@@ -88,9 +89,9 @@ class World:
         entries = self.fleet.registry.workers.values()
         counts = {
             "running": self.router.running,
-            "prefills": self.router.prefills,
-            "open_leases": self.fleet.open_leases(),
-            "waiting": self.fleet.admission.waiting,
+            "prefills": self.fleet.running_prefills,
+            "open_leases": self.fleet.open_leases,
+            "waiting": self.placer.admission.waiting,
             "entry.leases": sum(entry.leases for entry in entries),
             "entry.prefill_tokens": sum(entry.prefill_tokens for entry in entries),
         }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
-from router.leases import NoLease, RouterLease, WorkerSession
+from router.leases import PrefillOnlyLease, RouterLease, WorkerSession
+from router.request_state import RequestState
 from serving.errors import CorruptChunk, InvalidRequest, NoRoom, Preempted, WorkerLost
 from serving.links import LeaseEvent
 from serving.messages import Delta, FinishReason
@@ -24,6 +26,10 @@ async def session(worker: ScriptedWorker) -> WorkerSession:
     return await WorkerSession.connect(worker, worker.status.instance, "router")
 
 
+def state(generated: Sequence[int] = ()) -> RequestState:
+    return RequestState(request=wanted(), generated=list(generated))
+
+
 def delta(index: int, *, last: bool = False) -> Delta:
     return Delta(index=index, tokens=(index,), finish=FinishReason.LENGTH if last else None)
 
@@ -35,76 +41,78 @@ def events(session: WorkerSession, *items: LeaseEvent) -> None:
 
 
 async def gathered(lease: RouterLease) -> list[int]:
-    return [one.index async for one in lease.deltas()]
+    found = [await lease.next()]
+    while found[-1].finish is None:
+        found.append(await lease.next())
+    return [one.index for one in found]
 
 
 async def test_deltas_come_in_order_until_the_finish(session: WorkerSession) -> None:
-    lease = await session.open("r/1", wanted(), ())
+    lease = await session.open("r/1", state())
     events(session, *(LeaseEvent("r/1", 0, delta(n)) for n in range(3)))
     events(session, LeaseEvent("r/2", 0, delta(9)), LeaseEvent("r/1", 0, delta(3, last=True)))
     assert await gathered(lease) == [0, 1, 2, 3]
-    session.close_lease(lease)
+    lease.close()
 
 
 async def test_what_is_of_an_earlier_try_is_dropped(session: WorkerSession) -> None:
-    lease = await session.open("r/1", wanted(), ())
+    lease = await session.open("r/1", state())
     events(session, LeaseEvent("r/1", 0, delta(0)))
-    await lease.advance(wanted(), [7])
+    await lease.advance(state([7]))
     assert lease.fence.epoch == 1 and lease.grant is not None and lease.grant.lease == lease.fence
     events(session, LeaseEvent("r/1", 0, delta(1)), LeaseEvent("r/1", 0, error=Preempted("late")))
     events(session, LeaseEvent("r/1", 1, delta(2, last=True)))
     assert await gathered(lease) == [2] and not lease.failed.done()
-    session.close_lease(lease)
+    lease.close()
 
 
 async def test_an_error_ends_the_lease_after_the_tokens_before_it(session: WorkerSession) -> None:
-    lease = await session.open("r/1", wanted(), ())
+    lease = await session.open("r/1", state())
     events(session, LeaseEvent("r/1", 0, delta(0)), LeaseEvent("r/1", 0, error=Preempted("first")))
     events(session, LeaseEvent("r/1", 0, error=Preempted("second")))
-    found = []
+    assert (await lease.next()).index == 0, "what came before the error counts"
     with pytest.raises(Preempted, match="first"):
-        async for one in lease.deltas():
-            found.append(one.index)  # noqa: PERF401 - what came before the error counts
-    assert found == [0] and lease.failed.result().message == "first"
+        await lease.next()
+    assert lease.failed.result().message == "first"
     with pytest.raises(Preempted, match="first"):
-        await lease.advance(wanted(), ())
-    session.close_lease(lease)
+        await lease.advance(state())
+    lease.close()
 
 
 async def test_an_interrupted_lease_can_begin_anew(session: WorkerSession) -> None:
-    lease = await session.open("r/1", wanted(), ())
+    lease = await session.open("r/1", state())
     lease.interrupt(CorruptChunk("x"))
     with pytest.raises(CorruptChunk):
         await gathered(lease)
     assert not lease.failed.done()
-    await lease.advance(wanted(), ())
+    await lease.advance(state())
     events(session, LeaseEvent("r/1", 1, delta(0, last=True)))
     assert await gathered(lease) == [0]
-    session.close_lease(lease)
+    lease.close()
 
 
 async def test_a_lost_session_ends_all_its_leases(session: WorkerSession, worker: ScriptedWorker) -> None:
-    leases = [await session.open(f"r/{n}", wanted(), ()) for n in range(3)]
+    leases = [await session.open(f"r/{n}", state()) for n in range(3)]
     worker.lose_sessions()
     for lease in leases:
         with pytest.raises(WorkerLost):
             await gathered(lease)
-        session.close_lease(lease)
+        lease.close()
     assert session.leases == {} and not worker.cancelled, "there is nobody to tell"
     with pytest.raises(WorkerLost):
-        await session.open("r/9", wanted(), ())
+        await session.open("r/9", state())
 
 
 @pytest.mark.parametrize("error", [NoRoom("full"), InvalidRequest("no")])
 async def test_a_refused_lease_is_not_kept(session: WorkerSession, worker: ScriptedWorker, error: Exception) -> None:
     worker.script.open = [error]
     with pytest.raises(type(error)):
-        await session.open("r/1", wanted(), ())
+        await session.open("r/1", state())
     assert session.leases == {}
 
 
 async def test_leaving_while_a_lease_is_opened_gives_it_back(session: WorkerSession, worker: ScriptedWorker) -> None:
-    opening = asyncio.create_task(session.open("r/1", wanted(), ()))
+    opening = asyncio.create_task(session.open("r/1", state()))
     await asyncio.sleep(0)
     assert session.leases and worker.opened == {"r/1": 1}
     opening.cancel()
@@ -113,17 +121,17 @@ async def test_leaving_while_a_lease_is_opened_gives_it_back(session: WorkerSess
 
 
 async def test_a_lease_is_closed_once(session: WorkerSession, worker: ScriptedWorker) -> None:
-    lease = await session.open("r/1", wanted(), ())
-    session.close_lease(lease)
-    session.close_lease(lease)
+    lease = await session.open("r/1", state())
+    lease.close()
+    lease.close()
     events(session, LeaseEvent("r/1", 0, delta(0)))  # a late token finds nobody
     assert worker.cancelled == {"r/1": 1} and worker.leases() == []
 
 
 async def test_a_request_without_a_lease_has_nothing_to_fail() -> None:
-    lease = NoLease("r/1", None)
+    lease = PrefillOnlyLease("r/1")
     lease.interrupt(CorruptChunk("x"))
-    await lease.advance(wanted(), ())
+    await lease.advance(state())
     assert lease.grant is None and not lease.failed.done() and lease.fence.instance == ""
     with pytest.raises(AssertionError):
-        await anext(aiter(lease.deltas()))
+        await lease.next()

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from router.fleet import Fleet, RouterConfig
-from router.policy import LeastLoaded
 from router.pool_nodes import PoolNodes
 from router.service import RegistryService
 from serving.messages import PoolReport, PoolStat
+from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import Caller, listen, server
 from serving.wire import pool_report_to_pb, status_to_pb
@@ -87,7 +87,7 @@ def test_two_living_nodes_of_one_name_do_not_push_each_other_out() -> None:
 
 
 def test_two_living_nodes_of_one_name_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    fleet = Fleet(RouterConfig(), lambda status: ScriptedWorker(status, {}), LeastLoaded(), lambda: 0.0)
+    fleet = Fleet(RouterConfig(), lambda status: ScriptedWorker(status, {}), lambda: 0.0)
     for address in ("h:1", "h:2"):
         fleet.pool_heartbeat(named("a", address))
     assert [one for one in caplog.records if one.levelno == logging.WARNING] == [], "it may have come back elsewhere"
@@ -96,14 +96,12 @@ def test_two_living_nodes_of_one_name_are_told_of_once(caplog: pytest.LogCapture
             fleet.pool_heartbeat(named("a" if address != "h:3" else "b", address))
     (warning,) = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
     assert "h:1 and h:2 are both named a" in warning and "--worker-name" in warning
-    assert fleet.pools.namesakes(replace(named("a", "h:1"), draining=True)) == []
+    assert fleet.pool_nodes.namesakes(replace(named("a", "h:1"), draining=True)) == []
 
 
 async def test_nodes_report_and_every_answer_tells_where_the_pool_is() -> None:
     now = [100.0]
-    fleet = Fleet(
-        RouterConfig(silence=SILENCE), lambda status: ScriptedWorker(status, {}), LeastLoaded(), lambda: now[0]
-    )
+    fleet = Fleet(RouterConfig(silence=SILENCE), lambda status: ScriptedWorker(status, {}), lambda: now[0])
     door = server("key")
     stubs.add_RegistryServicer_to_server(RegistryService(fleet), door)
     caller = Caller(f"127.0.0.1:{listen(door, '127.0.0.1', 0)}", "key")
@@ -116,13 +114,15 @@ async def test_nodes_report_and_every_answer_tells_where_the_pool_is() -> None:
         return list(reply.pool_nodes)
 
     async def worker() -> list[str]:
-        reply = await stub.Heartbeat(status_to_pb(make_status()), metadata=caller.metadata, timeout=10)
+        reply = await stub.Heartbeat(
+            pb.HeartbeatRequest(status=status_to_pb(make_status())), metadata=caller.metadata, timeout=10
+        )
         return list(reply.pool_nodes)
 
     assert await worker() == []
     assert await node(report("b:1", stored=7)) == ["node b:1@b:1"]
     assert await node(report("a:1")) == await worker() == ["node a:1@a:1", "node b:1@b:1"]
-    assert [one.stat.stored for one in fleet.pools.reports()] == [0, 7]
+    assert [one.stat.stored for one in fleet.pool_nodes.reports()] == [0, 7]
     assert await node(report("a:1", draining=True)) == ["node b:1@b:1"], "a node that leaves is not handed to workers"
     now[0] += SILENCE + 1
     fleet.expire()

@@ -294,7 +294,7 @@ async def test_a_client_that_leaves_frees_everything(split: World, stop_at: int)
             count += 1
             if count == stop_at:
                 break
-    assert split.router.running == 0 and split.fleet.open_leases() == 0
+    assert split.router.running == 0 and split.fleet.open_leases == 0
     ((_, _, last, error),) = split.seen.endings
     assert last is not None and last.finish is None and isinstance(error, GeneratorExit)
 
@@ -303,7 +303,7 @@ async def test_when_the_iterator_is_closed_the_prefill_is_over_too(split: World)
     async with aclosing(split.router.generate(wanted())) as deltas:  # type: ignore[type-var]
         async for _ in deltas:
             break
-    assert split.router.prefills == 0 and sum(worker.runs for worker in split.workers.values()) == 0
+    assert split.fleet.running_prefills == 0 and sum(worker.runs for worker in split.workers.values()) == 0
 
 
 async def test_refusing_all_ends_what_runs_and_what_waits(split: World) -> None:

@@ -33,14 +33,16 @@ class ScriptedRouter(stubs.RegistryServicer):
         await self.server.start()
         return f"127.0.0.1:{port}"
 
-    async def Heartbeat(self, request: pb.WorkerStatus, context: object) -> pb.HeartbeatReply:
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: object) -> pb.HeartbeatReply:
         self.beats += 1
         return pb.HeartbeatReply(pool_nodes=self.nodes)
 
 
 async def send(caller: Caller, seconds: float) -> pb.HeartbeatReply:
     stub = stubs.RegistryStub(caller.channel)
-    return await stub.Heartbeat(pb.WorkerStatus(name="w"), metadata=caller.metadata, timeout=seconds)
+    return await stub.Heartbeat(
+        pb.HeartbeatRequest(status=pb.WorkerStatus(name="w")), metadata=caller.metadata, timeout=seconds
+    )
 
 
 def beating(routers: str, **options: Any) -> Heartbeats:

@@ -1,0 +1,218 @@
+"""Policies: whom they rank and in what order, and what each keeps to: a new one joins by its name in POLICIES."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.policy import (
+    POLICIES,
+    Candidate,
+    Demand,
+    LeastLoaded,
+    Policy,
+    PrefixAware,
+    able_to_decode,
+    able_to_prefill,
+    choose_prefill,
+    make_policy,
+)
+from serving.messages import Build, Role
+from tests.router.scripted import make_status
+
+ROLE = st.sampled_from(list(Role))
+WORKERS = st.lists(
+    st.builds(
+        lambda n, role, running, free, draining, model, paired, leases, tokens, waiting: Candidate(
+            make_status(
+                n,
+                role,
+                running=running,
+                free_blocks=free,
+                draining=draining,
+                fingerprint=model,
+                pairing=paired,
+                waiting_tokens=waiting,
+            ),
+            leases,
+            tokens,
+        ),
+        st.sampled_from("abcdefgh"),
+        ROLE,
+        st.integers(0, 8),
+        st.integers(0, 100),
+        st.booleans(),
+        st.sampled_from(["model", "another"]),
+        st.sampled_from(["model", "another"]),
+        st.integers(0, 8),
+        st.integers(0, 99),
+        st.integers(0, 99),
+    ),
+    max_size=6,
+    unique_by=lambda candidate: candidate.status.name,
+)
+
+
+BUILDS = st.sampled_from([None, Build("model", "model")])
+INSTANCES = [f"{n}-life" for n in "abcdefgh"]
+
+
+def demanded(tokens: int, build: Build | None, cached: dict[str, int]) -> Demand:
+    return Demand(tokens=tokens, build=build, cached={worker: min(held, tokens) for worker, held in cached.items()})
+
+
+DEMANDS = st.builds(
+    demanded, st.integers(1, 400), BUILDS, st.dictionaries(st.sampled_from(INSTANCES), st.integers(0, 400))
+)
+
+
+@pytest.fixture(params=POLICIES)
+def policy(request: pytest.FixtureRequest) -> Policy:
+    return make_policy(request.param)
+
+
+# ---- what every policy keeps to ------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(workers=WORKERS, demand=DEMANDS, decodes=st.booleans())
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_worker_given_is_ranked_once_and_again_the_same(
+    name: str, workers: list[Candidate], demand: Demand, decodes: bool
+) -> None:
+    policy = make_policy(name)
+    rank = policy.decode_order if decodes else policy.prefill_order
+    order = rank(demand, workers)
+    assert sorted(order, key=id) == sorted(workers, key=id)
+    assert rank(demand, list(reversed(workers))) == order, "the order of the workers given decides nothing"
+
+
+SIZES = st.lists(st.tuples(st.integers(1, 400), st.integers(1, 20)), min_size=1, max_size=6)  # context, device blocks
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=SIZES, tokens=st.integers(1, 400), decodes=st.booleans())
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_long_request_goes_where_it_fits_and_first_where_the_device_holds_it(
+    name: str, sizes: list[tuple[int, int]], tokens: int, decodes: bool
+) -> None:
+    workers = [
+        Candidate(make_status(f"w{n}", max_model_len=limit, block_size=16, total_blocks=blocks, free_blocks=blocks))
+        for n, (limit, blocks) in enumerate(sizes)
+    ]
+    policy, demand = make_policy(name), Demand(tokens=tokens)
+    if decodes:
+        order = policy.decode_order(demand, able_to_decode(demand, workers))
+    else:
+        order = policy.prefill_order(demand, able_to_prefill(demand, workers))
+    able = [worker for worker in workers if tokens < worker.status.max_model_len]
+    assert sorted(worker.status.name for worker in order) == [worker.status.name for worker in able or workers]
+    on_device = [tokens < worker.status.total_blocks * 16 for worker in order]
+    assert on_device == sorted(on_device, reverse=True)
+
+
+def test_equal_workers_are_told_apart_by_name(policy: Policy) -> None:
+    workers = [Candidate(make_status(name)) for name in "cab"]
+    assert [worker.status.name for worker in policy.decode_order(Demand(tokens=1), workers)] == ["a", "b", "c"]
+
+
+def test_a_busier_worker_comes_later(policy: Policy) -> None:
+    busy = Candidate(make_status("a", running=6, free_blocks=40, waiting_tokens=500))
+    idle = Candidate(make_status("b"))
+    demand = Demand(tokens=100)
+    assert policy.decode_order(demand, [busy, idle])[0] is policy.prefill_order(demand, [busy, idle])[0] is idle
+
+
+# ---- who may take a request at all ---------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(WORKERS, BUILDS)
+def test_decode_is_for_workers_of_the_build_that_stay(workers: list[Candidate], build: Build | None) -> None:
+    able = [
+        worker
+        for worker in workers
+        if worker.status.role is not Role.PREFILL
+        and not worker.status.draining
+        and (build is None or worker.status.fingerprint == "model")
+    ]
+    assert able_to_decode(Demand(tokens=1, build=build), workers) == able
+
+
+@settings(max_examples=200, deadline=None)
+@given(WORKERS, BUILDS, st.sets(st.sampled_from(INSTANCES[:4])))
+def test_prefill_is_for_workers_that_pair_and_have_not_failed(
+    workers: list[Candidate], build: Build | None, avoid: set[str]
+) -> None:
+    able = [
+        worker
+        for worker in workers
+        if worker.status.role is not Role.DECODE
+        and not worker.status.draining
+        and (build is None or worker.status.pairing == "model")
+        and worker.status.instance not in avoid
+    ]
+    assert able_to_prefill(Demand(tokens=1, build=build), workers, avoid) == able
+
+
+def test_a_mixed_worker_prefills_for_its_own_leases_even_while_it_drains(policy: Policy) -> None:
+    own = Candidate(make_status("own", draining=True, waiting_tokens=900))
+    other = Candidate(make_status("other"))
+    demand = Demand(tokens=10)
+    assert choose_prefill(policy, demand, [other, own], "own-life", (), begun=False) is own
+    assert choose_prefill(policy, demand, [other, own], "own-life", {"own-life"}, begun=False) is other
+    assert choose_prefill(policy, demand, [own], "elsewhere", (), begun=False) is None
+
+
+def test_a_decode_worker_computes_only_texts_that_have_outgrown_all_others(policy: Policy) -> None:
+    decode = Candidate(make_status("d", Role.DECODE))
+    small = Candidate(make_status("p", Role.PREFILL, max_model_len=50))
+    workers = [small, decode]
+    assert choose_prefill(policy, Demand(tokens=60), workers, "d-life", (), begun=True) is decode
+    assert choose_prefill(policy, Demand(tokens=60), workers, "d-life", (), begun=False) is small, "it says why not"
+    assert choose_prefill(policy, Demand(tokens=40), workers, "d-life", (), begun=True) is small
+
+
+# ---- least loaded --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(WORKERS)
+def test_least_loaded_decodes_by_load_and_prefills_by_queue(workers: list[Candidate]) -> None:
+    policy, demand = LeastLoaded(), Demand(tokens=1)
+    order = policy.decode_order(demand, workers)
+    loads = [max(max(w.leases, w.status.running) / 8, 1 - w.status.free_blocks / 100) for w in order]
+    assert loads == sorted(loads)
+    queues = [max(w.prefill_tokens, w.status.waiting_tokens) for w in policy.prefill_order(demand, workers)]
+    assert queues == sorted(queues)
+
+
+# ---- prefix-aware --------------------------------------------------------------------------------------------------
+
+
+def test_a_cached_prefix_outweighs_a_shorter_queue_by_its_tokens() -> None:
+    holder = Candidate(make_status("h", waiting_tokens=90))
+    idle = Candidate(make_status("i"))
+    policy = PrefixAware()
+    for rank in (policy.decode_order, policy.prefill_order):
+        assert rank(Demand(tokens=200, cached={"h-life": 96}), [holder, idle])[0] is holder
+        assert rank(Demand(tokens=200, cached={"h-life": 80}), [holder, idle])[0] is idle
+
+
+def test_kv_in_use_spreads_a_popular_prefix() -> None:
+    holder = Candidate(make_status("h", free_blocks=20))  # 80 blocks of 16 tokens in use: as 160 prompt tokens
+    idle = Candidate(make_status("i"))
+    order = PrefixAware().decode_order(Demand(tokens=300, cached={"h-life": 159}), [holder, idle])
+    assert order == [idle, holder]
+    order = PrefixAware().decode_order(Demand(tokens=300, cached={"h-life": 161}), [holder, idle])
+    assert order == [holder, idle]
+
+
+def test_a_full_worker_comes_last_whatever_it_has_cached() -> None:
+    holder, idle = Candidate(make_status("h", running=8)), Candidate(make_status("i", waiting_tokens=900))
+    assert PrefixAware().decode_order(Demand(tokens=300, cached={"h-life": 299}), [holder, idle]) == [idle, holder]
+    freer = replace(holder, status=make_status("h", running=7))
+    assert PrefixAware().decode_order(Demand(tokens=300, cached={"h-life": 299}), [freer, idle]) == [freer, idle]

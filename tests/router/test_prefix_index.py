@@ -1,0 +1,127 @@
+"""The prefix index: what it answers is what its events and placements say, within its bytes."""
+
+from __future__ import annotations
+
+import sys
+import tracemalloc
+from hashlib import sha256
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvcache.blocks.events import KVEventLog
+from router import prefix_index
+from router.prefix_index import ENTRY_BYTES, MOST_NUMBERS, PrefixIndex
+from serving.messages import KVEvents
+
+ROOMY = 1 << 24
+
+
+def key(number: int) -> bytes:
+    return sha256(b"block %d" % number).digest()
+
+
+CHAIN = [key(number) for number in range(12)]
+WORKERS = st.sampled_from("abc")
+
+
+class FollowsWorkers(RuleBasedStateMachine):
+    """Workers store and remove blocks; the router asks when it likes; some workers restart, some are forgotten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(ROOMY)
+        self.logs = {name: KVEventLog(limit=8) for name in "abc"}
+        self.held: dict[str, set[int]] = {name: set() for name in "abc"}
+        self.seen: dict[str, set[int]] = {}
+
+    @rule(name=WORKERS, number=st.integers(0, 11))
+    def stores(self, name: str, number: int) -> None:
+        if number not in self.held[name]:
+            self.held[name].add(number)
+            self.logs[name].stored(CHAIN[number])
+
+    @rule(name=WORKERS, number=st.integers(0, 11))
+    def removes(self, name: str, number: int) -> None:
+        if number in self.held[name]:
+            self.held[name].remove(number)
+            self.logs[name].removed(CHAIN[number])
+
+    @rule(name=WORKERS)
+    def reports(self, name: str) -> None:
+        self.index.apply(name, self.logs[name].since(self.index.since(name)))
+        self.seen[name] = set(self.held[name])
+
+    @rule(name=WORKERS)
+    def is_forgotten(self, name: str) -> None:
+        self.index.forget(name)
+        self.seen.pop(name, None)
+
+    @invariant()
+    def the_answer_is_what_was_reported(self) -> None:
+        expected = {}
+        for name, numbers in self.seen.items():
+            leading = next((n for n in range(len(CHAIN)) if n not in numbers), len(CHAIN))
+            if leading:
+                expected[name] = leading
+        assert self.index.match(CHAIN) == expected
+
+
+FollowsWorkers.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestFollowsWorkers = FollowsWorkers.TestCase
+
+
+def test_a_gap_in_the_events_is_closed_by_a_snapshot() -> None:
+    index = PrefixIndex(ROOMY)
+    index.apply("a", KVEvents(first=-1, next=5, reset=True, stored=tuple(k[:8] for k in CHAIN[:3])))
+    index.apply("a", KVEvents(first=7, next=9, stored=(CHAIN[3][:8],)))
+    assert index.since("a") == 0 and index.match(CHAIN) == {"a": 3}, "what comes after a gap is not taken"
+    index.apply("a", KVEvents(first=-1, next=9, reset=True, stored=(CHAIN[0][:8],)))
+    assert index.since("a") == 9 and index.match(CHAIN) == {"a": 1}, "a snapshot replaces all"
+
+
+def test_placements_count_until_the_worker_says_otherwise() -> None:
+    index = PrefixIndex(ROOMY)
+    index.stored("a", CHAIN[:4])
+    assert index.match(CHAIN) == {"a": 4} and index.match(CHAIN[1:]) == {"a": 3} and index.since("a") == 0
+    index.apply("a", KVEvents(first=-1, next=2, reset=True, stored=tuple(k[:8] for k in CHAIN[:2])))
+    assert index.match(CHAIN) == {"a": 2}
+    index.stored("a", CHAIN[:6])
+    index.apply("a", KVEvents(first=2, next=4, removed=(CHAIN[5][:8],)))
+    assert index.match(CHAIN) == {"a": 5} and index.match([]) == {}
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(WORKERS, st.integers(0, 60), st.integers(1, 20)), max_size=60))
+def test_the_oldest_keys_go_first_and_never_too_many_stay(placed: list[tuple[str, int, int]]) -> None:
+    index = PrefixIndex(20 * (ENTRY_BYTES + MOST_NUMBERS // 8))
+    for name, first, count in placed:
+        index.stored(name, [key(number) for number in range(first, first + count)])
+        assert len(index) <= 20
+        assert index.match([key(first + count - 1)]).get(name) == 1, "what was placed last is still known"
+
+
+def test_after_very_many_restarts_all_is_learned_anew() -> None:
+    index = PrefixIndex(ROOMY)
+    for life in range(MOST_NUMBERS):
+        index.apply(f"w{life}", KVEvents(first=-1, next=1, reset=True, stored=(CHAIN[0][:8],)))
+        if life:
+            index.forget(f"w{life - 1}")
+    assert index.match(CHAIN) == {f"w{MOST_NUMBERS - 1}": 1}
+    index.stored("next", CHAIN[:2])
+    assert index.match(CHAIN) == {"next": 2} and index.since(f"w{MOST_NUMBERS - 1}") == 0
+
+
+def test_entries_take_no_more_bytes_than_they_are_counted_for() -> None:
+    """Twice: just before and just after the dict behind it has grown, which is when it is largest for what it holds."""
+    for entries in (87_000, 88_000, 175_000):
+        tracemalloc.start()
+        index = PrefixIndex(entries * (ENTRY_BYTES + MOST_NUMBERS // 8))
+        for worker in range(8):
+            index.stored(f"w{worker}", (number.to_bytes(8, "little") for number in range(entries)))
+        taken, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert len(index) == entries and taken <= entries * ENTRY_BYTES + 100_000, taken / entries
+    widest = sys.getsizeof(1 << (MOST_NUMBERS - 1)) - sys.getsizeof(1)
+    assert widest <= MOST_NUMBERS // 7 and prefix_index.KEY_BYTES == 8
