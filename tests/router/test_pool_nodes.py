@@ -114,9 +114,8 @@ async def test_nodes_report_and_every_answer_tells_where_the_pool_is() -> None:
         return list(reply.pool_nodes)
 
     async def worker() -> list[str]:
-        reply = await stub.Heartbeat(
-            pb.HeartbeatRequest(status=status_to_pb(make_status())), metadata=caller.metadata, timeout=10
-        )
+        request = pb.HeartbeatRequest(status=status_to_pb(make_status()))
+        reply = await stub.Heartbeat(request, metadata=caller.metadata, timeout=10)
         return list(reply.pool_nodes)
 
     assert await worker() == []

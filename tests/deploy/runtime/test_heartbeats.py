@@ -40,9 +40,8 @@ class ScriptedRouter(stubs.RegistryServicer):
 
 async def send(caller: Caller, seconds: float) -> pb.HeartbeatReply:
     stub = stubs.RegistryStub(caller.channel)
-    return await stub.Heartbeat(
-        pb.HeartbeatRequest(status=pb.WorkerStatus(name="w")), metadata=caller.metadata, timeout=seconds
-    )
+    request = pb.HeartbeatRequest(status=pb.WorkerStatus(name="w"))
+    return await stub.Heartbeat(request, metadata=caller.metadata, timeout=seconds)
 
 
 def beating(routers: str, **options: Any) -> Heartbeats:
