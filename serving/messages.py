@@ -197,6 +197,20 @@ class WorkerStatus:
     counters: dict[str, float] = field(default_factory=dict)  # running totals by metric name, for the router's /metrics
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVEvents:
+    """Block keys, cut to 8 bytes, that a worker has stored and removed since its event number `first`.
+
+    With `reset`, `stored` are all keys it has now, and `first` is -1. Ask for the events from `next` on afterwards.
+    """
+
+    first: int
+    next: int
+    reset: bool = False
+    stored: tuple[bytes, ...] = ()
+    removed: tuple[bytes, ...] = ()  # none of them is in `stored`
+
+
 # ---- the KV pool: what its nodes report ------------------------------------------------------------------------
 
 

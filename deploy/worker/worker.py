@@ -18,6 +18,7 @@ from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculation
 from decode.worker import DecodeWorker, RouterSession
 from kvcache.blocks.allocator import BlockAllocator
+from kvcache.blocks.events import KVEventLog
 from kvcache.blocks.manager import KVCacheManager
 from kvcache.blocks.offload import OffloadManager, OffloadPlan, plan_host
 from kvcache.connector.connector import PoolConnector
@@ -42,7 +43,7 @@ from serving.forward.forward import Forward
 from serving.kvspec import LayerKV
 from serving.links import Deliver
 from serving.loader.loading import LoadedModel
-from serving.messages import Audit, Prefilled, PrefillOrder, Role, WorkerIdentity, WorkerStatus
+from serving.messages import Audit, KVEvents, Prefilled, PrefillOrder, Role, WorkerIdentity, WorkerStatus
 
 FLUSH_SECONDS = 5.0  # a leaving worker gives what it computed so long to reach the KV pool
 
@@ -94,7 +95,10 @@ class Worker:
             kv_dtype=kv_dtype,
             max_model_len=limit,
         )
-        self.blocks = BlockAllocator(blocks, engine_config.block_size, caching=engine_config.enable_prefix_caching)
+        self._kv_events = KVEventLog()
+        self.blocks = BlockAllocator(
+            blocks, engine_config.block_size, caching=engine_config.enable_prefix_caching, events=self._kv_events
+        )
         self.kv = KVCacheManager(self.blocks, self.identity.fingerprint, OffloadManager(host) if host else None)
         windows = [model.spec.window(layer) for layer in range(model.spec.layers)]
         self.host_kv = HostKV(host, self.device_kv, windows) if host else None
@@ -293,6 +297,10 @@ class Worker:
             stalled_seconds=self.engine.stalled_seconds,
             counters=counters,
         )
+
+    def kv_events(self, since: int) -> KVEvents:
+        """Which blocks' keys have come and gone since event number `since` (kvcache.blocks.events)."""
+        return self._kv_events.since(since)
 
     def audit_now(self) -> Audit:
         """What the worker holds this moment, and what of it nobody owns."""

@@ -13,19 +13,28 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from serving.errors import NoRoom
+
+
+class BlockEvents(Protocol):
+    """Is told which keys can be matched; called on the thread that uses the allocator (kvcache.blocks.events)."""
+
+    def stored(self, key: bytes) -> None: ...
+    def removed(self, key: bytes) -> None: ...
 
 
 class BlockAllocator:
     """`num_blocks` blocks of `block_size` tokens. With `caching` off, freed blocks are never matched again."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, caching: bool = True):
+    def __init__(self, num_blocks: int, block_size: int, *, caching: bool = True, events: BlockEvents | None = None):
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool needs at least one block of one token, not {num_blocks} of {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.caching = caching
+        self._events = events
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: low ids first
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._references = [0] * num_blocks
@@ -72,8 +81,11 @@ class BlockAllocator:
         if self._free:
             return self._free.pop()
         block, _ = self._cached.popitem(last=False)
-        del self._block_of[self._key_of.pop(block)]
+        key = self._key_of.pop(block)
+        del self._block_of[key]
         self.evictions += 1
+        if self._events is not None:
+            self._events.removed(key)
         return block
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -94,9 +106,14 @@ class BlockAllocator:
         if self.caching and block not in self._key_of and key not in self._block_of:
             self._key_of[block] = key
             self._block_of[key] = block
+            if self._events is not None:
+                self._events.stored(key)
 
     def clear(self) -> None:
         """Forget every cached block; held ones lose their keys and are not matched again."""
+        if self._events is not None:
+            for key in self._block_of:
+                self._events.removed(key)
         self._free.extend(self._cached)
         self._cached.clear()
         self._key_of.clear()
