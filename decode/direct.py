@@ -1,6 +1,6 @@
-"""Which leases get their first KV from the pool, and what of it they lack when all else has been handed over.
+"""Ties leases (decode.leases) to fetches of their first KV from the pool (kvcache.connector.direct_fetch).
 
-decode.leases keeps the ledger, kvcache.connector.direct_fetch fetches; this ties one to the other, on the event loop.
+It starts, settles and stops a lease's fetch, on the event loop; it knows neither how KV travels nor what it costs.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ log = logging.getLogger(__name__)
 
 
 class DirectLeases:
-    """The fetches of one worker's leases. Without `prefixes` everything is handed over."""
+    """The fetches of one worker's leases. Without a `fetcher` everything is handed over."""
 
-    def __init__(self, table: LeaseTable, lock: AbstractContextManager[object], prefixes: DirectFetcher | None):
+    def __init__(self, table: LeaseTable, lock: AbstractContextManager[object], fetcher: DirectFetcher | None):
         self.table = table
         self.lock = lock
-        self.prefixes = prefixes
+        self.fetcher = fetcher
         self._fetches: dict[str, DirectFetch] = {}  # by lease, of its present epoch
 
     @property
     def running(self) -> int:
         """Fetches in progress, those of ended leases included until they have stopped."""
-        return self.prefixes.running if self.prefixes is not None else 0
+        return self.fetcher.running if self.fetcher is not None else 0
 
     async def begin(self, fence: LeaseId) -> int:
-        """A handoff to the lease begins: see what the pool has, and fetch it. The first token to hand over.
+        """A handoff to the lease begins: fetch what the pool has of it. Returns the first token to hand over.
 
-        0 where nothing comes from the pool; whoever holds a stale fence hears so with the first chunk.
+        0 where nothing comes from the pool, also for a stale fence: that is refused with the first chunk.
         """
         seq = self._filling(fence)
-        if self.prefixes is None or seq is None:
+        if self.fetcher is None or seq is None:
             return 0
-        arrival = await self.prefixes.find(seq.seq)
+        arrival = await self.fetcher.find(seq.seq)
         with self.lock:
             lease = self._filling(fence)  # what was may be over: the pool has been asked meanwhile
             if arrival is None or lease is None:
                 return 0
-            size = self.prefixes.prefixes.kv.block_size
+            size = self.fetcher.kv.block_size
             if not lease.leave_to_pool(range(arrival.first * size, arrival.last * size)):
                 return 0
-            self._fetches[fence.lease] = self.prefixes.fetch(arrival)
+            self._fetches[fence.lease] = self.fetcher.begin(arrival)
             return lease.pooled.stop
 
     def _filling(self, fence: LeaseId) -> Lease | None:
@@ -56,14 +56,14 @@ class DirectLeases:
             return None
 
     async def settle(self, fence: LeaseId) -> range:
-        """All has been handed over: wait for the pool, not for long, and say what is to be handed over after all.
+        """All else has been handed over: wait a bounded time for the pool, and return the tokens it did not bring.
 
-        Nothing comes from the pool any more. Raises StaleLease.
+        Nothing comes from the pool afterwards. Raises StaleLease.
         """
         lease = self.table.check(fence)
-        if self.prefixes is None or not lease.pooled or not lease.handed_over:
+        if self.fetcher is None or not lease.pooled or not lease.handed_over:
             return range(0)
-        upto = await self.prefixes.settle(self._fetches[fence.lease])
+        upto = await self.fetcher.settle(self._fetches[fence.lease])
         with self.lock:
             lease = self.table.check(fence)
             lacking = lease.settle_pool(upto)
@@ -79,5 +79,5 @@ class DirectLeases:
 
     def handed_over(self, lease: Lease) -> None:
         """The lease decodes from now on: what its handoff took is what the pool is weighed against."""
-        if self.prefixes is not None:
-            self.prefixes.pace.handed_over(lease.meter)
+        if self.fetcher is not None:
+            self.fetcher.direct_cost.handed_over(lease.meter)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvcache.connector.direct_cost import HandoffMeter
+from kvcache.connector.fetch_cost import HandoffMeter
 from serving.engine.sequence import SequenceState
 from serving.errors import CorruptChunk, InvalidRequest, StaleLease
 from serving.messages import LeaseId, LeaseOrder

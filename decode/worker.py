@@ -1,4 +1,4 @@
-"""The decode worker: opens leases, takes KV in, runs the batch, and tells each router its new tokens once a step.
+"""The decode worker: opens leases, takes KV in, runs the batch, and sends each router its new tokens once a step.
 
 A thin shell around pure parts: the lease table says what may happen, the scheduler what runs, the KV manager which
 blocks; here they are called under the engine's lock. It knows neither prefill workers nor gRPC.
@@ -9,25 +9,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from decode.direct import DirectLeases
 from decode.leases import Lease, LeaseTable
 from decode.scheduler import DecodeScheduler
-from kvcache.blocks.manager import KVCacheManager
 from kvcache.connector.direct_fetch import DirectFetcher
 from kvcache.handoff.chunk import Chunk, split, verify
 from kvcache.handoff.commit import Commit, verify_commit
 from kvcache.handoff.local import LOCAL
-from kvcache.memory.device import DeviceKV, token_bytes
+from kvcache.memory.device import token_bytes
 from kvcache.memory.kv_dtype import is_lossy
-from kvcache.memory.locations import KVLocations
 from kvcache.transfer.lent_memory import MemoryLenders
-from serving.engine.loop import EngineLoop
+from kvcache.worker_context import WorkerContext
 from serving.engine.sequence import SequenceOutput, SequenceState
-from serving.errors import ContextLengthExceeded, Draining, MillraceError, NoRoom, Retryable, StaleLease
+from serving.errors import Draining, MillraceError, NoRoom, Retryable, StaleLease
 from serving.links import Deliver, LeaseEvent
-from serving.messages import LeaseGrant, LeaseId, LeaseOrder, WorkerIdentity
+from serving.messages import LeaseGrant, LeaseId, LeaseOrder
 
 log = logging.getLogger(__name__)
 
@@ -35,48 +33,40 @@ log = logging.getLogger(__name__)
 class DecodeWorker:
     """See the module. `address` is what leases are granted with: where KV is to be pushed.
 
-    `locations` are the memories KV is taken into, by default `device_kv` alone. `lender` is what is offered beside the
-    address, if anything: memory that handoffs may write to. `direct` brings prefixes straight from the KV pool. New
-    leases leave as many blocks as are `wanted`: a prompt waits for them that is computed here for another worker.
+    `lenders` are offered beside the address: memory that handoffs may write to. `direct` brings prefixes straight from
+    the KV pool. New leases leave as many blocks as are `wanted`: for a prompt that is computed here for another worker.
     """
 
     def __init__(
         self,
-        *,
-        identity: WorkerIdentity,
-        loop: EngineLoop,
-        kv: KVCacheManager,
-        device_kv: DeviceKV,
-        locations: KVLocations | None = None,
+        context: WorkerContext,
         scheduler: DecodeScheduler,
-        long_rope: Callable[[int], bool],
         address: str,
+        *,
         lenders: MemoryLenders | None = None,
         direct: DirectFetcher | None = None,
         wanted: Callable[[], int] = lambda: 0,
     ):
-        self.identity = identity
-        self.loop = loop
-        self.engine = loop.engine
-        self.kv = kv
-        self.device_kv = device_kv
-        self.locations = locations or KVLocations(device_kv)
+        self.context = context
+        self.identity = context.identity
+        self.loop = context.loop
+        self.engine = context.engine
+        self.kv = context.kv
+        self.device_kv = context.device_kv
         self.scheduler = scheduler
-        self.long_rope = long_rope
         self.address = address
         self.lenders = lenders or MemoryLenders()
         self.wanted = wanted
-        self.table = LeaseTable(identity.instance, len(device_kv.specs))
+        self.table = LeaseTable(self.identity.instance, len(self.device_kv.specs))
         self.direct = DirectLeases(self.table, self.engine.lock, direct)
         self.sessions: dict[str, RouterSession] = {}
         self.draining = False
         self.receiving = 0  # handoffs in progress
-        self.refused: dict[str, int] = {}  # KV chunks and commits refused, by reason
+        self.refused: Counter[str] = Counter()  # KV chunks and commits refused, by reason
         self.received: Counter[str] = Counter()  # bytes of KV taken in, by transport
         self.handoffs: Counter[str] = Counter()  # handoffs committed, by transport
         self._session_count = 0
         self._idle = asyncio.Event()
-        loop.after_step.append(self._flush)
 
     # ---- leases ------------------------------------------------------------------------------------------------
 
@@ -92,7 +82,7 @@ class DecodeWorker:
         if self.draining:
             raise Draining(f"{self.identity.name} is draining")
         with self.engine.lock:
-            if len(self.table.leases) >= self.engine.max_num_seqs:
+            if len(self.table.leases) >= self.engine.limits.max_num_seqs:
                 raise NoRoom(f"{self.identity.name} holds {len(self.table.leases)} sequences, its limit")
             seq = self._hold(order, self.wanted())
             try:
@@ -129,21 +119,11 @@ class DecodeWorker:
         self.loop.wake()
 
     def _hold(self, order: LeaseOrder, spare: int = 0) -> SequenceState:
-        request = order.request
-        tokens = len(request.prompt) + len(order.generated)
-        limit = self.identity.max_model_len
-        if tokens >= limit:
-            raise ContextLengthExceeded(
-                f"{tokens} tokens leave no room to generate within the context of {limit}", param="prompt"
-            )
-        long_rope = self.long_rope(len(request.prompt) + request.sampling.max_tokens)
-        root = self.kv.root(request.tenant, long_rope)
-        seq = SequenceState(order, root=root, stays=True, long_rope=long_rope, now=self.engine.clock())
+        seq = self.context.sequence(order, stays=True)
         self.kv.open(seq, headroom=len(self.table.leases) + spare)
         return seq
 
     def _grant(self, lease: Lease) -> LeaseGrant:
-        lease.seq.sink = LeaseSink(self, lease)
         return LeaseGrant(
             lease=lease.fence,
             cached_tokens=lease.seq.computed,
@@ -172,7 +152,7 @@ class DecodeWorker:
             with self.engine.lock:
                 lease = self.table.check(chunk.lease)
                 lease.accept(chunk.first_layer, chunk.last_layer, chunk.start, chunk.end)
-                self.locations.write(lease.seq, chunk.first_layer, chunk.start, layers)
+                self.context.locations.write(lease.seq, chunk.first_layer, chunk.start, layers)
                 lease.fill(chunk.first_layer, chunk.last_layer, chunk.end)
                 lease.seq.lossy |= is_lossy(chunk.encoding)
                 stored = self.device_kv.specs[chunk.first_layer : chunk.last_layer]
@@ -210,20 +190,39 @@ class DecodeWorker:
         """The lease's own sequence, for a prefill in this same worker. Raises StaleLease."""
         with self.engine.lock:
             seq = self.table.adopt(fence).seq
+            seq.prefilled_here = True
             if seq.offload is not None:
                 seq.offload.begin()
             return seq
 
     def _refuse(self, error: Retryable, fence: LeaseId) -> None:
-        reason = error.code or type(error).__name__
-        self.refused[reason] = self.refused.get(reason, 0) + 1
+        self.refused[error.code or type(error).__name__] += 1
         log.warning("KV refused for lease %s epoch %d: %s", fence.lease, fence.epoch, error.message)
 
     # ---- tokens out --------------------------------------------------------------------------------------------
 
-    def _flush(self) -> None:
-        for session in list(self.sessions.values()):
-            session.flush()
+    def deliver(self, outputs: Sequence[SequenceOutput]) -> None:
+        """Send what a step brought out for leases, one message a router (serving.engine.loop.OutputListener).
+
+        A lease that has ended or begun anew since the step began has another sequence, or none: it gets nothing.
+        """
+        events: dict[str, list[LeaseEvent]] = {}
+        for output in outputs:
+            fence = output.seq.order.lease
+            lease = self.table.leases.get(fence.lease)
+            if output.prefilled or lease is None or lease.seq is not output.seq:
+                continue
+            event = LeaseEvent(fence.lease, fence.epoch, output.delta, output.error)
+            events.setdefault(lease.session, []).append(event)
+            if output.delta is None or output.delta.finish is not None:
+                self.end(fence.lease)
+        self._send(events)
+
+    def _send(self, events: Mapping[str, Sequence[LeaseEvent]]) -> None:
+        """Events by session; those of a session that is gone are dropped."""
+        for name, sent in events.items():
+            if name in self.sessions:
+                self.sessions[name].deliver(sent)
 
     # ---- leaving -----------------------------------------------------------------------------------------------
 
@@ -243,26 +242,25 @@ class DecodeWorker:
             left = list(self.table.leases.values())
             log.info("%d leases move to other workers", len(left))
             for lease in left:
-                self.evict(lease, Draining(f"{self.identity.name} is leaving"))
-            self._flush()
-
-    def evict(self, lease: Lease, error: MillraceError) -> None:
-        """End a lease from this side: its router hears why."""
-        session = self.sessions.get(lease.session)
-        self.end(lease.fence.lease)
-        if session is not None:
-            session.pending.append(LeaseEvent(lease.fence.lease, lease.fence.epoch, error=error))
+                self.end(lease.fence.lease)
+            self._send_error(left, Draining(f"{self.identity.name} is leaving"))
 
     def abandon(self, error: MillraceError) -> None:
         """The engine died: every lease ends with this error."""
         self.draining = True
-        for lease in list(self.table.leases.values()):
-            session = self.sessions.get(lease.session)
+        left = list(self.table.leases.values())
+        for lease in left:
             self.table.end(lease.fence.lease)
             self.direct.stop(lease.fence.lease)
-            if session is not None:
-                session.pending.append(LeaseEvent(lease.fence.lease, lease.fence.epoch, error=error))
-        self._flush()
+        self._send_error(left, error)
+
+    def _send_error(self, leases: Sequence[Lease], error: MillraceError) -> None:
+        """Tell the routers why these leases have ended."""
+        events: dict[str, list[LeaseEvent]] = {}
+        for lease in leases:
+            event = LeaseEvent(lease.fence.lease, lease.fence.epoch, error=error)
+            events.setdefault(lease.session, []).append(event)
+        self._send(events)
 
     # ---- accounts ----------------------------------------------------------------------------------------------
 
@@ -279,24 +277,6 @@ class DecodeWorker:
         return sum(lease.session not in self.sessions for lease in self.table.leases.values())
 
 
-class LeaseSink:
-    """Where the engine delivers a lease's tokens: into its session's message for this step."""
-
-    def __init__(self, worker: DecodeWorker, lease: Lease):
-        self.worker = worker
-        self.fence = lease.fence
-        self.session = lease.session
-
-    def deliver(self, output: SequenceOutput) -> None:
-        session = self.worker.sessions.get(self.session)
-        lease = self.worker.table.leases.get(self.fence.lease)
-        if session is None or lease is None or lease.fence != self.fence:
-            return  # cancelled, or begun anew, while the step ran
-        session.pending.append(LeaseEvent(self.fence.lease, self.fence.epoch, output.delta, output.error))
-        if output.error is not None or (output.delta is not None and output.delta.finish is not None):
-            self.worker.end(self.fence.lease)
-
-
 class RouterSession:
     """One router's leases on this worker (serving.links.DecodeSession)."""
 
@@ -304,7 +284,6 @@ class RouterSession:
         self.worker = worker
         self.name = name
         self.deliver = deliver
-        self.pending: list[LeaseEvent] = []
 
     async def open(self, order: LeaseOrder) -> LeaseGrant:
         return self.worker.open(order, self.name)
@@ -314,12 +293,6 @@ class RouterSession:
 
     def cancel(self, lease: str) -> None:
         self.worker.end(lease)
-
-    def flush(self) -> None:
-        """Send everything this step brought, in one message."""
-        if self.pending:
-            events, self.pending = self.pending, []
-            self.deliver(events)
 
     async def close(self) -> None:
         """End every lease of the session."""

@@ -177,18 +177,7 @@ async def _node(settings: Any, parent: int | None) -> int:
 async def _host(role: Role, settings: Any, parent: int | None) -> int:
     from deploy.worker.process import WorkerProcess
 
-    host = WorkerProcess(
-        role,
-        settings.model,
-        settings.model_config,
-        settings.engine,
-        settings.cluster,
-        settings.http,
-        settings.placement,
-        settings.pool,
-        parent=parent,
-    )
-    return await host.run()
+    return await WorkerProcess(role, settings, parent=parent).run()
 
 
 def children_of(given: Mapping[str, Any]) -> dict[Role, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
+from deploy.worker.build import WorkerLinks, build_worker
 from deploy.worker.worker import Worker
 from kvcache.handoff.dialer import Dialer
 from kvcache.pool.links import PoolLink
@@ -38,8 +39,8 @@ class LocalCluster:
         self.router_config = router_config
         self.roles = roles
         self.heartbeat_interval = heartbeat_interval
-        self.pool = pool
-        self.pool_nodes = dict(pool_nodes or {})  # by address: the KV pool's nodes, whoever runs them
+        self.pool = pool or PoolConfig()
+        self.pool_nodes = dict(pool_nodes or {})  # the KV pool's nodes by address
         self.fleet = Fleet(router_config, self._link)
         self.placer = Placer(self.fleet, make_policy(router_config.policy))
 
@@ -63,17 +64,13 @@ class LocalCluster:
 
     def _worker(self, role: Role, number: int, dialer: Dialer) -> Worker:
         name = f"{role}-{number}"
-        return Worker(
-            role,
-            self.model,
-            self.model_config,
-            self.engine_config,
-            name=name,
+        links = WorkerLinks(
             address=f"local:{name}",
             dialer=dialer,
-            pool_config=self.pool,
+            pool=self.pool,
             pool_link=self.pool_nodes.__getitem__,
         )
+        return build_worker(role, self.model, self.model_config, self.engine_config, links, name=name)
 
     def tell_nodes(self, worker: Worker) -> None:
         """Which nodes the KV pool has, for its part in it."""

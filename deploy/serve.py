@@ -103,7 +103,9 @@ async def serve_embedded(settings: Settings) -> int:
         )
         front = Frontend(cluster.placer, settings.http, served, tokenizer, listening)
         front.leave_on_signals()
-        cluster.workers[0].on_crash = front.leaving.set
+        crash = asyncio.create_task(cluster.workers[0].crashed.wait(), name="crash")
+        crash.add_done_callback(lambda _: front.leaving.set())
+        stack.callback(crash.cancel)
         await front.run()
         return 1 if cluster.workers[0].loop.crashed else 0
 

@@ -1,30 +1,26 @@
-"""The prefill worker: queues a prompt, computes it in chunks, draws the first token, sees the KV handed over.
+"""The prefill worker: queues a prompt, computes it in chunks, draws the first token, hands the KV over.
 
-When the lease is its own, it computes into the lease's blocks and the handoff is nothing at all: on a mixed worker, and
-on one that decodes a text which nobody else can hold any more.
-It reaches decode workers only through a dialer that is handed to it.
+Where the lease is its own it computes into the lease's blocks, and nothing is handed over: on a mixed worker, and on a
+decode worker for a text that has outgrown every prefill worker. It reaches decode workers through a dialer alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
-from kvcache.blocks.manager import KVCacheManager
-from kvcache.blocks.prefix import root_key
 from kvcache.handoff.sender import Handoff
-from kvcache.memory.device import DeviceKV
 from kvcache.memory.kv_dtype import choose_wire
-from kvcache.memory.locations import KVLocations
+from kvcache.worker_context import WorkerContext
 from prefill.scheduler import PrefillScheduler
-from serving.engine.loop import EngineLoop
 from serving.engine.sequence import SequenceOutput, SequenceState
-from serving.errors import ContextLengthExceeded, Draining, InvalidRequest, MillraceError, StaleLease, WorkerLost
+from serving.errors import Draining, InvalidRequest, MillraceError, StaleLease, WorkerLost
 from serving.kvspec import AUTO, LayerKV
 from serving.links import HandoffDialer, HandoffLink
-from serving.messages import LeaseGrant, LeaseId, Prefilled, PrefillOrder, Role, WorkerIdentity
+from serving.messages import LeaseGrant, LeaseId, Prefilled, PrefillOrder, Role
 
 
 class LocalLeases(Protocol):
@@ -44,48 +40,40 @@ class Prefixes(Protocol):
         """Returns when no more comes; `begun` is called as soon as the sequence may be queued."""
 
 
-class FirstToken:
-    """Waits for what the engine brings out at the end of a prefill."""
+@dataclass(frozen=True, slots=True)
+class PrefillRun:
+    """A prefill in progress, and what the engine brings out at its end."""
 
-    def __init__(self) -> None:
-        self.future: asyncio.Future[SequenceOutput] = asyncio.get_running_loop().create_future()
+    seq: SequenceState
+    first: asyncio.Future[SequenceOutput]
 
-    def deliver(self, output: SequenceOutput) -> None:
-        if not self.future.done():
-            self.future.set_result(output)
+    def end(self, output: SequenceOutput) -> None:
+        if not self.first.done():
+            self.first.set_result(output)
 
 
 class PrefillWorker:
     """See the module (serving.links.PrefillLink). `leases` is set on a worker that decodes too.
 
-    `locations` are the memories KV is handed over from, by default `device_kv` alone.
     `layout` says how a decode worker stores KV, `kv_wire` how it travels there (kvcache.memory.kv_dtype.choose_wire).
     """
 
     def __init__(
         self,
-        *,
-        identity: WorkerIdentity,
-        loop: EngineLoop,
-        kv: KVCacheManager,
-        device_kv: DeviceKV,
-        locations: KVLocations | None = None,
+        context: WorkerContext,
         scheduler: PrefillScheduler,
-        long_rope: Callable[[int], bool],
         dialer: HandoffDialer,
+        *,
         layout: Layout,
         kv_wire: str = "auto",
         leases: LocalLeases | None = None,
         prefixes: Prefixes | None = None,
     ):
-        self.identity = identity
-        self.loop = loop
-        self.engine = loop.engine
-        self.kv = kv
-        self.device_kv = device_kv
-        self.locations = locations or KVLocations(device_kv)
+        self.context = context
+        self.identity = context.identity
+        self.loop = context.loop
+        self.engine = context.engine
         self.scheduler = scheduler
-        self.long_rope = long_rope
         self.dialer = dialer
         self.layout = layout
         self.kv_wire = kv_wire
@@ -93,7 +81,7 @@ class PrefillWorker:
         self.prefixes = prefixes
         self.draining = False
         self.bytes_sent = 0
-        self._runs: dict[int, SequenceState] = {}  # prefills in progress, by id of the sequence
+        self._runs: dict[int, PrefillRun] = {}  # by id of the sequence
         self._idle = asyncio.Event()
 
     async def run(self, order: PrefillOrder) -> AsyncIterator[Prefilled]:
@@ -103,31 +91,28 @@ class PrefillWorker:
                 raise InvalidRequest(f"{self.identity.name} does not prefill for others")
             if self.draining:
                 raise Draining(f"{self.identity.name} is draining")
-        async with self._sequence(order) as seq:
-            if order.grant is None or seq.stays:
-                yield await self._first(seq)
+        async with self._running(order) as run:
+            if order.grant is None or run.seq.stays:
+                yield await self._first(run)
                 return
             link = self.dialer.dial(order.grant)
             try:
-                async for prefilled in self._handing_over(seq, order, link):
+                async for prefilled in self._handing_over(run, order.grant, link):
                     yield prefilled
             finally:
                 await link.close()
 
-    async def _handing_over(
-        self, seq: SequenceState, order: PrefillOrder, link: HandoffLink
-    ) -> AsyncIterator[Prefilled]:
-        grant = order.grant
-        assert grant is not None
-        device_kv = self.device_kv.kept_as(seq.kv_dtype)
+    async def _handing_over(self, run: PrefillRun, grant: LeaseGrant, link: HandoffLink) -> AsyncIterator[Prefilled]:
+        seq, locations = run.seq, self.context.locations
+        device_kv = locations.device.kept_as(seq.kv_dtype)
         layout, layers = self.layout(grant.kv_dtype)
         wire = choose_wire(device_kv.specs, layers, self.kv_wire)
         handoff = Handoff(
-            device_kv, link, seq, grant.lease, layout, grant.cached_tokens, wire=wire, locations=self.locations
+            device_kv, link, seq, grant.lease, layout, grant.cached_tokens, wire=wire, locations=locations
         )
         seq.handoff = handoff
         sending = asyncio.create_task(handoff.send(), name=f"handoff-{grant.lease.lease}")
-        first = asyncio.create_task(self._first(seq), name=f"prefill-{grant.lease.lease}")
+        first = asyncio.create_task(self._first(run), name=f"prefill-{grant.lease.lease}")
         try:
             done, _ = await asyncio.wait([sending, first], return_when=asyncio.FIRST_COMPLETED)
             if sending in done:
@@ -149,25 +134,24 @@ class PrefillWorker:
             await asyncio.gather(sending, first, return_exceptions=True)
 
     def _own(self, order: PrefillOrder) -> bool:
-        """Whether the lease is this worker's: its prompt was promised with it, so even a leaving worker computes it.
+        """True if the lease is this worker's: its prompt was promised with it, so even a leaving worker computes it.
 
-        That nobody else has to also keeps mixed workers from waiting for blocks at each other.
+        This also keeps mixed workers from waiting for each other's blocks.
         """
         grant = order.grant
         return grant is not None and grant.lease.instance == self.identity.instance and self.leases is not None
 
-    async def _first(self, seq: SequenceState) -> Prefilled:
+    async def _first(self, run: PrefillRun) -> Prefilled:
         """Queue the sequence and wait for its first token. Raises what the engine reports."""
-        sink = FirstToken()
-        seq.prefill_sink = sink
+        seq = run.seq
         async with self._bringing(seq):
             with self.engine.lock:
                 if seq.ended:
                     raise WorkerLost("the lease ended before its prefill began")
-                if not sink.future.done():  # the engine may have died meanwhile
+                if not run.first.done():  # the engine may have died meanwhile
                     self.scheduler.add(seq)
             self.loop.wake(hurry=seq.arrival is None)
-            output = await sink.future
+            output = await run.first
         if output.error is not None:
             raise output.error
         assert output.delta is not None
@@ -189,7 +173,7 @@ class PrefillWorker:
         begun = asyncio.Event()
         bringing = asyncio.create_task(self.prefixes.bring(seq, begun.set), name="bring-prefix")
         bringing.add_done_callback(lambda _: begun.set())
-        bringing.add_done_callback(lambda _: self.loop.wake())  # from now on it waits for nobody
+        bringing.add_done_callback(lambda _: self.loop.wake())  # an arriving prefix no longer holds it up
         try:
             await begun.wait()
             yield
@@ -200,16 +184,17 @@ class PrefillWorker:
                 bringing.result()
 
     @asynccontextmanager
-    async def _sequence(self, order: PrefillOrder) -> AsyncIterator[SequenceState]:
-        """The lease's own sequence, or a new one of ours that is gone when the prefill is over."""
+    async def _running(self, order: PrefillOrder) -> AsyncIterator[PrefillRun]:
+        """A run of the lease's own sequence, or of a new one that is ended with the prefill."""
         if self._own(order):
             assert order.grant is not None and self.leases is not None
             seq = self.leases.adopt(order.grant.lease)
         else:
-            seq = self._new_sequence(order)
-        self._runs[id(seq)] = seq
+            kv_dtype, layout = self._keeping(order.grant)
+            seq = self.context.sequence(order.order, stays=False, kv_dtype=kv_dtype, fingerprint=layout)
+        run = self._runs[id(seq)] = PrefillRun(seq, asyncio.get_running_loop().create_future())
         try:
-            yield seq
+            yield run
         finally:
             del self._runs[id(seq)]
             if not seq.stays:
@@ -217,28 +202,24 @@ class PrefillWorker:
             if not self._runs:
                 self._idle.set()
 
-    def _new_sequence(self, order: PrefillOrder) -> SequenceState:
-        request = order.order.request
-        tokens = len(request.prompt) + len(order.order.generated)
-        limit = self.identity.max_model_len
-        if tokens >= limit:
-            raise ContextLengthExceeded(
-                f"{tokens} tokens leave no room to generate within the context of {limit}", param="prompt"
-            )
-        long_rope = self.long_rope(len(request.prompt) + request.sampling.max_tokens)
-        kv_dtype, layout = self._keeping(order.grant)
-        root = root_key(layout, request.tenant, long_rope)
-        now = self.engine.clock()
-        return SequenceState(order.order, root=root, stays=False, long_rope=long_rope, now=now, kv_dtype=kv_dtype)
+    def _keeping(self, grant: LeaseGrant | None) -> tuple[str, str | None]:
+        """The dtype of KV a prompt is computed over, and its layout's fingerprint: its decode worker's where possible.
 
-    def _keeping(self, grant: LeaseGrant | None) -> tuple[str, str]:
-        """What KV a prompt is computed over, and its layout's fingerprint: its decode worker's, if blocks can hold it.
-
-        A prompt that attends to KV which is rounded only when it leaves is not what its decode worker would compute.
+        Else the worker's own, None.
+        Were KV rounded only when it leaves, the prompt would attend to other values than its decode worker's own do.
         """
-        if grant is not None and grant.kv_dtype != self.identity.kv_dtype and self.device_kv.can_keep(grant.kv_dtype):
+        device_kv = self.context.device_kv
+        if grant is not None and grant.kv_dtype != self.identity.kv_dtype and device_kv.can_keep(grant.kv_dtype):
             return grant.kv_dtype, self.layout(grant.kv_dtype)[0]
-        return AUTO, self.kv.fingerprint
+        return AUTO, None
+
+    def deliver(self, outputs: Sequence[SequenceOutput]) -> None:
+        """Take the first tokens, and the errors, of prefills (serving.engine.loop.OutputListener)."""
+        for output in outputs:
+            if output.prefilled or not output.seq.stays:
+                run = self._runs.get(id(output.seq))
+                if run is not None:
+                    run.end(output)
 
     async def drain(self, seconds: float) -> None:
         """Take no new prompts but for our own leases; finish the queue and hand over all KV, until the time is up."""
@@ -255,9 +236,8 @@ class PrefillWorker:
     def abandon(self, error: MillraceError) -> None:
         """The engine died: every prefill that waits for it ends with this error."""
         self.draining = True
-        for seq in self._runs.values():
-            if seq.prefill_sink is not None:
-                seq.prefill_sink.deliver(SequenceOutput(seq, error=error))
+        for run in self._runs.values():
+            run.end(SequenceOutput(run.seq, error=error))
 
     def sequences(self) -> list[SequenceState]:
-        return list(self._runs.values())
+        return [run.seq for run in self._runs.values()]

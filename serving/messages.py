@@ -171,6 +171,7 @@ class WorkerIdentity:
     pairing: str  # model and quantization: workers that share it may hand KV to each other
     kv_dtype: str  # a dtype's name
     max_model_len: int  # tokens
+    long_rope_after: int = 0  # as in WorkerStatus
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
+from contextlib import AsyncExitStack
 from functools import partial
+from typing import Protocol
 
 from decode.service import DecodeService
 from deploy.runtime.cpu_binding import use_cores
 from deploy.runtime.heartbeats import Heartbeats, addresses
 from deploy.runtime.http_server import HttpServer, bind
+from deploy.worker.build import WorkerLinks, build_worker
 from deploy.worker.model_cache import ModelCache
 from deploy.worker.worker import Worker
 from kvcache.handoff.dialer import Dialer
@@ -22,6 +24,7 @@ from kvcache.transfer.lent_memory import MemoryLenders
 from prefill.service import PrefillService
 from serving.api.status import status_app
 from serving.config import ClusterConfig, EngineConfig, HttpConfig, ModelConfig, PlacementConfig, PoolConfig
+from serving.loader.loading import LoadedModel
 from serving.malloc import keep_freed_memory
 from serving.messages import Role
 from serving.metrics import worker_metrics
@@ -45,127 +48,130 @@ class WorkerService(stubs.WorkerServicer):
         return pb.AuditReply(audits=[audit_to_pb(self.worker.audit_now())])
 
 
+class WorkerSettings(Protocol):
+    """What a worker's command is configured with (deploy.serve.Settings)."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def model_config(self) -> ModelConfig: ...
+    @property
+    def engine(self) -> EngineConfig: ...
+    @property
+    def cluster(self) -> ClusterConfig: ...
+    @property
+    def http(self) -> HttpConfig: ...
+    @property
+    def placement(self) -> PlacementConfig: ...
+    @property
+    def pool(self) -> PoolConfig: ...
+
+
 class WorkerProcess:
     """`run()` until a signal, a crash, or the parent's end (with `parent` set); returns the exit code."""
 
-    def __init__(
-        self,
-        role: Role,
-        model: str | None,
-        model_config: ModelConfig,
-        engine_config: EngineConfig,
-        cluster: ClusterConfig,
-        http: HttpConfig,
-        placement: PlacementConfig,
-        pool: PoolConfig,
-        *,
-        parent: int | None = None,
-    ):
+    def __init__(self, role: Role, settings: WorkerSettings, *, parent: int | None = None):
         self.role = role
-        self.model = model
-        self.model_config = model_config
-        self.engine_config = engine_config
-        self.cluster = cluster
-        self.http = http
-        self.placement = placement
-        self.pool = pool
+        self.settings = settings
+        self.cluster = settings.cluster
         self.parent = parent
-        self.on_pool_nodes: Callable[[list[str]], None] | None = None  # told whenever the KV pool's nodes change
         self._leaving = asyncio.Event()
-        self._exit_code = 0
         self._kv_events_since: dict[str, int | None] = {}  # by router
 
     async def run(self) -> int:
-        use_cores(self.engine_config.cpus, self.engine_config.threads)
+        settings, cluster = self.settings, self.cluster
+        use_cores(settings.engine.cpus, settings.engine.threads)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._leaving.set)
-        model = ModelCache(self.model, self.model_config, self.pool, self.cluster)
-        loaded = await model.load()
-        grpc_server = server(self.cluster.cluster_key)
-        port = listen(grpc_server, self.cluster.grpc_host, self.cluster.grpc_port)
-        address = self.cluster.advertise or f"{self.cluster.grpc_host}:{port}"
+        cache = ModelCache(settings.model, settings.model_config, settings.pool, cluster)
+        model = await cache.load()
+        grpc_server = server(cluster.cluster_key)
+        port = listen(grpc_server, cluster.grpc_host, cluster.grpc_port)
         keep_freed_memory()
-        transport = self.engine_config.kv_transport
-        dialer = Dialer(cluster_key=self.cluster.cluster_key, kv_transport=transport)
+        async with AsyncExitStack() as stack:
+            worker = await self._build(model, cluster.advertise or f"{cluster.grpc_host}:{port}", stack)
+            stack.push_async_callback(grpc_server.stop, 1.0)
+            stubs.add_WorkerServicer_to_server(WorkerService(worker), grpc_server)
+            if worker.decode is not None:
+                DecodeService(worker.decode).add_to(grpc_server)
+            stubs.add_PrefillServicer_to_server(PrefillService(worker.prefill), grpc_server)
+            worker.start()
+            await grpc_server.start()
+            await self._open_status_door(worker, stack)
+            log.info("%s worker %s listens on %s", self.role, worker.identity.name, worker.address)
+            await self._serve(worker, cache)
+        return int(worker.loop.crashed)
+
+    async def _build(self, model: LoadedModel, address: str, stack: AsyncExitStack) -> Worker:
+        """The worker with its ways to others, which `stack` closes, and stops it unless it has crashed."""
+        key, transport = self.cluster.cluster_key, self.settings.engine.kv_transport
+        dialer = Dialer(cluster_key=key, kv_transport=transport)
         if self.role is not Role.DECODE:
             await dialer.prepare()
+        pool_lenders = LendersOnDemand(transport)
+        stack.callback(pool_lenders.close)
         lenders = lenders_for(transport) if self.role is not Role.PREFILL else MemoryLenders()
-        lent = LendersOnDemand(transport)
-        worker = Worker(
-            self.role,
-            loaded,
-            self.model_config,
-            self.engine_config,
-            name=self.cluster.worker_name,
+        links = WorkerLinks(
             address=address,
             dialer=dialer,
-            on_crash=self._crashed,
-            pool_config=self.pool,
-            pool_link=lambda node: RemoteNode(Caller(node, self.cluster.cluster_key), lenders=lent),
+            lenders=lenders,
+            pool=self.settings.pool,
+            pool_link=lambda node: RemoteNode(Caller(node, key), lenders=pool_lenders),
         )
-        if worker.connector is not None:
-            self.on_pool_nodes = worker.connector.set_nodes
-        stubs.add_WorkerServicer_to_server(WorkerService(worker), grpc_server)
-        if worker.decode is not None:
-            worker.decode.lenders = lenders
-            DecodeService(worker.decode).add_to(grpc_server)
-        stubs.add_PrefillServicer_to_server(PrefillService(worker.prefill), grpc_server)
-        worker.start()
-        await grpc_server.start()
-        status_door = await self._open_status_door(worker)
-        log.info("%s worker %s listens on %s", self.role, worker.identity.name, address)
+        worker = build_worker(
+            self.role, model, self.settings.model_config, self.settings.engine, links, name=self.cluster.worker_name
+        )
+        stack.push_async_callback(_stop, worker)
+        stack.callback(lenders.close)
+        stack.push_async_callback(dialer.close)
+        return worker
+
+    async def _serve(self, worker: Worker, cache: ModelCache) -> None:
+        """Report to the routers until it is time to leave, then drain."""
         heartbeats = Heartbeats(
             partial(self._beat, worker),
             self.cluster,
-            self.placement,
-            fixed_nodes=addresses(self.pool.kvcache_nodes),
-            on_pool_nodes=self._pool_nodes,
+            self.settings.placement,
+            fixed_nodes=addresses(self.settings.pool.kvcache_nodes),
+            on_pool_nodes=partial(_set_pool_nodes, worker),
             parent=self.parent,
             orphaned=self._leaving.set,
         )
+        crash = asyncio.create_task(worker.crashed.wait(), name="crash")
+        crash.add_done_callback(lambda _: self._leaving.set())
         beating = asyncio.create_task(heartbeats.run(), name="heartbeats")
-        storing = asyncio.create_task(model.store(), name="store-model")
+        storing = asyncio.create_task(cache.store(), name="store-model")
         await self._leaving.wait()
-        if not self._exit_code:
+        if not worker.loop.crashed:
             await self._leave(worker, heartbeats)
-        for task in (beating, storing):
+        for task in (crash, beating, storing):
             task.cancel()
-        await asyncio.gather(beating, storing, return_exceptions=True)
-        if status_door is not None:
-            await status_door.stop()
-        await grpc_server.stop(1.0)
-        await dialer.close()
-        lenders.close()
-        if not self._exit_code:
-            await worker.stop()
-        lent.close()
-        return self._exit_code
-
-    def _crashed(self) -> None:
-        self._exit_code = 1
-        self._leaving.set()
+        await asyncio.gather(crash, beating, storing, return_exceptions=True)
 
     async def _leave(self, worker: Worker, heartbeats: Heartbeats) -> None:
-        """Routers hear at once that we drain; then what is here ends or moves."""
+        """Tell routers at once that the worker drains; then what is here ends or moves."""
         log.info("%s drains", worker.identity.name)
-        draining = asyncio.create_task(worker.drain(self.http.shutdown_timeout))
+        draining = asyncio.create_task(worker.drain(self.settings.http.shutdown_timeout))
         await asyncio.sleep(0)
         await heartbeats.once()
         await draining
         log.info("%s leaves", worker.identity.name)
 
-    async def _open_status_door(self, worker: Worker) -> HttpServer | None:
-        if self.cluster.metrics_port is None:
-            return None
+    async def _open_status_door(self, worker: Worker, stack: AsyncExitStack) -> None:
+        settings, port = self.settings, self.cluster.metrics_port
+        if port is None:
+            return
         app = status_app(
             health=lambda: health_of(worker),
-            metrics_text=worker_metrics(self.model_config.served_model_name or worker.identity.model, worker.status),
+            metrics_text=worker_metrics(
+                settings.model_config.served_model_name or worker.identity.model, worker.status
+            ),
             audit=lambda: worker.audit_now().counts,
         )
-        door = HttpServer(app, bind(self.http.host, self.cluster.metrics_port), send_timeout=self.http.send_timeout)
+        door = HttpServer(app, bind(settings.http.host, port), send_timeout=settings.http.send_timeout)
         await door.start()
-        return door
+        stack.push_async_callback(door.stop)
 
     async def _beat(self, worker: Worker, caller: Caller, seconds: float) -> pb.HeartbeatReply:
         stub = stubs.RegistryStub(caller.channel)
@@ -183,14 +189,21 @@ class WorkerProcess:
             request.kv_events.CopyFrom(kv_events_to_pb(worker.kv_events(since)))
         return request
 
-    def _pool_nodes(self, nodes: list[str]) -> None:
-        log.info("the KV pool is %s", ", ".join(nodes) or "gone")
-        if self.on_pool_nodes is not None:
-            self.on_pool_nodes(nodes)
+
+async def _stop(worker: Worker) -> None:
+    """A crashed worker's engine and pool connector are left as they are."""
+    if not worker.loop.crashed:
+        await worker.stop()
+
+
+def _set_pool_nodes(worker: Worker, nodes: list[str]) -> None:
+    log.info("the KV pool is %s", ", ".join(nodes) or "gone")
+    if worker.connector is not None:
+        worker.connector.set_nodes(nodes)
 
 
 def health_of(worker: Worker) -> tuple[bool, str]:
-    """Whether the worker can take work, and why not."""
+    """True if the worker can take work, and the reason if it cannot."""
     if worker.loop.crashed:
         return False, "the engine died"
     if worker.draining:

@@ -6,7 +6,7 @@ The pure half of a worker's KV cache: it moves block ids between the pool and se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from kvcache.blocks.allocator import BlockAllocator
 from kvcache.blocks.offload import OffloadManager
@@ -17,28 +17,44 @@ from serving.errors import NoRoom
 T = TypeVar("T")
 
 
-class KVCacheManager:
-    """Blocks of one worker's pool for its sequences. `fingerprint` roots the block keys (see kvcache.blocks.prefix).
+class BlockListener(Protocol):
+    """Where full blocks are offered to (kvcache.connector.write_back). Called under the engine's lock."""
 
-    With a `host`, sequences longer than the pool keep their older KV there. Of their blocks, which hold now these, now
-    those tokens, none is reused here; what has moved to the host stays where it is, and can be shared elsewhere.
+    def offer(self, seq: SequenceState, first: int, last: int) -> None:
+        """The sequence's blocks first..last (exclusive) have just become full."""
+
+    def give_up(self) -> None:
+        """Blocks have run out: release those held only for being stored."""
+
+
+class KVCacheManager:
+    """The device blocks of one worker's sequences. `fingerprint` roots the block keys (see kvcache.blocks.prefix).
+
+    With a `host`, sequences longer than the device's KV keep their older KV there. Their device blocks are written
+    again as older tokens move out, so they are never shared here; what lies on the host can be shared elsewhere.
     """
 
-    def __init__(self, allocator: BlockAllocator, fingerprint: str, host: OffloadManager | None = None):
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        fingerprint: str,
+        host: OffloadManager | None = None,
+        listener: BlockListener | None = None,
+    ):
         self.allocator = allocator
         self.fingerprint = fingerprint
         self.host = host
+        self.listener = listener
         self.queries = 0  # tokens looked up in the prefix index
         self.hits = 0  # tokens found there
-        self.on_published: Callable[[SequenceState, int, int], None] | None = None  # hears of blocks that became whole
-        self.on_shortage: Callable[[], None] | None = None  # called when blocks run out: who holds some idly lets go
 
     @property
     def block_size(self) -> int:
         return self.allocator.block_size
 
-    def root(self, tenant: str, long_rope: bool) -> bytes:
-        return root_key(self.fingerprint, tenant, long_rope)
+    def root(self, tenant: str, long_rope: bool, fingerprint: str | None = None) -> bytes:
+        """The root of a sequence's block keys; `fingerprint` is its KV layout's, by default the worker's own."""
+        return root_key(fingerprint or self.fingerprint, tenant, long_rope)
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -118,8 +134,8 @@ class KVCacheManager:
         for i in range(seq.published, full) if seq.offload is None else ():
             self.allocator.publish(seq.blocks[i], seq.keys[i])
         first, seq.published = seq.published, full
-        if self.on_published is not None:
-            self.on_published(seq, first, full)
+        if self.listener is not None:
+            self.listener.offer(seq, first, full)
 
     def shareable_keys(self, seq: SequenceState) -> list[bytes]:
         """The keys of the blocks that may come from elsewhere: all full ones, but for one token left to compute."""
@@ -167,18 +183,18 @@ class KVCacheManager:
         return self.blocks_for(len(seq.tokens) + 1) > self.allocator.num_blocks
 
     def _pressing(self, take: Callable[[], T]) -> T:
-        """What `take` gives; should there be no room, once more when whoever holds some idly has let go."""
+        """What `take` gives; where there is no room, once more after the listener has given up its blocks."""
         try:
             return take()
         except NoRoom:
-            if self.on_shortage is None:
+            if self.listener is None:
                 raise
-        self.on_shortage()
+        self.listener.give_up()
         return take()
 
     def _want(self, blocks: int) -> None:
-        if blocks > self.allocator.available and self.on_shortage is not None:
-            self.on_shortage()
+        if blocks > self.allocator.available and self.listener is not None:
+            self.listener.give_up()
 
     def _match(self, seq: SequenceState) -> list[int]:
         return [] if self.is_too_long(seq) else self.allocator.match(self.shareable_keys(seq))

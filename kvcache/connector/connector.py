@@ -8,16 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 
+from kvcache.blocks.allocator import BlockAllocator
 from kvcache.blocks.manager import KVCacheManager
-from kvcache.connector.direct_cost import DirectCost
+from kvcache.blocks.offload import OffloadManager
 from kvcache.connector.direct_fetch import DirectFetcher
-from kvcache.connector.fetch_cost import FetchCost
+from kvcache.connector.fetch_cost import DirectCost, FetchCost
 from kvcache.connector.prefix_fetch import PrefixFetcher, PrefixStats
 from kvcache.connector.write_back import BlockMemory, WriteBack
-from kvcache.memory.device import DeviceKV
-from kvcache.memory.host import HostKV
+from kvcache.memory.locations import KVLocations
 from kvcache.pool.client import PoolClient
 from kvcache.pool.links import PoolLink
 from serving.config import PoolConfig
@@ -27,60 +27,52 @@ log = logging.getLogger(__name__)
 
 
 class PoolConnector:
-    """`start()` on a running event loop, `stop()` before it ends. `busy` says whether prompts wait to be computed."""
+    """`start()` on a running event loop, `stop()` before it ends. `busy` is True while prompts wait to be computed.
+
+    `write_back` is made first (`write_back_to`), for the KV manager to offer blocks to.
+    """
 
     def __init__(
         self,
-        make_link: Callable[[str], PoolLink],
+        client: PoolClient,
+        write_back: WriteBack,
         config: PoolConfig,
         kv: KVCacheManager,
-        device_kv: DeviceKV,
-        lock: AbstractContextManager[object],
-        *,
+        locations: KVLocations,
+        cost: FetchCost,
         busy: Callable[[], bool],
-        host: HostKV | None = None,
     ):
-        self.client = PoolClient(make_link, replication=config.replication, timeout=config.kvcache_timeout)
-        self.pace = FetchCost()
+        self.client = client
+        self.write_back = write_back
         self.prefixes = PrefixFetcher(
-            self.client,
+            client,
             kv,
-            device_kv,
-            lock,
-            self.pace,
+            locations,
+            cost,
             wait=config.kvcache_wait,
             always=config.kvcache_fetch == "always",
-            host=host,
+            found=write_back.found,
         )
         self.fetches = config.kvcache_fetch != "never"
         self.direct: DirectFetcher | None = None  # brings prefixes into leases
         if self.fetches and config.kvcache_direct != "never":
+            always = config.kvcache_direct == "always"
             self.direct = DirectFetcher(
-                PrefixFetcher(self.client, kv, device_kv, lock, self.pace, wait=config.kvcache_wait),
-                DirectCost(self.pace),
-                always=config.kvcache_direct == "always",
+                client, kv, locations, DirectCost(cost), wait=config.kvcache_wait, always=always
             )
-        self.storeback = WriteBack(
-            self.client,
-            BlockMemory.on_device(device_kv, kv.allocator),
-            lock,
-            host=_host_memory(kv, host),
-            busy=lambda: busy() or self.prefixes.asking > 0,
-            bandwidth=config.kvcache_bandwidth,
-            outputs=config.kvcache_store == "all",
-            stop_token=config.reasoning_token_id,
-        )
-        self.stores = config.kvcache_store != "none"
-        self.prefixes.on_found = self.storeback.found
-        kv.on_published = self._published
-        kv.on_shortage = self.storeback.give_up
+        self.busy = busy
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def stores(self) -> bool:
+        return self.write_back.stores
 
     def set_nodes(self, addresses: Iterable[str]) -> None:
         self.client.set_nodes(addresses)
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self.storeback.run(), name="store-back")
+        storing = self.write_back.run(lambda: self.busy() or self.prefixes.asking > 0)
+        self._task = asyncio.create_task(storing, name="write-back")
         self._task.add_done_callback(self._storing_ended)
 
     def _storing_ended(self, task: asyncio.Task[None]) -> None:
@@ -88,49 +80,44 @@ class PoolConnector:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             log.error("storing blocks in the KV pool broke; this worker stores no more", exc_info=error)
-            self.stores = False
-            self.storeback.let_go()
+            self.write_back.close()
 
     async def bring(self, seq: SequenceState, begun: Callable[[], None]) -> None:
         """Fill the sequence's leading blocks with what the pool has (kvcache.connector.prefix_fetch)."""
         if self.fetches and self.client.nodes:
             await self.prefixes.bring(seq, begun)
 
-    def _published(self, seq: SequenceState, first: int, last: int) -> None:
-        if self.stores and self.client.nodes:
-            self.storeback.offer(seq, first, last)
-
     async def flush(self, seconds: float) -> None:
         """Wait until what was offered is stored, but no longer."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self.storeback.wait_idle()
+                await self.write_back.wait_idle()
 
     async def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        self.storeback.let_go()
+        self.write_back.close()
         await self.client.close()
 
     def table(self) -> list[int]:
         """Blocks held because they are on their way to the pool."""
-        return self.storeback.table(self.storeback.device)
+        return self.write_back.table(self.write_back.device)
 
     def extents(self) -> list[int]:
         """Extents of host memory held for the same reason, once for each block in them."""
-        host = self.storeback.host
-        return self.storeback.table(host) if host is not None else []
+        host = self.write_back.host
+        return self.write_back.table(host) if host is not None else []
 
     def counters(self) -> dict[str, float]:
         """Running totals for the worker's heartbeat."""
         client, prefixes = self.client.stats, self.prefixes.stats
-        direct = self.direct.prefixes.stats if self.direct is not None else PrefixStats()
+        direct = self.direct.stats if self.direct is not None else PrefixStats()
         return {
             "external_prefix_cache_queries": float(prefixes.queries),
             "external_prefix_cache_hits": float(prefixes.hits),
             "kvcache_stored_bytes": float(client.bytes_out),
-            "kvcache_dropped_blocks": float(self.storeback.dropped),
+            "kvcache_dropped_blocks": float(self.write_back.dropped),
             "kvcache_timeouts": float(prefixes.timeouts),
             "kvcache_not_worth": float(prefixes.not_worth),
             "kvcache_corrupt": float(client.corrupt + prefixes.malformed + direct.malformed),
@@ -141,10 +128,31 @@ class PoolConnector:
         }
 
 
-def _host_memory(kv: KVCacheManager, host: HostKV | None) -> BlockMemory | None:
-    """Blocks within extents, of sequences too long for the device: all may be stored while nobody else wants them."""
-    if host is None:
-        return None
-    assert kv.host is not None
-    blocks = host.blocks
-    return BlockMemory(blocks, kv.host.extents, blocks.num_blocks, host.plan.extent_blocks, host.wait_moves)
+def pool_client(make_link: Callable[[str], PoolLink], config: PoolConfig) -> PoolClient:
+    """A client that knows no nodes yet."""
+    return PoolClient(make_link, replication=config.replication, timeout=config.kvcache_timeout)
+
+
+def write_back_to(
+    client: PoolClient,
+    config: PoolConfig,
+    allocator: BlockAllocator,
+    offload: OffloadManager | None,
+    locations: KVLocations,
+) -> WriteBack:
+    """Stores blocks of the device and, of sequences too long for it, blocks within the host's extents."""
+    memory = None
+    if locations.host is not None:
+        assert offload is not None
+        host, blocks = locations.host, locations.host.blocks
+        memory = BlockMemory(blocks, offload.extents, blocks.num_blocks, host.plan.extent_blocks, host.wait_moves)
+    return WriteBack(
+        client,
+        BlockMemory.on_device(locations.device, allocator),
+        locations.lock,
+        host=memory,
+        bandwidth=config.kvcache_bandwidth,
+        stores=config.kvcache_store != "none",
+        outputs=config.kvcache_store == "all",
+        stop_token=config.reasoning_token_id,
+    )

@@ -1,7 +1,7 @@
-"""Prefixes that come straight from the KV pool into a lease, while a prefill worker hands over only what follows them.
+"""Fetches a lease's prefix straight from the KV pool, while a prefill worker hands over only what follows it.
 
-It asks, decides and fetches; whose the blocks are, and what still has to be handed over, is the lease's to say. Runs on
-the event loop, like the bringing of prefixes to a prompt (kvcache.connector.prefix_fetch), whose parts it is made of.
+It asks, decides and fetches; whose the blocks are, and what still has to be handed over, is decided by the lease
+(decode.leases). Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
+from kvcache.blocks.manager import KVCacheManager
 from kvcache.connector.block_io import part_bytes
-from kvcache.connector.direct_cost import DirectCost
-from kvcache.connector.prefix_fetch import PrefixArrival, PrefixFetcher
+from kvcache.connector.fetch_cost import DirectCost
+from kvcache.connector.prefix_fetch import PoolReader, PrefixArrival, PrefixFetcher
+from kvcache.memory.locations import KVLocations
 from serving.engine.sequence import SequenceState
 
 log = logging.getLogger(__name__)
@@ -21,13 +23,21 @@ log = logging.getLogger(__name__)
 ANSWER_SECONDS = 0.1  # a pool that takes longer to say what it has is not the quicker way
 
 
-class DirectFetcher:
-    """`prefixes` says how the pool is asked and keeps its accounts; `always`: fetch whatever that takes."""
+class DirectFetcher(PrefixFetcher):
+    """Finds and fetches prefixes of leases. `direct_cost` decides, unless `always` is set."""
 
-    def __init__(self, prefixes: PrefixFetcher, pace: DirectCost, *, always: bool = False):
-        self.prefixes = prefixes
-        self.pace = pace
-        self.always = always
+    def __init__(
+        self,
+        reader: PoolReader,
+        kv: KVCacheManager,
+        locations: KVLocations,
+        direct_cost: DirectCost,
+        *,
+        wait: float,
+        always: bool = False,
+    ):
+        super().__init__(reader, kv, locations, direct_cost.fetch, wait=wait, always=always)
+        self.direct_cost = direct_cost
         self.fallbacks = 0  # prefixes that did not come whole, or not in time
         self._fetching: set[asyncio.Task[None]] = set()
 
@@ -38,45 +48,39 @@ class DirectFetcher:
 
     async def find(self, seq: SequenceState) -> PrefixArrival | None:
         """Blocks of the sequence, after those it shares already, that are worth fetching. Takes one round trip."""
-        kv = self.prefixes.kv
-        keys, first = kv.shareable_keys(seq), seq.computed // kv.block_size
+        keys, first = self.kv.shareable_keys(seq), seq.computed // self.kv.block_size
         if seq.offload is not None or len(keys) <= first:
             return None
-        if not self.always and not self.pace.pays((len(keys) - first) * self._block_bytes):
+        if not self.always and not self.direct_cost.pays((len(keys) - first) * self._block_bytes):
             return None
-        wait = self.prefixes.wait
         try:
-            async with asyncio.timeout(wait if self.always else min(wait, ANSWER_SECONDS)):
-                found = await self.prefixes.lookup(keys[first:])
+            async with asyncio.timeout(self.wait if self.always else min(self.wait, ANSWER_SECONDS)):
+                found = await self.lookup(keys[first:])
         except TimeoutError:
-            self.pace.failed()
+            self.direct_cost.failed()
             return None
-        return (
-            PrefixArrival(self.prefixes, seq, first, first + found, len(self.prefixes.device_kv.specs))
-            if found
-            else None
-        )
+        return PrefixArrival(self, seq, first, first + found, len(self.device_kv.specs)) if found else None
 
-    def fetch(self, arrival: PrefixArrival) -> DirectFetch:
+    def begin(self, arrival: PrefixArrival) -> DirectFetch:
         """Begin to bring what was found. Nothing is written once its sequence has ended, or the fetch is stopped."""
         keys = arrival.seq.keys[arrival.first : arrival.last]
         over = asyncio.Event()
-        task = asyncio.create_task(self._fetch(arrival, keys, over), name="direct-fetch")
+        task = asyncio.create_task(self._bring(arrival, keys, over), name="direct-fetch")
         task.add_done_callback(lambda _: over.set())
         task.add_done_callback(self._fetching.discard)
         self._fetching.add(task)
         return DirectFetch(arrival, task, over)
 
-    async def _fetch(self, arrival: PrefixArrival, keys: Sequence[bytes], over: asyncio.Event) -> None:
+    async def _bring(self, arrival: PrefixArrival, keys: Sequence[bytes], over: asyncio.Event) -> None:
         def came() -> None:
             if arrival.complete:  # though the end of the stream may take a while
                 over.set()
 
         try:
-            async with asyncio.timeout(self.prefixes.wait):
-                await self.prefixes.fetch(arrival, keys, came)
+            async with asyncio.timeout(self.wait):
+                await self.fetch(arrival, keys, came)
         except TimeoutError:
-            log.info("the KV pool took more than %g s; a prefill worker hands the rest over", self.prefixes.wait)
+            log.info("the KV pool took more than %g s; a prefill worker hands the rest over", self.wait)
         finally:
             arrival.finish()
 
@@ -88,18 +92,18 @@ class DirectFetcher:
         arrival = fetch.arrival
         missing = (arrival.last - arrival.first - arrival.whole) * self._block_bytes
         with suppress(TimeoutError):
-            async with asyncio.timeout(None if self.always else self.pace.patience(missing)):
+            async with asyncio.timeout(None if self.always else self.direct_cost.patience(missing)):
                 await fetch.over.wait()
         if not arrival.complete:
             fetch.stop()
             await asyncio.wait([fetch.task])
             self.fallbacks += 1
-            self.pace.failed()
-        return (arrival.first + arrival.whole) * self.prefixes.kv.block_size
+            self.direct_cost.failed()
+        return (arrival.first + arrival.whole) * self.kv.block_size
 
     @property
     def _block_bytes(self) -> int:
-        return sum(part_bytes(self.prefixes.device_kv))
+        return sum(part_bytes(self.device_kv))
 
 
 class DirectFetch:
@@ -111,5 +115,5 @@ class DirectFetch:
         self.over = over
 
     def stop(self) -> None:
-        """Nothing is written any more from now on. Safe to repeat."""
+        """From now on nothing is written. Safe to repeat."""
         self.task.cancel()

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractContextManager, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from kvcache.blocks.manager import KVCacheManager
 from kvcache.connector.block_io import part_bytes, write_part
 from kvcache.connector.fetch_cost import FetchCost
 from kvcache.memory.device import DeviceKV
-from kvcache.memory.host import HostKV
+from kvcache.memory.locations import KVLocations
 from kvcache.pool.block import Slab
 from serving.batch.layer_barrier import LayerBarrier
 from serving.engine.sequence import SequenceState
@@ -46,40 +46,40 @@ class PrefixStats:
     hits: int = 0
     timeouts: int = 0
     not_worth: int = 0  # fetches that computing beats
-    malformed: int = 0  # pieces that are not of this layout's size
+    malformed: int = 0  # slabs whose blocks are not of this layout's size
 
 
 class PrefixFetcher:
     """See the module. `wait`: seconds a prompt may wait for the pool in all; `always`: fetch whatever that takes.
 
-    Prompts too long for the device get their oldest KV straight into `host`; these wait for all that is fetched.
+    Prompts too long for the device get their oldest KV straight into host memory; these wait for all that is fetched.
+    `found` is told, under the engine's lock, keys and True if the pool has them, False if it lacks them.
     """
 
     def __init__(
         self,
         reader: PoolReader,
         kv: KVCacheManager,
-        device_kv: DeviceKV,
-        lock: AbstractContextManager[object],
-        pace: FetchCost,
+        locations: KVLocations,
+        cost: FetchCost,
         *,
         wait: float,
         always: bool = False,
         clock: Callable[[], float] = time.monotonic,
-        host: HostKV | None = None,
+        found: Callable[[Sequence[bytes], bool], None] | None = None,
     ):
         self.reader = reader
         self.kv = kv
-        self.device_kv = device_kv
-        self.lock = lock
-        self.pace = pace
+        self.device_kv = locations.device
+        self.host = locations.host
+        self.lock = locations.lock
+        self.cost = cost
         self.wait = wait
         self.always = always
         self.clock = clock
-        self.host = host
+        self.found = found
         self.stats = PrefixStats()
         self.asking = 0  # prompts that wait for the pool's answer, and are in no queue yet
-        self.on_found: Callable[[Sequence[bytes], bool], None] | None = None  # hears which keys the pool has, or lacks
 
     async def bring(self, seq: SequenceState, begun: Callable[[], None] = lambda: None) -> None:
         """Fill the sequence's leading blocks with what the pool has beyond what is here already.
@@ -99,7 +99,7 @@ class PrefixFetcher:
                 if wanted and (arrival := self._room(seq, local, wanted)) is not None:
                     first = await self.fetch(arrival, keys[arrival.first : arrival.last], begun)
                     if arrival.can_be_followed:
-                        self.pace.waited(arrival.bytes, first + arrival.barrier.waited_seconds)
+                        self.cost.waited(arrival.bytes, first + arrival.barrier.waited_seconds)
         except TimeoutError:
             if arrival is not None and arrival.complete:  # it was but the end of the stream that took so long
                 return
@@ -113,7 +113,7 @@ class PrefixFetcher:
         """How many of these keys, the sequence's next ones, to fetch."""
         found = await self.lookup(keys)
         tokens, size = found * self.kv.block_size, found * sum(part_bytes(self.device_kv.kept_as(seq.kv_dtype)))
-        if not found or self.always or self.pace.pays(tokens, size, followed=not self.kv.is_too_long(seq)):
+        if not found or self.always or self.cost.pays(tokens, size, followed=not self.kv.is_too_long(seq)):
             return found
         self.stats.not_worth += 1
         return 0
@@ -127,11 +127,11 @@ class PrefixFetcher:
             found = await self.reader.lookup(keys, self.wait)
         finally:
             self.asking -= 1
-        if self.on_found is not None:
+        if self.found is not None:
             with self.lock:
-                self.on_found(keys[:found], True)
-                self.on_found(keys[found:], False)
-        self.pace.answered(self.clock() - began)
+                self.found(keys[:found], True)
+                self.found(keys[found:], False)
+        self.cost.answered(self.clock() - began)
         return found
 
     def _room(self, seq: SequenceState, local: int, wanted: int) -> PrefixArrival | None:
@@ -156,7 +156,7 @@ class PrefixFetcher:
             seq.arrival = arrival = PrefixArrival(self, seq, first, last, len(self.device_kv.specs))
             return arrival
 
-    def pool_of(self, seq: SequenceState) -> DeviceKV:
+    def memory_of(self, seq: SequenceState) -> DeviceKV:
         """Where the sequence's first blocks lie: on the host, if it is too long for the device."""
         device_kv = self.device_kv
         if seq.offload is not None:
@@ -172,13 +172,13 @@ class PrefixFetcher:
         Seconds until the first layer had come, of all of them if it never did.
         """
         began, first = self.clock(), None
-        device_kv = self.pool_of(arrival.seq)
+        device_kv = self.memory_of(arrival.seq)
         sizes = part_bytes(device_kv)
         async with aclosing(self.reader.get(keys, parts=len(sizes))) as slabs:
             async for slab in slabs:
-                if arrival.seq.ended:  # its blocks are somebody else's now
+                if arrival.seq.ended:  # its blocks may be another sequence's by now
                     return self.clock() - began
-                if slab.part >= len(sizes) or any(piece != sizes[slab.part] for piece in slab.sizes):
+                if slab.part >= len(sizes) or any(size != sizes[slab.part] for size in slab.sizes):
                     self.stats.malformed += 1
                     continue
                 write_part(device_kv, slab.part, [arrival.block(index) for index in slab.indices], slab.payload)
@@ -188,7 +188,7 @@ class PrefixFetcher:
                     first = self.clock() - began if first is None else first
                     begun()
         seconds = self.clock() - began
-        self.pace.fetched(arrival.bytes, seconds)
+        self.cost.fetched(arrival.bytes, seconds)
         return seconds if first is None else first
 
 
@@ -215,11 +215,11 @@ class PrefixArrival:
 
     @property
     def can_be_followed(self) -> bool:
-        """Whether a step may begin behind it: not one whose KV passes through the device."""
+        """True if a step may begin behind it: not where KV goes straight to host memory."""
         return self.seq.offload is None
 
     def block(self, index: int) -> int:
-        """Which block of PrefixFetcher.pool_of the arrival's block of this number is."""
+        """The block of PrefixFetcher.memory_of that the arrival's block of this number lies in."""
         return self.seq.block(self.first + index)
 
     def here(self, part: int, indices: Sequence[int]) -> None:

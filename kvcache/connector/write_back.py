@@ -1,7 +1,7 @@
-"""Offers a worker's newly computed blocks to the KV pool, behind everybody's back.
+"""Stores a worker's newly computed blocks in the KV pool, in the background.
 
-A block that is on its way is held, so that it is not overwritten; how many may be is bounded, and what is beyond that
-is not offered. The copying gives way to prompts that wait, and keeps to a bandwidth.
+A block is held until it has been copied, so that it is not overwritten; how many may be held is bounded, and further
+ones are dropped. Copying gives way to prompts that wait, and keeps to a bandwidth.
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ KNOWN_KEYS = 200_000
 class PoolWriter(Protocol):
     """What is asked of the pool (kvcache.pool.client.PoolClient)."""
 
+    @property
+    def nodes(self) -> Sequence[str]:
+        """Its nodes' addresses: without any, blocks are not offered."""
+        ...
+
     async def put(self, blocks: Sequence[PoolBlock]) -> None: ...
 
 
@@ -50,7 +55,7 @@ class BlockMemory:
     def hold(self, block: int) -> None:
         self.owners.acquire([block // self.each])
 
-    def let_go(self, block: int) -> None:
+    def release(self, block: int) -> None:
         self.owners.release([block // self.each])
 
 
@@ -68,10 +73,10 @@ class BlockOffer:
 
 
 class WriteBack:
-    """See the module. `offer` in the engine's thread, `run()` as a task on the event loop.
+    """See the module. `offer` in the engine's thread (kvcache.blocks.manager.BlockListener), `run` on the event loop.
 
-    `busy` says whether prompts wait; `bandwidth` is bytes a second, 0 for no bound; with `outputs` off only blocks of
-    prompts are stored, and with `stop_token` none from that token of an output on (where reasoning begins).
+    `bandwidth` is bytes a second, 0 for no bound. With `stores` off it takes no block, with `outputs` off only those of
+    prompts, and with `stop_token` none from that token of an output on (where reasoning begins).
 
     Of sequences too long for the `device`, what lies on the `host` is offered.
     """
@@ -83,8 +88,8 @@ class WriteBack:
         lock: AbstractContextManager[object],
         *,
         host: BlockMemory | None = None,
-        busy: Callable[[], bool],
         bandwidth: int = 0,
+        stores: bool = True,
         outputs: bool = True,
         stop_token: int | None = None,
     ):
@@ -92,8 +97,8 @@ class WriteBack:
         self.device = device
         self.host = host
         self.lock = lock
-        self.busy = busy
         self.bandwidth = bandwidth
+        self.stores = stores
         self.outputs = outputs
         self.stop_token = stop_token
         self.dropped = 0  # blocks not offered because too many were on their way
@@ -110,10 +115,10 @@ class WriteBack:
     # ---- in the engine's thread, under its lock ----------------------------------------------------------------
 
     def offer(self, seq: SequenceState, first: int, last: int) -> None:
-        """The blocks first..last (exclusive) of the sequence have just become whole."""
-        if seq.lossy:
+        """The blocks first..last (exclusive) of the sequence have just become full."""
+        if seq.lossy or not self.stores or not self.writer.nodes:
             return
-        if seq.prefill_sink is None:  # handed over by a prefill worker, who offers what it has computed
+        if not seq.prefilled_here:  # the prefill worker offers what it has computed
             first = max(first, seq.start // self.device.device_kv.block_size)
         last = min(last, self._storable(seq) // self.device.device_kv.block_size)
         fresh = [index for index in range(first, last) if seq.keys[index] not in self._known]
@@ -154,7 +159,7 @@ class WriteBack:
             self._known.popitem(last=False)
 
     def give_up(self) -> None:
-        """Somebody needs blocks: what has not been copied yet stays out of the pool."""
+        """Blocks have run out: drop what has not been copied yet."""
         self.dropped += len(self._waiting)
         for offer in self._waiting:
             self._known.pop(offer.key, None)
@@ -177,29 +182,30 @@ class WriteBack:
         await asyncio.sleep(0)  # what the engine's thread has just offered is told first
         await self._idle.wait()
 
-    async def run(self) -> None:
-        """Store what is offered, until cancelled."""
+    async def run(self, busy: Callable[[], bool]) -> None:
+        """Store what is offered, until cancelled. `busy` is True while prompts wait to be computed."""
         while True:
             await self._news.wait()
             self._news.clear()
             while self._waiting:
-                await self._give_way()
+                await self._give_way(busy)
                 await self._send()
             self._idle.set()
 
-    def let_go(self) -> None:
-        """Give up what is held, once `run` has ended."""
+    def close(self) -> None:
+        """Release what is held and take nothing more, once `run` has ended."""
+        self.stores = False
         with self.lock:
             self._release([*self._waiting, *self._sending])
             self._waiting.clear()
             self._sending = []
 
-    async def _give_way(self) -> None:
-        """Wait while prompts wait, but under constant load not for ever."""
-        while self.busy() and self._gave_way < PATIENCE_SECONDS:
+    async def _give_way(self, busy: Callable[[], bool]) -> None:
+        """Wait while prompts wait, at most PATIENCE_SECONDS in a row."""
+        while busy() and self._gave_way < PATIENCE_SECONDS:
             await asyncio.sleep(GIVE_WAY_SECONDS)
             self._gave_way += GIVE_WAY_SECONDS
-        if not self.busy():
+        if not busy():
             self._gave_way = 0.0
 
     async def _send(self) -> None:
@@ -213,7 +219,7 @@ class WriteBack:
         try:
             blocks = await asyncio.shield(copying)
         except asyncio.CancelledError:
-            await asyncio.wait([copying])  # it reads blocks that are let go next
+            await asyncio.wait([copying])  # it reads blocks that are released next
             raise
         with self.lock:
             self._release(self._sending)
@@ -240,5 +246,5 @@ class WriteBack:
 
     def _release(self, offers: Iterable[BlockOffer]) -> None:
         for offer in offers:
-            offer.memory.let_go(offer.block)
+            offer.memory.release(offer.block)
             self._held[offer.memory] -= 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +23,17 @@ from serving.messages import FinishReason, TokenLogprob
 from serving.sampling.sampler import Sampled, SamplingFailed
 
 LayerDone = Callable[[Sequence[Work], int], None]
-"""Hears, on any thread, that a layer's KV of this work is written; of each layer in order, and of each work once."""
+"""Called, on any thread, when a layer's KV of this work is written: for each layer in order, once for each work."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepLimits:
+    """How much a step may hold, and where sequences end. Tokens and sequences."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +54,15 @@ class RunResult:
     times: RunTimes
 
 
+Lock = AbstractContextManager[object]
+"""Guards a worker's sequences and blocks; the same thread may take it again."""
+
+
 class Runner(Protocol):
     """What the engine asks of the thing that computes (serving.engine.runner.ModelRunner)."""
 
     def run(self, work: Sequence[Work], layer_done: LayerDone | None) -> RunResult:
-        """`layer_done` hears of work whose sequences are handed over, and of no other."""
+        """`layer_done` is told of work whose sequences are handed over, and of no other."""
         ...
 
 
@@ -61,47 +76,42 @@ class Engine:
         runner: Runner,
         kv: KVBlocks,
         schedulers: Sequence[Scheduler],
+        limits: StepLimits,
         *,
-        max_num_batched_tokens: int,
-        max_num_seqs: int,
-        max_model_len: int,
-        eos_token_ids: frozenset[int],
+        lock: Lock | None = None,
         clock: Callable[[], float] = time.monotonic,
+        trace: TraceWriter | None = None,
     ):
         self.runner = runner
         self.kv = kv
         self.schedulers = list(schedulers)
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_num_seqs = max_num_seqs
-        self.max_model_len = max_model_len
-        self.eos_token_ids = eos_token_ids
+        self.limits = limits
         self.clock = clock
-        self.lock = threading.RLock()
-        self.layer_listener: LayerDone | None = None
+        self.trace = trace
+        self.lock: Lock = threading.RLock() if lock is None else lock
         self.flying: list[SequenceState] = []  # sequences of the steps begun and not accounted for, step by step
         self.barrier: LayerBarrier | None = None  # where that step may wait
         self.step_began: float | None = None
         self.totals = StepTotals()
-        self.trace: TraceWriter | None = None
 
-    def step(self) -> list[SequenceOutput] | None:
+    def step(self, layer_done: LayerDone | None = None) -> list[SequenceOutput] | None:
         """Run one step; what it brought out, or None when there was nothing to do."""
         began = self.clock()
         plan, outputs = self.schedule(began)
         if not plan.work:
             return outputs or None
-        return outputs + self._step(plan, began)
+        return outputs + self._step(plan, began, layer_done)
 
     def settle(self) -> list[SequenceOutput]:
         """Finish what has been begun ahead of its time: no step begins after this."""
         return []
 
-    def _step(self, plan: StepPlan, began: float) -> list[SequenceOutput]:
+    def _step(self, plan: StepPlan, began: float, layer_done: LayerDone | None) -> list[SequenceOutput]:
         """The rest of a step, once it is planned."""
         self.step_began = began
         context = sum(len(work.seq.tokens) for work in plan.work)
         scheduled = self.clock()
-        result = self._run(plan)
+        result = self.runner.run(plan.work, layer_done)
         outputs = self.postprocess(plan, result)
         self.step_began = None
         self._record(plan, context, began, scheduled - began, self.clock() - began, result.times)
@@ -110,7 +120,7 @@ class Engine:
     def schedule(self, now: float) -> tuple[StepPlan, list[SequenceOutput]]:
         """Let each scheduler fill the step; sequences that lost their blocks come out at once."""
         with self.lock:
-            plan = StepPlan(self.max_num_batched_tokens, self.max_num_seqs, can_overlap=self.can_overlap)
+            plan = StepPlan(self.limits.max_num_batched_tokens, self.limits.max_num_seqs, can_overlap=self.can_overlap)
             for scheduler in self.schedulers:
                 scheduler.fill(plan, now)
             self.begin(plan)
@@ -127,9 +137,6 @@ class Engine:
         for seq in sequences:
             seq.in_flight += 1
         self.flying += sequences
-
-    def _run(self, plan: StepPlan) -> RunResult:
-        return self.runner.run(plan.work, self.layer_listener)
 
     def postprocess(self, plan: StepPlan, result: RunResult) -> list[SequenceOutput]:
         """Account for the computed KV, append the drawn tokens, end what has ended."""
@@ -170,7 +177,7 @@ class Engine:
             seq.tokens.append(sample.token)
             tokens.append(sample.token)
             logprobs += [sample.logprob] if sample.logprob is not None else []
-            finish = seq.finish_for(sample.token, self.eos_token_ids, self.max_model_len)
+            finish = seq.finish_for(sample.token, self.limits.eos_token_ids, self.limits.max_model_len)
             if finish is not None or i == len(work.draft) or sample.token != work.draft[i]:
                 break
         right = len(tokens) - 1

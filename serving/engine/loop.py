@@ -1,7 +1,7 @@
 """Runs an engine in a thread of its own and carries what it brings out to the event loop, once per step.
 
-The only place where the two meet. If the engine's thread dies of an exception, the worker is told and must leave:
-nothing it holds can be trusted any more.
+The only place where the two meet. If the engine's thread dies of an exception the worker must leave: what it holds may
+be inconsistent.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from serving.engine.engine import Engine
 from serving.engine.plan import Work
@@ -18,22 +19,29 @@ from serving.engine.sequence import SequenceOutput, SequenceState
 log = logging.getLogger(__name__)
 
 
+class OutputListener(Protocol):
+    """Takes what the engine brings out; called on the event loop."""
+
+    def deliver(self, outputs: Sequence[SequenceOutput]) -> None:
+        """All outputs of one step, among them those that are meant for other listeners."""
+
+
 class EngineLoop:
     """`start()` it on a running event loop; wake it when there is new work; `stop()` it when all is done."""
 
-    def __init__(self, engine: Engine, *, on_crash: Callable[[], None] | None = None):
+    def __init__(self, engine: Engine):
         self.engine = engine
-        self.on_crash = on_crash
         self.crashed = False
-        self.after_step: list[Callable[[], None]] = []  # called on the event loop after a step's outputs
         self._wake = threading.Condition()
         self._awake = False
         self._stopping = False
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
+    def start(self, listeners: Sequence[OutputListener], on_crash: Callable[[], None]) -> None:
+        """Run steps from now on. `on_crash` is called on the event loop should the engine's thread die."""
         self._loop = asyncio.get_running_loop()
-        self.engine.layer_listener = self._layer_done
+        self._listeners = tuple(listeners)
+        self._on_crash = on_crash
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -61,14 +69,11 @@ class EngineLoop:
         clean = False
         try:
             while not self._stopping:
-                outputs = self.engine.step()
+                outputs = self.engine.step(self._layer_done)
                 if outputs is None:
                     self._sleep()
-                elif outputs:
-                    self._loop.call_soon_threadsafe(self._deliver, outputs)
-            outputs = self.engine.settle()
-            if outputs:
-                self._loop.call_soon_threadsafe(self._deliver, outputs)
+                self._carry(outputs)
+            self._carry(self.engine.settle())
             clean = True
         finally:
             if not clean:
@@ -81,15 +86,13 @@ class EngineLoop:
                 self._wake.wait()
             self._awake = False
 
-    def _deliver(self, outputs: list[SequenceOutput]) -> None:
-        for output in outputs:
-            sink = output.seq.prefill_sink if output.prefilled else output.seq.sink
-            if sink is None and output.error is not None:
-                sink = output.seq.prefill_sink
-            if sink is not None:
-                sink.deliver(output)
-        for callback in self.after_step:
-            callback()
+    def _carry(self, outputs: list[SequenceOutput] | None) -> None:
+        if outputs:
+            self._loop.call_soon_threadsafe(self._tell_outputs, outputs)
+
+    def _tell_outputs(self, outputs: list[SequenceOutput]) -> None:
+        for listener in self._listeners:
+            listener.deliver(outputs)
 
     def _layer_done(self, work: Sequence[Work], layer: int) -> None:
         progress = [(item.seq, item.seq.computed + item.count) for item in work]
@@ -102,5 +105,4 @@ class EngineLoop:
 
     def _tell_crash(self) -> None:
         log.critical("the engine's thread died; this worker cannot go on")
-        if self.on_crash is not None:
-            self.on_crash()
+        self._on_crash()

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from serving.engine.engine import Engine, Runner, RunResult, RunTimes
+from serving.engine.engine import Engine, LayerDone, Runner, RunResult, RunTimes
 from serving.engine.plan import StepPlan, Work
 from serving.engine.sequence import SequenceOutput, SequenceState
 
@@ -68,7 +68,7 @@ class OverlapEngine(Engine):
     flight: Flight | None = None  # begun by an earlier call, and not accounted for
     ahead = 0
 
-    def step(self) -> list[SequenceOutput] | None:
+    def step(self, layer_done: LayerDone | None = None) -> list[SequenceOutput] | None:
         """Run one step, and begin the next where that is overlappable; what the first brought out, or None."""
         began = self.clock()
         flight, outputs = self.flight, list[SequenceOutput]()
@@ -77,7 +77,7 @@ class OverlapEngine(Engine):
             if not plan.work:
                 return outputs or None
             if not self._foreseen(plan):
-                return outputs + self._step(plan, began)
+                return outputs + self._step(plan, began, layer_done)
             self.step_began = began
             flight = self._launch(plan, None, began)
         return outputs + self._account(flight, self._follow(flight))
@@ -94,7 +94,7 @@ class OverlapEngine(Engine):
         """Begin the step after this one, which runs; None where its tokens are needed first."""
         began = self.clock()
         with self.lock:
-            plan = StepPlan(self.max_num_batched_tokens, self.max_num_seqs, ahead=True, can_overlap=True)
+            plan = StepPlan(self.limits.max_num_batched_tokens, self.limits.max_num_seqs, ahead=True, can_overlap=True)
             filled = all(scheduler.fill_ahead(plan, began) for scheduler in self.schedulers)
             if not filled or not self._foreseen(plan):
                 return None

@@ -19,16 +19,11 @@ from serving.kvspec import AUTO
 from serving.messages import Delta, FinishReason, LeaseOrder, Request, TokenLogprob
 
 
-class OutputSink(Protocol):
-    """Where a sequence's output goes; called on the worker's event loop."""
-
-    def deliver(self, output: SequenceOutput) -> None: ...
-
-
 class LayerSink(Protocol):
-    """Hears on the worker's event loop that a layer's KV is computed for the sequence's first `upto` tokens."""
+    """Takes each layer's KV once it is computed (kvcache.handoff.sender)."""
 
-    def layer_done(self, layer: int, upto: int) -> None: ...
+    def layer_done(self, layer: int, upto: int) -> None:
+        """The layer's KV of the sequence's first `upto` tokens is computed. Called on the worker's event loop."""
 
 
 class ArrivingKV(Protocol):
@@ -86,14 +81,13 @@ class SequenceState:
         "lossy",
         "offload",
         "order",
-        "prefill_sink",
+        "prefilled_here",
         "prompt_logprobs",
         "published",
         "request",
         "root",
         "sampler_state",
         "scheduled_at",
-        "sink",
         "start",
         "stays",
         "tokens",
@@ -127,9 +121,8 @@ class SequenceState:
         self.keys: list[bytes] = []
         self.published = 0
         self.in_flight = 0  # steps begun and not accounted for that it is part of: its blocks must outlive them
+        self.prefilled_here = not stays  # or by the lease's own worker; else its prompt's KV is handed over
         self.ended = False
-        self.sink: OutputSink | None = None
-        self.prefill_sink: OutputSink | None = None
         self.handoff: LayerSink | None = None
         self.sampler_state: Any = None  # the sampler's own; can be rebuilt from the tokens at any time
         self.lookup: Any = None  # the decode scheduler's own, likewise

@@ -12,10 +12,8 @@ from decode.direct import DirectLeases
 from decode.leases import LeaseState
 from decode.worker import RouterSession
 from kvcache.connector.block_io import read_blocks
-from kvcache.connector.direct_cost import DirectCost
 from kvcache.connector.direct_fetch import DirectFetcher
-from kvcache.connector.fetch_cost import FetchCost
-from kvcache.connector.prefix_fetch import PrefixFetcher
+from kvcache.connector.fetch_cost import DirectCost, FetchCost
 from kvcache.handoff.chunk import Chunk, encode
 from kvcache.handoff.commit import sealed_commit
 from kvcache.pool.block import PoolBlock
@@ -37,10 +35,9 @@ class Direct(Worker):
     def __init__(self, role: Role = Role.DECODE) -> None:
         super().__init__(role)
         self.reader = Stopping(self.pooled())
-        lock = self.engine.lock
-        prefixes = PrefixFetcher(self.reader, self.kv, self.device_kv, lock, FetchCost(), wait=60)
-        self.prefixes = DirectFetcher(prefixes, DirectCost(prefixes.pace), always=True)
-        self.decode.direct = DirectLeases(self.decode.table, lock, self.prefixes)
+        locations, cost = self.worker.context.locations, DirectCost(FetchCost())
+        self.prefixes = DirectFetcher(self.reader, self.kv, locations, cost, wait=60, always=True)
+        self.decode.direct = DirectLeases(self.decode.table, self.engine.lock, self.prefixes)
 
     def pooled(self) -> dict[bytes, PoolBlock]:
         seq = make_sequence(self.kv, PROMPT)
@@ -209,5 +206,5 @@ async def test_handoffs_are_measured_where_they_arrive(worker: Direct, session: 
     await worker.decode.receive(chunk(grant.lease, 0, 8))
     await worker.decode.receive(chunk(grant.lease, 8, 14))
     await worker.decode.commit(sealed_commit(grant.lease, 1))
-    pace = worker.prefixes.pace.byte_seconds
-    assert pace is not None and abs(pace - 0.5 / (6 * sum(spec.token_bytes for spec in SPECS))) < 1e-12
+    seconds = worker.prefixes.direct_cost.byte_seconds
+    assert seconds is not None and abs(seconds - 0.5 / (6 * sum(spec.token_bytes for spec in SPECS))) < 1e-12

@@ -82,7 +82,7 @@ async def test_all_leases_of_a_session_are_told_in_one_message_a_step(worker: Wo
 
 
 async def test_room_is_refused_when_there_is_none(worker: Worker, session: RouterSession) -> None:
-    for n in range(worker.engine.max_num_seqs):
+    for n in range(worker.engine.limits.max_num_seqs):
         await worker.lease(session, [n], f"r/{n}")
     with pytest.raises(NoRoom, match="its limit"):
         await worker.lease(session, [9], "r/9")

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 from decode.worker import DecodeWorker, RouterSession
+from deploy.worker.build import ModelParts, WorkerLinks, assemble
 from kvcache.blocks.offload import OffloadPlan
 from kvcache.handoff.dialer import Dialer
 from kvcache.memory.device import DeviceKV
 from kvcache.memory.host import HostKV
 from kvcache.memory.locations import KVLocations
-from prefill.scheduler import PrefillScheduler
-from prefill.worker import PrefillWorker
-from serving.engine.engine import Engine
-from serving.engine.loop import EngineLoop
-from serving.engine.plan import Scheduler
+from serving.config import EngineConfig
 from serving.kvspec import LayerKV, gqa
 from serving.links import LeaseEvent
 from serving.messages import LeaseGrant, LeaseId, Role, WorkerIdentity
 from tests.kvcache.sequences import make_order
-from tests.prefill.scripted import ScriptedRunner, make_decoding, make_engine, make_kv
+from tests.prefill.scripted import EOS, ScriptedRunner, make_decoding
 
 SPECS = (gqa(1, 2, "float32"), gqa(1, 2, "float32"))
 FINGERPRINT = "model"
@@ -40,7 +38,7 @@ def make_identity(role: Role, max_model_len: int) -> WorkerIdentity:
 
 
 class Worker:
-    """Both doors over one engine, whatever the role; a test starts the engine's thread or steps by hand."""
+    """A worker of the role, with both doors whatever the role; a test starts the engine's thread or steps by hand."""
 
     def __init__(
         self,
@@ -53,44 +51,33 @@ class Worker:
         specs: tuple[LayerKV, ...] = SPECS,
         host: OffloadPlan | None = None,
     ):
-        self.kv = make_kv(blocks, size, host=host)
         self.device_kv = DeviceKV(specs, blocks, size)
         self.host_kv = HostKV(host, self.device_kv, [None] * len(specs)) if host is not None else None
-        self.dialer = Dialer()
-        self.decoding = make_decoding(self.kv)
-        self.prefilling = PrefillScheduler(self.kv, then=self.decoding.add)
-        self.engine: Engine
-        self.runner: ScriptedRunner
-        schedulers: list[Scheduler] = [self.decoding, self.prefilling]
-        limit = host.tokens if host is not None else blocks * size
-        self.engine, self.runner = make_engine(self.kv, schedulers, tokens=tokens, seqs=seqs, max_model_len=limit)
-        self.loop = EngineLoop(self.engine)
-        self.identity = make_identity(role, limit)
-        locations = KVLocations(self.device_kv, self.host_kv, self.engine.lock)
-        self.decode = DecodeWorker(
-            identity=self.identity,
-            loop=self.loop,
-            kv=self.kv,
-            device_kv=self.device_kv,
-            locations=locations,
-            scheduler=self.decoding,
+        self.runner = ScriptedRunner(size)
+        self.identity = make_identity(role, host.tokens if host is not None else blocks * size)
+        parts = ModelParts(
+            runner=self.runner,
+            eos_token_ids=frozenset({EOS}),
             long_rope=lambda tokens: False,
-            address="local:decode",
-            wanted=self.prefilling.wanted_blocks,
-        )
-        self.prefill = PrefillWorker(
-            identity=self.identity,
-            loop=self.loop,
-            kv=self.kv,
-            device_kv=self.device_kv,
-            locations=locations,
-            scheduler=self.prefilling,
-            long_rope=lambda tokens: False,
-            dialer=self.dialer,
             layout=lambda kv_dtype: (FINGERPRINT, specs),
-            leases=self.decode if role is Role.MIXED else None,
         )
+        self.worker = assemble(
+            self.identity,
+            EngineConfig(max_num_batched_tokens=tokens, max_num_seqs=seqs, num_speculative_tokens=0),
+            KVLocations(self.device_kv, self.host_kv, threading.RLock()),
+            parts,
+            WorkerLinks(address="local:decode", dialer=Dialer()),
+            clock=lambda: 0.0,
+        )
+        self.kv, self.engine, self.loop = self.worker.kv, self.worker.engine, self.worker.loop
+        self.prefill = self.worker.prefill
+        self.prefilling = self.prefill.scheduler
+        self.decode = self.worker.decode or DecodeWorker(self.worker.context, make_decoding(self.kv), "local:decode")
+        self.decoding = self.decode.scheduler
         self.events: list[LeaseEvent] = []
+
+    def start(self) -> None:
+        self.loop.start([self.prefill, self.decode], lambda: None)
 
     async def session(self) -> RouterSession:
         return await self.decode.connect("router", self.events.extend, lambda error: None)
@@ -105,9 +92,9 @@ class Worker:
 
     def step(self) -> None:
         """One step, delivered as the engine's thread would have it delivered."""
-        outputs = self.engine.step()
-        if outputs:
-            self.loop._deliver(outputs)
+        outputs = self.engine.step() or []
+        self.prefill.deliver(outputs)
+        self.decode.deliver(outputs)
 
     def idle(self) -> bool:
         held = [*self.decode.sequences(), *self.prefill.sequences(), *self.prefilling.queue, *self.decoding.running]

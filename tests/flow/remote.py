@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from decode.service import DecodeService
 from deploy.local import LocalCluster
+from deploy.worker.build import WorkerLinks, build_worker
 from deploy.worker.process import WorkerService
 from deploy.worker.worker import Worker
 from kvcache.handoff.dialer import Dialer
@@ -33,15 +34,9 @@ class RemoteCluster(LocalCluster):
         grpc_server = server(KEY)
         port = grpc_server.add_insecure_port("127.0.0.1:0")
         dialer = Dialer(cluster_key=KEY)
-        worker = Worker(
-            role,
-            self.model,
-            self.model_config,
-            self.engine_config,
-            name=f"{role}-{number}",
-            address=f"127.0.0.1:{port}",
-            dialer=dialer,
-        )
+        links = WorkerLinks(address=f"127.0.0.1:{port}", dialer=dialer)
+        name = f"{role}-{number}"
+        worker = build_worker(role, self.model, self.model_config, self.engine_config, links, name=name)
         stubs.add_WorkerServicer_to_server(WorkerService(worker), grpc_server)
         if worker.decode is not None:
             DecodeService(worker.decode).add_to(grpc_server)

@@ -91,7 +91,7 @@ async def test_blocks_go_from_one_kind_to_the_other(model: LoadedModel, monkeypa
             for number, tokens in enumerate(found):
                 kv = "int8" if kept[str(number)] == "int8" else "auto"
                 assert tokens == expected[kv][number]
-        assert cluster.cluster.workers[0].blocks.evictions > 40
+        assert cluster.cluster.workers[0].kv.allocator.evictions > 40
 
 
 def named(number: int, prompt: Sequence[int]) -> Request:

@@ -128,7 +128,7 @@ async def test_a_prompt_for_anothers_lease_goes_before_new_leases(tiny_model: Lo
 
         busy = [asyncio.create_task(ask_again(i, prompt)) for i, prompt in enumerate(short)]
         async with asyncio.timeout(20):
-            while started.workers[0].blocks.available > 12:
+            while started.workers[0].kv.allocator.available > 12:
                 await asyncio.sleep(0)
         found: list[int] = []
         async for delta in cluster.router.generate(request(99, long)):

@@ -111,7 +111,8 @@ async def test_an_8_bit_cache_and_scored_prompts_are_offloaded_likewise(make_clu
 
 async def test_hanging_up_frees_the_host(make_cluster: ClusterMaker) -> None:
     async with make_cluster("embedded", **SMALL) as cluster:
-        host, moving, loop = cluster.cluster.workers[0].host_kv, asyncio.Event(), asyncio.get_running_loop()
+        host = cluster.cluster.workers[0].context.locations.host
+        moving, loop = asyncio.Event(), asyncio.get_running_loop()
         copy = host.move
         host.move = lambda moves: (copy(moves), loop.call_soon_threadsafe(moving.set))
         for tokens in (0, 3):

@@ -183,7 +183,7 @@ async def test_a_client_that_leaves_while_the_prefix_comes(tiny_model: LoadedMod
     async with cluster(tiny_model, pool, kvcache_wait=30.0) as second:
         [worker] = second.cluster.workers
         asking = asyncio.create_task(served(second, ask(prompt)))
-        while not worker.blocks.held:
+        while not worker.kv.allocator.held:
             await asyncio.sleep(0)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
@@ -286,7 +286,7 @@ async def test_a_client_that_leaves_while_the_step_waits(
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await workers.idle()
-        assert worker.blocks.held == 0 and worker.engine.barrier is None, "while the pool still stalls"
+        assert worker.kv.allocator.held == 0 and worker.engine.barrier is None, "while the pool still stalls"
         let_go(pool)
         assert is_greedy_tiny(tiny_path, prompt, (await served(workers, ask(prompt)))[0])
 
@@ -311,7 +311,7 @@ async def test_storing_that_breaks_holds_nothing(tiny_model: LoadedModel, pool: 
     async with cluster(tiny_model, pool) as workers:
         [worker] = workers.cluster.workers
         assert worker.connector is not None
-        worker.connector.storeback.writer.put = broken  # type: ignore[method-assign]
+        worker.connector.write_back.writer.put = broken  # type: ignore[method-assign]
         await served(workers, ask(prompt))
         while worker.connector.stores:
             await asyncio.sleep(0.001)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from deploy.local import LocalCluster
+from deploy.worker.build import WorkerLinks, build_worker
 from deploy.worker.worker import Worker
 from kvcache.handoff.dialer import Dialer
 from router.fleet import RouterConfig
@@ -179,4 +180,4 @@ async def test_int8_on_the_wire_between_float_workers(tiny_model: LoadedModel, r
 def test_a_lossy_wire_breaks_the_promise_of_determinism(tiny_model: LoadedModel) -> None:
     model, engine = End(engine={"kv_wire": "int8", "deterministic": True}).configs
     with pytest.raises(ValueError, match="--kv-wire int8"):
-        Worker(Role.PREFILL, tiny_model, model, engine, address="local:prefill", dialer=Dialer())
+        build_worker(Role.PREFILL, tiny_model, model, engine, WorkerLinks(address="local:prefill", dialer=Dialer()))

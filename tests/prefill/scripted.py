@@ -12,7 +12,7 @@ from decode.speculation import PromptLookup, Speculation
 from kvcache.blocks.allocator import BlockAllocator
 from kvcache.blocks.manager import KVCacheManager
 from kvcache.blocks.offload import OffloadManager, OffloadPlan
-from serving.engine.engine import Engine, LayerDone, Runner, RunResult, RunTimes
+from serving.engine.engine import Engine, LayerDone, Runner, RunResult, RunTimes, StepLimits
 from serving.engine.plan import Scheduler, Work
 from serving.engine.sequence import SequenceState
 from serving.sampling.sampler import Sampled, SamplingFailed
@@ -128,6 +128,15 @@ def make_decoding(kv: KVCacheManager, *, guesses: int = 0) -> DecodeScheduler:
     return DecodeScheduler(kv, max_model_len=limit, speculation=Eager(guesses) if guesses else None)
 
 
+def step_limits(kv: KVCacheManager, tokens: int, seqs: int, max_model_len: int | None) -> StepLimits:
+    return StepLimits(
+        max_num_batched_tokens=tokens,
+        max_num_seqs=seqs,
+        max_model_len=max_model_len or kv.allocator.num_blocks * kv.block_size,
+        eos_token_ids=frozenset({EOS}),
+    )
+
+
 def make_engine(
     kv: KVCacheManager,
     schedulers: Sequence[Scheduler],
@@ -141,10 +150,7 @@ def make_engine(
         runner,
         kv,
         schedulers,
-        max_num_batched_tokens=tokens,
-        max_num_seqs=seqs,
-        max_model_len=max_model_len or kv.allocator.num_blocks * kv.block_size,
-        eos_token_ids=frozenset({EOS}),
+        step_limits(kv, tokens, seqs, max_model_len),
         clock=lambda: 0.0,
     )
     return engine, runner

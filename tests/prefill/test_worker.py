@@ -84,7 +84,7 @@ class Prefill(Worker):
 @pytest.fixture
 async def worker(request: pytest.FixtureRequest) -> AsyncIterator[Prefill]:
     made = Prefill(getattr(request, "param", Role.PREFILL))
-    made.loop.start()
+    made.start()
     yield made
     for session in list(made.decode.sessions.values()):
         await session.close()
@@ -266,7 +266,7 @@ async def test_the_engines_death_ends_every_run(worker: Prefill) -> None:
     worker.runner.during = lambda work: None
     with worker.engine.lock:  # the engine cannot take the prompt up
         running = asyncio.create_task(results(worker, order()))
-        while not worker.prefill.sequences() or worker.prefill.sequences()[0].prefill_sink is None:
+        while not worker.prefill.sequences() or not worker.prefilling.queue:
             await asyncio.sleep(0)
         worker.prefill.abandon(WorkerLost("the engine died"))
         with pytest.raises(WorkerLost):

@@ -36,7 +36,7 @@ class LongPrefill(Prefill):
 @pytest.fixture
 async def worker() -> AsyncIterator[LongPrefill]:
     made = LongPrefill()
-    made.loop.start()
+    made.start()
     yield made
     await made.loop.stop()
     assert made.idle() and made.kv.unaccounted([]) == 0

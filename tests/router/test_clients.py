@@ -47,7 +47,7 @@ class Remote:
         DecodeService(self.worker.decode).add_to(self.server)
         stubs.add_PrefillServicer_to_server(PrefillService(self.worker.prefill), self.server)
         await self.server.start()
-        self.worker.loop.start()
+        self.worker.start()
         self.link = RemoteWorker(Caller(self.address, KEY))
 
     async def stop(self) -> None:

@@ -14,15 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcache.blocks.manager import KVCacheManager
 from kvcache.blocks.prefix import extend_keys
 from kvcache.connector.fetch_cost import FetchCost
 from kvcache.connector.prefix_fetch import PrefixFetcher
 from kvcache.connector.write_back import BlockMemory, WriteBack
 from kvcache.memory.host_copy import Bytes
+from kvcache.memory.locations import KVLocations
 from kvcache.pool.block import DEFAULT_NAMESPACE, PoolBlock, block_of
 from serving.errors import NoRoom
 from tests.kvcache.connector.test_prefix_fetch import Reader
-from tests.kvcache.connector.test_write_back import Sink, Writer
+from tests.kvcache.connector.test_write_back import Writer
 from tests.kvcache.memory.test_locations import LENGTH, PLAN, SPECS, Engine, attended, kv_of, wanted
 from tests.kvcache.sequences import make_sequence
 
@@ -52,10 +54,9 @@ class Storing:
             BlockMemory.on_device(self.engine.device_kv, kv.allocator),
             threading.RLock(),
             host=BlockMemory(blocks, self.engine.tier.extents, blocks.num_blocks, PLAN.extent_blocks),
-            busy=lambda: False,
         )
-        kv.on_published, kv.on_shortage = self.back.offer, self.back.give_up
-        self.engine.seq.prefill_sink = Sink()  # type: ignore[assignment]
+        self.engine.kv = KVCacheManager(kv.allocator, "model", self.engine.tier, self.back)
+        self.engine.seq.prefilled_here = True
 
     @property
     def held(self) -> list[int]:
@@ -80,7 +81,7 @@ def test_what_is_stored_has_the_bytes_of_its_tokens(counts: list[int], over: int
         assert len(storing.held) == settled
         engine.kv.release(seq)
         assert engine.tier.unaccounted([], storing.held) == engine.kv.unaccounted([]) == 0
-        running = asyncio.create_task(storing.back.run())
+        running = asyncio.create_task(storing.back.run(lambda: False))
         await storing.back.wait_idle()
         running.cancel()
         assert [bytes(block.payload) for block in storing.writer.taken] == [payload(i) for i in range(settled)]
@@ -133,7 +134,7 @@ def test_what_comes_lies_on_the_host_in_whole_extents(
     if not opened:  # a prompt that waits in no queue yet
         kv.release(seq)
     prefixes = PrefixFetcher(
-        Reader(held, lost), kv, engine.device_kv, threading.RLock(), FetchCost(), wait=5.0, host=engine.host
+        Reader(held, lost), kv, KVLocations(engine.device_kv, engine.host, threading.RLock()), FetchCost(), wait=5.0
     )
     begun: list[int] = []
     asyncio.run(prefixes.bring(seq, lambda: begun.append(seq.computed)))

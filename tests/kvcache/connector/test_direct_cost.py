@@ -5,14 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.connector.direct_cost import DirectCost, HandoffMeter
-from kvcache.connector.fetch_cost import PROBE_EVERY, FetchCost
+from kvcache.connector.fetch_cost import PROBE_EVERY, DirectCost, FetchCost, HandoffMeter
 
 SECONDS_A_BYTE = st.floats(1e-12, 1e-7)
 
 
 def metered(*seconds: float, size: int = 1000) -> HandoffMeter:
-    """A handoff whose pieces came so long after one another."""
+    """A handoff whose chunks came so long after one another."""
     meter, now = HandoffMeter(), 5.0
     meter.came(size, now)
     for gap in seconds:
@@ -26,16 +25,16 @@ def measured(pool: float, handoff: float, answer: float = 0.0) -> DirectCost:
     fetch = FetchCost()
     fetch.answer_seconds = answer
     fetch.fetched(1000, 1000 * pool)
-    pace = DirectCost(fetch)
-    pace.byte_seconds = handoff
-    return pace
+    cost = DirectCost(fetch)
+    cost.byte_seconds = handoff
+    return cost
 
 
 def test_unmeasured_it_is_worth_trying() -> None:
     assert DirectCost(FetchCost()).pays(1 << 30)
-    pace = DirectCost(FetchCost())
-    pace.handed_over(metered(1e-9))
-    assert pace.pays(1 << 30), "the pool has not been measured"
+    cost = DirectCost(FetchCost())
+    cost.handed_over(metered(1e-9))
+    assert cost.pays(1 << 30), "the pool has not been measured"
     assert measured(1.0, 1e-9).pays(1) is False
 
 
@@ -64,14 +63,14 @@ def test_waiting_as_long_as_the_other_way_takes_at_most_doubles_it(handoff: floa
 
 
 def test_a_slow_pool_is_tried_again_now_and_then() -> None:
-    pace = measured(1e-6, 1e-9)
-    assert [pace.pays(1000) for _ in range(3 * PROBE_EVERY)].count(True) == 3
+    cost = measured(1e-6, 1e-9)
+    assert [cost.pays(1000) for _ in range(3 * PROBE_EVERY)].count(True) == 3
 
 
 def test_a_pool_that_failed_is_left_alone_for_a_while() -> None:
-    for pace in (measured(1e-9, 1e-6), DirectCost(FetchCost())):
-        pace.failed()
-        assert [pace.pays(1000) for _ in range(PROBE_EVERY + 2)] == [False] * PROBE_EVERY + [True] * 2
+    for cost in (measured(1e-9, 1e-6), DirectCost(FetchCost())):
+        cost.failed()
+        assert [cost.pays(1000) for _ in range(PROBE_EVERY + 2)] == [False] * PROBE_EVERY + [True] * 2
 
 
 @given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=5))
@@ -81,15 +80,15 @@ def test_a_handoff_is_judged_by_the_piece_that_waited_for_no_step(gaps: list[flo
 
 
 def test_a_handoff_of_one_piece_says_nothing() -> None:
-    pace = DirectCost(FetchCost())
-    pace.handed_over(metered())
-    assert pace.byte_seconds is None
+    cost = DirectCost(FetchCost())
+    cost.handed_over(metered())
+    assert cost.byte_seconds is None
 
 
 def test_newer_handoffs_weigh_more() -> None:
-    pace = DirectCost(FetchCost())
+    cost = DirectCost(FetchCost())
     for _ in range(50):
-        pace.handed_over(metered(1.0))
+        cost.handed_over(metered(1.0))
     for _ in range(50):
-        pace.handed_over(metered(2.0))
-    assert pace.byte_seconds is not None and abs(pace.byte_seconds - 2e-3) < 1e-6
+        cost.handed_over(metered(2.0))
+    assert cost.byte_seconds is not None and abs(cost.byte_seconds - 2e-3) < 1e-6

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from kvcache.connector.block_io import read_blocks
-from kvcache.connector.direct_cost import DirectCost
 from kvcache.connector.direct_fetch import DirectFetch, DirectFetcher
-from kvcache.connector.fetch_cost import PROBE_EVERY
+from kvcache.connector.fetch_cost import PROBE_EVERY, DirectCost, FetchCost
 from kvcache.pool.block import PoolBlock, Slab
 from serving.engine.sequence import SequenceState
 from tests.kvcache.connector.test_prefix_fetch import SIZE, Reader, World, in_pool
@@ -57,9 +56,9 @@ class Direct:
         self.world = World()
         self.held = in_pool(PROMPT, pooled)
         self.reader = Stopping(self.held, lost)
-        prefixes = self.world.prefixes(self.reader, wait)
-        self.pace = DirectCost(prefixes.pace)
-        self.direct = DirectFetcher(prefixes, self.pace, always=always)
+        self.cost = DirectCost(FetchCost())
+        world = self.world
+        self.direct = DirectFetcher(self.reader, world.kv, world.locations, self.cost, wait=wait, always=always)
         self.seq = self.lease()
 
     def lease(self) -> SequenceState:
@@ -70,7 +69,7 @@ class Direct:
     async def begin(self) -> DirectFetch:
         arrival = await self.direct.find(self.seq)
         assert arrival is not None
-        return self.direct.fetch(arrival)
+        return self.direct.begin(arrival)
 
     async def sent(self, slabs: int) -> None:
         """Wait until so many slabs have been written, and the next is held back."""
@@ -92,7 +91,7 @@ async def test_what_the_pool_has_is_there_when_all_else_is(pooled: int) -> None:
     for block, key in zip(its.seq.blocks[:pooled], its.seq.keys, strict=False):
         assert read_blocks(its.world.device_kv, [block], [key], "default") == [its.held[key]]
     await asyncio.wait([fetch.task])
-    assert (its.direct.fallbacks, its.direct.running, its.direct.prefixes.stats.hits) == (0, 0, pooled * SIZE)
+    assert (its.direct.fallbacks, its.direct.running, its.direct.stats.hits) == (0, 0, pooled * SIZE)
 
 
 async def test_only_what_follows_its_own_blocks_is_asked_for() -> None:
@@ -115,9 +114,9 @@ async def test_a_pool_without_it_or_without_an_answer_brings_nothing() -> None:
 
 async def test_what_does_not_pay_is_not_even_asked_for() -> None:
     its = Direct(always=False)
-    its.pace.byte_seconds, its.direct.prefixes.pace.byte_seconds = 1e-9, 1e-6
+    its.cost.byte_seconds, its.direct.cost.byte_seconds = 1e-9, 1e-6
     assert await its.direct.find(its.seq) is None and its.reader.asked == []
-    its.pace.byte_seconds = 1e-3
+    its.cost.byte_seconds = 1e-3
     assert await its.direct.find(its.seq) is not None
 
 
@@ -134,10 +133,10 @@ async def test_the_wait_ends_when_the_other_way_would_have_brought_it() -> None:
     its = Direct(always=False, wait=60)
     fetch = await its.begin()
     await its.sent(2)
-    its.pace.byte_seconds = 1e-6
+    its.cost.byte_seconds = 1e-6
     assert await asyncio.wait_for(its.direct.settle(fetch), 5) == 0
     assert its.direct.fallbacks == 1 and its.direct.running == 0
-    assert [its.pace.pays(1) for _ in range(PROBE_EVERY)] == [False] * PROBE_EVERY, "left alone for a while"
+    assert [its.cost.pays(1) for _ in range(PROBE_EVERY)] == [False] * PROBE_EVERY, "left alone for a while"
 
 
 async def test_a_fetch_that_must_be_waited_for_ends_by_itself() -> None:

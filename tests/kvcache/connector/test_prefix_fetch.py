@@ -17,6 +17,7 @@ from kvcache.connector.block_io import read_blocks
 from kvcache.connector.fetch_cost import FetchCost
 from kvcache.connector.prefix_fetch import PrefixArrival, PrefixFetcher
 from kvcache.memory.device import DeviceKV
+from kvcache.memory.locations import KVLocations
 from kvcache.pool.block import DIGEST_BYTES, PoolBlock, Slab
 from serving.kvspec import gqa
 from tests.kvcache.sequences import make_sequence
@@ -63,12 +64,13 @@ class World:
         self.blocks = BlockAllocator(blocks, SIZE)
         self.kv = KVCacheManager(self.blocks, "model")
         self.device_kv = DeviceKV(SPECS, blocks, SIZE)
+        self.locations = KVLocations(self.device_kv, lock=threading.RLock())
         for planes in self.device_kv.planes:
             for plane in planes:
                 plane.copy_(torch.randn(plane.shape))
 
     def prefixes(self, reader: Reader, wait: float = 5.0) -> PrefixFetcher:
-        return PrefixFetcher(reader, self.kv, self.device_kv, threading.RLock(), FetchCost(), wait=wait)
+        return PrefixFetcher(reader, self.kv, self.locations, FetchCost(), wait=wait)
 
 
 def in_pool(prompt: list[int], count: int) -> dict[bytes, PoolBlock]:
@@ -331,11 +333,9 @@ def test_a_prompt_is_taken_to_wait_for_the_first_layer_and_where_its_step_waits(
                 yield slab
 
     held = in_pool(prompt, 8)
-    prefixes = PrefixFetcher(
-        Slow(held, set()), world.kv, world.device_kv, threading.RLock(), FetchCost(), wait=60.0, clock=lambda: now[0]
-    )
+    prefixes = PrefixFetcher(Slow(held, set()), world.kv, world.locations, FetchCost(), wait=60.0, clock=lambda: now[0])
     asyncio.run(prefixes.bring(seq))
     size = sum(len(block.payload) for block in held.values())
-    assert prefixes.pace.waiting_seconds == pytest.approx(1.5 / size)
-    assert prefixes.pace.byte_seconds == pytest.approx(3.0 / size)
+    assert prefixes.cost.waiting_seconds == pytest.approx(1.5 / size)
+    assert prefixes.cost.byte_seconds == pytest.approx(3.0 / size)
     world.kv.release(seq)

@@ -24,10 +24,6 @@ SPECS = (gqa(2, 4, "float32"), gqa_int8(2, 4))
 SIZE = 4
 
 
-class Sink:
-    def deliver(self, output: object) -> None: ...
-
-
 class Writer:
     """A pool that takes what it is given, when it is let."""
 
@@ -35,6 +31,10 @@ class Writer:
         self.taken: list[PoolBlock] = []
         self.open = asyncio.Event()
         self.open.set()
+
+    @property
+    def nodes(self) -> Sequence[str]:
+        return ["pool:1"]
 
     async def put(self, blocks: Sequence[PoolBlock]) -> None:
         await self.open.wait()
@@ -44,7 +44,6 @@ class Writer:
 class World:
     def __init__(self, specs: Sequence[LayerKV] = SPECS, **settings: object) -> None:
         self.blocks = BlockAllocator(64, SIZE)
-        self.kv = KVCacheManager(self.blocks, "model")
         self.device_kv = DeviceKV(specs, 64, SIZE)
         for planes in self.device_kv.planes:
             for plane in planes:
@@ -55,12 +54,10 @@ class World:
             self.writer,
             BlockMemory.on_device(self.device_kv, self.blocks),
             threading.RLock(),
-            busy=lambda: self.busy,
             **settings,  # type: ignore[arg-type]
         )
-        self.kv.on_published = self.back.offer
-        self.kv.on_shortage = self.back.give_up
-        self.running = asyncio.create_task(self.back.run())
+        self.kv = KVCacheManager(self.blocks, "model", listener=self.back)
+        self.running = asyncio.create_task(self.back.run(lambda: self.busy))
 
     def computed(
         self, tokens: int, *, seed: int = 0, output: int = 0, here: bool = True, kv_dtype: str = AUTO, **fields: object
@@ -68,7 +65,7 @@ class World:
         """A sequence of `tokens` prompt and `output` output tokens whose KV has just been computed."""
         seq = make_sequence(self.kv, [seed * 1000 + i for i in range(tokens)], **fields)  # type: ignore[arg-type]
         seq.kv_dtype = kv_dtype
-        seq.prefill_sink = Sink() if here else None  # type: ignore[assignment]
+        seq.prefilled_here = here
         self.kv.open(seq)
         seq.tokens += [900 + i for i in range(output)]
         self.kv.grow(seq)
@@ -79,7 +76,7 @@ class World:
     async def stop(self) -> None:
         self.running.cancel()
         await asyncio.gather(self.running, return_exceptions=True)
-        self.back.let_go()
+        self.back.close()
         assert self.back.table(self.back.device) == []
 
 

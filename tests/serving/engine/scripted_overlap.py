@@ -15,7 +15,7 @@ from serving.engine.overlap import Launched, OverlapEngine, OverlapRunner
 from serving.engine.plan import Scheduler, Work
 from serving.engine.sequence import SequenceState
 from serving.sampling.sampler import Sampled, SamplingFailed
-from tests.prefill.scripted import EOS, ScriptedRunner, next_token
+from tests.prefill.scripted import ScriptedRunner, next_token, step_limits
 
 
 @dataclass
@@ -111,14 +111,6 @@ def make_ahead_engine(
 ) -> tuple[OverlapEngine, LateRunner]:
     """As tests.prefill.scripted.make_engine."""
     runner = LateRunner(kv.block_size)
-    engine = OverlapEngine(
-        runner,
-        kv,
-        schedulers,
-        max_num_batched_tokens=tokens,
-        max_num_seqs=seqs,
-        max_model_len=max_model_len or kv.allocator.num_blocks * kv.block_size,
-        eos_token_ids=frozenset({EOS}),
-        clock=lambda: 0.0,
-    )
+    limits = step_limits(kv, tokens, seqs, max_model_len)
+    engine = OverlapEngine(runner, kv, schedulers, limits, clock=lambda: 0.0)
     return engine, runner

@@ -146,16 +146,19 @@ def test_a_step_with_nothing_but_a_preemption_still_reports_it() -> None:
     assert mixed.engine.step() is None
 
 
-def test_the_layer_listener_hears_only_of_sequences_that_are_handed_over(mixed: Mixed) -> None:
+def test_layers_are_told_only_of_sequences_that_are_handed_over(mixed: Mixed) -> None:
     heard: list[tuple[list[SequenceState], int]] = []
-    mixed.engine.layer_listener = lambda work, layer: heard.append(([item.seq for item in work], layer))
+
+    def layer_done(work: Sequence[Work], layer: int) -> None:
+        heard.append(([item.seq for item in work], layer))
+
     mixed.add([1])
-    mixed.engine.step()
+    mixed.engine.step(layer_done)
     assert heard == []
     passing = make_sequence(mixed.kv, [2])
     passing.handoff = object()  # type: ignore[assignment]
     mixed.prefill.add(passing)
-    mixed.engine.step()
+    mixed.engine.step(layer_done)
     assert heard == [([passing], 0), ([passing], 1)]
 
 

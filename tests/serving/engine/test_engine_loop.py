@@ -19,7 +19,7 @@ from tests.serving.engine.scripted_overlap import LateRunner, make_ahead_engine
 
 
 class Inbox:
-    """A sink that gathers a sequence's tokens and says when it has ended."""
+    """Gathers a sequence's tokens and says when it has ended."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -47,12 +47,21 @@ class Loop:
         make = make_ahead_engine if ahead else make_engine
         self.engine, self.runner = make(self.kv, [self.decode, self.prefill])
         self.crashed = asyncio.Event()
-        self.loop = EngineLoop(self.engine, on_crash=self.crashed.set)
+        self.inboxes: dict[SequenceState, Inbox] = {}
+        self.steps: list[int] = []  # outputs of each step
+        self.loop = EngineLoop(self.engine)
+
+    def start(self) -> None:
+        self.loop.start([self], self.crashed.set)
+
+    def deliver(self, outputs: Sequence[SequenceOutput]) -> None:
+        self.steps.append(len(outputs))
+        for output in outputs:
+            self.inboxes[output.seq].deliver(output)
 
     def add(self, prompt: Sequence[int], max_tokens: int = 6) -> tuple[SequenceState, Inbox]:
         seq = make_sequence(self.kv, prompt, stays=True, max_tokens=max_tokens)
-        inbox = Inbox()
-        seq.sink = seq.prefill_sink = inbox
+        inbox = self.inboxes[seq] = Inbox()
         with self.engine.lock:
             self.kv.open(seq)
             self.prefill.add(seq)
@@ -63,7 +72,7 @@ class Loop:
 @pytest.fixture(params=["one after the other", "ahead"])
 async def running(request: pytest.FixtureRequest) -> AsyncIterator[Loop]:
     made = Loop(ahead=request.param == "ahead")
-    made.loop.start()
+    made.start()
     yield made
     await made.loop.stop()
 
@@ -87,12 +96,12 @@ async def test_no_wake_is_lost(running: Loop) -> None:
             await inbox.ended.wait()
 
 
-async def test_after_a_step_its_listeners_are_called_once_its_outputs_are_out(running: Loop) -> None:
-    seen: list[int] = []
-    _, inbox = running.add([1, 2], max_tokens=3)
-    running.loop.after_step.append(lambda: seen.append(len(inbox.tokens)))
-    await inbox.ended.wait()
-    assert seen == [1, 2, 3]
+async def test_listeners_are_told_once_a_step_of_all_its_outputs(running: Loop) -> None:
+    with running.engine.lock:
+        inboxes = [running.add([1, n], max_tokens=3)[1] for n in range(2)]
+    for inbox in inboxes:
+        await inbox.ended.wait()
+    assert running.steps == [2, 2, 2]
 
 
 async def test_layers_are_told_on_the_event_loop_while_the_model_runs(running: Loop) -> None:
@@ -107,9 +116,9 @@ async def test_layers_are_told_on_the_event_loop_while_the_model_runs(running: L
                 all_heard.set()
 
     running.runner.during = lambda work: assert_set(go_on)
-    inbox = Inbox()
     seq = make_sequence(running.kv, [1, 2, 3], max_tokens=9)
-    seq.prefill_sink, seq.handoff = inbox, Handoff()
+    inbox = running.inboxes[seq] = Inbox()
+    seq.handoff = Handoff()
     running.prefill.add(seq)
     running.loop.wake()
     await all_heard.wait()
@@ -134,7 +143,7 @@ async def test_an_engine_that_dies_says_so() -> None:
     raised: list[type[BaseException]] = []
     hook, threading.excepthook = threading.excepthook, lambda args: raised.append(args.exc_type)
     try:
-        made.loop.start()
+        made.start()
         made.add([1])
         await made.crashed.wait()
         await made.loop.stop()
@@ -152,7 +161,7 @@ async def test_stopping_lets_the_step_in_progress_end() -> None:
         assert_set(go_on)
 
     made.runner.during = compute
-    made.loop.start()
+    made.start()
     made.add([1])
     await asyncio.to_thread(began.wait)
     stopping = asyncio.create_task(made.loop.stop())
@@ -175,7 +184,7 @@ async def test_stopping_brings_out_the_step_that_was_begun_ahead() -> None:
             assert_set(go_on)
 
     runner.during = compute
-    made.loop.start()
+    made.start()
     seq, inbox = made.add([1], max_tokens=9)
     await asyncio.to_thread(assert_set, began)
     stopping = asyncio.create_task(made.loop.stop())

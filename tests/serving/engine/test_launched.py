@@ -18,7 +18,7 @@ from kvcache.blocks.manager import KVCacheManager
 from kvcache.memory.device import DeviceKV
 from prefill.scheduler import PrefillScheduler
 from serving.batch.ragged import RaggedBatch
-from serving.engine.engine import Engine
+from serving.engine.engine import Engine, StepLimits
 from serving.engine.launched import LaunchedStep
 from serving.engine.overlap import OverlapEngine
 from serving.engine.plan import Work
@@ -168,10 +168,12 @@ def served(
         ),
         kv,
         [decode, prefill],
-        max_num_batched_tokens=24,
-        max_num_seqs=8,
-        max_model_len=100,
-        eos_token_ids=frozenset(model.spec.eos_token_ids),
+        StepLimits(
+            max_num_batched_tokens=24,
+            max_num_seqs=8,
+            max_model_len=100,
+            eos_token_ids=frozenset(model.spec.eos_token_ids),
+        ),
     )
     found: dict[str, list[object]] = {}
     left = list(arrivals)

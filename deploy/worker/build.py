@@ -1,0 +1,206 @@
+"""Builds a worker: a model on a device, its KV cache, and the engine, connector and doors of its role.
+
+`build_worker` makes the parts that need a model; `assemble` puts the rest together around any runner, and needs none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from decode.scheduler import DecodeScheduler
+from decode.speculation import Speculation
+from decode.worker import DecodeWorker
+from deploy.worker.worker import Worker
+from kvcache.blocks.allocator import BlockAllocator
+from kvcache.blocks.events import KVEventLog
+from kvcache.blocks.manager import KVCacheManager
+from kvcache.blocks.offload import OffloadManager, plan_host
+from kvcache.connector.connector import PoolConnector, pool_client, write_back_to
+from kvcache.connector.fetch_cost import FetchCost
+from kvcache.memory.device import DeviceKV, blocks_in
+from kvcache.memory.host import HostKV
+from kvcache.memory.locations import KVLocations
+from kvcache.pool.links import PoolLink
+from kvcache.transfer.lent_memory import MemoryLenders
+from kvcache.worker_context import WorkerContext
+from prefill.scheduler import PrefillScheduler
+from prefill.worker import Layout, PrefillWorker
+from serving.config import EngineConfig, ModelConfig, PoolConfig
+from serving.engine.engine import Runner, StepLimits
+from serving.engine.loop import EngineLoop
+from serving.engine.overlap import engine_for
+from serving.engine.plan import Scheduler
+from serving.engine.runner import ModelRunner
+from serving.engine.tracing import TraceWriter
+from serving.forward.choose import make_forward, make_sampler
+from serving.forward.forward import Forward
+from serving.kvspec import LayerKV
+from serving.links import HandoffDialer
+from serving.loader.loading import LoadedModel
+from serving.messages import Role, WorkerIdentity
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerLinks:
+    """What a worker is given of the process it runs in.
+
+    `address` is where others reach it, `lenders` the memory its leases are granted with. `pool_link` reaches a node of
+    the KV pool; without it the worker takes no part in one.
+    """
+
+    address: str
+    dialer: HandoffDialer
+    lenders: MemoryLenders | None = None
+    pool: PoolConfig = field(default_factory=PoolConfig)
+    pool_link: Callable[[str], PoolLink] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelParts:
+    """What a worker needs of its model: `long_rope` and `layout` as WorkerContext and PrefillWorker take them."""
+
+    runner: Runner
+    eos_token_ids: frozenset[int]
+    long_rope: Callable[[int], bool]
+    layout: Layout
+
+
+def build_worker(
+    role: Role,
+    model: LoadedModel,
+    model_config: ModelConfig,
+    config: EngineConfig,
+    links: WorkerLinks,
+    *,
+    name: str | None = None,
+) -> Worker:
+    """A worker of a model, not started yet. Call on a running event loop. Raises ValueError for settings that clash."""
+    if config.deterministic and config.kv_wire != "auto":
+        raise ValueError("--kv-wire int8 changes bits, which --deterministic promises not to happen")
+    spec, kv_dtype = model.spec, model.dtype if model_config.kv_cache_dtype == "auto" else "int8"
+    specs = spec.kv_layers(kv_dtype)
+    blocks = config.num_kv_blocks or blocks_in(config.kv_cache_memory, specs, config.block_size)
+    plan = plan_host(specs, blocks, config.block_size, config.host_kv_memory) if config.host_kv_memory else None
+    limit = context_limit(model, model_config, plan.tokens if plan is not None else blocks * config.block_size)
+    device_kv = DeviceKV(specs, plan.device_blocks if plan else blocks, config.block_size, model_config.device)
+    windows = [spec.window(layer) for layer in range(spec.layers)]
+    host_kv = HostKV(plan, device_kv, windows) if plan is not None else None
+    forward = make_forward(model, device_kv.planes, config, limit)
+    form = forward.form if config.deterministic else "any"
+
+    def layout(dtype: str) -> tuple[str, tuple[LayerKV, ...]]:
+        layers = spec.kv_layers(dtype)
+        return layout_fingerprint(model.fingerprint, layers, form), layers
+
+    identity = WorkerIdentity(
+        instance=uuid.uuid4().hex,
+        name=name or f"{role}-{socket.gethostname()}-{os.getpid()}",
+        role=role,
+        model=str(model.path),
+        fingerprint=layout(kv_dtype)[0],
+        pairing=layout_fingerprint(model.fingerprint, specs if config.deterministic else (), form),
+        kv_dtype=kv_dtype,
+        max_model_len=limit,
+        long_rope_after=spec.long_rope_after,
+    )
+    others: dict[str, Forward] = {}  # for prompts of decode workers that keep KV in another dtype (prefill.worker)
+    if role is not Role.DECODE and device_kv.can_keep("int8"):
+        others["int8"] = forward.over(device_kv.kept_as("int8").planes)
+    runner = ModelRunner(forward, spec, config.block_size, model_config.device, host_kv, make_sampler(forward), others)
+    eos = frozenset(spec.eos_token_ids)
+    parts = ModelParts(runner=runner, eos_token_ids=eos, long_rope=spec.rope_is_long, layout=layout)
+    return assemble(identity, config, KVLocations(device_kv, host_kv, threading.RLock()), parts, links)
+
+
+def assemble(
+    identity: WorkerIdentity,
+    config: EngineConfig,
+    locations: KVLocations,
+    parts: ModelParts,
+    links: WorkerLinks,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> Worker:
+    """A worker around a runner and the memories its KV lies in, whose lock becomes the engine's."""
+    device_kv, host, role = locations.device, locations.host, identity.role
+    events, cost = KVEventLog(), FetchCost()
+    allocator = BlockAllocator(
+        device_kv.num_blocks, device_kv.block_size, caching=config.enable_prefix_caching, events=events
+    )
+    offload = OffloadManager(host.plan) if host is not None else None
+    client = pool_client(links.pool_link, links.pool) if links.pool_link and config.enable_prefix_caching else None
+    storing = write_back_to(client, links.pool, allocator, offload, locations) if client is not None else None
+    kv = KVCacheManager(allocator, identity.fingerprint, offload, storing)
+    speculation = Speculation(config.num_speculative_tokens) if config.num_speculative_tokens > 0 else None
+    decoding = DecodeScheduler(kv, max_model_len=identity.max_model_len, speculation=speculation)
+    prefilling = PrefillScheduler(kv, decoding.add, cost.stepped)
+    # The role is this list: decode goes first, prompts get the rest of the step.
+    schedulers: list[Scheduler] = [prefilling] if role is Role.PREFILL else [decoding, prefilling]
+    engine = engine_for(str(device_kv.planes[0][0].device))(
+        parts.runner,
+        kv,
+        schedulers,
+        StepLimits(
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=identity.max_model_len,
+            eos_token_ids=parts.eos_token_ids,
+        ),
+        lock=locations.lock,
+        clock=clock,
+        trace=trace_writer(config.profile, identity.name),
+    )
+    context = WorkerContext(
+        identity=identity, loop=EngineLoop(engine), kv=kv, locations=locations, long_rope=parts.long_rope
+    )
+    connector: PoolConnector | None = None
+    if client is not None and storing is not None:
+        connector = PoolConnector(client, storing, links.pool, kv, locations, cost, lambda: bool(prefilling.queue))
+    decode: DecodeWorker | None = None
+    if role is not Role.PREFILL:
+        direct = connector.direct if connector is not None else None
+        wanted = prefilling.wanted_blocks
+        decode = DecodeWorker(context, decoding, links.address, lenders=links.lenders, direct=direct, wanted=wanted)
+    prefill = PrefillWorker(
+        context,
+        prefilling,
+        links.dialer,
+        layout=parts.layout,
+        kv_wire=config.kv_wire,
+        leases=decode,
+        prefixes=connector,
+    )
+    return Worker(context, prefill, decode, address=links.address, events=events, connector=connector)
+
+
+def context_limit(model: LoadedModel, config: ModelConfig, kv_tokens: int) -> int:
+    """Tokens a sequence may have: what the model, the configuration and the KV cache allow. Raises ValueError."""
+    allowed = model.spec.max_position
+    if config.max_model_len is not None:
+        if config.max_model_len > allowed:
+            raise ValueError(f"--max-model-len {config.max_model_len} is more than the model's {allowed} tokens")
+        allowed = config.max_model_len
+    return min(allowed, kv_tokens)
+
+
+def trace_writer(path: str | None, worker: str) -> TraceWriter | None:
+    """Traces to steps.decode-0.json where steps.json is asked for, so that workers do not share a file."""
+    if path is None:
+        return None
+    asked = Path(path)
+    return TraceWriter(asked.with_name(f"{asked.stem}.{worker}{asked.suffix or '.json'}"), worker)
+
+
+@lru_cache(maxsize=64)
+def layout_fingerprint(model: str, specs: tuple[LayerKV, ...], form: str) -> str:
+    """Hex; equal only for the same weights, KV layout and, where bits are promised, form of computing."""
+    return hashlib.sha256(f"{model}|{specs!r}|{form}".encode()).hexdigest()[:32]

@@ -1,0 +1,56 @@
+"""What the prefill and decode sides of one worker share: its identity, its engine and its KV.
+
+Both open sequences through it. It knows neither leases nor how KV travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvcache.blocks.manager import KVCacheManager
+from kvcache.memory.device import DeviceKV
+from kvcache.memory.locations import KVLocations
+from serving.engine.engine import Engine
+from serving.engine.loop import EngineLoop
+from serving.engine.sequence import SequenceState
+from serving.errors import ContextLengthExceeded
+from serving.kvspec import AUTO
+from serving.messages import LeaseOrder, WorkerIdentity
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerContext:
+    """`locations` are the memories KV lies in; `long_rope` says of a length in tokens if it takes the long variant."""
+
+    identity: WorkerIdentity
+    loop: EngineLoop
+    kv: KVCacheManager
+    locations: KVLocations
+    long_rope: Callable[[int], bool]
+
+    @property
+    def engine(self) -> Engine:
+        return self.loop.engine
+
+    @property
+    def device_kv(self) -> DeviceKV:
+        return self.locations.device
+
+    def sequence(
+        self, order: LeaseOrder, *, stays: bool, kv_dtype: str = AUTO, fingerprint: str | None = None
+    ) -> SequenceState:
+        """A sequence without blocks; `fingerprint` is its KV layout's, by default the worker's own.
+
+        Raises ContextLengthExceeded.
+        """
+        request = order.request
+        tokens, limit = len(request.prompt) + len(order.generated), self.identity.max_model_len
+        if tokens >= limit:
+            raise ContextLengthExceeded(
+                f"{tokens} tokens leave no room to generate within the context of {limit}", param="prompt"
+            )
+        long_rope = self.long_rope(len(request.prompt) + request.sampling.max_tokens)
+        root = self.kv.root(request.tenant, long_rope, fingerprint)
+        now = self.engine.clock()
+        return SequenceState(order, root=root, stays=stays, long_rope=long_rope, now=now, kv_dtype=kv_dtype)
