@@ -28,7 +28,7 @@ from serving.metrics import worker_metrics
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import Caller, listen, server
-from serving.wire import audit_to_pb, status_to_pb
+from serving.wire import to_pb
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class WorkerService(stubs.WorkerServicer):
         self.worker = worker
 
     async def GetAudit(self, request: pb.AuditRequest, context: object) -> pb.AuditReply:
-        return pb.AuditReply(audits=[audit_to_pb(self.worker.audit_now())])
+        return pb.AuditReply(audits=[to_pb(self.worker.audit_now(), pb.Audit)])
 
 
 class WorkerProcess:
@@ -169,7 +169,7 @@ class WorkerProcess:
     async def _beat(self, worker: Worker, caller: Caller, seconds: float) -> pb.HeartbeatReply:
         stub = stubs.RegistryStub(caller.channel)
         reply: pb.HeartbeatReply = await stub.Heartbeat(
-            status_to_pb(worker.status()), metadata=caller.metadata, timeout=seconds
+            to_pb(worker.status(), pb.WorkerStatus), metadata=caller.metadata, timeout=seconds
         )
         return reply
 

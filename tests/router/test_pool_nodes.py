@@ -15,9 +15,11 @@ from router.policy import LeastLoaded
 from router.pool_nodes import PoolNodes
 from router.service import RegistryService
 from serving.messages import PoolReport, PoolStat
+from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
+from serving.proto import pool_pb2 as pool
 from serving.rpc import Caller, listen, server
-from serving.wire import pool_report_to_pb, status_to_pb
+from serving.wire import to_pb
 from tests.router.scripted import ScriptedWorker, make_status
 
 SILENCE = 5.0
@@ -111,12 +113,12 @@ async def test_nodes_report_and_every_answer_tells_where_the_pool_is() -> None:
     stub = stubs.RegistryStub(caller.channel)
 
     async def node(told: PoolReport) -> list[str]:
-        reply = await stub.PoolHeartbeat(pool_report_to_pb(told), metadata=caller.metadata, timeout=10)
+        reply = await stub.PoolHeartbeat(to_pb(told, pool.PoolStat), metadata=caller.metadata, timeout=10)
         assert reply.router == "router"
         return list(reply.pool_nodes)
 
     async def worker() -> list[str]:
-        reply = await stub.Heartbeat(status_to_pb(make_status()), metadata=caller.metadata, timeout=10)
+        reply = await stub.Heartbeat(to_pb(make_status(), pb.WorkerStatus), metadata=caller.metadata, timeout=10)
         return list(reply.pool_nodes)
 
     assert await worker() == []
