@@ -1,4 +1,4 @@
-"""The one error tree: each leaf knows its HTTP status, its gRPC code and whether a retry elsewhere can help.
+"""The one error tree: each class knows its HTTP status and its gRPC code, and a Retryable is placed again.
 
     MillraceError
     ├── InvalidRequest            400  INVALID_ARGUMENT     names the field at fault
@@ -19,7 +19,7 @@
         ├── StaleLease                 FAILED_PRECONDITION  fence: lease, epoch or instance does not match
         └── CorruptChunk               DATA_LOSS            digest of a KV chunk does not match its bytes
 
-This module knows nothing of HTTP or gRPC libraries; the doors that own them do the mapping.
+This module knows no HTTP or gRPC library: serving.api.failures and serving.rpc map these to and from theirs.
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ from typing import ClassVar
 class MillraceError(Exception):
     """Base of every error millrace raises on purpose.
 
-    `status` is the HTTP status, `grpc_code` the name of a `grpc.StatusCode`, `kind` the OpenAI `error.type`,
-    and `retryable` says whether another worker, or the same one later, may do better.
+    `status` is the HTTP status, `grpc_code` the name of a `grpc.StatusCode`, `kind` the OpenAI `error.type`.
     """
 
     status: ClassVar[int] = 500
     grpc_code: ClassVar[str] = "INTERNAL"
     kind: ClassVar[str] = "server_error"
-    retryable: ClassVar[bool] = False
 
     def __init__(
         self, message: str, *, param: str | None = None, code: str | None = None, retry_after: float | None = None
@@ -112,12 +110,11 @@ class DeadlineExceeded(MillraceError):
 
 
 class Retryable(MillraceError):
-    """A failure of one placement, not of the request."""
+    """A failure of one placement, not of the request: another worker, or the same one later, may serve it."""
 
     status = 503
     grpc_code = "UNAVAILABLE"
     kind = "service_unavailable_error"
-    retryable = True
 
 
 class NoRoom(Retryable):
