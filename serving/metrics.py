@@ -202,8 +202,7 @@ class WorkerCollector:
         for name, (text, read) in _WORKER_GAUGES.items():
             yield _family(Gauges, name, text, labels, ((who, read(status)) for who, status in of))
         for name, text in _WORKER_COUNTERS.items():
-            counts = ((who, status.counters.get(name, 0.0)) for who, status in of)
-            yield _family(Counters, name, text, labels, counts)
+            yield _family(Counters, name, text, labels, ((who, status.counters.get(name, 0.0)) for who, status in of))
         for name, (text, label) in _WORKER_LABELLED.items():
             counts = (
                 ((*who, key.removeprefix(f"{name}/")), value)

@@ -13,6 +13,7 @@ from types import NoneType, UnionType
 from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from serving.errors import InternalError, MillraceError, leaves
 from serving.links import LeaseEvent
@@ -78,7 +79,7 @@ def _fields_from_pb(message: Message, kind: type) -> dict[str, Any]:
 
 
 @cache
-def _codecs(kind: type, target: type[Message]) -> tuple[_FieldCodec, ...]:
+def _codecs(kind: Any, target: Any) -> tuple[_FieldCodec, ...]:
     """How the fields of a dataclass cross that have one form on both sides."""
     hints = get_type_hints(kind)
     different = _DIFFERENT[kind].names if kind in _DIFFERENT else ()
@@ -91,7 +92,7 @@ def _codecs(kind: type, target: type[Message]) -> tuple[_FieldCodec, ...]:
         if get_origin(annotation) in (Union, UnionType):
             (annotation,) = (part for part in get_args(annotation) if part is not NoneType)
             optional = True
-        inner = described.message_type._concrete_class if described.message_type else None
+        inner = GetMessageClass(described.message_type) if described.message_type else None
         found.append(_FieldCodec(name, optional, *_codec(annotation, inner)))
     return tuple(found)
 
@@ -102,7 +103,7 @@ def _codec(annotation: Any, target: type[Message] | None) -> tuple[Conversion, C
         return _EXPLICIT[annotation]
     if annotation in (bool, int, float, str, bytes):
         return _same, _same
-    if dataclasses.is_dataclass(annotation) and target is not None:
+    if target is not None and isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         return partial(to_pb, target=target), partial(from_pb, kind=annotation)
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return str, annotation
