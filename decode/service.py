@@ -20,7 +20,7 @@ from serving.messages import LeaseOrder
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import answering, handle
-from serving.wire import error_to_pb, event_to_pb, grant_to_pb, lease_to_pb, order_from_pb
+from serving.wire import error_to_pb, event_to_pb, from_pb, to_pb
 
 
 class DecodeService(stubs.DecodeServicer):
@@ -74,16 +74,16 @@ class DecodeService(stubs.DecodeServicer):
                 if kind == "cancel":
                     session.cancel(request.cancel)
                 elif kind in ("open", "advance"):
-                    order = order_from_pb(request.open if kind == "open" else request.advance)
+                    order = from_pb(request.open if kind == "open" else request.advance, LeaseOrder)
                     replies.put_nowait(await self._answer(session, order, advance=kind == "advance"))
         finally:
             replies.put_nowait(None)
 
     async def _answer(self, session: DecodeSession, order: LeaseOrder, *, advance: bool) -> pb.SessionReply:
-        answer = pb.LeaseAnswer(lease=lease_to_pb(order.lease))
+        answer = pb.LeaseAnswer(lease=to_pb(order.lease, pb.LeaseId))
         try:
             grant = await (session.advance(order) if advance else session.open(order))
-            answer.grant.CopyFrom(grant_to_pb(grant))
+            answer.grant.CopyFrom(to_pb(grant, pb.LeaseGrant))
         except MillraceError as error:
             answer.error.CopyFrom(error_to_pb(error))
         return pb.SessionReply(answer=answer)

@@ -23,8 +23,9 @@ from serving.messages import PoolReport
 from serving.metrics import pool_metrics
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as registry
+from serving.proto import pool_pb2 as pool
 from serving.rpc import Caller, listen, server
-from serving.wire import pool_report_to_pb
+from serving.wire import to_pb
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class KvcacheProcess:
         await draining
 
     async def _beat(self, node: PoolNode, caller: Caller, seconds: float) -> pb.HeartbeatReply:
-        report = pool_report_to_pb(await node.report())
+        report = to_pb(await node.report(), pool.PoolStat)
         stub = registry.RegistryStub(caller.channel)
         reply: pb.HeartbeatReply = await stub.PoolHeartbeat(report, metadata=caller.metadata, timeout=seconds)
         return reply

@@ -9,10 +9,11 @@ from grpc import aio
 
 from prefill.worker import PrefillWorker
 from serving.logs import request_context
+from serving.messages import PrefillOrder
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import answering
-from serving.wire import prefill_order_from_pb, prefilled_to_pb
+from serving.wire import from_pb, to_pb
 
 
 class PrefillService(stubs.PrefillServicer):
@@ -22,9 +23,9 @@ class PrefillService(stubs.PrefillServicer):
         self.worker = worker
 
     async def Run(self, request: pb.PrefillOrder, context: aio.ServicerContext) -> AsyncIterator[pb.Prefilled]:
-        order = prefill_order_from_pb(request)
+        order = from_pb(request, PrefillOrder)
         async with answering(context):
             with request_context(order.order.request.request_id):
                 async with aclosing(self.worker.run(order)) as results:  # type: ignore[type-var]
                     async for prefilled in results:
-                        yield prefilled_to_pb(prefilled)
+                        yield to_pb(prefilled, pb.Prefilled)

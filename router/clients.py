@@ -15,15 +15,7 @@ from serving.messages import Audit, LeaseGrant, LeaseOrder, Prefilled, PrefillOr
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import Caller, asking
-from serving.wire import (
-    audit_from_pb,
-    error_from_pb,
-    event_from_pb,
-    grant_from_pb,
-    order_to_pb,
-    prefill_order_to_pb,
-    prefilled_from_pb,
-)
+from serving.wire import error_from_pb, event_from_pb, from_pb, to_pb
 
 
 class RemoteWorker:
@@ -39,11 +31,11 @@ class RemoteWorker:
         return session
 
     async def run(self, order: PrefillOrder) -> AsyncIterator[Prefilled]:
-        call = stubs.PrefillStub(self.caller.channel).Run(prefill_order_to_pb(order), metadata=self.caller.metadata)
+        call = stubs.PrefillStub(self.caller.channel).Run(to_pb(order, pb.PrefillOrder), metadata=self.caller.metadata)
         try:
             with asking(self.caller.address):
                 async for message in call:
-                    yield prefilled_from_pb(message)
+                    yield from_pb(message, Prefilled)
         finally:
             call.cancel()
 
@@ -52,7 +44,7 @@ class RemoteWorker:
             reply = await stubs.WorkerStub(self.caller.channel).GetAudit(
                 pb.AuditRequest(), metadata=self.caller.metadata, timeout=5
             )
-        return [audit_from_pb(audit) for audit in reply.audits]
+        return [from_pb(audit, Audit) for audit in reply.audits]
 
     async def close(self) -> None:
         await self.caller.close()
@@ -98,7 +90,7 @@ class RemoteSession:
                 if answer.HasField("error"):
                     future.set_exception(error_from_pb(answer.error))
                 else:
-                    future.set_result(grant_from_pb(answer.grant))
+                    future.set_result(from_pb(answer.grant, LeaseGrant))
         if reply.events:
             self.deliver([event_from_pb(event) for event in reply.events])
 
@@ -112,10 +104,10 @@ class RemoteSession:
         self.lost(error)
 
     async def open(self, order: LeaseOrder) -> LeaseGrant:
-        return await self._ask(order, pb.SessionRequest(open=order_to_pb(order)))
+        return await self._ask(order, pb.SessionRequest(open=to_pb(order, pb.LeaseOrder)))
 
     async def advance(self, order: LeaseOrder) -> LeaseGrant:
-        return await self._ask(order, pb.SessionRequest(advance=order_to_pb(order)))
+        return await self._ask(order, pb.SessionRequest(advance=to_pb(order, pb.LeaseOrder)))
 
     async def _ask(self, order: LeaseOrder, request: pb.SessionRequest) -> LeaseGrant:
         if self._over is not None:

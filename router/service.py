@@ -5,11 +5,12 @@ from __future__ import annotations
 from grpc import aio
 
 from router.fleet import Fleet
+from serving.messages import KVEvents, PoolReport, WorkerStatus
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.proto import pool_pb2 as pool
 from serving.rpc import answering
-from serving.wire import kv_events_from_pb, pool_report_from_pb, status_from_pb
+from serving.wire import from_pb
 
 
 class RegistryService(stubs.RegistryServicer):
@@ -20,8 +21,8 @@ class RegistryService(stubs.RegistryServicer):
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: aio.ServicerContext) -> pb.HeartbeatReply:
         async with answering(context):
-            events = kv_events_from_pb(request.kv_events) if request.HasField("kv_events") else None
-            self.fleet.heartbeat(status_from_pb(request.status), events)
+            events = from_pb(request.kv_events, KVEvents) if request.HasField("kv_events") else None
+            self.fleet.heartbeat(from_pb(request.status, WorkerStatus), events)
         reply = self._reply()
         since = self.fleet.kv_events_since(request.status.instance)
         if since is not None:
@@ -30,7 +31,7 @@ class RegistryService(stubs.RegistryServicer):
 
     async def PoolHeartbeat(self, request: pool.PoolStat, context: aio.ServicerContext) -> pb.HeartbeatReply:
         async with answering(context):
-            self.fleet.pool_heartbeat(pool_report_from_pb(request))
+            self.fleet.pool_heartbeat(from_pb(request, PoolReport))
         return self._reply()
 
     async def PoolNodes(self, request: pb.PoolNodesRequest, context: aio.ServicerContext) -> pb.HeartbeatReply:

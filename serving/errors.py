@@ -1,4 +1,4 @@
-"""The one error tree: each leaf knows its HTTP status, its gRPC code and whether a retry elsewhere can help.
+"""The one error tree: each class knows its HTTP status and its gRPC code, and a Retryable is placed again.
 
     MillraceError
     ├── InvalidRequest            400  INVALID_ARGUMENT     names the field at fault
@@ -19,7 +19,7 @@
         ├── StaleLease                 FAILED_PRECONDITION  fence: lease, epoch or instance does not match
         └── CorruptChunk               DATA_LOSS            digest of a KV chunk does not match its bytes
 
-This module knows nothing of HTTP or gRPC libraries; the doors that own them do the mapping.
+This module knows no HTTP or gRPC library: serving.api.failures and serving.rpc map these to and from theirs.
 """
 
 from __future__ import annotations
@@ -28,16 +28,20 @@ from typing import ClassVar
 
 
 class MillraceError(Exception):
-    """Base of every error millrace raises on purpose.
+    """Base of every error millrace raises on purpose. What a class does not name it takes from its base.
 
-    `status` is the HTTP status, `grpc_code` the name of a `grpc.StatusCode`, `kind` the OpenAI `error.type`,
-    and `retryable` says whether another worker, or the same one later, may do better.
+    `status` is the HTTP status, `grpc_code` the name of a `grpc.StatusCode`, `kind` the OpenAI `error.type`.
     """
 
     status: ClassVar[int] = 500
     grpc_code: ClassVar[str] = "INTERNAL"
     kind: ClassVar[str] = "server_error"
-    retryable: ClassVar[bool] = False
+
+    def __init_subclass__(cls, *, status: int | None = None, grpc_code: str | None = None, kind: str | None = None):
+        super().__init_subclass__()
+        cls.status = status or cls.status
+        cls.grpc_code = grpc_code or cls.grpc_code
+        cls.kind = kind or cls.kind
 
     def __init__(
         self, message: str, *, param: str | None = None, code: str | None = None, retry_after: float | None = None
@@ -49,99 +53,61 @@ class MillraceError(Exception):
         self.retry_after = retry_after  # seconds
 
 
-class InvalidRequest(MillraceError):
+class InvalidRequest(MillraceError, status=400, grpc_code="INVALID_ARGUMENT", kind="invalid_request_error"):
     """The request cannot be served as written; `param` names the field."""
-
-    status = 400
-    grpc_code = "INVALID_ARGUMENT"
-    kind = "invalid_request_error"
 
 
 class ContextLengthExceeded(InvalidRequest):
     """Prompt and requested output do not fit the model's context or the KV room of any worker."""
 
 
-class Unauthorized(MillraceError):
-    status = 401
-    grpc_code = "UNAUTHENTICATED"
-    kind = "authentication_error"
+class Unauthorized(MillraceError, status=401, grpc_code="UNAUTHENTICATED", kind="authentication_error"): ...
 
 
-class NotFound(MillraceError):
-    status = 404
-    grpc_code = "NOT_FOUND"
-    kind = "not_found_error"
+class NotFound(MillraceError, status=404, grpc_code="NOT_FOUND", kind="not_found_error"): ...
 
 
-class RequestTimeout(MillraceError):
-    status = 408
-    grpc_code = "DEADLINE_EXCEEDED"
-    kind = "timeout_error"
+class RequestTimeout(MillraceError, status=408, grpc_code="DEADLINE_EXCEEDED", kind="timeout_error"): ...
 
 
-class PayloadTooLarge(MillraceError):
-    status = 413
-    grpc_code = "RESOURCE_EXHAUSTED"
-    kind = "invalid_request_error"
+class PayloadTooLarge(MillraceError, status=413, grpc_code="RESOURCE_EXHAUSTED", kind="invalid_request_error"): ...
 
 
-class Overloaded(MillraceError):
-    """The queue is full or the request waited out its patience."""
-
-    status = 429
-    grpc_code = "RESOURCE_EXHAUSTED"
-    kind = "overloaded_error"
+class Overloaded(MillraceError, status=429, grpc_code="RESOURCE_EXHAUSTED", kind="overloaded_error"):
+    """The queue is full, or the request waited in it as long as it may."""
 
 
 class InternalError(MillraceError):
-    """A bug of ours or a foreign failure nobody mapped."""
+    """A bug of ours, or a foreign failure that is not mapped."""
 
 
-class Unavailable(MillraceError):
+class Unavailable(MillraceError, status=503, grpc_code="UNAVAILABLE", kind="service_unavailable_error"):
     """The service is starting, draining, or has no worker able to serve the request."""
 
-    status = 503
-    grpc_code = "UNAVAILABLE"
-    kind = "service_unavailable_error"
+
+class DeadlineExceeded(MillraceError, status=504, grpc_code="DEADLINE_EXCEEDED", kind="timeout_error"): ...
 
 
-class DeadlineExceeded(MillraceError):
-    status = 504
-    grpc_code = "DEADLINE_EXCEEDED"
-    kind = "timeout_error"
+class Retryable(MillraceError, status=503, grpc_code="UNAVAILABLE", kind="service_unavailable_error"):
+    """A failure of one placement, not of the request: another worker, or the same one later, may serve it."""
 
 
-class Retryable(MillraceError):
-    """A failure of one placement, not of the request."""
-
-    status = 503
-    grpc_code = "UNAVAILABLE"
-    kind = "service_unavailable_error"
-    retryable = True
+class NoRoom(Retryable, grpc_code="RESOURCE_EXHAUSTED"): ...
 
 
-class NoRoom(Retryable):
-    grpc_code = "RESOURCE_EXHAUSTED"
+class Draining(Retryable): ...
 
 
-class Draining(Retryable):
-    pass
+class WorkerLost(Retryable): ...
 
 
-class WorkerLost(Retryable):
-    pass
+class Preempted(Retryable, grpc_code="ABORTED"): ...
 
 
-class Preempted(Retryable):
-    grpc_code = "ABORTED"
+class StaleLease(Retryable, grpc_code="FAILED_PRECONDITION"): ...
 
 
-class StaleLease(Retryable):
-    grpc_code = "FAILED_PRECONDITION"
-
-
-class CorruptChunk(Retryable):
-    grpc_code = "DATA_LOSS"
+class CorruptChunk(Retryable, grpc_code="DATA_LOSS"): ...
 
 
 def leaves() -> dict[str, type[MillraceError]]:

@@ -41,7 +41,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slo:
-    """Objectives of one request, milliseconds; None means the service's default."""
+    """Objectives of one request in milliseconds. They travel with it to the workers; nothing acts on them yet."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None

@@ -8,11 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily as Counters
+from prometheus_client.core import GaugeMetricFamily as Gauges
+from prometheus_client.core import Metric
 
 from serving.errors import MillraceError
 from serving.messages import Audit, Delta, FinishReason, PoolReport, PoolStat, Request, TierStat, WorkerStatus
 from serving.timeline import Moment, Timeline
+
+Family = Counters | Gauges
+Sample = tuple[tuple[str, ...], float]  # the values of the labels, and the number
 
 _TTFT = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TPOT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
@@ -56,29 +61,25 @@ _WORKER_COUNTERS = {
     "engine_kv_wait_seconds": "Of the time in the model, waiting for layers on their way from the KV pool",
 }
 
-_TIER_GAUGES: dict[str, tuple[str, Callable[[TierStat], float]]] = {
-    "pool_bytes": ("Bytes of blocks a tier of the KV pool holds", lambda t: t.bytes),
-    "pool_blocks": ("Blocks a tier holds", lambda t: t.blocks),
-    "pool_capacity_bytes": ("Bytes a tier may hold", lambda t: t.capacity),
+_TIERS: dict[str, tuple[type[Family], str, Callable[[TierStat], float]]] = {
+    "pool_bytes": (Gauges, "Bytes of blocks a tier of the KV pool holds", lambda t: t.bytes),
+    "pool_blocks": (Gauges, "Blocks a tier holds", lambda t: t.blocks),
+    "pool_capacity_bytes": (Gauges, "Bytes a tier may hold", lambda t: t.capacity),
+    "pool_hits": (Counters, "Blocks served from a tier", lambda t: t.hits),
+    "pool_bytes_read": (Counters, "Bytes read from a tier", lambda t: t.bytes_read),
+    "pool_bytes_written": (Counters, "Bytes written to a tier", lambda t: t.bytes_written),
+    "pool_read_seconds": (Counters, "Time in reading a tier", lambda t: t.read_seconds),
+    "pool_evictions": (Counters, "Blocks a tier had no more room for", lambda t: t.evictions),
+    "pool_eviction_age_seconds": (Counters, "Ages of those blocks, summed", lambda t: t.eviction_age_seconds),
+    "pool_corrupt": (Counters, "Blocks found corrupt in a tier, dropped and not served", lambda t: t.corrupt),
 }
-_TIER_COUNTERS: dict[str, tuple[str, Callable[[TierStat], float]]] = {
-    "pool_hits": ("Blocks served from a tier", lambda t: t.hits),
-    "pool_bytes_read": ("Bytes read from a tier", lambda t: t.bytes_read),
-    "pool_bytes_written": ("Bytes written to a tier", lambda t: t.bytes_written),
-    "pool_read_seconds": ("Time in reading a tier", lambda t: t.read_seconds),
-    "pool_evictions": ("Blocks a tier had no more room for", lambda t: t.evictions),
-    "pool_eviction_age_seconds": ("Ages of those blocks, summed", lambda t: t.eviction_age_seconds),
-    "pool_corrupt": ("Blocks found corrupt in a tier, dropped and not served", lambda t: t.corrupt),
-}
-_NODE_GAUGES: dict[str, tuple[str, Callable[[PoolStat], float]]] = {
-    "pool_pinned": ("Blocks that may not be evicted just now", lambda s: s.pinned),
-    "pool_backlog": ("Blocks on their way to disk", lambda s: s.backlog),
-}
-_NODE_COUNTERS: dict[str, tuple[str, Callable[[PoolStat], float]]] = {
-    "pool_lookups": ("Keys looked up at a node", lambda s: s.lookups),
-    "pool_found": ("Of those, keys that were there", lambda s: s.found),
-    "pool_stored": ("Blocks a node has accepted", lambda s: s.stored),
-    "pool_refused": ("Blocks a node has refused: backlog, quota, or corrupt on arrival", lambda s: s.refused),
+_NODES: dict[str, tuple[type[Family], str, Callable[[PoolStat], float]]] = {
+    "pool_pinned": (Gauges, "Blocks that may not be evicted just now", lambda s: s.pinned),
+    "pool_backlog": (Gauges, "Blocks on their way to disk", lambda s: s.backlog),
+    "pool_lookups": (Counters, "Keys looked up at a node", lambda s: s.lookups),
+    "pool_found": (Counters, "Of those, keys that were there", lambda s: s.found),
+    "pool_stored": (Counters, "Blocks a node has accepted", lambda s: s.stored),
+    "pool_refused": (Counters, "Blocks a node has refused: backlog, quota, or corrupt on arrival", lambda s: s.refused),
 }
 # Counters of workers that come apart by a label: `name/value of the label`.
 _WORKER_LABELLED = {
@@ -120,11 +121,8 @@ class RouterMetrics:
         self.prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens a request", _LENGTH)
         self.output_length = self._histogram("request_generation_tokens", "Output tokens a request", _LENGTH)
         self.registry.register(WorkerCollector(model_name, workers))
-        self.registry.register(_Gauges(model_name, waiting, self._leaked))
+        self.registry.register(_RouterGauges(model_name, waiting, lambda: self.leaked))
         self.registry.register(PoolCollector(pools))
-
-    def _leaked(self) -> dict[str, int]:
-        return self.leaked
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"millrace:{name}", text, ("model_name", *labels), registry=self.registry)
@@ -184,59 +182,53 @@ class RouterMetrics:
         return generate_latest(self.registry)
 
 
+def _family(kind: type[Family], name: str, text: str, labels: tuple[str, ...], samples: Iterable[Sample]) -> Metric:
+    family = kind(f"millrace:{name}", text, labels=labels)
+    for values, number in samples:
+        family.add_metric(values, float(number))
+    return family
+
+
 class WorkerCollector:
-    """Gauges and counters of workers, as their last heartbeat told them."""
+    """Gauges and counters of workers, as of their last heartbeat."""
 
     def __init__(self, model_name: str, workers: Callable[[], Iterable[WorkerStatus]]):
         self.model = model_name
         self.workers = workers
 
     def collect(self) -> Iterator[Metric]:
-        statuses = list(self.workers())
+        of = [((self.model, status.name), status) for status in self.workers()]
+        labels = ("model_name", "engine")
         for name, (text, read) in _WORKER_GAUGES.items():
-            gauge = GaugeMetricFamily(f"millrace:{name}", text, labels=("model_name", "engine"))
-            for status in statuses:
-                gauge.add_metric((self.model, status.name), float(read(status)))
-            yield gauge
+            yield _family(Gauges, name, text, labels, ((who, read(status)) for who, status in of))
         for name, text in _WORKER_COUNTERS.items():
-            counter = CounterMetricFamily(f"millrace:{name}", text, labels=("model_name", "engine"))
-            for status in statuses:
-                counter.add_metric((self.model, status.name), status.counters.get(name, 0.0))
-            yield counter
+            yield _family(Counters, name, text, labels, ((who, status.counters.get(name, 0.0)) for who, status in of))
         for name, (text, label) in _WORKER_LABELLED.items():
-            counter = CounterMetricFamily(f"millrace:{name}", text, labels=("model_name", "engine", label))
-            for status in statuses:
-                for key, value in status.counters.items():
-                    kind, _, of = key.partition("/")
-                    if kind == name:
-                        counter.add_metric((self.model, status.name, of), value)
-            yield counter
+            counts = (
+                ((*who, key.removeprefix(f"{name}/")), value)
+                for who, status in of
+                for key, value in status.counters.items()
+                if key.startswith(f"{name}/")
+            )
+            yield _family(Counters, name, text, (*labels, label), counts)
 
 
 class PoolCollector:
-    """Gauges and counters of the KV pool's nodes, as their last heartbeat told them. They know of no model."""
+    """Gauges and counters of the KV pool's nodes, as of their last heartbeat. They know of no model."""
 
     def __init__(self, reports: Callable[[], Iterable[PoolReport]]):
         self.reports = reports
 
     def collect(self) -> Iterator[Metric]:
         stats = [report.stat for report in self.reports()]
-        for tier_kind, tier_metrics in ((GaugeMetricFamily, _TIER_GAUGES), (CounterMetricFamily, _TIER_COUNTERS)):
-            for name, (text, of_tier) in tier_metrics.items():
-                family = tier_kind(f"millrace:{name}", text, labels=("node", "tier"))
-                for stat in stats:
-                    for tier, held in stat.tiers.items():
-                        family.add_metric((stat.name, tier.value), float(of_tier(held)))
-                yield family
-        for node_kind, node_metrics in ((GaugeMetricFamily, _NODE_GAUGES), (CounterMetricFamily, _NODE_COUNTERS)):
-            for name, (text, of_node) in node_metrics.items():
-                family = node_kind(f"millrace:{name}", text, labels=("node",))
-                for stat in stats:
-                    family.add_metric((stat.name,), float(of_node(stat)))
-                yield family
+        tiers = [((stat.name, tier.value), held) for stat in stats for tier, held in stat.tiers.items()]
+        for name, (kind, text, of_tier) in _TIERS.items():
+            yield _family(kind, name, text, ("node", "tier"), ((where, of_tier(held)) for where, held in tiers))
+        for name, (kind, text, of_node) in _NODES.items():
+            yield _family(kind, name, text, ("node",), (((stat.name,), of_node(stat)) for stat in stats))
 
 
-class _Gauges:
+class _RouterGauges:
     """What the router itself holds: requests waiting for room, and leaks its last audit found."""
 
     def __init__(self, model_name: str, waiting: Callable[[], int], leaked: Callable[[], dict[str, int]]):
@@ -245,17 +237,11 @@ class _Gauges:
         self.leaked = leaked
 
     def collect(self) -> Iterator[Metric]:
-        waiting = GaugeMetricFamily(
-            "millrace:router_queue_requests", "Requests waiting for room", labels=("model_name",)
-        )
-        waiting.add_metric((self.model,), self.waiting())
-        yield waiting
-        for kind in LEAKS:
-            gauge = GaugeMetricFamily(
-                f"millrace:leaked_{kind}", "Held by nobody: 0 unless something leaked", labels=("model_name",)
-            )
-            gauge.add_metric((self.model,), self.leaked().get(kind, 0))
-            yield gauge
+        held = {"router_queue_requests": ("Requests waiting for room", self.waiting())}
+        text = "Held by no request: 0 unless something leaked"
+        held |= {f"leaked_{kind}": (text, self.leaked().get(kind, 0)) for kind in LEAKS}
+        for name, (text, count) in held.items():
+            yield _family(Gauges, name, text, ("model_name",), [((self.model,), count)])
 
 
 def worker_metrics(model_name: str, status: Callable[[], WorkerStatus]) -> Callable[[], bytes]:

@@ -31,7 +31,7 @@ from serving.metrics import worker_metrics
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import Caller, listen, server
-from serving.wire import audit_to_pb, kv_events_to_pb, status_to_pb
+from serving.wire import to_pb
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class WorkerService(stubs.WorkerServicer):
         self.worker = worker
 
     async def GetAudit(self, request: pb.AuditRequest, context: object) -> pb.AuditReply:
-        return pb.AuditReply(audits=[audit_to_pb(self.worker.audit_now())])
+        return pb.AuditReply(audits=[to_pb(self.worker.audit_now(), pb.Audit)])
 
 
 class WorkerSettings(Protocol):
@@ -183,10 +183,10 @@ class WorkerProcess:
 
     def _report(self, worker: Worker, router: str) -> pb.HeartbeatRequest:
         """The worker's status, and the KV events this router has asked for with its last reply."""
-        request = pb.HeartbeatRequest(status=status_to_pb(worker.status()))
+        request = pb.HeartbeatRequest(status=to_pb(worker.status(), pb.WorkerStatus))
         since = self._kv_events_since.get(router)
         if since is not None:
-            request.kv_events.CopyFrom(kv_events_to_pb(worker.kv_events(since)))
+            request.kv_events.CopyFrom(to_pb(worker.kv_events(since), pb.KVEvents))
         return request
 
 

@@ -21,7 +21,7 @@ from serving.errors import MillraceError, WorkerLost
 from serving.messages import LeaseId
 from serving.proto import millrace_pb2 as pb
 from serving.rpc import Caller, asking
-from serving.wire import error_from_pb, lease_to_pb
+from serving.wire import error_from_pb, to_pb
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class GrpcHandoff:
         """Nothing else is written before the other end answers: a stranger hears that he is one, not a broken call."""
         await self._connect()
         kind = self._carrier.kind if self._carrier is not None else ""
-        lease = lease_to_pb(self.fence) if self.fence is not None else None
+        lease = to_pb(self.fence, pb.LeaseId) if self.fence is not None else None
         await self._call.write(Frame(pb.PushMessage(hello=pb.PushHello(transport=kind, lease=lease))))
         welcome = await self._welcomed
         self._start = welcome.start

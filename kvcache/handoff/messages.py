@@ -5,14 +5,15 @@ from __future__ import annotations
 from kvcache.handoff.chunk import Chunk
 from kvcache.handoff.commit import Commit
 from kvcache.handoff.frames import Frame
+from serving.messages import LeaseId
 from serving.proto import millrace_pb2 as pb
-from serving.wire import lease_from_pb, lease_to_pb
+from serving.wire import from_pb, to_pb
 
 
 def chunk_frame(chunk: Chunk, slot: int | None = None) -> Frame:
     """With its bytes, or, if they lie in one of the receiver's slots, with that slot's number."""
     message = pb.Chunk(
-        lease=lease_to_pb(chunk.lease),
+        lease=to_pb(chunk.lease, pb.LeaseId),
         layout=chunk.layout,
         first_layer=chunk.first_layer,
         last_layer=chunk.last_layer,
@@ -30,7 +31,7 @@ def chunk_frame(chunk: Chunk, slot: int | None = None) -> Frame:
 
 def chunk_from_pb(message: pb.Chunk, payload: bytes | memoryview) -> Chunk:
     return Chunk(
-        lease=lease_from_pb(message.lease),
+        lease=from_pb(message.lease, LeaseId),
         layout=message.layout,
         first_layer=message.first_layer,
         last_layer=message.last_layer,
@@ -45,9 +46,9 @@ def chunk_from_pb(message: pb.Chunk, payload: bytes | memoryview) -> Chunk:
 
 
 def commit_frame(commit: Commit) -> Frame:
-    message = pb.Commit(lease=lease_to_pb(commit.lease), first_token=commit.first_token, digest=commit.digest)
+    message = pb.Commit(lease=to_pb(commit.lease, pb.LeaseId), first_token=commit.first_token, digest=commit.digest)
     return Frame(pb.PushMessage(commit=message))
 
 
 def commit_from_pb(message: pb.Commit) -> Commit:
-    return Commit(lease=lease_from_pb(message.lease), first_token=message.first_token, digest=message.digest)
+    return Commit(lease=from_pb(message.lease, LeaseId), first_token=message.first_token, digest=message.digest)

@@ -11,8 +11,9 @@ from kvcache.handoff.local import Receiver
 from kvcache.handoff.messages import chunk_from_pb, commit_from_pb
 from kvcache.transfer.lent_memory import LentBuffers, MemoryLender, MemoryLenders
 from serving.errors import InvalidRequest, MillraceError
+from serving.messages import LeaseId
 from serving.proto import millrace_pb2 as pb
-from serving.wire import error_to_pb, lease_from_pb
+from serving.wire import error_to_pb, from_pb
 
 STREAM = "grpc"
 
@@ -52,7 +53,7 @@ class IncomingHandoff:
             self._greeted = True
             welcome = self._welcome(message.hello.transport)
             if message.hello.HasField("lease"):
-                welcome.start = await self.receiver.begin(lease_from_pb(message.hello.lease))
+                welcome.start = await self.receiver.begin(from_pb(message.hello.lease, LeaseId))
             return pb.PushReply(welcome=welcome)
         if part == "commit":
             lacking = await self.receiver.commit(commit_from_pb(message.commit), self.via)

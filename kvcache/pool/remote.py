@@ -18,7 +18,7 @@ from serving.messages import PoolReport
 from serving.proto import pool_pb2 as pb
 from serving.proto import pool_pb2_grpc as stubs
 from serving.rpc import Caller, asking
-from serving.wire import pool_report_from_pb
+from serving.wire import from_pb
 
 CALL_SECONDS = 5.0
 LONG_SECONDS = 120.0  # a stream of slabs or entries, an eviction: whoever reads sees progress, and may leave
@@ -98,7 +98,7 @@ class RemoteNode:
     async def report(self) -> PoolReport:
         with asking(self.caller.address):
             reply = await self._stub.Stat(pb.StatRequest(), metadata=self.caller.metadata, timeout=self.seconds)
-        return pool_report_from_pb(reply)
+        return from_pb(reply, PoolReport)
 
     async def entries(self, what: BlockSelection) -> AsyncIterator[BlockEntry]:
         call = self._stub.List(selection_to_pb(what), metadata=self.caller.metadata, timeout=LONG_SECONDS)

@@ -20,7 +20,7 @@ from serving.errors import InvalidRequest
 from serving.proto import pool_pb2 as pb
 from serving.proto import pool_pb2_grpc as stubs
 from serving.rpc import answering, handle
-from serving.wire import pool_report_to_pb
+from serving.wire import to_pb
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ class PoolService(stubs.PoolServicer):
     async def Stat(self, request: pb.StatRequest, context: aio.ServicerContext) -> pb.PoolStat:
         async with answering(context):
             report = await self.node.report()
-        return pool_report_to_pb(report)
+        return to_pb(report, pb.PoolStat)
 
     async def List(self, request: pb.Selection, context: aio.ServicerContext) -> AsyncIterator[pb.PoolEntry]:
         async with answering(context), leaving(self.node.entries(selection_from_pb(request))) as entries:

@@ -1,7 +1,6 @@
-"""The HTTP front door: an OpenAI-compatible API over a `generate` that it is handed.
+"""The OpenAI-compatible HTTP API over a `generate` that it is given: the table of its endpoints.
 
-Endpoints are listed here and do their work elsewhere. The door knows neither router nor workers: what it shows of
-them comes in through callables.
+It knows neither router nor workers; health, audit and metrics come in as callables.
 """
 
 from __future__ import annotations
@@ -16,14 +15,15 @@ from starlette.responses import Response
 from serving import __version__
 from serving.api.failures import handle_failures
 from serving.api.generation import GenerationResponse, Service
-from serving.api.guard import Guard
 from serving.api.in_flight import InFlightRequests
+from serving.api.middleware import AuthMiddleware
 from serving.api.openapi import describe_bodies, takes
 from serving.api.prepare import Preparer
 from serving.api.prompts import PromptReader
 from serving.api.schema import ChatCompletionBody, CompletionBody, DetokenizeBody, TokenizeBody
 from serving.api.settings import ApiConfig, ApiObserver, Health, ReadAudit, ServedModel, SilentObserver
-from serving.api.tokens import TokenDesk
+from serving.api.status import add_process_routes
+from serving.api.tokens import TokenEndpoints
 from serving.errors import NotFound, Unavailable
 from serving.messages import Generate
 from serving.text.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ def create_app(
     app = FastAPI(title="millrace", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     in_flight = in_flight or InFlightRequests(retry_after_s=config.retry_after_s)
     app.state.in_flight = in_flight
-    app.add_middleware(Guard, api_keys=config.api_keys)
+    app.add_middleware(AuthMiddleware, api_keys=config.api_keys)
     handle_failures(app)
     prompts = PromptReader(tokenizer=tokenizer, served=served)
     service = Service(
@@ -60,8 +60,9 @@ def create_app(
     )
     _add_generation(app, service, Preparer(served=served, config=config, prompts=prompts))
     _add_models(app, served)
-    _add_tokens(app, config, TokenDesk(tokenizer=tokenizer, served=served, prompts=prompts))
-    _add_operations(app, in_flight, health, audit, metrics_text)
+    _add_tokens(app, TokenEndpoints(tokenizer=tokenizer, served=served, prompts=prompts, config=config))
+    _add_operations(app, in_flight, health, audit)
+    add_process_routes(app, metrics_text)
     describe_bodies(app, [ChatCompletionBody, CompletionBody, TokenizeBody, DetokenizeBody])
     return app
 
@@ -73,11 +74,11 @@ def _json(content: object) -> Response:
 def _add_generation(app: FastAPI, service: Service, preparer: Preparer) -> None:
     @app.post("/v1/chat/completions", openapi_extra=takes(ChatCompletionBody))
     async def chat_completions(request: Request) -> Response:
-        return GenerationResponse(service, preparer.chat, request.state.identity)
+        return GenerationResponse(service, preparer.chat, request.state.ids)
 
     @app.post("/v1/completions", openapi_extra=takes(CompletionBody))
     async def completions(request: Request) -> Response:
-        return GenerationResponse(service, preparer.completion, request.state.identity)
+        return GenerationResponse(service, preparer.completion, request.state.ids)
 
 
 def _add_models(app: FastAPI, served: ServedModel) -> None:
@@ -103,19 +104,17 @@ def _add_models(app: FastAPI, served: ServedModel) -> None:
         return _json(card(name))
 
 
-def _add_tokens(app: FastAPI, config: ApiConfig, desk: TokenDesk) -> None:
+def _add_tokens(app: FastAPI, tokens: TokenEndpoints) -> None:
     @app.post("/tokenize", openapi_extra=takes(TokenizeBody))
     async def tokenize(request: Request) -> Response:
-        return _json(await desk.answer(request, desk.tokenize, config))
+        return _json(await tokens.answer(request, tokens.tokenize))
 
     @app.post("/detokenize", openapi_extra=takes(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
-        return _json(await desk.answer(request, desk.detokenize, config))
+        return _json(await tokens.answer(request, tokens.detokenize))
 
 
-def _add_operations(
-    app: FastAPI, in_flight: InFlightRequests, health: Health, audit: ReadAudit, metrics_text: Callable[[], bytes]
-) -> None:
+def _add_operations(app: FastAPI, in_flight: InFlightRequests, health: Health, audit: ReadAudit) -> None:
     @app.get("/health")
     async def healthy() -> Response:
         if in_flight.draining:
@@ -125,22 +124,10 @@ def _add_operations(
             raise Unavailable(reason, code="unhealthy")
         return _json({"status": "ok"})
 
-    @app.get("/live")
-    async def live() -> Response:
-        return _json({"status": "ok"})
-
     @app.get("/ping")
     @app.post("/ping", include_in_schema=False)
     async def ping() -> Response:
         return await healthy()
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    @app.get("/version")
-    async def version() -> Response:
-        return _json({"version": __version__})
 
     @app.get("/load")
     async def load() -> Response:

@@ -14,6 +14,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Receive
 
+from serving.api.settings import ApiConfig
 from serving.errors import InvalidRequest, PayloadTooLarge, RequestTimeout
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -42,11 +43,11 @@ NOT_SERVED = frozenset(
 
 
 class ClientGoneError(Exception):
-    """The client closed the connection; there is nobody to answer."""
+    """The client closed the connection; no answer is sent."""
 
 
 def check_headers(headers: Headers) -> None:
-    """Refuse a body that is not JSON in the clear; a request without a content type is taken for JSON."""
+    """Refuse a body that is not plain JSON; a request without a content type is taken for JSON."""
     kind = headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if kind != "application/json":
         raise HTTPException(415, f"the content type must be application/json, not {kind!r}")
@@ -55,12 +56,14 @@ def check_headers(headers: Headers) -> None:
         raise HTTPException(415, f"the content encoding {encoding!r} is not supported")
 
 
-async def read_body(receive: Receive, headers: Headers, *, limit: int, timeout_s: float) -> bytes:
-    """The whole body, at most `limit` bytes, received within `timeout_s` seconds.
+async def read_body(receive: Receive, headers: Headers, config: ApiConfig) -> bytes:
+    """The whole body, of at most `max_body_bytes`, received within `body_timeout_s`.
 
-    Raises `PayloadTooLarge` on the first byte too many, or at once when the announced length is, `RequestTimeout` and
-    `ClientGoneError`.
+    Raises HTTPException as `check_headers`, `PayloadTooLarge` on the first byte too many, or at once when the
+    announced length is, `RequestTimeout`, and `ClientGoneError`.
     """
+    check_headers(headers)
+    limit, timeout_s = config.max_body_bytes, config.body_timeout_s
     announced = headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit:
         raise _too_large(limit)

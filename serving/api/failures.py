@@ -77,7 +77,7 @@ async def _discard(receive: Receive, limit: int) -> None:
 async def _on_our_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, MillraceError)
     if isinstance(error, InternalError):
-        logger.error("request %s failed: %s", request.state.request_id, error.message, exc_info=error)
+        logger.error("request %s failed: %s", request.state.ids.shown, error.message, exc_info=error)
     return error_response(error)
 
 
@@ -101,7 +101,7 @@ async def _on_hang_up(request: Request, error: Exception) -> Response:
 async def _on_bug(request: Request, error: Exception) -> Response:
     """Anything else; the server logs it with its trace, the client learns only that it happened."""
     response = error_response(InternalError("the server failed on this request"))
-    response.headers["x-request-id"] = request.state.request_id
+    response.headers["x-request-id"] = request.state.ids.shown
     return response
 
 

@@ -1,7 +1,7 @@
-"""Runs one generation request from its body to its last byte: prepare, generate, write, and one ending for each.
+"""Runs one generation request from its body to its last byte: prepare, generate, write, and end exactly once.
 
-It owns the iterators of `generate`: however it is left, each of them is closed. What is generated and how it is
-written are decided elsewhere.
+It owns the iterators of `generate` and closes each of them on every exit. A delta passes three hands on its way out:
+`Choice.push` (text and stop strings), `SseWriter.frames` (bytes of events), and the ASGI `send`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serving.api.body import ClientGoneError, check_headers, read_body
+from serving.api.body import ClientGoneError, read_body
 from serving.api.choice import Choice, ChoiceDelta
 from serving.api.failures import error_body
-from serving.api.frames import FrameWriter, error_frame
 from serving.api.in_flight import InFlightRequests
-from serving.api.plan import ResponsePlan
-from serving.api.prepare import Identity
+from serving.api.plan import RequestIds, ResponsePlan
 from serving.api.results import ResultWriter
 from serving.api.settings import ApiConfig, ApiObserver
+from serving.api.sse import SseWriter, error_frame
 from serving.errors import InternalError, MillraceError
 from serving.messages import Delta, FinishReason, Generate
 from serving.text.tokenizer import Tokenizer
@@ -32,7 +31,7 @@ from serving.text.tokenizer import Tokenizer
 LARGE_BODY = 8 * 1024  # bytes; a longer body is parsed and tokenized in a thread
 
 T = TypeVar("T")
-Emit = Callable[[Choice, ChoiceDelta], Awaitable[None]]
+DeltaSink = Callable[[Choice, ChoiceDelta], Awaitable[None]]  # takes the deltas of all choices of a response
 
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -43,7 +42,7 @@ _EVENT_STREAM = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Service:
-    """What endpoints work with."""
+    """What both generation endpoints share."""
 
     generate: Generate
     tokenizer: Tokenizer
@@ -53,7 +52,7 @@ class Service:
 
 
 async def off_loop(work: Callable[..., T], body: bytes, *arguments: object) -> T:
-    """`work(body, …)`, in a thread if the body is so large that others would wait for it."""
+    """`work(body, …)`, in a thread if the body is longer than LARGE_BODY, since the event loop would wait for it."""
     if len(body) > LARGE_BODY:
         return await asyncio.to_thread(work, body, *arguments)
     return work(body, *arguments)
@@ -62,54 +61,39 @@ async def off_loop(work: Callable[..., T], body: bytes, *arguments: object) -> T
 class GenerationResponse(Response):
     """The ASGI response of a generation endpoint. It reads the body itself, in bounds, and watches for a hang-up."""
 
-    def __init__(
-        self, service: Service, prepare: Callable[[bytes, Identity], ResponsePlan], identity: Identity
-    ) -> None:
+    def __init__(self, service: Service, prepare: Callable[[bytes, RequestIds], ResponsePlan], ids: RequestIds) -> None:
         super().__init__()
         self._service = service
         self._prepare = prepare
-        self._identity = identity
+        self._ids = ids
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        config = self._service.config
-        headers = Headers(scope=scope)
         with self._service.in_flight.enter():
             try:
-                check_headers(headers)
-                body = await read_body(receive, headers, limit=config.max_body_bytes, timeout_s=config.body_timeout_s)
-                plan = await off_loop(self._prepare, body, self._identity)
+                body = await read_body(receive, Headers(scope=scope), self._service.config)
+                plan = await off_loop(self._prepare, body, self._ids)
                 choices = [Choice(plan, sequence, self._service.tokenizer) for sequence in plan.sequences]
                 answer = self._stream if plan.stream else self._collect
                 await until_hang_up(receive, answer(plan, choices, scope, receive, send))
             except ClientGoneError:
-                return  # nobody is left to answer
+                return
 
     async def _collect(
         self, plan: ResponsePlan, choices: Sequence[Choice], scope: Scope, receive: Receive, send: Send
     ) -> None:
         """One JSON object when all choices have ended."""
         writer = ResultWriter(plan, choices, self._service.tokenizer)
-
-        async def keep(choice: Choice, output: ChoiceDelta) -> None:
-            writer.add(choice, output)
-
-        await run_choices(self._service, choices, keep)
+        await run_choices(self._service, choices, writer.add)
         await Response(writer.body(), media_type="application/json")(scope, receive, send)
 
     async def _stream(
         self, plan: ResponsePlan, choices: Sequence[Choice], scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Events as tokens come. The status waits for the first token, so that a refusal still has one of its own."""
-        writer = FrameWriter(plan, choices, self._service.tokenizer)
-        stream = EventStream(send)
-
-        async def show(choice: Choice, output: ChoiceDelta) -> None:
-            if frames := writer.frames(choice, output):
-                await stream.write(frames)
-
+        stream = EventStream(send, SseWriter(plan, choices, self._service.tokenizer))
         try:
-            await run_choices(self._service, choices, show)
-            await stream.close(writer.end())
+            await run_choices(self._service, choices, stream.add)
+            await stream.finish()
         except MillraceError as error:
             if not stream.started:
                 raise
@@ -123,15 +107,18 @@ class GenerationResponse(Response):
 class EventStream:
     """Server-sent events over one ASGI `send`; the response starts with the first of them."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, writer: SseWriter) -> None:
         self._send = send
+        self._writer = writer
         self._opening = asyncio.Lock()
         self.started = False
 
-    async def write(self, frames: bytes) -> None:
-        if not self.started:
-            await self._start()
-        await self._send({"type": "http.response.body", "body": frames, "more_body": True})
+    async def add(self, choice: Choice, delta: ChoiceDelta) -> None:
+        """Send what `delta` shows, if it shows anything yet."""
+        if frames := self._writer.frames(choice, delta):
+            if not self.started:
+                await self._start()
+            await self._send({"type": "http.response.body", "body": frames, "more_body": True})
 
     async def _start(self) -> None:
         async with self._opening:  # several choices may bring their first token at once
@@ -141,10 +128,13 @@ class EventStream:
 
     async def fail(self, error: MillraceError) -> None:
         """End the stream with an error event."""
-        await self.close(error_frame(error_body(error)))
+        await self._close(error_frame(error_body(error)))
 
-    async def close(self, frames: bytes) -> None:
-        """End the stream with these."""
+    async def finish(self) -> None:
+        """End a stream whose choices have all ended."""
+        await self._close(self._writer.end())
+
+    async def _close(self, frames: bytes) -> None:
         await self._send({"type": "http.response.body", "body": frames, "more_body": False})
 
 
@@ -171,21 +161,21 @@ async def _hung_up(receive: Receive) -> None:
         pass
 
 
-async def run_choices(service: Service, choices: Sequence[Choice], emit: Emit) -> None:
+async def run_choices(service: Service, choices: Sequence[Choice], sink: DeltaSink) -> None:
     """Generate every choice, all at once. The first failure ends the others and is raised."""
     if len(choices) == 1:
-        await _run_choice(service, choices[0], emit)
+        await _run_choice(service, choices[0], sink)
         return
     try:
         async with asyncio.TaskGroup() as group:
             for choice in choices:
-                group.create_task(_run_choice(service, choice, emit))
+                group.create_task(_run_choice(service, choice, sink))
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from failures
 
 
-async def _run_choice(service: Service, choice: Choice, emit: Emit) -> None:
-    """One sequence to its end, told to the observer exactly once however it comes."""
+async def _run_choice(service: Service, choice: Choice, sink: DeltaSink) -> None:
+    """Generate one sequence to its end; the observer is told of the end exactly once."""
     request, observer = choice.request, service.observer
     observer.request_started(prompt_tokens=len(request.prompt), max_tokens=request.sampling.max_tokens)
     finish = FinishReason.ERROR
@@ -193,8 +183,7 @@ async def _run_choice(service: Service, choice: Choice, emit: Emit) -> None:
         # `generate` gives asynchronous generators; leaving one early is what cancels its request everywhere.
         async with aclosing(cast("AsyncGenerator[Delta]", service.generate(request))) as deltas:
             async for delta in deltas:
-                output = choice.push(delta)
-                await emit(choice, output)
+                await sink(choice, choice.push(delta))
                 if choice.finish is not None:
                     break
         if choice.finish is None:

@@ -14,6 +14,14 @@ Kind = Literal["chat", "completion"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RequestIds:
+    """Of one HTTP request: `shown` in headers, `unique` in response ids even where a client repeats its own."""
+
+    shown: str
+    unique: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ChoiceRequest:
     """One sequence to generate; a request with n = 3 and two prompts has six."""
 

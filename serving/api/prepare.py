@@ -1,4 +1,4 @@
-"""From a request's body to a `ResponsePlan`: everything that can be wrong in a request is found here, before any work.
+"""Parses and validates a request's body into a `ResponsePlan`; every 400 of a generation request is raised from here.
 
 Pure apart from the seed of a request that gives none; slow for long texts, so callers may run it in a thread.
 """
@@ -8,11 +8,10 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 
 from serving.api.body import parse_body
-from serving.api.plan import ChoiceRequest, Kind, ResponsePlan
+from serving.api.plan import ChoiceRequest, Kind, RequestIds, ResponsePlan
 from serving.api.prompts import Prompt, PromptReader, prompt_too_long
 from serving.api.schema import ChatCompletionBody, CompletionBody, SamplingBody
 from serving.api.settings import ApiConfig, ServedModel
@@ -20,23 +19,15 @@ from serving.errors import ContextLengthExceeded, InvalidRequest
 from serving.messages import Request, SamplingParams, Slo
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Identity:
-    """The names of one HTTP request: `shown` in headers, `unique` in ids even if a client reuses its own."""
-
-    shown: str
-    unique: str
-
-
 class Preparer:
-    """Knows the model, its tokenizer and the limits; turns bodies into plans. Safe to use from several threads."""
+    """Turns bodies into plans for one model, tokenizer and set of limits. Safe to use from several threads."""
 
     def __init__(self, *, served: ServedModel, config: ApiConfig, prompts: PromptReader) -> None:
         self._served = served
         self._config = config
         self._prompts = prompts
 
-    def chat(self, body: bytes, identity: Identity) -> ResponsePlan:
+    def chat(self, body: bytes, ids: RequestIds) -> ResponsePlan:
         """Raises `InvalidRequest` or `NotFound`, naming the field."""
         fields = parse_body(ChatCompletionBody, body)
         model = self._prompts.model(fields.model)
@@ -45,13 +36,13 @@ class Preparer:
             "chat",
             fields,
             model,
-            f"chatcmpl-{identity.unique}",
+            f"chatcmpl-{ids.unique}",
             prompts=[prompt],
             max_tokens=_chat_max_tokens(fields),
             logprobs=self._chat_logprobs(fields),
         )
 
-    def completion(self, body: bytes, identity: Identity) -> ResponsePlan:
+    def completion(self, body: bytes, ids: RequestIds) -> ResponsePlan:
         """Raises `InvalidRequest` or `NotFound`, naming the field."""
         fields = parse_body(CompletionBody, body)
         model = self._prompts.model(fields.model)
@@ -65,7 +56,7 @@ class Preparer:
             "completion",
             fields,
             model,
-            f"cmpl-{identity.unique}",
+            f"cmpl-{ids.unique}",
             prompts=self._prompts.of_completion(fields.prompt, add_special_tokens=fields.add_special_tokens),
             max_tokens=fields.max_tokens,
             logprobs=fields.logprobs,
@@ -168,7 +159,7 @@ class Preparer:
             )
         return SamplingParams(
             max_tokens=max_tokens,
-            seed=secrets.randbits(64) if fields.seed is None else derive_seed(fields.seed, number),
+            seed=secrets.randbits(64) if fields.seed is None else choice_seed(fields.seed, number),
             temperature=1.0 if fields.temperature is None else fields.temperature,
             top_p=1.0 if fields.top_p is None else fields.top_p,
             top_k=max(fields.top_k or 0, 0),
@@ -214,7 +205,7 @@ def _chat_max_tokens(fields: ChatCompletionBody) -> int | None:
     return old if new is None else new
 
 
-def derive_seed(seed: int, number: int) -> int:
+def choice_seed(seed: int, number: int) -> int:
     """The seed, unsigned 64 bits, of the `number`-th sequence for one prompt; the first has the client's own."""
     seed %= 2**64
     if number == 0:

@@ -8,9 +8,9 @@ from typing import Any
 import orjson
 
 from serving.api.choice import Choice, ChoiceDelta
-from serving.api.frames import head_of, usage_of
 from serving.api.logprobs import chat_logprobs, completion_logprobs
 from serving.api.plan import ResponsePlan
+from serving.api.sse import head_of, usage_of
 from serving.text.tokenizer import Tokenizer
 
 
@@ -23,8 +23,8 @@ class ResultWriter:
         self._tokenizer = tokenizer
         self._outputs: list[list[ChoiceDelta]] = [[] for _ in choices]
 
-    def add(self, choice: Choice, output: ChoiceDelta) -> None:
-        self._outputs[choice.index].append(output)
+    async def add(self, choice: Choice, delta: ChoiceDelta) -> None:
+        self._outputs[choice.index].append(delta)
 
     def body(self) -> bytes:
         """The JSON of the complete response."""

@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_LENGTH = 1024  # characters
+_NOT_ACTED_ON = "an objective, accepted and carried with the request, not acted on yet"
 
 
 def _check_stop(value: object) -> object:
@@ -74,8 +75,8 @@ class SamplingBody(_Strict):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     return_token_ids: bool | None = None
-    ttft_slo_ms: float | None = Field(default=None, gt=0, description="Objective: time to the first token")
-    tpot_slo_ms: float | None = Field(default=None, gt=0, description="Objective: time for each further token")
+    ttft_slo_ms: float | None = Field(default=None, gt=0, description=f"Time to the first token, ms; {_NOT_ACTED_ON}")
+    tpot_slo_ms: float | None = Field(default=None, gt=0, description=f"Time per further token, ms; {_NOT_ACTED_ON}")
     cache_salt: str | None = Field(
         default=None, min_length=1, max_length=512, description="Only requests with the same salt share cached prefixes"
     )

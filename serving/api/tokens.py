@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from serving.api.body import check_headers, parse_body, read_body
+from serving.api.body import parse_body, read_body
 from serving.api.generation import off_loop
 from serving.api.prompts import PromptReader, check_token_ids
 from serving.api.schema import DetokenizeBody, TokenizeBody
@@ -16,23 +16,18 @@ from serving.errors import InvalidRequest
 from serving.text.tokenizer import Tokenizer
 
 
-class TokenDesk:
-    """Answers raise `InvalidRequest` or `NotFound`, naming the field."""
+class TokenEndpoints:
+    """Both methods raise `InvalidRequest` or `NotFound`, naming the field."""
 
-    def __init__(self, *, tokenizer: Tokenizer, served: ServedModel, prompts: PromptReader) -> None:
+    def __init__(self, *, tokenizer: Tokenizer, served: ServedModel, prompts: PromptReader, config: ApiConfig) -> None:
+        self._config = config
         self._tokenizer = tokenizer
         self._served = served
         self._prompts = prompts
 
-    async def answer(
-        self, request: Request, work: Callable[[bytes], dict[str, Any]], config: ApiConfig
-    ) -> dict[str, Any]:
-        """Read the body, in bounds, and do `work` on it, in a thread when it is large."""
-        check_headers(request.headers)
-        body = await read_body(
-            request.receive, request.headers, limit=config.max_body_bytes, timeout_s=config.body_timeout_s
-        )
-        return await off_loop(work, body)
+    async def answer(self, request: Request, work: Callable[[bytes], dict[str, Any]]) -> dict[str, Any]:
+        """Read the body within its limits, and do `work` on it, in a thread when it is large."""
+        return await off_loop(work, await read_body(request.receive, request.headers, self._config))
 
     def tokenize(self, body: bytes) -> dict[str, Any]:
         fields = parse_body(TokenizeBody, body)

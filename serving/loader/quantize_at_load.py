@@ -1,7 +1,7 @@
 """Quantizes a model that has just been loaded, by scales found earlier when there are any.
 
-Scales are found once for each model and scheme and kept in the user's cache; whoever comes second reads those, so that
-all workers of a host compute the same. It knows files and the tokenizer; the search and the model's parts it does not.
+Scales are found once for each model and scheme and kept in the user's cache, where later workers of the host read them,
+so that all compute the same. It knows files and the tokenizer, not the search and not the model's parts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from dataclasses import asdict
+from importlib.resources import files
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -20,7 +21,6 @@ from safetensors.torch import load, save
 from serving.checkpoint.fingerprint import extended
 from serving.model.decoder import Decoder
 from serving.quantization.apply import apply_scales, find_scales
-from serving.quantization.calibration_text import PARTS
 from serving.quantization.scheme import Int8Scheme, Scales
 from serving.text.tokenizer import load_tokenizer
 
@@ -53,7 +53,13 @@ def calibration_tokens(path: Path, longest: int) -> list[list[int]]:
     except (FileNotFoundError, ValueError) as error:
         _log.warning("quantizing without calibration, since the model's tokenizer cannot be read: %s", error)
         return []
-    return [tokenizer.encode(part)[:longest] for part in PARTS]
+    return [tokenizer.encode(part)[:longest] for part in calibration_parts()]
+
+
+def calibration_parts() -> list[str]:
+    """Stories, facts, talk, lists, code and numbers. A changed text changes every scale, and so every fingerprint."""
+    text = files("serving.quantization").joinpath("calibration.txt").read_text(encoding="utf-8")
+    return text.split("-----\n")
 
 
 def cache_folder() -> Path:

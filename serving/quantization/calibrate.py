@@ -1,7 +1,4 @@
-"""What each linear layer of a model is given to multiply when the model reads a calibration text.
-
-It runs the model and looks; it changes nothing.
-"""
+"""Records the inputs of each linear layer while the model reads a calibration text. It changes nothing in the model."""
 
 from __future__ import annotations
 
@@ -17,11 +14,11 @@ from serving.model.decoder import Decoder
 from serving.quantization.search import input_sizes
 
 BLOCK_SIZE = 16
-FIRST = 2  # tokens at the start of each sequence that are always looked at: attention puts its surplus there
+FIRST = 2  # tokens at the start of each sequence that are always kept: they are attention sinks with huge activations
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class LayerInputs:
     """Inputs of one linear layer: those of some tokens [M, in], and their sizes over all tokens [2, in]; float32."""
 
     rows: Tensor
@@ -29,15 +26,17 @@ class Seen:
 
 
 @torch.no_grad()
-def activations(model: Decoder, sequences: Sequence[Sequence[int]], names: Sequence[str], rows: int) -> dict[str, Seen]:
+def activations(
+    model: Decoder, sequences: Sequence[Sequence[int]], names: Sequence[str], rows: int
+) -> dict[str, LayerInputs]:
     """What the modules `names` are given: the inputs of about `rows` tokens spread over the sequences, all measured."""
-    kept: dict[str, Seen] = {}
-    batch, planes = _prepared(model, sequences)
+    kept: dict[str, LayerInputs] = {}
+    batch, planes = _one_batch(model, sequences)
     chosen = _rows(sequences, rows)
 
     def keeper(name: str) -> object:
         def keep(module: nn.Module, given: tuple[Tensor, ...]) -> None:
-            kept[name] = _look(given[0], chosen)
+            kept[name] = _recorded(given[0], chosen)
 
         return keep
 
@@ -47,16 +46,16 @@ def activations(model: Decoder, sequences: Sequence[Sequence[int]], names: Seque
             stack.callback(handle.remove)
         hidden = model(batch, planes)
         if "head" in names:
-            kept["head"] = _look(hidden, chosen)
+            kept["head"] = _recorded(hidden, chosen)
     return kept
 
 
-def _look(x: Tensor, chosen: Tensor) -> Seen:
-    return Seen(x[chosen].float(), input_sizes(x.float()))
+def _recorded(x: Tensor, chosen: Tensor) -> LayerInputs:
+    return LayerInputs(x[chosen].float(), input_sizes(x.float()))
 
 
-def _prepared(model: Decoder, sequences: Sequence[Sequence[int]]) -> tuple[RaggedBatch, list[tuple[Tensor, ...]]]:
-    """All sequences as one batch, and a KV pool that holds just them."""
+def _one_batch(model: Decoder, sequences: Sequence[Sequence[int]]) -> tuple[RaggedBatch, list[tuple[Tensor, ...]]]:
+    """All sequences as one batch, and KV tensors [blocks, BLOCK_SIZE, Hkv, D] that hold just them."""
     reference = model.norm.weight
     tables: list[list[int]] = []
     blocks = 0
@@ -80,7 +79,7 @@ def _prepared(model: Decoder, sequences: Sequence[Sequence[int]]) -> tuple[Ragge
 
 
 def _rows(sequences: Sequence[Sequence[int]], wanted: int) -> Tensor:
-    """Rows of the batch to look at: the first tokens of every sequence, and evenly spaced others."""
+    """Rows of the batch to keep: the first tokens of every sequence, and evenly spaced others."""
     lengths = [len(sequence) for sequence in sequences]
     step = max(sum(lengths) // wanted, 1)
     chosen, start = set(range(0, sum(lengths), step)), 0

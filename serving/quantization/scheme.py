@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-LINEARS = ("attention.qkv", "attention.o", "mlp.gate_up", "mlp.up", "mlp.down")  # of each layer
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Int8Scheme:
@@ -30,20 +28,20 @@ class Int8Scheme:
     rows: int = 256
 
     def keeps(self, name: str, layers: int) -> bool:
-        """Whether the module `name` of a decoder of that many layers stays as it is."""
+        """True if the module `name` of a decoder of that many layers stays as it is."""
         return any(re.fullmatch(pattern.replace("last", str(layers - 1)), name) for pattern in self.high)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scales:
-    """What was found for one linear layer: float32 on the CPU.
+    """Of one linear layer, float32 on the CPU.
 
-    Its weight is W = (int8 · scale[:, None]) / smoothing[None, :] to within rounding, and whoever makes its input
-    divides it by `smoothing`.
+    Its weight is W = (int8 · scale[:, None]) / smoothing[None, :] to within rounding, and the layer before it divides
+    its inputs by `smoothing`.
     """
 
     smoothing: Tensor | None  # [in]
     scale: Tensor  # [out]
 
 
-Found = Mapping[str, Scales]  # by the name of the module
+ScalesByModule = Mapping[str, Scales]

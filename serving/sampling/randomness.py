@@ -17,9 +17,7 @@ ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)  # golden ratio and sqrt(3) - 1, as 32-bit fractions
 LOW32 = 0xFFFFFFFF
-LOW64 = 0xFFFFFFFFFFFFFFFF
 
-DERIVE_STREAM = 0x73656564  # seeds of a request's further choices; no token is drawn from this stream
 
 Words = tuple[int, int, int, int]
 WordArrays = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
@@ -65,11 +63,3 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int], stream: int = 0) ->
     first, second, _, _ = philox_arrays((position & low, position >> half, lane, zero), (seed & low, seed >> half))
     mantissa = (first >> np.uint64(5)) * np.uint64(2**26) + (second >> np.uint64(6))
     return mantissa.astype(np.float64) * 2.0**-53
-
-
-def derive_seed(seed: int, index: int) -> int:
-    """The seed of choice `index` of a request with n > 1. Choice 0 keeps the request's own seed."""
-    if index == 0:
-        return seed & LOW64
-    first, second, _, _ = philox((index & LOW32, index >> 32, DERIVE_STREAM, 0), (seed & LOW32, seed >> 32 & LOW32))
-    return first << 32 | second

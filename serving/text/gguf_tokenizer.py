@@ -12,7 +12,7 @@ from typing import Any, cast
 import tokenizers
 from tokenizers import decoders, models, normalizers
 
-from serving.text.gguf_metadata import Value, read_gguf_metadata
+from serving.checkpoint.gguf_header import GgufHeader
 from serving.text.parts import TokenizerParts, byte_level_bpe, frame_with
 from serving.text.token_bytes import byte_alphabet
 
@@ -50,7 +50,7 @@ _ROLES = {
 
 def read_gguf(path: Path) -> TokenizerParts:
     """Raises `ValueError` when the file holds no tokenizer or one of an unsupported kind."""
-    metadata = read_gguf_metadata(path)
+    metadata = GgufHeader(path).metadata
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
         backend, adds_bos = _byte_level(metadata)
@@ -69,14 +69,14 @@ def read_gguf(path: Path) -> TokenizerParts:
     return TokenizerParts(backend=backend, special_tokens=special_tokens, chat_templates=_chat_templates(metadata))
 
 
-def _array(metadata: dict[str, Value], key: str) -> list[Any]:
+def _array(metadata: dict[str, Any], key: str) -> list[Any]:
     value = metadata.get(f"tokenizer.ggml.{key}")
     if not isinstance(value, list):
         raise ValueError(f"the GGUF file has no list tokenizer.ggml.{key}")
-    return cast("list[Any]", value)
+    return value
 
 
-def _byte_level(metadata: dict[str, Value]) -> tuple[tokenizers.Tokenizer, bool]:
+def _byte_level(metadata: dict[str, Any]) -> tuple[tokenizers.Tokenizer, bool]:
     """The backend, and whether BOS comes first where the file does not say."""
     name = str(metadata.get("tokenizer.ggml.pre", "default"))
     if name not in _SPLITS:
@@ -90,7 +90,7 @@ def _byte_level(metadata: dict[str, Value]) -> tuple[tokenizers.Tokenizer, bool]
     return backend, is_llama3
 
 
-def _sentencepiece(metadata: dict[str, Value]) -> tokenizers.Tokenizer:
+def _sentencepiece(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
     """SentencePiece BPE with byte fallback. Each text between special tokens starts with a space mark."""
     tokens = _array(metadata, "tokens")
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
@@ -122,7 +122,7 @@ def _merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tupl
     return [pair for *_, pair in sorted(ranked)]
 
 
-def _mark_added_tokens(backend: tokenizers.Tokenizer, metadata: dict[str, Value], *, byte_level: bool) -> None:
+def _mark_added_tokens(backend: tokenizers.Tokenizer, metadata: dict[str, Any], *, byte_level: bool) -> None:
     """Control tokens are special; user-defined ones are only kept whole. Both are matched in the raw text."""
     alphabet = byte_alphabet().keys()
     added = []
@@ -135,13 +135,13 @@ def _mark_added_tokens(backend: tokenizers.Tokenizer, metadata: dict[str, Value]
     backend.add_tokens(added)
 
 
-def _special_tokens(metadata: dict[str, Value]) -> dict[str, str]:
+def _special_tokens(metadata: dict[str, Any]) -> dict[str, str]:
     tokens = _array(metadata, "tokens")
     ids = {role: metadata.get(f"tokenizer.ggml.{key}") for role, key in _ROLES.items()}
     return {role: tokens[token_id] for role, token_id in ids.items() if isinstance(token_id, int)}
 
 
-def _chat_templates(metadata: dict[str, Value]) -> dict[str, str]:
+def _chat_templates(metadata: dict[str, Any]) -> dict[str, str]:
     key = "tokenizer.chat_template"
     named = {name.removeprefix(f"{key}."): text for name, text in metadata.items() if name.startswith(f"{key}.")}
     found = {"default": metadata[key], **named} if key in metadata else named

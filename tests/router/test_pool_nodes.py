@@ -16,8 +16,9 @@ from router.service import RegistryService
 from serving.messages import PoolReport, PoolStat
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
+from serving.proto import pool_pb2 as pool
 from serving.rpc import Caller, listen, server
-from serving.wire import pool_report_to_pb, status_to_pb
+from serving.wire import to_pb
 from tests.router.scripted import ScriptedWorker, make_status
 
 SILENCE = 5.0
@@ -109,12 +110,12 @@ async def test_nodes_report_and_every_answer_tells_where_the_pool_is() -> None:
     stub = stubs.RegistryStub(caller.channel)
 
     async def node(told: PoolReport) -> list[str]:
-        reply = await stub.PoolHeartbeat(pool_report_to_pb(told), metadata=caller.metadata, timeout=10)
+        reply = await stub.PoolHeartbeat(to_pb(told, pool.PoolStat), metadata=caller.metadata, timeout=10)
         assert reply.router == "router"
         return list(reply.pool_nodes)
 
     async def worker() -> list[str]:
-        request = pb.HeartbeatRequest(status=status_to_pb(make_status()))
+        request = pb.HeartbeatRequest(status=to_pb(make_status(), pb.WorkerStatus))
         reply = await stub.Heartbeat(request, metadata=caller.metadata, timeout=10)
         return list(reply.pool_nodes)
 

@@ -15,7 +15,8 @@ from kvcache.pool.links import BlockEntry, BlockSelection, PoolEvent, Tier
 from kvcache.pool.remote import RemoteNode, dial
 from serving.errors import Unauthorized, WorkerLost
 from serving.messages import NamespaceStat, PoolReport, PoolStat, TierStat
-from serving.wire import pool_report_from_pb, pool_report_to_pb
+from serving.proto import pool_pb2 as pb
+from serving.wire import from_pb, to_pb
 from tests.kvcache.pool.nodes import KEY, Served, block, key
 
 
@@ -126,16 +127,16 @@ STATS = st.builds(
 
 @given(st.builds(PoolReport, stat=STATS, address=NAME, draining=st.booleans()))
 def test_a_report_comes_out_as_it_went_in(report: PoolReport) -> None:
-    assert pool_report_from_pb(pool_report_to_pb(report)) == report
+    assert from_pb(to_pb(report, pb.PoolStat), PoolReport) == report
 
 
 def test_a_tier_of_a_newer_node_is_left_out() -> None:
     stat = PoolStat(
         name="n", instance="i", tiers={}, namespaces={}, lookups=0, found=0, stored=0, refused=0, pinned=0, backlog=0
     )
-    message = pool_report_to_pb(PoolReport(stat=stat, address="a"))
+    message = to_pb(PoolReport(stat=stat, address="a"), pb.PoolStat)
     message.tiers.add(tier="tape")
-    assert pool_report_from_pb(message).stat.tiers == {}
+    assert from_pb(message, PoolReport).stat.tiers == {}
 
 
 @given(

@@ -14,7 +14,7 @@ from serving.loader.loading import load
 from serving.model.decoder import Decoder
 from serving.model.quantized_linear import QuantizedLinear
 from serving.quantization import apply
-from serving.quantization.apply import apply_scales, find_scales, quantize_model
+from serving.quantization.apply import apply_scales, find_scales
 from serving.quantization.calibrate import activations
 from serving.quantization.scheme import Int8Scheme
 from serving.quantization.search import output_error
@@ -44,6 +44,10 @@ def apart(found: Tensor, expected: Tensor) -> float:
 
 def linears(model: Decoder) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | QuantizedLinear)}
+
+
+def quantize_model(model: Decoder, scheme: Int8Scheme, calibration: list[list[int]] | None) -> Decoder:
+    return apply_scales(model, scheme, find_scales(model, scheme, calibration))
 
 
 @pytest.mark.parametrize("calibration", [CALIBRATION, None], ids=["calibrated", "data-free"])

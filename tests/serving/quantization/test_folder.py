@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import logging
@@ -242,6 +243,12 @@ class TestKeptScales:
         )
         assert at_load._keep(file, first) == first
         assert at_load._keep(file, second) == first
+
+    def test_the_calibration_text_is_the_one_kept_scales_were_found_with(self) -> None:
+        parts = at_load.calibration_parts()
+        assert len(parts) == 7
+        digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+        assert digest == "487beaf4df9375422fef77d9e8e72000f201c9aaf7cd3cd1bec99e02721adc4d"
 
 
 def _larger_scales(*given: object) -> dict[str, Scales]:

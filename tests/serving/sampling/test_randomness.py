@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.sampling.randomness import derive_seed, philox, philox_arrays, uniform, uniforms
+from serving.sampling.randomness import philox, philox_arrays, uniform, uniforms
 
 U64 = st.integers(0, 2**64 - 1)
 
@@ -68,11 +68,3 @@ def test_numbers_are_evenly_spread_along(along: str) -> None:
     assert 23.98 < chi_square < 85.35  # 0.1 % and 99.9 % points at 49 degrees of freedom
     neighbours = np.corrcoef(drawn[:-1], drawn[1:])[0, 1]
     assert abs(neighbours) < 4 / np.sqrt(20_000)
-
-
-def test_derived_seeds_keep_the_first_and_differ_otherwise() -> None:
-    seeds = {derive_seed(seed, index) for seed in range(50) for index in range(20)}
-    assert len(seeds) == 50 * 20
-    assert derive_seed(2**64 - 1, 0) == 2**64 - 1
-    assert all(0 <= seed < 2**64 for seed in seeds)
-    assert derive_seed(3, 1) != derive_seed(3 + 2**32, 1)

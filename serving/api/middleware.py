@@ -1,4 +1,4 @@
-"""The outermost layer of the door: every request gets an id, and none gets past without a key where one is needed.
+"""ASGI middleware around every endpoint: gives each request its ids, and checks the API key where one is required.
 
 It looks at headers only; keys are compared in constant time and never logged.
 """
@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.api.failures import error_response
-from serving.api.prepare import Identity
+from serving.api.plan import RequestIds
 from serving.errors import Unauthorized
 
 OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/metrics", "/version"})
@@ -23,8 +23,8 @@ OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/metrics", "/version"})
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-class Guard:
-    """ASGI middleware. Without keys it only gives ids."""
+class AuthMiddleware:
+    """Without keys it only gives ids: `request.state.ids`, and the header x-request-id."""
 
     def __init__(self, app: ASGIApp, *, api_keys: Sequence[str] = ()) -> None:
         self._app = app
@@ -36,31 +36,30 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        identity = identify(headers.get("x-request-id", ""))
-        state = scope.setdefault("state", {})
-        state["identity"], state["request_id"] = identity, identity.shown
+        ids = request_ids(headers.get("x-request-id", ""))
+        scope.setdefault("state", {})["ids"] = ids
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = identity.shown
+                MutableHeaders(scope=message)["x-request-id"] = ids.shown
             await send(message)
 
-        if self._keys and scope["path"] not in OPEN_PATHS and not self._opens(headers.get("authorization", "")):
+        if self._keys and scope["path"] not in OPEN_PATHS and not self._is_authorized(headers.get("authorization", "")):
             refusal = Unauthorized("a valid API key is required: Authorization: Bearer <key>", code="invalid_api_key")
             await error_response(refusal)(scope, receive, send_with_id)
             return
         await self._app(scope, receive, send_with_id)
 
-    def _opens(self, authorization: str) -> bool:
+    def _is_authorized(self, authorization: str) -> bool:
         scheme, _, key = authorization.partition(" ")
         digest = sha256(key.strip().encode("latin-1")).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._keys]  # all of them: no early end
         return scheme.lower() == "bearer" and any(matches)
 
 
-def identify(wanted: str) -> Identity:
+def request_ids(wanted: str) -> RequestIds:
     """The client's own request id if it is a short plain word, with something of ours to make it unique."""
     ours = uuid4().hex
     if not _SANE_ID.fullmatch(wanted):
-        return Identity(shown=ours, unique=ours)
-    return Identity(shown=wanted, unique=f"{wanted}-{ours[:12]}")
+        return RequestIds(shown=ours, unique=ours)
+    return RequestIds(shown=wanted, unique=f"{wanted}-{ours[:12]}")

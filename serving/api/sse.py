@@ -1,7 +1,7 @@
-"""Chunks of a streamed response as server-sent events, written once per delta and therefore cheap.
+"""Renders the deltas of a streamed response as server-sent events, in OpenAI's format with vLLM's extensions.
 
-Everything that stays the same over a stream is rendered when it begins; for a delta only its text is encoded. The
-bytes are those of OpenAI's API with vLLM's extensions; nothing here decides what to show.
+What stays the same over a stream is rendered when it begins; for a delta only its text is encoded. It does not decide
+what to show.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def head_of(plan: ResponsePlan, kind: str) -> dict[str, Any]:
     return head if plan.fingerprint is None else {**head, "system_fingerprint": plan.fingerprint}
 
 
-class FrameWriter:
-    """Turns the outputs of a stream's choices into the bytes of its events."""
+class SseWriter:
+    """The bytes of one stream's events."""
 
     def __init__(self, plan: ResponsePlan, choices: Sequence[Choice], tokenizer: Tokenizer) -> None:
         self._plan = plan
