@@ -16,8 +16,7 @@ from deploy.worker.model_cache import ModelCache
 from deploy.worker.worker import Worker
 from kvcache.handoff.dialer import Dialer
 from kvcache.pool.remote import RemoteNode
-from kvcache.pool.slabs import LendersOnDemand
-from kvcache.transfer.choice import lenders_for
+from kvcache.transfer.choice import lenders_for, lenders_on_demand
 from kvcache.transfer.lent_memory import MemoryLenders
 from prefill.service import PrefillService
 from serving.api.status import status_app
@@ -90,7 +89,7 @@ class WorkerProcess:
         if self.role is not Role.DECODE:
             await dialer.prepare()
         lenders = lenders_for(transport) if self.role is not Role.PREFILL else MemoryLenders()
-        lent = LendersOnDemand(transport)
+        lent = lenders_on_demand(transport)
         worker = Worker(
             self.role,
             loaded,
