@@ -25,9 +25,9 @@ from kvcache.pool.client import PoolClient
 from kvcache.pool.node import PoolNode
 from kvcache.pool.remote import dial
 from kvcache.pool.service import PoolService
-from kvcache.pool.slabs import LendersOnDemand
 from kvcache.pool.store import BlockStore, StoreConfig
-from kvcache.transfer.choice import GRPC, chosen
+from kvcache.transfer.choice import chosen, lenders_on_demand
+from kvcache.transfer.lent_memory import GRPC
 from serving.malloc import keep_freed_memory
 from serving.rpc import listen, server
 
@@ -49,7 +49,7 @@ async def serve() -> None:
 
 @asynccontextmanager
 async def client(kind: str, address: str) -> AsyncGenerator[PoolClient, None]:
-    lenders = LendersOnDemand(kind)
+    lenders = lenders_on_demand(kind)
     made = PoolClient(lambda node: dial(node, lenders=lenders), timeout=30.0)
     made.set_nodes([address])
     yield made

@@ -12,7 +12,7 @@ import grpc
 from grpc import aio
 
 from decode.worker import DecodeWorker
-from kvcache.handoff.frames import PUSH, Frame, from_wire
+from kvcache.handoff.messages import PUSH, PushFrame, framing
 from kvcache.handoff.receiver import IncomingHandoff
 from serving.errors import InvalidRequest, MillraceError
 from serving.links import DecodeSession, LeaseEvent
@@ -30,9 +30,9 @@ class DecodeService(stubs.DecodeServicer):
         self.worker = worker
 
     def add_to(self, server: aio.Server) -> None:
-        """Register with a server; `Push` without protobuf's copies of payloads (kvcache.handoff.frames)."""
+        """Register with a server; `Push` without protobuf's copies of payloads (kvcache.transfer.framing)."""
         push = grpc.stream_stream_rpc_method_handler(
-            self.Push, request_deserializer=from_wire, response_serializer=pb.PushReply.SerializeToString
+            self.Push, request_deserializer=framing.decode, response_serializer=pb.PushReply.SerializeToString
         )
         stubs.add_DecodeServicer_to_server(self, server)
         handle(server, PUSH, push)
@@ -88,7 +88,9 @@ class DecodeService(stubs.DecodeServicer):
             answer.error.CopyFrom(error_to_pb(error))
         return pb.SessionReply(answer=answer)
 
-    async def Push(self, messages: AsyncIterator[Frame], context: aio.ServicerContext) -> AsyncIterator[pb.PushReply]:
+    async def Push(
+        self, messages: AsyncIterator[PushFrame], context: aio.ServicerContext
+    ) -> AsyncIterator[pb.PushReply]:
         """Frames, which the handler of `add_to` makes of the bytes."""
         incoming = IncomingHandoff(self.worker, self.worker.lenders)
         self.worker.receiving += 1

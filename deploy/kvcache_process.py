@@ -146,7 +146,6 @@ def store_config(config: KvCacheConfig) -> StoreConfig:
         disk_path=Path(config.disk) if config.disk is not None else None,
         disk_bytes=config.disk_size if config.disk is not None else 0,
         write="back" if config.disk_write == "back" else "through",
-        policy=config.eviction,
         quotas=quotas,
         default_quota=config.default_quota,
         backlog=config.disk_backlog,

@@ -234,7 +234,6 @@ class KvCacheConfig:
         "quota of every namespace that --quota does not name: once quotas fill the node, no others find room in it",
         least=0,
     )
-    eviction: str = option("lru", "which blocks go first when there is no more room", choices=("lru", "s3fifo"))
 
     def __post_init__(self) -> None:
         if self.disk is not None and not self.disk.strip():

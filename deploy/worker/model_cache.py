@@ -19,7 +19,7 @@ from deploy.runtime.heartbeats import addresses
 from kvcache.pool.client import PoolClient
 from kvcache.pool.models import pull, push
 from kvcache.pool.remote import dial
-from kvcache.pool.slabs import LendersOnDemand
+from kvcache.transfer.choice import lenders_on_demand
 from serving.config import ClusterConfig, ModelConfig, PoolConfig
 from serving.errors import CorruptChunk, MillraceError, NotFound
 from serving.loader.loading import LoadedModel, load, resolve
@@ -116,7 +116,7 @@ def model_name(model: str | None) -> str:
 @asynccontextmanager
 async def client(pool: PoolConfig, cluster: ClusterConfig) -> AsyncIterator[PoolClient]:
     """A client of the pool whose nodes the configuration names and the routers know."""
-    lenders = LendersOnDemand("auto")
+    lenders = lenders_on_demand("auto")
     made = PoolClient(
         partial(dial, cluster_key=cluster.cluster_key, lenders=lenders),
         replication=pool.replication,

@@ -18,8 +18,7 @@ from deploy.worker.model_cache import ModelCache
 from deploy.worker.worker import Worker
 from kvcache.handoff.dialer import Dialer
 from kvcache.pool.remote import RemoteNode
-from kvcache.pool.slabs import LendersOnDemand
-from kvcache.transfer.choice import lenders_for
+from kvcache.transfer.choice import lenders_for, lenders_on_demand
 from kvcache.transfer.lent_memory import MemoryLenders
 from prefill.service import PrefillService
 from serving.api.status import status_app
@@ -109,7 +108,7 @@ class WorkerProcess:
         dialer = Dialer(cluster_key=key, kv_transport=transport)
         if self.role is not Role.DECODE:
             await dialer.prepare()
-        pool_lenders = LendersOnDemand(transport)
+        pool_lenders = lenders_on_demand(transport)
         stack.callback(pool_lenders.close)
         lenders = lenders_for(transport) if self.role is not Role.PREFILL else MemoryLenders()
         links = WorkerLinks(

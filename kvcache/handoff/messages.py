@@ -1,17 +1,21 @@
-"""Chunks and commits as frames of the `Push` stream, and back. It decides nothing."""
+"""The messages of the `Push` stream: chunks and commits to protobuf and back, and their framing. It decides nothing."""
 
 from __future__ import annotations
 
 from kvcache.handoff.chunk import Chunk
 from kvcache.handoff.commit import Commit
-from kvcache.handoff.frames import Frame
+from kvcache.transfer.framing import Frame, Framing
 from serving.messages import LeaseId
 from serving.proto import millrace_pb2 as pb
 from serving.wire import from_pb, to_pb
 
+PUSH = "/millrace.v1.Decode/Push"
+PushFrame = Frame[pb.PushMessage]
+framing = Framing(pb.PushMessage, "chunk", "payload")
 
-def chunk_frame(chunk: Chunk, slot: int | None = None) -> Frame:
-    """With its bytes, or, if they lie in one of the receiver's slots, with that slot's number."""
+
+def chunk_frame(chunk: Chunk, buffer: int | None = None) -> PushFrame:
+    """With its bytes, or, if they lie in one of the receiver's buffers, with that buffer's number."""
     message = pb.Chunk(
         lease=to_pb(chunk.lease, pb.LeaseId),
         layout=chunk.layout,
@@ -23,10 +27,10 @@ def chunk_frame(chunk: Chunk, slot: int | None = None) -> Frame:
         encoding=chunk.encoding,
         first_head=chunk.first_head,
         last_head=chunk.last_head,
-        slot=slot,
-        slot_bytes=0 if slot is None else len(chunk.payload),
+        buffer=buffer,
+        buffer_bytes=0 if buffer is None else len(chunk.payload),
     )
-    return Frame(pb.PushMessage(chunk=message), chunk.payload if slot is None else b"")
+    return Frame(pb.PushMessage(chunk=message), (chunk.payload,) if buffer is None else ())
 
 
 def chunk_from_pb(message: pb.Chunk, payload: bytes | memoryview) -> Chunk:
@@ -45,7 +49,7 @@ def chunk_from_pb(message: pb.Chunk, payload: bytes | memoryview) -> Chunk:
     )
 
 
-def commit_frame(commit: Commit) -> Frame:
+def commit_frame(commit: Commit) -> PushFrame:
     message = pb.Commit(lease=to_pb(commit.lease, pb.LeaseId), first_token=commit.first_token, digest=commit.digest)
     return Frame(pb.PushMessage(commit=message))
 

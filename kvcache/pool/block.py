@@ -51,7 +51,7 @@ class Slab:
     """One part of some of the blocks that were asked for: what a node sends, about two megabytes at a time.
 
     `indices` are positions in the list of keys asked for, ascending; `sizes` and `digests` go with them one by one.
-    `via` is the way it came, for the accounts.
+    `via` is the transport it came by, for the accounts.
     """
 
     part: int
@@ -61,8 +61,8 @@ class Slab:
     payload: bytes | memoryview
     via: str = "local"
 
-    def pieces(self) -> Iterator[tuple[int, bytes, memoryview]]:
-        """(index, digest, bytes) of each piece."""
+    def parts(self) -> Iterator[tuple[int, bytes, memoryview]]:
+        """(index, digest, bytes) of each."""
         start = 0
         view = memoryview(self.payload)
         for i, (index, size) in enumerate(zip(self.indices, self.sizes, strict=True)):
@@ -71,7 +71,7 @@ class Slab:
 
 
 def part_digest(key: bytes, part: int, parts: int, data: bytes | memoryview) -> bytes:
-    """XXH3-128 over where a part belongs and its bytes: 16 bytes. A part in the wrong place is as wrong as a bit."""
+    """XXH3-128 over where a part belongs and its bytes: 16 bytes. A misplaced part does not match either."""
     state = xxhash.xxh3_128(key + struct.pack("<III", part, parts, len(data)))
     state.update(data)
     return state.digest()
@@ -92,7 +92,7 @@ def block_of(key: bytes, namespace: str, sizes: Sequence[int], payload: bytes | 
 
 
 def check_shape(block: PoolBlock) -> None:
-    """Raises CorruptChunk when the fields contradict one another, before anyone slices by them."""
+    """Raises CorruptChunk when the fields contradict one another, for use before slicing by them."""
     if len(block.key) != KEY_BYTES:
         raise CorruptChunk(f"a block's key has {len(block.key)} bytes instead of {KEY_BYTES}", code="key")
     if not block.sizes or any(size < 0 for size in block.sizes) or sum(block.sizes) != len(block.payload):

@@ -1,8 +1,8 @@
-"""How a block lies in a file: a header that vouches for itself, then the parts one after another.
+"""The format of a block's file: a header with a checksum of its own, then the parts one after another.
 
     magic  version  namespace's length  parts  payload's length  key | namespace | sizes | digests | checksum | payload
 
-Little-endian. The checksum is over all bytes before it; the digests vouch for the payload. Pure.
+Little-endian. The checksum covers all bytes before it, the digests cover the payload. Pure.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class BlockHeader:
     def parts(self) -> int:
         return len(self.sizes)
 
-    def stretch(self, first: int, last: int) -> tuple[int, int]:
+    def digest(self, part: int) -> bytes:
+        return self.digests[part * DIGEST_BYTES : (part + 1) * DIGEST_BYTES]
+
+    def span(self, first: int, last: int) -> tuple[int, int]:
         """(offset in the file, bytes) of parts first..last (exclusive)."""
         return self.start + sum(self.sizes[:first]), sum(self.sizes[first:last])
 
@@ -44,8 +47,7 @@ class BlockHeader:
         view, start = memoryview(data), 0
         for part in range(first, last):
             size = self.sizes[part]
-            wanted = self.digests[part * DIGEST_BYTES : (part + 1) * DIGEST_BYTES]
-            if part_digest(self.key, part, self.parts, view[start : start + size]) != wanted:
+            if part_digest(self.key, part, self.parts, view[start : start + size]) != self.digest(part):
                 raise CorruptChunk(f"part {part} of a block on disk does not match its digest", code="digest")
             start += size
 
@@ -71,7 +73,7 @@ def header_bytes(start: bytes, file_bytes: int) -> int:
     if magic != _MAGIC or version != FORMAT_VERSION:
         raise CorruptChunk("a block's file does not begin as one", code="header")
     length = _header_bytes(namespace_bytes, parts)
-    if length > file_bytes:  # nobody should make room for what a damaged number says
+    if length > file_bytes:  # no memory is taken for what a damaged number says
         raise CorruptChunk("a block's file is too short for its header", code="header")
     return length
 

@@ -1,6 +1,6 @@
-"""The pool as a worker uses it: many nodes behind four calls that never fail, only find less.
+"""The pool as a worker uses it: many nodes behind four calls that never fail, but find less.
 
-Who owns a key is the ring's to say, who is left alone the pauses'; merging the nodes' answers is the fetch's.
+Ring says which nodes own a key, Backoff which nodes are not asked, and Fetch merges the nodes' slabs.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from kvcache.pool.backoff import Backoff
 from kvcache.pool.block import PoolBlock, Slab
 from kvcache.pool.fetch import Fetch, as_generator
 from kvcache.pool.links import BlockSelection, PoolLink
-from kvcache.pool.pauses import Pauses
-from kvcache.pool.puts import batches
 from kvcache.pool.ring import Ring
+from kvcache.pool.wire import batches
 from serving.errors import MillraceError, Unauthorized, WorkerLost
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class ClientStats:
     stored: int = 0  # blocks that nodes took
     bytes_in: Counter[str] = field(default_factory=Counter)  # by the way they came
     bytes_out: int = 0
-    corrupt: int = 0  # pieces refused on arrival
+    corrupt: int = 0  # parts refused on arrival
     failures: Counter[str] = field(default_factory=Counter)
     lookup_seconds: float = 0.0
     get_seconds: float = 0.0  # from the call to the last slab, the caller's own time between slabs included
@@ -72,7 +72,7 @@ class PoolClient:
         self.clock = clock
         self.stats = ClientStats()
         self.ring = Ring()
-        self._pauses = Pauses()
+        self._backoff = Backoff()
         self._peers: dict[str, _Peer] = {}
         self._retired: set[_Peer] = set()  # no longer nodes of ours, but calls to them are in progress
         self._closing: set[asyncio.Task[None]] = set()
@@ -94,7 +94,7 @@ class PoolClient:
         """
         self.ring = Ring(nodes)
         for address in [known for known in self._peers if known not in self.ring.nodes]:
-            self._pauses.forget(address)
+            self._backoff.forget(address)
             peer = self._peers.pop(address)
             self._retired.add(peer)
             self._close_unused(peer)
@@ -128,7 +128,7 @@ class PoolClient:
         """Parts first_part..last_part (exclusive; 0 as last_part: all) of blocks of `parts` parts, from all nodes.
 
         Indices are positions in `keys`. Of each key the parts come in ascending order; keys of different nodes
-        overtake each other. What nobody has is left out. Leave it early only through `aclose`.
+        overtake each other. A key that no node has is left out. Leave it early only through `aclose`.
         """
         began = self.clock()
         owners = [self.ring.owners(key, self.replication) for key in keys]
@@ -154,13 +154,13 @@ class PoolClient:
         self.stats.put_seconds += self.clock() - began
 
     async def evict(self, keys: Sequence[bytes]) -> bool:
-        """Have all their owners drop these blocks; whether all of them have answered."""
+        """Have all their owners drop these blocks; True if all of them have answered."""
         shares = self._shares(keys).items()
         asked = (self._evict(address, [keys[index] for index in indices]) for address, indices in shares)
         return all(await asyncio.gather(*asked))
 
     async def _evict(self, address: str, keys: Sequence[bytes]) -> bool:
-        """Whether the node answered."""
+        """True if the node answered."""
         return await self._ask(address, lambda link: link.evict(BlockSelection(keys=tuple(keys)))) is not None
 
     async def _put(self, address: str, blocks: list[PoolBlock]) -> None:
@@ -169,7 +169,7 @@ class PoolClient:
                 return
 
     async def _put_batch(self, address: str, batch: list[PoolBlock]) -> bool:
-        """Whether the node answered."""
+        """True if the node answered."""
         taken = await self._ask(address, lambda link: link.put(batch))
         if taken is None:
             return False
@@ -189,7 +189,7 @@ class PoolClient:
 
     async def _ask(self, address: str, call: Callable[[PoolLink], Awaitable[T]]) -> T | None:
         """The node's answer; None if it gives none, which is counted."""
-        if not self._pauses.may_ask(address, self.clock()):
+        if not self._backoff.may_ask(address, self.clock()):
             return None
         try:
             with self._link(address) as link:
@@ -198,12 +198,12 @@ class PoolClient:
         except (MillraceError, OSError) as error:
             self._failed(address, error)
             return None
-        self._pauses.answered(address)
+        self._backoff.answered(address)
         return answer
 
     async def _stream(self, address: str, keys: Sequence[bytes], first: int, last: int) -> AsyncGenerator[Slab, None]:
         """What the node sends, until it ends or fails; failing is counted."""
-        if not self._pauses.may_ask(address, self.clock()):
+        if not self._backoff.may_ask(address, self.clock()):
             return
         try:
             with self._link(address) as link:
@@ -211,7 +211,7 @@ class PoolClient:
                     while True:
                         async with asyncio.timeout(self.timeout):
                             slab = await anext(slabs, None)
-                        self._pauses.answered(address)
+                        self._backoff.answered(address)
                         if slab is None:
                             return
                         yield slab
@@ -223,10 +223,10 @@ class PoolClient:
         timed_out = isinstance(error, TimeoutError) or getattr(error, "code", None) == "DEADLINE_EXCEEDED"
         self.stats.failures["Timeout" if timed_out else type(error).__name__] += 1
         if isinstance(error, WorkerLost | Unauthorized | OSError):
-            if self._pauses.failed(address, self.clock()):
+            if self._backoff.failed(address, self.clock()):
                 log.warning("pool node %s is left alone for a while: %s", address, error or "it does not answer")
         else:
-            self._pauses.answered(address)
+            self._backoff.answered(address)
 
     @contextmanager
     def _link(self, address: str) -> Iterator[PoolLink]:
@@ -241,7 +241,7 @@ class PoolClient:
             self._close_unused(peer)
 
     def _close_unused(self, peer: _Peer) -> None:
-        """Close the link of a node that is no longer ours once the last call has ended."""
+        """Close the link of a node that has left the pool once the last call has ended."""
         if peer.calls == 0 and peer in self._retired:
             self._retired.discard(peer)
             task = asyncio.get_running_loop().create_task(peer.link.close(), name="close-pool-link")

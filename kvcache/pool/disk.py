@@ -5,7 +5,7 @@
     aside/                          files being written; whatever a node finds here at its start is left over
     blocks/<namespace>/<ab>/<key>   keys in hex, <ab> being their first byte
 
-Knows nothing of capacity or of what is worth keeping: kvcache.pool.tiers does. Any thread may call; two threads must
+It knows nothing of capacity or eviction. Any thread may call; two threads must
 not write and remove the same key at the same time.
 """
 
@@ -59,7 +59,7 @@ class BlockFolder:
         self._root = root
         self._fsync = fsync
         self._numbers = itertools.count()
-        self._folders = threading.Lock()  # nobody removes an empty folder while a file is about to come into it
+        self._folders = threading.Lock()  # no empty folder is removed while a file is about to come into it
         with _advising(root):
             root.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(root)
@@ -114,7 +114,7 @@ class BlockFolder:
     def read(self, key: bytes, namespace: str, first: int = 0, last: int = 0, most: int | None = None) -> PartRange:
         """Parts first..last (0: all) of a block, fewer if they would be more than `most` bytes, but at least one.
 
-        A `first` beyond the last part gives an empty stretch. Raises CorruptChunk when the file is gone or not as it
+        A `first` beyond the last part gives an empty range. Raises CorruptChunk when the file is gone or not as it
         was written, OSError when it cannot be read now.
         """
         with _opened(self._path(key, namespace)) as descriptor:
@@ -127,7 +127,7 @@ class BlockFolder:
                 raise CorruptChunk("a file holds the block of another namespace", code="key")
             first = min(first, header.parts)
             last = _last_part(header, first, last, most)
-            start, wanted = header.stretch(first, last)
+            start, wanted = header.span(first, last)
             payload = head[start : start + wanted]
             if len(payload) < wanted:
                 payload = _read_all(descriptor, start, wanted)

@@ -1,147 +1,225 @@
-"""Which block goes first when a tier is full: replaceable policies over names and sizes.
+"""Which blocks leave a full tier: least recently used first, within quotas and around pins.
 
-Pure: no clock, no bytes. Who may lose blocks at all (quotas, pins) is decided around a policy, in kvcache.pool.shelf.
+Pure: it counts blocks by name and size, and `now` is handed in. Not thread-safe; the store's lock guards it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from heapq import heappop, heappush
 
-SMALL_SHARE = 0.1  # of the bytes: S3-FIFO's probation
-MOST_USES = 3  # uses are counted up to here
-PROMOTION_USES = 2  # uses in probation that earn a place in the main queue
-
-
-class EvictionPolicy(Protocol):
-    """An order of eviction over the blocks it was told of. Sizes are in bytes."""
-
-    def add(self, key: bytes, size: int) -> None:
-        """A block that is not here yet has come."""
-        ...
-
-    def touch(self, key: bytes) -> None:
-        """A block that is here was used."""
-        ...
-
-    def remove(self, key: bytes, *, evicted: bool = False) -> None:
-        """The block has gone; `evicted` when it went as the victim, which a policy may want to remember."""
-        ...
-
-    def victims(self) -> Iterator[bytes]:
-        """All that are here, what should go first first: the same order until something changes, which ends it."""
-        ...
-
-    def __len__(self) -> int: ...
+from kvcache.pool.links import TierStat
 
 
-class Lru:
-    """The block that was used longest ago goes first."""
+@dataclass(slots=True)
+class BlockRecord:
+    """A block as a tier counts it: bytes, when it came (seconds), and the number of its last use among all uses."""
 
-    def __init__(self) -> None:
-        self._order: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
-
-    def add(self, key: bytes, size: int) -> None:
-        self._order[key] = None
-
-    def touch(self, key: bytes) -> None:
-        self._order.move_to_end(key)
-
-    def remove(self, key: bytes, *, evicted: bool = False) -> None:
-        del self._order[key]
-
-    def victims(self) -> Iterator[bytes]:
-        return iter(self._order)
-
-    def __len__(self) -> int:
-        return len(self._order)
+    key: bytes
+    namespace: str
+    size: int
+    stored_at: float
+    used: int = 0
 
 
-class _Fifo:
-    """A queue of sized keys that knows its bytes and gives up any of them at once."""
+@dataclass(slots=True)
+class TierCounters:
+    """A tier's running totals: the fields of TierStat that only grow."""
 
-    def __init__(self) -> None:
-        self._sizes: OrderedDict[bytes, int] = OrderedDict()
-        self.bytes = 0
+    hits: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    evictions: int = 0
+    corrupt: int = 0
+    read_seconds: float = 0.0
+    eviction_age_seconds: float = 0.0
 
-    def push(self, key: bytes, size: int) -> None:
-        self._sizes[key] = size
-        self.bytes += size
-
-    def take(self, key: bytes) -> int:
-        size = self._sizes.pop(key)
-        self.bytes -= size
-        return size
-
-    def __iter__(self) -> Iterator[bytes]:
-        """The first that came first."""
-        return iter(self._sizes)
-
-    def rotate(self, key: bytes) -> None:
-        self._sizes.move_to_end(key)
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._sizes
-
-    def __len__(self) -> int:
-        return len(self._sizes)
+    def add(self, other: TierCounters) -> None:
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
-class S3Fifo:
-    """Three queues (Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023).
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quotas:
+    """Bytes that each namespace keeps: inserts of other namespaces never push it below.
 
-    A new block is on probation in a small queue. It leaves it for the main queue when it was used there, else for good;
-    the ghost queue remembers the names of those, and what comes back while remembered goes to the main queue at once.
-    The paper sizes the queues by the cache's capacity; here they are shares of what is held, so that the policy
-    need not know how much that may be.
+    `scale` is the part of it that holds in this tier.
     """
 
+    by_namespace: Mapping[str, int] = field(default_factory=dict)
+    default: int = 0
+    scale: float = 1.0
+
+    def of(self, namespace: str) -> int:
+        return int(self.by_namespace.get(namespace, self.default) * self.scale)
+
+
+class Pins:
+    """Keys that may not be evicted until a time, in seconds."""
+
     def __init__(self) -> None:
-        self._small = _Fifo()
-        self._main = _Fifo()
-        self._ghost = _Fifo()
-        self._uses: dict[bytes, int] = {}
+        self._until: dict[bytes, float] = {}
+        self._queue: list[tuple[float, bytes]] = []  # a heap; a pin that was made longer leaves its old entry behind
 
-    def add(self, key: bytes, size: int) -> None:
-        remembered = key in self._ghost
-        if remembered:
-            self._ghost.take(key)
-        (self._main if remembered else self._small).push(key, size)
-        self._uses[key] = 0
+    def pin(self, key: bytes, until: float) -> None:
+        if until > self._until.get(key, float("-inf")):
+            self._until[key] = until
+            heappush(self._queue, (until, key))
 
-    def touch(self, key: bytes) -> None:
-        self._uses[key] = min(self._uses[key] + 1, MOST_USES)
+    def release(self, key: bytes) -> None:
+        self._until.pop(key, None)
 
-    def remove(self, key: bytes, *, evicted: bool = False) -> None:
-        del self._uses[key]
-        queue = self._small if key in self._small else self._main
-        size = queue.take(key)
-        if evicted and queue is self._small:
-            self._ghost.push(key, size)
-        while self._ghost.bytes > self._small.bytes + self._main.bytes + size:
-            self._ghost.take(next(iter(self._ghost)))
+    def expire(self, now: float) -> None:
+        while self._queue and self._queue[0][0] <= now:
+            _, key = heappop(self._queue)
+            if self._until.get(key, float("inf")) <= now:
+                del self._until[key]
 
-    def victims(self) -> Iterator[bytes]:
-        first, second = self._small, self._main
-        while self._uses:
-            over = self._small.bytes > SMALL_SHARE * (self._small.bytes + self._main.bytes)
-            first, second = (self._small, self._main) if over or not len(self._main) else (self._main, self._small)
-            key = next(iter(first))
-            if first is self._small and self._uses[key] >= PROMOTION_USES:
-                self._main.push(key, self._small.take(key))
-                self._uses[key] = 0
-            elif first is self._main and self._uses[key]:
-                self._main.rotate(key)
-                self._uses[key] -= 1
-            else:
-                break
-        yield from first
-        yield from second
+    def __contains__(self, key: object) -> bool:
+        return key in self._until
 
     def __len__(self) -> int:
-        return len(self._uses)
+        return len(self._until)
 
 
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru, "s3fifo": S3Fifo}
-DEFAULT_POLICY = "lru"
+class _Group:
+    """Blocks that compete with one another: those of a namespace with a quota, or of all namespaces without one."""
+
+    def __init__(self, quota: int):
+        self.records: OrderedDict[bytes, BlockRecord] = OrderedDict()  # least recently used first
+        self.quota = quota
+        self.bytes = 0
+
+    def victim(self, pinned: Container[bytes]) -> BlockRecord | None:
+        """The block that was used longest ago and is not pinned."""
+        return next((record for key, record in self.records.items() if key not in pinned), None)
+
+
+class QuotaLru:
+    """Never more than `capacity` bytes. A namespace within its quota loses nothing to another's inserts.
+
+    Of what namespaces hold beyond their quotas, the block that was used longest ago is evicted. An insert that finds no
+    room that way takes it from its own namespace, or is refused.
+    """
+
+    def __init__(self, capacity: int, quotas: Quotas):
+        self.capacity = capacity
+        self.bytes = 0
+        self.counters = TierCounters()
+        self._quotas = quotas
+        self._records: dict[bytes, BlockRecord] = {}
+        self._groups: dict[str, _Group] = {}
+        self._uses = 0
+
+    def get(self, key: bytes) -> BlockRecord | None:
+        return self._records.get(key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._records
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[BlockRecord]:
+        return iter(self._records.values())
+
+    def touch(self, key: bytes) -> None:
+        """Count a use, if the block is here. A chain's blocks are touched last first, so that its first stay longest:
+        a block is useless without those before it."""
+        record = self._records.get(key)
+        if record is not None:
+            self._uses += 1
+            record.used = self._uses
+            self._group(record.namespace).records.move_to_end(key)
+
+    def admit(
+        self,
+        key: bytes,
+        namespace: str,
+        size: int,
+        *,
+        stored_at: float,
+        now: float,
+        pinned: Container[bytes] = (),
+        capacity: int | None = None,
+    ) -> list[BlockRecord] | None:
+        """Take a new block in; what had to go for it, or None, and nothing has gone, if that makes no room.
+
+        `capacity` is what there is for once, where that is less than usual.
+        """
+        assert size > 0 and key not in self._records, "a block is admitted once"
+        capacity = self.capacity if capacity is None else capacity
+        if size > capacity:
+            return None
+        own = self._group(namespace)
+        own.bytes += size  # the newcomer competes as part of what its namespace holds
+        gone: list[BlockRecord] = []
+        while self.bytes + size > capacity:
+            victim = self._victim(own, pinned)
+            if victim is None:
+                own.bytes -= size
+                self._tidy(namespace)
+                for record in gone:
+                    self._insert(record)
+                return None
+            self._take_out(victim)
+            gone.append(victim)
+        own.bytes -= size
+        self._uses += 1
+        self._insert(BlockRecord(key, namespace, size, stored_at, self._uses))
+        self.counters.evictions += len(gone)
+        self.counters.eviction_age_seconds += sum(now - record.stored_at for record in gone)
+        return gone
+
+    def remove(self, key: bytes) -> BlockRecord | None:
+        """Take a block out for another reason than want of room."""
+        record = self._records.get(key)
+        if record is not None:
+            self._take_out(record)
+        return record
+
+    def stat(self) -> TierStat:
+        return TierStat(capacity=self.capacity, bytes=self.bytes, blocks=len(self._records), **asdict(self.counters))
+
+    def _victim(self, own: _Group, pinned: Container[bytes]) -> BlockRecord | None:
+        beyond = [
+            record
+            for group in self._groups.values()
+            if group.bytes > group.quota
+            and (record := group.victim(pinned)) is not None
+            and group.bytes - record.size >= group.quota
+        ]
+        return min(beyond, key=lambda record: record.used) if beyond else own.victim(pinned)
+
+    def _group(self, namespace: str) -> _Group:
+        name = self._name(namespace)
+        if name not in self._groups:
+            self._groups[name] = _Group(self._quotas.of(namespace))
+        return self._groups[name]
+
+    def _name(self, namespace: str) -> str:
+        """Namespaces without a quota share a group, under a name that no namespace can have."""
+        return namespace if self._quotas.of(namespace) else ""
+
+    def _insert(self, record: BlockRecord) -> None:
+        group = self._group(record.namespace)
+        group.records[record.key] = record
+        group.bytes += record.size
+        self._records[record.key] = record
+        self.bytes += record.size
+
+    def _take_out(self, record: BlockRecord) -> None:
+        group = self._group(record.namespace)
+        del group.records[record.key]
+        group.bytes -= record.size
+        del self._records[record.key]
+        self.bytes -= record.size
+        self._tidy(record.namespace)
+
+    def _tidy(self, namespace: str) -> None:
+        """Forget a group without bytes: namespaces may come and go by the thousand."""
+        name = self._name(namespace)
+        if not self._groups[name].bytes:
+            del self._groups[name]

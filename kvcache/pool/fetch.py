@@ -1,6 +1,6 @@
-"""One get over several nodes: each sends its share, and what one fails to send is asked of the next that may have it.
+"""One get over several nodes: each sends its share, and what one fails to send is asked of the next owner of the key.
 
-It knows owners only as addresses to stream from. No piece leaves here whose digest has not been computed again.
+It knows owners only as addresses to stream from. No part leaves here whose digest has not been computed again.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import replace
 
 from kvcache.pool.block import DIGEST_BYTES, Slab, part_digest
 
-WINDOW = 4  # slabs that may wait for whoever reads them: bounds memory, keeps the wire busy
+WINDOW = 4  # slabs that may wait for the reader: bounds memory, keeps the wire busy
 
 Stream = Callable[[str, Sequence[bytes], int, int], AsyncGenerator[Slab, None]]
 """Slabs of these keys and parts (first, last) from the node at an address. It ends early when the node fails."""
 
 
 class Fetch:
-    """Parts `first` to `last` (exclusive) of blocks of `parts` parts; `owners` are where each key may be, best first.
+    """Parts `first` to `last` (exclusive) of blocks of `parts` parts; `owners` may have each key, best first.
 
-    Of every key the parts come in order and without a gap, if perhaps from several nodes: the key is either whole at
-    the end, or left out from some part on.
+    Of every key the parts come in order and without a gap, perhaps from several nodes: the key is whole at the end, or
+    left out from some part on.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Fetch:
         self.last = last
         self.parts = parts
         self.stream = stream
-        self.corrupt = 0  # pieces that were not what their digest says
+        self.corrupt = 0  # parts that do not match their digests
         self._untried = [list(reversed(addresses)) for addresses in owners]
         self._next = [first] * len(keys)  # the part each key goes on from
         self._room = asyncio.Semaphore(WINDOW)
@@ -46,7 +46,7 @@ class Fetch:
         self._pumps: set[asyncio.Task[None]] = set()
 
     async def slabs(self) -> AsyncGenerator[Slab, None]:
-        """Good pieces as they come, with indices into `keys`."""
+        """Good parts as they come, with indices into `keys`."""
         try:
             self._ask_for(range(len(self.keys)))
             while self._pumps:
@@ -86,15 +86,15 @@ class Fetch:
         self._ask_for(indices)
 
     def _check(self, slab: Slab, indices: list[int]) -> tuple[Slab | None, int]:
-        """The good pieces, under our own indices, and how many were corrupt. A key with a bad piece is left alone.
+        """The good parts, by indices into `keys`, and how many were corrupt. A key with a bad part is left alone.
 
-        Runs in a thread; until its pump ends, nobody else looks at these keys.
+        Runs in a thread; until its pump ends, no other pump reads these keys.
         """
         if not is_whole(slab, len(indices)):
             return None, max(1, len(slab.indices))
         good: list[tuple[int, bytes, memoryview]] = []
         corrupt = 0
-        for place, digest, data in slab.pieces():
+        for place, digest, data in slab.parts():
             index = indices[place]
             if self._next[index] != slab.part:
                 continue  # asked of another node from here on
@@ -107,7 +107,7 @@ class Fetch:
 
 
 def is_whole(slab: Slab, keys: int) -> bool:
-    """Whether its fields agree with one another and speak of these many keys, before anyone slices by them."""
+    """True if its fields agree with one another and name indices below `keys`. Call it before slicing by them."""
     return (
         len(slab.sizes) == len(slab.indices)
         and len(slab.digests) == DIGEST_BYTES * len(slab.indices)
@@ -117,24 +117,24 @@ def is_whole(slab: Slab, keys: int) -> bool:
     )
 
 
-def picked(slab: Slab, pieces: list[tuple[int, bytes, memoryview]]) -> Slab | None:
-    """A slab of only these of its pieces; no bytes are copied when those are all."""
-    if not pieces:
+def picked(slab: Slab, parts: list[tuple[int, bytes, memoryview]]) -> Slab | None:
+    """A slab of only these of its parts; no bytes are copied if those are all."""
+    if not parts:
         return None
-    indices = tuple(index for index, _, _ in pieces)
-    if len(pieces) == len(slab.indices):
+    indices = tuple(index for index, _, _ in parts)
+    if len(parts) == len(slab.indices):
         return replace(slab, indices=indices)
     return Slab(
         part=slab.part,
         indices=indices,
-        sizes=tuple(len(data) for _, _, data in pieces),
-        digests=b"".join(digest for _, digest, _ in pieces),
-        payload=b"".join(data for _, _, data in pieces),
+        sizes=tuple(len(data) for _, _, data in parts),
+        digests=b"".join(digest for _, digest, _ in parts),
+        payload=b"".join(data for _, _, data in parts),
         via=slab.via,
     )
 
 
 def as_generator(stream: AsyncIterator[Slab]) -> AsyncGenerator[Slab, None]:
-    """A link's stream as what it is: something that has to be closed when it is left early."""
+    """A link's stream as a generator, which has to be closed if it is left early."""
     assert isinstance(stream, AsyncGenerator)
     return stream

@@ -1,4 +1,4 @@
-"""The seam of the pool: what one node answers, in process and over gRPC alike, and what is told about it.
+"""The interface of a pool node, in process and over gRPC alike, and what it reports.
 
 Calls raise errors of `serving.errors`: WorkerLost for a broken connection, Overloaded for a full backlog.
 """
@@ -75,7 +75,7 @@ class PoolLink(Protocol):
         ...
 
     def events(self) -> AsyncIterator[PoolEvent]:
-        """First one "stored" event with every key held, then changes as they happen."""
+        """First one "stored" event with every key, then changes as they happen."""
         ...
 
     async def close(self) -> None: ...

@@ -78,8 +78,8 @@ async def push(pool: ModelPool, model: str, path: Path, progress: Progress = lam
     listed: list[ModelFile] = []
     for file in files:
         keys: list[bytes] = []
-        pieces = _pieces(file)
-        while blocks := await asyncio.to_thread(_next_blocks, pieces):
+        parts = _pieces(file)
+        while blocks := await asyncio.to_thread(_next_blocks, parts):
             if not await _stored(pool, blocks):
                 raise _not_kept(model, total)
             keys += [block.key for block in blocks]
@@ -168,9 +168,9 @@ def _pieces(file: Path) -> Iterator[bytes]:
             yield data
 
 
-def _next_blocks(pieces: Iterator[bytes]) -> list[PoolBlock]:
+def _next_blocks(parts: Iterator[bytes]) -> list[PoolBlock]:
     return [
-        make_block(content_key(data), NAMESPACE, [data]) for _, data in zip(range(BATCH_BLOCKS), pieces, strict=False)
+        make_block(content_key(data), NAMESPACE, [data]) for _, data in zip(range(BATCH_BLOCKS), parts, strict=False)
     ]
 
 
@@ -179,7 +179,7 @@ async def _contents(pool: ModelPool, keys: Sequence[bytes], model: str) -> list[
     found: dict[int, bytes] = {}
     async with aclosing(pool.get(keys, parts=1)) as slabs:
         async for slab in slabs:
-            for index, _, data in slab.pieces():
+            for index, _, data in slab.parts():
                 found[index] = bytes(data)
     if len(found) < len(keys):
         raise NotFound(f"the KV pool has only part of {model}")

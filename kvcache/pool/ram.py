@@ -1,7 +1,7 @@
-"""The RAM tier: blocks by their key, never more bytes of them than its shelf allows.
+"""The RAM tier: blocks by their key, within a capacity.
 
-Pure: `now` is handed in, and blocks that have to go are handed back, so that somebody may write them to disk. Not
-thread-safe; the store's lock guards it.
+Pure: `now` is handed in, and evicted blocks are returned, so that they can be written to disk. Not thread-safe; the
+store's lock guards it.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Container, Iterator
 
 from kvcache.pool.block import PoolBlock
 from kvcache.pool.blockfile import stored_bytes
-from kvcache.pool.shelf import Shelf
+from kvcache.pool.eviction import QuotaLru
 
 
 class RamTier:
-    """A shelf and the blocks on it. One without capacity refuses every block."""
+    """Blocks, and the LRU that counts them. Without capacity it refuses every block."""
 
-    def __init__(self, shelf: Shelf):
-        self.shelf = shelf
+    def __init__(self, lru: QuotaLru):
+        self.lru = lru
         self._blocks: dict[bytes, PoolBlock] = {}
 
     def put(
@@ -28,23 +28,23 @@ class RamTier:
         `stored_at` is when the node got it, which may be earlier than `now` when it comes up from disk.
         """
         if block.key in self._blocks:
-            self.shelf.touch(block.key)
+            self.lru.touch(block.key)
             return []
-        gone = self.shelf.admit(
+        gone = self.lru.admit(
             block.key, block.namespace, stored_bytes(block), stored_at=stored_at, now=now, pinned=pinned
         )
         if gone is None:
             return None
         self._blocks[block.key] = block
-        self.shelf.counters.bytes_written += len(block.payload)
-        return [self._blocks.pop(held.key) for held in gone]
+        self.lru.counters.bytes_written += len(block.payload)
+        return [self._blocks.pop(record.key) for record in gone]
 
     def get(self, key: bytes) -> PoolBlock | None:
-        """The block, without counting it as a use: that is `shelf.touch`."""
+        """The block, without counting it as a use: that is `lru.touch`."""
         return self._blocks.get(key)
 
     def remove(self, key: bytes) -> PoolBlock | None:
-        self.shelf.remove(key)
+        self.lru.remove(key)
         return self._blocks.pop(key, None)
 
     def __contains__(self, key: object) -> bool:

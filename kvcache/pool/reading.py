@@ -1,6 +1,6 @@
-"""Blocks being read, part by part, from memory or from files, and cut into slabs. Every byte is verified on its way.
+"""One read of blocks, part by part, from memory or from files, cut into slabs. Every byte is verified on its way.
 
-Knows one read at a time; what a damaged block means for the tiers is the store's business.
+What a damaged block means for the tiers is decided by the store.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from kvcache.pool.block import DIGEST_BYTES, PoolBlock, Slab, part_digest
+from kvcache.pool.block import PoolBlock, Slab, part_digest
 from kvcache.pool.disk import PartRange
+from kvcache.pool.eviction import BlockRecord, TierCounters
 from kvcache.pool.links import Tier
-from kvcache.pool.shelf import Counters, Held
 from kvcache.pool.tiers import BlockLocation
 from serving.errors import CorruptChunk
 
-SLAB_BYTES = 2 << 20  # no slab has more, unless it is a single part that has: what a slot holds
+SLAB_BYTES = 2 << 20  # of a slab at most, unless a single part has more: what a lent buffer holds
 READ_AHEAD_BYTES = 8 << 20  # of all files of one read together: the first slab waits for so much
 LEAST_READ_BYTES = 1 << 17  # of one file at a time
 
@@ -43,7 +43,7 @@ class MemorySource:
         self._view = memoryview(block.payload)
         self._start = sum(block.sizes[:first])
 
-    def piece(self, part: int) -> BlockPart | None:
+    def read(self, part: int) -> BlockPart | None:
         """None when the block has no such part. Raises CorruptChunk."""
         block = self.block
         if part >= len(block.sizes):
@@ -51,76 +51,77 @@ class MemorySource:
         end = self._start + block.sizes[part]
         data = self._view[self._start : end]
         self._start = end
-        digest = block.digests[part * DIGEST_BYTES : (part + 1) * DIGEST_BYTES]
-        if part_digest(block.key, part, len(block.sizes), data) != digest:
+        digest = block.digest(part)
+        if part_digest(block.key, part, block.parts, data) != digest:
             raise CorruptChunk(f"part {part} of a block in memory does not match its digest", code="digest")
         return BlockPart(digest, data)
 
 
 class FileSource:
-    """A block on disk, read some parts ahead: `read(first, last, most bytes)` gives them verified.
+    """A block on disk, read some parts ahead: `read(first, last, most bytes)` returns them verified.
 
-    With `keep` it remembers what it read, so that the whole block can go up to RAM.
+    With `keep` it keeps what it read, so that the whole block can be promoted to RAM.
     """
 
     tier = Tier.DISK
 
-    def __init__(self, held: Held, last: int, most: int, read: Callable[[int, int, int], PartRange], *, keep: bool):
-        self.held = held
+    def __init__(
+        self, record: BlockRecord, last: int, most: int, read: Callable[[int, int, int], PartRange], *, keep: bool
+    ):
+        self.record = record
         self._last = last
         self._most = most
         self._read = read
         self._keep = keep
-        self._stretches: list[PartRange] = []
-        self._start = 0  # of the next part in the last stretch
+        self._ranges: list[PartRange] = []
+        self._start = 0  # of the next part in the last range
 
-    def piece(self, part: int) -> BlockPart | None:
+    def read(self, part: int) -> BlockPart | None:
         """None when the block has no such part. Raises CorruptChunk, and OSError when the file cannot be read now."""
-        if not self._stretches or part >= self._stretches[-1].last:
-            stretch = self._read(part, self._last, self._most)
-            self._stretches = [*self._stretches, stretch] if self._keep else [stretch]
+        if not self._ranges or part >= self._ranges[-1].last:
+            found = self._read(part, self._last, self._most)
+            self._ranges = [*self._ranges, found] if self._keep else [found]
             self._start = 0
-        stretch = self._stretches[-1]
-        if part >= stretch.last:
+        found = self._ranges[-1]
+        if part >= found.last:
             return None
-        header = stretch.header
-        end = self._start + header.sizes[part]
-        data = memoryview(stretch.payload)[self._start : end]
+        end = self._start + found.header.sizes[part]
+        data = memoryview(found.payload)[self._start : end]
         self._start = end
-        return BlockPart(header.digests[part * DIGEST_BYTES : (part + 1) * DIGEST_BYTES], data)
+        return BlockPart(found.header.digest(part), data)
 
     def take_whole(self) -> PoolBlock | None:
         """The block, once, when every part of it has been read and kept, and was of one and the same file."""
-        first, latest = self._stretches[0], self._stretches[-1]
+        first, latest = self._ranges[0], self._ranges[-1]
         header = first.header
         if not self._keep or first.first or latest.last < header.parts:
             return None
-        stretches, self._stretches, self._keep = self._stretches, [latest], False
-        if any(stretch.header != header for stretch in stretches):
+        ranges, self._ranges, self._keep = self._ranges, [latest], False
+        if any(found.header != header for found in ranges):
             return None
         return PoolBlock(
             key=header.key,
             namespace=header.namespace,
             sizes=header.sizes,
             digests=header.digests,
-            payload=b"".join(stretch.payload for stretch in stretches),
+            payload=b"".join(found.payload for found in ranges),
         )
 
 
-class Origin(Protocol):
-    """What a reading needs of the store."""
+class ReadBackend(Protocol):
+    """What a Reader needs of the store (kvcache.pool.store.BlockStore)."""
 
-    def read_file(self, held: Held, first: int, last: int, most: int) -> PartRange: ...
+    def read_file(self, record: BlockRecord, first: int, last: int, most: int) -> PartRange: ...
 
     def promote(self, block: PoolBlock) -> None:
-        """All of a block has been read from disk, unharmed."""
+        """All of a block has been read from disk, undamaged."""
         ...
 
     def drop_damaged_block(self, block: PoolBlock, why: CorruptChunk) -> BlockLocation:
         """The block in memory is damaged; where else it can be read."""
         ...
 
-    def drop_damaged_file(self, held: Held, why: CorruptChunk) -> BlockLocation:
+    def drop_damaged_file(self, record: BlockRecord, why: CorruptChunk) -> BlockLocation:
         """The file is damaged, or gone, as when the block has been evicted; where else the block can be read."""
         ...
 
@@ -134,7 +135,7 @@ class Reader:
 
     def __init__(
         self,
-        origin: Origin,
+        backend: ReadBackend,
         places: Sequence[BlockLocation],
         first: int,
         last: int,
@@ -142,13 +143,13 @@ class Reader:
         keep_bytes: int,
         clock: Callable[[], float],
     ):
-        self.tallies = {Tier.RAM: Counters(), Tier.DISK: Counters()}
-        self._origin = origin
+        self.tallies = {Tier.RAM: TierCounters(), Tier.DISK: TierCounters()}
+        self._backend = backend
         self._first = first
         self._last = last
         self._keep_bytes = keep_bytes
         self._clock = clock
-        files = sum(place.block is None and place.held is not None for place in places)
+        files = sum(place.block is None and place.record is not None for place in places)
         self._most = max(LEAST_READ_BYTES, READ_AHEAD_BYTES // max(1, files))
         self._sources = [self._source(place, first) for place in places]
         self._counted = [False] * len(places)
@@ -160,15 +161,15 @@ class Reader:
         while left and (not self._last or part < self._last):
             batch, indices, left = _Batch(part), left, []
             for index in indices:
-                piece = self._piece(index, part)
-                if piece is None:
+                found = self._read(index, part)
+                if found is None:
                     self._sources[index] = None
                     continue
                 left.append(index)
-                if batch.indices and batch.bytes + len(piece.data) > SLAB_BYTES:
+                if batch.indices and batch.bytes + len(found.data) > SLAB_BYTES:
                     yield batch.slab()
                     batch = _Batch(part)
-                batch.add(index, piece)
+                batch.add(index, found)
             if batch.indices:
                 yield batch.slab()
             part += 1
@@ -176,42 +177,42 @@ class Reader:
     def _source(self, place: BlockLocation, first: int) -> MemorySource | FileSource | None:
         if place.block is not None:
             return MemorySource(place.block, first)
-        if place.held is None:
+        if place.record is None:
             return None
-        self._keep_bytes -= place.held.size
-        read = partial(self._origin.read_file, place.held)
-        return FileSource(place.held, self._last, self._most, read, keep=first == 0 and self._keep_bytes >= 0)
+        self._keep_bytes -= place.record.size
+        read = partial(self._backend.read_file, place.record)
+        return FileSource(place.record, self._last, self._most, read, keep=first == 0 and self._keep_bytes >= 0)
 
-    def _piece(self, index: int, part: int) -> BlockPart | None:
-        """The next part of a block, from the first tier that has it unharmed."""
+    def _read(self, index: int, part: int) -> BlockPart | None:
+        """The next part of a block, from the first tier that has it undamaged."""
         while (source := self._sources[index]) is not None:
             started = self._clock()
             try:
-                piece = source.piece(part)
+                found = source.read(part)
             except CorruptChunk as error:
                 self._sources[index] = self._source(self._dropped(source, error), part)
                 continue
             except OSError as error:
                 log.warning("a block of the KV pool cannot be read: %s", error)
                 return None
-            if piece is not None:
-                self._count(index, source, piece, self._clock() - started)
-            return piece
+            if found is not None:
+                self._count(index, source, found, self._clock() - started)
+            return found
         return None
 
-    def _count(self, index: int, source: MemorySource | FileSource, piece: BlockPart, seconds: float) -> None:
+    def _count(self, index: int, source: MemorySource | FileSource, found: BlockPart, seconds: float) -> None:
         tally = self.tallies[source.tier]
         tally.hits += not self._counted[index]
-        tally.bytes_read += len(piece.data)
+        tally.bytes_read += len(found.data)
         tally.read_seconds += seconds
         self._counted[index] = True
         if isinstance(source, FileSource) and (block := source.take_whole()) is not None:
-            self._origin.promote(block)
+            self._backend.promote(block)
 
     def _dropped(self, source: MemorySource | FileSource, why: CorruptChunk) -> BlockLocation:
         if isinstance(source, MemorySource):
-            return self._origin.drop_damaged_block(source.block, why)
-        return self._origin.drop_damaged_file(source.held, why)
+            return self._backend.drop_damaged_block(source.block, why)
+        return self._backend.drop_damaged_file(source.record, why)
 
 
 @dataclass(slots=True)
@@ -221,18 +222,18 @@ class _Batch:
     part: int
     bytes: int = 0
     indices: list[int] = field(default_factory=list)
-    pieces: list[BlockPart] = field(default_factory=list)
+    parts: list[BlockPart] = field(default_factory=list)
 
-    def add(self, index: int, piece: BlockPart) -> None:
+    def add(self, index: int, part: BlockPart) -> None:
         self.indices.append(index)
-        self.pieces.append(piece)
-        self.bytes += len(piece.data)
+        self.parts.append(part)
+        self.bytes += len(part.data)
 
     def slab(self) -> Slab:
         return Slab(
             part=self.part,
             indices=tuple(self.indices),
-            sizes=tuple(len(piece.data) for piece in self.pieces),
-            digests=b"".join(piece.digest for piece in self.pieces),
-            payload=b"".join(piece.data for piece in self.pieces),
+            sizes=tuple(len(part.data) for part in self.parts),
+            digests=b"".join(part.digest for part in self.parts),
+            payload=b"".join(part.data for part in self.parts),
         )

@@ -1,4 +1,4 @@
-"""A node of the pool behind gRPC (PoolLink). Translates and nothing else; a deadline bounds every call but listening.
+"""A node of the pool behind gRPC (PoolLink). It translates; a deadline bounds every call but listening to events.
 
 The in-process form is the node itself (kvcache.pool.node).
 """
@@ -7,12 +7,24 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 
-from kvcache.pool import puts
 from kvcache.pool.block import PoolBlock, Slab
 from kvcache.pool.links import BlockEntry, BlockSelection, PoolEvent, PoolStat
-from kvcache.pool.puts import PUT, UNREADABLE, Leaving, Room, batches
-from kvcache.pool.slabs import GET, LendersOnDemand, Ways, from_wire
-from kvcache.pool.wire import entry_from_pb, event_from_pb, selection_to_pb
+from kvcache.pool.wire import (
+    GET,
+    PUT,
+    UNREADABLE,
+    SlabFrame,
+    batches,
+    entry_from_pb,
+    event_from_pb,
+    put_frame,
+    put_framing,
+    selection_to_pb,
+    slab_framing,
+    slab_of,
+)
+from kvcache.transfer.lent_memory import TRANSFER_BYTES, LentBuffers, MemoryLenders, PeerLender
+from kvcache.transfer.shared_memory import KIND as SHM
 from serving.errors import InvalidRequest
 from serving.messages import PoolReport
 from serving.proto import pool_pb2 as pb
@@ -28,36 +40,39 @@ VERIFY_SECONDS = 3600.0  # reads a whole disk
 class RemoteNode:
     """`seconds` is the deadline of calls that are answered at once; `lenders` are lent to nodes."""
 
-    def __init__(self, caller: Caller, seconds: float = CALL_SECONDS, lenders: LendersOnDemand | None = None):
+    def __init__(self, caller: Caller, seconds: float = CALL_SECONDS, lenders: MemoryLenders | None = None):
         self.caller = caller
         self.seconds = seconds
-        self._ways = Ways(lenders)
-        self._leaving = Leaving(lenders)
+        self._for_gets = PeerLender(lenders)
+        self._for_puts = PeerLender(lenders, only=SHM)  # the memory of one host alone can be read by another process
         self._stub = stubs.PoolStub(caller.channel)
-        self._put = caller.channel.unary_unary(PUT, puts.to_wire, pb.PutReply.FromString)
-        self._get = caller.channel.stream_stream(GET, pb.GetMessage.SerializeToString, from_wire)
+        self._put = caller.channel.unary_unary(PUT, put_framing.encode, pb.PutReply.FromString)
+        self._get = caller.channel.stream_stream(GET, pb.GetMessage.SerializeToString, slab_framing.decode)
 
     async def put(self, blocks: Sequence[PoolBlock]) -> int:
         return sum([await self._put_batch(batch) for batch in batches(blocks)])
 
     async def _put_batch(self, blocks: Sequence[PoolBlock]) -> int:
-        room = await self._leaving.room(sum(len(block.payload) for block in blocks))
+        fits = sum(len(block.payload) for block in blocks) <= TRANSFER_BYTES
+        lent = await self._for_puts.lend() if fits else LentBuffers()
+        shared = bool(lent)
         try:
-            return await self._send(blocks, room)
+            return await self._send(blocks, lent)
         except InvalidRequest as error:
-            if error.param != UNREADABLE or not room.shared:
+            if error.param != UNREADABLE or not shared:
                 raise
-        self._leaving.leads_nowhere()
-        return await self._send(blocks, await self._leaving.room(0))
+        self._for_puts.failed(SHM)
+        return await self._send(blocks, LentBuffers())
 
-    async def _send(self, blocks: Sequence[PoolBlock], room: Room) -> int:
+    async def _send(self, blocks: Sequence[PoolBlock], lent: LentBuffers) -> int:
+        """Unless the node has answered it may still read: what it finds then, a digest tells."""
         answered = False
         try:
             with asking(self.caller.address):
-                reply = await self._put(room.frame(blocks), metadata=self.caller.metadata, timeout=LONG_SECONDS)
+                reply = await self._put(put_frame(blocks, lent), metadata=self.caller.metadata, timeout=LONG_SECONDS)
             answered = True
         finally:
-            room.close(answered=answered)
+            lent.give_back(settled=answered)
         return int(reply.taken)
 
     async def lookup(self, keys: Sequence[bytes], pin_seconds: float = 0.0) -> list[bool]:
@@ -68,8 +83,12 @@ class RemoteNode:
 
     async def get(self, keys: Sequence[bytes], first_part: int, last_part: int) -> AsyncIterator[Slab]:
         request = pb.GetRequest(keys=keys, first_part=first_part, last_part=last_part)
-        arrival = await self._ways.arrival()
-        arrival.lend(request)
+        lent = await self._for_gets.lend()
+        if lent:
+            request.transport, request.offer = lent.offer.kind, lent.offer.details
+            request.buffers.extend(lent.addresses)
+            request.buffer_size = lent.size
+        settled = False
         call = self._get(metadata=self.caller.metadata, timeout=LONG_SECONDS)
         try:
             with asking(self.caller.address):
@@ -78,14 +97,23 @@ class RemoteNode:
                     if frame.message.end:
                         await call.done_writing()
                         continue
-                    slab, slot = arrival.take(frame)
-                    if slot is not None:
-                        await call.write(pb.GetMessage(freed=slot))
+                    slab = self._taken(frame, lent)
+                    if lent and frame.message.HasField("buffer"):
+                        await call.write(pb.GetMessage(freed_buffer=frame.message.buffer))
                     yield slab
-            arrival.settled()
+            settled = True  # the node has ended its stream: it writes no more
         finally:
             call.cancel()
-            arrival.close()
+            lent.give_back(settled=settled)
+
+    def _taken(self, frame: SlabFrame, lent: LentBuffers) -> Slab:
+        """The slab with its bytes, copied if they lie in a buffer."""
+        message, payload = frame.message, frame.payload
+        if message.HasField("buffer"):
+            return slab_of(message, lent.read(message.buffer, message.buffer_bytes), lent.kind)
+        if 0 < len(payload) <= lent.size:
+            self._for_gets.failed(lent.kind)
+        return slab_of(message, payload)
 
     async def evict(self, what: BlockSelection) -> int:
         with asking(self.caller.address):
@@ -131,7 +159,7 @@ def dial(
     address: str,
     cluster_key: str | None = None,
     seconds: float = CALL_SECONDS,
-    lenders: LendersOnDemand | None = None,
+    lenders: MemoryLenders | None = None,
 ) -> RemoteNode:
     """The node at host:port. Nothing is sent before the first call."""
     return RemoteNode(Caller(address, cluster_key), seconds, lenders)

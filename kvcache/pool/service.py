@@ -1,4 +1,4 @@
-"""The pool node's gRPC door. Translates and nothing else; what may happen is decided in the node and its store."""
+"""The pool node's gRPC service. It translates; what may happen is decided in the node and its store."""
 
 from __future__ import annotations
 
@@ -10,13 +10,26 @@ from typing import TypeVar, cast
 import grpc
 from grpc import aio
 
-from kvcache.pool import puts
+from kvcache.pool.block import Slab
 from kvcache.pool.node import PoolNode
-from kvcache.pool.puts import PUT, PutFrame, taken
-from kvcache.pool.slabs import END, GET, Delivery, SlabFrame, to_wire
-from kvcache.pool.wire import entry_to_pb, event_to_pb, selection_from_pb
+from kvcache.pool.wire import (
+    END,
+    GET,
+    PUT,
+    PutFrame,
+    SlabFrame,
+    blocks_of,
+    entry_to_pb,
+    event_to_pb,
+    put_framing,
+    selection_from_pb,
+    slab_frame,
+    slab_framing,
+)
 from kvcache.transfer.choice import writers_for
+from kvcache.transfer.remote_write import BufferSender, writer_to
 from serving.errors import InvalidRequest
+from serving.messages import TransportOffer
 from serving.proto import pool_pb2 as pb
 from serving.proto import pool_pb2_grpc as stubs
 from serving.rpc import answering, handle
@@ -30,27 +43,27 @@ class PoolService(stubs.PoolServicer):
 
     def __init__(self, node: PoolNode):
         self.node = node
-        self._carriers = writers_for("auto")
+        self._writers = writers_for("auto")
 
     def add_to(self, server: aio.Server) -> None:
         """Register with a server; `Put` and `Get` without protobuf's copies of payloads."""
         put = grpc.unary_unary_rpc_method_handler(
-            self.Put, request_deserializer=puts.from_wire, response_serializer=pb.PutReply.SerializeToString
+            self.Put, request_deserializer=put_framing.decode, response_serializer=pb.PutReply.SerializeToString
         )
         get = grpc.stream_stream_rpc_method_handler(
-            self.Get, request_deserializer=pb.GetMessage.FromString, response_serializer=to_wire
+            self.Get, request_deserializer=pb.GetMessage.FromString, response_serializer=slab_framing.encode
         )
         stubs.add_PoolServicer_to_server(self, server)
         handle(server, PUT, put)
         handle(server, GET, get)
 
     def close(self) -> None:
-        for writers in self._carriers.values():
+        for writers in self._writers.values():
             writers.close()
 
     async def Put(self, frame: PutFrame, context: aio.ServicerContext) -> pb.PutReply:
         async with answering(context):
-            count = await self.node.put(await asyncio.to_thread(taken, frame))
+            count = await self.node.put(await asyncio.to_thread(blocks_of, frame))
         return pb.PutReply(taken=count)
 
     async def Lookup(self, request: pb.LookupRequest, context: aio.ServicerContext) -> pb.LookupReply:
@@ -67,21 +80,23 @@ class PoolService(stubs.PoolServicer):
             if first is None or not first.HasField("request"):
                 raise InvalidRequest("a get begins with what is asked for", param="request")
             request = first.request
-            delivery = Delivery(self._carriers, request)
-            hearing = asyncio.create_task(_hear(messages, delivery), name="get-freed")
+            offers = [TransportOffer(kind=request.transport, details=request.offer)] if request.buffers else []
+            buffers = BufferSender(writer_to(self._writers, offers), context.peer())
+            await buffers.lent(request.buffers, request.buffer_size)
+            freeing = asyncio.create_task(_take_freed(messages, buffers), name="get-freed")
             try:
-                await delivery.begin()
+                await buffers.connect()
                 slabs = self.node.get(tuple(request.keys), request.first_part, request.last_part)
-                async with leaving(slabs) as sent:
+                async with closing(slabs) as sent:
                     async for slab in sent:
-                        yield await delivery.frame(slab)
-                if request.slots:  # a message on its way to a stream that is over would break it
+                        yield await _sent(slab, buffers)
+                if request.buffers:  # a message on its way to a stream that is over would break it
                     yield END
-                    await hearing
+                    await freeing
             finally:
-                hearing.cancel()
-                await asyncio.gather(hearing, return_exceptions=True)
-                await delivery.close()
+                freeing.cancel()
+                await asyncio.gather(freeing, return_exceptions=True)
+                await buffers.settle()
 
     async def Evict(self, request: pb.Selection, context: aio.ServicerContext) -> pb.EvictReply:
         async with answering(context):
@@ -94,7 +109,7 @@ class PoolService(stubs.PoolServicer):
         return to_pb(report, pb.PoolStat)
 
     async def List(self, request: pb.Selection, context: aio.ServicerContext) -> AsyncIterator[pb.PoolEntry]:
-        async with answering(context), leaving(self.node.entries(selection_from_pb(request))) as entries:
+        async with answering(context), closing(self.node.entries(selection_from_pb(request))) as entries:
             async for entry in entries:
                 yield entry_to_pb(entry)
 
@@ -104,18 +119,27 @@ class PoolService(stubs.PoolServicer):
         return pb.VerifyReply(read=read, corrupt=corrupt)
 
     async def Events(self, request: pb.EventsRequest, context: aio.ServicerContext) -> AsyncIterator[pb.PoolEvent]:
-        async with answering(context), leaving(self.node.events()) as events:
+        async with answering(context), closing(self.node.events()) as events:
             async for event in events:
                 yield event_to_pb(event)
 
 
-async def _hear(messages: AsyncIterator[pb.GetMessage], delivery: Delivery) -> None:
-    """Which slots are free again, while the asker says so."""
+async def _take_freed(messages: AsyncIterator[pb.GetMessage], buffers: BufferSender) -> None:
+    """Take the buffers that the asker frees until it ends its side."""
     async for message in messages:
-        if message.WhichOneof("part") == "freed":
-            delivery.freed(message.freed)
+        if message.WhichOneof("part") == "freed_buffer":
+            buffers.freed(message.freed_buffer)
 
 
-def leaving(stream: AsyncIterator[T]) -> aclosing[AsyncGenerator[T, None]]:
-    """Around a stream of the node's: when the caller is gone, so is the stream, at once."""
+async def _sent(slab: Slab, buffers: BufferSender) -> SlabFrame:
+    """The slab's frame: its bytes are in a buffer by then, or go along. Waits for a free buffer."""
+    if buffers.takes(slab.payload):
+        buffer = await buffers.free.get()
+        if await buffers.arrived(buffers.write(buffer, slab.payload)):
+            return slab_frame(slab, buffer)
+    return slab_frame(slab)
+
+
+def closing(stream: AsyncIterator[T]) -> aclosing[AsyncGenerator[T, None]]:
+    """Close a stream of the node as soon as its caller is gone."""
     return aclosing(cast("AsyncGenerator[T, None]", stream))

@@ -18,12 +18,12 @@ from itertools import chain, takewhile
 
 from kvcache.pool.block import PoolBlock, Slab, verify_block
 from kvcache.pool.disk import NAMESPACE, BlockFolder, PartRange
+from kvcache.pool.disk_writer import DiskWriter
+from kvcache.pool.eviction import BlockRecord
 from kvcache.pool.links import BlockEntry, BlockSelection, NamespaceStat, Tier, TierStat
 from kvcache.pool.reading import SLAB_BYTES, Reader
-from kvcache.pool.shelf import Held
 from kvcache.pool.storeconfig import StoreConfig
 from kvcache.pool.tiers import BlockLocation, Tiers
-from kvcache.pool.writer import Writer
 from serving.errors import CorruptChunk, Draining, InvalidRequest, Overloaded
 
 __all__ = ["SLAB_BYTES", "BlockStore", "StoreConfig"]
@@ -56,10 +56,10 @@ class BlockStore:
         self._closed = False
         self._warned: dict[int | None, float] = {}  # when, by the system's number of the trouble
         self._folder: BlockFolder | None = None
-        self._writer: Writer | None = None
+        self._writer: DiskWriter | None = None
         if config.disk_path is not None:
             self._folder = self._loaded(BlockFolder(config.disk_path, fsync=config.fsync))
-            self._writer = Writer(
+            self._writer = DiskWriter(
                 self._changed,
                 following=lambda: next(iter(self._tiers.waiting.values()), None),
                 write=partial(self._write, self._folder),
@@ -67,12 +67,12 @@ class BlockStore:
             )
 
     def _loaded(self, folder: BlockFolder) -> BlockFolder:
-        """What the folder held before is held again. Files are taken by name and length, and verified when read."""
+        """Index the files that are in the folder, by name and length; they are verified when read."""
         now, epoch = self._clock(), time.time()
         for file in folder.scan():
             stored_at = now - max(0.0, epoch - file.written_at)
-            for held in self._tiers.load(file.key, file.namespace, max(1, file.bytes), stored_at, now):
-                folder.remove(held.key, held.namespace)
+            for record in self._tiers.load(file.key, file.namespace, max(1, file.bytes), stored_at, now):
+                folder.remove(record.key, record.namespace)
         return folder
 
     # ---- storing -----------------------------------------------------------------------------------------------
@@ -88,8 +88,8 @@ class BlockStore:
             if self._closed:
                 raise Draining("the store is closed")
             now = self._now()
-            fresh = [block for key, block in owned.items() if key not in self._tiers.catalogue]
-            self._tiers.use([key for key in owned if key in self._tiers.catalogue])
+            fresh = [block for key, block in owned.items() if key not in self._tiers.index]
+            self._tiers.use([key for key in owned if key in self._tiers.index])
             room = self._tiers.room
             self._counts["refused"] += len(fresh[room:])
             if fresh and not room:
@@ -119,10 +119,10 @@ class BlockStore:
         with self._changes_told():
             if self._tiers.waiting.get(block.key) is not block:
                 return
-            held, gone = self._tiers.place_on_disk(block, self._now(), full=full)
+            record, gone = self._tiers.place_on_disk(block, self._now(), full=full)
         for victim in gone:
             folder.remove(victim.key, victim.namespace)
-        if held is None:
+        if record is None:
             return
         with self._changed:
             while self._leaving[block.key]:
@@ -135,15 +135,15 @@ class BlockStore:
                 self._write(folder, block, full=True)
                 return
             with self._changes_told():
-                self._tiers.not_written(block, held)
+                self._tiers.not_written(block, record)
             return
         with self._changes_told():
-            wanted = self._tiers.written(block, held)
+            wanted = self._tiers.written(block, record)
         if not wanted:
             folder.remove(block.key, block.namespace)
 
     def _warn_of(self, error: OSError) -> None:
-        """The writer's thread: a block could not be written. Neither can a thousand others: it is told now and then."""
+        """The writer's thread: a block could not be written. Warn once in WARN_SECONDS."""
         now = self._clock()
         if now < self._warned.get(error.errno, float("-inf")) + WARN_SECONDS:
             return
@@ -157,13 +157,13 @@ class BlockStore:
         else:
             log.warning("blocks cannot be written to %s (%s): new ones are in memory alone until they can", where, why)
 
-    # ---- asking ------------------------------------------------------------------------------------------------
+    # ---- reading -----------------------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[bytes], pin_seconds: float = 0.0) -> list[bool]:
         """Which keys are here, in any tier; those are pinned for so long."""
         with self._lock:
             until = self._now() + pin_seconds
-            found = [key in self._tiers.catalogue for key in keys]
+            found = [key in self._tiers.index for key in keys]
             if pin_seconds > 0:
                 for key, here in zip(keys, found, strict=True):
                     if here:
@@ -175,7 +175,7 @@ class BlockStore:
     def read(self, keys: Sequence[bytes], first_part: int, last_part: int) -> Iterator[Slab]:
         """Parts first_part..last_part (exclusive; 0: all) of a chain's blocks, part by part.
 
-        Slabs have at most SLAB_BYTES, or one piece. A key that is not here, or whose bytes are found wrong in every
+        Slabs have at most SLAB_BYTES, or one part. A key that is not here, or whose bytes are found wrong in every
         tier, is left out from then on.
         """
         with self._lock:
@@ -186,7 +186,7 @@ class BlockStore:
             yield from reader.slabs()
         finally:
             with self._lock:
-                self._tiers.ram.shelf.counters.add(reader.tallies[Tier.RAM])
+                self._tiers.ram.lru.counters.add(reader.tallies[Tier.RAM])
                 self._tiers.disk.counters.add(reader.tallies[Tier.DISK])
 
     def verify(self, stopped: Callable[[], bool] = lambda: False) -> tuple[int, int]:
@@ -196,10 +196,10 @@ class BlockStore:
         """
         with self._lock:
             blocks = list(self._tiers.ram)
-            files = [held for held in self._tiers.disk if held.key not in self._tiers.waiting]
+            files = [record for record in self._tiers.disk if record.key not in self._tiers.waiting]
         copies = chain(
             (partial(self._damaged_block, block) for block in blocks),
-            (partial(self._damaged_file, held) for held in files),
+            (partial(self._damaged_file, record) for record in files),
         )
         damaged = [is_damaged() for is_damaged in takewhile(lambda _: not stopped(), copies)]
         return len(damaged), sum(damaged)
@@ -212,23 +212,23 @@ class BlockStore:
             return True
         return False
 
-    def _damaged_file(self, held: Held) -> bool:
+    def _damaged_file(self, record: BlockRecord) -> bool:
         try:
-            self.read_file(held, 0, 0, held.size)
+            self.read_file(record, 0, 0, record.size)
         except CorruptChunk as error:
             with self._lock:
-                still_here = self._tiers.disk.get(held.key) is held
-            self.drop_damaged_file(held, error)
+                still_here = self._tiers.disk.get(record.key) is record
+            self.drop_damaged_file(record, error)
             return still_here
         except OSError as error:
             log.warning("a block on disk cannot be read: %s", error)
         return False
 
-    # ---- what readings need (kvcache.pool.reading.Origin) ------------------------------------------------------
+    # ---- what a Reader needs (kvcache.pool.reading.ReadBackend) ------------------------------------------------------
 
-    def read_file(self, held: Held, first: int, last: int, most: int) -> PartRange:
-        assert self._folder is not None, "only a folder's files are on the disk's shelf"
-        return self._folder.read(held.key, held.namespace, first, last, most)
+    def read_file(self, record: BlockRecord, first: int, last: int, most: int) -> PartRange:
+        assert self._folder is not None, "only a folder's files are in the disk tier"
+        return self._folder.read(record.key, record.namespace, first, last, most)
 
     def promote(self, block: PoolBlock) -> None:
         with self._changes_told():
@@ -242,56 +242,56 @@ class BlockStore:
             log.warning("a block of the KV pool was dropped from ram: %s", why)
         return place
 
-    def drop_damaged_file(self, held: Held, why: CorruptChunk) -> BlockLocation:
+    def drop_damaged_file(self, record: BlockRecord, why: CorruptChunk) -> BlockLocation:
         with self._changes_told():
-            ours = self._tiers.drop_damaged_file(held)
-            self._leaving.update([held.key] if ours else [])
-            place = self._tiers.place(held.key)
+            ours = self._tiers.drop_damaged_file(record)
+            self._leaving.update([record.key] if ours else [])
+            place = self._tiers.place(record.key)
         if ours:
             log.warning("a block of the KV pool was dropped from disk: %s", why)
-            self._remove_files([held])
+            self._remove_files([record])
         return place
 
-    # ---- tending -----------------------------------------------------------------------------------------------
+    # ---- administration ----------------------------------------------------------------------------------------
 
     def evict(self, what: BlockSelection) -> int:
         """Drop these blocks from every tier, pinned ones excepted; how many."""
         with self._changes_told():
             self._now()
-            chosen = [held.key for held in self._tiers.catalogue.select(what) if held.key not in self._tiers.pins]
-            files = [held for key in chosen if (held := self._tiers.drop(key)) is not None]
-            self._leaving.update(held.key for held in files)
+            chosen = [record.key for record in self._tiers.index.select(what) if record.key not in self._tiers.pins]
+            files = [record for key in chosen if (record := self._tiers.drop(key)) is not None]
+            self._leaving.update(record.key for record in files)
         self._remove_files(files)
         return len(chosen)
 
-    def _remove_files(self, files: Sequence[Held]) -> None:
-        """Of blocks that are no longer on the shelf, and that have been marked as leaving."""
+    def _remove_files(self, files: Sequence[BlockRecord]) -> None:
+        """Of blocks that are no longer in the tier, and that have been marked as leaving."""
         if self._folder is not None:
-            for held in files:
-                self._folder.remove(held.key, held.namespace)
+            for record in files:
+                self._folder.remove(record.key, record.namespace)
         with self._changed:
-            self._leaving -= Counter(held.key for held in files)
+            self._leaving -= Counter(record.key for record in files)
             self._changed.notify_all()
 
     def keys(self) -> list[bytes]:
         with self._lock:
-            return self._tiers.catalogue.keys()
+            return self._tiers.index.keys()
 
     def entries(self, what: BlockSelection) -> list[BlockEntry]:
         with self._lock:
-            return self._tiers.entries(self._tiers.catalogue.select(what), self._now())
+            return self._tiers.entries(self._tiers.index.select(what), self._now())
 
     def tier_stats(self) -> dict[Tier, TierStat]:
         """The tiers there are."""
         with self._lock:
-            shelves = {Tier.RAM: self._tiers.ram.shelf, Tier.DISK: self._tiers.disk}
-            return {tier: shelf.stat() for tier, shelf in shelves.items() if shelf.capacity}
+            tiers = {Tier.RAM: self._tiers.ram.lru, Tier.DISK: self._tiers.disk}
+            return {tier: lru.stat() for tier, lru in tiers.items() if lru.capacity}
 
     def namespace_stats(self) -> dict[str, NamespaceStat]:
         """Namespaces that hold blocks or have a quota of their own; a block in two tiers counts once."""
         quotas = self.config.quotas
         with self._lock:
-            totals = self._tiers.catalogue.totals
+            totals = self._tiers.index.totals
             return {
                 name: NamespaceStat(
                     bytes=totals[name].bytes if name in totals else 0,
@@ -354,7 +354,7 @@ class BlockStore:
             self._changed.notify_all()
         with self._telling:
             with self._lock:
-                changes = self._tiers.catalogue.take_changes()
+                changes = self._tiers.index.take_changes()
             for kind, keys in changes:
                 for listener in tuple(self.listeners):
                     listener(kind, keys)

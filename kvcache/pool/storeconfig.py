@@ -1,4 +1,4 @@
-"""How big a node's tiers are, what they keep for whom, and when blocks go to disk. Pure."""
+"""How big a node's tiers are, what they keep for which namespace, and when blocks go to disk. Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from kvcache.pool.eviction import DEFAULT_POLICY, POLICIES
-from kvcache.pool.shelf import Quotas, Shelf
+from kvcache.pool.eviction import QuotaLru, Quotas
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreConfig:
-    """Sizes in bytes, blocks' headers included. A quota is what a namespace may call its own of the lowest tier.
+    """Sizes in bytes, blocks' headers included. A quota is what a namespace keeps in the lowest tier.
 
     `write`: "through" writes every block to disk at once, "back" when RAM has no more room for it. `backlog` is how
     many blocks may wait for that, in memory and on top of `ram_bytes`. Raises ValueError.
@@ -23,7 +22,6 @@ class StoreConfig:
     disk_path: Path | None = None
     disk_bytes: int = 0
     write: Literal["through", "back"] = "through"
-    policy: str = DEFAULT_POLICY
     quotas: Mapping[str, int] = field(default_factory=dict)
     default_quota: int = 0
     backlog: int = 256
@@ -38,8 +36,6 @@ class StoreConfig:
             raise ValueError("a pool node needs RAM or a disk")
         if self.write not in ("through", "back"):
             raise ValueError(f"a pool node writes 'through' or 'back', not {self.write!r}")
-        if self.policy not in POLICIES:
-            raise ValueError(f"there is no eviction policy {self.policy!r}: choose one of {', '.join(POLICIES)}")
         if self.backlog < 1:
             raise ValueError("a pool node's backlog must be at least one block")
         if sum(self.quotas.values()) > self.lowest_bytes:
@@ -53,7 +49,7 @@ class StoreConfig:
         """Capacity of the lowest tier, which decides whether a block is lost."""
         return self.disk_bytes or self.ram_bytes
 
-    def shelf(self, capacity: int) -> Shelf:
-        """An empty shelf for one tier. RAM above a bigger disk keeps its share of each quota, the disk all of it."""
+    def lru(self, capacity: int) -> QuotaLru:
+        """An empty tier. RAM above a bigger disk keeps its share of each quota, the disk all of it."""
         scale = min(1.0, capacity / self.lowest_bytes)
-        return Shelf(capacity, self.policy, Quotas(by_namespace=self.quotas, default=self.default_quota, scale=scale))
+        return QuotaLru(capacity, Quotas(by_namespace=self.quotas, default=self.default_quota, scale=scale))

@@ -1,4 +1,4 @@
-"""Which block is where on one node (RAM, waiting for disk, disk) and which moves follow from what happens.
+"""Which block is in which tier of a node (RAM, waiting for disk, disk), and which moves follow from an event.
 
 Pure: `now` is handed in, and files are written, read and removed by the store. Not thread-safe; its lock guards this.
 """
@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvcache.pool.block import PoolBlock
+from kvcache.pool.block_index import BlockIndex
 from kvcache.pool.blockfile import stored_bytes
-from kvcache.pool.catalogue import Catalogue
+from kvcache.pool.eviction import BlockRecord, Pins
 from kvcache.pool.links import BlockEntry, Tier
 from kvcache.pool.ram import RamTier
-from kvcache.pool.shelf import Held, Pins
 from kvcache.pool.storeconfig import StoreConfig
 
 UNLIMITED = 1 << 62
@@ -21,27 +21,27 @@ UNLIMITED = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class BlockLocation:
-    """Where a block can be read: in memory, else from its file; `held` is its place on the disk's shelf."""
+    """Where a block can be read: in memory, else from its file; `record` is its place in the disk tier."""
 
     block: PoolBlock | None
-    held: Held | None
+    record: BlockRecord | None
 
 
 class Tiers:
-    """RAM and disk as shelves, one without capacity for a tier that is not there.
+    """RAM and disk; a tier that is not there has no capacity.
 
-    A block has a place on the disk's shelf from when its file is about to be written, and it is in `waiting` until that
-    has been done. The blocks of a chain are taken and used last first, so that no policy drops a block before those
-    that are of no use without it.
+    A block has a place in the disk tier from when its file is about to be written, and it is in `waiting` until that
+    has been done. The blocks of a chain are taken and used last first, so that no block is evicted before those that
+    are useless without it.
     """
 
     def __init__(self, config: StoreConfig):
         self.config = config
-        self.ram = RamTier(config.shelf(config.ram_bytes))
-        self.disk = config.shelf(config.disk_bytes)
+        self.ram = RamTier(config.lru(config.ram_bytes))
+        self.disk = config.lru(config.disk_bytes)
         self.waiting: dict[bytes, PoolBlock] = {}
         self.pins = Pins()
-        self.catalogue = Catalogue()
+        self.index = BlockIndex()
 
     # ---- blocks that come --------------------------------------------------------------------------------------
 
@@ -60,24 +60,24 @@ class Tiers:
         if to_disk:
             self.waiting[block.key] = block
         if in_ram or to_disk:
-            self.catalogue.add(Held(block.key, block.namespace, stored_bytes(block), now))
+            self.index.add(BlockRecord(block.key, block.namespace, stored_bytes(block), now))
         return in_ram or to_disk
 
-    def load(self, key: bytes, namespace: str, size: int, stored_at: float, now: float) -> list[Held]:
+    def load(self, key: bytes, namespace: str, size: int, stored_at: float, now: float) -> list[BlockRecord]:
         """A file that was there at the start: those that have no room now, itself perhaps."""
         gone = self.disk.admit(key, namespace, size, stored_at=stored_at, now=now)
         if gone is None:
-            return [Held(key, namespace, size, stored_at)]
-        self.catalogue.add(Held(key, namespace, size, stored_at), tell=False)
-        for held in gone:
-            self.catalogue.remove(held.key, tell=False)
+            return [BlockRecord(key, namespace, size, stored_at)]
+        self.index.add(BlockRecord(key, namespace, size, stored_at), tell=False)
+        for record in gone:
+            self.index.remove(record.key, tell=False)
         return gone
 
     def promote(self, block: PoolBlock, now: float) -> None:
         """A block that was read from disk goes up, if it is still here and nothing is in the way."""
-        held = self.catalogue.get(block.key)
-        if held is not None and self.room:
-            self._into_ram(block, held.stored_at, now)
+        record = self.index.get(block.key)
+        if record is not None and self.room:
+            self._into_ram(block, record.stored_at, now)
 
     def _into_ram(self, block: PoolBlock, stored_at: float, now: float) -> bool:
         gone = self.ram.put(block, stored_at=stored_at, now=now, pinned=self.pins)
@@ -88,19 +88,21 @@ class Tiers:
         return gone is not None
 
     def _goes_down(self, key: bytes) -> bool:
-        """Whether a block that leaves RAM has to be written. With "through" it has been, if perhaps in vain: its file
-        may have had to go since, or could not be made. Then it goes once more, as long as others have room to wait."""
+        """True if a block that leaves RAM has to be written. With "through" it has been, but its file may have been
+        evicted since, or could not be made. Then it is written again, as long as others have room to wait."""
         return bool(self.disk.capacity) and key not in self.disk and (self.config.write == "back" or self.room > 0)
 
     # ---- the way to disk ---------------------------------------------------------------------------------------
 
-    def place_on_disk(self, block: PoolBlock, now: float, *, full: bool = False) -> tuple[Held | None, list[Held]]:
-        """A waiting block's place on the shelf (None: no room, it waits no more), and those whose files have to go.
+    def place_on_disk(
+        self, block: PoolBlock, now: float, *, full: bool = False
+    ) -> tuple[BlockRecord | None, list[BlockRecord]]:
+        """A waiting block's place in the disk tier (None: no room, it waits no more), and those whose files have to go.
 
-        With `full` it had a place, but no room on the disk itself, which holds less than its shelf: so others go.
+        With `full` it had a place, but no room on the disk itself, which is smaller than configured: so others go.
         """
-        known = self.catalogue.get(block.key)
-        assert known is not None, "what waits is catalogued"
+        known = self.index.get(block.key)
+        assert known is not None, "what waits is indexed"
         if full:
             self.disk.remove(block.key)
         gone = self.disk.admit(
@@ -114,21 +116,21 @@ class Tiers:
         )
         if gone is None:
             del self.waiting[block.key]
-        for key in [block.key, *(held.key for held in gone or ())]:
+        for key in [block.key, *(record.key for record in gone or ())]:
             self._settle(key)
         return self.disk.get(block.key), gone or []
 
-    def written(self, block: PoolBlock, held: Held) -> bool:
+    def written(self, block: PoolBlock, record: BlockRecord) -> bool:
         """Its file is there. False if the block was dropped meanwhile: the file has to go again."""
-        if self.disk.get(block.key) is not held or self.waiting.get(block.key) is not block:
+        if self.disk.get(block.key) is not record or self.waiting.get(block.key) is not block:
             return False
         del self.waiting[block.key]
-        self.disk.counters.bytes_written += held.size
+        self.disk.counters.bytes_written += record.size
         return True
 
-    def not_written(self, block: PoolBlock, held: Held) -> None:
+    def not_written(self, block: PoolBlock, record: BlockRecord) -> None:
         """Its file could not be written: it stays where else it is."""
-        if self.disk.get(block.key) is held:
+        if self.disk.get(block.key) is record:
             self.disk.remove(block.key)
         if self.waiting.get(block.key) is block:
             del self.waiting[block.key]
@@ -146,24 +148,24 @@ class Tiers:
     def use(self, keys: Sequence[bytes]) -> list[BlockLocation]:
         """Where each of a chain's blocks can be read; counts as a use of those that are here, in every tier."""
         for key in reversed(keys):
-            self.ram.shelf.touch(key)
+            self.ram.lru.touch(key)
             self.disk.touch(key)
         return [self.place(key) for key in keys]
 
     def place(self, key: bytes) -> BlockLocation:
         return BlockLocation(self.ram.get(key) or self.waiting.get(key), self.disk.get(key))
 
-    def entries(self, chosen: Iterable[Held], now: float) -> list[BlockEntry]:
+    def entries(self, chosen: Iterable[BlockRecord], now: float) -> list[BlockEntry]:
         return [
             BlockEntry(
-                key=held.key,
-                namespace=held.namespace,
-                bytes=held.size,
-                tiers=self._tiers_of(held.key),
-                age_seconds=now - held.stored_at,
-                pinned=held.key in self.pins,
+                key=record.key,
+                namespace=record.namespace,
+                bytes=record.size,
+                tiers=self._tiers_of(record.key),
+                age_seconds=now - record.stored_at,
+                pinned=record.key in self.pins,
             )
-            for held in chosen
+            for record in chosen
         ]
 
     def _tiers_of(self, key: bytes) -> tuple[Tier, ...]:
@@ -173,13 +175,13 @@ class Tiers:
 
     # ---- blocks that go ----------------------------------------------------------------------------------------
 
-    def drop(self, key: bytes) -> Held | None:
+    def drop(self, key: bytes) -> BlockRecord | None:
         """Out of every tier; its place on disk, whose file has to go, if it had one."""
         self.ram.remove(key)
         self.waiting.pop(key, None)
-        held = self.disk.remove(key)
+        record = self.disk.remove(key)
         self._settle(key)
-        return held
+        return record
 
     def drop_damaged_block(self, block: PoolBlock) -> bool:
         """A block in memory is not what it should be; a file of it, written before, may still be. False if the block
@@ -190,22 +192,22 @@ class Tiers:
         if waits:
             del self.waiting[block.key]
             self.disk.remove(block.key)  # that file holds the same bytes, or will
-        self.ram.shelf.counters.corrupt += in_ram or waits
+        self.ram.lru.counters.corrupt += in_ram or waits
         self._settle(block.key)
         return in_ram or waits
 
-    def drop_damaged_file(self, held: Held) -> bool:
+    def drop_damaged_file(self, record: BlockRecord) -> bool:
         """A file is not what it should be. False if the block has been dropped anyway."""
-        if self.disk.get(held.key) is not held:
+        if self.disk.get(record.key) is not record:
             return False
-        self.disk.remove(held.key)
+        self.disk.remove(record.key)
         self.disk.counters.corrupt += 1
-        self._settle(held.key)
+        self._settle(record.key)
         return True
 
     def _settle(self, key: bytes) -> None:
         """Forget a block that is nowhere any more."""
         gone = key not in self.ram and key not in self.waiting and key not in self.disk
-        if gone and key in self.catalogue:
-            self.catalogue.remove(key)
+        if gone and key in self.index:
+            self.index.remove(key)
             self.pins.release(key)

@@ -1,1 +1,1 @@
-"""Memory that one process lends another to write to (shared memory, NIXL), and zero-copy protobuf framing."""
+"""Memory lent between processes (shared memory, NIXL) beside a gRPC stream, and zero-copy framing on the stream."""

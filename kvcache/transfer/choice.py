@@ -1,28 +1,27 @@
-"""Which ways beside gRPC there are here, and both halves of those that `--kv-transport` means."""
+"""Which transports there are here beside gRPC, and both halves of those that `--kv-transport` means."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 
-from kvcache.transfer.lent_memory import MemoryLender, MemoryLenders, RemoteWriters, TransferUnavailable
+from kvcache.transfer.lent_memory import GRPC, MemoryLender, MemoryLenders, TransferUnavailable
 from kvcache.transfer.nixl_agent import KIND as NIXL
 from kvcache.transfer.nixl_agent import installed
 from kvcache.transfer.nixl_transport import NixlLender, NixlWriters
+from kvcache.transfer.remote_write import RemoteWriters
 from kvcache.transfer.shared_memory import KIND as SHM
 from kvcache.transfer.shared_memory import SharedMemoryLender, SharedMemoryWriters, available
 from serving.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
 
-GRPC = "grpc"
-
 LENDERS: dict[str, Callable[[], MemoryLender]] = {SHM: SharedMemoryLender, NIXL: NixlLender}  # best first
 WRITERS: dict[str, Callable[[], RemoteWriters]] = {SHM: SharedMemoryWriters, NIXL: NixlWriters}
 
 
 def chosen(kv_transport: str) -> tuple[str, ...]:
-    """What `--kv-transport` means here beside gRPC, best first. Raises InvalidRequest when it cannot be had."""
+    """What `--kv-transport` means here beside gRPC, best first. Raises InvalidRequest if it cannot be had."""
     here = [kind for kind, there in ((SHM, available()), (NIXL, installed())) if there]
     if kv_transport == "auto":
         return tuple(here)
@@ -35,19 +34,24 @@ def chosen(kv_transport: str) -> tuple[str, ...]:
     return () if kv_transport == GRPC else (kv_transport,)
 
 
+def lenders_on_demand(kv_transport: str) -> MemoryLenders:
+    """Lenders that are made when they are first needed. Raises InvalidRequest if one is asked for and cannot be had."""
+    return MemoryLenders({kind: LENDERS[kind] for kind in chosen(kv_transport)})
+
+
 def lenders_for(kv_transport: str) -> MemoryLenders:
-    """What a worker offers beside gRPC. Raises InvalidRequest when it is asked for and cannot be had."""
-    made = []
-    for kind in chosen(kv_transport):
+    """Lenders that have been made, for a worker to offer. Raises InvalidRequest if one is asked for and cannot be."""
+    lenders = lenders_on_demand(kv_transport)
+    for kind in lenders.kinds:
         try:
-            made.append(LENDERS[kind]())
+            lenders.start(kind)
         except TransferUnavailable as error:
             if kv_transport != "auto":
                 raise InvalidRequest(f"--kv-transport {kv_transport}: {error}", param="kv_transport") from error
             log.warning("KV is not taken over %s: %s", kind, error)
-    return MemoryLenders(made)
+    return lenders
 
 
 def writers_for(kv_transport: str) -> dict[str, RemoteWriters]:
-    """The sending halves, by their kinds. Raises InvalidRequest when one is asked for and cannot be had."""
+    """The sending halves, by their kinds. Raises InvalidRequest if one is asked for and cannot be had."""
     return {kind: WRITERS[kind]() for kind in chosen(kv_transport)}

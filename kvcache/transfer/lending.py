@@ -1,4 +1,4 @@
-"""Which of a buffer's parts are lent: each to one transfer at a time, and to nobody while a late write may hit it.
+"""Which parts of a memory are lent: each to one transfer at a time, and to none while a late write may hit it.
 
 Pure: the caller says what time it is.
 """
@@ -22,7 +22,7 @@ class Lending:
         self.free = list(reversed(range(self.parts)))
 
     def lend(self, now: float) -> int | None:
-        """A part that nobody writes to; None when there is none."""
+        """A part that no transfer writes to; None if there is none."""
         rested = [part for part, until in self.resting.items() if until <= now]
         for part in rested:
             del self.resting[part]
@@ -34,7 +34,7 @@ class Lending:
         return part
 
     def take_back(self, part: int, now: float, *, settled: bool) -> None:
-        """The user is done; unless `settled`, a write of its may still be on the way."""
+        """The transfer is over; unless `settled`, a write of its may still be on the way."""
         assert part in self.lent, f"part {part} is not lent"
         self.lent.remove(part)
         if settled:

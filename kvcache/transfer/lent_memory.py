@@ -1,105 +1,191 @@
-"""The seam for bytes that travel beside the stream: a writer writes them into slots that the receiver lends.
+"""The receiving half of bytes that travel beside a stream: buffers are lent to a transfer, read out, and taken back.
 
-A transfer is a handoff, or a fetch from the KV pool. Everything else about its bytes, header, fence and digest, and
-every answer, goes over the stream; so a writer has no ending, no errors of its own to report, and can be done without
-at any moment.
+A transfer is a handoff, a get from the KV pool or a put to it. Its headers, fences, digests and answers all go over the
+stream, and so does every payload that finds no buffer; what they mean is not known here.
 """
 
 from __future__ import annotations
 
-from asyncio import Future
-from collections.abc import Iterable
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
+import numpy as np
+
+from kvcache.transfer.lending import Lending
 from serving.messages import TransportOffer
+
+log = logging.getLogger(__name__)
+
+Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+GRPC = "grpc"  # the stream itself, as a transport's kind
+BUFFER_BYTES = 2 << 20  # a KV chunk or a slab; larger payloads go over the stream
+BUFFERS = 4  # lent to one transfer
+TRANSFER_BYTES = BUFFERS * BUFFER_BYTES
 
 
 class TransferUnavailable(Exception):
-    """Bytes cannot go this way; they go over the stream instead. It never leaves the transports."""
+    """Bytes cannot go this way, so they go over the stream. It is never raised outside of the transports."""
 
 
 class NoBuffers(TransferUnavailable):
-    """Too many transfers at once, which is nobody's fault."""
+    """Too many transfers are under way at once, which is no fault."""
 
 
-@dataclass(frozen=True, slots=True)
+class MemoryLender:
+    """Lends parts of one memory, one part to each transfer. Constructors raise TransferUnavailable.
+
+    `first_address` is where `memory` begins, as senders count. A sender that was lost may still write, so its part
+    rests for `rest_seconds` before it is lent again. Bytes are copied out before a digest is computed over them: a late
+    write may change a buffer at any time, and nothing else.
+    """
+
+    kind: str
+
+    def __init__(self, offer: TransportOffer, memory: Bytes, first_address: int, rest_seconds: float):
+        self.offer = offer
+        self.lending = Lending(len(memory) // TRANSFER_BYTES, rest_seconds)
+        self._memory = memory
+        self._first_address = first_address
+
+    def lend(self) -> LentBuffers:
+        """Buffers for one transfer; none if all are lent."""
+        part = self.lending.lend(time.monotonic())
+        if part is None:
+            return LentBuffers()
+        first = self._first_address + part * TRANSFER_BYTES
+        return LentBuffers(self, part, tuple(range(first, first + TRANSFER_BYTES, BUFFER_BYTES)), BUFFER_BYTES)
+
+    def read(self, lent: LentBuffers, index: int, length: int) -> bytes | memoryview:
+        """A copy of a buffer's first bytes; empty for a buffer that does not exist."""
+        if not (index < len(lent.addresses) and length <= lent.size):
+            return b""
+        start = lent.addresses[index] - self._first_address
+        return self._memory[start : start + length].copy().data
+
+    def fill(self, lent: LentBuffers, parts: Iterable[bytes | memoryview]) -> None:
+        """Copy the parts, TRANSFER_BYTES at most, to the first buffer and on, for another process to read."""
+        at = lent.addresses[0] - self._first_address
+        for part in parts:
+            self._memory[at : at + len(part)] = np.frombuffer(part, dtype=np.uint8)
+            at += len(part)
+
+    def take_back(self, lent: LentBuffers, *, settled: bool) -> None:
+        self.lending.take_back(lent.part, time.monotonic(), settled=settled)
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
 class LentBuffers:
-    """What one transfer may write to: `size` bytes at each of these addresses in the receiver's memory."""
+    """What one transfer may write to: `size` bytes at each of `addresses`. Without a lender nothing is lent."""
 
-    number: int  # which of the receiver's sets this is
-    addresses: tuple[int, ...]
-    size: int
+    lender: MemoryLender | None = None
+    part: int = 0
+    addresses: tuple[int, ...] = ()
+    size: int = 0
 
+    def __bool__(self) -> bool:
+        return self.lender is not None
 
-class RemoteWriter(Protocol):
-    """The sending half, one for each transfer."""
+    @property
+    def kind(self) -> str:
+        return self.lender.kind if self.lender is not None else GRPC
 
-    kind: str
+    @property
+    def offer(self) -> TransportOffer:
+        """What the sender needs to know to reach the buffers."""
+        return self.lender.offer if self.lender is not None else TransportOffer(kind="", details=b"")
 
-    async def connect(self) -> None:
-        """Make the receiver's memory reachable. Raises TransferUnavailable."""
-        ...
+    def read(self, index: int, length: int) -> bytes | memoryview:
+        """See MemoryLender.read. What was not lent holds nothing, which its digest then tells."""
+        return self.lender.read(self, index, length) if self.lender is not None else b""
 
-    def write(self, slot: int, address: int, payload: bytes | memoryview) -> Future[None]:
-        """Begin to copy the payload to the address in the receiver's memory; done when all of it lies there.
+    def fill(self, parts: Iterable[bytes | memoryview]) -> None:
+        assert self.lender is not None, "only lent buffers are filled"
+        self.lender.fill(self, parts)
 
-        `slot` is this end's name for it: at most one write for a slot is in progress. Fails with TransferUnavailable.
-        """
-        ...
-
-    async def settle(self) -> bool:
-        """Wait, not for ever, for the writes in progress; whether none is left. Nothing may be written any more."""
-        ...
-
-
-class RemoteWriters(Protocol):
-    """The sending half of a process, which lends what a transfer needs."""
-
-    kind: str
-
-    def prepare(self) -> None:
-        """Start what takes a while, unless that has happened. What fails now will fail again when it is needed."""
-        ...
-
-    def writer(self, offer: TransportOffer) -> RemoteWriter:
-        """A writer to whoever made the offer. Raises TransferUnavailable where it is known that none leads there."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class MemoryLender(Protocol):
-    """The receiving half, one for each worker that is written to."""
-
-    kind: str
-    offers: tuple[TransportOffer, ...]
-
-    def lend(self) -> LentBuffers | None:
-        """Slots for one transfer; None when all are lent."""
-        ...
-
-    def read(self, slots: LentBuffers, index: int, length: int) -> bytes | memoryview:
-        """A copy of a slot's first bytes, which no late write can change; none of a slot that is not there."""
-        ...
-
-    def take_back(self, slots: LentBuffers, *, settled: bool) -> None:
-        """The transfer is over. Unless `settled`, its sender may still write: the slots rest before they are lent."""
-        ...
-
-    def close(self) -> None: ...
+    def give_back(self, *, settled: bool) -> None:
+        """The transfer is over. Unless `settled`, its sender may still write. Further calls do nothing."""
+        lender, self.lender = self.lender, None
+        if lender is not None:
+            lender.take_back(self, settled=settled)
 
 
 class MemoryLenders:
-    """All that one decode worker offers beside the stream, best first."""
+    """What one process lends, best kind first. A lender is made when it is first needed, or by `start`."""
 
-    def __init__(self, lenders: Iterable[MemoryLender] = ()):
-        self._landings = {lender.kind: lender for lender in lenders}
-        self.offers = tuple(offer for lender in self._landings.values() for offer in lender.offers)
+    def __init__(self, makers: Mapping[str, Callable[[], MemoryLender]] | None = None):
+        self._makers = dict(makers or {})
+        self._made: dict[str, MemoryLender | None] = {}
+        self._starting = threading.Lock()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(self._makers)
+
+    @property
+    def offers(self) -> tuple[TransportOffer, ...]:
+        """Of the lenders that have been made."""
+        return tuple(lender.offer for lender in self._made.values() if lender is not None)
+
+    def start(self, kind: str) -> None:
+        """Make the lender; NIXL takes half a second. Raises TransferUnavailable if the first call cannot."""
+        with self._starting:
+            if kind in self._made:
+                return
+            try:
+                self._made[kind] = self._makers[kind]()
+            except TransferUnavailable:
+                self._made[kind] = None
+                raise
 
     def of(self, kind: str) -> MemoryLender | None:
-        return self._landings.get(kind)
+        """The lender, if it has been made."""
+        return self._made.get(kind)
+
+    def lend(self, kind: str) -> LentBuffers:
+        """Buffers of a lender that has been made; none if it has not, or all are lent."""
+        lender = self._made.get(kind)
+        return lender.lend() if lender is not None else LentBuffers()
+
+    async def made(self, kind: str) -> MemoryLender | None:
+        """The lender, made now unless it has been; None if it cannot be had."""
+        if kind not in self._made:
+            try:
+                await asyncio.to_thread(self.start, kind)
+            except TransferUnavailable as error:
+                log.warning("no memory is lent over %s: %s", kind, error)
+        return self._made[kind]
 
     def close(self) -> None:
-        for lender in self._landings.values():
-            lender.close()
+        for lender in self._made.values():
+            if lender is not None:
+                lender.close()
+        self._made.clear()
+
+
+class PeerLender:
+    """Lends to one peer, by the first of the kinds that has not failed to lead there; `only` one of them if named."""
+
+    def __init__(self, lenders: MemoryLenders | None, only: str | None = None):
+        self._lenders = lenders or MemoryLenders()
+        self._kinds = [kind for kind in self._lenders.kinds if only in (None, kind)]
+
+    async def lend(self) -> LentBuffers:
+        """Buffers for one transfer; none if there is no kind left or all buffers are lent."""
+        while self._kinds:
+            lender = await self._lenders.made(self._kinds[0])
+            if lender is not None:
+                return lender.lend()
+            self._kinds.pop(0)
+        return LentBuffers()
+
+    def failed(self, kind: str) -> None:
+        """The peer could not use buffers of this kind: none of it are lent to it any more."""
+        if kind in self._kinds:
+            self._kinds.remove(kind)

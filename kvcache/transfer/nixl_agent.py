@@ -1,6 +1,6 @@
-"""The one door to NIXL: an agent with a registered buffer, in a thread of its own, and writes from it into others'.
+"""The only use of NIXL: an agent with registered memory, in a thread of its own, that writes from it to other agents'.
 
-It moves bytes between addresses. What they mean, whose turn it is and who may write where is decided elsewhere.
+It moves bytes between addresses. What they mean and which memory is lent to whom is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Agent:
     """One agent of NIXL over UCX with one buffer, `memory`. Raises TransferUnavailable if NIXL will not start.
 
     NIXL makes progress only when it is called, so the thread calls it while writes are under way here or, as
-    `expecting` says, may arrive from others. Otherwise it rests.
+    `expecting` says, may arrive from others. Otherwise it waits.
     """
 
     def __init__(self, size: int):
@@ -147,7 +147,7 @@ class Agent:
             if self._flying:
                 self._flying = [write for write in self._flying if not self._landed(write)]
             elif self._expecting > 0:
-                self._agent.get_new_notifs()  # nobody sends any: it is the call that gives arriving writes their turn
+                self._agent.get_new_notifs()  # none are sent: the call gives arriving writes their turn
         self._stop()
 
     def _pause(self) -> float | None:
@@ -163,7 +163,7 @@ class Agent:
         from nixl import _api as nixl
         from nixl import _bindings as bindings
 
-        logging.raiseExceptions = strict  # importing NIXL clears it, for everybody
+        logging.raiseExceptions = strict  # importing NIXL clears it, for the whole process
         theirs = logging.getLogger("nixl")
         theirs.handlers.clear()
         theirs.propagate = True
@@ -216,7 +216,7 @@ class Agent:
             self._flying.append(write)
 
     def _landed(self, write: _Write) -> bool:
-        """Whether the write is over; its future is told how."""
+        """True if the write is over; its future then has the result."""
         try:
             return self._ended(write, self._agent.check_xfer_state(write.handle))
         except self._errors as error:

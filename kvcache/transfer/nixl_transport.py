@@ -1,7 +1,7 @@
-"""KV written by NIXL: slots a receiver lends to transfers, and the writer that fills them from the other end.
+"""Memory written by NIXL: the lender of its buffers, and the writer that fills them from the other end.
 
-The slots are memory to land in, never KV blocks: a write that comes late may hit what belongs to someone else by then,
-and here that can only be a slot, whose bytes are copied out before their digest is checked.
+The buffers are never KV blocks: a write that comes late may hit memory that is lent to another transfer by then, and
+here that can only be a buffer, whose bytes are copied out before their digest is checked.
 """
 
 from __future__ import annotations
@@ -13,44 +13,40 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from kvcache.transfer.lending import Lending
-from kvcache.transfer.lent_memory import LentBuffers, NoBuffers, TransferUnavailable
+from kvcache.transfer.lent_memory import (
+    BUFFER_BYTES,
+    BUFFERS,
+    TRANSFER_BYTES,
+    LentBuffers,
+    MemoryLender,
+    NoBuffers,
+    TransferUnavailable,
+)
 from kvcache.transfer.nixl_agent import KIND, Agent
 from serving.messages import TransportOffer
 
-SLOT_BYTES = 2 << 20  # room for a chunk; larger ones go over the stream
-SLOTS = 4  # for each transfer: a handoff, or a fetch from the pool
 TRANSFERS = 8  # at a time; more go over the stream. Memory is taken up when it is first written to: 64 MiB in all
-REST_SECONDS = 60.0  # how long slots rest that a sender left without a word: far longer than it waits for a write
+REST_SECONDS = 60.0  # how long the buffers of a lost sender rest: far longer than it waits for a write
 SETTLE_SECONDS = 2.0  # how long the end of a transfer waits for its writes
-PART_BYTES = SLOTS * SLOT_BYTES
 
 
-class NixlLender:
-    """The receiving half (lent_memory.MemoryLender). Raises TransferUnavailable if NIXL will not start."""
+class NixlLender(MemoryLender):
+    """Lends an agent's registered memory. Raises TransferUnavailable if NIXL will not start."""
 
     kind = KIND
 
     def __init__(self) -> None:
-        self.agent = Agent(TRANSFERS * PART_BYTES)
-        self.offers: tuple[TransportOffer, ...] = (TransportOffer(kind=KIND, details=self.agent.metadata),)
-        self.lending = Lending(TRANSFERS, REST_SECONDS)
+        self.agent = Agent(TRANSFERS * TRANSFER_BYTES)
+        offer = TransportOffer(kind=KIND, details=self.agent.metadata)
+        super().__init__(offer, self.agent.memory, self.agent.base, REST_SECONDS)
 
-    def lend(self) -> LentBuffers | None:
-        part = self.lending.lend(time.monotonic())
-        if part is None:
-            return None
-        self.agent.expecting(+1)
-        first = self.agent.base + part * PART_BYTES
-        return LentBuffers(part, tuple(range(first, first + PART_BYTES, SLOT_BYTES)), SLOT_BYTES)
+    def lend(self) -> LentBuffers:
+        lent = super().lend()
+        self.agent.expecting(+bool(lent))
+        return lent
 
-    def read(self, slots: LentBuffers, index: int, length: int) -> bytes | memoryview:
-        if not (index < SLOTS and length <= SLOT_BYTES):
-            return b""
-        start = slots.number * PART_BYTES + index * SLOT_BYTES
-        return self.agent.memory[start : start + length].copy().data
-
-    def take_back(self, slots: LentBuffers, *, settled: bool) -> None:
-        self.lending.take_back(slots.number, time.monotonic(), settled=settled)
+    def take_back(self, lent: LentBuffers, *, settled: bool) -> None:
+        super().take_back(lent, settled=settled)
         self.agent.expecting(-1)
 
     def close(self) -> None:
@@ -58,7 +54,7 @@ class NixlLender:
 
 
 class NixlWriters:
-    """The sending half of a process (lent_memory.RemoteWriters). NIXL starts with the first transfer."""
+    """The sending half of a process (remote_write.RemoteWriters). NIXL starts with the first transfer."""
 
     kind = KIND
 
@@ -78,7 +74,7 @@ class NixlWriters:
         """Takes a while the first time. Raises TransferUnavailable."""
         with self._starting:
             if self._agent is None:
-                self._agent = Agent(TRANSFERS * PART_BYTES)
+                self._agent = Agent(TRANSFERS * TRANSFER_BYTES)
             return self._agent
 
     def close(self) -> None:
@@ -89,7 +85,7 @@ class NixlWriters:
 
 
 class NixlWriter:
-    """One transfer's writes (kvcache.transfer.lent_memory.RemoteWriter), through slots of its own at this end."""
+    """One transfer's writes (kvcache.transfer.remote_write.RemoteWriter), out of buffers at this end."""
 
     kind = KIND
 
@@ -102,16 +98,16 @@ class NixlWriter:
     async def connect(self) -> None:
         self._part = self.writers.lending.lend(time.monotonic())
         if self._part is None:
-            raise NoBuffers("all slots at this end are in use")
+            raise NoBuffers("all buffers at this end are in use")
         self._agent = await asyncio.to_thread(self.writers.agent)
         self._peer = await asyncio.wrap_future(self._agent.meet(self.metadata))
 
-    def write(self, slot: int, address: int, payload: bytes | memoryview) -> asyncio.Future[None]:
-        assert self._part is not None and slot < SLOTS
-        done = self._agent.write(self._peer, self._part * PART_BYTES + slot * SLOT_BYTES, address, payload)
+    def write(self, buffer: int, address: int, payload: bytes | memoryview) -> asyncio.Future[None]:
+        assert self._part is not None and buffer < BUFFERS
+        done = self._agent.write(self._peer, self._part * TRANSFER_BYTES + buffer * BUFFER_BYTES, address, payload)
         self._writes = [write for write in self._writes if not write.done()] + [done]
         written = asyncio.wrap_future(done)
-        written.add_done_callback(lambda over: over.cancelled() or over.exception())  # nobody may be left to ask
+        written.add_done_callback(lambda over: over.cancelled() or over.exception())  # no caller may be left to ask
         return written
 
     async def settle(self) -> bool:

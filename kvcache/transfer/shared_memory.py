@@ -1,7 +1,7 @@
-"""KV written into memory that two processes of one host share: slots a receiver lends, and the writer that fills them.
+"""Memory that two processes of one host share: the lender of its buffers, and the writer that fills them.
 
-The memory is an anonymous file, so it is gone with the process that made it, however that ends. Who cannot open it, on
-another host, in another container or as another user, hears so at once and takes another transport.
+The memory is an anonymous file, so it is gone with the process that made it, however that ends. A process that cannot
+open it, on another host, in another container or as another user, finds that out at once and takes another transport.
 """
 
 from __future__ import annotations
@@ -13,32 +13,25 @@ import os
 import secrets
 import stat
 import struct
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from kvcache.transfer.lending import Lending
-from kvcache.transfer.lent_memory import LentBuffers, TransferUnavailable
+from kvcache.transfer.lent_memory import TRANSFER_BYTES, Bytes, MemoryLender, TransferUnavailable
 from serving.messages import TransportOffer
 
-Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
-
 KIND = "shm"
-SLOT_BYTES = 2 << 20  # room for a chunk; larger ones go over the stream
-SLOTS = 4  # for each transfer: a handoff, a fetch from the pool or a put to it
 TRANSFERS = 16  # at a time; more go another way. Memory is taken up when it is first written to: 128 MiB in all
-REST_SECONDS = 5.0  # how long slots rest that a sender left without a word: its writes are copies, over in a moment
-PART_BYTES = SLOTS * SLOT_BYTES
-_SECRET_BYTES = 32  # at the file's beginning, and in the offer: who finds it there has opened the right file
-_FIRST_SLOT = mmap.PAGESIZE
+REST_SECONDS = 5.0  # how long the buffers of a lost sender rest: its writes are copies, over in a moment
+_SECRET_BYTES = 32  # at the file's beginning, and in the offer: they agree if the right file was opened
+_FIRST_BUFFER = mmap.PAGESIZE
 DETAILS = struct.Struct(f"<QQQ{_SECRET_BYTES}s")  # process, file descriptor, size, secret
 _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 
 
 def available() -> bool:
-    """Whether this system has anonymous files that others may open (Linux)."""
+    """True if this system has anonymous files that others may open (Linux)."""
     return hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()
 
 
@@ -46,11 +39,11 @@ class Segment:
     """Memory of this process, `size` bytes after its first page, that others on the host may map by `details`."""
 
     def __init__(self, size: int):
-        whole = _FIRST_SLOT + size
+        whole = _FIRST_BUFFER + size
         secret = secrets.token_bytes(_SECRET_BYTES)
         self._file = os.memfd_create("millrace-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._file, whole)
-        fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)  # nobody's write may find the file shorter than it was
+        fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)  # no write may find the file shorter than it was
         self.memory: Bytes = np.frombuffer(mmap.mmap(self._file, whole), dtype=np.uint8)
         self.memory[:_SECRET_BYTES] = np.frombuffer(secret, dtype=np.uint8)
         self.details = DETAILS.pack(os.getpid(), self._file, whole, secret)
@@ -80,7 +73,7 @@ def mapped(details: bytes) -> Bytes:
     finally:
         os.close(file)
     if memory[:_SECRET_BYTES].tobytes() != secret:
-        raise TransferUnavailable("the memory on offer is somebody else's: another host or container")
+        raise TransferUnavailable("the memory on offer is not the one meant: another host or container")
     return memory
 
 
@@ -90,8 +83,8 @@ def _sealed(file: int) -> bool:
     return False
 
 
-class SharedMemoryLender:
-    """The receiving half (lent_memory.MemoryLender). Raises TransferUnavailable where there is no such memory."""
+class SharedMemoryLender(MemoryLender):
+    """Lends a segment of shared memory. Raises TransferUnavailable where there is no such memory."""
 
     kind = KIND
 
@@ -99,34 +92,18 @@ class SharedMemoryLender:
         if not available():
             raise TransferUnavailable("this system has no anonymous files to share memory by")
         try:
-            self.segment = Segment(TRANSFERS * PART_BYTES)
+            self.segment = Segment(TRANSFERS * TRANSFER_BYTES)
         except OSError as error:
             raise TransferUnavailable(f"no memory can be shared: {error}") from error
-        self.offers: tuple[TransportOffer, ...] = (TransportOffer(kind=KIND, details=self.segment.details),)
-        self.lending = Lending(TRANSFERS, REST_SECONDS)
-
-    def lend(self) -> LentBuffers | None:
-        part = self.lending.lend(time.monotonic())
-        if part is None:
-            return None
-        first = _FIRST_SLOT + part * PART_BYTES
-        return LentBuffers(part, tuple(range(first, first + PART_BYTES, SLOT_BYTES)), SLOT_BYTES)
-
-    def read(self, slots: LentBuffers, index: int, length: int) -> bytes | memoryview:
-        if not (index < SLOTS and length <= SLOT_BYTES):
-            return b""
-        start = slots.addresses[index]
-        return self.segment.memory[start : start + length].copy().data
-
-    def take_back(self, slots: LentBuffers, *, settled: bool) -> None:
-        self.lending.take_back(slots.number, time.monotonic(), settled=settled)
+        offer = TransportOffer(kind=KIND, details=self.segment.details)
+        super().__init__(offer, self.segment.memory[_FIRST_BUFFER:], _FIRST_BUFFER, REST_SECONDS)
 
     def close(self) -> None:
         self.segment.close()
 
 
 class SharedMemoryWriters:
-    """The sending half of a process (kvcache.transfer.lent_memory.RemoteWriters)."""
+    """The sending half of a process (kvcache.transfer.remote_write.RemoteWriters)."""
 
     kind = KIND
 
@@ -141,7 +118,7 @@ class SharedMemoryWriters:
 
 
 class SharedMemoryWriter:
-    """One transfer's writes (lent_memory.RemoteWriter): plain copies, each over before `write` returns."""
+    """One transfer's writes (remote_write.RemoteWriter): plain copies, each over before `write` returns."""
 
     kind = KIND
 
@@ -151,12 +128,12 @@ class SharedMemoryWriter:
     async def connect(self) -> None:
         """The memory is mapped already."""
 
-    def write(self, slot: int, address: int, payload: bytes | memoryview) -> asyncio.Future[None]:
+    def write(self, buffer: int, address: int, payload: bytes | memoryview) -> asyncio.Future[None]:
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         memory, end = self._memory, address + len(payload)
-        if memory is None or not _FIRST_SLOT <= address <= end <= len(memory):
-            written.set_exception(TransferUnavailable("a slot lies outside of the memory on offer"))
-            written.exception()  # nobody may be left to ask
+        if memory is None or not _FIRST_BUFFER <= address <= end <= len(memory):
+            written.set_exception(TransferUnavailable("a buffer lies outside of the memory on offer"))
+            written.exception()  # no caller may be left to ask
         else:
             memory[address:end] = np.frombuffer(payload, dtype=np.uint8)
             written.set_result(None)

@@ -208,7 +208,7 @@ class SessionReply(_message.Message):
     def __init__(self, welcome: _Optional[bool] = ..., answer: _Optional[_Union[LeaseAnswer, _Mapping]] = ..., events: _Optional[_Iterable[_Union[LeaseEvent, _Mapping]]] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("lease", "layout", "first_layer", "last_layer", "start", "end", "payload", "digest", "encoding", "first_head", "last_head", "slot", "slot_bytes")
+    __slots__ = ("lease", "layout", "first_layer", "last_layer", "start", "end", "payload", "digest", "encoding", "first_head", "last_head", "buffer", "buffer_bytes")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
@@ -220,8 +220,8 @@ class Chunk(_message.Message):
     ENCODING_FIELD_NUMBER: _ClassVar[int]
     FIRST_HEAD_FIELD_NUMBER: _ClassVar[int]
     LAST_HEAD_FIELD_NUMBER: _ClassVar[int]
-    SLOT_FIELD_NUMBER: _ClassVar[int]
-    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUFFER_FIELD_NUMBER: _ClassVar[int]
+    BUFFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     lease: LeaseId
     layout: str
     first_layer: int
@@ -233,9 +233,9 @@ class Chunk(_message.Message):
     encoding: str
     first_head: int
     last_head: int
-    slot: int
-    slot_bytes: int
-    def __init__(self, lease: _Optional[_Union[LeaseId, _Mapping]] = ..., layout: _Optional[str] = ..., first_layer: _Optional[int] = ..., last_layer: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., payload: _Optional[bytes] = ..., digest: _Optional[bytes] = ..., encoding: _Optional[str] = ..., first_head: _Optional[int] = ..., last_head: _Optional[int] = ..., slot: _Optional[int] = ..., slot_bytes: _Optional[int] = ...) -> None: ...
+    buffer: int
+    buffer_bytes: int
+    def __init__(self, lease: _Optional[_Union[LeaseId, _Mapping]] = ..., layout: _Optional[str] = ..., first_layer: _Optional[int] = ..., last_layer: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., payload: _Optional[bytes] = ..., digest: _Optional[bytes] = ..., encoding: _Optional[str] = ..., first_head: _Optional[int] = ..., last_head: _Optional[int] = ..., buffer: _Optional[int] = ..., buffer_bytes: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("lease", "first_token", "digest")
@@ -268,14 +268,14 @@ class PushMessage(_message.Message):
     def __init__(self, chunk: _Optional[_Union[Chunk, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., hello: _Optional[_Union[PushHello, _Mapping]] = ..., settled: _Optional[bool] = ...) -> None: ...
 
 class PushWelcome(_message.Message):
-    __slots__ = ("slots", "slot_size", "start")
-    SLOTS_FIELD_NUMBER: _ClassVar[int]
-    SLOT_SIZE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("buffers", "buffer_size", "start")
+    BUFFERS_FIELD_NUMBER: _ClassVar[int]
+    BUFFER_SIZE_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
-    slots: _containers.RepeatedScalarFieldContainer[int]
-    slot_size: int
+    buffers: _containers.RepeatedScalarFieldContainer[int]
+    buffer_size: int
     start: int
-    def __init__(self, slots: _Optional[_Iterable[int]] = ..., slot_size: _Optional[int] = ..., start: _Optional[int] = ...) -> None: ...
+    def __init__(self, buffers: _Optional[_Iterable[int]] = ..., buffer_size: _Optional[int] = ..., start: _Optional[int] = ...) -> None: ...
 
 class TokenRange(_message.Message):
     __slots__ = ("start", "end")
@@ -286,18 +286,18 @@ class TokenRange(_message.Message):
     def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class PushReply(_message.Message):
-    __slots__ = ("welcome", "error", "freed", "committed", "lacking")
+    __slots__ = ("welcome", "error", "freed_buffer", "committed", "lacking")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    FREED_FIELD_NUMBER: _ClassVar[int]
+    FREED_BUFFER_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     LACKING_FIELD_NUMBER: _ClassVar[int]
     welcome: PushWelcome
     error: Error
-    freed: int
+    freed_buffer: int
     committed: bool
     lacking: TokenRange
-    def __init__(self, welcome: _Optional[_Union[PushWelcome, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., freed: _Optional[int] = ..., committed: _Optional[bool] = ..., lacking: _Optional[_Union[TokenRange, _Mapping]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[PushWelcome, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., freed_buffer: _Optional[int] = ..., committed: _Optional[bool] = ..., lacking: _Optional[_Union[TokenRange, _Mapping]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("instance", "name", "role", "address", "fingerprint", "model", "max_model_len", "block_size", "total_blocks", "free_blocks", "max_seqs", "running", "waiting", "waiting_tokens", "draining", "stalled_seconds", "counters", "pairing", "long_rope_after")

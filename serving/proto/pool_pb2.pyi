@@ -51,50 +51,50 @@ class LookupReply(_message.Message):
     def __init__(self, found: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("keys", "first_part", "last_part", "transport", "offer", "slots", "slot_size")
+    __slots__ = ("keys", "first_part", "last_part", "transport", "offer", "buffers", "buffer_size")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     FIRST_PART_FIELD_NUMBER: _ClassVar[int]
     LAST_PART_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
-    SLOTS_FIELD_NUMBER: _ClassVar[int]
-    SLOT_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BUFFERS_FIELD_NUMBER: _ClassVar[int]
+    BUFFER_SIZE_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     first_part: int
     last_part: int
     transport: str
     offer: bytes
-    slots: _containers.RepeatedScalarFieldContainer[int]
-    slot_size: int
-    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., first_part: _Optional[int] = ..., last_part: _Optional[int] = ..., transport: _Optional[str] = ..., offer: _Optional[bytes] = ..., slots: _Optional[_Iterable[int]] = ..., slot_size: _Optional[int] = ...) -> None: ...
+    buffers: _containers.RepeatedScalarFieldContainer[int]
+    buffer_size: int
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., first_part: _Optional[int] = ..., last_part: _Optional[int] = ..., transport: _Optional[str] = ..., offer: _Optional[bytes] = ..., buffers: _Optional[_Iterable[int]] = ..., buffer_size: _Optional[int] = ...) -> None: ...
 
 class GetMessage(_message.Message):
-    __slots__ = ("request", "freed")
+    __slots__ = ("request", "freed_buffer")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
-    FREED_FIELD_NUMBER: _ClassVar[int]
+    FREED_BUFFER_FIELD_NUMBER: _ClassVar[int]
     request: GetRequest
-    freed: int
-    def __init__(self, request: _Optional[_Union[GetRequest, _Mapping]] = ..., freed: _Optional[int] = ...) -> None: ...
+    freed_buffer: int
+    def __init__(self, request: _Optional[_Union[GetRequest, _Mapping]] = ..., freed_buffer: _Optional[int] = ...) -> None: ...
 
 class Slab(_message.Message):
-    __slots__ = ("part", "indices", "sizes", "digests", "payload", "slot", "slot_bytes", "end")
+    __slots__ = ("part", "indices", "sizes", "digests", "payload", "buffer", "buffer_bytes", "end")
     PART_FIELD_NUMBER: _ClassVar[int]
     INDICES_FIELD_NUMBER: _ClassVar[int]
     SIZES_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
-    SLOT_FIELD_NUMBER: _ClassVar[int]
-    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUFFER_FIELD_NUMBER: _ClassVar[int]
+    BUFFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     part: int
     indices: _containers.RepeatedScalarFieldContainer[int]
     sizes: _containers.RepeatedScalarFieldContainer[int]
     digests: bytes
     payload: bytes
-    slot: int
-    slot_bytes: int
+    buffer: int
+    buffer_bytes: int
     end: bool
-    def __init__(self, part: _Optional[int] = ..., indices: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., digests: _Optional[bytes] = ..., payload: _Optional[bytes] = ..., slot: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., end: _Optional[bool] = ...) -> None: ...
+    def __init__(self, part: _Optional[int] = ..., indices: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., digests: _Optional[bytes] = ..., payload: _Optional[bytes] = ..., buffer: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., end: _Optional[bool] = ...) -> None: ...
 
 class Selection(_message.Message):
     __slots__ = ("namespace", "keys")

@@ -1,4 +1,4 @@
-"""A receiver reached over each transport: in process, over a stream on loopback, or into slots beside the stream."""
+"""A receiver reached over each transport: in process, over a stream on loopback, or into buffers beside the stream."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from serving.rpc import server
 from tests.kvcache.sequences import lease_id
 
 needs_nixl = pytest.mark.skipif(not installed(), reason="nixl is not installed")
-BESIDE = ("shm", pytest.param("nixl", marks=needs_nixl))  # transports that write into slots beside the stream
+BESIDE = ("shm", pytest.param("nixl", marks=needs_nixl))  # transports that write into buffers beside the stream
 STREAMS = ("grpc", *BESIDE)
 TRANSPORTS = ("local", *STREAMS)
 

@@ -127,7 +127,7 @@ async def test_chunks_arrive_whole_in_order_and_before_the_commit(way: Way, taki
 
 
 async def test_a_large_chunk_arrives_whole(way: Way, taking: Taking) -> None:
-    """One larger than a slot goes over the stream, whatever else there is."""
+    """One larger than a buffer goes over the stream, whatever else there is."""
     link = way.dial()
     sent = [chunk(1, 3 * MIB), chunk(2, MIB), chunk(3, 2 * MIB)]
     for one in sent:
@@ -309,7 +309,7 @@ async def test_what_nixl_cannot_reach_goes_over_grpc(taking: Taking, caplog: pyt
 
 
 @pytest.mark.parametrize("kind", BESIDE)
-async def test_more_handoffs_than_there_are_slots_for_go_over_grpc(kind: str, taking: Taking) -> None:
+async def test_more_handoffs_than_there_are_buffers_for_go_over_grpc(kind: str, taking: Taking) -> None:
     async with way_to(kind, taking) as way:
         lender = way.lenders.of(kind)
         assert isinstance(lender, NixlLender | SharedMemoryLender)

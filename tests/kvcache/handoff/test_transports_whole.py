@@ -69,11 +69,11 @@ class World:
                 await asyncio.sleep(0.001)
 
     def lendable(self) -> int:
-        """How many handoffs could be lent slots now, less those that there are."""
+        """How many handoffs could be lent buffers now, less those that there are."""
         parts = self.lender.lending.parts
-        found = [slots for _ in range(parts) if (slots := self.lender.lend()) is not None]
-        for slots in found:
-            self.lender.take_back(slots, settled=True)
+        found = [lent for _ in range(parts) if (lent := self.lender.lend())]
+        for lent in found:
+            lent.give_back(settled=True)
         return len(found) - parts
 
     @property
@@ -84,7 +84,7 @@ class World:
 
     @property
     def memory(self) -> Bytes:
-        """What the slots lie in."""
+        """What the buffers lie in."""
         lender = self.lender
         return lender.agent.memory if isinstance(lender, NixlLender) else lender.segment.memory
 
@@ -113,7 +113,7 @@ async def far(request: pytest.FixtureRequest) -> AsyncIterator[World]:
 
 
 @pytest.fixture(params=BESIDE)
-async def slots_world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
+async def buffers_world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     async for made in world_of(request.param):
         yield made
 
@@ -202,40 +202,40 @@ async def test_a_sender_that_dies_leaves_its_lease_to_the_next(far: World) -> No
     await far.let_go()
     await link.close()
     if far.way.lenders.offers:
-        assert far.lendable() == -1, "a write of the dead may still come: its slots rest"
+        assert far.lendable() == -1, "a write of the dead may still come: its buffers rest"
     fence = replace(far.grant.lease, epoch=1)
     far.grant = await far.session.advance(make_order(PROMPT, lease=fence))
     await far.push(far.chunk())
 
 
 async def test_a_write_that_comes_late_is_found_by_the_digest(
-    slots_world: World, monkeypatch: pytest.MonkeyPatch
+    buffers_world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slot that is overwritten after its chunk was announced: refused, and the next handoff is not harmed."""
-    lender = slots_world.lender
+    """A buffer that is overwritten after its chunk was announced: refused, and the next handoff is not harmed."""
+    lender = buffers_world.lender
     read = lender.read
 
-    def late(slots: object, index: int, length: int) -> bytes:
-        slots_world.memory[:] ^= 1
-        return read(slots, index, length)  # type: ignore[arg-type]
+    def late(lent: object, index: int, length: int) -> bytes:
+        buffers_world.memory[:] ^= 1
+        return read(lent, index, length)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
         patch.setattr(lender, "read", late)
         with pytest.raises(CorruptChunk) as raised:
-            await slots_world.push(slots_world.chunk())
-    assert raised.value.code == "digest" and slots_world.worker.decode.refused == {"digest": 1}
-    await slots_world.push(slots_world.chunk())
+            await buffers_world.push(buffers_world.chunk())
+    assert raised.value.code == "digest" and buffers_world.worker.decode.refused == {"digest": 1}
+    await buffers_world.push(buffers_world.chunk())
 
 
-async def test_what_was_read_out_of_a_slot_stays_as_it_was_checked(slots_world: World) -> None:
-    lender = slots_world.lender
-    slots = lender.lend()
-    assert slots is not None
-    read = lender.read(slots, 1, 100)
-    slots_world.memory[:] = 7
-    assert read == bytes(100) and lender.read(slots, 1, 100) == bytes([7]) * 100
-    assert lender.read(slots, 99, 1) == b"" == lender.read(slots, 0, 1 << 40), "what was not lent holds nothing"
-    lender.take_back(slots, settled=True)
+async def test_what_was_read_out_of_a_buffer_stays_as_it_was_checked(buffers_world: World) -> None:
+    lender = buffers_world.lender
+    lent = lender.lend()
+    read = lent.read(1, 100)
+    buffers_world.memory[:] = 7
+    assert read == bytes(100) and lent.read(1, 100) == bytes([7]) * 100
+    assert lent.read(99, 1) == b"" == lent.read(0, 1 << 40), "what was not lent holds nothing"
+    lent.give_back(settled=True)
+    assert lent.read(1, 100) == b"", "it was given back"
 
 
 def filler(number: int) -> Chunk:

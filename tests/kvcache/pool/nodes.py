@@ -13,8 +13,8 @@ from kvcache.pool.links import PoolLink
 from kvcache.pool.node import PoolNode
 from kvcache.pool.remote import dial
 from kvcache.pool.service import PoolService
-from kvcache.pool.slabs import LendersOnDemand
 from kvcache.pool.store import BlockStore, StoreConfig
+from kvcache.transfer.choice import lenders_on_demand
 from serving.rpc import listen, server
 
 KEY = "sesame"
@@ -69,7 +69,7 @@ class Served:
             self.service.add_to(self.server)
             self.node.address = f"127.0.0.1:{listen(self.server, '127.0.0.1', self.port)}"
             await self.server.start()
-            self.lenders = LendersOnDemand(self.kind)
+            self.lenders = lenders_on_demand(self.kind)
             self.link = dial(self.node.address, KEY, lenders=self.lenders)
         self.address = self.node.address
         return self
@@ -99,7 +99,7 @@ class Cluster:
     def __init__(self, kind: str, count: int, **config: Any):
         self.kind = kind
         self.served = [Served(kind, f"node-{number}", **config) for number in range(count)]
-        self.lenders = LendersOnDemand("grpc" if kind == "local" else kind)
+        self.lenders = lenders_on_demand("grpc" if kind == "local" else kind)
 
     async def __aenter__(self) -> Cluster:
         for served in self.served:

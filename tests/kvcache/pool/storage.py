@@ -47,7 +47,7 @@ def parts_read(store: BlockStore, keys: Sequence[bytes], first: int = 0, last: i
     for slab in store.read(keys, first, last):
         assert slab.part >= latest and list(slab.indices) == sorted(slab.indices)
         latest = slab.part
-        for index, digest, data in slab.pieces():
+        for index, digest, data in slab.parts():
             assert slab.part not in found[index]
             found[index][slab.part] = bytes(data)
             assert len(digest) == 16

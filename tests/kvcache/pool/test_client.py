@@ -50,7 +50,7 @@ async def read(client: PoolClient, keys: Sequence[bytes] = KEYS, **span: int) ->
     found: dict[tuple[int, int], bytes] = {}
     reached: dict[int, int] = {}
     async for slab in client.get(keys, **span, parts=PARTS):
-        for index, _, data in slab.pieces():
+        for index, _, data in slab.parts():
             assert slab.part == reached.get(index, slab.part - 1) + 1
             reached[index] = slab.part
             found[index, slab.part] = bytes(data)
@@ -115,7 +115,7 @@ async def test_a_node_that_dies_in_the_middle_costs_nothing_with_a_replica(kind:
         async for slab in client.get(KEYS, parts=PARTS):
             if victim.alive and victim.node.calls:
                 await victim.kill()
-            for index, _, data in slab.pieces():
+            for index, _, data in slab.parts():
                 assert (index, slab.part) not in found
                 found[index, slab.part] = bytes(data)
         assert found == EVERYTHING and not victim.alive

@@ -160,11 +160,11 @@ async def test_on_the_way_out(kind: str) -> None:
         await client.put(blocks)
         for count in range(EACH if kind == "local" else EACH // 5):
             wanted = chance.sample(blocks, chance.randint(1, 6))
-            pieces = 0
+            parts = 0
             async for slab in client.get([block.key for block in wanted], parts=3):
-                for index, _, data in slab.pieces():
+                for index, _, data in slab.parts():
                     assert data == wanted[index].part(slab.part), "a byte that nobody wrote"
-                    pieces += 1
-            assert pieces < 3 * len(wanted), "the harm went unnoticed"
+                    parts += 1
+            assert parts < 3 * len(wanted), "the harm went unnoticed"
             assert client.stats.corrupt > count, "the harm was not counted"
         await client.close()

@@ -207,8 +207,8 @@ def test_a_scan_removes_what_is_not_a_block_in_its_place(tmp_path: Path) -> None
     block = block_of(1)
     folder.write(block)
     (tmp_path / "aside" / "17").write_bytes(b"left over")
-    shelf = file_of(folder, block).parent
-    strays = [shelf / "notes.txt", shelf / key_of(2).hex(), shelf / block.key.hex().upper(), shelf / "00"]
+    lru = file_of(folder, block).parent
+    strays = [lru / "notes.txt", lru / key_of(2).hex(), lru / block.key.hex().upper(), lru / "00"]
     strays = [stray for stray in strays if stray != file_of(folder, block)]
     twin = folder._path(block.key, "zz")
     twin.parent.mkdir(parents=True)

@@ -28,7 +28,7 @@ class Script:
     slabs: int = 99  # until it dies
 
 
-def piece(number: int, part: int, *, wrong: bool = False) -> bytes:
+def part_of(number: int, part: int, *, wrong: bool = False) -> bytes:
     data = content(number, part, 50)
     return data[:-1] + bytes([data[-1] ^ 1]) if wrong else data
 
@@ -47,8 +47,8 @@ class Nodes:
         for part in range(first, min(last, first + script.slabs)):
             await asyncio.sleep(0)
             here = [place for place, number in enumerate(numbers) if part < script.until.get(number, PARTS)]
-            sent = [piece(numbers[place], part, wrong=script.wrong.get(numbers[place]) == part) for place in here]
-            right = [part_digest(keys[place], part, PARTS, piece(numbers[place], part)) for place in here]
+            sent = [part_of(numbers[place], part, wrong=script.wrong.get(numbers[place]) == part) for place in here]
+            right = [part_digest(keys[place], part, PARTS, part_of(numbers[place], part)) for place in here]
             if here:
                 yield Slab(
                     part=part,
@@ -63,7 +63,7 @@ async def collect(fetch: Fetch) -> dict[int, list[tuple[int, bytes]]]:
     """(part, bytes) of every key, as they came."""
     found: dict[int, list[tuple[int, bytes]]] = {}
     async for slab in fetch.slabs():
-        for index, digest, data in slab.pieces():
+        for index, digest, data in slab.parts():
             assert part_digest(KEYS[index], slab.part, PARTS, data) == digest
             found.setdefault(index, []).append((slab.part, bytes(data)))
     return found
@@ -101,7 +101,7 @@ def test_every_piece_that_some_owner_sends_comes_once_and_in_order(
             bad = script.wrong.get(number, PARTS)
             reached = max(begin, min(end, bad if bad >= begin else PARTS))
             wrong += begin <= bad < end
-        expected = [(part, piece(number, part)) for part in range(first, reached)]
+        expected = [(part, part_of(number, part)) for part in range(first, reached)]
         assert found.get(number, []) == expected, (number, nodes.asked)
     assert fetch.corrupt == wrong
 
@@ -120,10 +120,10 @@ def test_a_slab_that_contradicts_itself_counts_as_corrupt() -> None:
         fetch = Fetch(KEYS[:1], [["a", "b"]], 0, PARTS, PARTS, stream)
         return await collect(fetch), fetch.corrupt
 
-    data = piece(0, 0)
+    data = part_of(0, 0)
     digest = part_digest(KEYS[0], 0, PARTS, data)
     good = Slab(part=0, indices=(0,), sizes=(50,), digests=digest, payload=data)
-    whole = {0: [(part, piece(0, part)) for part in range(PARTS)]}
+    whole = {0: [(part, part_of(0, part)) for part in range(PARTS)]}
     assert asyncio.run(one(good)) == (whole, 0)
     for wrong in (
         replace(good, indices=(1,)),

@@ -25,11 +25,11 @@ async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
     await made.stop()
 
 
-async def pieces(served: Served, numbers: list[int], first: int = 0, last: int = 0) -> dict[tuple[int, int], bytes]:
+async def parts(served: Served, numbers: list[int], first: int = 0, last: int = 0) -> dict[tuple[int, int], bytes]:
     """What a get brings, by (index, part)."""
     found = {}
     async for slab in served.link.get([key(number) for number in numbers], first, last):
-        for index, _, data in slab.pieces():
+        for index, _, data in slab.parts():
             assert (index, slab.part) not in found
             found[index, slab.part] = bytes(data)
     return found
@@ -39,25 +39,25 @@ async def test_what_was_put_is_found_and_read(served: Served) -> None:
     assert await served.link.put([block(number) for number in range(5)]) == 5
     assert await served.link.lookup([key(3), key(9), key(0)]) == [True, False, True]
     expected = {(place, part): content(number, part) for place, number in enumerate((4, 2)) for part in range(PARTS)}
-    assert await pieces(served, [4, 2]) == expected
+    assert await parts(served, [4, 2]) == expected
 
 
 async def test_only_the_parts_asked_for_come(served: Served) -> None:
     await served.link.put([block(1)])
-    assert await pieces(served, [1], 1, 3) == {(0, 1): content(1, 1), (0, 2): content(1, 2)}
-    assert await pieces(served, [1], 3, 0) == {(0, 3): content(1, 3)}
+    assert await parts(served, [1], 1, 3) == {(0, 1): content(1, 1), (0, 2): content(1, 2)}
+    assert await parts(served, [1], 3, 0) == {(0, 3): content(1, 3)}
 
 
 async def test_a_key_that_is_not_here_is_left_out(served: Served) -> None:
     await served.link.put([block(1), block(3)])
-    assert {index for index, _ in await pieces(served, [1, 2, 3])} == {0, 2}
+    assert {index for index, _ in await parts(served, [1, 2, 3])} == {0, 2}
 
 
 async def test_a_put_of_many_megabytes_arrives(served: Served) -> None:
     blocks = [block(number, parts=2, size=1 << 20) for number in range(12)]
     assert await served.link.put(blocks) == 12
     assert await served.link.lookup([one.key for one in blocks]) == [True] * 12
-    assert (await pieces(served, [11]))[0, 1] == content(11, 1, 1 << 20)
+    assert (await parts(served, [11]))[0, 1] == content(11, 1, 1 << 20)
 
 
 async def test_a_corrupt_block_is_refused_on_arrival(served: Served) -> None:
@@ -99,7 +99,7 @@ async def test_the_listing_tells_of_every_block(served: Served) -> None:
 async def test_the_figures_are_the_stores(served: Served) -> None:
     await served.link.put([block(1), block(2)])
     await served.link.lookup([key(1), key(9)])
-    await pieces(served, [1])
+    await parts(served, [1])
     stat = await served.link.stat()
     assert (stat.name, stat.stored, stat.lookups, stat.found) == ("node", 2, 2, 1)
     assert stat.instance == served.node.instance
@@ -174,7 +174,7 @@ async def test_a_node_that_leaves_still_reads_but_stores_no_more(served: Served)
 async def test_draining_waits_for_a_read_in_progress(served: Served) -> None:
     await served.link.put([block(1)])
     served.store.after = 0
-    reading = asyncio.create_task(pieces(served, [1]))
+    reading = asyncio.create_task(parts(served, [1]))
     async with asyncio.timeout(10):
         while not served.node.calls:
             await asyncio.sleep(0.001)
@@ -201,7 +201,7 @@ async def test_leaving_a_get_early_frees_the_reader(served: Served) -> None:
     async with asyncio.timeout(10):
         while served.node.calls:
             await asyncio.sleep(0.001)
-    assert len(await pieces(served, [1])) == PARTS
+    assert len(await parts(served, [1])) == PARTS
 
 
 class SlowCheck:

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from kvcache.pool import puts
+from kvcache.pool import remote, wire
 from kvcache.pool.block import PoolBlock
-from kvcache.pool.puts import PutFrame, Room
 from kvcache.pool.remote import RemoteNode
-from kvcache.transfer.lent_memory import TransferUnavailable
-from kvcache.transfer.shared_memory import PART_BYTES, Segment, SharedMemoryLender
+from kvcache.pool.wire import PutFrame, blocks_of, put_frame
+from kvcache.transfer.framing import Frame
+from kvcache.transfer.lent_memory import TRANSFER_BYTES, LentBuffers, TransferUnavailable
+from kvcache.transfer.shared_memory import Segment, SharedMemoryLender
 from serving.errors import CorruptChunk, InvalidRequest
 from tests.kvcache.pool.nodes import PARTS, Served, block, content, key
 from tests.kvcache.pool.test_slabs import lendable
@@ -31,21 +32,20 @@ async def served() -> AsyncIterator[Served]:
 def along(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of every put that leaves, whether its bytes go along with the message."""
     seen: list[bool] = []
-    frame = Room.frame
 
-    def seeing(self: Room, blocks: Sequence[PoolBlock]) -> PutFrame:
-        made = frame(self, blocks)
-        seen.append(bool(made.payload))
+    def seeing(blocks: Sequence[PoolBlock], lent: LentBuffers) -> PutFrame:
+        made = put_frame(blocks, lent)
+        seen.append(bool(made.parts))
         return made
 
-    monkeypatch.setattr(Room, "frame", seeing)
+    monkeypatch.setattr(remote, "put_frame", seeing)
     return seen
 
 
 async def right(link: RemoteNode, count: int, size: int = SIZE) -> bool:
     found = {}
     async for slab in link.get([key(number) for number in range(count)], 0, 0):
-        found |= {(index, slab.part): bytes(data) for index, _, data in slab.pieces()}
+        found |= {(index, slab.part): bytes(data) for index, _, data in slab.parts()}
     return found == {(n, part): content(n, part, size) for n in range(count) for part in range(PARTS)}
 
 
@@ -61,7 +61,7 @@ async def test_blocks_are_read_where_they_lie(along: list[bool], served: Served)
 async def test_what_is_larger_than_the_room_goes_along(along: list[bool], served: Served) -> None:
     link = served.link
     assert isinstance(link, RemoteNode)
-    size = PART_BYTES // PARTS + 1
+    size = TRANSFER_BYTES // PARTS + 1
     assert await link.put([block(0, size=size)]) == 1
     assert along == [True] and await right(link, 1, size)
 
@@ -74,7 +74,7 @@ async def test_a_node_that_cannot_read_it_is_told_the_bytes(
     def elsewhere(details: bytes) -> None:
         raise TransferUnavailable("another host")
 
-    monkeypatch.setattr(puts, "mapped", elsewhere)
+    monkeypatch.setattr(wire, "mapped", elsewhere)
     link = served.link
     assert isinstance(link, RemoteNode)
     for first in (0, 2):
@@ -86,15 +86,13 @@ async def test_a_node_that_cannot_read_it_is_told_the_bytes(
 async def test_bytes_that_change_before_they_are_read_are_refused(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    frame = Room.frame
-
-    def harmed(self: Room, blocks: Sequence[PoolBlock]) -> PutFrame:
-        made = frame(self, blocks)
-        assert isinstance(self._landing, SharedMemoryLender)
-        self._landing.segment.memory[made.message.address + 7] ^= 1
+    def harmed(blocks: Sequence[PoolBlock], lent: LentBuffers) -> PutFrame:
+        made = put_frame(blocks, lent)
+        assert isinstance(lent.lender, SharedMemoryLender)
+        lent.lender.segment.memory[made.message.address + 7] ^= 1
         return made
 
-    monkeypatch.setattr(Room, "frame", harmed)
+    monkeypatch.setattr(remote, "put_frame", harmed)
     with pytest.raises(CorruptChunk):
         await served.link.put([block(0, size=SIZE)])
     assert served.store.stored == 0 and served.store.refused == 1
@@ -103,9 +101,9 @@ async def test_bytes_that_change_before_they_are_read_are_refused(
 @pytest.mark.parametrize("harm", ["nothing offered", "beyond its end", "far beyond", "nonsense"])
 def test_only_what_was_offered_is_read(harm: str) -> None:
     segment = Segment(1 << 16)
-    message = puts.framed([block(0)]).message
+    message = put_frame([block(0)], LentBuffers()).message
     message.address, message.memory = 4096, segment.details
-    assert puts.taken(PutFrame(message)) == [replace(block(0), payload=bytes(4000))]
+    assert blocks_of(Frame(message)) == [replace(block(0), payload=bytes(4000))]
     if harm == "nothing offered":
         message.memory = b""
     elif harm == "nonsense":
@@ -113,12 +111,12 @@ def test_only_what_was_offered_is_read(harm: str) -> None:
     else:
         message.address = len(segment.memory) - 3999 if harm == "beyond its end" else (1 << 64) - 1
     with pytest.raises(InvalidRequest) as raised:
-        puts.taken(PutFrame(message))
-    assert raised.value.param == puts.UNREADABLE
+        blocks_of(Frame(message))
+    assert raised.value.param == wire.UNREADABLE
     segment.close()
 
 
 def test_blocks_that_do_not_add_up_are_corrupt() -> None:
-    frame = puts.framed([block(0), block(1)])
+    frame = put_frame([block(0), block(1)], LentBuffers())
     with pytest.raises(CorruptChunk):
-        puts.taken(replace(frame, payload=frame.payload[:1]))
+        blocks_of(replace(frame, parts=frame.parts[:1]))

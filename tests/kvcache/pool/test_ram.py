@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.pool.block import PoolBlock
 from kvcache.pool.blockfile import stored_bytes
-from kvcache.pool.eviction import POLICIES
+from kvcache.pool.eviction import Pins, QuotaLru, Quotas
 from kvcache.pool.ram import RamTier
-from kvcache.pool.shelf import Pins, Quotas, Shelf
 from tests.kvcache.pool.storage import block_of, key_of
 
 ONE = stored_bytes(block_of(0))
 
 
-def tier(blocks: float, policy: str = "lru", quotas: Quotas | None = None) -> RamTier:
-    return RamTier(Shelf(round(blocks * ONE), policy, quotas or Quotas()))
+def tier(blocks: float, quotas: Quotas | None = None) -> RamTier:
+    return RamTier(QuotaLru(round(blocks * ONE), quotas or Quotas()))
 
 
 def keys(blocks: list[PoolBlock] | None) -> list[bytes]:
@@ -31,10 +29,9 @@ STEPS = st.lists(
 )
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @given(steps=STEPS)
-def test_capacity_and_pins_hold_and_nothing_gets_lost(policy: str, steps: list[tuple[str, int, int, bool]]) -> None:
-    ram, pins = tier(4, policy), Pins()
+def test_capacity_and_pins_hold_and_nothing_gets_lost(steps: list[tuple[str, int, int, bool]]) -> None:
+    ram, pins = tier(4), Pins()
     expected: dict[bytes, PoolBlock] = {}
     for now, (step, number, size, tenant) in enumerate(steps):
         pins.expire(float(now))
@@ -48,14 +45,14 @@ def test_capacity_and_pins_hold_and_nothing_gets_lost(policy: str, steps: list[t
                 assert one.key not in pins
                 assert expected.pop(one.key) is one
         elif step == "get":
-            ram.shelf.touch(key)
+            ram.lru.touch(key)
         elif step == "pin" and key in ram:
             pins.pin(key, now + 5.0)
         elif step == "drop":
             assert ram.remove(key) is expected.pop(key, None)
         assert {block.key: block for block in ram} == expected
         assert all(ram.get(key) is block for key, block in expected.items())
-        assert sum(map(stored_bytes, ram)) == ram.shelf.bytes <= ram.shelf.capacity
+        assert sum(map(stored_bytes, ram)) == ram.lru.bytes <= ram.lru.capacity
 
 
 def test_a_block_that_is_here_already_stays_and_counts_as_used() -> None:
@@ -63,7 +60,7 @@ def test_a_block_that_is_here_already_stays_and_counts_as_used() -> None:
     first = block_of(0)
     for block in (first, block_of(1), block_of(0)):
         assert ram.put(block, stored_at=0.0, now=0.0) == []
-    assert ram.get(key_of(0)) is first and ram.shelf.stat().blocks == 2
+    assert ram.get(key_of(0)) is first and ram.lru.stat().blocks == 2
     assert keys(ram.put(block_of(2), stored_at=0.0, now=0.0)) == [key_of(1)]
 
 
@@ -87,7 +84,7 @@ def test_age_counts_from_when_the_block_was_stored_not_from_when_it_came_up() ->
     ram = tier(1)
     ram.put(block_of(0), stored_at=2.0, now=50.0)
     ram.put(block_of(1), stored_at=62.0, now=62.0)
-    stat = ram.shelf.stat()
+    stat = ram.lru.stat()
     assert (stat.evictions, stat.eviction_age_seconds) == (1, 60.0)
     assert (stat.bytes, stat.capacity) == (ONE, ONE)
     assert stat.bytes_written == 2 * len(block_of(0).payload)

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.pool import puts, slabs, wire
+from kvcache.pool import wire
 from kvcache.pool.block import PoolBlock, Slab
 from kvcache.pool.links import BlockEntry, BlockSelection, PoolEvent, Tier
 from kvcache.pool.remote import RemoteNode, dial
+from kvcache.pool.wire import put_framing, slab_framing
+from kvcache.transfer.lent_memory import LentBuffers
 from serving.errors import Unauthorized, WorkerLost
 from serving.messages import NamespaceStat, PoolReport, PoolStat, TierStat
 from serving.proto import pool_pb2 as pb
@@ -79,7 +81,7 @@ async def test_a_node_that_dies_under_a_get_is_lost_after_what_it_sent(served: S
 
 
 async def test_a_long_put_is_stored_a_batch_at_a_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(puts, "PUT_BYTES", 12_000)
+    monkeypatch.setattr(wire, "PUT_BYTES", 12_000)
     put, batches = served.store.put, []
 
     def counting(blocks: Sequence[PoolBlock]) -> int:
@@ -171,9 +173,9 @@ def test_every_field_crosses_the_wire(
         for k, name, sizes, digests in stored
         if sum(sizes) < 256
     ]
-    assert puts.taken(puts.from_wire(puts.to_wire(puts.framed(blocks)))) == blocks
-    frame = slabs.from_wire(slabs.to_wire(slabs.framed(slab)))
-    assert slabs.slab_of(frame.message, frame.payload, slab.via) == slab
+    assert wire.blocks_of(put_framing.decode(put_framing.encode(wire.put_frame(blocks, LentBuffers())))) == blocks
+    frame = slab_framing.decode(slab_framing.encode(wire.slab_frame(slab)))
+    assert wire.slab_of(frame.message, frame.payload, slab.via) == slab
     assert wire.selection_from_pb(wire.selection_to_pb(what)) == what
     assert wire.entry_from_pb(wire.entry_to_pb(entry)) == entry
     assert wire.event_from_pb(wire.event_to_pb(event)) == event

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -11,16 +12,15 @@ from kvcache.pool.block import Slab
 from kvcache.pool.client import PoolClient
 from kvcache.pool.reading import SLAB_BYTES
 from kvcache.pool.remote import RemoteNode, dial
-from kvcache.pool.slabs import Delivery, LendersOnDemand
-from kvcache.transfer.choice import LENDERS
-from kvcache.transfer.lent_memory import MemoryLender, TransferUnavailable
-from kvcache.transfer.shared_memory import SLOTS, SharedMemoryLender
+from kvcache.transfer.choice import lenders_on_demand
+from kvcache.transfer.lent_memory import BUFFERS, LentBuffers, MemoryLender, MemoryLenders, TransferUnavailable
+from kvcache.transfer.remote_write import BufferSender
+from kvcache.transfer.shared_memory import SharedMemoryLender
 from serving.errors import InvalidRequest
-from serving.proto import pool_pb2 as pb
 from tests.kvcache.pool.nodes import KEY, PARTS, Served, block, content, key
 from tests.kvcache.reaching import needs_nixl
 
-COUNT = 3 * SLOTS  # blocks with parts of half a slab: more slabs than there are slots
+COUNT = 3 * BUFFERS  # blocks with parts of half a slab: more slabs than there are buffers
 SIZE = SLAB_BYTES // 2 + 1
 
 
@@ -38,24 +38,24 @@ async def fetched(link: RemoteNode) -> list[Slab]:
 
 def right(slabs: list[Slab]) -> bool:
     """Every part of every block, once, and as it was put."""
-    found = [(index, slab.part, bytes(data)) for slab in slabs for index, _, data in slab.pieces()]
+    found = [(index, slab.part, bytes(data)) for slab in slabs for index, _, data in slab.parts()]
     return sorted(found) == sorted((n, part, content(n, part, SIZE)) for n in range(COUNT) for part in range(PARTS))
 
 
-def lendable(lenders: LendersOnDemand, kind: str = "shm") -> int:
-    """How many gets could be lent slots now, less those that there are."""
-    lender = lenders._made[kind]
+def lendable(lenders: MemoryLenders, kind: str = "shm") -> int:
+    """How many gets could be lent buffers now, less those that there are."""
+    lender = lenders.of(kind)
     assert isinstance(lender, SharedMemoryLender)
     parts = lender.lending.parts
-    found = [slots for _ in range(parts) if (slots := lender.lend()) is not None]
-    for slots in found:
-        lender.take_back(slots, settled=True)
+    found = [lent for _ in range(parts) if (lent := lender.lend())]
+    for lent in found:
+        lent.give_back(settled=True)
     return len(found) - parts
 
 
 @pytest.mark.parametrize("kind", ["shm", pytest.param("nixl", marks=needs_nixl)])
-async def test_more_slabs_than_slots_all_come_that_way(served: Served, kind: str) -> None:
-    lenders = LendersOnDemand(kind)
+async def test_more_slabs_than_buffers_all_come_that_way(served: Served, kind: str) -> None:
+    lenders = lenders_on_demand(kind)
     link = dial(served.address, KEY, lenders=lenders)
     for _ in range(2):
         slabs = await fetched(link)
@@ -64,7 +64,7 @@ async def test_more_slabs_than_slots_all_come_that_way(served: Served, kind: str
     lenders.close()
 
 
-async def test_where_one_way_leads_nowhere_the_next_is_taken(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_where_one_way_leads_nowhere_the_next_is_taken(served: Served) -> None:
     """As between two hosts: the first get finds out, and comes along with its messages."""
 
     class Elsewhere(SharedMemoryLender):
@@ -72,12 +72,9 @@ async def test_where_one_way_leads_nowhere_the_next_is_taken(served: Served, mon
 
         def __init__(self) -> None:
             super().__init__()
-            offer = self.offers[0]
-            self.offers = (type(offer)(kind="shm", details=bytes(len(offer.details))),)
+            self.offer = replace(self.offer, details=bytes(len(self.offer.details)))
 
-    monkeypatch.setitem(LENDERS, "elsewhere", Elsewhere)
-    lenders = LendersOnDemand("shm")
-    lenders.kinds = ("elsewhere", "shm")
+    lenders = MemoryLenders({"elsewhere": Elsewhere, "shm": SharedMemoryLender})
     link = dial(served.address, KEY, lenders=lenders)
     ways = []
     for _ in range(3):
@@ -89,12 +86,11 @@ async def test_where_one_way_leads_nowhere_the_next_is_taken(served: Served, mon
     lenders.close()
 
 
-async def test_what_cannot_be_lent_is_done_without(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_cannot_be_lent_is_done_without(served: Served) -> None:
     def broken() -> MemoryLender:
         raise TransferUnavailable("no memory")
 
-    monkeypatch.setitem(LENDERS, "shm", broken)
-    lenders = LendersOnDemand("shm")
+    lenders = MemoryLenders({"shm": broken})
     link = dial(served.address, KEY, lenders=lenders)
     slabs = await fetched(link)
     assert right(slabs) and {slab.via for slab in slabs} == {"grpc"}
@@ -102,7 +98,7 @@ async def test_what_cannot_be_lent_is_done_without(served: Served, monkeypatch: 
     lenders.close()
 
 
-async def test_more_gets_than_there_are_slots_for(served: Served) -> None:
+async def test_more_gets_than_there_are_buffers_for(served: Served) -> None:
     """The rest come along with their messages, and what was lent comes back."""
     link = served.link
     assert isinstance(link, RemoteNode)
@@ -114,7 +110,7 @@ async def test_more_gets_than_there_are_slots_for(served: Served) -> None:
     assert lendable(served.lenders) == 0
 
 
-async def test_the_slots_of_a_get_left_early_rest(served: Served) -> None:
+async def test_the_buffers_of_a_get_left_early_rest(served: Served) -> None:
     """Its node may still be writing."""
     link = served.link
     assert isinstance(link, RemoteNode)
@@ -128,28 +124,29 @@ async def test_the_slots_of_a_get_left_early_rest(served: Served) -> None:
     assert right(await fetched(link))
 
 
-async def test_a_slab_overwritten_in_its_slot_is_found_by_its_digests(
+async def test_a_slab_overwritten_in_its_buffer_is_found_by_its_digests(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = PoolClient(lambda address: dial(address, KEY, lenders=served.lenders))
     client.set_nodes([served.address])
     read = SharedMemoryLender.read
 
-    def late(self: SharedMemoryLender, slots: object, index: int, length: int) -> bytes | memoryview:
-        self.segment.memory[slots.addresses[index] + 5] ^= 1  # type: ignore[attr-defined]
-        return read(self, slots, index, length)  # type: ignore[arg-type]
+    def late(self: SharedMemoryLender, lent: LentBuffers, index: int, length: int) -> bytes | memoryview:
+        self.segment.memory[lent.addresses[index] + 5] ^= 1
+        return read(self, lent, index, length)
 
     monkeypatch.setattr(SharedMemoryLender, "read", late)
     keys = [key(number) for number in range(COUNT)]
     slabs = [slab async for slab in client.get(keys, parts=PARTS)]
-    found = {(index, slab.part): bytes(data) for slab in slabs for index, _, data in slab.pieces()}
+    found = {(index, slab.part): bytes(data) for slab in slabs for index, _, data in slab.parts()}
     assert all(data == content(*place, SIZE) for place, data in found.items())
     assert client.stats.corrupt > 0 and len(found) < COUNT * PARTS
     await client.close()
 
 
 async def test_only_what_was_lent_is_freed() -> None:
-    delivery = Delivery({}, pb.GetRequest(slots=[4096, 8192]))
-    delivery.freed(1)
+    buffers = BufferSender(None, "asker")
+    await buffers.lent([4096, 8192], 1)
+    buffers.freed(1)
     with pytest.raises(InvalidRequest):
-        delivery.freed(2)
+        buffers.freed(2)

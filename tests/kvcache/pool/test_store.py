@@ -199,7 +199,7 @@ def test_a_block_read_from_two_files_is_not_promoted(opened: Open) -> None:
     assert again._folder is not None
     again._folder.write(other)
     for slab in slabs:
-        for index, digest, data in slab.pieces():
+        for index, digest, data in slab.parts():
             if index == 0:
                 assert data == other.part(slab.part) and digest == other.digest(slab.part)
     assert tiers_of(again)[one.key] == (Tier.DISK,)

@@ -183,7 +183,6 @@ def test_a_closed_store_takes_nothing_and_closes_twice(opened: Open) -> None:
         ({"disk_path": Path("x")}, "both a folder and a size"),
         ({"disk_bytes": 5}, "both a folder and a size"),
         ({"ram_bytes": 5, "write": "around"}, "'around'"),
-        ({"ram_bytes": 5, "policy": "random"}, "'random': choose one of lru, s3fifo"),
         ({"ram_bytes": 5, "backlog": 0}, "at least one block"),
         ({"ram_bytes": 5, "quotas": {"a": 3, "b": 3}}, "add up to 6 bytes, more than the 5"),
     ],

@@ -30,8 +30,8 @@ class SmallDisk:
 
         def tight(folder: BlockFolder, block: PoolBlock) -> None:
             self.tries += 1
-            held = sum(path.is_file() for path in (folder._root / "blocks").rglob("*"))
-            number = self.error or (errno.ENOSPC if held >= self.room else 0)
+            record = sum(path.is_file() for path in (folder._root / "blocks").rglob("*"))
+            number = self.error or (errno.ENOSPC if record >= self.room else 0)
             if number:
                 raise OSError(number, os.strerror(number))
             write(folder, block)

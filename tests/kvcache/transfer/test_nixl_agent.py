@@ -1,4 +1,4 @@
-"""Whether NIXL may start here at all."""
+"""NIXL starts only where it is safe."""
 
 from __future__ import annotations
 

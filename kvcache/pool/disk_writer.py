@@ -8,7 +8,7 @@ from collections.abc import Callable
 from kvcache.pool.block import PoolBlock
 
 
-class Writer:
+class DiskWriter:
     """Calls `following` under the store's lock for a block, and `write` without it, which has to change the answer."""
 
     def __init__(

@@ -7,7 +7,8 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.handoff.frames import Frame, framed, from_wire, to_wire
+from kvcache.handoff.messages import PushFrame, framing
+from kvcache.transfer.framing import Frame
 from serving.proto import millrace_pb2 as pb
 
 numbers = st.integers(0, 2**32 - 1)
@@ -22,7 +23,7 @@ chunks = st.builds(
     end=numbers,
     digest=st.binary(max_size=16),
     encoding=st.sampled_from(["", "int8"]),
-    slot=st.none() | numbers,
+    buffer=st.none() | numbers,
 )
 others = st.sampled_from(
     [
@@ -30,12 +31,12 @@ others = st.sampled_from(
         pb.PushMessage(settled=True),
         pb.PushMessage(hello=pb.PushHello(transport="nixl")),
         pb.PushMessage(commit=pb.Commit(lease=pb.LeaseId(lease="a", epoch=3), first_token=7)),
-        pb.PushMessage(chunk=pb.Chunk(slot=0)),
+        pb.PushMessage(chunk=pb.Chunk(buffer=0)),
     ]
 )
 
 
-def whole(frame: Frame) -> pb.PushMessage:
+def whole(frame: PushFrame) -> pb.PushMessage:
     """The message with its payload in it, as the library would have it."""
     message = pb.PushMessage()
     message.CopyFrom(frame.message)
@@ -46,9 +47,9 @@ def whole(frame: Frame) -> pb.PushMessage:
 
 @given(chunks, payloads)
 def test_the_library_reads_what_is_written_here(chunk: pb.Chunk, payload: bytes) -> None:
-    frame = Frame(pb.PushMessage(chunk=chunk), memoryview(payload))
-    assert pb.PushMessage.FromString(to_wire(frame)) == whole(frame)
-    back = from_wire(to_wire(frame))
+    frame = Frame(pb.PushMessage(chunk=chunk), (memoryview(payload),))
+    assert pb.PushMessage.FromString(framing.encode(frame)) == whole(frame)
+    back = framing.decode(framing.encode(frame))
     assert (back.message, bytes(back.payload)) == (frame.message, payload)
     assert isinstance(back.payload, memoryview), "it was not copied"
 
@@ -58,14 +59,16 @@ def test_what_the_library_writes_is_read_here(chunk: pb.Chunk, payload: bytes) -
     """There the payload lies between the other fields."""
     chunk.payload = payload
     message = pb.PushMessage(chunk=chunk)
-    frame = from_wire(message.SerializeToString())
+    frame = framing.decode(message.SerializeToString())
     assert whole(frame) == message and bytes(frame.payload) == payload
     assert isinstance(frame.payload, memoryview)
 
 
 @given(others)
 def test_messages_without_a_payload_are_the_librarys(message: pb.PushMessage) -> None:
-    assert from_wire(message.SerializeToString()) == Frame(message) == from_wire(to_wire(Frame(message)))
+    assert (
+        framing.decode(message.SerializeToString()) == Frame(message) == framing.decode(framing.encode(Frame(message)))
+    )
 
 
 @given(chunks, payloads, payloads)
@@ -77,7 +80,7 @@ def test_of_two_payloads_the_last_one_counts(chunk: pb.Chunk, first: bytes, seco
     inner = one + two + chunk.SerializeToString()
     nested = b"\x0a" + varint(len(inner)) + inner
     for data in (merged, nested):
-        assert whole(from_wire(data)) == pb.PushMessage.FromString(data)
+        assert whole(framing.decode(data)) == pb.PushMessage.FromString(data)
 
 
 @given(st.binary(max_size=60) | st.builds(lambda data: b"\x0a" + varint(len(data)) + data, st.binary(max_size=60)))
@@ -86,9 +89,9 @@ def test_what_is_no_message_is_refused_as_the_library_refuses_it(data: bytes) ->
         expected = pb.PushMessage.FromString(data)
     except DecodeError:
         with pytest.raises(DecodeError):
-            from_wire(data)
+            framing.decode(data)
     else:
-        assert whole(from_wire(data)) == expected == whole(framed(pb.PushMessage.FromString(data)))
+        assert whole(framing.decode(data)) == expected
 
 
 def varint(value: int) -> bytes:

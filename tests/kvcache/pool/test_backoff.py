@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvcache.pool.pauses import Pauses
+from kvcache.pool.backoff import Backoff
 
 
-def failing() -> Pauses:
+def failing() -> Backoff:
     """Failed once, at time 0."""
-    pauses = Pauses(first=1.0, longest=5.0)
+    pauses = Backoff(first=1.0, longest=5.0)
     assert pauses.may_ask("a", 0.0) and pauses.failed("a", 0.0)
     return pauses
 

@@ -1,4 +1,4 @@
-"""Which nodes to leave alone after they failed, and for how long. Pure: `now` comes in, in seconds."""
+"""Which nodes are not asked after they failed, and for how long. Pure: `now` is handed in, in seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class _Pause:
     probing: bool = False  # one caller has been let through since the pause was over
 
 
-class Pauses:
+class Backoff:
     """A node that failed is not asked for a while, then by one caller, and by all again once it has answered."""
 
     def __init__(self, first: float = FIRST_PAUSE, longest: float = LONGEST_PAUSE):
@@ -24,18 +24,18 @@ class Pauses:
         self._paused: dict[str, _Pause] = {}
 
     def may_ask(self, node: str, now: float) -> bool:
-        """Whether the node may be asked. After a pause it says so once: that caller is the probe, others wait on."""
+        """True if the node may be asked. After a pause it is True once: that call is the probe, others wait on."""
         pause = self._paused.get(node)
         if pause is None:
             return True
         if now < pause.until:
             return False
         pause.probing = True
-        pause.until = now + pause.seconds  # a probe that never reports back does not shut the node out for good
+        pause.until = now + pause.seconds  # a probe without an answer does not exclude the node for good
         return True
 
     def failed(self, node: str, now: float) -> bool:
-        """It did not answer. Of calls that were under way together only the first counts. True if that is news."""
+        """It did not answer: of concurrent calls the first counts. True if the pause begins now."""
         pause = self._paused.get(node)
         if pause is None:
             self._paused[node] = _Pause(now + self.first, self.first)
@@ -50,5 +50,5 @@ class Pauses:
         self._paused.pop(node, None)
 
     def forget(self, node: str) -> None:
-        """The node is no longer one of ours."""
+        """The node has left the pool."""
         self._paused.pop(node, None)
