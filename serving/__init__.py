@@ -1,3 +1,3 @@
-"""The ground floor: messages, model, engine and the HTTP front door. Imports no other room."""
+"""Messages, model, engine and HTTP API: what every service builds on. Imports no other top-level package."""
 
 __version__ = "0.1.0"

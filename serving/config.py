@@ -111,7 +111,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HttpConfig:
-    """The HTTP door."""
+    """The HTTP server."""
 
     host: str = option("0.0.0.0", "address to listen on")  # noqa: S104 - what users of such servers expect
     port: int = option(8000, "port of the HTTP API", least=0, most=65535)

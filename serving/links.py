@@ -1,7 +1,7 @@
-"""The seams between services, as protocols: each has an in-process form and a gRPC form behind the same calls.
+"""How services call each other, as protocols: each has an in-process and a gRPC implementation.
 
-The router talks to workers through these, a prefill worker to the decode worker it hands KV to. Calls raise errors
-of `serving.errors`; a broken connection is WorkerLost.
+The router calls workers through these, and a prefill worker the decode worker it hands KV to. Calls raise errors of
+`serving.errors`; a broken connection is WorkerLost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from serving.messages import Audit, Delta, LeaseGrant, LeaseOrder, Prefilled, Pr
 
 @dataclass(frozen=True, slots=True)
 class LeaseEvent:
-    """New tokens of a lease, or the error that ended it. `epoch` tells late ones of an earlier try apart."""
+    """New tokens of a lease, or the error that ended it. By `epoch`, late ones of an earlier attempt are told apart."""
 
     lease: str
     epoch: int
@@ -29,7 +29,7 @@ Deliver = Callable[[Sequence[LeaseEvent]], None]
 
 
 class DecodeSession(Protocol):
-    """A router's long-lived session with a decode worker; its end, from either side, ends all its leases."""
+    """A router's long-lived session with a decode worker; all its leases end with it."""
 
     async def open(self, order: LeaseOrder) -> LeaseGrant:
         """Raises NoRoom, Draining, StaleLease, WorkerLost, InvalidRequest."""
@@ -56,7 +56,7 @@ class PrefillLink(Protocol):
     """How to reach a prefill worker."""
 
     def run(self, order: PrefillOrder) -> AsyncIterator[Prefilled]:
-        """Yields once the first token is drawn, ends when the KV has been handed over and accepted.
+        """Yields once the first token is sampled, ends when the KV has been handed over and accepted.
 
         Leaving the iterator early cancels the prefill. Raises Retryable errors and InternalError.
         """
@@ -71,9 +71,9 @@ class HandoffLink(Protocol):
     """How a prefill worker reaches the decode worker that holds a lease. One per handoff; use as a context manager."""
 
     async def begin(self) -> int:
-        """The first token to hand over: those before it the decode worker has, or brings from the KV pool itself.
+        """The position of the first token to hand over; the decode worker has those before it, or fetches them itself.
 
-        0 where it brings none. Raises as `push`.
+        Raises as `push`.
         """
         ...
 
@@ -82,9 +82,9 @@ class HandoffLink(Protocol):
         ...
 
     async def commit(self, commit: Any) -> range | None:
-        """All is sent (a Commit of kvcache.handoff): the decode worker checks that nothing is missing and takes over.
+        """Say that all is sent (a Commit of kvcache.handoff); the decode worker checks that nothing is missing.
 
-        Tokens that it did not get from the KV pool are returned: send them, and commit again. Raises as `push`.
+        Returns positions it failed to fetch from the KV pool: send them, and commit again. Raises as `push`.
         """
         ...
 
@@ -92,6 +92,6 @@ class HandoffLink(Protocol):
 
 
 class HandoffDialer(Protocol):
-    """Opens handoffs by what a lease was granted with: where its worker is, and over what it can be reached."""
+    """Opens a handoff to the decode worker of a grant, over the best transport both ends have."""
 
     def dial(self, grant: LeaseGrant) -> HandoffLink: ...

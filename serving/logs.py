@@ -1,4 +1,4 @@
-"""One log stream, with the request id on every line that belongs to a request. Secrets never come here."""
+"""Logging to stderr, with the request id on every line that belongs to a request. Secrets are never logged."""
 
 from __future__ import annotations
 

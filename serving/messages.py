@@ -1,6 +1,7 @@
-"""The small frozen messages that travel between the rooms: requests, orders, tokens, loads.
+"""The frozen dataclasses that services send each other: requests, orders, tokens, loads.
 
-They are plain data. Their wire form is `serving.wire`; nothing here knows of protobuf, torch or a clock.
+Plain data without protobuf, torch or a clock. `serving.wire` maps each to the protobuf message of its name, field by
+field: a new field is written here and in serving/proto, and nowhere else.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn. With `seed`, the draw at position p depends on (logits, these, p) alone."""
+    """How the next token is sampled: at position p it depends on the logits, these parameters and p alone."""
 
     max_tokens: int  # output tokens at most
     seed: int = 0  # unsigned 64 bits; always set, drawn at admission when the client gave none
@@ -92,16 +93,16 @@ Generate = Callable[[Request], AsyncIterator[Delta]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseId:
-    """Identity and fence of one try to place a request: a message of an older try or life is refused."""
+    """Identifies one attempt to place a request, and fences it: messages of an older epoch or instance are refused."""
 
     lease: str
-    epoch: int  # grows with each prefill try on the same lease
+    epoch: int  # grows with each prefill attempt on the same lease
     instance: str  # the decode worker's instance id, new at every start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseOrder:
-    """What the router asks of a decode worker: hold KV room, then go on from prompt + generated."""
+    """What the router asks of a decode worker: reserve KV blocks, then continue from prompt + generated."""
 
     lease: LeaseId
     request: Request
@@ -110,7 +111,7 @@ class LeaseOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransportOffer:
-    """A way KV can be sent to a decode worker; `details` is for the sending end of that transport alone."""
+    """A transport by which KV can reach a decode worker; only the sender of that transport reads `details`."""
 
     kind: str
     details: bytes
@@ -153,7 +154,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What writes a text: it stays with workers of its `fingerprint`; any of its `pairing` may prefill for them."""
+    """What computes a request: decode stays on one `fingerprint`; any worker of its `pairing` may prefill."""
 
     fingerprint: str
     pairing: str
@@ -161,10 +162,10 @@ class Build:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerIdentity:
-    """What stays the same through a worker's life. Workers of unequal `pairing` never hand KV to each other."""
+    """What is constant while a worker process runs. Workers of unequal `pairing` never hand KV to each other."""
 
     instance: str  # new at every start
-    name: str  # stable, for people
+    name: str  # stable over restarts, for logs and metrics
     role: Role
     model: str
     fingerprint: str  # model, quantization, KV dtype and layout
@@ -176,13 +177,13 @@ class WorkerIdentity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerStatus:
-    """A heartbeat: who the worker is and how loaded. The first one registers it."""
+    """A worker's heartbeat: its identity and load. The first one registers it."""
 
     instance: str  # new at every start
-    name: str  # stable, for people
+    name: str  # stable over restarts, for logs and metrics
     role: Role
     address: str  # host:port of its gRPC server, or an in-process name
-    fingerprint: str  # model, quantization, KV dtype and layout: a text stays with the one that began it
+    fingerprint: str  # model, quantization, KV dtype and layout: decode never moves to an unequal one
     pairing: str  # model and quantization; unequal ones are never paired
     model: str
     max_model_len: int  # tokens
@@ -241,12 +242,12 @@ class TierStat:
 class NamespaceStat:
     bytes: int
     blocks: int
-    quota: int  # bytes that others' blocks can never push out
+    quota: int  # bytes that blocks of other namespaces never evict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolStat:
-    """What a node holds and has done."""
+    """What a node of the KV pool holds, and running totals since its start."""
 
     name: str
     instance: str
@@ -262,7 +263,7 @@ class PoolStat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolReport:
-    """A pool node's heartbeat: what it holds, where its gRPC is reached, and whether it is about to leave."""
+    """A pool node's heartbeat."""
 
     stat: PoolStat
     address: str  # host:port
@@ -271,11 +272,11 @@ class PoolReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Audit:
-    """What a service holds right now. On an idle service every count is zero."""
+    """What a service holds at this moment. On an idle service every count is zero."""
 
     service: str
     counts: dict[str, int]  # name → how many
-    leaked: dict[str, int]  # name → how many of those nobody owns
+    leaked: dict[str, int]  # name → how many of those no request owns
 
     @property
     def idle(self) -> bool:

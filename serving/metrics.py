@@ -1,4 +1,4 @@
-"""The one door to Prometheus: what the router counts, what workers report, under vLLM's names with our prefix.
+"""The only user of prometheus_client: what the router counts and workers report, under vLLM's names with our prefix.
 
 `docs/metrics.md` documents every name here. Nothing is global: each service makes its own registry.
 """
@@ -24,7 +24,7 @@ _TPOT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.
 _E2E = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 _LENGTH = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
-LEAKS = ("leases", "blocks", "host_extents", "tasks", "streams")  # what an audit may find that nobody owns
+LEAKS = ("leases", "blocks", "host_extents", "tasks", "streams")  # what an audit may find that no request owns
 
 _WORKER_GAUGES: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
     "num_requests_running": ("Sequences in the running batch", lambda s: s.running),
@@ -91,7 +91,7 @@ _WORKER_LABELLED = {
 
 
 class RouterMetrics:
-    """What the router (router.router.RouterObserver), the HTTP door, the workers and the KV pool tell of their work."""
+    """Metrics of the router (its RouterObserver), the HTTP API (its ApiObserver), the workers and the KV pool."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class RouterMetrics:
         self.replacements.labels(self.model, error.code or type(error).__name__).inc()
 
     def finished(self, request: Request, timeline: Timeline, last: Delta | None, error: BaseException | None) -> None:
-        """The router has let go of a request; its latencies are known, its ending is the door's to say."""
+        """The router has finished a request: its latencies are known. How it ended for the client, the API says."""
         if isinstance(error, MillraceError):
             self.failed.labels(self.model, type(error).__name__).inc()
             return
@@ -163,7 +163,7 @@ class RouterMetrics:
         self.prompt_length.observe(prompt_tokens)
 
     def request_finished(self, *, finish: FinishReason, prompt_tokens: int, completion_tokens: int) -> None:
-        """How the client saw a sequence end: the door knows of stop strings and hang-ups, the router does not."""
+        """How a sequence ended for the client: the API sees stop strings and hang-ups, the router does not."""
         self.success.labels(self.model, finish.value).inc()
         self.output_length.observe(completion_tokens)
 
@@ -171,7 +171,7 @@ class RouterMetrics:
         self.refused.labels(self.model, str(status)).inc()
 
     def note_audit(self, audits: Iterable[Audit]) -> None:
-        """Take up what an audit found that nobody owns."""
+        """Keep the counts of what an audit found that no request owns."""
         leaked = dict.fromkeys(LEAKS, 0)
         for audit in audits:
             for name, count in audit.leaked.items():

@@ -1,7 +1,7 @@
-"""The one door to gRPC: servers, channels, the cluster key, and errors that keep their type across processes.
+"""gRPC servers, channels, the cluster key, and errors that keep their type across processes.
 
-A server raises errors of `serving.errors`; the client raises the same class with the same fields. Whatever else
-breaks a call, a refused connection, a reset, a timeout, is WorkerLost to the caller.
+A server raises errors of `serving.errors`; the client raises the same class with the same fields. Any other failure
+of a call (a refused connection, a reset, a timeout) is raised as WorkerLost.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.so_reuseport", 0),
-    ("grpc.initial_reconnect_backoff_ms", 250),  # who was away is found again soon: calls meanwhile fail at once
+    ("grpc.initial_reconnect_backoff_ms", 250),  # a restarted peer is reached soon; calls before that fail at once
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
 
@@ -120,7 +120,7 @@ async def _abort(context: aio.ServicerContext, error: MillraceError) -> NoReturn
 
 @asynccontextmanager
 async def answering(context: aio.ServicerContext) -> AsyncIterator[None]:
-    """Around a servicer's body: errors of ours end the call with their code and travel whole."""
+    """Around a servicer's body: a MillraceError ends the call with its gRPC code, and its fields reach the client."""
     try:
         yield
     except MillraceError as error:
@@ -142,7 +142,7 @@ def asking(peer: str) -> Any:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        raise WorkerLost(f"the channel to {peer} was closed") from error  # nobody cancelled us: the call was
+        raise WorkerLost(f"the channel to {peer} was closed") from error  # this task was not cancelled: the call was
 
 
 def _from_status(error: aio.AioRpcError, peer: str) -> MillraceError:

@@ -1,4 +1,4 @@
-"""A request's life as a column of timestamped events, from which every latency is read. Pure; `now` comes in."""
+"""The timestamped events of one request, from which every latency is computed. It reads no clock."""
 
 from __future__ import annotations
 

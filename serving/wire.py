@@ -12,6 +12,7 @@ from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
@@ -65,9 +66,9 @@ class _FieldCodec(NamedTuple):
 
 
 def _fields_to_pb(message: Any, target: type[Message]) -> dict[str, Any]:
-    kind = type(message)
+    kind: type = type(message)
     fields = _DIFFERENT[kind].write(message) if kind in _DIFFERENT else {}
-    for name, _, write, _ in _codecs(kind, target):
+    for name, _, write, _ in _codecs(kind, target.DESCRIPTOR):
         value = getattr(message, name)
         if value is not None:
             fields[name] = write(value)
@@ -76,21 +77,21 @@ def _fields_to_pb(message: Any, target: type[Message]) -> dict[str, Any]:
 
 def _fields_from_pb(message: Message, kind: type) -> dict[str, Any]:
     fields = _DIFFERENT[kind].read(message) if kind in _DIFFERENT else {}
-    for name, optional, _, read in _codecs(kind, type(message)):
+    for name, optional, _, read in _codecs(kind, message.DESCRIPTOR):
         fields[name] = None if optional and not message.HasField(name) else read(getattr(message, name))
     return fields
 
 
 @cache
-def _codecs(kind: Any, target: Any) -> tuple[_FieldCodec, ...]:
+def _codecs(kind: type, target: Descriptor) -> tuple[_FieldCodec, ...]:
     """How the fields of a dataclass cross that have one form on both sides."""
     hints = get_type_hints(kind)
     different = _DIFFERENT[kind].names if kind in _DIFFERENT else ()
     found = []
     for name in (field.name for field in dataclasses.fields(kind) if field.name not in different):
-        described = target.DESCRIPTOR.fields_by_name.get(name)
+        described = target.fields_by_name.get(name)
         if described is None:
-            raise TypeError(f"{kind.__name__}.{name} is no field of {target.DESCRIPTOR.full_name}")
+            raise TypeError(f"{kind.__name__}.{name} is no field of {target.full_name}")
         annotation, optional = hints[name], False
         if get_origin(annotation) in (Union, UnionType):
             (annotation,) = (part for part in get_args(annotation) if part is not NoneType)

@@ -1,7 +1,6 @@
-"""Every error as OpenAI clients expect it: a JSON object with message, type, param and code, and the right status.
+"""Every error as OpenAI clients expect it: an HTTP status, and a JSON object with message, type, param and code.
 
-The one place where foreign exceptions (Starlette's own and bugs) become answers; it starts nothing and retries
-nothing.
+Exceptions that are not ours (Starlette's, and bugs) become answers here too; nothing is retried.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serving.api.body import ClientGoneError
-from serving.errors import InternalError, MillraceError, NotFound, PayloadTooLarge, RequestTimeout
+from serving.errors import InternalError, InvalidRequest, MillraceError, NotFound, PayloadTooLarge, RequestTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +26,8 @@ _LINGER_BYTES = 32 * 1024 * 1024
 
 
 def error_body(error: MillraceError) -> bytes:
-    return _body(error.message, error.kind, error.param, error.code)
-
-
-def _body(message: str, kind: str, param: str | None, code: str | None) -> bytes:
-    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    told = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
+    return orjson.dumps({"error": told})
 
 
 def error_response(error: MillraceError) -> Response:
@@ -86,20 +82,18 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         return error_response(NotFound(f"there is nothing at {request.url.path[:200]}", code="unknown_route"))
-    message = str(error.detail)
-    if error.status_code == 405:
-        message = f"{request.method} is not allowed here"
-    body = _body(message, "invalid_request_error", None, None)
+    message = f"{request.method} is not allowed here" if error.status_code == 405 else str(error.detail)
+    body = error_body(InvalidRequest(message))
     return Response(body, error.status_code, error.headers, media_type="application/json")
 
 
 async def _on_hang_up(request: Request, error: Exception) -> Response:
-    """The client left while it was sending; the answer goes nowhere, and 499 is what logs usually show for that."""
+    """The client left while it was sending. 499 is what nginx logs for that; no one receives it."""
     return Response(status_code=499)
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    """Anything else; the server logs it with its trace, the client learns only that it happened."""
+    """Any other exception: the server logs its trace, the client gets a 500 without details."""
     response = error_response(InternalError("the server failed on this request"))
     response.headers["x-request-id"] = request.state.ids.shown
     return response

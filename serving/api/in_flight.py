@@ -1,6 +1,6 @@
-"""Counts the requests inside the door, and closes it for a drain.
+"""Counts the HTTP requests in progress, and refuses new ones while the server drains.
 
-The server that stops the process waits here until everyone has left; it stops no request itself.
+What stops the process waits here until the count is zero; no request is cut short from here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class InFlightRequests:
 
     @contextmanager
     def enter(self) -> Iterator[None]:
-        """Hold the door for one request. Raises `Unavailable` once draining has begun."""
+        """Count one request in. Raises `Unavailable` once draining has begun."""
         if self.draining:
             raise Unavailable("the server is shutting down", code="draining", retry_after=self._retry_after_s)
         self.count += 1
@@ -37,9 +37,9 @@ class InFlightRequests:
                 self._idle.set()
 
     def begin_drain(self) -> None:
-        """From now on new requests get a 503; those inside go on."""
+        """From now on new requests get a 503; those in progress go on."""
         self.draining = True
 
     async def wait_idle(self) -> None:
-        """Return when no request is inside."""
+        """Return when no request is in progress."""
         await self._idle.wait()

@@ -1,6 +1,6 @@
-"""What the HTTP door is told when it is built: the model it names, its limits and its keys, and who counts.
+"""What the HTTP API is built with: the served model, limits, API keys, and the observer of its requests.
 
-Plain data; the program's own configuration is read elsewhere and handed in through these.
+Plain data, made by `deploy` from the program's configuration.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any, Protocol
 from serving.messages import FinishReason
 
 Health = Callable[[], tuple[bool, str]]
-"""Whether the service can serve, and a word for people on why not."""
+"""True if the service can serve, and the reason if it cannot."""
 
 ReadAudit = Callable[[], Awaitable[Mapping[str, Any]]]
-"""What the whole system holds right now, as plain data."""
+"""What all services hold at this moment, as plain data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
-    """The model behind the door."""
+    """The model as the API names it."""
 
     names: tuple[str, ...]  # what requests may call it; the first is its own name
     max_model_len: int  # tokens of prompt and output together
@@ -37,9 +37,9 @@ class ServedModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ApiConfig:
-    """Limits that protect the door, and the keys that open it."""
+    """Limits of requests, and the API keys."""
 
-    api_keys: tuple[str, ...] = ()  # none: open to everyone
+    api_keys: tuple[str, ...] = ()  # none: no key is required
     max_body_bytes: int = 4 * 1024 * 1024
     body_timeout_s: float = 20.0  # from the first byte of a request to the last of its body
     default_max_tokens: int | None = None  # chat; None is the rest of the context
@@ -56,9 +56,9 @@ class ApiConfig:
 
 
 class ApiObserver(Protocol):
-    """Counts what only the door sees: the ending of each sequence as the client knows it.
+    """Is told how each sequence ends for the client.
 
-    A stop string is found here, so to the router such a request looks as if the client had left.
+    Stop strings are found in the API: to the router such a request looks as if the client had left.
     """
 
     def request_started(self, *, prompt_tokens: int, max_tokens: int) -> None:

@@ -1,6 +1,6 @@
 """Where each parameter of the decoder is found in a checkpoint, for every naming scheme we read.
 
-Names and shapes only: it opens no file. What it says is enough for a rank to read nothing but its own slices.
+Names and shapes only; it opens no file. With these a tensor-parallel rank can read its own slices alone.
 """
 
 from __future__ import annotations

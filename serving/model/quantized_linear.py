@@ -1,6 +1,6 @@
 """A linear layer of 8-bit weights and activations, in place of `nn.Linear` in a built model.
 
-It computes by the reference; who has faster kernels takes `weight`, `scale` and `bias` and computes the same.
+It computes by the reference kernel; faster kernels read `weight`, `scale` and `bias` and compute the same.
 """
 
 from __future__ import annotations

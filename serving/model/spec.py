@@ -187,24 +187,8 @@ def _qwen_windows(config: Mapping[str, Any], spec: ModelSpec) -> tuple[int | Non
     return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _plain_shape(config: Mapping[str, Any], *, heads: int, activation: str, **widths: Any) -> ModelSpec:
-    """Fields the models with learned positions, layer norms and an MLP without a gate share."""
-    return ModelSpec(
-        architecture=config["model_type"],
-        vocab_size=int(config["vocab_size"]),
-        heads=heads,
-        kv_heads=heads,
-        head_dim=widths["hidden"] // heads,
-        norm="layernorm",
-        mlp=_plain_mlp(config.get("activation_function", activation)),
-        learned_positions=True,
-        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
-        **widths,
-    )
-
-
 def _opt(config: Mapping[str, Any]) -> ModelSpec:
-    hidden = int(config["hidden_size"])
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     if not config.get("do_layer_norm_before", True) or config.get("_remove_final_layer_norm", False):
         raise ValueError("this OPT variant normalizes after its blocks (as OPT-350M does), which is not supported")
     if int(config.get("word_embed_proj_dim") or hidden) != hidden:
@@ -212,38 +196,50 @@ def _opt(config: Mapping[str, Any]) -> ModelSpec:
     if not config.get("layer_norm_elementwise_affine", True):
         raise ValueError("this OPT variant has layer norms without weights, which is not supported")
     bias = bool(config.get("enable_bias", True))
-    return _plain_shape(
-        config,
+    return ModelSpec(
+        architecture="opt",
+        vocab_size=int(config["vocab_size"]),
         hidden=hidden,
         layers=int(config["num_hidden_layers"]),
-        heads=int(config["num_attention_heads"]),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
         intermediate=int(config["ffn_dim"]),
         max_position=int(config["max_position_embeddings"]),
+        norm="layernorm",
         norm_eps=1e-5,
-        activation="relu",
+        mlp=_plain_mlp(config.get("activation_function", "relu")),
+        learned_positions=True,
         position_offset=2,
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bias,
+        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
     )
 
 
 def _gpt2(config: Mapping[str, Any]) -> ModelSpec:
-    hidden = int(config["n_embd"])
+    hidden, heads = int(config["n_embd"]), int(config["n_head"])
     if config.get("scale_attn_by_inverse_layer_idx", False) or not config.get("scale_attn_weights", True):
         raise ValueError("this GPT-2 variant scales its attention by layer or not at all, which is not supported")
-    return _plain_shape(
-        config,
+    return ModelSpec(
+        architecture="gpt2",
+        vocab_size=int(config["vocab_size"]),
         hidden=hidden,
         layers=int(config["n_layer"]),
-        heads=int(config["n_head"]),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
         intermediate=int(config.get("n_inner") or 4 * hidden),
         max_position=int(config["n_positions"]),
+        norm="layernorm",
         norm_eps=float(config.get("layer_norm_epsilon", 1e-5)),
-        activation="gelu_new",
+        mlp=_plain_mlp(config.get("activation_function", "gelu_new")),
+        learned_positions=True,
         qkv_bias=True,
         o_bias=True,
         mlp_bias=True,
+        tied_embeddings=bool(config.get("tie_word_embeddings", True)),
     )
 
 

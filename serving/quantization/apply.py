@@ -1,6 +1,6 @@
 """Finds INT8 scales for a built decoder, and applies them: smoothing absorbed by what comes before, layers replaced.
 
-It changes a model from outside and knows how a decoder's parts hang together; where scales are kept it does not know.
+It changes a built model from outside, and relies on how a decoder's layers feed each other. It reads no files.
 
 What feeds a linear layer absorbs the smoothing of its inputs, so that the function stays the same: a norm divides its
 weight (qkv, gate_up, up, an untied head), the rows of v in qkv theirs (o; shared by the query heads of a group), the

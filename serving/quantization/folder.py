@@ -21,8 +21,7 @@ from serving.model.quantized_linear import QuantizedLinear
 from serving.model.rope import default_frequencies
 from serving.model.spec import ModelSpec
 
-_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_CLASSES |= {"phi3": "Phi3ForCausalLM"}
+_CLASSES = {name.lower(): f"{name}ForCausalLM" for name in ("Llama", "Qwen2", "Qwen3", "Phi3")}
 
 
 def write_model(model: Decoder, config: Mapping[str, Any], out: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from serving.kernels import int8
 
-SMALLEST, LARGEST = 1 / 32, 32.0  # of smoothing, about its geometric mean: nothing is scaled out of sight
+SMALLEST, LARGEST = 1 / 32, 32.0  # bounds of smoothing, relative to its geometric mean
 
 
 def output_error(x: Tensor, weight: Tensor, smoothing: Tensor, exact: Tensor | None = None) -> float:
@@ -20,8 +20,7 @@ def output_error(x: Tensor, weight: Tensor, smoothing: Tensor, exact: Tensor | N
 
     `exact` is Wx [M, N] where it is known already.
 
-    Relative to each token's own output, so that neither the few tokens with huge activations nor all the others are
-    bought at the price of the rest.
+    Relative to each token's own output, so that a few tokens with huge activations weigh as much as any others.
     """
     exact = x @ weight.t() if exact is None else exact
     values, scale = int8.quantize_rows(weight * smoothing)
@@ -30,8 +29,8 @@ def output_error(x: Tensor, weight: Tensor, smoothing: Tensor, exact: Tensor | N
 
 
 def input_sizes(x: Tensor) -> Tensor:
-    """Root mean squares of each input of x [M, K] in two readings, [2, K]: over tokens as they are, and over tokens
-    scaled to equal length, which keeps a few huge ones from speaking for all."""
+    """Root mean squares of each input of x [M, K], [2, K]: over tokens as they are, and over tokens scaled to equal
+    length, so that a few huge ones do not dominate."""
     length = x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12)
     return torch.stack([_root_mean_square(x), _root_mean_square(x / length)])
 
@@ -41,7 +40,7 @@ def _root_mean_square(rows: Tensor) -> Tensor:
 
 
 def candidates(sizes: Tensor, weight: Tensor, strengths: Sequence[float], shared: int = 1) -> list[Tensor]:
-    """Smoothing vectors s [K] = a^α / w^(1 − α) for each reading a of `sizes` [R, K] and each α > 0, and ones.
+    """Smoothing vectors s [K] = a^α / w^(1 − α) for each row a of `sizes` [R, K] and each α > 0, and ones.
 
     w is the root mean square of an input's weights in weight [N, K]. At α = 1/2 every input contributes alike to both
     factors of the product, and the sum of their rounding errors is least where values are spread evenly. Each `shared`

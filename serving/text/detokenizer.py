@@ -1,7 +1,7 @@
 """Output tokens to text, one at a time: whole characters only, and nothing past a stop string.
 
-Both machines are functions of the tokens fed so far: feeding the same tokens to a new one gives the same state, so
-nothing is lost when a request moves. They know nothing of requests or logprobs.
+The state of both classes is a function of the tokens fed so far, so a new instance fed with them continues a request
+that has moved. They know nothing of requests or logprobs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from serving.text.tokenizer import Tokenizer, strip_leading
 
 
 class Detokenizer:
-    """Feeds on token ids and gives out text that never ends in half a character.
+    """Turns token ids into text that never ends in half a character.
 
     The pieces and `finish()` concatenate to `Tokenizer.decode` of the same tokens with the same options, for every
     sequence of tokens: bytes that turn out to be no UTF-8 come out as U+FFFD as soon as that is certain. Constant
