@@ -42,7 +42,7 @@ class Split(Cluster):
     def sent(self) -> float:
         """Tokens' worth of KV that was handed over."""
         assert self.prefill.prefill is not None
-        return self.prefill.prefill.bytes_sent / token_bytes(self.prefill.pool.specs)
+        return self.prefill.prefill.bytes_sent / token_bytes(self.prefill.context.device_kv.specs)
 
 
 @asynccontextmanager

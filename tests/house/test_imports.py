@@ -46,6 +46,7 @@ TORCH_FREE = (
     "serving/batch/layer_barrier.py",
     "serving/engine/offload.py",
     "kvcache/blocks/allocator.py",
+    "kvcache/blocks/events.py",
     "kvcache/blocks/offload.py",
     "kvcache/blocks/prefix.py",
     "kvcache/pool/*",

@@ -8,6 +8,7 @@ from prefill.scheduler import PrefillScheduler
 from serving.batch.layer_barrier import LayerBarrier
 from serving.engine.engine import LayerDone, RunResult, RunTimes
 from serving.engine.plan import StepPlan, Work
+from serving.engine.record import StepRecord
 from serving.engine.sequence import SequenceState
 from tests.kvcache.sequences import make_sequence
 from tests.prefill.scripted import ScriptedRunner, make_engine, make_kv, next_token
@@ -56,7 +57,8 @@ class WaitingRunner(ScriptedRunner):
 class World:
     def __init__(self) -> None:
         self.kv = make_kv(20, 4)
-        self.scheduler = PrefillScheduler(self.kv)
+        self.measured: list[StepRecord] = []
+        self.scheduler = PrefillScheduler(self.kv, measured=self.measured.append)
         self.engine, _ = make_engine(self.kv, [self.scheduler])
         self.runner = self.engine.runner = WaitingRunner(4, LAYERS)
 
@@ -112,12 +114,10 @@ def test_a_step_that_passes_is_an_ordinary_one() -> None:
 def test_a_step_that_leaves_has_computed_nothing() -> None:
     world = World()
     seq, arriving = world.add_arriving()
-    measured = []
-    world.scheduler.on_measured = measured.append
     world.runner.during = lambda work: arriving.barrier.fail()
     assert world.engine.step() == []
     assert (seq.computed, seq.published, arriving.left, len(seq.tokens)) == (0, 0, 1, len(PROMPT))
-    assert world.engine.totals.tokens == 0 and not measured and not seq.in_flight and world.engine.barrier is None
+    assert world.engine.totals.tokens == 0 and not world.measured and not seq.in_flight and world.engine.barrier is None
     seq.arrival = None
     world.runner.during = lambda work: None
     while not (outputs := world.engine.step()):
