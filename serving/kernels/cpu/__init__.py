@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from serving.kernels.cpu.decoder import CpuDecoder, CpuLayerWeights, CpuStepOutput, DecoderShape, KvPlanes
 from serving.kernels.cpu.extension import Kernels, default_threads, forms, open_library
-from serving.kernels.cpu.sampling import ORDER, Logprobs, draw, logprobs
+from serving.kernels.cpu.sampling import ORDER, Logprobs, logprobs, sample
 from serving.kernels.cpu.structures import Finish, Kind
 from serving.kernels.cpu.weights import PackedLinear, interleave
 
@@ -36,11 +36,11 @@ __all__ = [
     "PackedLinear",
     "available",
     "default_threads",
-    "draw",
     "forms",
     "interleave",
     "load",
     "logprobs",
+    "sample",
     "shared_library",
 ]
 
@@ -58,7 +58,7 @@ def shared_library(progress: Callable[[str], None] = _log.info) -> ctypes.CDLL |
 
 
 def available() -> bool:
-    """Whether the kernels can run here. The first call may compile them."""
+    """True if the kernels can run here. The first call may compile them."""
     return shared_library() is not None
 
 

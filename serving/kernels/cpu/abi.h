@@ -1,4 +1,5 @@
-// The plain C structures Python fills in; `structures.py` mirrors them field by field. Nothing here computes.
+// The plain C structures Python fills in. `structures.py` reads their fields from here, so each is a line of its own.
+// Nothing here computes.
 //
 // Shapes: T new tokens of the step, B sequences, M blocks of the widest block table, R rows whose logits are wanted.
 #pragma once

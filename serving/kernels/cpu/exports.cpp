@@ -128,9 +128,9 @@ void millrace_step(Context* c, const Model* m, const Batch* batch, const Results
     c->form->step(c->team, c->scratch, *m, *batch, *results);
 }
 
-void millrace_draw(Context* c, const Draws* draws) {
+void millrace_sample(Context* c, const Samples* all) {
     std::lock_guard<std::mutex> lock(c->turn);
-    c->form->draw(c->team, c->scratch, *draws);
+    c->form->sample(c->team, c->scratch, *all);
 }
 
 void millrace_logprobs(Context* c, const Logprobs* all) {

@@ -168,5 +168,5 @@ void step(ThreadTeam* team, Scratch& scratch, const Model& model, const Batch& b
 
 extern "C" const Form NAME(millrace_form_, MILLRACE_FORM) = {
     TEXT(MILLRACE_FORM), UNSIGNED_SHIFT, linear, norm_rows, rotate_rows, attention, attend_range, step,
-    draw, logprobs,
+    sample, logprobs,
 };

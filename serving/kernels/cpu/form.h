@@ -21,6 +21,6 @@ struct Form {
     void (*attention)(ThreadTeam*, Scratch&, const Model&, const Layer&, const Batch&, const float* q, float* out);
     void (*attend_range)(ThreadTeam*, Scratch&, const Model&, const Layer&, const Batch&, const KVRange&, const float* q);
     void (*step)(ThreadTeam*, Scratch&, const Model&, const Batch&, const Results&);
-    void (*draw)(ThreadTeam*, Scratch&, const Draws&);
+    void (*sample)(ThreadTeam*, Scratch&, const Samples&);
     void (*logprobs)(ThreadTeam*, Scratch&, const Logprobs&);
 };
