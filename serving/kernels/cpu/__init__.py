@@ -65,7 +65,7 @@ def available() -> bool:
 def load(
     *, threads: int | None = None, form: str | None = None, progress: Callable[[str], None] = _log.info
 ) -> Kernels | None:
-    """Kernels on a pool of `threads` (default: the CPUs this process may use), or None where they cannot be had.
+    """Kernels on a team of `threads` (default: the CPUs this process may use), or None where they cannot be had.
 
     `progress` receives a line before and after a build. Raises ValueError for a form this CPU does not run.
     """

@@ -51,8 +51,8 @@ struct Batch {
     const int64_t* logits_rows;    // [R]
 };
 
-// Some of the KV of a batch's sequences, attended to by itself: the batch's context_lens and block_tables count from its
-// first key, which lies at a multiple of 128.
+// A range of the KV of a batch's sequences, attended to by itself: the batch's context_lens and block_tables count from
+// its first key, which lies at a multiple of 128.
 struct KVRange {
     KvPlanes kv;
     int32_t chunks;  // of 128 keys it has; 0: up to each query's own

@@ -54,7 +54,7 @@ class CpuLayerWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvPlanes:
-    """One layer's part of the pool: k and v [num_blocks, block_size, kv_heads, head_dim], int8, bfloat16 or float32.
+    """One layer's paged KV: k and v [num_blocks, block_size, kv_heads, head_dim], int8, bfloat16 or float32.
 
     int8 planes come with scales [num_blocks, block_size, kv_heads] float32. Planes may lie within wider ones, so long
     as their rows, a head's numbers each, follow one another at equal distances.
@@ -98,17 +98,17 @@ def _row_stride(*planes: Tensor) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVRange:
-    """KV that is attended to by itself: `planes` in blocks of consecutive tokens, the first at a multiple of 128.
+    """A range of KV attended to by itself: `planes` in blocks of consecutive tokens, the first at a multiple of 128.
 
-    `table` names the blocks from that token on, and `first` is its position. The last kv_range reaches up to the
-    queries; those before end at a multiple of 128 too, after `tokens`.
+    `table` names the blocks from that token on, and `first` is its position. The last range reaches up to the queries;
+    those before end at a multiple of 128 too, after `tokens`.
     """
 
     planes: KvPlanes
     table: Tensor  # [M] int32
     first: int
     tokens: int | None  # None: up to each query's own
-    begins: bool  # whether no kv_range came before it
+    begins: bool  # True for the first range
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,16 +232,16 @@ class CpuDecoder:
         return out
 
     def attention_state(self, tokens: int) -> Tensor:
-        """Room for what `attend_range` carries from kv_range to kv_range for so many tokens' queries."""
+        """Uninitialized room for what `attend_range` carries from range to range for that many tokens' queries."""
         padded = -(-self.shape.head_dim // PANEL) * PANEL
         return torch.empty(tokens, self.shape.heads, padded + STATE_EXTRA)
 
     def attend_range(
         self, layer: int, batch: RaggedBatch, q: Tensor, kv_range: KVRange, state: Tensor, out: Tensor | None
     ) -> None:
-        """Join one kv_range of a sequence's KV to `state`, and write [T, heads, head_dim] to `out` with the last one.
+        """Join one range of a sequence's KV to `state`; with the last range write `out` [T, heads, head_dim].
 
-        Stretches follow one another up to the queries; then the result has the bits of `attention` over all of them.
+        Ranges follow one another up to the queries; then the result has the bits of `attention` over all of them.
         """
         chunks = 0 if kv_range.tokens is None else kv_range.tokens // CHUNK
         assert kv_range.first % CHUNK == 0 and chunks * CHUNK == (kv_range.tokens or 0) and len(batch.query_lens) == 1

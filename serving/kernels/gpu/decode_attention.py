@@ -164,7 +164,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     strides = plane_block, plane_token, plane_head, scale_block, scale_token, scale_head
     for tile in range(start, min(start + SPLIT, context), TILE):
         top, total, acc = attend(
-            q, top, total, acc, tile + tl.arange(0, TILE), context, last, *planes, *strides, scale_log2, window,
+            q, top, total, acc, tile + tl.arange(0, TILE), context, last, planes, strides, scale_log2, window,
             HEAD_DIM, BLOCK_D, BLOCK_SIZE, True, WINDOW, INT8, out_ptr.dtype.element_ty,
         )  # fmt: skip
     y = acc / tl.where(total > 0, total, 1.0)[:, None]

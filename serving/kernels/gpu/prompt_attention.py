@@ -160,7 +160,7 @@ def _prompt_kernel(  # type: ignore[no-untyped-def]
     for part in tl.static_range(0 if WINDOW else 1, 3):
         for position in range(borders[part], borders[part + 1], TILE):
             top, total, acc = attend(
-                q, top, total, acc, position + tl.arange(0, TILE), context, last, *planes, *strides, scale_log2, window,
+                q, top, total, acc, position + tl.arange(0, TILE), context, last, planes, strides, scale_log2, window,
                 HEAD_DIM, BLOCK_D, BLOCK_SIZE, part != 1, WINDOW, INT8, out_ptr.dtype.element_ty,
             )  # fmt: skip
     y = acc / tl.where(total > 0, total, 1.0)[:, None]

@@ -127,15 +127,11 @@ def _put(  # type: ignore[no-untyped-def]
     head,
     d,
     mask,
-    plane_block,
-    plane_token,
-    plane_head,
-    scale_block,
-    scale_token,
-    scale_head,
+    strides,  # `Paged.strides`
     BLOCK_SIZE: tl.constexpr,
     INT8: tl.constexpr,
 ):
+    plane_block, plane_token, plane_head, scale_block, scale_token, scale_head = strides
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     at = plane_ptr + block * plane_block + offset * plane_token + head[:, None] * plane_head + d
     if INT8:
@@ -207,6 +203,6 @@ def _rope_write_kernel(  # type: ignore[no-untyped-def]
     if slot < 0:
         return
     strides = plane_block, plane_token, plane_head, scale_block, scale_token, scale_head
-    _put(y.to(tl.float32), k_ptr, k_scale_ptr, slot, head - q_heads, d, is_k, *strides, BLOCK_SIZE, INT8)
+    _put(y.to(tl.float32), k_ptr, k_scale_ptr, slot, head - q_heads, d, is_k, strides, BLOCK_SIZE, INT8)
     v = tl.load(qkv_ptr + row + d, mask=is_v, other=0.0).to(tl.float32)
-    _put(v, v_ptr, v_scale_ptr, slot, head - q_heads - kv_heads, d, is_v, *strides, BLOCK_SIZE, INT8)
+    _put(v, v_ptr, v_scale_ptr, slot, head - q_heads - kv_heads, d, is_v, strides, BLOCK_SIZE, INT8)
