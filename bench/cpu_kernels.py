@@ -1,4 +1,4 @@
-"""Times the fused CPU decoder step on random weights of SmolLM2-135M's shape, and drawing tokens from its logits.
+"""Times the fused CPU decoder step on random weights of SmolLM2-135M's shape, and sampling tokens from its logits.
 
 Run `python -m bench.cpu_kernels`. It prints the minimum and the median of many steps, because other work on the host
 adds time and never takes any away. The floor of a decode step is the bytes it must read (weights and KV) over the read
@@ -138,8 +138,8 @@ def report(
         print(f"  prefill {count:4} tokens:           {_line(best, median, (2 * dense * count + 4 * pairs) / rate)}")
 
 
-def report_draws(kernels: cpu.Kernels, seconds: float) -> None:
-    """Drawing tokens from logits spread like a normal distribution, as the engine's sampler does it."""
+def report_sampling(kernels: cpu.Kernels, seconds: float) -> None:
+    """Sampling tokens from logits spread like a normal distribution, as the engine's sampler does it."""
     sampler = Sampler(CpuSampling(kernels))
     kinds: dict[str, dict[str, Any]] = {
         "greedy": {"temperature": 0.0},
@@ -186,8 +186,8 @@ def main() -> None:
     torch.set_num_threads(1)  # torch's waiting threads would take the cores from the kernels
     kv_kind = cpu.Kind[options.kv.upper()]
     print(f"form {kernels.form}, {kernels.threads} threads, read bandwidth {bandwidth / 1e9:.0f} GB/s")
-    print("drawing tokens, minima:")
-    report_draws(kernels, options.seconds)
+    print("sampling tokens, minima:")
+    report_sampling(kernels, options.seconds)
     for name in options.weights:
         kind = cpu.Kind[name.upper()]
         decoder = random_decoder(kernels, kind, kv_kind, options.layers, blocks=32 * 19 + 128)

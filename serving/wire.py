@@ -65,7 +65,7 @@ class _FieldCodec(NamedTuple):
     read: Conversion
 
 
-def _fields_to_pb(message: Any, target: type[Message]) -> dict[str, Any]:
+def _fields_to_pb(message: Any, target: Any) -> dict[str, Any]:
     kind: type = type(message)
     fields = _DIFFERENT[kind].write(message) if kind in _DIFFERENT else {}
     for name, _, write, _ in _codecs(kind, target.DESCRIPTOR):

@@ -1,6 +1,7 @@
-"""A barrier at which a step waits, layer by layer, for KV that others are writing into its sequence's blocks. No torch.
+"""A barrier at which a step waits, layer by layer, for KV that other threads write into its blocks. No torch.
 
-Python opens it; the compiled kernels (abi.h's Gate) and the model's modules wait at it. It knows not what arrives.
+Python opens it; the compiled kernels (`LayerBarrier` of abi.h) and the model's modules wait at it. It does not know
+what writes the KV.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from ctypes import c_int64
 from typing import ClassVar
 
-PAUSE_SECONDS = 50e-6  # between looks: those who bring the KV need the cores
+PAUSE_SECONDS = 50e-6  # between looks: the threads that write the KV need the cores
 FAILED = -1
 
 
@@ -32,7 +33,7 @@ class LayerBarrier:
         self._lock = threading.Lock()
 
     def open(self, layers: int) -> None:
-        """The KV of so many leading layers is there, all of it.
+        """The KV of this many leading layers is written, all of it.
 
         A thread that sees the count must see the KV too: giving up and taking the lock lies between both writes.
         """
@@ -42,13 +43,13 @@ class LayerBarrier:
         self.moved_at = self.clock()
 
     def fail(self) -> None:
-        """No more will come: whoever waits leaves, and so does who comes to a layer."""
+        """No more KV will come: a step that waits leaves, and so does one that comes to a layer later."""
         with self._lock:
             self._fields.arrived = FAILED
         self.moved_at = self.clock()
 
     def hurry(self) -> None:
-        """Others wait for the step that waits here: it leaves where it would wait."""
+        """Other sequences wait for this step: it leaves where it would wait."""
         self._fields.hurried = 1
 
     def begin(self) -> None:
@@ -56,12 +57,12 @@ class LayerBarrier:
 
     @property
     def left(self) -> bool:
-        """Whether the step has left without its result: some layer was not there."""
+        """True if the step has left without its result: some layer was not there."""
         return bool(self._fields.left)
 
     @property
     def waited_seconds(self) -> float:
-        """What the step has waited here."""
+        """Seconds the step has waited here."""
         return int(self._fields.waited) * 1e-9
 
     @property

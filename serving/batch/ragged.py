@@ -1,7 +1,7 @@
 """One engine step's work as tensors: the new tokens of every scheduled sequence, concatenated, with no padding.
 
-Built by the runner from a plan; the model reads it. Nothing here decides anything. A sequence whose oldest KV is not
-on the device makes a batch of its own, with that KV as `offloaded`.
+Built by the runner from a step plan; the model reads it. Nothing here decides anything. A sequence whose oldest KV is
+not on the device makes a batch of its own, with that KV as `offloaded`.
 
 Shapes: T new tokens in the step, B sequences, M blocks of the longest block table, R rows whose logits are wanted.
 """
@@ -55,9 +55,7 @@ class RaggedBatch:
     logits_rows: Tensor  # [R] int64, rows of T whose logits are wanted, each once and in order
     long_rope: Tensor | None = None  # [T] bool, LongRoPE's choice for each token's sequence; None: short everywhere
     offloaded: OffloadedKV | None = None  # of the only sequence: its row of block_tables begins after these tokens
-    barrier: LayerBarrier | None = (
-        None  # of the only sequence: where to wait for each layer's KV of the tokens before these
-    )
+    barrier: LayerBarrier | None = None  # of the only sequence: opens as KV of the tokens before these is written
 
     @staticmethod
     def build(

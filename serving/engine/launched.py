@@ -20,7 +20,7 @@ from serving.engine.plan import Work
 from serving.messages import SamplingParams
 from serving.sampling.penalties import penalised
 from serving.sampling.sampler import REASONS, Sampled, SampleRow, SamplingBackend, SamplingFailed
-from serving.sampling.torch_sampling import TorchSampling, chosen
+from serving.sampling.torch_sampling import TorchSampling, sample_on_device
 
 
 class LaunchedStep(Launched):
@@ -80,5 +80,5 @@ def overlappable(params: SamplingParams) -> bool:
 def draw(selection: SamplingBackend, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """What `selection` chooses of `logits` [R, V], int64 [R] on their device; it waits for that where it must."""
     if type(selection) is TorchSampling:
-        return chosen(logits, rows)
-    return on_device(selection.choose(logits, rows), torch.int64, logits.device)
+        return sample_on_device(logits, rows)
+    return on_device(selection.sample(logits, rows), torch.int64, logits.device)

@@ -113,7 +113,7 @@ class ModelRunner(OverlapRunner):
             tokens = self.forward.greedy(batch, None)
         else:
             draws = [self._row_ahead(item.seq, row is not None) for item, row in zip(work, rows, strict=True)]
-            tokens = draw(self.sampler.selection, self.forward.logits(batch, None), draws)
+            tokens = draw(self.sampler.backend, self.forward.logits(batch, None), draws)
         return LaunchedStep(work, tokens, began, built)
 
     def _row_ahead(self, seq: SequenceState, unknown: int) -> SampleRow:
@@ -176,7 +176,7 @@ class ModelRunner(OverlapRunner):
         for i, (item, span) in enumerate(zip(work, rows, strict=True)):
             if item.seq.request.prompt_logprobs is not None:
                 try:
-                    prompt[i] = prompt_logprobs(item, logits[first : first + len(span)], self.sampler.selection)
+                    prompt[i] = prompt_logprobs(item, logits[first : first + len(span)], self.sampler.backend)
                 except InternalError as error:
                     drawn[i].append(SamplingFailed(error.message))
             first += len(span)

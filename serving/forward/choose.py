@@ -1,6 +1,6 @@
 """Chooses how a worker computes: kernels of its device where they fit the model, torch otherwise, with one line why.
 
-Tokens are drawn the same way as their scores are computed.
+The sampling backend follows from that: compiled kernels where they compute the logits, torch elsewhere.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def make_forward(model: LoadedModel, planes: Sequence[Planes], config: EngineCon
 
 
 def make_sampler(forward: Forward) -> Sampler:
-    """What draws the tokens of `forward`'s scores: the kernels that compute these, or torch where they lie."""
+    """The sampler for `forward`'s logits: by the compiled kernels where they compute these, else by torch."""
     if isinstance(forward, CpuForward):
         return Sampler(CpuSampling(forward.decoder.kernels))
     return Sampler(TorchSampling())

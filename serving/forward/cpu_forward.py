@@ -1,7 +1,7 @@
 """A built decoder of the Llama shape as one call a step into the compiled CPU kernels.
 
-It packs the model's weights for the kernels and watches their progress for whoever waits for layers; what they
-compute is in serving.kernels.cpu. A batch with KV in host memory takes one call an operation instead.
+It packs the model's weights for the kernels and watches their progress to notify of layers; what they compute is in
+serving.kernels.cpu. A batch with KV in host memory takes one call an operation instead.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from serving.kernels.cpu.offloaded_step import offloaded_step
 from serving.model.decoder import Attention, Decoder, GatedMlp, Layer, Planes, RmsNorm
 from serving.model.quantized_linear import QuantizedLinear
 
-WATCH_SECONDS = 0.0005  # between looks at how many layers are done, while somebody waits for them
-LEFT = -1  # instead of that number: the rest of the layers will not be done
+WATCH_SECONDS = 0.0005  # between reads of how many layers are done, in a step with `layer_done`
+LEFT = -1  # in place of that number: the step left at the barrier, the rest of the layers will not be done
 
 
 class CpuForward:
@@ -67,9 +67,9 @@ class CpuForward:
     def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         if batch.offloaded is not None:
             return offloaded_step(self.decoder, batch, layer_done)
-        scores = self._step(batch, layer_done, greedy=False).logits
-        assert scores is not None
-        return scores
+        logits = self._step(batch, layer_done, greedy=False).logits
+        assert logits is not None
+        return logits
 
     def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         if batch.offloaded is not None:
@@ -91,17 +91,17 @@ class CpuForward:
             watching.result()
 
     def _watch(self, layer_done: LayerDone) -> None:
-        """Tell of each layer as the kernels count it, from a thread of its own."""
-        told = 0
-        while told < self.layers:
+        """Calls `layer_done` for each layer as the kernels count it, on a thread of its own."""
+        notified = 0
+        while notified < self.layers:
             done = int(self._progress)
             if done == LEFT:
                 return
-            for layer in range(told, done):
+            for layer in range(notified, done):
                 layer_done(layer)
-            if done == told:
+            if done == notified:
                 time.sleep(WATCH_SECONDS)
-            told = done
+            notified = done
 
 
 def supports(model: Decoder, dtype: str) -> str | None:

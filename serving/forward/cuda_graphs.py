@@ -1,7 +1,7 @@
 """CUDA graphs for decode steps: one graph per padded (sequences, context), replayed with the step's batch copied in.
 
-It knows a step as a callable over a RaggedBatch, and nothing of models or schedules. What is not a decode step of a
-captured size is not its business.
+It knows a step as a callable over a RaggedBatch, and nothing of models or schedules. It replays plain
+decode steps of a captured size only.
 
 Shapes: B sequences of the step, N sequences of the graph it is padded to, M blocks of the graph's longest table.
 """
@@ -25,7 +25,7 @@ Size = tuple[int, int]  # (sequences, tokens of context)
 
 WARM_UP_STEPS = 2  # before a capture: kernels are compiled and tuned in the first, libraries make room in both
 PADDING_SLOT = -1  # a row with this slot writes no KV
-TOLD_EVERY = 10  # captures between lines of the log
+LOG_EVERY = 10  # captures between lines of the log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class GraphSizes:
 
 
 def replayable(batch: RaggedBatch) -> bool:
-    """Whether this is a plain decode step: one query a sequence, and each one's logits wanted."""
+    """True for a plain decode step: one query a sequence, and each one's logits wanted."""
     return (
         batch.long_rope is None
         and batch.barrier is None
@@ -172,7 +172,7 @@ class CudaGraphs:
         for number, size in enumerate(sizes, 1):
             if size not in self._graphs:
                 self._capture(size)
-            if number % TOLD_EVERY == 0 or number == len(sizes):
+            if number % LOG_EVERY == 0 or number == len(sizes):
                 log.info("capturing CUDA graphs: %d of %d", number, len(sizes))
 
     def _capture(self, size: Size) -> None:

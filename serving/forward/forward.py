@@ -1,6 +1,9 @@
-"""How a worker computes a ragged batch: through the model's own modules, or as one call into compiled kernels.
+"""The protocol of a forward pass over a ragged batch, and its plainest form, the model's own modules.
 
-Each form writes the batch's KV and scores the rows that were asked for. None knows sequences, leases or sampling.
+The compiled forms (CpuForward, TritonForward) have files of their own; `choose.make_forward` picks one. A form writes
+the batch's KV and returns logits; it knows no sequences, leases or sampling.
+
+Shapes: R rows of the batch whose logits are wanted, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,33 +15,36 @@ from typing import Protocol
 from torch import Tensor
 
 from serving.batch.ragged import RaggedBatch
-from serving.forward.layer_events import LayerDone, layer_teller
+from serving.forward.layer_events import LayerDone, layer_notifier
 from serving.model.decoder import Decoder, Planes
 
 
 class Forward(Protocol):
-    """Computes a batch. Workers of equal `form` compute equal bits, if the form is deterministic at all.
+    """Computes batches over the KV planes it was made with.
 
-    `layer_done(layer)` is called, on any thread, once that layer's KV of the batch is written.
+    `form` names the arithmetic: workers of equal `form` compute equal bits, if the form is deterministic at all.
+    `layer_done(layer)`, where given, is called on any thread once that layer's KV of the batch is written. A batch may
+    hold KV in host memory (`batch.offloaded`), or wait for earlier KV layer by layer (`batch.barrier`); where the step
+    leaves at the barrier, what it returns means nothing.
     """
 
     form: str
 
     def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
-        """Scores [R, V] float32 for `batch.logits_rows`."""
+        """Logits [R, V] float32 for `batch.logits_rows`, in memory of the caller's own."""
         ...
 
     def over(self, planes: Sequence[Planes]) -> Forward:
-        """The same computation over KV planes that may be kept otherwise; weights are shared.
+        """The same computation over other KV planes, of any number of blocks and KV dtype; weights are shared.
 
-        The two compute one after the other. Raises ValueError where it cannot be had.
+        The two compute one after the other. Raises ValueError for planes this form cannot take.
         """
         ...
 
     def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
-        """The best-scored token [R] int64 for each of `batch.logits_rows`, the lowest id among equals.
+        """The token [R] int64 of the highest logit for each of `batch.logits_rows`, the lowest id among equals.
 
-        -1 where no score is a finite number.
+        -1 where that logit is not finite.
         """
         ...
 
@@ -51,16 +57,21 @@ class EagerForward:
     def __init__(self, model: Decoder, planes: Sequence[Planes]):
         self.model = model
         self.planes = planes
-        self.layers = layer_teller(len(planes), planes[0][0].device)
+        self.notify_layers = layer_notifier(len(planes), planes[0][0].device)
 
     def over(self, planes: Sequence[Planes]) -> EagerForward:
         return EagerForward(self.model, planes)
 
     def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
-        with nullcontext() if layer_done is None else self.layers.telling(layer_done) as written:
+        with nullcontext() if layer_done is None else self.notify_layers(layer_done) as written:
             hidden = self.model(batch, self.planes, written)
             return self.model.logits(hidden[batch.logits_rows])
 
     def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
-        peaks, tokens = self.logits(batch, layer_done).max(dim=-1)
-        return tokens.where(peaks.isfinite(), -1)
+        return best_tokens(self.logits(batch, layer_done))
+
+
+def best_tokens(logits: Tensor) -> Tensor:
+    """The best token [R] of each row [R, V], the lowest id among equals; -1 where the best logit is not finite."""
+    peaks, tokens = logits.max(dim=-1)
+    return tokens.where(peaks.isfinite(), -1)

@@ -1,7 +1,7 @@
-"""Tells, layer by layer, that a step's KV is written: at once where launching is computing, else as the device gets on.
+"""Notifies, layer by layer, that a step's KV is written: at once on devices where a launch is a result, else by events.
 
-On CUDA an event of each layer's own is recorded behind what writes its KV, and a thread waits for these in turn; the
-thread that launches never waits for one. It knows no model.
+On CUDA one event per layer is recorded behind the kernel that writes its KV, and a thread of its own waits for the
+events in turn; the thread that launches never waits for one. It knows no model.
 """
 
 from __future__ import annotations
@@ -16,40 +16,30 @@ import torch
 
 LayerDone = Callable[[int], None]
 
+LayerNotifier = Callable[[LayerDone], AbstractContextManager[LayerDone]]
+"""`with notifier(layer_done) as written:` a step calls `written(layer)` behind the launch that writes the layer's KV.
+
+`layer_done(layer)` has been called for each of them when the context is left: it must not come after the step, whose
+sequences then count its tokens as computed.
+"""
+
 
 class Event(Protocol):
-    """As much of torch.cuda.Event as is used here."""
+    """The methods of torch.cuda.Event that are used here."""
 
     def record(self) -> object: ...
     def synchronize(self) -> object: ...
 
 
-class LayerTeller(Protocol):
-    def telling(self, layer_done: LayerDone) -> AbstractContextManager[LayerDone]:
-        """Within it, what it gives is called with each layer in turn, behind the launch that writes its KV.
-
-        `layer_done` has been called for all of these when it is left: what it says of a step must not come after the
-        step, whose sequences then count its tokens as computed.
-        """
-        ...
-
-
-class DirectTeller:
-    """For devices on which a call is over when it returns."""
-
-    def telling(self, layer_done: LayerDone) -> AbstractContextManager[LayerDone]:
-        return nullcontext(layer_done)
-
-
-class EventTeller:
-    """For a stream of a device: `events` are one for each layer, recorded on the stream that is current then."""
+class EventNotifier:
+    """A `LayerNotifier` for a device's stream: `events`, one per layer, are recorded on the stream current then."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self.events = list(events)
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="layers")
 
     @contextmanager
-    def telling(self, layer_done: LayerDone) -> Iterator[LayerDone]:
+    def __call__(self, layer_done: LayerDone) -> Iterator[LayerDone]:
         recorded: SimpleQueue[int | None] = SimpleQueue()
         watching = self._watcher.submit(self._watch, recorded, layer_done)
 
@@ -69,8 +59,8 @@ class EventTeller:
             layer_done(layer)
 
 
-def layer_teller(layers: int, device: torch.device) -> LayerTeller:
+def layer_notifier(layers: int, device: torch.device) -> LayerNotifier:
     if device.type != "cuda":
-        return DirectTeller()
+        return nullcontext
     # Blocking events let the thread that waits for them sleep: it would else spin beside the one that launches.
-    return EventTeller([torch.cuda.Event(blocking=True) for _ in range(layers)])  # type: ignore[no-untyped-call]
+    return EventNotifier([torch.cuda.Event(blocking=True) for _ in range(layers)])  # type: ignore[no-untyped-call]

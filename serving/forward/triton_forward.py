@@ -2,7 +2,7 @@
 
 It hands the model's own tensors to the kernels, copying none; what they compute is in serving.kernels.gpu, whose
 import needs triton. A batch with KV in host memory goes through the model's modules. On CUDA no step waits for the
-device, but for those whose layers somebody waits for: these end with their last layer's KV.
+device, except with `layer_done`: such a step ends once its last layer's KV is written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from serving.batch.ragged import RaggedBatch
 from serving.forward.cpu_forward import rotary_tables
 from serving.forward.cuda_graphs import PADDING_SLOT, CudaGraphs, GraphSizes
-from serving.forward.forward import EagerForward, Forward
+from serving.forward.forward import EagerForward, Forward, best_tokens
 from serving.forward.layer_events import LayerDone
 from serving.kernels import gpu
 from serving.kernels.gpu.decoder import LinearWeights, TritonDecoder, TritonLayerWeights
@@ -83,11 +83,11 @@ class TritonForward:
         self._warm_for = most_tokens
         self.kernels.tune(most_tokens)
         for counts in WARM_UP_STEPS:
-            self.kernels.scores(silent_step(counts, self.block_size, self.device))
+            self.kernels.logits(silent_step(counts, self.block_size, self.device))
         if graphs is not None:
-            # All graphs write their scores to the same place: at a size each they would take gigabytes.
+            # All graphs write their logits to the same place: at a size each they would take gigabytes.
             shape = (graphs.sequences[-1], self.model.spec.vocab_size)
-            self._scores = torch.empty(shape, dtype=torch.float32, device=self.device)
+            self._logits = torch.empty(shape, dtype=torch.float32, device=self.device)
             self.graphs = CudaGraphs(self._decode, graphs, self.block_size, self.device)
             self.graphs.warm_up()
 
@@ -103,7 +103,7 @@ class TritonForward:
             return self._modules.greedy(batch, layer_done)
         if self.graphs is not None and layer_done is None and (replayed := self.graphs(batch)) is not None:
             return replayed[1].clone()
-        return best(self._launched(batch, layer_done))
+        return best_tokens(self._launched(batch, layer_done))
 
     def _launched(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         angles = None
@@ -111,21 +111,15 @@ class TritonForward:
             assert self.model.rotary is not None
             angles = self.model.rotary(batch)
         if layer_done is None:
-            return self.kernels.scores(batch, angles=angles)
-        with self._modules.layers.telling(layer_done) as written:
-            return self.kernels.scores(batch, angles=angles, written=written)
+            return self.kernels.logits(batch, angles=angles)
+        with self._modules.notify_layers(layer_done) as written:
+            return self.kernels.logits(batch, angles=angles, written=written)
 
     def _decode(self, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
-        """What a graph is captured of: scores [N, V], and the best of each."""
-        scores = self._scores[: len(batch.tokens)]
-        scores.copy_(self.kernels.scores(batch))
-        return scores, best(scores)
-
-
-def best(scores: Tensor) -> Tensor:
-    """The best-scored token [R] of each row [R, V], the lowest id among equals; -1 where it is no finite number."""
-    peaks, tokens = scores.max(dim=-1)
-    return tokens.where(peaks.isfinite(), -1)
+        """What a graph is captured of: logits [N, V], and the best token of each row."""
+        logits = self._logits[: len(batch.tokens)]
+        logits.copy_(self.kernels.logits(batch))
+        return logits, best_tokens(logits)
 
 
 def silent_step(counts: Sequence[int], block_size: int, device: torch.device) -> RaggedBatch:

@@ -1,6 +1,6 @@
 """Linear layers through oneDNN, where torch has it: float32 on CPUs for which MKL does not use all cores.
 
-Applied from outside to a built model; the layers stay `nn.Linear` for whoever looks for those.
+Applied from outside to a built model; the layers stay instances of `nn.Linear`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class OneDnnLinear(nn.Linear):
 
 
 def available() -> bool:
-    """Whether this build of torch has the operator."""
+    """True if this build of torch has the operator."""
     built_in: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return built_in and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 

@@ -1,6 +1,6 @@
-"""The sampler's choices computed by the compiled CPU kernels: one call for all rows of a step.
+"""Sampling by the compiled CPU kernels: one call for all rows of a step.
 
-It may not know how a choice is computed: it writes each row down as an order, and reads tokens back.
+It packs each row's parameters into the kernels' `Order` and reads tokens back; how a token is sampled it may not know.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from serving.sampling.sampler import NOT_NUMBERS, REASONS, SampleRow
 
 
 class CpuSampling:
-    """Choices by `kernels`, on logits in host memory (serving.sampling.sampler.SamplingBackend)."""
+    """Samples with `kernels`, from logits in host memory (serving.sampling.sampler.SamplingBackend)."""
 
     def __init__(self, kernels: cpu.Kernels):
         self.kernels = kernels
 
-    def choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
         edits = _Edits(logits.shape[1])
         orders = [edits.order(row) for row in rows]
-        return cpu.draw(self.kernels, logits, orders, edits.ids, edits.changes)
+        return cpu.sample(self.kernels, logits, orders, edits.ids, edits.changes)
 
     def logprobs(self, logits: Tensor, chosen: Sequence[int], k: int) -> list[TokenLogprob]:
         found = cpu.logprobs(self.kernels, logits, chosen, min(k, logits.shape[1]))

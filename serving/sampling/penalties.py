@@ -1,7 +1,7 @@
 """Changes to a sequence's logits that follow from its parameters and its tokens so far: bias, masks, penalties.
 
 All of it is a pure function of (parameters, tokens): `PenaltyState` only remembers the counting, and can be rebuilt
-at any moment, on any worker. Nothing here draws or ranks tokens.
+at any moment, on any worker. Nothing here samples or ranks tokens.
 
 Shapes: E rows to edit, V vocabulary.
 """
@@ -69,7 +69,7 @@ class PenaltyState:
 
 
 def penalised(params: SamplingParams) -> bool:
-    """Whether these parameters need token counts."""
+    """True if these parameters need token counts."""
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 

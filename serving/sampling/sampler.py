@@ -2,7 +2,7 @@
 
 A row's token depends on its own logits, parameters, tokens and (seed, position) alone, to the bit: rows are worked
 on together, but no number of one row ever comes from an operation whose order depends on the others. Nothing here
-knows of schedulers, sequences' blocks or text, nor how a choice is computed: that is a `SamplingBackend`'s.
+knows of schedulers, sequences' blocks or text; a `SamplingBackend` computes, with torch or compiled kernels.
 
 The draw: the kept tokens in the order of their ids, each as wide as its probability; one uniform number of
 (seed, position) falls on one of them. Id order, and not probability order, because logits recomputed on another
@@ -31,7 +31,7 @@ from serving.sampling.penalties import PenaltyState, penalised
 
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy, as in vLLM
 
-# What a selection answers where no token can be chosen.
+# What a backend returns where no token can be sampled.
 NOT_NUMBERS = -1  # NaN or +inf
 ALL_MASKED = -2
 
@@ -43,9 +43,9 @@ REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """One token to draw: the parameters and everything the draw may depend on besides the logits.
+    """One token to sample: the parameters and everything the draw may depend on besides the logits.
 
-    `position` is the drawn token's absolute position in its sequence. With penalties, `state` saves counting the
+    `position` is the sampled token's absolute position in its sequence. With penalties, `state` saves counting the
     history again at each step: a `PenaltyState` of the same prompt, which the sampler brings up to `output_tokens`.
     """
 
@@ -70,12 +70,12 @@ class SampleRow:
 
     @property
     def masked_tokens(self) -> tuple[int, ...]:
-        """Tokens that must not be drawn yet; ids outside the vocabulary name none."""
+        """Tokens that must not be sampled yet; ids outside the vocabulary name none."""
         return self.eos_token_ids + self.params.stop_token_ids if self.stops_masked else ()
 
     @property
     def edited(self) -> bool:
-        """Whether the logits are changed before the choice."""
+        """True if the logits are changed before sampling."""
         return bool(self.params.logit_bias) or self.stops_masked or penalised(self.params)
 
     def counted(self, vocab: int, device: torch.device | str = "cpu") -> PenaltyState:
@@ -88,7 +88,7 @@ class SampleRow:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A drawn token, with its log-probability when the row asked for it."""
+    """A sampled token, with its log-probability when the row asked for it."""
 
     token: int
     logprob: TokenLogprob | None = None
@@ -96,7 +96,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class SamplingFailed:
-    """No token can be drawn from this row; the other rows of the call are not touched by it."""
+    """No token can be sampled from this row; the other rows of the call are not touched by it."""
 
     reason: str
 
@@ -105,10 +105,10 @@ class SamplingFailed:
 
 
 class SamplingBackend(Protocol):
-    """Computes choices as this module's docstring describes them. Two of them may differ where a draw's uniform
-    number, or top-p, falls on the border between two tokens to within float32 rounding."""
+    """Samples as this module's docstring describes. Two backends may differ where the uniform number, or top-p, falls
+    on the border between two tokens to within float32 rounding."""
 
-    def choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
         """A token for each row of `logits` [R, V] float32, which are left unchanged; NOT_NUMBERS or ALL_MASKED."""
         ...
 
@@ -122,10 +122,10 @@ class SamplingBackend(Protocol):
 
 
 class Sampler:
-    """Draws one token for each row of logits. Holds nothing between calls."""
+    """Samples one token for each row of logits. Holds nothing between calls."""
 
-    def __init__(self, selection: SamplingBackend):
-        self.selection = selection
+    def __init__(self, backend: SamplingBackend):
+        self.backend = backend
 
     def __call__(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled | SamplingFailed]:
         """One result for each row of `logits` [R, V] float32, in order. `logits` are left unchanged.
@@ -135,7 +135,7 @@ class Sampler:
         assert logits.dtype == torch.float32 and logits.shape[0] == len(rows), "one float32 row of logits each"
         if not rows:
             return []
-        tokens = self.selection.choose(logits, rows)
+        tokens = self.backend.sample(logits, rows)
         results = [Sampled(token) if token >= 0 else SamplingFailed(REASONS[token]) for token in tokens]
         self._add_logprobs(results, logits, tokens, rows)
         return results
@@ -149,7 +149,7 @@ class Sampler:
             if row.params.logprobs is not None and tokens[r] >= 0:
                 groups.setdefault(row.params.logprobs, []).append(r)
         for k, group in groups.items():
-            values = self.selection.logprobs(take(logits, group), [tokens[r] for r in group], k)
+            values = self.backend.logprobs(take(logits, group), [tokens[r] for r in group], k)
             for r, value in zip(group, values, strict=True):
                 results[r] = Sampled(tokens[r], value)
 

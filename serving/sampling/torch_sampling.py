@@ -1,7 +1,7 @@
-"""The sampler's choices computed with torch, on any device: what faster forms are compared with.
+"""Sampling with torch, on any device: the reference for faster backends.
 
-It may not know who asks. A draw's probabilities and their running sums are float64. On CUDA nothing here waits for
-the device but `choose`, for its tokens, and `logprobs`.
+Probabilities and their running sums are float64. On CUDA nothing here waits for the device but `sample`, for its
+tokens, and `logprobs`. It knows rows of logits, and no sequences.
 
 Shapes: R rows of the call, G rows of a group, V vocabulary, K best-ranked candidates.
 """
@@ -31,10 +31,10 @@ TIE_MARGIN = 8  # ranks looked at beyond those asked for, so that a tie at the e
 
 
 class TorchSampling:
-    """Choices by torch (serving.sampling.sampler.SamplingBackend)."""
+    """Samples with torch (serving.sampling.sampler.SamplingBackend)."""
 
-    def choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-        return chosen(logits, rows).tolist()
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+        return sample_on_device(logits, rows).tolist()
 
     def logprobs(self, logits: Tensor, chosen: Sequence[int], k: int) -> list[TokenLogprob]:
         logprobs = logits.log_softmax(dim=-1)
@@ -50,17 +50,17 @@ class TorchSampling:
         ]
 
 
-def chosen(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """What `TorchSampling.choose` answers, int64 [R] on the logits' device."""
+def sample_on_device(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """The tokens of `TorchSampling.sample`, int64 [R], on the logits' device, without waiting for it."""
     if all(row.greedy and not row.edited for row in rows):
         peaks, tokens = logits.max(dim=-1)
     else:
-        peaks, tokens = _choose(logits, rows)
+        peaks, tokens = _sample(logits, rows)
     return tokens.masked_fill_(~peaks.isfinite(), NOT_NUMBERS).masked_fill_(peaks == float("-inf"), ALL_MASKED)
 
 
-def _choose(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor]:
-    """The highest logit [R] each row chooses by, after edits, and the token [R] it chooses.
+def _sample(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor]:
+    """The highest logit [R] of each row after edits, and the token [R] sampled from it.
 
     A row whose highest logit is no finite number keeps that, whatever its edits are; its token means nothing.
     """

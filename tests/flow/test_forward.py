@@ -30,7 +30,7 @@ def _torch_threads() -> Iterator[None]:
 def test_the_kernels_that_score_draw_too(tiny_model: LoadedModel) -> None:
     device_kv = DeviceKV(tiny_model.spec.kv_layers(tiny_model.dtype), 4, 16)
     forward = make_forward(tiny_model, device_kv.planes, EngineConfig(kernels="compiled", threads=1), 64)
-    selection = make_sampler(forward).selection
+    selection = make_sampler(forward).backend
     assert isinstance(forward, CpuForward) and isinstance(selection, CpuSampling)
     assert selection.kernels is forward.decoder.kernels
 
@@ -39,4 +39,4 @@ def test_torch_draws_what_torch_scores(tiny_model: LoadedModel) -> None:
     device_kv = DeviceKV(tiny_model.spec.kv_layers(tiny_model.dtype), 4, 16)
     forward = make_forward(tiny_model, device_kv.planes, EngineConfig(kernels="torch"), 64)
     assert isinstance(forward, EagerForward)
-    assert isinstance(make_sampler(forward).selection, TorchSampling)
+    assert isinstance(make_sampler(forward).backend, TorchSampling)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from serving.batch.ragged import RaggedBatch
+from tests.serving.kernels.gpu.formulas import write_unrotated
 
 pytestmark = [
     pytest.mark.gpu,
@@ -96,9 +97,8 @@ def test_attention(
     batch = step(contexts, counts, tables)
     q = torch.randn(sum(counts), heads, head_dim, device=CUDA).to(dtype)
     expected = reference.paged_attention(q.float(), k.float(), v.float(), batch, head_dim**-0.5, window)
-    for split in (True, False):
-        found = gpu.paged_attention(q, k, v, batch, head_dim**-0.5, window, split=split)
-        assert error(found, expected) < (1e-2 if dtype is torch.bfloat16 else 1e-4)
+    found = gpu.paged_attention(q, k, v, batch, head_dim**-0.5, window)
+    assert error(found, expected) < (1e-2 if dtype is torch.bfloat16 else 1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -111,7 +111,7 @@ def test_int8_kv_written_and_read(gpu: ModuleType, dtype: torch.dtype) -> None:
     planes = [torch.zeros(k.shape, dtype=torch.int8, device=CUDA) for _ in range(2)]
     scales = [torch.full(k.shape[:3], torch.nan, device=CUDA) for _ in range(2)]
     flat = [plane.flatten(0, 1)[whole.slots] for plane in (k, v)]
-    gpu.write_kv(*flat, *planes, whole.slots, *scales)
+    write_unrotated(flat[0], flat[1], whole.slots, *planes, *scales)
     batch = step(contexts, counts, tables)
     q = torch.randn(sum(counts), 32, 128, device=CUDA).to(dtype)
     meant = [plane * scale.nan_to_num()[..., None] for plane, scale in zip(planes, scales, strict=True)]
@@ -131,10 +131,10 @@ def test_attention_is_the_same_to_the_bit_alone_and_in_any_chunk(gpu: ModuleType
         alone = gpu.paged_attention(q[i : i + 1], k, v, step(contexts[i : i + 1], [1], [tables[i]]), 0.1, None)
         assert torch.equal(alone, together[i : i + 1])
     q = torch.randn(3000, 32, 128, device=CUDA).to(dtype)
-    whole = gpu.paged_attention(q, k, v, step([3000], [3000], [tables[0]]), 0.1, None, split=False)
-    for first, end in ((0, 1), (1, 1000), (1000, 1037), (2999, 3000)):
-        piece = gpu.paged_attention(q[first:end], k, v, step([end], [end - first], [tables[0]]), 0.1, None, split=False)
-        assert torch.equal(piece, whole[first:end])
+    whole = gpu.paged_attention(q, k, v, step([3000], [3000], [tables[0]]), 0.1, None)
+    for first, end in ((0, 2), (1, 1000), (1000, 1037), (2998, 3000)):
+        part = gpu.paged_attention(q[first:end], k, v, step([end], [end - first], [tables[0]]), 0.1, None)
+        assert torch.equal(part, whole[first:end])
 
 
 def test_rows_at_full_width(gpu: ModuleType) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from serving.kernels.cpu.decoder import CpuDecoder, CpuLayerWeights, CpuStepOutput, DecoderShape, KvPlanes
 from serving.kernels.cpu.extension import Kernels, default_threads, forms, open_library
-from serving.kernels.cpu.sampling import ORDER, Logprobs, draw, logprobs
+from serving.kernels.cpu.sampling import ORDER, Logprobs, logprobs, sample
 from serving.kernels.cpu.structures import Finish, Kind
 from serving.kernels.cpu.weights import PackedLinear, interleave
 
@@ -36,11 +36,11 @@ __all__ = [
     "PackedLinear",
     "available",
     "default_threads",
-    "draw",
     "forms",
     "interleave",
     "load",
     "logprobs",
+    "sample",
     "shared_library",
 ]
 
@@ -58,14 +58,14 @@ def shared_library(progress: Callable[[str], None] = _log.info) -> ctypes.CDLL |
 
 
 def available() -> bool:
-    """Whether the kernels can run here. The first call may compile them."""
+    """True if the kernels can run here. The first call may compile them."""
     return shared_library() is not None
 
 
 def load(
     *, threads: int | None = None, form: str | None = None, progress: Callable[[str], None] = _log.info
 ) -> Kernels | None:
-    """Kernels on a pool of `threads` (default: the CPUs this process may use), or None where they cannot be had.
+    """Kernels on a team of `threads` (default: the CPUs this process may use), or None where they cannot be had.
 
     `progress` receives a line before and after a build. Raises ValueError for a form this CPU does not run.
     """

@@ -1,4 +1,5 @@
-// The plain C structures Python fills in; `structures.py` mirrors them field by field. Nothing here computes.
+// The plain C structures Python fills in. `structures.py` reads their fields from here, so each is a line of its own.
+// Nothing here computes.
 //
 // Shapes: T new tokens of the step, B sequences, M blocks of the widest block table, R rows whose logits are wanted.
 #pragma once
@@ -50,8 +51,8 @@ struct Batch {
     const int64_t* logits_rows;    // [R]
 };
 
-// Some of the KV of a batch's sequences, attended to by itself: the batch's context_lens and block_tables count from its
-// first key, which lies at a multiple of 128.
+// A range of the KV of a batch's sequences, attended to by itself: the batch's context_lens and block_tables count from
+// its first key, which lies at a multiple of 128.
 struct KVRange {
     KvPlanes kv;
     int32_t chunks;  // of 128 keys it has; 0: up to each query's own

@@ -171,7 +171,7 @@ void Step::block_from_attention(const Layer& layer, long row0, long row1, Thread
     linear_block(layer.down, gated, 0, rows, 0, panels_of(layer.down), {FINISH_ADD, x_row(row0), model.hidden});
 }
 
-// Whether anyone reads what the last layer makes of these rows; their KV is written by then.
+// True if the last layer's output of these rows is read; their KV is written by then.
 bool Step::wanted(long row0, long row1) const {
     if (results.hidden) return true;
     for (long i = 0; i < batch.logits_count; ++i)
@@ -179,7 +179,7 @@ bool Step::wanted(long row0, long row1) const {
     return false;
 }
 
-// Whether every layer's KV was there, as with layer_by_panels.
+// False where the step left at the barrier, as layer_by_panels.
 bool Step::by_rows(int thread) {
     ThreadScratch& s = local[thread];
     for (long index = 0; index <= model.layers; ++index) {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from ctypes import Structure
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,8 @@ from serving.kernels.cpu.structures import BatchC, Kind, KvPlanesC, KVRangeC, La
 from serving.kernels.cpu.weights import PANEL, PackedLinear, address
 
 CHUNK = 128  # keys, as in chunk.h
+STATE_EXTRA = 32  # floats, as in attention.h
+BATCH_ARRAYS = ("tokens", "positions", "slots", "query_start", "context_lens", "block_tables", "logits_rows")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +54,7 @@ class CpuLayerWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvPlanes:
-    """One layer's part of the pool: k and v [num_blocks, block_size, kv_heads, head_dim], int8, bfloat16 or float32.
+    """One layer's paged KV: k and v [num_blocks, block_size, kv_heads, head_dim], int8, bfloat16 or float32.
 
     int8 planes come with scales [num_blocks, block_size, kv_heads] float32. Planes may lie within wider ones, so long
     as their rows, a head's numbers each, follow one another at equal distances.
@@ -62,22 +65,21 @@ class KvPlanes:
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
-    def as_c(self) -> KvPlanesC:
+    def as_c(self) -> Structure:
+        """`KvPlanes` of abi.h. Raises ValueError for int8 planes without scales."""
         _, block_size, kv_heads, head_dim = self.k.shape
         kind = Kind.of(self.k.dtype)
-        if (self.k_scale is None or self.v_scale is None) and kind is Kind.INT8:
+        scales = [scale for scale in (self.k_scale, self.v_scale) if scale is not None]
+        if kind is Kind.INT8 and len(scales) < 2:
             raise ValueError("int8 KV needs a scale plane for keys and one for values")
         return KvPlanesC(
-            int(kind),
-            block_size,
-            kv_heads,
-            head_dim,
-            _row_stride(self.k, self.v) * self.k.itemsize,
-            0 if self.k_scale is None or self.v_scale is None else _row_stride(self.k_scale, self.v_scale),
-            self.k.data_ptr(),
-            self.v.data_ptr(),
-            address(self.k_scale),
-            address(self.v_scale),
+            kind=kind,
+            block_size=block_size,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            row_bytes=_row_stride(self.k, self.v) * self.k.itemsize,
+            scale_stride=_row_stride(*scales) if len(scales) == 2 else 0,
+            **{name: address(getattr(self, name)) for name in ("k", "v", "k_scale", "v_scale")},
         )
 
 
@@ -94,22 +96,19 @@ def _row_stride(*planes: Tensor) -> int:
     return stride
 
 
-STATE_EXTRA = 32  # as in attention.h
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVRange:
-    """KV that is attended to by itself: `planes` in blocks of consecutive tokens, the first at a multiple of 128.
+    """A range of KV attended to by itself: `planes` in blocks of consecutive tokens, the first at a multiple of 128.
 
-    `table` names the blocks from that token on, and `first` is its position. The last kv_range reaches up to the
-    queries; those before end at a multiple of 128 too, after `tokens`.
+    `table` names the blocks from that token on, and `first` is its position. The last range reaches up to the queries;
+    those before end at a multiple of 128 too, after `tokens`.
     """
 
     planes: KvPlanes
     table: Tensor  # [M] int32
     first: int
     tokens: int | None  # None: up to each query's own
-    begins: bool  # whether no kv_range came before it
+    begins: bool  # True for the first range
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,22 +146,21 @@ class CpuDecoder:
         self._positions = cos.shape[0]
         self._layers = (LayerC * len(layers))(*(_layer(w, planes) for w, planes in zip(layers, kv, strict=True)))
         self._model = ModelC(
-            len(layers),
-            shape.hidden,
-            shape.heads,
-            shape.rotary_dim,
-            shape.intermediate,
-            int(Kind.of(embedding.dtype)),
-            shape.eps,
-            shape.attention_scale,
-            shape.embedding_scale,
-            0,
-            ctypes.cast(self._layers, ctypes.POINTER(LayerC)),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            embedding.data_ptr(),
-            final_norm.data_ptr(),
-            head.as_c(),
+            layers=len(layers),
+            hidden=shape.hidden,
+            heads=shape.heads,
+            rotary_dim=shape.rotary_dim,
+            intermediate=shape.intermediate,
+            embedding_kind=Kind.of(embedding.dtype),
+            eps=shape.eps,
+            attention_scale=shape.attention_scale,
+            embedding_scale=shape.embedding_scale,
+            layer=ctypes.addressof(self._layers),
+            cos=address(cos),
+            sin=address(sin),
+            embedding=address(embedding),
+            final_norm=address(final_norm),
+            head=head.as_c(),
         )
 
     @property
@@ -234,16 +232,16 @@ class CpuDecoder:
         return out
 
     def attention_state(self, tokens: int) -> Tensor:
-        """Room for what `attend_range` carries from kv_range to kv_range for so many tokens' queries."""
+        """Uninitialized room for what `attend_range` carries from range to range for that many tokens' queries."""
         padded = -(-self.shape.head_dim // PANEL) * PANEL
         return torch.empty(tokens, self.shape.heads, padded + STATE_EXTRA)
 
     def attend_range(
         self, layer: int, batch: RaggedBatch, q: Tensor, kv_range: KVRange, state: Tensor, out: Tensor | None
     ) -> None:
-        """Join one kv_range of a sequence's KV to `state`, and write [T, heads, head_dim] to `out` with the last one.
+        """Join one range of a sequence's KV to `state`; with the last range write `out` [T, heads, head_dim].
 
-        Stretches follow one another up to the queries; then the result has the bits of `attention` over all of them.
+        Ranges follow one another up to the queries; then the result has the bits of `attention` over all of them.
         """
         chunks = 0 if kv_range.tokens is None else kv_range.tokens // CHUNK
         assert kv_range.first % CHUNK == 0 and chunks * CHUNK == (kv_range.tokens or 0) and len(batch.query_lens) == 1
@@ -256,35 +254,19 @@ class CpuDecoder:
         call(self.kernels.context, self._model, layer, view, c, q.data_ptr())
 
 
-def _layer(w: CpuLayerWeights, planes: KvPlanes) -> LayerC:
-    return LayerC(
-        w.attention_norm.data_ptr(),
-        w.mlp_norm.data_ptr(),
-        address(w.q_norm),
-        address(w.k_norm),
-        w.qkv.as_c(),
-        w.o.as_c(),
-        w.gate_up.as_c(),
-        w.down.as_c(),
-        planes.as_c(),
-        w.window,
-        0,
-    )
+def _layer(w: CpuLayerWeights, planes: KvPlanes) -> Structure:
+    norms = {name: address(getattr(w, name)) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")}
+    linears = {name: getattr(w, name).as_c() for name in ("qkv", "o", "gate_up", "down")}
+    return LayerC(**norms, **linears, kv=planes.as_c(), window=w.window)
 
 
-def _batch(batch: RaggedBatch) -> BatchC:
+def _batch(batch: RaggedBatch) -> Structure:
     return BatchC(
-        batch.tokens.shape[0],
-        len(batch.query_lens),
-        batch.block_tables.shape[1],
-        batch.logits_rows.shape[0],
-        batch.tokens.data_ptr(),
-        batch.positions.data_ptr(),
-        batch.slots.data_ptr(),
-        batch.query_start.data_ptr(),
-        batch.context_lens.data_ptr(),
-        batch.block_tables.data_ptr(),
-        batch.logits_rows.data_ptr(),
+        tokens_count=batch.tokens.shape[0],
+        sequences=len(batch.query_lens),
+        table_width=batch.block_tables.shape[1],
+        logits_count=batch.logits_rows.shape[0],
+        **{name: getattr(batch, name).data_ptr() for name in BATCH_ARRAYS},
     )
 
 

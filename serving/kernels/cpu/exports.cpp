@@ -22,20 +22,18 @@ struct Candidate {
     bool (*runs)();
 };
 
+#if defined(__x86_64__)
+bool avx512_vnni() {
+    return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+}
+#endif
+
 // Best first.
 const Candidate CANDIDATES[] = {
 #if defined(__x86_64__)
-    {&millrace_form_avx512_bf16,
-     [] {
-         return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") &&
-                __builtin_cpu_supports("avx512bf16");
-     }},
-    {&millrace_form_avx512_vnni,
-     [] {
-         return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
-     }},
+    {&millrace_form_avx512_bf16, [] { return avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }},
+    {&millrace_form_avx512_vnni, avx512_vnni},
     {&millrace_form_avx2, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
 #endif
     {&millrace_form_plain, [] { return true; }},
@@ -118,7 +116,7 @@ void millrace_attention(Context* c, const Model* m, int layer, const Batch* batc
 }
 
 void millrace_attend_range(Context* c, const Model* m, int layer, const Batch* batch, const KVRange* range,
-                             const float* q) {
+                           const float* q) {
     std::lock_guard<std::mutex> lock(c->turn);
     c->form->attend_range(c->team, c->scratch, *m, m->layer[layer], *batch, *range, q);
 }
@@ -128,9 +126,9 @@ void millrace_step(Context* c, const Model* m, const Batch* batch, const Results
     c->form->step(c->team, c->scratch, *m, *batch, *results);
 }
 
-void millrace_draw(Context* c, const Draws* draws) {
+void millrace_sample(Context* c, const Samples* all) {
     std::lock_guard<std::mutex> lock(c->turn);
-    c->form->draw(c->team, c->scratch, *draws);
+    c->form->sample(c->team, c->scratch, *all);
 }
 
 void millrace_logprobs(Context* c, const Logprobs* all) {

@@ -1,4 +1,4 @@
-"""The compiled kernels as functions over torch tensors: loading the library, one thread pool, one call an operation.
+"""The compiled kernels as functions over torch tensors: loading the library, a team of threads, one call an operation.
 
 It may not know any model. Tensors are on the CPU and contiguous; every function blocks and releases the GIL.
 """
@@ -58,9 +58,9 @@ def forms(library: ctypes.CDLL) -> list[str]:
 
 
 class Kernels:
-    """One form of the kernels on a pool of threads of its own. Calls from several threads take turns.
+    """One form of the kernels on a team of threads of its own. Calls from several threads take turns.
 
-    The pool sleeps between calls. torch's own OpenMP threads spin after each parallel torch operation, so a process
+    The threads sleep between calls. torch's own OpenMP threads spin after each parallel torch operation, so a process
     that steps with these kernels should give torch one thread.
     """
 

@@ -48,8 +48,8 @@ void norm_rows(ThreadTeam* team, const float* x, const float* weight, long rows,
 }
 
 // Decodes the encoded queries again, so that q [T, heads, head_dim] float32 can be looked at and handed to `attention`.
-void rotate_rows(ThreadTeam* team, Scratch& scratch, const Model& m, const Layer& layer, const Batch& batch, const float* qkv,
-                 float* q) {
+void rotate_rows(ThreadTeam* team, Scratch& scratch, const Model& m, const Layer& layer, const Batch& batch,
+                 const float* qkv, float* q) {
     const long width = layer.qkv.outputs, dim = layer.kv.head_dim, words = words_of(product_kind(layer.kv), dim);
     const int threads = team_threads(team), kind = product_kind(layer.kv);
     const long each = round_up(width, 16) + m.heads * words;
@@ -71,83 +71,81 @@ void rotate_rows(ThreadTeam* team, Scratch& scratch, const Model& m, const Layer
     });
 }
 
-void attention(ThreadTeam* team, Scratch& scratch, const Model& m, const Layer& layer, const Batch& batch, const float* q,
-               float* out) {
+// What a call for one layer's attention works with, besides its items.
+struct AttentionCall {
+    AttentionShape shape;
+    int kind, threads;
+    long words, rows;  // of an encoded query; queries times heads
+    int32_t* encoded;
+    int* counter;
+    AttentionScratch* scratch;
+
+    // `take_items(arena)` takes the items' room.
+    template <class TakeItems>
+    AttentionCall(ThreadTeam* team, Scratch& room, const Model& m, const Layer& layer, const KvPlanes& kv,
+                  const Batch& batch, TakeItems take_items)
+        : shape{m.heads, layer.window, m.attention_scale}, kind(product_kind(kv)), threads(team_threads(team)),
+          words(words_of(kind, kv.head_dim)), rows(batch.tokens_count * m.heads) {
+        const auto lay_out = [&](Arena arena) {
+            encoded = arena.take<int32_t>(rows * words);
+            counter = arena.take<int>(1);
+            scratch = arena.take<AttentionScratch>(threads);
+            take_items(arena, shape, threads);
+            for (int t = 0; t < threads; ++t) {
+                AttentionScratch s;
+                take_attention(arena, ITEM_TOKENS, group_of(kv, shape), words, padded_dim(kv), s);
+                if (arena.base) scratch[t] = s;
+            }
+            return arena.used;
+        };
+        lay_out({room.reserve(lay_out({nullptr}))});
+        *counter = 0;
+    }
+
+    // This thread's share of q [T, heads, head_dim].
+    void encode(const float* q, long head_dim, int thread) const {
+        const Span mine = share(rows, thread, threads);
+        for (long i = mine.first; i < mine.last; ++i)
+            encode_row(kind, q + i * head_dim, head_dim, encoded + i * words, nullptr);
+    }
+};
+
+void attention(ThreadTeam* team, Scratch& scratch, const Model& m, const Layer& layer, const Batch& batch,
+               const float* q, float* out) {
     const KvPlanes& kv = layer.kv;
-    const AttentionShape shape = {m.heads, layer.window, m.attention_scale};
-    const int threads = team_threads(team), kind = product_kind(kv);
-    const long words = words_of(kind, kv.head_dim), rows = batch.tokens_count * m.heads;
-    struct {
-        int32_t* encoded;
-        int* counter;
-        AttentionScratch* scratch;
-        ItemPlan plan;
-    } mine;
-    const auto lay_out = [&](Arena arena) {
-        mine.encoded = arena.take<int32_t>(rows * words);
-        mine.counter = arena.take<int>(1);
-        mine.scratch = arena.take<AttentionScratch>(threads);
-        mine.plan = plan_items(arena, batch, kv, shape, threads);
-        for (int t = 0; t < threads; ++t) {
-            AttentionScratch s;
-            take_attention(arena, ITEM_TOKENS, group_of(kv, shape), words, padded_dim(kv), s);
-            if (arena.base) mine.scratch[t] = s;
-        }
-        return arena.used;
+    ItemPlan plan;
+    const auto take_items = [&](Arena& arena, const AttentionShape& shape, int threads) {
+        plan = plan_items(arena, batch, kv, shape, threads);
     };
-    lay_out({scratch.reserve(lay_out({nullptr}))});
-    *mine.counter = 0;
+    const AttentionCall call(team, scratch, m, layer, kv, batch, take_items);
     team_each(team, [&](int thread) {
-        const Span heads = share(rows, thread, threads), tokens = share(batch.tokens_count, thread, threads);
-        for (long i = heads.first; i < heads.last; ++i)
-            encode_row(kind, q + i * kv.head_dim, kv.head_dim, mine.encoded + i * words, nullptr);
+        call.encode(q, kv.head_dim, thread);
         team_barrier(team);
-        AttentionScratch& s = mine.scratch[thread];
-        attend_items(kv, shape, mine.plan, mine.encoded, mine.counter, s, out);
+        AttentionScratch& s = call.scratch[thread];
+        attend_items(kv, call.shape, plan, call.encoded, call.counter, s, out);
         team_barrier(team);
-        join_rows(kv, shape, mine.plan, tokens.first, tokens.last, s.part, out);
+        const Span tokens = share(batch.tokens_count, thread, call.threads);
+        join_rows(kv, call.shape, plan, tokens.first, tokens.last, s.part, out);
     });
 }
 
-// Shared out by segments and heads, never by chunks: those are joined in order, by whoever has the item.
+// Shared out by segments and heads, never by chunks: the thread that has an item joins its chunks in order.
 void attend_range(ThreadTeam* team, Scratch& scratch, const Model& m, const Layer& layer, const Batch& batch,
-                    const KVRange& range, const float* q) {
+                  const KVRange& range, const float* q) {
     const KvPlanes& kv = range.kv;
-    const AttentionShape shape = {m.heads, layer.window, m.attention_scale};
-    const int threads = team_threads(team), kind = product_kind(kv);
-    const long words = words_of(kind, kv.head_dim), rows = batch.tokens_count * m.heads;
     const long most_items = (batch.tokens_count / ITEM_TOKENS + batch.sequences) * kv.kv_heads;
-    struct {
-        int32_t* encoded;
-        int* counter;
-        AttentionScratch* scratch;
-        Item* items;
-    } mine;
-    const auto lay_out = [&](Arena arena) {
-        mine.encoded = arena.take<int32_t>(rows * words);
-        mine.counter = arena.take<int>(1);
-        mine.scratch = arena.take<AttentionScratch>(threads);
-        mine.items = arena.take<Item>(most_items);
-        for (int t = 0; t < threads; ++t) {
-            AttentionScratch s;
-            take_attention(arena, ITEM_TOKENS, group_of(kv, shape), words, padded_dim(kv), s);
-            if (arena.base) mine.scratch[t] = s;
-        }
-        return arena.used;
-    };
-    lay_out({scratch.reserve(lay_out({nullptr}))});
+    Item* items;
+    const auto take_items = [&](Arena& arena, const AttentionShape&, int) { items = arena.take<Item>(most_items); };
+    const AttentionCall call(team, scratch, m, layer, kv, batch, take_items);
     long count = 0;
     each_segment(batch, 0, batch.tokens_count, [&](const Segment& segment) {
-        for (long head = 0; head < kv.kv_heads; ++head) mine.items[count++] = {segment, head, 1};
+        for (long head = 0; head < kv.kv_heads; ++head) items[count++] = {segment, head, 1};
     });
-    *mine.counter = 0;
     team_each(team, [&](int thread) {
-        const Span heads = share(rows, thread, threads);
-        for (long i = heads.first; i < heads.last; ++i)
-            encode_row(kind, q + i * kv.head_dim, kv.head_dim, mine.encoded + i * words, nullptr);
+        call.encode(q, kv.head_dim, thread);
         team_barrier(team);
-        for (long i = next(mine.counter); i < count; i = next(mine.counter))
-            attend_range_item(range, shape, mine.items[i], mine.encoded, mine.scratch[thread]);
+        for (long i = next(call.counter); i < count; i = next(call.counter))
+            attend_range_item(range, call.shape, items[i], call.encoded, call.scratch[thread]);
     });
 }
 
@@ -168,5 +166,5 @@ void step(ThreadTeam* team, Scratch& scratch, const Model& model, const Batch& b
 
 extern "C" const Form NAME(millrace_form_, MILLRACE_FORM) = {
     TEXT(MILLRACE_FORM), UNSIGNED_SHIFT, linear, norm_rows, rotate_rows, attention, attend_range, step,
-    draw, logprobs,
+    sample, logprobs,
 };

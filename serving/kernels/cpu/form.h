@@ -17,10 +17,12 @@ struct Form {
     int unsigned_shift;  // what int8 activations carry, and `sums` in Linear must undo
     void (*linear)(ThreadTeam*, Scratch&, const Linear&, int finish, const float* x, long rows, float* out);
     void (*rms_norm)(ThreadTeam*, const float* x, const float* weight, long rows, long n, float eps, float* out);
-    void (*rotate_and_write)(ThreadTeam*, Scratch&, const Model&, const Layer&, const Batch&, const float* qkv, float* q);
+    void (*rotate_and_write)(ThreadTeam*, Scratch&, const Model&, const Layer&, const Batch&, const float* qkv,
+                             float* q);
     void (*attention)(ThreadTeam*, Scratch&, const Model&, const Layer&, const Batch&, const float* q, float* out);
-    void (*attend_range)(ThreadTeam*, Scratch&, const Model&, const Layer&, const Batch&, const KVRange&, const float* q);
+    void (*attend_range)(ThreadTeam*, Scratch&, const Model&, const Layer&, const Batch&, const KVRange&,
+                         const float* q);
     void (*step)(ThreadTeam*, Scratch&, const Model&, const Batch&, const Results&);
-    void (*draw)(ThreadTeam*, Scratch&, const Draws&);
+    void (*sample)(ThreadTeam*, Scratch&, const Samples&);
     void (*logprobs)(ThreadTeam*, Scratch&, const Logprobs&);
 };

@@ -1,11 +1,12 @@
-// What Python says about the tokens to draw: plain C structures, mirrored in `sampling.py`. Nothing computes here.
+// What Python asks of the sampling kernels: plain C structures. `structures.py` reads their fields from here, so each
+// is a line of its own; `Order` is packed by ORDER in `sampling.py`. Nothing computes here.
 //
 // Shapes: R rows of logits, V vocabulary, K alternatives.
 #pragma once
 
 #include <stdint.h>
 
-// Instead of a token, where none can be drawn.
+// Instead of a token, where none can be sampled.
 enum NoToken { NOT_NUMBERS = -1, ALL_MASKED = -2 };
 
 // How one row's token is chosen. Edits come first: `changes` are added, then penalties are taken off.
@@ -26,7 +27,7 @@ struct Order {
     int32_t unused;
 };
 
-struct Draws {
+struct Samples {
     const float* logits;     // [R, V], left unchanged
     int64_t stride;          // elements from row to row
     int32_t rows;

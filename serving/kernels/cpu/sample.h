@@ -1,6 +1,7 @@
-// Drawing tokens, and log-probabilities: rows shared out over the threads, each worked on by one of them.
+// Sampling tokens, and log-probabilities: rows shared out over the threads, each worked on by one of them.
 //
-// What a draw means is written in serving/sampling/sampler.py, and serving/sampling/torch_sampling.py does the same with torch.
+// What is sampled is written in serving/sampling/sampler.py, and serving/sampling/torch_sampling.py does the same with
+// torch.
 // The kept tokens in order of id are each as wide as their weight, and a uniform number of (seed, position) falls on
 // one. A tempered logit y = (x - highest) / temperature is float32, so equal ranks are the same as there.
 #pragma once
@@ -13,7 +14,7 @@
 
 namespace {
 
-struct DrawScratch {
+struct SampleScratch {
     float* maxima;
     double* sums;
     float* edited;  // [V]
@@ -21,9 +22,9 @@ struct DrawScratch {
     float *a, *b;  // of find_cut
 };
 
-INLINE DrawScratch take_draw(Arena& arena, long vocab) {
+INLINE SampleScratch take_sample(Arena& arena, long vocab) {
     const long room = round_up(vocab, GROUP) + LANES;
-    DrawScratch s;
+    SampleScratch s;
     s.maxima = arena.take<float>(groups_of(vocab) * LANES);
     s.sums = arena.take<double>(groups_of(vocab));
     s.edited = arena.take<float>(room);
@@ -33,7 +34,7 @@ INLINE DrawScratch take_draw(Arena& arena, long vocab) {
     return s;
 }
 
-// Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), as in engine/randomness.py:
+// Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), as in sampling/randomness.py:
 // the seed is the key, the counter (position, 0, 0); a number in [0, 1) with 53 random bits.
 double uniform(uint64_t seed, uint64_t position) {
     uint32_t c0 = uint32_t(position), c1 = uint32_t(position >> 32), c2 = 0, c3 = 0;
@@ -50,7 +51,7 @@ double uniform(uint64_t seed, uint64_t position) {
     return double(uint64_t(c0 >> 5) * (1 << 26) + (c1 >> 6)) * 0x1p-53;
 }
 
-// Bias and masks, then penalties, in the order and the float32 arithmetic of engine/penalties.py.
+// Bias and masks, then penalties, in the order and the float32 arithmetic of sampling/penalties.py.
 void edit(const Order& o, const int32_t* ids, const float* changes, const float* __restrict x, long n,
           float* __restrict out) {
     __builtin_memcpy(out, x, n * sizeof(float));
@@ -66,7 +67,7 @@ void edit(const Order& o, const int32_t* ids, const float* changes, const float*
 }
 
 // The k-th highest of a row whose lanes' maxima are given is at least this: k of those are.
-INLINE float highest_at_least(long k, const float* maxima, long count, DrawScratch& s) {
+INLINE float highest_at_least(long k, const float* maxima, long count, SampleScratch& s) {
     return k > count ? -INFINITE : find_cut<false>(maxima, count, double(k), s.a, s.b).value;
 }
 
@@ -82,7 +83,7 @@ INLINE float at_least(double x) { return float(x) < x ? nextafterf(float(x), INF
 
 // The candidates of a row that pass min-p, top-k and top-p. Before any of them is ranked, a bound that no token to be
 // kept lies under leaves most of the row out.
-void filter(const Order& o, const float* x, long n, float peak, DrawScratch& s) {
+void filter(const Order& o, const float* x, long n, float peak, SampleScratch& s) {
     const Tempering t = {peak, o.temperature};
     const long count = groups_of(n) * LANES, k = o.top_k > 0 && o.top_k < n ? o.top_k : 0;
     const bool bounded = k > 0 || o.min_p > 0.0;
@@ -110,13 +111,13 @@ void filter(const Order& o, const float* x, long n, float peak, DrawScratch& s) 
     keep(s.kept, cut.value, room);
 }
 
-int64_t draw_row(const Draws& draws, long row, DrawScratch& s) {
-    const Order& o = draws.order[row];
-    const long n = draws.vocab;
-    const float* x = draws.logits + row * draws.stride;
+int64_t sample_row(const Samples& all, long row, SampleScratch& s) {
+    const Order& o = all.order[row];
+    const long n = all.vocab;
+    const float* x = all.logits + row * all.stride;
     float peak = peak_of(x, n, s.maxima);
     if ((o.changes || o.counts) && __builtin_isfinite(peak)) {
-        edit(o, draws.ids, draws.changes, x, n, s.edited);
+        edit(o, all.ids, all.changes, x, n, s.edited);
         x = s.edited;
         peak = peak_of(x, n, s.maxima);
     }
@@ -134,7 +135,7 @@ int64_t draw_row(const Draws& draws, long row, DrawScratch& s) {
     return s.kept.ids[invert(kept, s.sums, total, number)];
 }
 
-void logprobs_row(const Logprobs& all, long row, DrawScratch& s) {
+void logprobs_row(const Logprobs& all, long row, SampleScratch& s) {
     const long n = all.vocab, k = all.best;
     const float* x = all.logits + row * all.stride;
     const float peak = peak_of(x, n, s.maxima);
@@ -160,13 +161,13 @@ void each_row(ThreadTeam* team, Scratch& scratch, long rows, long vocab, Each ea
     const long threads = least(team_threads(team), rows);
     struct {
         int* counter;
-        DrawScratch* scratch;
+        SampleScratch* scratch;
     } mine;
     const auto lay_out = [&](Arena arena) {
         mine.counter = arena.take<int>(1);
-        mine.scratch = arena.take<DrawScratch>(threads);
+        mine.scratch = arena.take<SampleScratch>(threads);
         for (long t = 0; t < threads; ++t) {
-            const DrawScratch s = take_draw(arena, vocab);
+            const SampleScratch s = take_sample(arena, vocab);
             if (arena.base) mine.scratch[t] = s;
         }
         return arena.used;
@@ -183,13 +184,13 @@ void each_row(ThreadTeam* team, Scratch& scratch, long rows, long vocab, Each ea
         work(0);
 }
 
-void draw(ThreadTeam* team, Scratch& scratch, const Draws& draws) {
-    each_row(team, scratch, draws.rows, draws.vocab,
-             [&](long row, DrawScratch& s) { draws.tokens[row] = draw_row(draws, row, s); });
+void sample(ThreadTeam* team, Scratch& scratch, const Samples& all) {
+    each_row(team, scratch, all.rows, all.vocab,
+             [&](long row, SampleScratch& s) { all.tokens[row] = sample_row(all, row, s); });
 }
 
 void logprobs(ThreadTeam* team, Scratch& scratch, const Logprobs& all) {
-    each_row(team, scratch, all.rows, all.vocab, [&](long row, DrawScratch& s) { logprobs_row(all, row, s); });
+    each_row(team, scratch, all.rows, all.vocab, [&](long row, SampleScratch& s) { logprobs_row(all, row, s); });
 }
 
 }  // namespace

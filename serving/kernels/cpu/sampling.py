@@ -1,4 +1,4 @@
-"""Drawing tokens and taking log-probabilities as one call of the compiled kernels for all rows of a step.
+"""Sampling tokens and taking log-probabilities, each as one call of the compiled kernels for all rows of a step.
 
 It may not know sequences or sampling parameters: it is handed packed orders, and logits to carry them out on.
 """
@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serving.kernels.cpu.extension import Kernels
-from serving.kernels.cpu.structures import DrawsC, LogprobsC
+from serving.kernels.cpu.structures import LogprobsC, SamplesC
 
 ORDER = Struct("4Q2d4f4i")
 """One row's order, `Order` of orders.h: seed, position, addresses of counts and seen (0 without penalties), top_p,
 min_p, temperature (0 is greedy), repetition, presence and frequency penalties, top_k, first change, changes, 0."""
 
 
-def draw(
+def sample(
     kernels: Kernels, logits: Tensor, orders: Sequence[bytes], ids: Sequence[int] = (), changes: Sequence[float] = ()
 ) -> list[int]:
     """A token for each row of `logits` [R, V] float32; -1 where they are no numbers, -2 where every token is masked.
@@ -34,20 +34,12 @@ def draw(
     logits = rows_of(logits)
     count, vocab = logits.shape
     assert len(orders) == count and len(ids) == len(changes), "an order for each row, and a change for each id"
-    # Bytes, arrays and ctypes: numpy's and torch's constructors take longer than drawing a row.
-    table, where, what = b"".join(orders), array("i", ids), array("f", changes)
+    # Arrays and ctypes: numpy's and torch's constructors take longer than sampling a row.
     tokens = (ctypes.c_int64 * count)()
-    draws = DrawsC(
-        logits.data_ptr(),
-        logits.stride(0),
-        count,
-        vocab,
-        table,
-        where.buffer_info()[0],
-        what.buffer_info()[0],
-        ctypes.addressof(tokens),
-    )
-    kernels.library.millrace_draw(kernels.context, draws)
+    arrays = [array("B", b"".join(orders)), array("i", ids), array("f", changes)]
+    places = [one.buffer_info()[0] for one in arrays]
+    call = SamplesC(logits.data_ptr(), logits.stride(0), count, vocab, *places, ctypes.addressof(tokens))
+    kernels.library.millrace_sample(kernels.context, call)
     return list(tokens)
 
 

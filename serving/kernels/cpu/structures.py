@@ -1,11 +1,13 @@
-"""The C structures of abi.h and orders.h as ctypes sees them, and the kinds of numbers they name: a mirror, no more."""
+"""The C structures of abi.h and orders.h for ctypes, read from those headers, and the C signatures of exports.cpp."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+import re
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
-from typing import ClassVar
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,142 +44,41 @@ class Finish(IntEnum):
 
     STORE = 0
     ADD = 1  # to what is there
-    SWIGLU = 2  # silu(barrier) * up over panels that interleave 16 channels of each
+    SWIGLU = 2  # silu(gate) * up over panels that interleave 16 channels of each
 
 
-class LinearC(Structure):
-    _fields_: ClassVar = [
-        ("kind", c_int32),
-        ("outputs", c_int32),
-        ("inputs", c_int32),
-        ("unused", c_int32),
-        ("packed", c_void_p),
-        ("scale", c_void_p),
-        ("bias", c_void_p),
-        ("sums", c_void_p),
-    ]
+def _read_structures() -> dict[str, type[Structure]]:
+    """The structs of abi.h and orders.h by name, each field a line `type name;`. A pointer is taken as an address."""
+    numbers: dict[str, type[ctypes._SimpleCData[Any]]] = {"int32_t": c_int32, "int64_t": c_int64, "float": c_float}
+    known: dict[str, type[Structure]] = {}
+    for header in ("abi.h", "orders.h"):
+        source = re.sub(r"//.*", "", (Path(__file__).parent / header).read_text(encoding="utf-8"))
+        for struct, body in re.findall(r"struct (\w+) \{(.*?)\};", source, re.DOTALL):
+            if struct == "Order":  # packed with `struct`: see ORDER in sampling.py
+                continue
+            fields = [line.split() for line in body.split(";") if line.strip()]
+            types = [c_void_p if "*" in field[-2] else (numbers | known)[field[-2]] for field in fields]
+            members = list(zip((field[-1] for field in fields), types, strict=True))
+            known[struct] = type(struct, (Structure,), {"_fields_": members})
+    return known
 
 
-class KvPlanesC(Structure):
-    _fields_: ClassVar = [
-        ("kind", c_int32),
-        ("block_size", c_int32),
-        ("kv_heads", c_int32),
-        ("head_dim", c_int32),
-        ("row_bytes", c_int32),
-        ("scale_stride", c_int32),
-        ("k", c_void_p),
-        ("v", c_void_p),
-        ("k_scale", c_void_p),
-        ("v_scale", c_void_p),
-    ]
-
-
-class BatchC(Structure):
-    _fields_: ClassVar = [
-        ("tokens_count", c_int32),
-        ("sequences", c_int32),
-        ("table_width", c_int32),
-        ("logits_count", c_int32),
-        ("tokens", c_void_p),
-        ("positions", c_void_p),
-        ("slots", c_void_p),
-        ("query_start", c_void_p),
-        ("context_lens", c_void_p),
-        ("block_tables", c_void_p),
-        ("logits_rows", c_void_p),
-    ]
-
-
-class KVRangeC(Structure):
-    _fields_: ClassVar = [
-        ("kv", KvPlanesC),
-        ("chunks", c_int32),
-        ("begins", c_int32),
-        ("state", c_void_p),
-        ("out", c_void_p),
-    ]
-
-
-class LayerC(Structure):
-    _fields_: ClassVar = [
-        ("attention_norm", c_void_p),
-        ("mlp_norm", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("qkv", LinearC),
-        ("o", LinearC),
-        ("gate_up", LinearC),
-        ("down", LinearC),
-        ("kv", KvPlanesC),
-        ("window", c_int32),
-        ("unused", c_int32),
-    ]
-
-
-class ModelC(Structure):
-    _fields_: ClassVar = [
-        ("layers", c_int32),
-        ("hidden", c_int32),
-        ("heads", c_int32),
-        ("rotary_dim", c_int32),
-        ("intermediate", c_int32),
-        ("embedding_kind", c_int32),
-        ("eps", c_float),
-        ("attention_scale", c_float),
-        ("embedding_scale", c_float),
-        ("unused", c_int32),
-        ("layer", POINTER(LayerC)),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("embedding", c_void_p),
-        ("final_norm", c_void_p),
-        ("head", LinearC),
-    ]
-
-
-class ResultsC(Structure):
-    _fields_: ClassVar = [
-        ("logits", c_void_p),
-        ("greedy", c_void_p),
-        ("hidden", c_void_p),
-        ("progress", c_void_p),
-        ("barrier", c_void_p),
-    ]
-
-
-class DrawsC(Structure):
-    _fields_: ClassVar = [
-        ("logits", c_void_p),
-        ("stride", c_int64),
-        ("rows", c_int32),
-        ("vocab", c_int32),
-        ("order", c_char_p),
-        ("ids", c_void_p),
-        ("changes", c_void_p),
-        ("tokens", c_void_p),
-    ]
-
-
-class LogprobsC(Structure):
-    _fields_: ClassVar = [
-        ("logits", c_void_p),
-        ("stride", c_int64),
-        ("rows", c_int32),
-        ("vocab", c_int32),
-        ("best", c_int32),
-        ("unused", c_int32),
-        ("chosen", c_void_p),
-        ("whole", c_void_p),
-        ("of_chosen", c_void_p),
-        ("ids", c_void_p),
-        ("best_logits", c_void_p),
-    ]
+_STRUCTURES = _read_structures()
+LinearC = _STRUCTURES["Linear"]
+KvPlanesC = _STRUCTURES["KvPlanes"]
+BatchC = _STRUCTURES["Batch"]
+KVRangeC = _STRUCTURES["KVRange"]
+LayerC = _STRUCTURES["Layer"]
+ModelC = _STRUCTURES["Model"]
+ResultsC = _STRUCTURES["Results"]
+SamplesC = _STRUCTURES["Samples"]
+LogprobsC = _STRUCTURES["Logprobs"]
 
 
 def declare(library: ctypes.CDLL) -> None:
     """Gives the library's functions their C signatures."""
     pointer, integer, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_long
+    layer_call = [pointer, POINTER(ModelC), integer, POINTER(BatchC)]
     signatures: dict[str, tuple[object, list[object]]] = {
         "millrace_form_name": (ctypes.c_char_p, [integer]),
         "millrace_create": (pointer, [ctypes.c_char_p, integer, integer]),
@@ -185,14 +86,11 @@ def declare(library: ctypes.CDLL) -> None:
         "millrace_pack": (None, [pointer, long, long, integer, pointer]),
         "millrace_linear": (None, [pointer, POINTER(LinearC), integer, pointer, long, pointer]),
         "millrace_rms_norm": (None, [pointer, pointer, pointer, long, long, c_float, pointer]),
-        "millrace_rotate_and_write": (None, [pointer, POINTER(ModelC), integer, POINTER(BatchC), pointer, pointer]),
-        "millrace_attention": (None, [pointer, POINTER(ModelC), integer, POINTER(BatchC), pointer, pointer]),
-        "millrace_attend_range": (
-            None,
-            [pointer, POINTER(ModelC), integer, POINTER(BatchC), POINTER(KVRangeC), pointer],
-        ),
+        "millrace_rotate_and_write": (None, [*layer_call, pointer, pointer]),
+        "millrace_attention": (None, [*layer_call, pointer, pointer]),
+        "millrace_attend_range": (None, [*layer_call, POINTER(KVRangeC), pointer]),
         "millrace_step": (None, [pointer, POINTER(ModelC), POINTER(BatchC), POINTER(ResultsC)]),
-        "millrace_draw": (None, [pointer, POINTER(DrawsC)]),
+        "millrace_sample": (None, [pointer, POINTER(SamplesC)]),
         "millrace_logprobs": (None, [pointer, POINTER(LogprobsC)]),
     }
     for name, (result, arguments) in signatures.items():

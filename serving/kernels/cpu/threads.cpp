@@ -23,7 +23,7 @@
 
 namespace {
 constexpr int SPINS_BEFORE_SLEEP = 500;  // some 10 microseconds; yielding instead starves both threads on a busy host
-constexpr std::chrono::microseconds GATE_PAUSE{50};  // between looks: those who bring the KV need the cores
+constexpr std::chrono::microseconds BARRIER_PAUSE{50};  // between looks: the threads that write the KV need the cores
 }
 
 struct ThreadTeam {
@@ -133,7 +133,7 @@ bool team_wait_at(LayerBarrier* barrier, long layer) {
         if (looks < SPINS_BEFORE_SLEEP)
             RELAX();
         else
-            std::this_thread::sleep_for(GATE_PAUSE);
+            std::this_thread::sleep_for(BARRIER_PAUSE);
     }
     const auto waited = std::chrono::steady_clock::now() - began;
     barrier->waited += std::chrono::duration_cast<std::chrono::nanoseconds>(waited).count();

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from ctypes import Structure
 from dataclasses import dataclass
 
 import torch
@@ -35,17 +36,10 @@ class PackedLinear:
         """Bytes of weight one multiplication reads."""
         return self.packed.numel() * 4
 
-    def as_c(self) -> LinearC:
-        return LinearC(
-            int(self.kind),
-            self.outputs,
-            self.inputs,
-            0,
-            self.packed.data_ptr(),
-            address(self.scale),
-            address(self.bias),
-            address(self.sums),
-        )
+    def as_c(self) -> Structure:
+        """`Linear` of abi.h."""
+        arrays = {name: address(getattr(self, name)) for name in ("packed", "scale", "bias", "sums")}
+        return LinearC(kind=self.kind, outputs=self.outputs, inputs=self.inputs, **arrays)
 
 
 def address(tensor: Tensor | None) -> int | None:

@@ -144,8 +144,8 @@ INLINE float* parts_of(const ItemPlan& plan, const Item& item, long heads, long 
 
 INLINE int next(int* counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
 
-// The next unit of attention work nobody has taken: an item from its first chunk on, or one chunk of it when the plan
-// is split. No item past the last.
+// The next unit of attention work that no thread has taken: an item from its first chunk on, or one chunk of it when
+// the plan is split. No item past the last.
 INLINE Coming take_unit(const AttentionShape& shape, const ItemPlan& plan, int* counter) {
     const long each = plan.split ? plan.chunks : 1;
     for (;;) {

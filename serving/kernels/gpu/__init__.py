@@ -1,15 +1,14 @@
 """The decoder's operations as Triton kernels, for CUDA devices; importing this needs triton, the extra `gpu`.
 
-`rms_norm`, `rope`, `silu_mul`, `write_kv` and `paged_attention` mean what their namesakes in
-`serving.kernels.reference` mean; the others fuse some of them, or compute in int8. The `supports_`
-functions say what they can do.
+`rms_norm`, `silu_mul` and `paged_attention` mean what their namesakes in `serving.kernels.reference` mean; the others
+fuse some of its operations, or compute in int8. The `supports_` functions say what they can do.
 """
 
 from serving.kernels.gpu import attention, linear, rotary, rows
 from serving.kernels.gpu.attention import paged_attention
 from serving.kernels.gpu.launch import INTERPRETED, runs_on
 from serving.kernels.gpu.linear import int8_linear, tune
-from serving.kernels.gpu.rotary import rope, rope_write_kv, write_kv
+from serving.kernels.gpu.rotary import rope_write_kv
 from serving.kernels.gpu.rows import (
     Quantized,
     add_rms_norm,
@@ -36,7 +35,6 @@ __all__ = [
     "quantize",
     "rms_norm",
     "rms_norm_quantize",
-    "rope",
     "rope_write_kv",
     "runs_on",
     "silu_mul",
@@ -46,5 +44,4 @@ __all__ = [
     "supports_rotary",
     "supports_rows",
     "tune",
-    "write_kv",
 ]

@@ -1,12 +1,13 @@
-"""The door of paged attention: checks its arguments and sends each sequence to the kernel for its kind of query.
+"""Paged attention: checks its arguments and launches the kernels that the batch's sequences need.
 
-Sequences with one query go to `decode`, which splits their context over programs; longer ones to `prompt`. A row's
-numbers depend on its own sequence alone, whatever else is in the batch.
+Sequences with one query go to `decode_attention`, which splits their context over programs; those with more to
+`prompt_attention`; each skips the other's. A row's numbers depend on its own sequence alone, whatever else is in the
+batch.
+
+Shapes: T new tokens, Hq query heads, Hkv key-value heads, D head dimensions.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ WIDEST_HEAD = 256
 
 
 def supported(heads: int, kv_heads: int, head_dim: int, query_dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
-    """Whether attention of this shape can be computed: planes of the queries' type, or int8."""
+    """True if attention of this shape can be computed: planes of the queries' type, or int8."""
     return (
         0 < head_dim <= WIDEST_HEAD
         and head_dim % 8 == 0
@@ -41,17 +42,13 @@ def paged_attention(
     window: int | None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    *,
-    split: bool = True,
 ) -> Tensor:
     """Causal attention of q [T, Hq, D] over each sequence's own blocks; returns [T, Hq, D] in q's dtype.
 
     Planes are [num_blocks, block_size, Hkv, D] of q's dtype, or int8 with k_scale and v_scale [num_blocks, block_size,
     Hkv] float32; any strides but the last, which is 1. `window` limits a query to that many last tokens, its own
-    included. This step's k and v must be written already. A sequence with a context of 0 gets zeros.
-
-    Without `split`, single queries go the way of longer ones: slower, but then a token's numbers do not depend either
-    on whether it was computed alone or as part of its prompt. ValueError for other shapes and types.
+    included. This step's k and v must be written already. A sequence with a context of 0 gets zeros. ValueError for
+    other shapes and types.
     """
     paged = Paged(k_plane, v_plane, k_scale, v_scale)
     paged.check()
@@ -67,23 +64,8 @@ def paged_attention(
     )
     require(window is None or window > 0, f"a window of {window} tokens sees nothing")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    kinds = Kinds.of(batch.query_lens, split)
-    if kinds.single:
+    if 1 in batch.query_lens:
         decode_attention(q, paged, batch, scale, window, out)
-    if kinds.longer:
-        prompt_attention(q, paged, batch, scale, window, out, singles=not split)
+    if any(count > 1 for count in batch.query_lens):
+        prompt_attention(q, paged, batch, scale, window, out)
     return out
-
-
-@dataclass(frozen=True, slots=True)
-class Kinds:
-    """Which kernels a batch needs; each skips the sequences that are the other's."""
-
-    single: bool
-    longer: bool
-
-    @staticmethod
-    def of(query_lens: tuple[int, ...], split: bool) -> Kinds:
-        if not split:
-            return Kinds(single=False, longer=any(query_lens))
-        return Kinds(single=1 in query_lens, longer=any(count > 1 for count in query_lens))

@@ -160,11 +160,11 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     acc = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
     last = tl.zeros((ROWS,), dtype=tl.int32) + (context - 1)
     table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
+    planes = k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head
+    strides = plane_block, plane_token, plane_head, scale_block, scale_token, scale_head
     for tile in range(start, min(start + SPLIT, context), TILE):
         top, total, acc = attend(
-            q, top, total, acc, tile + tl.arange(0, TILE), context, last,
-            k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head,
-            plane_block, plane_token, plane_head, scale_block, scale_token, scale_head, scale_log2, window,
+            q, top, total, acc, tile + tl.arange(0, TILE), context, last, planes, strides, scale_log2, window,
             HEAD_DIM, BLOCK_D, BLOCK_SIZE, True, WINDOW, INT8, out_ptr.dtype.element_ty,
         )  # fmt: skip
     y = acc / tl.where(total > 0, total, 1.0)[:, None]

@@ -3,7 +3,7 @@
 Nothing here waits for the device. It knows tensors and batches, and nothing of models, schedules or graphs.
 
 Shapes: T new tokens of the step, H hidden width, N outputs, K inputs, D head dimensions, P rotated pairs, R rows whose
-scores are wanted, V vocabulary.
+logits are wanted, V vocabulary.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class TritonLayerWeights:
 
 
 class TritonDecoder:
-    """One step of it at a time, over `planes`: k and v of each layer, with int8 also their scales.
+    """Computes one step at a time over `planes`: k and v of each layer, with int8 also their scales.
 
-    `head` may be of a type of its own, which the scores are then computed in. `cos` and `sin` [positions, P] float32
-    are the angles of each position; who has others gives them to `scores`.
+    `head` may be of a type of its own, which the logits are then computed in. `rotation` [2, positions, P] float32
+    holds cos and sin of each position's angles; a batch with other angles passes them to `logits`.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class TritonDecoder:
         other.planes = list(planes)
         return other
 
-    def scores(
+    def logits(
         self, batch: RaggedBatch, *, angles: tuple[Tensor, Tensor] | None = None, written: Written | None = None
     ) -> Tensor:
         """Scores [R, V] float32 for `batch.logits_rows`; the batch's KV is written. `angles` are cos and sin [T, P].
 
-        `written(layer)` is called when what writes that layer's KV has been launched. Where the step leaves the
+        `written(layer)` is called once the launch that writes that layer's KV is made. Where the step leaves at the
         batch's barrier, what is returned means nothing.
         """
         cos, sin = angles or self.rotation.index_select(1, batch.positions).unbind()
@@ -112,14 +112,14 @@ class TritonDecoder:
             normed, x_TH = self._normed(x_TH, branch_TH, layer.attention_norm, layer.qkv)
             attended_TH = self._attention(normed, layer, self.planes[index], batch, cos, sin, index, written)
             if index == len(self.layers) - 1 and len(batch.logits_rows) != len(x_TH):
-                # The rows that nobody scores have written all that is asked of them.
+                # Rows without logits have written their KV: nothing more is asked of them.
                 attended_TH, x_TH = attended_TH[batch.logits_rows], x_TH[batch.logits_rows]
             branch_TH = self._linear(attended_TH, layer.o)
             normed, x_TH = self._normed(x_TH, branch_TH, layer.mlp_norm, layer.gate_up)
             gate_up = self._linear(normed, layer.gate_up)
             inner = silu_mul(gate_up) if layer.down.scale is None else silu_mul_quantize(gate_up)
             branch_TH = self._linear(inner, layer.down)
-        return self._scored(self._normed(x_TH, branch_TH, self.final_norm, self.head)[0])
+        return self._head_logits(self._normed(x_TH, branch_TH, self.final_norm, self.head)[0])
 
     def tune(self, most_rows: int) -> None:
         """Choose the tiles of every INT8 product, for up to so many rows, now rather than within a step."""
@@ -165,8 +165,8 @@ class TritonDecoder:
         values, scales = x if isinstance(x, Quantized) else quantize(x)
         return int8_linear(values, scales, linear.weight, linear.scale, linear.bias, self.dtype)
 
-    def _scored(self, x: Activation) -> Tensor:
-        """The head's outputs in float32, unrounded where the device can: scores rounded to 8 bits of mantissa tie."""
+    def _head_logits(self, x: Activation) -> Tensor:
+        """The head's outputs in float32, unrounded where the device can: logits rounded to 8 bits of mantissa tie."""
         weight, scale = self.head.weight, self.head.scale
         if scale is not None:
             values, scales = x if isinstance(x, Quantized) else quantize(x)

@@ -44,7 +44,7 @@ def kernel_of_any(*numbers: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether kernels can run on tensors of this device."""
+    """True if kernels can run on tensors of this device."""
     return device.type == "cuda" or INTERPRETED
 
 

@@ -36,7 +36,7 @@ LARGEST_SUM = 2**31 // 128**2 - 1  # inputs whose products cannot overflow an in
 
 
 def supported(inputs: int, outputs: int) -> bool:
-    """Whether a layer of these sizes can be computed."""
+    """True if a layer of these sizes can be computed."""
     return 0 < inputs <= LARGEST_SUM and inputs % ALIGNMENT == 0 and outputs > 0
 
 
@@ -195,8 +195,10 @@ _SMALL = [_columns(32, 64, 1, 1)] if INTERPRETED else FEW_ROWS_TILES
 
 
 @kernel
-def _scaled(sums, scales, weight_scales, bias, BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The epilogue, one formula for every kernel: [M, N] int32, [M], [N], [N] → float32."""
+def _scaled(sums, scales, weight_scales_ptr, bias_ptr, n, outputs, BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The epilogue, one formula for every kernel: sums [M, N] int32, scales [M] and output channels n [N] → float32."""
+    weight_scales = tl.load(weight_scales_ptr + n, mask=n < outputs, other=0.0)
+    bias = tl.load(bias_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)
     scaled = sums.to(tl.float32) * scales[:, None]
     if BIAS:
         # A fused multiply-add by name, so that no compiler fuses in one kernel what it rounds in between in another.
@@ -235,9 +237,7 @@ def _many_rows_kernel(  # type: ignore[no-untyped-def]
         sums = tl.dot(values.load([row, k]), weight.load([column, k]).T, sums, out_dtype=tl.int32)
     m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     scales = tl.load(scales_ptr + m, mask=m < rows, other=0.0)
-    weight_scales = tl.load(weight_scales_ptr + n, mask=n < outputs, other=0.0)
-    bias = tl.load(bias_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)
-    y = _scaled(sums, scales, weight_scales, bias, BIAS)
+    y = _scaled(sums, scales, weight_scales_ptr, bias_ptr, n, outputs, BIAS)
     at = m.to(tl.int64)[:, None] * outputs + n[None, :]
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=(m < rows)[:, None] & (n < outputs)[None, :])
 
@@ -284,9 +284,7 @@ def _few_rows_kernel(  # type: ignore[no-untyped-def]
         tl.store(sums_ptr + tl.program_id(1).to(tl.int64) * rows * outputs + at, sums, mask=mask)
     else:
         scales = tl.load(scales_ptr + m, mask=m < rows, other=0.0)
-        weight_scales = tl.load(weight_scales_ptr + n, mask=n < outputs, other=0.0)
-        bias = tl.load(bias_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)
-        y = _scaled(sums, scales, weight_scales, bias, BIAS)
+        y = _scaled(sums, scales, weight_scales_ptr, bias_ptr, n, outputs, BIAS)
         tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -310,7 +308,5 @@ def _add_splits_kernel(  # type: ignore[no-untyped-def]
     sums = tl.zeros((1, BLOCK_N), dtype=tl.int32)
     for split in range(splits):
         sums += tl.load(sums_ptr + split * rows * outputs + at, mask=inside, other=0)
-    weight_scales = tl.load(weight_scales_ptr + n, mask=n < outputs, other=0.0)
-    bias = tl.load(bias_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)
-    y = _scaled(sums, tl.load(scales_ptr + m), weight_scales, bias, BIAS)
+    y = _scaled(sums, tl.load(scales_ptr + m), weight_scales_ptr, bias_ptr, n, outputs, BIAS)
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=inside)

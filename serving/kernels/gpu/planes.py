@@ -65,18 +65,8 @@ def attend(  # type: ignore[no-untyped-def]
     position,  # [L] of the tile's tokens
     context,
     last,  # [M] the last position each row may see
-    k_ptr,
-    v_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    table_ptr,
-    head,
-    plane_block,
-    plane_token,
-    plane_head,
-    scale_block,
-    scale_token,
-    scale_head,
+    planes,  # pointers to k, v, their scales and the sequence's block table, and the key-value head
+    strides,  # `Paged.strides`
     scale_log2,
     window,
     HEAD_DIM: tl.constexpr,
@@ -91,6 +81,8 @@ def attend(  # type: ignore[no-untyped-def]
 
     A row that sees nothing of the tile keeps its numbers to the bit. Without MASKED every row sees all of the tile.
     """
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head = planes
+    plane_block, plane_token, plane_head, scale_block, scale_token, scale_head = strides
     d = tl.arange(0, BLOCK_D)
     stored = (position < context) if MASKED else (position >= 0)
     loaded = stored[:, None] & (d < HEAD_DIM)[None, :]

@@ -25,9 +25,9 @@ LARGEST_GROUP = 64
 
 
 def prompt_attention(
-    q: Tensor, paged: Paged, batch: RaggedBatch, scale: float, window: int | None, out: Tensor, *, singles: bool
+    q: Tensor, paged: Paged, batch: RaggedBatch, scale: float, window: int | None, out: Tensor
 ) -> None:
-    """For every sequence with more than one query, or with `singles` for all, its rows of `out` [T, Hq, D]."""
+    """For every sequence with more than one query, its rows of `out` [T, Hq, D]; see `paged_attention`."""
     heads, head_dim = q.shape[1:]
     kv_heads, sequences = paged.k.shape[2], len(batch.query_lens)
     group = heads // kv_heads
@@ -60,7 +60,6 @@ def prompt_attention(
         BLOCK_D=block_d,
         BLOCK_SIZE=paged.k.shape[1],
         TILE=tile,
-        SINGLES=singles,
         WINDOW=window is not None,
         INT8=paged.int8,
         DOT=dot_type(q.dtype),
@@ -114,7 +113,6 @@ def _prompt_kernel(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    SINGLES: tl.constexpr,
     WINDOW: tl.constexpr,
     INT8: tl.constexpr,
     DOT: tl.constexpr,
@@ -126,7 +124,7 @@ def _prompt_kernel(  # type: ignore[no-untyped-def]
     first_query = (tile - first_row // QUERIES - sequence) * QUERIES
     if first_query >= count:
         return
-    if not SINGLES and count == 1:
+    if count == 1:
         return
     context = tl.load(context_ptr + sequence)
     r, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
@@ -156,28 +154,15 @@ def _prompt_kernel(  # type: ignore[no-untyped-def]
     upper = (first_last + 1) // TILE * TILE
     lower = min(lower, end)
     upper = max(upper, lower)
-    if WINDOW:
-        for position in range(begin, lower, TILE):
+    planes = k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head
+    strides = plane_block, plane_token, plane_head, scale_block, scale_token, scale_head
+    borders = begin, lower, upper, end
+    for part in tl.static_range(0 if WINDOW else 1, 3):
+        for position in range(borders[part], borders[part + 1], TILE):
             top, total, acc = attend(
-                q, top, total, acc, position + tl.arange(0, TILE), context, last,
-                k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head,
-                plane_block, plane_token, plane_head, scale_block, scale_token, scale_head, scale_log2, window,
-                HEAD_DIM, BLOCK_D, BLOCK_SIZE, True, WINDOW, INT8, out_ptr.dtype.element_ty,
+                q, top, total, acc, position + tl.arange(0, TILE), context, last, planes, strides, scale_log2, window,
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, part != 1, WINDOW, INT8, out_ptr.dtype.element_ty,
             )  # fmt: skip
-    for position in range(lower, upper, TILE):
-        top, total, acc = attend(
-            q, top, total, acc, position + tl.arange(0, TILE), context, last,
-            k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head,
-            plane_block, plane_token, plane_head, scale_block, scale_token, scale_head, scale_log2, window,
-            HEAD_DIM, BLOCK_D, BLOCK_SIZE, False, WINDOW, INT8, out_ptr.dtype.element_ty,
-        )  # fmt: skip
-    for position in range(upper, end, TILE):
-        top, total, acc = attend(
-            q, top, total, acc, position + tl.arange(0, TILE), context, last,
-            k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, head,
-            plane_block, plane_token, plane_head, scale_block, scale_token, scale_head, scale_log2, window,
-            HEAD_DIM, BLOCK_D, BLOCK_SIZE, True, WINDOW, INT8, out_ptr.dtype.element_ty,
-        )  # fmt: skip
     y = acc / tl.where(total > 0, total, 1.0)[:, None]
     at = row * HEADS + heads
     tl.store(out_ptr + at[:, None] * HEAD_DIM + d[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,9 +1,9 @@
-"""Rotary embedding, and the writing of keys and values into paged planes: one by one, or both in one pass over qkv.
+"""Rotary embedding of queries and keys, and the writing of keys and values into paged planes, in one pass over qkv.
 
 Planes may be int8 with a float32 scale per token and head. A slot of -1 writes nothing: rows that only pad a batch to
 a captured size have it.
 
-Shapes: T new tokens, Hq query heads, Hkv key-value heads, N heads of any kind, D head dimensions, P rotated pairs.
+Shapes: T new tokens, Hq query heads, Hkv key-value heads, D head dimensions, P rotated pairs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from serving.kernels.gpu.launch import kernel, power_of_two, require, require_device, require_float
+from serving.kernels.gpu.launch import FLOATS, kernel, power_of_two, require, require_device, require_float
+from serving.kernels.gpu.planes import Paged
 from serving.kernels.gpu.rows import quantized_tile
 
 WIDEST_HEAD = 256
@@ -21,69 +22,8 @@ TILE = 1024  # elements of one program's tile of heads
 
 
 def supported(head_dim: int, kv_dtype: torch.dtype) -> bool:
-    """Whether heads of this size can be rotated and written into planes of this type."""
-    return 0 < head_dim <= WIDEST_HEAD and kv_dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int8)
-
-
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate q [T, Hq, D] and k [T, Hkv, D] by the angles of cos and sin [T, P] (float32). Both come back contiguous.
-
-    Dimension p turns with dimension P + p; dimensions from 2P on pass unchanged. ValueError for other shapes and types.
-    """
-    return _rotate(q, cos, sin), _rotate(k, cos, sin)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    _check_heads("x", x)
-    _check_angles(x, cos, sin)
-    tokens, heads, head_dim = x.shape
-    out = torch.empty((tokens, heads, head_dim), dtype=x.dtype, device=x.device)
-    if not x.numel():
-        return out
-    block, tile = _tile(head_dim, heads)
-    _rope_kernel[(tokens, triton.cdiv(heads, tile))](
-        x, out, cos, sin, x.stride(0), x.stride(1), heads, head_dim, cos.shape[1], HEADS=tile, BLOCK_D=block
-    )
-    return out
-
-
-def write_kv(
-    k: Tensor,
-    v: Tensor,
-    k_plane: Tensor,
-    v_plane: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
-    """Store k and v [T, Hkv, D] at `slots` [T] int64 of planes [num_blocks, block_size, Hkv, D]; -1 stores nothing.
-
-    Planes are of any strides but the last, which is 1. int8 planes take k_scale and v_scale [num_blocks, block_size,
-    Hkv] float32, written along. ValueError for other shapes and types.
-    """
-    for name, x, plane, scale in (("k", k, k_plane, k_scale), ("v", v, v_plane, v_scale)):
-        _check_heads(name, x)
-        _check_plane(x, plane, scale, slots)
-    if not k.numel():
-        return
-    block, tile = _tile(k.shape[2], k.shape[1])
-    for x, plane, scale in ((k, k_plane, k_scale), (v, v_plane, v_scale)):
-        _write_kernel[(x.shape[0], triton.cdiv(x.shape[1], tile))](
-            x,
-            plane,
-            plane if scale is None else scale,
-            slots,
-            x.stride(0),
-            x.stride(1),
-            *plane.stride()[:3],
-            *((0, 0, 0) if scale is None else scale.stride()),
-            x.shape[1],
-            x.shape[2],
-            BLOCK_SIZE=plane.shape[1],
-            INT8=scale is not None,
-            HEADS=tile,
-            BLOCK_D=block,
-        )
+    """True if heads of this size can be rotated and written into planes of this type."""
+    return 0 < head_dim <= WIDEST_HEAD and kv_dtype in (*FLOATS, torch.int8)
 
 
 def rope_write_kv(
@@ -101,46 +41,38 @@ def rope_write_kv(
 ) -> Tensor:
     """Rotate the q and k of qkv [T, Hq + 2 Hkv, D], write k and v into the planes; returns q [T, Hq, D].
 
-    The same as `rope`, then `write_kv`, in one launch; Hkv is the planes'. With `norms`, weights [D] for q and for k,
+    `reference.rope`, then `reference.write_kv` (`int8.write_kv` with scales), in one launch: cos and sin are [T, P]
+    float32, slots [T] int64, planes and scales as `Paged` describes them. With `norms`, weights [D] for q and for k,
     each head of q and k goes through `rms_norm` first. ValueError for other shapes and types.
     """
-    _check_heads("qkv", qkv)
-    _check_angles(qkv, cos, sin)
-    tokens, heads, head_dim = qkv.shape
+    paged = Paged(k_plane, v_plane, k_scale, v_scale)
+    paged.check()
+    tokens, heads, head_dim = _check(qkv, cos, sin)
     kv_heads = k_plane.shape[2]
     q_heads = heads - 2 * kv_heads
     require(q_heads > 0, f"qkv has {heads} heads, the planes {kv_heads}")
-    for plane, scale in ((k_plane, k_scale), (v_plane, v_scale)):
-        _check_plane(qkv[:, :kv_heads], plane, scale, slots)
-    require(k_plane.stride() == v_plane.stride(), "both planes must have the same strides")
+    require(k_plane.shape[3] == head_dim, f"qkv has {head_dim} dimensions, the planes {k_plane.shape[3]}")
+    require(supported(head_dim, k_plane.dtype), f"planes of {k_plane.dtype} are not supported")
+    require(slots.shape == (tokens,) and slots.dtype is torch.int64, "slots must be [T] int64")
+    require_device(qkv, k_plane, slots, *(norms or ()))
     for weight in norms or ():
         require(weight.shape == (head_dim,) and weight.is_contiguous(), f"norms must be [{head_dim}]")
-        require_device(qkv, weight)
     q = torch.empty((tokens, q_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if not tokens:
         return q
-    block, tile = _tile(head_dim, heads)
-    scale_strides: tuple[int, ...] = (0, 0, 0)
-    if k_scale is None or v_scale is None:
-        k_scale, v_scale = k_plane, v_plane
-    else:
-        scale_strides = k_scale.stride()
-        require(v_scale.stride() == scale_strides, "both planes' scales must have the same strides")
+    block = power_of_two(head_dim)
+    tile = min(power_of_two(heads), max(1, TILE // block))
     _rope_write_kernel[(tokens, triton.cdiv(heads, tile))](
         qkv,
         q,
         cos,
         sin,
         slots,
-        k_plane,
-        v_plane,
-        k_scale,
-        v_scale,
+        *paged.tensors(),
         *((qkv, qkv) if norms is None else norms),
         qkv.stride(0),
         qkv.stride(1),
-        *k_plane.stride()[:3],
-        *scale_strides,
+        *paged.strides(),
         q_heads,
         kv_heads,
         head_dim,
@@ -148,42 +80,24 @@ def rope_write_kv(
         eps,
         NORM=norms is not None,
         BLOCK_SIZE=k_plane.shape[1],
-        INT8=k_plane.dtype is torch.int8,
+        INT8=paged.int8,
         HEADS=tile,
         BLOCK_D=block,
     )
     return q
 
 
-def _tile(head_dim: int, heads: int) -> tuple[int, int]:
-    """(columns, heads) of one program."""
-    block = power_of_two(head_dim)
-    return block, min(power_of_two(heads), max(1, TILE // block))
-
-
-def _check_heads(name: str, x: Tensor) -> None:
-    require_float(name, x)
-    require(x.dim() == 3 and x.stride(2) == 1, f"{name} must be [T, heads, D] with the last stride 1")
-    require(x.shape[2] <= WIDEST_HEAD, f"heads of {x.shape[2]} dimensions are wider than {WIDEST_HEAD}")
-
-
-def _check_angles(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    require_device(x, cos, sin)
-    require(cos.shape == sin.shape and cos.dim() == 2 and len(cos) == len(x), "cos and sin must be [T, P]")
-    require(2 * cos.shape[1] <= x.shape[2], f"{cos.shape[1]} pairs do not fit into {x.shape[2]} dimensions")
+def _check(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[int, int, int]:
+    """The shape of qkv; ValueError unless the angles fit it."""
+    require_float("qkv", qkv)
+    require(qkv.dim() == 3 and qkv.stride(2) == 1, "qkv must be [T, heads, D] with the last stride 1")
+    require_device(qkv, cos, sin)
+    tokens, heads, head_dim = qkv.shape
+    require(cos.shape == sin.shape and cos.dim() == 2 and len(cos) == tokens, "cos and sin must be [T, P]")
+    require(2 * cos.shape[1] <= head_dim, f"{cos.shape[1]} pairs do not fit into {head_dim} dimensions")
     require(cos.dtype == sin.dtype == torch.float32, "cos and sin must be float32")
     require(cos.is_contiguous() and sin.is_contiguous(), "cos and sin must be contiguous")
-
-
-def _check_plane(x: Tensor, plane: Tensor, scale: Tensor | None, slots: Tensor) -> None:
-    """x [T, Hkv, D] against the plane it goes to."""
-    require_device(x, plane, slots, *([] if scale is None else [scale]))
-    require(plane.dim() == 4 and plane.shape[2:] == x.shape[1:], "planes must be [num_blocks, block_size, Hkv, D]")
-    require(plane.stride(3) == 1, "the last stride of a plane must be 1")
-    require(supported(plane.shape[3], plane.dtype), f"planes of {plane.dtype} are not supported")
-    require((plane.dtype is torch.int8) == (scale is not None), "int8 planes have scales, others have none")
-    require(scale is None or (scale.shape == plane.shape[:3] and scale.dtype is torch.float32), "scales do not fit")
-    require(slots.shape == (len(x),) and slots.dtype is torch.int64, "slots must be [T] int64")
+    return tokens, heads, head_dim
 
 
 @kernel
@@ -213,15 +127,11 @@ def _put(  # type: ignore[no-untyped-def]
     head,
     d,
     mask,
-    plane_block,
-    plane_token,
-    plane_head,
-    scale_block,
-    scale_token,
-    scale_head,
+    strides,  # `Paged.strides`
     BLOCK_SIZE: tl.constexpr,
     INT8: tl.constexpr,
 ):
+    plane_block, plane_token, plane_head, scale_block, scale_token, scale_head = strides
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     at = plane_ptr + block * plane_block + offset * plane_token + head[:, None] * plane_head + d
     if INT8:
@@ -231,64 +141,6 @@ def _put(  # type: ignore[no-untyped-def]
         tl.store(here, scales, mask=tl.max(mask.to(tl.int32), axis=1) > 0)
     else:
         tl.store(at, x.to(plane_ptr.dtype.element_ty), mask=mask)
-
-
-@kernel
-def _rope_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    out_ptr,
-    cos_ptr,
-    sin_ptr,
-    x_token,
-    x_head,
-    heads,
-    head_dim,
-    pairs,
-    HEADS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    d = tl.arange(0, BLOCK_D)[None, :]
-    mask = (head < heads)[:, None] & (d < head_dim)
-    row = token * x_token + head[:, None] * x_head
-    x = tl.load(x_ptr + row + d, mask=mask, other=0.0).to(tl.float32)
-    other = tl.load(x_ptr + row + _partner(d, pairs), mask=mask & (d < 2 * pairs), other=0.0).to(tl.float32)
-    y = _rotated(x, other, cos_ptr, sin_ptr, pairs, d)
-    tl.store(out_ptr + (token * heads + head[:, None]) * head_dim + d, y.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@kernel
-def _write_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    plane_ptr,
-    scale_ptr,
-    slots_ptr,
-    x_token,
-    x_head,
-    plane_block,
-    plane_token,
-    plane_head,
-    scale_block,
-    scale_token,
-    scale_head,
-    heads,
-    head_dim,
-    BLOCK_SIZE: tl.constexpr,
-    INT8: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token)
-    if slot < 0:
-        return
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    d = tl.arange(0, BLOCK_D)[None, :]
-    mask = (head < heads)[:, None] & (d < head_dim)
-    x = tl.load(x_ptr + token * x_token + head[:, None] * x_head + d, mask=mask, other=0.0).to(tl.float32)
-    strides = plane_block, plane_token, plane_head, scale_block, scale_token, scale_head
-    _put(x, plane_ptr, scale_ptr, slot, head, d, mask, *strides, BLOCK_SIZE, INT8)
 
 
 @kernel
@@ -351,6 +203,6 @@ def _rope_write_kernel(  # type: ignore[no-untyped-def]
     if slot < 0:
         return
     strides = plane_block, plane_token, plane_head, scale_block, scale_token, scale_head
-    _put(y.to(tl.float32), k_ptr, k_scale_ptr, slot, head - q_heads, d, is_k, *strides, BLOCK_SIZE, INT8)
+    _put(y.to(tl.float32), k_ptr, k_scale_ptr, slot, head - q_heads, d, is_k, strides, BLOCK_SIZE, INT8)
     v = tl.load(qkv_ptr + row + d, mask=is_v, other=0.0).to(tl.float32)
-    _put(v, v_ptr, v_scale_ptr, slot, head - q_heads - kv_heads, d, is_v, *strides, BLOCK_SIZE, INT8)
+    _put(v, v_ptr, v_scale_ptr, slot, head - q_heads - kv_heads, d, is_v, strides, BLOCK_SIZE, INT8)

@@ -18,7 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from serving.kernels.gpu.launch import kernel, kernel_of_any, power_of_two, require, require_device, require_float
+from serving.kernels.gpu.launch import (
+    FLOATS,
+    kernel,
+    kernel_of_any,
+    power_of_two,
+    require,
+    require_device,
+    require_float,
+)
 
 TILE = 2048  # elements of one program's tile, unless a single row is longer
 WIDEST = 65536  # a row has to fit into the registers of one program
@@ -33,8 +41,8 @@ class Quantized(NamedTuple):
 
 
 def supported(width: int, dtype: torch.dtype) -> bool:
-    """Whether rows of this width and type can be worked on."""
-    return 0 < width <= WIDEST and dtype in (torch.float32, torch.bfloat16, torch.float16)
+    """True if rows of this width and type can be worked on."""
+    return 0 < width <= WIDEST and dtype in FLOATS
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -43,133 +51,105 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x may have two strides, as a slice of heads has. ValueError for other layouts, types or shapes.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _run_norm(x, None, weight, eps, summed=None, out=out, quantized=None)
+    _run_norm(x, None, weight, eps, out)
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(s), s) with s = x + residual, all [..., W] of one dtype; see `rms_norm`."""
-    out, summed = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    _run_norm(x, residual, weight, eps, summed=summed, out=out, quantized=None)
-    return out, summed
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return out, _run_norm(x, residual, weight, eps, out)
 
 
 def rms_norm_quantize(x: Tensor, weight: Tensor, eps: float) -> Quantized:
     """quantize(rms_norm(x)) without writing the normed row."""
-    quantized = _empty(x, x.shape[-1])
-    _run_norm(x, None, weight, eps, summed=None, out=None, quantized=quantized)
-    return quantized
+    out = _empty(x, x.shape[-1])
+    _run_norm(x, None, weight, eps, out)
+    return out
 
 
 def add_rms_norm_quantize(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Quantized, Tensor]:
     """(quantize(rms_norm(s)), s) with s = x + residual, all [..., W] of one dtype."""
-    quantized = _empty(x, x.shape[-1])
-    summed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _run_norm(x, residual, weight, eps, summed=summed, out=None, quantized=quantized)
-    return quantized, summed
+    out = _empty(x, x.shape[-1])
+    return out, _run_norm(x, residual, weight, eps, out)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [..., 2W], gate first. Returns [..., W] in its dtype (float32, bf16 or fp16)."""
     width = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device)
-    _run_silu(gate_up, out=out, quantized=None)
+    _run_silu(gate_up, out)
     return out
 
 
 def silu_mul_quantize(gate_up: Tensor) -> Quantized:
     """quantize(silu_mul(gate_up)) for gate_up [..., 2W] without writing the product."""
-    quantized = _empty(gate_up, gate_up.shape[-1] // 2)
-    _run_silu(gate_up, out=None, quantized=quantized)
-    return quantized
+    out = _empty(gate_up, gate_up.shape[-1] // 2)
+    _run_silu(gate_up, out)
+    return out
 
 
 def quantize(x: Tensor) -> Quantized:
     """Symmetric int8 of each row of x [..., W] (float32, bf16 or fp16)."""
-    _check(x, x.shape[-1])
-    quantized = _empty(x, x.shape[-1])
-    rows_inner = _strides(x)
+    width = x.shape[-1]
+    _check(x, width)
+    out = _empty(x, width)
     if x.numel():
-        rows, block, warps = _tile(x.shape[-1])
-        _quantize_rows[(triton.cdiv(_rows(x), rows),)](
-            x, *quantized, _rows(x), x.shape[-1], *rows_inner, ROWS=rows, BLOCK=block, num_warps=warps
-        )
-    return quantized
+        rows, grid, tile = _tiles(x, width)
+        _quantize_rows[grid](x, *out, rows, width, *_strides(x), **tile)
+    return out
 
 
-def _run_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    *,
-    summed: Tensor | None,
-    out: Tensor | None,
-    quantized: Quantized | None,
-) -> None:
+def _run_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | Quantized) -> Tensor:
+    """Write `out`, and return x + residual, or x where there is no residual."""
     width = x.shape[-1]
     _check(x, width)
     require_device(x, weight)
     require(weight.shape == (width,) and weight.is_contiguous(), f"weight must be [{width}], not {list(weight.shape)}")
+    summed = x
     if residual is not None:
         require(residual.shape == x.shape and residual.dtype == x.dtype, "x and residual must be alike")
         require(x.is_contiguous() and residual.is_contiguous(), "x and residual must be contiguous")
         require_device(x, residual)
-    if not x.numel():
-        return
-    rows, block, warps = _tile(width)
-    values, scales = quantized if quantized is not None else (x, x)
-    _norm_rows[(triton.cdiv(_rows(x), rows),)](
-        x,
-        x if residual is None else residual,
-        weight,
-        x if summed is None else summed,
-        x if out is None else out,
-        values,
-        scales,
-        _rows(x),
-        width,
-        *_strides(x),
-        eps,
-        ADD=residual is not None,
-        QUANTIZE=quantized is not None,
-        ROWS=rows,
-        BLOCK=block,
-        num_warps=warps,
-    )
+        summed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel():
+        rows, grid, tile = _tiles(x, width)
+        _norm_rows[grid](
+            x,
+            x if residual is None else residual,
+            weight,
+            summed,
+            *_targets(x, out),
+            rows,
+            width,
+            *_strides(x),
+            eps,
+            ADD=residual is not None,
+            QUANTIZE=isinstance(out, Quantized),
+            **tile,
+        )
+    return summed
 
 
-def _run_silu(gate_up: Tensor, *, out: Tensor | None, quantized: Quantized | None) -> None:
+def _run_silu(gate_up: Tensor, out: Tensor | Quantized) -> None:
     require(gate_up.shape[-1] % 2 == 0, "gate_up must have an even width")
     width = gate_up.shape[-1] // 2
     _check(gate_up, width)
-    if not gate_up.numel():
-        return
-    rows, block, warps = _tile(width)
-    values, scales = quantized if quantized is not None else (gate_up, gate_up)
-    _silu_rows[(triton.cdiv(_rows(gate_up), rows),)](
-        gate_up,
-        gate_up if out is None else out,
-        values,
-        scales,
-        _rows(gate_up),
-        width,
-        *_strides(gate_up),
-        QUANTIZE=quantized is not None,
-        ROWS=rows,
-        BLOCK=block,
-        num_warps=warps,
-    )
+    if gate_up.numel():
+        rows, grid, tile = _tiles(gate_up, width)
+        quantized, targets = isinstance(out, Quantized), _targets(gate_up, out)
+        _silu_rows[grid](gate_up, *targets, rows, width, *_strides(gate_up), QUANTIZE=quantized, **tile)
+
+
+def _targets(unused: Tensor, out: Tensor | Quantized) -> tuple[Tensor, Tensor, Tensor]:
+    """The kernels' output, int8 values and scales; `unused` stands for those that are not written."""
+    return (unused, *out) if isinstance(out, Quantized) else (out, unused, unused)
 
 
 def _check(x: Tensor, width: int) -> None:
     require_device(x)
     require_float("x", x)
     require(supported(width, x.dtype), f"rows must be 1 to {WIDEST} wide, not {width}")
-
-
-def _rows(x: Tensor) -> int:
-    return x.numel() // x.shape[-1]
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
@@ -181,11 +161,12 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
     return (1, x.stride(0), 0) if x.dim() == 2 else (x.shape[1], x.stride(0), x.stride(1))
 
 
-def _tile(width: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) of one program."""
-    block = power_of_two(width)
+def _tiles(x: Tensor, width: int) -> tuple[int, tuple[int], dict[str, int]]:
+    """The number of rows of x, the grid of programs over them, and the tile of each program."""
+    rows, block = x.numel() // x.shape[-1], power_of_two(width)
     warps = 4 if block <= TILE else 8 if block <= 8192 else 16
-    return max(1, TILE // block), block, warps
+    tall = max(1, TILE // block)
+    return rows, (triton.cdiv(rows, tall),), {"ROWS": tall, "BLOCK": block, "num_warps": warps}
 
 
 def _empty(x: Tensor, width: int) -> Quantized:
@@ -211,6 +192,17 @@ def _row_tile(rows, width, inner, outer_stride, inner_stride, ROWS: tl.constexpr
     column = tl.arange(0, BLOCK)
     start = (row // inner) * outer_stride + (row % inner) * inner_stride
     return row, start, column[None, :], (row < rows)[:, None] & (column < width)[None, :]
+
+
+@kernel
+def _store(y, row, rows, at, mask, out_ptr, values_ptr, scales_ptr, QUANTIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write y [ROWS, BLOCK] as it is, or as int8 values and their scales."""
+    if QUANTIZE:
+        values, scales = quantized_tile(y.to(tl.float32))
+        tl.store(values_ptr + at, values, mask=mask)
+        tl.store(scales_ptr + row, scales, mask=row < rows)
+    else:
+        tl.store(out_ptr + at, y, mask=mask)
 
 
 @kernel_of_any("rows")
@@ -244,12 +236,7 @@ def _norm_rows(  # type: ignore[no-untyped-def]
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
     mean = tl.sum(x * x, axis=1) / width
     normed = (x * tl.rsqrt(mean + eps)[:, None] * weight).to(x_ptr.dtype.element_ty)
-    if QUANTIZE:
-        values, scales = quantized_tile(normed.to(tl.float32))
-        tl.store(values_ptr + at, values, mask=mask)
-        tl.store(scales_ptr + row, scales, mask=row < rows)
-    else:
-        tl.store(out_ptr + at, normed, mask=mask)
+    _store(normed, row, rows, at, mask, out_ptr, values_ptr, scales_ptr, QUANTIZE)
 
 
 @kernel_of_any("rows")
@@ -274,12 +261,7 @@ def _silu_rows(  # type: ignore[no-untyped-def]
     up = tl.load(gate_up_ptr + start[:, None] + width + column, mask=mask, other=0.0).to(tl.float32)
     activated = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(kind).to(tl.float32)
     product = (activated * up).to(kind)
-    if QUANTIZE:
-        values, scales = quantized_tile(product.to(tl.float32))
-        tl.store(values_ptr + at, values, mask=mask)
-        tl.store(scales_ptr + row, scales, mask=row < rows)
-    else:
-        tl.store(out_ptr + at, product, mask=mask)
+    _store(product, row, rows, at, mask, out_ptr, values_ptr, scales_ptr, QUANTIZE)
 
 
 @kernel_of_any("rows")
@@ -296,7 +278,5 @@ def _quantize_rows(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     row, start, column, mask = _row_tile(rows, width, inner, outer_stride, inner_stride, ROWS, BLOCK)
-    x = tl.load(x_ptr + start[:, None] + column, mask=mask, other=0.0).to(tl.float32)
-    values, scales = quantized_tile(x)
-    tl.store(values_ptr + row[:, None] * width + column, values, mask=mask)
-    tl.store(scales_ptr + row, scales, mask=row < rows)
+    x = tl.load(x_ptr + start[:, None] + column, mask=mask, other=0.0)
+    _store(x, row, rows, row[:, None] * width + column, mask, values_ptr, values_ptr, scales_ptr, True)

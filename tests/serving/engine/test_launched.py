@@ -140,9 +140,9 @@ class NotingSelection(TorchSampling):
     def __init__(self) -> None:
         self.draws: list[tuple[int, bool]] = []
 
-    def choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
         self.draws += [(row.position, row.stops_masked) for row in rows]
-        return super().choose(logits, rows)
+        return super().sample(logits, rows)
 
 
 def served(

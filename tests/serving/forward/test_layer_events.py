@@ -1,4 +1,4 @@
-"""Who waits for layers hears of each in turn once its event has come, and of none after the step."""
+"""Each layer is notified in turn once its event has come, and none after the step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from serving.forward.layer_events import DirectTeller, EventTeller, layer_teller
+from serving.forward.layer_events import EventNotifier, layer_notifier
 
 
 class Mark:
@@ -25,16 +25,16 @@ class Mark:
         assert self.passed.wait(20)
 
 
-def test_layers_are_told_of_as_the_device_passes_them() -> None:
+def test_layers_are_notified_as_the_device_passes_them() -> None:
     marks = [Mark() for _ in range(3)]
-    teller, heard = EventTeller(marks), threading.Semaphore(0)
+    notifier, heard = EventNotifier(marks), threading.Semaphore(0)
     told: list[int] = []
 
     def layer_done(layer: int) -> None:
         told.append(layer)
         heard.release()
 
-    with teller.telling(layer_done) as written:
+    with notifier(layer_done) as written:
         for layer in range(3):
             written(layer)  # launching waits for nothing
         assert told == []
@@ -43,34 +43,33 @@ def test_layers_are_told_of_as_the_device_passes_them() -> None:
         assert heard.acquire(timeout=20) and heard.acquire(timeout=20)
         assert told == [0, 1]
         marks[2].passed.set()
-    assert told == [0, 1, 2], "all have been told of when the step is over"
+    assert told == [0, 1, 2], "all have been notified when the step is over"
 
 
-def test_a_step_that_leaves_tells_of_what_it_has_launched() -> None:
+def test_a_step_that_leaves_notifies_what_it_has_launched() -> None:
     marks = [Mark() for _ in range(3)]
     for mark in marks:
         mark.passed.set()
-    teller, told = EventTeller(marks), []
+    notifier, told = EventNotifier(marks), []
     for _ in range(2):
-        with teller.telling(told.append) as written:
+        with notifier(told.append) as written:
             written(0)
     assert told == [0, 0]
 
 
-def test_what_fails_while_telling_fails_the_step() -> None:
+def test_a_listener_that_fails_fails_the_step() -> None:
     mark = Mark()
     mark.passed.set()
 
     def fail(_layer: int) -> None:
-        raise OSError("nobody listens")
+        raise OSError("no listener")
 
-    with pytest.raises(OSError, match="nobody listens"), EventTeller([mark]).telling(fail) as written:
+    with pytest.raises(OSError, match="no listener"), EventNotifier([mark])(fail) as written:
         written(0)
 
 
 def test_on_the_cpu_a_launch_is_a_result() -> None:
-    teller, told = layer_teller(2, torch.device("cpu")), []
-    assert isinstance(teller, DirectTeller)
-    with teller.telling(told.append) as written:
+    notifier, told = layer_notifier(2, torch.device("cpu")), []
+    with notifier(told.append) as written:
         written(0)
         assert told == [0]

@@ -22,7 +22,7 @@ from kvcache.memory.device import DeviceKV
 from serving.batch.layer_barrier import LayerBarrier
 from serving.batch.ragged import RaggedBatch
 from serving.forward.cuda_graphs import GraphSizes, Size, StaticBatch, Step, replayable
-from serving.forward.forward import EagerForward
+from serving.forward.forward import EagerForward, best_tokens
 from serving.kernels.int8 import quantize_rows
 from serving.model.decoder import Decoder
 from serving.model.quantized_linear import QuantizedLinear
@@ -226,7 +226,7 @@ def test_padding_changes_no_row_and_writes_nothing(triton_forward: ModuleType) -
         changed = (old != new).flatten(2).any(dim=2).nonzero().tolist() if old.dim() > 2 else []
         assert changed == [[5, 3], [7, 1]], "the two new tokens' places and no other"
     with torch.inference_mode():
-        pair.kernels.kernels.scores(triton_forward.silent_step((1, 17), BLOCK_SIZE, DEVICE))
+        pair.kernels.kernels.logits(triton_forward.silent_step((1, 17), BLOCK_SIZE, DEVICE))
     planes = [plane for planes in pair.pools[0].planes for plane in planes]
     assert all(torch.equal(kept, plane) for kept, plane in zip(after, planes, strict=True))
 
@@ -344,9 +344,9 @@ def test_offloaded_kv_goes_through_the_modules(triton_forward: ModuleType) -> No
 
 
 @runs_here
-def test_scores_that_are_no_numbers_give_no_token(triton_forward: ModuleType) -> None:
+def test_scores_that_are_no_numbers_give_no_token() -> None:
     scores = torch.tensor([[1.0, 3.0, 3.0], [1.0, torch.nan, 2.0], [torch.inf, 0, 0], [-torch.inf] * 3], device=DEVICE)
-    assert triton_forward.best(scores).tolist() == [1, -1, -1, -1]
+    assert best_tokens(scores).tolist() == [1, -1, -1, -1]
 
 
 @runs_here

@@ -1,4 +1,4 @@
-"""Every way of computing the sampler's choices: torch, and each form of the compiled kernels this CPU runs."""
+"""Every sampling backend: torch, and each form of the compiled kernels this CPU runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORMS = cpu.forms(library) if (library := cpu.shared_library()) is not None else
 
 
 @pytest.fixture(scope="module", params=["torch", "torch with few candidates", *FORMS])
-def selection(request: pytest.FixtureRequest) -> Iterator[SamplingBackend]:
+def backend(request: pytest.FixtureRequest) -> Iterator[SamplingBackend]:
     if request.param.startswith("torch"):
         with pytest.MonkeyPatch.context() as patch:
             if request.param != "torch":
@@ -30,11 +30,11 @@ def selection(request: pytest.FixtureRequest) -> Iterator[SamplingBackend]:
 
 
 @pytest.fixture(scope="module")
-def sampler(selection: SamplingBackend) -> Sampler:
-    return Sampler(selection)
+def sampler(backend: SamplingBackend) -> Sampler:
+    return Sampler(backend)
 
 
 @pytest.fixture(scope="module")
-def border(selection: SamplingBackend) -> float:
+def border(backend: SamplingBackend) -> float:
     """How near to a border between two tokens a choice may fall on the other side."""
-    return 1e-9 if isinstance(selection, TorchSampling) else 2e-6
+    return 1e-9 if isinstance(backend, TorchSampling) else 2e-6

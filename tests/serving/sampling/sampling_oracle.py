@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from serving.sampling.randomness import uniform
+from serving.sampling.randomness import uniforms
 from serving.sampling.sampler import SampleRow
 
 
@@ -77,7 +77,7 @@ def token(logits: Sequence[float], row: SampleRow) -> tuple[int, float]:
     values = tempered(values, row.params.temperature)
     chances = probabilities(values)
     ids, margin = kept(values, row)
-    target = uniform(row.params.seed, row.position) * sum(chances[token] for token in ids)
+    target = float(uniforms([row.params.seed], [row.position])[0]) * sum(chances[token] for token in ids)
     mass = 0.0
     for chosen in sorted(ids):
         margin = min(margin, abs(mass - target)) if mass else margin

@@ -286,10 +286,10 @@ def test_zero_logprobs_gives_the_chosen_tokens_alone(sampler: Sampler) -> None:
     st.sampled_from([0, 1, 4, 29, 30, 31]),
 )
 def test_best_alternatives_are_ranked_even_among_ties(
-    selection: SamplingBackend, values: list[list[int]], k: int
+    backend: SamplingBackend, values: list[list[int]], k: int
 ) -> None:
     chosen = [index % 30 for index in range(len(values))]
-    found = selection.logprobs(torch.tensor(values, dtype=torch.float32), chosen, k)
+    found = backend.logprobs(torch.tensor(values, dtype=torch.float32), chosen, k)
     for row, token, entry in zip(values, chosen, found, strict=True):
         ranked = sorted(range(30), key=lambda t: (-row[t], t))
         total = math.log(sum(math.exp(value) for value in row))
@@ -299,6 +299,6 @@ def test_best_alternatives_are_ranked_even_among_ties(
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logprobs_of_bad_logits_are_an_error(selection: SamplingBackend, bad: float) -> None:
+def test_logprobs_of_bad_logits_are_an_error(backend: SamplingBackend, bad: float) -> None:
     with pytest.raises(InternalError, match="not numbers"):
-        selection.logprobs(torch.tensor([[0.0, bad]]), [0], 1)
+        backend.logprobs(torch.tensor([[0.0, bad]]), [0], 1)

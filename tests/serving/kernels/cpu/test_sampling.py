@@ -12,7 +12,7 @@ from torch import Tensor
 from serving.kernels import cpu
 from serving.messages import SamplingParams
 from serving.sampling.cpu_sampling import CpuSampling
-from serving.sampling.randomness import uniform, uniforms
+from serving.sampling.randomness import uniforms
 from serving.sampling.sampler import SampleRow
 from serving.sampling.torch_sampling import TorchSampling, token_weights
 
@@ -57,7 +57,7 @@ def between(logits: Tensor, row: SampleRow, one: int, other: int) -> float:
     """How far the draw was from the border between two tokens, as a share of all that may be drawn."""
     weights = token_weights(logits[None], logits.max()[None], [row])[0]
     cumulative = weights.cumsum(0) / weights.sum()
-    number = uniform(row.params.seed, row.position)
+    number = float(uniforms([row.params.seed], [row.position])[0])
     return float((cumulative[min(one, other) : max(one, other)] - number).abs().max())
 
 
@@ -67,14 +67,14 @@ def test_tokens_are_those_of_torch(kernels: cpu.Kernels, vocab: int) -> None:
     for _ in range(4 if vocab > 10_000 else 40):
         logits = random_logits(choice, 20, vocab)
         rows = [random_row(choice, vocab) for _ in range(20)]
-        assert CpuSampling(kernels).choose(logits, rows) == TorchSampling().choose(logits, rows)
+        assert CpuSampling(kernels).sample(logits, rows) == TorchSampling().sample(logits, rows)
 
 
 def test_a_draw_that_torch_makes_otherwise_fell_on_a_border(kernels: cpu.Kernels) -> None:
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(1, 20_000, generator=generator)
     rows = [SampleRow(SamplingParams(max_tokens=9, seed=3), position, (), (1,)) for position in range(3000)]
-    found = CpuSampling(kernels).choose(logits.expand(3000, -1), rows)
+    found = CpuSampling(kernels).sample(logits.expand(3000, -1), rows)
     weights = token_weights(logits, logits.amax(dim=-1), rows[:1])[0].cumsum(0)
     numbers = torch.from_numpy(uniforms([3] * 3000, range(3000))) * weights[-1]
     expected = torch.searchsorted(weights, numbers, right=True).tolist()
@@ -88,7 +88,7 @@ def test_draws_are_as_frequent_as_probable(kernels: cpu.Kernels) -> None:
     draws, vocab = 20_000, 700
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(2)) * 0.7
     rows = [SampleRow(SamplingParams(max_tokens=9, seed=17), position, (), (1,)) for position in range(draws)]
-    counts = np.bincount(CpuSampling(kernels).choose(logits.expand(draws, -1), rows), minlength=vocab)
+    counts = np.bincount(CpuSampling(kernels).sample(logits.expand(draws, -1), rows), minlength=vocab)
     expected = logits.double().softmax(-1).numpy() * draws
     chi_square = float(((counts - expected) ** 2 / expected).sum())
     assert chi_square < 699 + 4 * (2 * 699) ** 0.5  # mean and four deviations of that many degrees of freedom
@@ -102,8 +102,9 @@ def test_the_uniform_numbers_are_those_of_the_engine(kernels: cpu.Kernels) -> No
         SampleRow(SamplingParams(max_tokens=9, seed=choice.getrandbits(64)), choice.getrandbits(64), (), (1,))
         for _ in range(200)
     ]
-    found = CpuSampling(kernels).choose(torch.zeros(1, vocab).expand(200, -1), rows)
-    assert found == [int(uniform(row.params.seed, row.position) * vocab) for row in rows]
+    found = CpuSampling(kernels).sample(torch.zeros(1, vocab).expand(200, -1), rows)
+    numbers = uniforms([row.params.seed for row in rows], [row.position for row in rows])
+    assert found == [int(number * vocab) for number in numbers]
 
 
 @pytest.mark.parametrize("order", ["rising", "falling", "up and down", "equal", "two values", "alternating"])
@@ -124,7 +125,7 @@ def test_no_order_of_values_is_too_hard(kernels: cpu.Kernels, order: str) -> Non
         for seed, params in enumerate(filters * 4)
     ]
     logits = logits.expand(len(rows), -1)
-    assert CpuSampling(kernels).choose(logits, rows) == TorchSampling().choose(logits, rows)
+    assert CpuSampling(kernels).sample(logits, rows) == TorchSampling().sample(logits, rows)
 
 
 def test_rows_share_nothing(kernels: cpu.Kernels) -> None:
@@ -133,18 +134,18 @@ def test_rows_share_nothing(kernels: cpu.Kernels) -> None:
     logits = random_logits(choice, 40, 5003)
     logits[7, 5], logits[8, 6], logits[9] = float("nan"), float("inf"), float("-inf")
     rows = [random_row(choice, 5003) for _ in range(40)]
-    selection = CpuSampling(kernels)
-    together = selection.choose(logits, rows)
+    backend = CpuSampling(kernels)
+    together = backend.sample(logits, rows)
     assert together[7:10] == [-1, -1, -2]
-    assert [selection.choose(logits[i : i + 1], rows[i : i + 1])[0] for i in range(40)] == together
-    assert selection.choose(logits.flip(0), rows[::-1]) == together[::-1]
-    assert selection.choose(logits.t().contiguous().t(), rows) == together
+    assert [backend.sample(logits[i : i + 1], rows[i : i + 1])[0] for i in range(40)] == together
+    assert backend.sample(logits.flip(0), rows[::-1]) == together[::-1]
+    assert backend.sample(logits.t().contiguous().t(), rows) == together
     good = logits[10:]
-    scored = selection.logprobs(good, together[10:], 5)
-    assert [selection.logprobs(good[i : i + 1], [together[10 + i]], 5)[0] for i in range(30)] == scored
+    scored = backend.logprobs(good, together[10:], 5)
+    assert [backend.logprobs(good[i : i + 1], [together[10 + i]], 5)[0] for i in range(30)] == scored
     one_thread = cpu.load(threads=1, form=kernels.form)
     assert one_thread is not None
-    assert CpuSampling(one_thread).choose(logits, rows) == together
+    assert CpuSampling(one_thread).sample(logits, rows) == together
     assert CpuSampling(one_thread).logprobs(good, together[10:], 5) == scored
     one_thread.close()
 

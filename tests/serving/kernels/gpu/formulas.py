@@ -34,6 +34,14 @@ def error(out: Tensor, expected: Tensor) -> float:
     return float((out - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
+def write_unrotated(k: Tensor, v: Tensor, slots: Tensor, *planes: Tensor) -> None:
+    """Store k and v [T, Hkv, D] as they are: rotated by no angle, beside one query head."""
+    from serving.kernels import gpu  # needs triton
+
+    cos, sin = torch.ones(len(k), 1, device=k.device), torch.zeros(len(k), 1, device=k.device)
+    gpu.rope_write_kv(torch.cat((k[:, :1], k, v), dim=1), cos, sin, slots, *planes)
+
+
 class Pages:
     """Keys and values of some sequences in shuffled blocks; whatever holds no token is NaN, or int8 nonsense."""
 

@@ -121,8 +121,6 @@ def rotary(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     qkv, angles, slots = torch.zeros(4, 48, 128, dtype=dtype), torch.zeros(4, 64), torch.arange(4)
     plane = torch.zeros(4, 16, 8, 128, dtype=kv_dtype)
     scales = [torch.zeros(4, 16, 8)] * 2 if kv_dtype is torch.int8 else []
-    gpu.rope(qkv, qkv, angles, angles)
-    gpu.write_kv(qkv[:, :8], qkv[:, 8:16], plane, plane, slots, *scales)
     gpu.rope_write_kv(qkv, angles, angles, slots, plane, plane, *scales)
     norm = torch.ones(128, dtype=dtype)
     gpu.rope_write_kv(qkv, angles, angles, slots, plane, plane, *scales, norms=(norm, norm), eps=1e-6)

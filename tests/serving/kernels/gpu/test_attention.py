@@ -29,13 +29,12 @@ def attend(
     dtype: torch.dtype = torch.float32,
     window: int | None = None,
     int8: bool = False,
-    split: bool = True,
 ) -> float:
     """The error against the reference."""
     pages = Pages(contexts, block_size, heads[1], head_dim, dtype, device, int8=int8)
     batch = pages.batch([n - count for n, count in zip(contexts, counts, strict=True)], counts)
     q = torch.randn(sum(counts), heads[0], head_dim).to(dtype)
-    out = gpu.paged_attention(q.to(device), *pages.planes, batch, SCALE, window, *pages.scales, split=split)
+    out = gpu.paged_attention(q.to(device), *pages.planes, batch, SCALE, window, *pages.scales)
     assert out.dtype is dtype
     return error(out, pages.expected(q, counts, SCALE, window))
 
@@ -71,9 +70,8 @@ def test_more_splits_than_are_combined_at_once(device: torch.device) -> None:
     assert attend([7000], [1], heads=(16, 1), device=device) < CLOSE[torch.float32]
 
 
-def test_float16_and_unsplit_queries(device: torch.device) -> None:
+def test_float16(device: torch.device) -> None:
     assert attend(*MIXED, dtype=torch.float16, device=device) < CLOSE[torch.float16]
-    assert attend(*MIXED, window=50, split=False, device=device) < CLOSE[torch.float32]
 
 
 def test_many_short_sequences_find_their_tiles(device: torch.device) -> None:
@@ -99,18 +97,18 @@ def test_rows_do_not_depend_on_the_batch(device: torch.device) -> None:
         rows += count
 
 
-def test_unsplit_rows_do_not_depend_on_the_chunk(device: torch.device) -> None:
-    """A token gets the same numbers, to the bit, wherever its prompt is cut, down to tokens of their own.
+def test_rows_do_not_depend_on_the_chunk(device: torch.device) -> None:
+    """A token gets the same numbers, to the bit, wherever its prompt is cut, down to two tokens.
 
     Chunks begin where tiles of 32 queries do: the interpreter multiplies with the CPU's library, where a row's place in
     the tile matters.
     """
     pages = Pages([150], 16, 2, 64, torch.float32, device)
     q = torch.randn(150, 4, 64).to(device)
-    whole = gpu.paged_attention(q, *pages.planes, pages.batch([0], [150]), SCALE, None, split=False)
-    for first, end in ((0, 64), (64, 101), (32, 33), (96, 110), (128, 150)):
+    whole = gpu.paged_attention(q, *pages.planes, pages.batch([0], [150]), SCALE, None)
+    for first, end in ((0, 64), (64, 101), (32, 34), (96, 110), (128, 150)):
         batch = pages.batch([first], [end - first])
-        out = gpu.paged_attention(q[first:end], *pages.planes, batch, SCALE, None, split=False)
+        out = gpu.paged_attention(q[first:end], *pages.planes, batch, SCALE, None)
         assert torch.equal(out, whole[first:end])
 
 

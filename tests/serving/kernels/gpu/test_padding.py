@@ -7,7 +7,7 @@ import torch
 from serving.batch.ragged import RaggedBatch
 from serving.forward.cuda_graphs import GraphSizes, StaticBatch
 from serving.kernels import gpu
-from tests.serving.kernels.gpu.formulas import Pages
+from tests.serving.kernels.gpu.formulas import Pages, write_unrotated
 
 
 def test_padding_changes_nothing(device: torch.device) -> None:
@@ -25,7 +25,7 @@ def test_padding_changes_nothing(device: torch.device) -> None:
     def step(of: RaggedBatch) -> tuple[torch.Tensor, ...]:
         rows = len(of.tokens)
         planes = [plane.clone() for plane in pages.planes]
-        gpu.write_kv(k[:rows].to(device), v[:rows].to(device), *planes, of.slots)
+        write_unrotated(k[:rows].to(device), v[:rows].to(device), of.slots, *planes)
         return gpu.paged_attention(q[:rows].to(device), *planes, of, 0.1, None), *planes
 
     plain, padded = step(batch), step(static.view(size))

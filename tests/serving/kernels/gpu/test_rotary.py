@@ -1,4 +1,4 @@
-"""Rotation and KV writing, apart and fused, into plain and int8 planes, against the reference."""
+"""Rotation and KV writing in one pass, into plain and int8 planes, against the reference."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from serving.kernels import gpu, reference
-from tests.serving.kernels.gpu.formulas import CLOSE, error, quantized
+from tests.serving.kernels.gpu.formulas import CLOSE, error, quantized, write_unrotated
 
 BLOCK, BLOCKS = 16, 5
 SLOTS = [3, 17, 64, 79, 16]
@@ -23,17 +23,38 @@ def plane(kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     return torch.full((BLOCKS, 2, BLOCK, kv_heads, head_dim), 7, dtype=dtype, device=device)[:, 0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "pairs"), [(9, 3, 64, 32), (4, 4, 80, 20), (2, 1, 128, 64)])
-def test_rope(heads: int, kv_heads: int, head_dim: int, pairs: int, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "plane_dtype"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.int8)],
+)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "pairs"),
+    [(9, 3, 64, 32), (4, 4, 80, 20), (2, 1, 128, 64), (4, 1, 128, 32), (21, 3, 64, 32)],
+)
+def test_queries_and_keys_are_rotated(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    pairs: int,
+    dtype: torch.dtype,
+    plane_dtype: torch.dtype,
+    device: torch.device,
+) -> None:
     qkv = torch.randn(len(SLOTS), heads + 2 * kv_heads, head_dim).to(dtype)
-    q, k = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
     cos, sin = angles(pairs)
-    on_device = qkv.to(device)
-    found = gpu.rope(on_device[:, :heads], on_device[:, heads : heads + kv_heads], cos.to(device), sin.to(device))
-    for one, expected in zip(found, reference.rope(q, k, cos, sin), strict=True):
-        assert one.dtype is dtype
-        assert error(one, expected) < CLOSE[dtype]
+    slots = torch.tensor(SLOTS)
+    planes = [plane(kv_heads, head_dim, plane_dtype, device) for _ in range(2)]
+    scales = list(torch.zeros(2, BLOCKS, BLOCK, kv_heads, device=device)) if plane_dtype is torch.int8 else []
+    found = gpu.rope_write_kv(*(tensor.to(device) for tensor in (qkv, cos, sin, slots)), *planes, *scales)
+    q, k = reference.rope(q, k, cos, sin)
+    assert found.dtype is dtype
+    assert error(found, q) < CLOSE[dtype]
+    for which, expected in enumerate((k, v)):
+        written = planes[which].cpu()[slots // BLOCK, slots % BLOCK].float()
+        if scales:
+            written *= scales[which].cpu()[slots // BLOCK, slots % BLOCK, :, None]
+        assert error(written, expected) < (1e-2 if scales else CLOSE[dtype])
 
 
 @pytest.mark.parametrize("plane_dtype", [torch.float32, torch.bfloat16, torch.int8])
@@ -46,7 +67,7 @@ def test_write_kv(kv_heads: int, head_dim: int, plane_dtype: torch.dtype, device
     planes = [plane(kv_heads, head_dim, plane_dtype, device) for _ in range(2)]
     scales = [torch.full((BLOCKS, BLOCK, kv_heads), 7.0, device=device) for _ in range(2)]
     extra = scales if plane_dtype is torch.int8 else []
-    gpu.write_kv(k.to(device), v.to(device), *planes, slots.to(device), *extra)
+    write_unrotated(k.to(device), v.to(device), slots.to(device), *planes, *extra)
     for x, written, scale in zip((k, v), planes, scales, strict=True):
         expected = torch.full((BLOCKS, BLOCK, kv_heads, head_dim), 7, dtype=plane_dtype)
         if plane_dtype is torch.int8:
@@ -60,29 +81,6 @@ def test_write_kv(kv_heads: int, head_dim: int, plane_dtype: torch.dtype, device
         difference = (written.cpu().float() - expected.float()).abs()
         assert difference.max() <= (1 if plane_dtype is torch.int8 else 0)
         assert difference.mean() < 0.01
-
-
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "pairs"), [(9, 3, 64, 32), (4, 1, 128, 32), (21, 3, 64, 32)])
-def test_fused_is_what_the_parts_are(
-    heads: int, kv_heads: int, head_dim: int, pairs: int, int8: bool, device: torch.device
-) -> None:
-    dtype = torch.bfloat16
-    qkv = torch.randn(len(SLOTS), heads + 2 * kv_heads, head_dim).to(dtype).to(device)
-    cos, sin = (tensor.to(device) for tensor in angles(pairs))
-    slots = torch.tensor(SLOTS, device=device)
-    slots[1] = -1
-    made = []
-    for _ in range(2):
-        planes = [plane(kv_heads, head_dim, torch.int8 if int8 else dtype, device) for _ in range(2)]
-        made.append([*planes, *(torch.zeros(2, BLOCKS, BLOCK, kv_heads, device=device) if int8 else ())])
-    q = gpu.rope_write_kv(qkv, cos, sin, slots, *made[0])
-    q_parts, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-    q_parts, k = gpu.rope(q_parts, k, cos, sin)
-    gpu.write_kv(k, v, *made[1][:2], slots, *made[1][2:])
-    assert torch.equal(q, q_parts)
-    for one, other in zip(*made, strict=True):
-        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(("dtype", "pairs"), [(torch.float32, 32), (torch.bfloat16, 32), (torch.float32, 16)])
@@ -112,14 +110,16 @@ def test_what_is_refused(device: torch.device) -> None:
     slots = torch.tensor(SLOTS, device=device)
     float_plane, int8_plane = (plane(2, 64, dtype, device) for dtype in (torch.float32, torch.int8))
     with pytest.raises(ValueError, match="int8 planes have scales"):
-        gpu.write_kv(k, k, int8_plane, int8_plane, slots)
+        write_unrotated(k, k, slots, int8_plane, int8_plane)
     with pytest.raises(ValueError, match="num_blocks"):
-        gpu.write_kv(k[:, :1], k[:, :1], float_plane, float_plane, slots)
+        write_unrotated(k, k, slots, float_plane[0], float_plane[0])
+    with pytest.raises(ValueError, match="dimensions"):
+        write_unrotated(k[..., :32], k[..., :32], slots, float_plane, float_plane)
     with pytest.raises(ValueError, match="slots"):
-        gpu.write_kv(k, k, float_plane, float_plane, slots[:3])
+        write_unrotated(k, k, slots[:3], float_plane, float_plane)
     with pytest.raises(ValueError, match="norms must be"):
         angle = torch.zeros(5, 32, device=device)
         norms = (torch.ones(32, device=device), torch.ones(64, device=device))
         gpu.rope_write_kv(k[:, [0, 1, 0, 1, 0]], angle, angle, slots, float_plane, float_plane, norms=norms)
     with pytest.raises(ValueError, match="do not fit"):
-        gpu.rope(k, k, *torch.randn(2, 5, 40, device=device))
+        gpu.rope_write_kv(k, *torch.randn(2, 5, 40, device=device), slots, float_plane[:, :, :1], float_plane[:, :, :1])
