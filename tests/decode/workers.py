@@ -19,7 +19,7 @@ from serving.engine.plan import Scheduler
 from serving.kvspec import LayerKV, gqa
 from serving.links import LeaseEvent
 from serving.messages import LeaseGrant, LeaseId, Role, WorkerIdentity
-from tests.kvcache.sequences import make_order
+from tests.fakes.sequences import make_order
 from tests.prefill.scripted import ScriptedRunner, make_decoding, make_engine, make_kv
 
 SPECS = (gqa(1, 2, "float32"), gqa(1, 2, "float32"))

@@ -9,7 +9,7 @@ from serving.batch.layer_barrier import LayerBarrier
 from serving.engine.engine import LayerDone, RunResult, RunTimes
 from serving.engine.plan import StepPlan, Work
 from serving.engine.sequence import SequenceState
-from tests.kvcache.sequences import make_sequence
+from tests.fakes.sequences import make_sequence
 from tests.prefill.scripted import ScriptedRunner, make_engine, make_kv, next_token
 
 LAYERS = 2
