@@ -14,6 +14,7 @@ from tests.house.source import ROOT
 
 EXPORTED = re.compile(r"^# TYPE (millrace:\w+) (\w+)$", re.MULTILINE)
 DOCUMENTED = re.compile(r"^\| `(millrace:\w+)` \| (\w+) \|", re.MULTILINE)
+PAGES = ("*.md", "docs/**/*.md", "tests/*.md")
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#]+)(?:#[^)]*)?\)")
 
 
@@ -34,7 +35,8 @@ def test_the_flags_page_is_up_to_date() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+    "page",
+    sorted(path.relative_to(ROOT).as_posix() for glob in PAGES for path in ROOT.glob(glob)),
 )
 def test_links_between_pages_lead_somewhere(page: str) -> None:
     path = ROOT / page
