@@ -25,6 +25,8 @@ from tests.flow.conftest import Cluster
 from tests.flow.reference import greedy_tiny, prompts
 from tests.flow.remote import KEY, RemoteCluster
 
+pytestmark = pytest.mark.thorough
+
 TOKENS = 16
 SPLIT = [Role.PREFILL, Role.DECODE]
 

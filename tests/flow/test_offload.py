@@ -18,6 +18,8 @@ from tests.flow.conftest import Cluster, ClusterMaker
 from tests.flow.offloading import DEVICE_TOKENS, SMALL, asked, long_prompt, moved
 from tests.flow.reference import is_greedy_tiny, prompts
 
+pytestmark = pytest.mark.thorough
+
 KERNELS = [
     pytest.param("torch", id="torch"),
     pytest.param(

@@ -13,6 +13,8 @@ from tests.flow.offloading import ROOMY, SMALL, long_prompt
 from tests.flow.test_pool import BLOCK, MIXED, SPLIT, ask, cluster, flip_a_bit_of_each, served
 from tests.kvcache.pool.nodes import Cluster as Pool
 
+pytestmark = pytest.mark.thorough
+
 EXTENT = 128
 PROMPT = long_prompt(1500)
 REUSABLE = (len(PROMPT) - 1) // BLOCK * BLOCK

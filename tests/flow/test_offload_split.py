@@ -34,6 +34,8 @@ from tests.flow.remote import RemoteCluster
 from tests.flow.server import MillraceServer, wait_until
 from tests.tiny import tiny_llama
 
+pytestmark = pytest.mark.thorough
+
 
 class Local(LocalCluster):
     """Workers in this process, each with the settings of its place in `ends`."""
