@@ -13,11 +13,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.ready
 
-.PHONY: help setup serve test check bench proto docs clean
+.PHONY: help setup serve test test-fast check bench proto docs clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*  ## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*  ## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 setup: $(READY)  ## create .venv with everything to serve, test and develop
 
@@ -35,6 +35,9 @@ serve: $(READY)  ## serve SmolLM2-135M-Instruct on http://localhost:8000; FLAGS=
 
 test: $(READY)  ## run every test; FLAGS='-k sampling' adds flags
 	$(BIN)/python -m pytest $(FLAGS)
+
+test-fast: $(READY)  ## the inner loop: no kills, no large grids, few examples, one flow; at most two minutes
+	$(BIN)/python -m pytest -q --hypothesis-profile=fast -m 'not slow and not thorough and not real' $(FLAGS)
 
 check: $(READY)  ## formatting, lint, types and the rules of the house
 	$(BIN)/ruff format --check .

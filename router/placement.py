@@ -7,8 +7,7 @@ The policy ranks, the fleet opens; this tries workers in that order and keeps to
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from itertools import count
 
 from kvcache.blocks.prefix import extend_keys, root_key
@@ -43,15 +42,6 @@ class Placer:
         self.policy = policy
         self.admission = AdmissionQueue(fleet.config.max_waiting)
         self._lease_numbers = count(1)
-
-    @asynccontextmanager
-    async def place(self, state: RequestState) -> AsyncIterator[Placement]:
-        """A place that is given up, everywhere, when left."""
-        placement = Placement(self, state)
-        try:
-            yield placement
-        finally:
-            placement.drop_lease()
 
     async def open_lease(self, state: RequestState) -> RouterLease:
         """Room on the best decode worker that has it, and of the text's build; none for a request of a single token.
@@ -143,7 +133,7 @@ class Placer:
 
 
 class Placement:
-    """One request's place: its lease, and the prefill workers that have been tried for it."""
+    """One request's place: its lease, and the prefill workers that have been tried for it. Call `drop_lease` at last."""
 
     def __init__(self, placer: Placer, state: RequestState):
         self.placer = placer

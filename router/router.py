@@ -6,11 +6,11 @@ It knows neither HTTP nor how workers are reached: placement finds room, links c
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Protocol
 
-from router.placement import Placer
+from router.placement import Placement, Placer
 from router.request_state import RequestState
 from serving.errors import DeadlineExceeded, MillraceError, Retryable, Unavailable
 from serving.logs import request_context
@@ -46,33 +46,34 @@ class Router:
 
         Leaving the iterator cancels the request everywhere. Raises errors of serving.errors, none of them Retryable.
         """
-        state = RequestState(request=request)
-        with self._accounted(state):
-            async with self.placer.place(state) as place:
-                while not state.finished:
-                    try:
-                        lease = await place.lease()
-                        state.timeline.note(Moment.LEASED, self.clock())
-                        async with await place.prefill() as prefill:
-                            state.timeline.note(Moment.PREFILL_SENT, self.clock())
-                            yield self._take(state, (await prefill.first()).delta)
-                            while not state.finished:
-                                yield self._take(state, await lease.next())
-                    except Retryable as error:
-                        self._retry(state, error, failures=place.failed(error))
+        async with self._running(request) as (state, place):
+            while not state.finished:
+                try:
+                    lease = await place.lease()
+                    state.timeline.note(Moment.LEASED, self.clock())
+                    async with await place.prefill() as prefill:
+                        state.timeline.note(Moment.PREFILL_SENT, self.clock())
+                        yield self._take(state, (await prefill.first()).delta)
+                        while not state.finished:
+                            yield self._take(state, await lease.next())
+                except Retryable as error:
+                    self._retry(state, error, failures=place.failed(error))
 
-    @contextmanager
-    def _accounted(self, state: RequestState) -> Iterator[None]:
-        """The request counts as running; its end is observed and logged, whatever it is."""
+    @asynccontextmanager
+    async def _running(self, request: Request) -> AsyncIterator[tuple[RequestState, Placement]]:
+        """The request counts as running, and its end is observed and logged, whatever it is; its place is given up."""
+        state = RequestState(request=request)
         state.timeline.note(Moment.ARRIVED, self.clock())
         failure: BaseException | None = None
         self.running += 1
+        place = Placement(self.placer, state)
         try:
-            yield
+            yield state, place
         except BaseException as error:
             failure = error
             raise
         finally:
+            place.drop_lease()
             self.running -= 1
             state.timeline.note(Moment.FINISHED, self.clock())
             self.observer.finished(state.request, state.timeline, state.last, failure)

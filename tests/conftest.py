@@ -1,8 +1,31 @@
-"""What holds for every test: property tests are not timed, since the machine they run on may be busy."""
+"""What holds for every test: property tests are not timed, since the machine they run on may be busy.
+
+`--hypothesis-profile=fast`, as `make test-fast` asks for, tries few examples, whatever number a test asks for itself.
+"""
 
 from __future__ import annotations
 
-from hypothesis import settings
+from typing import Any
 
-settings.register_profile("millrace", deadline=None)
-settings.load_profile("millrace")
+import hypothesis
+import pytest
+
+FEW = 15
+
+hypothesis.settings.register_profile("millrace", deadline=None)
+hypothesis.settings.register_profile("fast", deadline=None, max_examples=FEW)
+hypothesis.settings.load_profile("millrace")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Test files, which are read after this, ask for numbers of examples of their own: few have to do."""
+    if config.getoption("--hypothesis-profile") != "fast":
+        return
+    make = hypothesis.settings.__init__
+
+    def few(self: hypothesis.settings, *given: Any, **named: Any) -> None:
+        if isinstance(named.get("max_examples"), int):
+            named["max_examples"] = min(named["max_examples"], FEW)
+        make(self, *given, **named)
+
+    hypothesis.settings.__init__ = few  # type: ignore[method-assign]

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from bench.command import add_arguments, run
-from tests.bench.conftest import threaded_server
-from tests.bench.scripted import Script
+from tests.fakes.openai_server import ServerScript, threaded_server
 
 
 def bench(*flags: str) -> int:
@@ -27,11 +26,11 @@ def bench(*flags: str) -> int:
 def test_two_servers_in_alternating_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     order: list[str] = []
 
-    def noting(name: str) -> Script:
+    def noting(name: str) -> ServerScript:
         def note(number: int) -> None:
             order.append(name)
 
-        return Script(fail=note)
+        return ServerScript(fail=note)
 
     with threaded_server(noting("a")) as first, threaded_server(noting("b")) as second:
         status = bench(
@@ -71,7 +70,7 @@ def test_rounds_bring_fresh_prompts_and_servers_the_same() -> None:
 def test_chat_through_a_rate_and_objectives(
     capsys: pytest.CaptureFixture[str], tokens_per_chunk: int, tmp_path: Path
 ) -> None:
-    script = Script(tokens_per_chunk=tokens_per_chunk, template_tokens=9)
+    script = ServerScript(tokens_per_chunk=tokens_per_chunk, template_tokens=9)
     with threaded_server(script) as server:
         status = bench(
             "--url", server.url, "--endpoint", "chat", "--rates", "400,800", "--num-requests", "6", "--output-len", "6",
@@ -90,7 +89,7 @@ def test_chat_through_a_rate_and_objectives(
 
 
 def test_errors_are_counted_shown_and_end_in_status_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    script = Script(fail={4: (503, "full")}.get, die_after={6: 1}.get)
+    script = ServerScript(fail={4: (503, "full")}.get, die_after={6: 1}.get)
     with threaded_server(script) as server:
         status = bench("--url", f"it={server.url}", "--num-requests", "6", "--json", str(tmp_path / "r.json"))
     assert status == 1
@@ -102,7 +101,7 @@ def test_errors_are_counted_shown_and_end_in_status_1(capsys: pytest.CaptureFixt
 
 
 def test_counts_that_the_text_belies_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    with threaded_server(Script(claimed=400)) as server:
+    with threaded_server(ServerScript(claimed=400)) as server:
         assert bench("--url", f"it={server.url}", "--num-requests", "2", "--output-len", "4") == 0
     assert "re-tokenizes to 8 tokens where 800 were counted" in capsys.readouterr().out
 
@@ -145,7 +144,8 @@ def test_bad_flags_are_one_clear_line(capsys: pytest.CaptureFixture[str], flags:
 
 
 def test_a_server_that_dies_later_leaves_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    script = Script(fail=lambda number: (500, "dead") if number > 6 else None)  # a probe, a warm-up, four, a warm-up
+    # Before it dies: a probe, a warm-up, four requests, a warm-up.
+    script = ServerScript(fail=lambda number: (500, "dead") if number > 6 else None)
     with threaded_server(script) as server:
         assert bench("--url", f"it={server.url}", "--repeat", "2", "--num-requests", "5", "--output-len", "2") == 130
     output = capsys.readouterr()
@@ -163,7 +163,7 @@ def test_ctrl_c_shows_what_was_measured(capsys: pytest.CaptureFixture[str], tmp_
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.Event().wait()  # until cancelled
 
-    with threaded_server(Script(before_chunk=hang)) as server:
+    with threaded_server(ServerScript(before_chunk=hang)) as server:
         status = bench("--url", f"it={server.url}", "--num-requests", "20", "--json", str(tmp_path / "r.json"))
     assert hung.is_set()
     assert status == 130

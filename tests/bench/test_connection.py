@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from bench.connection import ClientConnection, HttpClient, Response, TransportError
-from tests.bench.scripted import ScriptedServer, listening
+from tests.fakes.openai_server import ScriptedServer, listening
 
 BODY = b"data: one\n\ndata: two\n\n"
 CHUNKED = (

@@ -10,7 +10,8 @@ from bench.connection import HttpClient
 from bench.endpoint import Endpoint, RequestShape, Target
 from bench.load import Pace, Prepared, Run, Watch, run_load
 from bench.sse import Outcome
-from tests.bench.scripted import ManualClock, ScriptedServer
+from tests.fakes.clock import ManualClock
+from tests.fakes.openai_server import ScriptedServer
 
 
 def endpoint_of(server: ScriptedServer, clock: ManualClock | None = None, *, chat: bool = False) -> Endpoint:

@@ -16,7 +16,7 @@ from bench.endpoint import Endpoint, RequestShape, ServerError, Target, first_mo
 from bench.prompts import IdPrompts, LocalTokenizer, TextPrompts, choose_prompts, find_counter
 from bench.words import WORDS
 from bench.workload import Ask, Workload
-from tests.bench.scripted import ScriptedServer
+from tests.fakes.openai_server import ScriptedServer
 
 ASK = Workload(input_len=40, output_len=2).asks(1, seed=0)[0]
 

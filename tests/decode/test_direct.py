@@ -20,9 +20,9 @@ from kvcache.pool.block import PoolBlock
 from serving.errors import CorruptChunk, StaleLease
 from serving.messages import LeaseId, Role
 from tests.decode.workers import FINGERPRINT, SPECS, Worker
+from tests.fakes.kv_layouts import random_pool, token_at
+from tests.fakes.sequences import make_order, make_sequence
 from tests.kvcache.connector.test_direct_fetch import Stopping
-from tests.kvcache.layers import random_pool, token_at
-from tests.kvcache.sequences import make_order, make_sequence
 
 PROMPT = list(range(14))  # three blocks and two tokens
 SOURCE = random_pool(SPECS, 8, 4, 7)

@@ -13,7 +13,7 @@ from decode.leases import Lease, LeaseState, LeaseTable
 from serving.engine.sequence import SequenceState
 from serving.errors import CorruptChunk, InvalidRequest, StaleLease
 from serving.messages import LeaseId
-from tests.kvcache.sequences import lease_id, make_order, make_sequence
+from tests.fakes.sequences import lease_id, make_order, make_sequence
 
 LEASES = st.sampled_from(["a", "b", "c"])
 EPOCH = st.integers(0, 4)

@@ -13,7 +13,7 @@ from serving.engine.engine import Engine
 from serving.engine.plan import StepPlan
 from serving.engine.sequence import SequenceState
 from serving.errors import NoRoom, Preempted
-from tests.kvcache.sequences import make_sequence
+from tests.fakes.sequences import make_sequence
 from tests.prefill.scripted import ScriptedRunner, make_decoding, make_engine, make_kv, next_token, written_out
 
 

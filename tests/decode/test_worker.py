@@ -14,8 +14,8 @@ from kvcache.memory.kv_dtype import choose_wire
 from serving.errors import ContextLengthExceeded, CorruptChunk, Draining, InvalidRequest, NoRoom, Preempted, StaleLease
 from serving.messages import FinishReason, LeaseGrant, LeaseId, Role
 from tests.decode.workers import FINGERPRINT, SPECS, Worker
-from tests.kvcache.layers import random_pool, token_at
-from tests.kvcache.sequences import make_order, make_sequence
+from tests.fakes.kv_layouts import random_pool, token_at
+from tests.fakes.sequences import make_order, make_sequence
 from tests.prefill.scripted import next_token, written_out
 
 PROMPT = list(range(10))

@@ -15,8 +15,8 @@ from serving.engine.sequence import SequenceState
 from serving.errors import ContextLengthExceeded, CorruptChunk, MillraceError, NoRoom, StaleLease
 from serving.messages import LeaseId, Role
 from tests.decode.workers import FINGERPRINT, SPECS, Worker
-from tests.kvcache.layers import random_pool, token_at
-from tests.kvcache.sequences import make_order
+from tests.fakes.kv_layouts import random_pool, token_at
+from tests.fakes.sequences import make_order
 from tests.prefill.scripted import next_token, written_out
 
 PLAN = OffloadPlan(

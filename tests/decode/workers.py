@@ -17,7 +17,7 @@ from serving.config import EngineConfig
 from serving.kvspec import LayerKV, gqa
 from serving.links import LeaseEvent
 from serving.messages import LeaseGrant, LeaseId, Role, WorkerIdentity
-from tests.kvcache.sequences import make_order
+from tests.fakes.sequences import make_order
 from tests.prefill.scripted import EOS, ScriptedRunner, make_decoding
 
 SPECS = (gqa(1, 2, "float32"), gqa(1, 2, "float32"))

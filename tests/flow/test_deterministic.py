@@ -14,7 +14,10 @@ from serving.messages import Delta, Request, SamplingParams
 from tests.flow.conftest import Cluster, ClusterMaker
 from tests.flow.reference import prompts
 
-pytestmark = pytest.mark.skipif(not cpu.available(), reason="the compiled kernels cannot be built here")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(not cpu.available(), reason="the compiled kernels cannot be built here"),
+]
 
 SAMPLING = SamplingParams(max_tokens=40, temperature=0.9, seed=5, logprobs=3)
 Bits = list[tuple[int, object]]

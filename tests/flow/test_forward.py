@@ -17,6 +17,8 @@ from serving.loader.loading import LoadedModel
 from serving.sampling.cpu_sampling import CpuSampling
 from serving.sampling.torch_sampling import TorchSampling
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(autouse=True)
 def _torch_threads() -> Iterator[None]:

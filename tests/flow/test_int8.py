@@ -14,7 +14,10 @@ from serving.messages import Request, SamplingParams
 from tests.flow.conftest import ClusterMaker
 from tests.flow.reference import prompts
 
-pytestmark = pytest.mark.skipif(not cpu.available(), reason="the compiled kernels cannot be built here")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(not cpu.available(), reason="the compiled kernels cannot be built here"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -20,10 +20,12 @@ from serving.errors import CorruptChunk, MillraceError, StaleLease
 from serving.links import HandoffLink, LeaseEvent
 from serving.loader.loading import LoadedModel
 from serving.messages import LeaseGrant, LeaseId, LeaseOrder, Request, Role, SamplingParams
+from tests.fakes.flipping_proxy import FlippingProxy
 from tests.flow.conftest import Cluster
-from tests.flow.proxy import FlippingProxy
 from tests.flow.reference import greedy_tiny, prompts
 from tests.flow.remote import KEY, RemoteCluster
+
+pytestmark = pytest.mark.thorough
 
 TOKENS = 16
 SPLIT = [Role.PREFILL, Role.DECODE]

@@ -23,6 +23,8 @@ from tests.flow.test_offload_split import SMALL, long_prompt, moved
 from tests.flow.test_unequal import End, bytes_sent, request, split, texts
 from tests.kvcache.pool.nodes import Cluster as Pool
 
+pytestmark = pytest.mark.thorough
+
 INT8 = End("int8")
 
 

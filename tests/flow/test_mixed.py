@@ -20,6 +20,8 @@ from tests.flow.conftest import Cluster
 from tests.flow.reference import greedy_tiny, prompts
 from tests.flow.remote import RemoteCluster
 
+pytestmark = pytest.mark.thorough
+
 TOKENS = 24
 
 

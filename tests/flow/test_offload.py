@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
-from deploy.local import LocalCluster
 from serving.checkpoint.hub import resolve
 from serving.config import ModelConfig
 from serving.errors import ContextLengthExceeded
 from serving.kernels import cpu
 from serving.loader.loading import LoadedModel, load
-from serving.messages import Request, SamplingParams
+from serving.messages import Request
 from serving.text.tokenizer import load_tokenizer
 from tests.flow.conftest import Cluster, ClusterMaker
+from tests.flow.offloading import DEVICE_TOKENS, SMALL, asked, long_prompt, moved
 from tests.flow.reference import is_greedy_tiny, prompts
 
-SMALL = {"num_kv_blocks": 48, "host_kv_memory": 2 << 20, "max_num_batched_tokens": 200}  # 704 tokens on the device
+pytestmark = pytest.mark.thorough
+
 KERNELS = [
     pytest.param("torch", id="torch"),
     pytest.param(
@@ -30,26 +30,10 @@ KERNELS = [
 ]
 
 
-def asked(name: str, prompt: Sequence[int], count: int, **sampling: Any) -> Request:
-    params = SamplingParams(max_tokens=count, temperature=0.0, **sampling)
-    return Request(request_id=name, prompt=tuple(prompt), sampling=params)
-
-
-def long_prompt(length: int, seed: int = 5) -> list[int]:
-    return prompts(1, shortest=length, longest=length, seed=seed)[0]
-
-
 async def scored(cluster: Cluster, request: Request) -> list[tuple[int, float]]:
     """Each token with its log-probability, to the last bit."""
     found = [delta async for delta in cluster.router.generate(request)]
     return [(token, one.logprob) for delta in found for token, one in zip(delta.tokens, delta.logprobs, strict=True)]
-
-
-def moved(cluster: Cluster) -> int:
-    assert isinstance(cluster.cluster, LocalCluster)
-    host = cluster.cluster.workers[0].kv.host
-    assert host is not None
-    return host.tokens_moved
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -62,7 +46,7 @@ async def test_a_long_prompt_gives_the_text_it_gives_with_room(
         expected = await scored(cluster, request)
     async with make_cluster("embedded", kernels=kernels, **SMALL) as cluster:
         found = await scored(cluster, request)
-        assert moved(cluster) >= 1500 - 704, "the device held it all"
+        assert moved(cluster) >= 1500 - DEVICE_TOKENS, "the device held it all"
     assert [token for token, _ in found] == [token for token, _ in expected]
     assert is_greedy_tiny(tiny_model.path, prompt, [token for token, _ in found])
     if kernels == "compiled":
@@ -81,24 +65,20 @@ async def test_others_run_beside_it_and_are_not_disturbed(make_cluster: ClusterM
         assert moved(cluster) > 0
 
 
-async def test_a_text_that_outgrows_the_device_goes_on(make_cluster: ClusterMaker) -> None:
+@pytest.mark.parametrize("where", ["embedded", "split-local"])
+async def test_a_text_that_outgrows_the_device_goes_on(make_cluster: ClusterMaker, where: str) -> None:
     request = asked("growing", long_prompt(690), 60)
     async with make_cluster("embedded") as cluster:
         expected = await cluster.tokens(request)
-    async with make_cluster("embedded", **SMALL) as cluster:
+    async with make_cluster(where, **SMALL) as cluster:
         assert await cluster.tokens(request) == expected
         assert [type(error).__name__ for error in cluster.seen.replacements] == ["Preempted"]
-        assert moved(cluster) > 0
+        assert sum(moved(cluster, number) for number in range(len(cluster.cluster.workers))) > 0
 
 
 async def test_an_8_bit_cache_and_scored_prompts_are_offloaded_likewise(make_cluster: ClusterMaker) -> None:
     config = ModelConfig(kv_cache_dtype="int8")
-    request = Request(
-        request_id="r",
-        prompt=tuple(long_prompt(1200)),
-        sampling=SamplingParams(max_tokens=10, temperature=0.0),
-        prompt_logprobs=0,
-    )
+    request = replace(asked("r", long_prompt(1200), 10), prompt_logprobs=0)
     found = []
     for settings in ({}, {**SMALL, "host_kv_memory": 1 << 20}):
         async with make_cluster("embedded", model_config=config, **settings) as cluster:
@@ -135,7 +115,7 @@ async def test_hanging_up_frees_the_host(make_cluster: ClusterMaker) -> None:
 async def test_what_fits_neither_is_refused(make_cluster: ClusterMaker) -> None:
     async with make_cluster("embedded", **{**SMALL, "host_kv_memory": 1 << 20}) as cluster:
         limit = cluster.cluster.workers[0].identity.max_model_len
-        assert 704 < limit < 2048
+        assert DEVICE_TOKENS < limit < 2048
         with pytest.raises(ContextLengthExceeded, match=str(limit)):
             await cluster.tokens(asked("r", long_prompt(limit), 4))
 

@@ -9,11 +9,12 @@ import pytest
 from serving.loader.loading import LoadedModel
 from serving.messages import Role
 from tests.flow.conftest import Cluster
-from tests.flow.test_offload_split import SMALL, long_prompt
+from tests.flow.offloading import ROOMY, SMALL, long_prompt
 from tests.flow.test_pool import BLOCK, MIXED, SPLIT, ask, cluster, flip_a_bit_of_each, served
 from tests.kvcache.pool.nodes import Cluster as Pool
 
-ROOMY: dict[str, Any] = {"num_kv_blocks": 512, "max_num_batched_tokens": 200}
+pytestmark = pytest.mark.thorough
+
 EXTENT = 128
 PROMPT = long_prompt(1500)
 REUSABLE = (len(PROMPT) - 1) // BLOCK * BLOCK

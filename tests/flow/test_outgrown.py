@@ -25,6 +25,8 @@ from tests.flow.conftest import Cluster
 from tests.flow.reference import greedy_tiny, prompts
 from tests.flow.remote import RemoteCluster
 
+pytestmark = pytest.mark.thorough
+
 LIMIT = 96  # tokens a prefill worker holds
 TOKENS = 90
 

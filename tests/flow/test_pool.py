@@ -25,6 +25,8 @@ from tests.flow.reference import is_greedy_tiny, prompts
 from tests.flow.server import MillraceServer
 from tests.kvcache.pool.nodes import Cluster as Pool
 
+pytestmark = pytest.mark.thorough
+
 MIXED = (Role.MIXED,)
 SPLIT = (Role.PREFILL, Role.DECODE)
 BLOCK = 16

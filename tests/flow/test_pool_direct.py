@@ -23,6 +23,8 @@ from tests.flow.server import MillraceServer, wait_until
 from tests.flow.test_pool import BLOCK, SPLIT, ask, cluster, kill_in_the_middle, let_go, pool, served
 from tests.kvcache.pool.nodes import Cluster as Pool
 
+pytestmark = pytest.mark.thorough
+
 __all__ = ["pool"]  # the fixture: nodes in this process, reached directly or over gRPC
 
 PROMPT = prompts(1, shortest=170, longest=170, seed=95)[0]

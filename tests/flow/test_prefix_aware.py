@@ -9,9 +9,9 @@ import pytest
 
 from kvcache.blocks.prefix import extend_keys
 from router.fleet import RouterConfig
+from tests.fakes.sequences import make_request
 from tests.flow.conftest import ClusterMaker
 from tests.flow.reference import greedy_tiny, prompts
-from tests.kvcache.sequences import make_request
 
 CONFIG = RouterConfig(policy="prefix_aware", patience=20.0)
 

@@ -32,6 +32,7 @@ async def test_greedy_tokens_equal_transformers(
     assert found == [tokens for _, tokens in expected]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("budget", [7, 64])
 async def test_chunked_prefill_changes_nothing(
     make_cluster: ClusterMaker, placement: str, expected: list[tuple[list[int], list[int]]], budget: int
@@ -56,6 +57,7 @@ async def test_a_cached_prefix_changes_nothing_and_is_reported(
     assert cached[-1] == 96, "all full blocks but the last token's"
 
 
+@pytest.mark.thorough
 async def test_the_longer_turn_reuses_the_shorter(make_cluster: ClusterMaker, placement: str, tiny_path: Path) -> None:
     prompt = prompts(1, shortest=40, longest=40, seed=6)[0]
     async with make_cluster(placement) as cluster:
@@ -82,6 +84,7 @@ async def test_one_token_needs_no_decode(make_cluster: ClusterMaker, placement: 
         assert await cluster.tokens(request(0, prompt, max_tokens=1)) == greedy_tiny(tiny_path, prompt, 1)
 
 
+@pytest.mark.thorough
 async def test_preemption_changes_nothing(make_cluster: ClusterMaker, placement: str, tiny_path: Path) -> None:
     """A pool for about three of eight sequences: they queue, lose their blocks, and go on as if nothing happened."""
     wanted = prompts(8, shortest=30, longest=60, seed=9)
@@ -95,6 +98,7 @@ async def test_preemption_changes_nothing(make_cluster: ClusterMaker, placement:
     assert preempted, "the pool was meant to be too small"
 
 
+@pytest.mark.thorough
 async def test_a_seed_gives_the_same_tokens_everywhere(make_cluster: ClusterMaker, placement: str) -> None:
     wanted = prompts(6, seed=10)
     sampled = {"temperature": 1.0, "top_p": 0.95, "top_k": 50, "presence_penalty": 0.5, "repetition_penalty": 1.1}
@@ -108,6 +112,7 @@ async def test_a_seed_gives_the_same_tokens_everywhere(make_cluster: ClusterMake
     assert len({tuple(tokens) for tokens in found}) == len(found)
 
 
+@pytest.mark.thorough
 async def test_prompt_logprobs_survive_chunks_and_the_way(make_cluster: ClusterMaker, placement: str) -> None:
     prompt = tuple(prompts(1, shortest=50, longest=50, seed=11)[0])
     order = Request(

@@ -10,6 +10,8 @@ from serving.messages import Request, SamplingParams
 from tests.flow.conftest import Cluster, ClusterMaker
 from tests.flow.reference import prompts
 
+pytestmark = pytest.mark.thorough
+
 LETTERS = tuple((token, 100.0) for token in (20, 21, 22))  # three tokens far above the rest: much repeats
 
 

@@ -23,6 +23,8 @@ from tests.flow.conftest import Cluster
 from tests.flow.reference import greedy_tiny, prompts
 from tests.flow.remote import RemoteCluster
 
+pytestmark = pytest.mark.thorough
+
 TOKENS = 24
 # A lead of the best token over the next, in nats, that rounding KV to 8 bits may turn round in a random model: twice
 # the largest that was seen to, in 150 texts.

@@ -20,7 +20,7 @@ from serving.forward.cuda_graphs import GraphSizes
 from serving.messages import SamplingParams
 from serving.model.spec import ModelSpec
 from serving.sampling.sampler import SampleRow
-from serving.sampling.torch_sampling import chosen
+from serving.sampling.torch_sampling import sample_on_device
 
 pytestmark = [
     pytest.mark.gpu,
@@ -119,7 +119,7 @@ def test_a_step_waits_for_nothing(forwards: list[Any]) -> None:
     steps: list[Callable[[], Tensor]] = []
     for forward in forwards:
         steps.append(lambda forward=forward: forward.greedy(step([101, 301], [1, 1]), None))
-        steps.append(lambda forward=forward: chosen(forward.logits(step([101, 301], [1, 1]), None), rows))
+        steps.append(lambda forward=forward: sample_on_device(forward.logits(step([101, 301], [1, 1]), None), rows))
         steps.append(lambda forward=forward: forward.greedy(step([40, 302], [20, 1]), None))
     for run in steps:
         expected = run()  # once with leave to wait: kernels are compiled, memory is taken

@@ -14,6 +14,7 @@ from tests.house.source import ROOT
 
 EXPORTED = re.compile(r"^# TYPE (millrace:\w+) (\w+)$", re.MULTILINE)
 DOCUMENTED = re.compile(r"^\| `(millrace:\w+)` \| (\w+) \|", re.MULTILINE)
+PAGES = ("*.md", "docs/**/*.md", "tests/*.md")
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#]+)(?:#[^)]*)?\)")
 
 
@@ -24,6 +25,7 @@ def exported() -> dict[str, str]:
 
 
 def test_every_metric_is_documented_and_no_other() -> None:
+    assert len(exported()) > 10
     assert dict(DOCUMENTED.findall((ROOT / "docs/metrics.md").read_text())) == exported()
 
 
@@ -33,7 +35,8 @@ def test_the_flags_page_is_up_to_date() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+    "page",
+    sorted(path.relative_to(ROOT).as_posix() for glob in PAGES for path in ROOT.glob(glob)),
 )
 def test_links_between_pages_lead_somewhere(page: str) -> None:
     path = ROOT / page
@@ -49,4 +52,5 @@ def test_the_readme_opens_with_the_two_commands_and_a_request() -> None:
 
 def test_every_decision_is_numbered_once() -> None:
     names = sorted(path.name for path in Path(ROOT / "docs/decisions").glob("*.md"))
+    assert names
     assert [name[:4] for name in names] == [f"{number:04d}" for number in range(1, len(names) + 1)]

@@ -18,7 +18,7 @@ from kvcache.transfer.nixl_agent import installed
 from serving.links import HandoffLink
 from serving.messages import LeaseGrant, LeaseId, TransportOffer
 from serving.rpc import server
-from tests.kvcache.sequences import lease_id
+from tests.fakes.sequences import lease_id
 
 needs_nixl = pytest.mark.skipif(not installed(), reason="nixl is not installed")
 BESIDE = ("shm", pytest.param("nixl", marks=needs_nixl))  # transports that write into buffers beside the stream

@@ -10,7 +10,7 @@ from serving.engine.engine import LayerDone, RunResult, RunTimes
 from serving.engine.plan import StepPlan, Work
 from serving.engine.record import StepRecord
 from serving.engine.sequence import SequenceState
-from tests.kvcache.sequences import make_sequence
+from tests.fakes.sequences import make_sequence
 from tests.prefill.scripted import ScriptedRunner, make_engine, make_kv, next_token
 
 LAYERS = 2

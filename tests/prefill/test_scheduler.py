@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prefill.scheduler import PrefillScheduler
 from serving.engine.plan import StepPlan
 from serving.engine.sequence import SequenceState
-from tests.kvcache.sequences import make_sequence
+from tests.fakes.sequences import make_sequence
 from tests.prefill.scripted import make_engine, make_kv, next_token
 
 

@@ -27,7 +27,7 @@ from serving.errors import (
 from serving.links import HandoffLink
 from serving.messages import FinishReason, LeaseGrant, LeaseId, Prefilled, PrefillOrder, Role
 from tests.decode.workers import Worker
-from tests.kvcache.sequences import lease_id, make_order
+from tests.fakes.sequences import lease_id, make_order
 from tests.prefill.scripted import next_token, written_out
 
 PROMPT = list(range(10))

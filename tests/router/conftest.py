@@ -15,7 +15,7 @@ from router.router import Router
 from serving.errors import MillraceError
 from serving.messages import Delta, Request, Role
 from serving.timeline import Timeline
-from tests.kvcache.sequences import make_request
+from tests.fakes.sequences import make_request
 from tests.prefill.scripted import written_out
 from tests.router.scripted import ScriptedWorker, make_status
 

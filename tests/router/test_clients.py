@@ -19,7 +19,7 @@ from serving.messages import LeaseGrant, PrefillOrder, Role
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import Caller, server
 from tests.decode.workers import Worker
-from tests.kvcache.sequences import make_order
+from tests.fakes.sequences import make_order
 from tests.prefill.scripted import written_out
 
 KEY = "key"

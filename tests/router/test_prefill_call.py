@@ -9,7 +9,7 @@ import pytest
 from router.prefill_call import PrefillCall
 from serving.errors import CorruptChunk, MillraceError, Preempted, WorkerLost
 from serving.messages import PrefillOrder
-from tests.kvcache.sequences import make_order
+from tests.fakes.sequences import make_order
 from tests.router.scripted import HANG, ScriptedWorker, make_status
 
 

@@ -11,7 +11,7 @@ from serving.errors import CorruptChunk, NoRoom
 from serving.messages import Audit, Delta, FinishReason, PoolReport, PoolStat, Tier, TierStat, WorkerStatus
 from serving.metrics import RouterMetrics, pool_metrics, worker_metrics
 from serving.timeline import Moment, Timeline
-from tests.kvcache.sequences import make_request
+from tests.fakes.sequences import make_request
 from tests.router.scripted import make_status
 
 REQUEST = make_request([1, 2, 3])

@@ -14,7 +14,7 @@ from deploy.runtime.http_connection import HttpConnection
 from deploy.runtime.http_server import HttpServer, bind
 from serving.messages import FinishReason
 from serving.text.tokenizer import Tokenizer
-from tests.serving.api.scripted import MODEL, Counting, Script, app_of, tiny_tokenizer
+from tests.fakes.generate import MODEL, CountingObserver, ScriptedGenerate, app_of, tiny_tokenizer
 
 TOKENS = 200
 
@@ -28,8 +28,8 @@ class Unread:
     """A stream over a socket with a small buffer, larger than all the buffers on its way together."""
 
     def __init__(self, tokenizer: Tokenizer, send_timeout: float):
-        self.script = Script(lambda request: [5] * TOKENS)
-        self.observer = Counting()
+        self.script = ScriptedGenerate(lambda request: [5] * TOKENS)
+        self.observer = CountingObserver()
         self.app = app_of(self.script, tokenizer, observer=self.observer)
         listening = bind("127.0.0.1", 0)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # what it accepts has that too

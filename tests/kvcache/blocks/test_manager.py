@@ -14,7 +14,7 @@ from kvcache.blocks.allocator import BlockAllocator
 from kvcache.blocks.manager import KVCacheManager
 from serving.engine.sequence import SequenceState
 from serving.errors import NoRoom
-from tests.kvcache.sequences import make_sequence
+from tests.fakes.sequences import make_sequence
 
 TOKEN = st.integers(0, 1)
 PROMPT = st.lists(TOKEN, min_size=1, max_size=14)

@@ -16,7 +16,7 @@ from kvcache.blocks.offload import JOINT_TOKENS, STAGING_SHARE, OffloadManager, 
 from serving.engine.sequence import SequenceState
 from serving.errors import NoRoom
 from serving.kvspec import gqa, gqa_int8
-from tests.kvcache.sequences import make_sequence
+from tests.fakes.sequences import make_sequence
 
 TOKEN = st.integers(0, 1)
 PLANS = st.builds(

@@ -23,10 +23,10 @@ from kvcache.memory.host_copy import Bytes
 from kvcache.memory.locations import KVLocations
 from kvcache.pool.block import DEFAULT_NAMESPACE, PoolBlock, block_of
 from serving.errors import NoRoom
+from tests.fakes.sequences import make_sequence
 from tests.kvcache.connector.test_prefix_fetch import Reader
 from tests.kvcache.connector.test_write_back import Writer
 from tests.kvcache.memory.test_locations import LENGTH, PLAN, SPECS, Engine, attended, kv_of, wanted
-from tests.kvcache.sequences import make_sequence
 
 EXTENT = PLAN.extent_tokens
 SIZE = PLAN.block_size

@@ -13,8 +13,8 @@ from kvcache.connector.direct_fetch import DirectFetch, DirectFetcher
 from kvcache.connector.fetch_cost import PROBE_EVERY, DirectCost, FetchCost
 from kvcache.pool.block import PoolBlock, Slab
 from serving.engine.sequence import SequenceState
+from tests.fakes.sequences import make_sequence
 from tests.kvcache.connector.test_prefix_fetch import SIZE, Reader, World, in_pool
-from tests.kvcache.sequences import make_sequence
 
 PROMPT = list(range(8 * SIZE + 1))
 

@@ -20,7 +20,7 @@ from kvcache.memory.device import DeviceKV
 from kvcache.memory.locations import KVLocations
 from kvcache.pool.block import DIGEST_BYTES, PoolBlock, Slab
 from serving.kvspec import gqa
-from tests.kvcache.sequences import make_sequence
+from tests.fakes.sequences import make_sequence
 
 SPECS = (gqa(1, 2, "float32"), gqa(2, 2, "float32"), gqa(1, 4, "float32"))
 SIZE = 4

@@ -18,7 +18,7 @@ from kvcache.memory.device import DeviceKV
 from kvcache.pool.block import DEFAULT_NAMESPACE, PoolBlock, namespace_of, verify_block
 from serving.engine.sequence import SequenceState
 from serving.kvspec import AUTO, LayerKV, gqa, gqa_int8
-from tests.kvcache.sequences import make_sequence
+from tests.fakes.sequences import make_sequence
 
 SPECS = (gqa(2, 4, "float32"), gqa_int8(2, 4))
 SIZE = 4

@@ -13,8 +13,8 @@ from kvcache.handoff.chunk import Chunk, encode, sealed, split, verify
 from kvcache.memory.device import DeviceKV
 from serving.errors import CorruptChunk
 from serving.messages import LeaseId
-from tests.kvcache.layers import LAYOUTS, random_pool, token_at
-from tests.kvcache.sequences import lease_id
+from tests.fakes.kv_layouts import LAYOUTS, random_pool, token_at
+from tests.fakes.sequences import lease_id
 
 FENCE = lease_id("request/7", 3, "abc")
 

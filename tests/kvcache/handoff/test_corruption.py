@@ -25,10 +25,10 @@ from serving.kvspec import LayerKV, gqa, gqa_int8
 from serving.links import HandoffLink
 from serving.messages import LeaseGrant, LeaseOrder, Role
 from tests.decode.workers import FINGERPRINT, Worker
+from tests.fakes.kv_layouts import same_parts
+from tests.fakes.sequences import make_order
 from tests.kvcache.corruptions import COMMITS, KINDS, Corruption, Traffic, corruption, harmed_commit
-from tests.kvcache.layers import same_parts
 from tests.kvcache.reaching import TRANSPORTS, Way, way_to
-from tests.kvcache.sequences import make_order
 
 TOKENS = 24
 CUTS = (0, 9, 10, 20, TOKENS)

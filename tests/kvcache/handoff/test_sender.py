@@ -12,8 +12,8 @@ from kvcache.handoff import sender as handoffs
 from kvcache.handoff.chunk import Chunk, split, verify
 from kvcache.handoff.sender import Handoff, HandoffPlan
 from serving.errors import StaleLease
-from tests.kvcache.layers import LAYOUTS, random_pool, token_at
-from tests.kvcache.sequences import lease_id, make_sequence
+from tests.fakes.kv_layouts import LAYOUTS, random_pool, token_at
+from tests.fakes.sequences import lease_id, make_sequence
 
 LAYERS = st.integers(1, 6)
 

@@ -25,8 +25,8 @@ from serving.messages import LeaseId, TransportOffer
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import server
+from tests.fakes.sequences import lease_id
 from tests.kvcache.reaching import BESIDE, STREAMS, TRANSPORTS, Way, granted, needs_nixl, way_to
-from tests.kvcache.sequences import lease_id
 
 MIB = 1 << 20
 

@@ -15,8 +15,8 @@ from kvcache.transfer.lent_memory import MemoryLenders
 from serving.errors import MillraceError, StaleLease
 from serving.messages import LeaseId
 from serving.rpc import Caller
+from tests.fakes.sequences import lease_id
 from tests.kvcache.reaching import TRANSPORTS, Way, way_to
-from tests.kvcache.sequences import lease_id
 
 
 class Bringing:

@@ -27,10 +27,10 @@ from serving.errors import CorruptChunk, MillraceError, StaleLease, WorkerLost
 from serving.links import HandoffLink
 from serving.messages import LeaseGrant, Role, TransportOffer
 from tests.decode.workers import FINGERPRINT, SPECS, Worker
+from tests.fakes.kv_layouts import random_pool, token_at
+from tests.fakes.sequences import lease_id, make_order, make_sequence
 from tests.house.source import ROOT
-from tests.kvcache.layers import random_pool, token_at
 from tests.kvcache.reaching import BESIDE, STREAMS, TRANSPORTS, Way, granted, way_to
-from tests.kvcache.sequences import lease_id, make_order, make_sequence
 
 PROMPT = list(range(50))
 SOURCE = random_pool(SPECS, 16, 4, 7)

@@ -11,7 +11,7 @@ from kvcache.connector.block_io import part_bytes, read_blocks, write_part
 from kvcache.memory.device import DeviceKV, blocks_in, token_bytes
 from kvcache.memory.kv_dtype import stored_as
 from serving.kvspec import gqa
-from tests.kvcache.layers import INT8, LAYOUTS, WITH_ROOM, WITHOUT_ROOM, all_bytes, random_pool, same_parts, token_at
+from tests.fakes.kv_layouts import INT8, LAYOUTS, WITH_ROOM, WITHOUT_ROOM, all_bytes, random_pool, same_parts, token_at
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

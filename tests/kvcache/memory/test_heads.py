@@ -15,8 +15,8 @@ from kvcache.memory.heads import HeadSlice, heads_of, slice_map, with_heads
 from kvcache.memory.kv_dtype import choose_wire, relay
 from serving.errors import CorruptChunk
 from serving.kvspec import LayerKV, gqa, gqa_int8
-from tests.kvcache.layers import LATENT, all_bytes, random_pool, same_parts
-from tests.kvcache.sequences import lease_id
+from tests.fakes.kv_layouts import LATENT, all_bytes, random_pool, same_parts
+from tests.fakes.sequences import lease_id
 
 SIZES = [(2, 1), (1, 2), (4, 2), (2, 4), (3, 1), (1, 3), (3, 2), (4, 4), (1, 1)]
 HEADS = range(1, 9)

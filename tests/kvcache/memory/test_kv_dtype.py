@@ -15,8 +15,8 @@ from serving import kernels
 from serving.errors import StaleLease
 from serving.kernels import cpu
 from serving.kvspec import LayerKV, Plane, gqa, gqa_int8
-from tests.kvcache.layers import INT8, LATENT, LAYOUTS, SCALE_LAST, same_parts
-from tests.kvcache.sequences import lease_id
+from tests.fakes.kv_layouts import INT8, LATENT, LAYOUTS, SCALE_LAST, same_parts
+from tests.fakes.sequences import lease_id
 from tests.serving.kernels.cpu.formulas import SmallDecoder, ragged
 
 FLOATS = ("float32", "bfloat16", "float16")

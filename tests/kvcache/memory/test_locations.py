@@ -24,7 +24,7 @@ from kvcache.memory.device import Bytes, DeviceKV
 from kvcache.memory.host import HostKV
 from kvcache.memory.locations import KVLocation, KVLocations
 from serving.kvspec import gqa, gqa_int8
-from tests.kvcache.sequences import lease_id, make_sequence
+from tests.fakes.sequences import lease_id, make_sequence
 
 SPECS = (gqa(1, 2, "float32"), gqa_int8(1, 3))
 PLAN = OffloadPlan(

@@ -1,11 +1,11 @@
-"""Tokenizers the door is tested with."""
+"""The tokenizer that the API is tested with."""
 
 from __future__ import annotations
 
 import pytest
 
 from serving.text.tokenizer import Tokenizer
-from tests.serving.api.scripted import tiny_tokenizer
+from tests.fakes.generate import tiny_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from serving.api.plan import ChoiceRequest, ResponsePlan
 from serving.errors import InternalError
 from serving.messages import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from serving.text.tokenizer import Tokenizer
-from tests.serving.api.scripted import VOCAB_SIZE
+from tests.fakes.generate import VOCAB_SIZE
 
 STOP_TOKEN = 5
 

@@ -7,15 +7,25 @@ import pytest
 from starlette.types import Message
 
 from serving.text.tokenizer import Tokenizer
+from tests.fakes.generate import (
+    KEY,
+    MAX_MODEL_LEN,
+    MODEL,
+    VOCAB_SIZE,
+    ScriptedGenerate,
+    app_of,
+    calling,
+    listening,
+    saying,
+)
 from tests.serving.api.malformed import Case, cases, endless_upload, key_cases, slow_drip
-from tests.serving.api.scripted import KEY, MAX_MODEL_LEN, MODEL, VOCAB_SIZE, Script, app_of, calling, listening, saying
 
 CASES = cases(model=MODEL, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 async def test_malformed(case: Case, tokenizer: Tokenizer) -> None:
-    script = Script(saying(tokenizer, "x"))
+    script = ScriptedGenerate(saying(tokenizer, "x"))
     async with calling(app_of(script, tokenizer)) as client:
         case.check(await case.send(client))
     assert script.started == []
@@ -28,7 +38,7 @@ def test_the_table_is_a_table() -> None:
 
 @pytest.mark.parametrize("case", key_cases(model=MODEL, key=KEY), ids=lambda case: case.name)
 async def test_without_the_key(case: Case, tokenizer: Tokenizer) -> None:
-    script = Script(saying(tokenizer, "x"))
+    script = ScriptedGenerate(saying(tokenizer, "x"))
     async with calling(app_of(script, tokenizer, api_keys=("another", KEY))) as client:
         case.check(await case.send(client))
     assert script.started == []
@@ -36,7 +46,7 @@ async def test_without_the_key(case: Case, tokenizer: Tokenizer) -> None:
 
 async def test_all_of_them_over_one_real_socket(tokenizer: Tokenizer) -> None:
     """A refused request leaves the server fit for the next one."""
-    script = Script(saying(tokenizer, "fine"))
+    script = ScriptedGenerate(saying(tokenizer, "fine"))
     async with (
         listening(app_of(script, tokenizer)) as port,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
@@ -48,7 +58,7 @@ async def test_all_of_them_over_one_real_socket(tokenizer: Tokenizer) -> None:
 
 
 async def test_endless_upload_is_refused_before_it_is_read(tokenizer: Tokenizer) -> None:
-    app = app_of(Script(saying(tokenizer, "x")), tokenizer, max_body_bytes=100_000)
+    app = app_of(ScriptedGenerate(saying(tokenizer, "x")), tokenizer, max_body_bytes=100_000)
     taken = 0
     taken_at_answer: list[int] = []
 
@@ -69,7 +79,7 @@ async def test_endless_upload_is_refused_before_it_is_read(tokenizer: Tokenizer)
 
 
 async def test_an_announced_length_is_refused_unread(tokenizer: Tokenizer) -> None:
-    app = app_of(Script(saying(tokenizer, "x")), tokenizer, max_body_bytes=100_000)
+    app = app_of(ScriptedGenerate(saying(tokenizer, "x")), tokenizer, max_body_bytes=100_000)
     order: list[object] = []
 
     async def receive() -> Message:
@@ -86,7 +96,7 @@ async def test_an_announced_length_is_refused_unread(tokenizer: Tokenizer) -> No
 
 
 async def test_endless_upload_over_a_socket(tokenizer: Tokenizer) -> None:
-    script = Script(saying(tokenizer, "x"))
+    script = ScriptedGenerate(saying(tokenizer, "x"))
     async with (
         listening(app_of(script, tokenizer, max_body_bytes=100_000)) as port,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
@@ -96,7 +106,7 @@ async def test_endless_upload_over_a_socket(tokenizer: Tokenizer) -> None:
 
 
 async def test_slow_drip(tokenizer: Tokenizer) -> None:
-    app = app_of(Script(saying(tokenizer, "x")), tokenizer, body_timeout_s=0.2)
+    app = app_of(ScriptedGenerate(saying(tokenizer, "x")), tokenizer, body_timeout_s=0.2)
     async with listening(app) as port:
         answer = await slow_drip(port)
         assert app.state.in_flight.count == 0
@@ -106,7 +116,7 @@ async def test_slow_drip(tokenizer: Tokenizer) -> None:
 
 
 async def test_too_long_a_prompt_says_by_how_many_tokens(tokenizer: Tokenizer) -> None:
-    async with calling(app_of(Script(saying(tokenizer, "x")), tokenizer)) as client:
+    async with calling(app_of(ScriptedGenerate(saying(tokenizer, "x")), tokenizer)) as client:
         body = {"model": MODEL, "prompt": [1] * (MAX_MODEL_LEN + 4)}
         too_long = (await client.post("/v1/completions", json=body)).json()["error"]["message"]
         body = {"model": MODEL, "prompt": [1] * 6, "max_tokens": MAX_MODEL_LEN}

@@ -12,7 +12,7 @@ import pytest
 from serving.errors import Overloaded, WorkerLost
 from serving.messages import Request
 from serving.text.tokenizer import Tokenizer
-from tests.serving.api.scripted import KEY, MODEL, Script, app_of, listening, logprob_of, saying
+from tests.fakes.generate import KEY, MODEL, ScriptedGenerate, app_of, listening, logprob_of, saying
 
 HELLO = [{"role": "user", "content": "Hello"}]
 TEXT = "The mill stands where the river narrows, déjà vu 😀 and on."
@@ -23,7 +23,7 @@ def client_at(port: int, key: str = KEY) -> openai.AsyncOpenAI:
 
 
 async def test_chat(tokenizer: Tokenizer) -> None:
-    script = Script(saying(tokenizer, TEXT), cached=2)
+    script = ScriptedGenerate(saying(tokenizer, TEXT), cached=2)
     async with listening(app_of(script, tokenizer)) as port, client_at(port) as client:
         answer = await client.chat.completions.create(model=MODEL, messages=HELLO)
     assert answer.choices[0].message.content == TEXT
@@ -39,7 +39,7 @@ async def test_chat(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
 async def test_streamed_chat(tokenizer: Tokenizer, chunk: int) -> None:
-    script = Script(saying(tokenizer, TEXT), chunk=chunk)
+    script = ScriptedGenerate(saying(tokenizer, TEXT), chunk=chunk)
     async with listening(app_of(script, tokenizer)) as port, client_at(port) as client:
         stream = await client.chat.completions.create(
             model=MODEL, messages=HELLO, stream=True, stream_options={"include_usage": True}
@@ -59,7 +59,7 @@ async def test_several_choices_are_told_apart_and_differ_in_seed(tokenizer: Toke
     def by_seed(request: Request) -> list[int]:
         return tokenizer.encode(f"I am {request.sampling.seed}.")
 
-    script = Script(by_seed, cached=4)
+    script = ScriptedGenerate(by_seed, cached=4)
     async with listening(app_of(script, tokenizer)) as port, client_at(port) as client:
         whole = await client.chat.completions.create(model=MODEL, messages=HELLO, n=3, seed=7)
         stream = await client.chat.completions.create(model=MODEL, messages=HELLO, n=3, seed=7, stream=True)
@@ -75,7 +75,7 @@ async def test_several_choices_are_told_apart_and_differ_in_seed(tokenizer: Toke
 
 
 async def test_seed_decides_and_without_one_each_request_draws_its_own(tokenizer: Tokenizer) -> None:
-    script = Script(saying(tokenizer, "x"))
+    script = ScriptedGenerate(saying(tokenizer, "x"))
     async with listening(app_of(script, tokenizer)) as port, client_at(port) as client:
         for seed in (11, 11, -1, openai.omit, openai.omit):
             await client.completions.create(model=MODEL, prompt="a", seed=seed)
@@ -85,7 +85,7 @@ async def test_seed_decides_and_without_one_each_request_draws_its_own(tokenizer
 
 
 async def test_chat_logprobs(tokenizer: Tokenizer) -> None:
-    script = Script(saying(tokenizer, "é 😀!"))
+    script = ScriptedGenerate(saying(tokenizer, "é 😀!"))
     async with listening(app_of(script, tokenizer)) as port, client_at(port) as client:
         whole = await client.chat.completions.create(model=MODEL, messages=HELLO, logprobs=True, top_logprobs=2)
         stream = await client.chat.completions.create(
@@ -101,7 +101,7 @@ async def test_chat_logprobs(tokenizer: Tokenizer) -> None:
 
 
 async def test_completion_logprobs_offsets_and_echo(tokenizer: Tokenizer) -> None:
-    script = Script(saying(tokenizer, " wheel é"))
+    script = ScriptedGenerate(saying(tokenizer, " wheel é"))
     async with listening(app_of(script, tokenizer)) as port, client_at(port) as client:
         answer = await client.completions.create(model=MODEL, prompt="the mill", echo=True, logprobs=1)
         plain = await client.completions.create(model=MODEL, prompt="the mill", logprobs=1)
@@ -119,7 +119,7 @@ async def test_completion_logprobs_offsets_and_echo(tokenizer: Tokenizer) -> Non
 
 
 async def test_prompt_alone_is_scored_with_echo_and_no_output(tokenizer: Tokenizer) -> None:
-    script = Script(saying(tokenizer, "unseen"))
+    script = ScriptedGenerate(saying(tokenizer, "unseen"))
     async with listening(app_of(script, tokenizer)) as port, client_at(port) as client:
         answer = await client.completions.create(model=MODEL, prompt="the mill", echo=True, logprobs=0, max_tokens=0)
     assert answer.choices[0].text == "the mill"
@@ -128,7 +128,7 @@ async def test_prompt_alone_is_scored_with_echo_and_no_output(tokenizer: Tokeniz
 
 
 async def test_stop_string_cuts_and_counts(tokenizer: Tokenizer) -> None:
-    script = Script(saying(tokenizer, "one two END three"))
+    script = ScriptedGenerate(saying(tokenizer, "one two END three"))
     async with listening(app_of(script, tokenizer)) as port, client_at(port) as client:
         whole = await client.chat.completions.create(model=MODEL, messages=HELLO, stop=["zzz", "END"])
         stream = await client.chat.completions.create(model=MODEL, messages=HELLO, stop="END", stream=True)
@@ -148,7 +148,7 @@ async def test_stop_string_cuts_and_counts(tokenizer: Tokenizer) -> None:
 
 async def test_stop_token_is_counted_and_not_shown(tokenizer: Tokenizer) -> None:
     eos = tokenizer.eos_id
-    script = Script(lambda request: [*tokenizer.encode("bye"), eos], eos=eos)
+    script = ScriptedGenerate(lambda request: [*tokenizer.encode("bye"), eos], eos=eos)
     async with listening(app_of(script, tokenizer)) as port, client_at(port) as client:
         answer = await client.chat.completions.create(
             model=MODEL, messages=HELLO, logprobs=True, extra_body={"skip_special_tokens": False}
@@ -160,7 +160,7 @@ async def test_stop_token_is_counted_and_not_shown(tokenizer: Tokenizer) -> None
 
 
 async def test_prompts_of_every_form(tokenizer: Tokenizer) -> None:
-    script = Script(lambda request: request.prompt)
+    script = ScriptedGenerate(lambda request: request.prompt)
     ids = tokenizer.encode("the mill")
     async with listening(app_of(script, tokenizer)) as port, client_at(port) as client:
         one = await client.completions.create(model=MODEL, prompt=ids)
@@ -177,7 +177,7 @@ async def test_errors_become_the_clients_exceptions(tokenizer: Tokenizer) -> Non
     async def refuse(request: Request, index: int) -> None:
         raise Overloaded("the queue is full", retry_after=2.2)
 
-    app = app_of(Script(saying(tokenizer, "x"), before=refuse), tokenizer, api_keys=(KEY,))
+    app = app_of(ScriptedGenerate(saying(tokenizer, "x"), before=refuse), tokenizer, api_keys=(KEY,))
     async with listening(app) as port, client_at(port) as client:
         for stream in (False, True):  # a stream that never began is refused with a status of its own
             with pytest.raises(openai.RateLimitError) as limited:
@@ -198,7 +198,7 @@ async def test_error_in_mid_stream_is_an_event_and_no_false_ending(tokenizer: To
         if index == 5:
             raise WorkerLost("the worker is gone")
 
-    script = Script(saying(tokenizer, TEXT), before=break_at_five)
+    script = ScriptedGenerate(saying(tokenizer, TEXT), before=break_at_five)
     async with listening(app_of(script, tokenizer)) as port, client_at(port) as client:
         stream = await client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
         seen: set[str | None] = set()
@@ -220,7 +220,7 @@ async def test_hanging_up_closes_every_iterator(tokenizer: Tokenizer) -> None:
         if index == 3:
             await never.wait()
 
-    script = Script(saying(tokenizer, TEXT), before=wait_at_three)
+    script = ScriptedGenerate(saying(tokenizer, TEXT), before=wait_at_three)
     app = app_of(script, tokenizer)
     async with listening(app) as port, client_at(port) as client:
         stream = await client.chat.completions.create(model=MODEL, messages=HELLO, stream=True, n=3)
@@ -233,7 +233,7 @@ async def test_hanging_up_closes_every_iterator(tokenizer: Tokenizer) -> None:
 
 
 async def test_lowest_logprob_is_a_number(tokenizer: Tokenizer) -> None:
-    script = Script(saying(tokenizer, "x"))
+    script = ScriptedGenerate(saying(tokenizer, "x"))
     original = script._delta
 
     def impossible(request: Request, tokens: list[int], start: int):  # type: ignore[no-untyped-def]

@@ -11,7 +11,7 @@ from serving import __version__
 from serving.api.generation import LARGE_BODY
 from serving.messages import Request
 from serving.text.tokenizer import Tokenizer, load_tokenizer
-from tests.serving.api.scripted import KEY, MAX_MODEL_LEN, MODEL, Script, app_of, calling, saying
+from tests.fakes.generate import KEY, MAX_MODEL_LEN, MODEL, ScriptedGenerate, app_of, calling, saying
 from tests.tiny import write_tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -19,7 +19,7 @@ HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
 
 
 async def test_open_endpoints_need_no_key_and_the_others_do(tokenizer: Tokenizer) -> None:
-    app = app_of(Script(saying(tokenizer, "x")), tokenizer, api_keys=(KEY,))
+    app = app_of(ScriptedGenerate(saying(tokenizer, "x")), tokenizer, api_keys=(KEY,))
     async with calling(app) as client:
         for path in ("/health", "/live", "/ping", "/version", "/metrics"):
             assert (await client.get(path)).status_code == 200, path
@@ -33,7 +33,7 @@ async def test_open_endpoints_need_no_key_and_the_others_do(tokenizer: Tokenizer
 
 
 async def test_version_metrics_audit(tokenizer: Tokenizer) -> None:
-    async with calling(app_of(Script(saying(tokenizer, "x")), tokenizer)) as client:
+    async with calling(app_of(ScriptedGenerate(saying(tokenizer, "x")), tokenizer)) as client:
         assert (await client.get("/version")).json() == {"version": __version__}
         metrics = await client.get("/metrics")
         assert metrics.text == "# nothing\n"
@@ -42,7 +42,7 @@ async def test_version_metrics_audit(tokenizer: Tokenizer) -> None:
 
 
 async def test_unhealthy_says_why_and_stays_alive(tokenizer: Tokenizer) -> None:
-    app = app_of(Script(saying(tokenizer, "x")), tokenizer, health=lambda: (False, "no decode worker"))
+    app = app_of(ScriptedGenerate(saying(tokenizer, "x")), tokenizer, health=lambda: (False, "no decode worker"))
     async with calling(app) as client:
         for path in ("/health", "/ping"):
             response = await client.get(path)
@@ -58,7 +58,7 @@ async def test_draining_refuses_the_new_and_finishes_the_old(tokenizer: Tokenize
         inside.set()
         await go_on.wait()
 
-    app = app_of(Script(saying(tokenizer, "done"), before=wait), tokenizer)
+    app = app_of(ScriptedGenerate(saying(tokenizer, "done"), before=wait), tokenizer)
     in_flight = app.state.in_flight
     async with calling(app) as client:
         old = asyncio.create_task(client.post(CHAT, json={**HELLO, "stream": True}))
@@ -77,7 +77,7 @@ async def test_draining_refuses_the_new_and_finishes_the_old(tokenizer: Tokenize
 
 
 async def test_request_ids(tokenizer: Tokenizer) -> None:
-    script = Script(saying(tokenizer, "x"))
+    script = ScriptedGenerate(saying(tokenizer, "x"))
     async with calling(app_of(script, tokenizer)) as client:
         for wanted, kept in [("trace-7:a.b_C", True), ("", False), ("a b", False), ("x" * 129, False), ("a\tb", False)]:
             response = await client.post(CHAT, json=HELLO, headers={"x-request-id": wanted})
@@ -90,7 +90,7 @@ async def test_request_ids(tokenizer: Tokenizer) -> None:
 
 
 async def test_tokenize_and_detokenize(tokenizer: Tokenizer) -> None:
-    async with calling(app_of(Script(saying(tokenizer, "x")), tokenizer)) as client:
+    async with calling(app_of(ScriptedGenerate(saying(tokenizer, "x")), tokenizer)) as client:
         text = "the mill <|im_end|> é"
         answer = (await client.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
         assert answer["tokens"] == tokenizer.encode(text)
@@ -108,7 +108,7 @@ async def test_a_long_text_does_not_hold_up_the_others(tokenizer: Tokenizer) -> 
     """The event loop goes on while a body past LARGE_BODY is tokenized."""
     long = {"prompt": "the mill turns. " * 60_000}
     assert len(json.dumps(long)) > LARGE_BODY
-    async with calling(app_of(Script(saying(tokenizer, "x")), tokenizer)) as client:
+    async with calling(app_of(ScriptedGenerate(saying(tokenizer, "x")), tokenizer)) as client:
         slow = asyncio.create_task(client.post("/tokenize", json=long))
         answered = 0
         while not slow.done():
@@ -120,7 +120,7 @@ async def test_a_long_text_does_not_hold_up_the_others(tokenizer: Tokenizer) -> 
 
 
 async def test_messages_of_every_accepted_form(tokenizer: Tokenizer) -> None:
-    script = Script(saying(tokenizer, "x"))
+    script = ScriptedGenerate(saying(tokenizer, "x"))
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     sent_back = {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": None, "function_call": None}
     messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}, sent_back]
@@ -155,7 +155,7 @@ async def test_messages_of_every_accepted_form(tokenizer: Tokenizer) -> None:
 
 async def test_output_room(tokenizer: Tokenizer) -> None:
     """Chat may fill the context; a completion has 16 tokens unless it asks, as in OpenAI's API; each bound is exact."""
-    script = Script(saying(tokenizer, "x"))
+    script = ScriptedGenerate(saying(tokenizer, "x"))
     async with calling(app_of(script, tokenizer)) as client:
         await client.post(CHAT, json=HELLO)
         await client.post("/v1/completions", json={"model": MODEL, "prompt": [7]})
@@ -174,7 +174,7 @@ async def test_chat_without_a_template(tokenizer: Tokenizer, tmp_path_factory: p
     folder = tmp_path_factory.mktemp("bare")
     write_tokenizer(folder)
     (folder / "tokenizer_config.json").unlink()
-    async with calling(app_of(Script(saying(tokenizer, "x")), load_tokenizer(folder))) as client:
+    async with calling(app_of(ScriptedGenerate(saying(tokenizer, "x")), load_tokenizer(folder))) as client:
         response = await client.post(CHAT, json=HELLO)
         assert response.status_code == 400
         assert response.json()["error"]["code"] == "no_chat_template"
@@ -182,7 +182,7 @@ async def test_chat_without_a_template(tokenizer: Tokenizer, tmp_path_factory: p
 
 
 async def test_openapi_describes_what_is_validated(tokenizer: Tokenizer) -> None:
-    async with calling(app_of(Script(saying(tokenizer, "x")), tokenizer)) as client:
+    async with calling(app_of(ScriptedGenerate(saying(tokenizer, "x")), tokenizer)) as client:
         document = (await client.get("/openapi.json")).json()
     body = document["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]
     name = body["$ref"].removeprefix("#/components/schemas/")

@@ -13,14 +13,16 @@ from starlette.types import Message
 from serving.errors import DeadlineExceeded, Unavailable
 from serving.messages import FinishReason, Request
 from serving.text.tokenizer import Tokenizer
-from tests.serving.api.scripted import MODEL, Counting, Script, app_of, calling, events, listening, saying
+from tests.fakes.generate import MODEL, CountingObserver, ScriptedGenerate, app_of, calling, events, listening, saying
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
 TEXT = "The river turns, é 😀."
 
 
-async def stream_of(script: Script, tokenizer: Tokenizer, body: dict[str, Any], path: str = CHAT) -> list[Any]:
+async def stream_of(
+    script: ScriptedGenerate, tokenizer: Tokenizer, body: dict[str, Any], path: str = CHAT
+) -> list[Any]:
     async with calling(app_of(script, tokenizer)) as client:
         response = await client.post(path, json={**body, "stream": True})
     assert response.status_code == 200
@@ -33,7 +35,7 @@ async def stream_of(script: Script, tokenizer: Tokenizer, body: dict[str, Any], 
 
 async def test_usage_so_far_in_every_chunk(tokenizer: Tokenizer) -> None:
     body = {**HELLO, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    script = Script(saying(tokenizer, TEXT), cached=3)
+    script = ScriptedGenerate(saying(tokenizer, TEXT), cached=3)
     chunks = await stream_of(script, tokenizer, body)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
@@ -43,13 +45,13 @@ async def test_usage_so_far_in_every_chunk(tokenizer: Tokenizer) -> None:
 
 
 async def test_no_usage_unless_asked_for(tokenizer: Tokenizer) -> None:
-    chunks = await stream_of(Script(saying(tokenizer, TEXT)), tokenizer, HELLO)
+    chunks = await stream_of(ScriptedGenerate(saying(tokenizer, TEXT)), tokenizer, HELLO)
     assert all("usage" not in chunk for chunk in chunks)
 
 
 @pytest.mark.parametrize("chunk", [1, 4])
 async def test_token_ids_come_along(tokenizer: Tokenizer, chunk: int) -> None:
-    script = Script(saying(tokenizer, TEXT), chunk=chunk)
+    script = ScriptedGenerate(saying(tokenizer, TEXT), chunk=chunk)
     chunks = await stream_of(script, tokenizer, {**HELLO, "return_token_ids": True})
     ids = [token for item in chunks for token in item["choices"][0].get("token_ids", [])]
     assert ids == tokenizer.encode(TEXT)
@@ -58,8 +60,8 @@ async def test_token_ids_come_along(tokenizer: Tokenizer, chunk: int) -> None:
 
 async def test_completion_stream_with_echo(tokenizer: Tokenizer) -> None:
     body = {"model": MODEL, "prompt": ["a", "b"], "echo": True, "logprobs": 1, "max_tokens": 100}
-    chunks = await stream_of(Script(saying(tokenizer, TEXT)), tokenizer, body, "/v1/completions")
-    whole_app = app_of(Script(saying(tokenizer, TEXT)), tokenizer)
+    chunks = await stream_of(ScriptedGenerate(saying(tokenizer, TEXT)), tokenizer, body, "/v1/completions")
+    whole_app = app_of(ScriptedGenerate(saying(tokenizer, TEXT)), tokenizer)
     async with calling(whole_app) as client:
         whole = (await client.post("/v1/completions", json=body)).json()
     for index, prompt in enumerate("ab"):
@@ -70,7 +72,7 @@ async def test_completion_stream_with_echo(tokenizer: Tokenizer) -> None:
 
 
 async def test_an_empty_piece_is_not_sent(tokenizer: Tokenizer) -> None:
-    chunks = await stream_of(Script(saying(tokenizer, "😀")), tokenizer, HELLO)
+    chunks = await stream_of(ScriptedGenerate(saying(tokenizer, "😀")), tokenizer, HELLO)
     assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks] == ["", "😀"]
 
 
@@ -82,8 +84,8 @@ async def test_the_error_of_one_choice_ends_all(tokenizer: Tokenizer) -> None:
             raise Unavailable("no worker is left", retry_after=3)
         await never.wait()
 
-    observer = Counting()
-    script = Script(saying(tokenizer, TEXT), before=second_fails)
+    observer = CountingObserver()
+    script = ScriptedGenerate(saying(tokenizer, TEXT), before=second_fails)
     for stream in (False, True):
         async with calling(app_of(script, tokenizer, observer=observer)) as client:
             response = await client.post(CHAT, json={**HELLO, "n": 3, "stream": stream})
@@ -99,8 +101,8 @@ async def test_every_ending_is_told_once(tokenizer: Tokenizer) -> None:
         if request.sampling.max_tokens == 9 and index == 4:
             raise DeadlineExceeded("too late")
 
-    observer = Counting()
-    script = Script(saying(tokenizer, TEXT), before=fail_late)
+    observer = CountingObserver()
+    script = ScriptedGenerate(saying(tokenizer, TEXT), before=fail_late)
     async with calling(app_of(script, tokenizer, observer=observer)) as client:
         for extra in ({"max_tokens": 3}, {"stop": "river"}, {"max_tokens": 9}):
             for stream in (False, True):
@@ -119,7 +121,7 @@ async def test_a_bug_in_mid_stream_is_an_error_event_without_details(tokenizer: 
         if index == 2:
             raise KeyError("secret")
 
-    app = app_of(Script(saying(tokenizer, TEXT), before=bug), tokenizer)
+    app = app_of(ScriptedGenerate(saying(tokenizer, TEXT), before=bug), tokenizer)
     async with calling(app) as client:
         streamed = await client.post(CHAT, json={**HELLO, "stream": True})
         whole = await client.post(CHAT, json=HELLO)
@@ -131,7 +133,7 @@ async def test_a_bug_in_mid_stream_is_an_error_event_without_details(tokenizer: 
 
 
 async def test_a_generation_without_an_end_is_an_error(tokenizer: Tokenizer) -> None:
-    async with calling(app_of(Script(lambda request: []), tokenizer)) as client:
+    async with calling(app_of(ScriptedGenerate(lambda request: []), tokenizer)) as client:
         response = await client.post(CHAT, json=HELLO)
     assert response.status_code == 500
 
@@ -150,8 +152,8 @@ async def test_hang_up_on_a_socket_closes_the_iterators(tokenizer: Tokenizer, st
             waiting.set()
         await never.wait()
 
-    observer = Counting()
-    script = Script(saying(tokenizer, TEXT), before=wait)
+    observer = CountingObserver()
+    script = ScriptedGenerate(saying(tokenizer, TEXT), before=wait)
     app = app_of(script, tokenizer, observer=observer)
     async with listening(app) as port:
         async with httpx.AsyncClient() as client:
@@ -166,7 +168,7 @@ async def test_hang_up_on_a_socket_closes_the_iterators(tokenizer: Tokenizer, st
 
 
 async def test_stop_string_closes_the_iterator_before_the_answer_is_complete(tokenizer: Tokenizer) -> None:
-    script = Script(saying(tokenizer, TEXT))
+    script = ScriptedGenerate(saying(tokenizer, TEXT))
     sent: list[bytes] = []
     closed_at_end: list[int] = []
     body = json.dumps({**HELLO, "stream": True, "stop": "river"}).encode()

@@ -14,7 +14,7 @@ from serving.engine.plan import Work
 from serving.engine.sequence import SequenceState
 from serving.errors import InternalError, Preempted
 from serving.messages import FinishReason
-from tests.kvcache.sequences import make_sequence
+from tests.fakes.sequences import make_sequence
 from tests.prefill.scripted import ScriptedRunner, make_decoding, make_engine, make_kv, next_token, written_out
 
 

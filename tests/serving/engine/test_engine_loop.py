@@ -13,7 +13,7 @@ from serving.engine.engine import Engine
 from serving.engine.loop import EngineLoop
 from serving.engine.plan import Work
 from serving.engine.sequence import SequenceOutput, SequenceState
-from tests.kvcache.sequences import make_sequence
+from tests.fakes.sequences import make_sequence
 from tests.prefill.scripted import ScriptedRunner, make_decoding, make_engine, make_kv, written_out
 from tests.serving.engine.scripted_overlap import LateRunner, make_ahead_engine
 

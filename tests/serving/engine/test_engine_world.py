@@ -21,7 +21,7 @@ from serving.engine.engine import Engine
 from serving.engine.sequence import SequenceOutput, SequenceState
 from serving.errors import NoRoom, Preempted
 from serving.messages import Request
-from tests.kvcache.sequences import make_request, make_sequence
+from tests.fakes.sequences import make_request, make_sequence
 from tests.prefill.scripted import (
     VOCAB,
     ScriptedRunner,

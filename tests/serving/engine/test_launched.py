@@ -39,7 +39,7 @@ from serving.sampling.sampler import (
     SamplingFailed,
 )
 from serving.sampling.torch_sampling import TorchSampling
-from tests.kvcache.sequences import lease_id, make_sequence
+from tests.fakes.sequences import lease_id, make_sequence
 from tests.prefill.scripted import make_decoding, make_kv
 from tests.tiny import tiny_llama
 

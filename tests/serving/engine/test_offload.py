@@ -19,7 +19,7 @@ from serving.engine.offload import OffloadMove, OffloadState
 from serving.engine.plan import StepPlan, Work
 from serving.engine.runner import ModelRunner
 from serving.model.spec import ModelSpec
-from tests.kvcache.sequences import make_sequence
+from tests.fakes.sequences import make_sequence
 
 VOCAB = 50
 SPEC = ModelSpec(

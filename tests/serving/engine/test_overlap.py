@@ -17,7 +17,7 @@ from serving.engine.record import StepRecord
 from serving.engine.sequence import SequenceOutput, SequenceState
 from serving.errors import InternalError, Preempted
 from serving.messages import FinishReason
-from tests.kvcache.sequences import make_sequence
+from tests.fakes.sequences import make_sequence
 from tests.prefill.scripted import make_decoding, make_kv, next_token, written_out
 from tests.serving.engine.scripted_overlap import LateRunner, make_ahead_engine
 

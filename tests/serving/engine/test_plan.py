@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serving.engine.plan import StepPlan, Work
-from tests.kvcache.sequences import make_sequence
+from tests.fakes.sequences import make_sequence
 from tests.prefill.scripted import make_decoding, make_kv
 
 BY = make_decoding(make_kv(1, 1))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from serving.engine.sequence import OutputView
 from serving.messages import FinishReason, TokenLogprob
-from tests.kvcache.sequences import make_sequence
+from tests.fakes.sequences import make_sequence
 
 TOKENS = st.lists(st.integers(0, 9), max_size=12)
 

@@ -1,4 +1,4 @@
-"""A `generate` that plays back tokens, and the door in front of it: in the event loop or on a real socket."""
+"""A scripted `generate` in the router's place, and the API in front of it: in the event loop or on a real socket."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tiny_tokenizer(folder: Path) -> Tokenizer:
     return load_tokenizer(folder)
 
 
-class Counting:
+class CountingObserver:
     """An observer that remembers."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Counting:
 
 
 @dataclass
-class Script:
+class ScriptedGenerate:
     """Plays `tokens(request)` back, `chunk` tokens a delta, and remembers who was started and closed.
 
     Before output token i it awaits `before(request, i)`, which may wait or raise.
@@ -105,8 +105,8 @@ def saying(tokenizer: Tokenizer, text: str) -> Callable[[Request], list[int]]:
     return lambda request: tokens
 
 
-def app_of(script: Script, tokenizer: Tokenizer, **options: Any) -> FastAPI:
-    """The door before `script`. Options are those of `create_app`, or of `ApiConfig`."""
+def app_of(script: ScriptedGenerate, tokenizer: Tokenizer, **options: Any) -> FastAPI:
+    """The API before `script`. Options are those of `create_app`, or of `ApiConfig`."""
     config = {name: options.pop(name) for name in list(options) if name in ApiConfig.__dataclass_fields__}
     given: dict[str, Any] = {
         "served": ServedModel(
@@ -128,7 +128,7 @@ async def _empty_audit() -> dict[str, Any]:
 async def calling(app: FastAPI, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client that calls the app directly; a bug in the app is an answer, as it is behind a real server."""
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://door", **options) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://api", **options) as client:
         yield client
 
 

@@ -1,4 +1,4 @@
-"""A small OpenAI-shaped HTTP server that does exactly what a test says, and a clock that only the test moves.
+"""A small OpenAI-shaped HTTP server that answers as its script says, for tests of clients: the benchmark is one.
 
 It parses requests by hand on asyncio streams, so that tests can break a response at any byte they like.
 """
@@ -8,32 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-
-class ManualClock:
-    """Seconds that pass only when told; counts its readings, so that a server can wait until a chunk was seen."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._read = asyncio.Event()
-
-    def __call__(self) -> float:
-        self._read.set()
-        return self.now
-
-    def expect_reading(self) -> None:
-        """Forgets the readings so far; call it before the write whose arrival is waited for."""
-        self._read.clear()
-
-    async def reading(self) -> None:
-        """Waits until the clock has been read since `expect_reading`."""
-        await self._read.wait()
 
 
 @dataclass(frozen=True)
@@ -47,7 +28,7 @@ class Received:
 
 
 @dataclass
-class Script:
+class ServerScript:
     """How completions are answered. The defaults are an obedient server: one token a chunk, usage at the end."""
 
     tokens_per_chunk: int = 1
@@ -72,7 +53,7 @@ class Script:
 class ScriptedServer:
     """Answers by `script`; `received` holds what came, `in_flight` and `most_in_flight` how much at once."""
 
-    script: Script = field(default_factory=Script)
+    script: ServerScript = field(default_factory=ServerScript)
     received: list[Received] = field(default_factory=list)
     completions: int = 0  # requests for completions so far
     in_flight: int = 0
@@ -211,8 +192,32 @@ async def listening(serve: Serve) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def scripted_server(script: Script | None = None) -> AsyncIterator[ScriptedServer]:
+async def scripted_server(script: ServerScript | None = None) -> AsyncIterator[ScriptedServer]:
     """A running server, closed with all its connections at the end."""
-    server = ScriptedServer(script or Script())
+    server = ScriptedServer(script or ServerScript())
     async with listening(server.serve) as server.url:
         yield server
+
+
+@contextmanager
+def threaded_server(script: ServerScript | None = None) -> Iterator[ScriptedServer]:
+    """A server on a loop of its own, for what runs its own loop in the main thread."""
+    ready: list[ScriptedServer] = []
+    started, stop = threading.Event(), asyncio.Event()
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def serve() -> None:
+        loops.append(asyncio.get_running_loop())
+        async with AsyncExitStack() as stack:
+            ready.append(await stack.enter_async_context(scripted_server(script)))
+            started.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert started.wait(10)
+    try:
+        yield ready[0]
+    finally:
+        loops[0].call_soon_threadsafe(stop.set)
+        thread.join(10)

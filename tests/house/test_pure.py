@@ -1,0 +1,92 @@
+"""Code that decides is pure: no torch, no clock, no awaiting, no thread, no socket, no file.
+
+Time, memory and the network are given to it as arguments, so that a test or a simulator decides what they are.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.house.source import imports, matching, start_closure, tree
+
+# Files that decide. The thin shells around them wait, measure and send: router/admission.py waits for a turn, the
+# workers and transports act. What merely describes (configuration, messages, specs) is not listed.
+PURE = (
+    "router/policy.py",
+    "router/registry.py",
+    "router/pool_nodes.py",
+    "prefill/scheduler.py",
+    "decode/scheduler.py",
+    "decode/leases.py",
+    "decode/speculation.py",
+    "kvcache/blocks/*.py",
+    "kvcache/connector/*_cost.py",
+    "kvcache/memory/heads.py",
+    "kvcache/transfer/choice.py",
+    "kvcache/transfer/lending.py",
+    "kvcache/pool/catalogue.py",
+    "kvcache/pool/eviction.py",
+    "kvcache/pool/pauses.py",
+    "kvcache/pool/ring.py",
+    "kvcache/pool/tiers.py",
+    "serving/engine/plan.py",
+    "serving/engine/sequence.py",
+    "serving/engine/offload.py",
+    "serving/engine/record.py",
+    "serving/sampling/randomness.py",
+    "serving/api/choice.py",
+    "serving/api/frames.py",
+    "serving/text/detokenizer.py",
+    "serving/timeline.py",
+)
+IMPURE = {
+    "asyncio", "concurrent", "datetime", "grpc", "multiprocessing", "os", "queue", "random", "select", "selectors",
+    "signal", "socket", "subprocess", "tempfile", "threading", "time", "torch",
+}  # fmt: skip
+AWAITING = (ast.AsyncFunctionDef, ast.Await, ast.AsyncFor, ast.AsyncWith)
+FILE_METHODS = {"read_text", "read_bytes", "write_text", "write_bytes"}
+
+
+@pytest.mark.parametrize("pattern", PURE)
+def test_code_that_decides_is_pure(pattern: str) -> None:
+    assert [f"{path}:{found}" for path in matching(pattern) for found in impurities(path)] == []
+
+
+def impurities(path: Path) -> Iterator[str]:
+    for found in imports(path):
+        if found.top in IMPURE:
+            yield f"{found.line} imports {found.name}"
+    closure = start_closure(path)
+    if "torch" in closure:
+        yield f" reaches torch through {closure['torch']}"
+    yield from acts(tree(path))
+
+
+def acts(module: ast.Module) -> Iterator[str]:
+    """Where this code awaits, or touches the file system or the terminal."""
+    for node in ast.walk(module):
+        if isinstance(node, AWAITING) or (isinstance(node, ast.comprehension) and node.is_async):
+            yield f"{getattr(node, 'lineno', '')} awaits"
+        elif isinstance(node, ast.Call):
+            called = node.func
+            if isinstance(called, ast.Name) and called.id in ("open", "print", "input"):
+                yield f"{node.lineno} calls {called.id}()"
+            elif isinstance(called, ast.Attribute) and called.attr in FILE_METHODS:
+                yield f"{node.lineno} calls {called.attr}()"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("async def step(): ...", ["1 awaits"]),
+        ("def step():\n    open('file')", ["2 calls open()"]),
+        ("path.write_text('text')", ["1 calls write_text()"]),
+        ("lease.open(now)", []),
+    ],
+)
+def test_acting_is_found(text: str, expected: list[str]) -> None:
+    assert list(acts(ast.parse(text))) == expected
