@@ -133,7 +133,7 @@ class Placer:
 
 
 class Placement:
-    """One request's place: its lease, and the prefill workers that have been tried for it. Call `drop_lease` at last."""
+    """One request's place: its lease, and the prefill workers that have been tried for it. Drop the lease at last."""
 
     def __init__(self, placer: Placer, state: RequestState):
         self.placer = placer

@@ -155,7 +155,8 @@ class Worker:
 
     def kv_events(self, since: int) -> KVEvents:
         """The block keys stored and removed since event number `since` (kvcache.blocks.events)."""
-        return self.events.since(since)
+        with self.engine.lock:
+            return self.events.since(since)
 
     def audit_now(self) -> Audit:
         """What the worker holds now, and what of it leaked: is held, but owned by nothing."""

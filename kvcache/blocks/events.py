@@ -1,11 +1,10 @@
 """The log of block keys a worker has stored and removed, from which a router keeps its index of the worker's prefixes.
 
-Pure: no torch, no clock. The engine's thread writes and the event loop reads, each under the log's own lock.
+Pure: no torch, no clock. Written and read under the engine's lock.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from itertools import islice
 
@@ -19,28 +18,25 @@ class KVEventLog:
     """The last `limit` events, numbered from 0, and the keys present now (kvcache.blocks.allocator.BlockEvents)."""
 
     def __init__(self, limit: int = LOG_EVENTS):
-        self._lock = threading.Lock()
         self._events: deque[tuple[bytes, bool]] = deque(maxlen=limit)  # a key, and True if it was stored
         self._present: dict[bytes, int] = {}  # cut keys → blocks; more than one where two keys are cut to the same
         self._next = 0  # number of the next event
 
     def stored(self, key: bytes) -> None:
         short = key[:KEY_BYTES]
-        with self._lock:
-            count = self._present.get(short, 0)
-            self._present[short] = count + 1
-            if not count:
-                self._append(short, True)
+        count = self._present.get(short, 0)
+        self._present[short] = count + 1
+        if not count:
+            self._append(short, True)
 
     def removed(self, key: bytes) -> None:
         short = key[:KEY_BYTES]
-        with self._lock:
-            count = self._present[short] - 1
-            if count:
-                self._present[short] = count
-            else:
-                del self._present[short]
-                self._append(short, False)
+        count = self._present[short] - 1
+        if count:
+            self._present[short] = count
+        else:
+            del self._present[short]
+            self._append(short, False)
 
     def _append(self, short: bytes, stored: bool) -> None:
         self._events.append((short, stored))
@@ -51,14 +47,13 @@ class KVEventLog:
 
         0 stands for a first contact: it is answered with all keys too.
         """
-        with self._lock:
-            first = self._next - len(self._events)
-            if sequence != self._next and not max(1, first) <= sequence < self._next:
-                return KVEvents(first=-1, next=self._next, reset=True, stored=tuple(self._present))
-            last = dict(islice(self._events, sequence - first, None))
-            return KVEvents(
-                first=sequence,
-                next=self._next,
-                stored=tuple(key for key, stored in last.items() if stored),
-                removed=tuple(key for key, stored in last.items() if not stored),
-            )
+        first = self._next - len(self._events)
+        if sequence != self._next and not max(1, first) <= sequence < self._next:
+            return KVEvents(first=-1, next=self._next, reset=True, stored=tuple(self._present))
+        last = dict(islice(self._events, sequence - first, None))
+        return KVEvents(
+            first=sequence,
+            next=self._next,
+            stored=tuple(key for key, stored in last.items() if stored),
+            removed=tuple(key for key, stored in last.items() if not stored),
+        )

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from serving.checkpoint.gguf_header import GgufHeader
+from serving.gguf_header import GgufHeader
 
 _READABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 _PLAIN = {"F32": np.float32, "F16": np.float16}

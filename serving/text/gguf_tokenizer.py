@@ -12,7 +12,7 @@ from typing import Any, cast
 import tokenizers
 from tokenizers import decoders, models, normalizers
 
-from serving.checkpoint.gguf_header import GgufHeader
+from serving.gguf_header import GgufHeader
 from serving.text.parts import TokenizerParts, byte_level_bpe, frame_with
 from serving.text.token_bytes import byte_alphabet
 

@@ -28,9 +28,9 @@ LAYERS = {
         ("serving/engine", "serving/api"),
     ),
     "kvcache": (
-        ("kvcache",),
         ("kvcache/blocks", "kvcache/transfer"),
         ("kvcache/memory", "kvcache/pool"),
+        ("kvcache",),
         ("kvcache/handoff", "kvcache/connector"),
     ),
 }
