@@ -49,7 +49,7 @@ class KVEventLog:
     def since(self, sequence: int) -> KVEvents:
         """The events from number `sequence` on, the last of each key; all keys where the log does not reach back.
 
-        0 stands for a first contact: it is answered with all keys too.
+        0 stands for a first contact: it is answered with all keys too. Of a restarted worker, ask from 0.
         """
         with self._lock:
             first = self._next - len(self._events)
