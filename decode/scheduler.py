@@ -13,60 +13,60 @@ from serving.engine.record import StepRecord
 from serving.engine.sequence import SequenceState
 from serving.errors import NoRoom
 
-TRIAL_STEPS = 16  # steps that guess, to see what that brings
-AHEAD_STEPS = 512  # steps begun ahead between trials
+TRIAL_STEPS = 16  # steps that draft, to measure what that brings
+AHEAD_STEPS = 512  # overlapped steps between trials
 DECAY = 0.9  # of the memory of steps, a step
 
 
 @dataclass(slots=True)
-class Turns:
-    """Whether steps guess or begin ahead, where the engine could do either: who begins ahead knows nothing to guess by.
+class DraftOrOverlap:
+    """Decides if steps draft tokens or overlap, where the engine can overlap: an overlapped step cannot draft.
 
-    Guessing brings `gain` tokens more for each that is drawn, beginning ahead saves the share `saved` of a step. What
-    brings more is done; what guessing would bring is tried from time to time.
+    Drafting brings `gain` more tokens for each that is sampled, overlapping hides the share `saved` of a step. The
+    better of the two is done; drafting is tried again from time to time.
     """
 
     gain: float = 0.0
     saved: float = 1.0  # until it is measured
     trial: int = TRIAL_STEPS  # steps of a trial to go
-    begun: int = 0  # steps begun ahead since the last trial
-    drawing: int = 0  # sequences in the guessing step that runs
-    right: int = 0  # guesses in it that were right
-    held_back: bool = False  # the last step did not guess, and none has begun ahead since
-    pause: int = 1  # steps to guess before holding back again, if that was in vain
+    overlapped: int = 0  # steps since the last trial
+    drawing: int = 0  # sequences in the drafting step that runs
+    accepted: int = 0  # drafted tokens in it that were accepted
+    held_back: bool = False  # the last step did not draft, and none has overlapped since
+    pause: int = 1  # steps to draft before holding back again, if that was in vain
 
     @property
-    def guessing(self) -> bool:
+    def drafting(self) -> bool:
         return self.trial > 0 or self.gain > self.saved
 
     def begin(self) -> bool:
-        """Whether a step guesses that begins when all tokens are known.
+        """True if a step drafts that begins when all tokens are known.
 
-        Where holding back has let no step begin ahead, for whatever reason, it is done ever more seldom.
+        Where no step could overlap after one was held back, that is done ever more seldom.
         """
         if self.held_back:
             self.trial, self.pause = self.pause, min(2 * self.pause, TRIAL_STEPS)
-        self.held_back = not self.guessing
-        return self.guessing
+        self.held_back = not self.drafting
+        return self.drafting
 
     def begin_ahead(self) -> bool:
-        """Whether a step that can begin ahead of the last one's tokens does."""
+        """True if a step that can overlap the one before it does."""
         self.held_back, self.pause = False, 1
-        return not self.guessing
+        return not self.drafting
 
-    def guess(self, sequences: int) -> None:
-        """A step of so many sequences, in which tokens may be guessed."""
-        self.drawing, self.right = sequences, 0
+    def began(self, sequences: int) -> None:
+        """A step of so many sequences has begun that may draft."""
+        self.drawing, self.accepted = sequences, 0
 
     def measured(self, record: StepRecord) -> None:
         if record.hidden_seconds > 0.0:
             share = record.hidden_seconds / (record.hidden_seconds + record.busy_seconds)
             self.saved = share if self.saved == 1.0 else DECAY * self.saved + (1 - DECAY) * share
-            self.begun += 1
-            if self.begun >= AHEAD_STEPS:
-                self.begun, self.trial = 0, TRIAL_STEPS
+            self.overlapped += 1
+            if self.overlapped >= AHEAD_STEPS:
+                self.overlapped, self.trial = 0, TRIAL_STEPS
         elif self.drawing:
-            self.gain = DECAY * self.gain + (1 - DECAY) * self.right / self.drawing
+            self.gain = DECAY * self.gain + (1 - DECAY) * self.accepted / self.drawing
             self.trial = max(0, self.trial - 1)
             self.drawing = 0
 
@@ -78,8 +78,9 @@ class DecodeScheduler:
         self.kv = kv
         self.max_model_len = max_model_len
         self.speculation = speculation
-        self.turns = Turns() if speculation is not None else None
+        self.choice = DraftOrOverlap() if speculation is not None else None
         self.running: list[SequenceState] = []
+        self._lookups: dict[SequenceState, PromptLookup] = {}
         self.preemptions = 0
 
     def add(self, seq: SequenceState) -> None:
@@ -88,21 +89,21 @@ class DecodeScheduler:
         self.running.append(seq)
 
     def fill(self, plan: StepPlan, now: float) -> None:
-        guessing = self.turns is None or not plan.can_overlap or not self.running or self.turns.begin()
+        drafting = self.choice is None or not plan.can_overlap or not self.running or self.choice.begin()
         for seq in list(self.running):
             if plan.tokens < 1 or plan.seqs < 1:
                 break
             if seq in plan.preempted:
                 continue
             if self._make_room(seq, plan):
-                draft = self._draft(seq, plan) if guessing else ()
+                draft = self._draft(seq, plan) if drafting else ()
                 plan.add(seq, 1 + len(draft), self, draft)
-        if self.turns is not None and guessing:
-            self.turns.guess(len(plan.work))
+        if self.choice is not None and drafting:
+            self.choice.began(len(plan.work))
 
     def fill_ahead(self, plan: StepPlan, now: float) -> bool:
-        """All sequences but those whose last token is being drawn, oldest first; False if one lacks blocks."""
-        if self.turns is not None and not self.turns.begin_ahead():
+        """Add all sequences but those whose last token is being drawn, oldest first; False if one lacks blocks."""
+        if self.choice is not None and not self.choice.begin_ahead():
             return False
         for seq in self.running:
             if plan.tokens < 1 or plan.seqs < 1:
@@ -127,16 +128,15 @@ class DecodeScheduler:
         return True
 
     def _draft(self, seq: SequenceState, plan: StepPlan) -> tuple[int, ...]:
-        """Tokens to try beyond the next, when that pays and costs nobody else their turn or their blocks."""
+        """Tokens to try beyond the next, when that pays and takes no tokens or blocks from other sequences."""
         if self.speculation is None or not seq.draftable:
             return ()
-        if seq.lookup is None:
-            seq.lookup = PromptLookup()
+        lookup = self._lookups.setdefault(seq, PromptLookup())
         left = min(seq.request.sampling.max_tokens - seq.output_len - 1, self.max_model_len - len(seq.tokens) - 1)
         others = len(self.running) - len(plan.work) - 1
-        held = seq.held_blocks * self.kv.block_size - len(seq.tokens)  # a guess is not worth a block
+        held = seq.held_blocks * self.kv.block_size - len(seq.tokens)  # a draft is not worth a block
         room = min(left, held, plan.tokens - 1 - others)
-        return tuple(self.speculation.guess(seq.lookup, seq.tokens, room, len(self.running)))
+        return tuple(self.speculation.draft(lookup, seq.tokens, room, len(self.running)))
 
     def _make_room(self, seq: SequenceState, plan: StepPlan) -> bool:
         """Grow `seq` by a block if it needs one, preempting from the youngest on; False if it had to go itself."""
@@ -151,31 +151,32 @@ class DecodeScheduler:
                     return False
 
     def _youngest(self, seq: SequenceState) -> SequenceState:
-        """Who gives way to `seq`: where it lacks host memory, only one that holds some is of help."""
+        """The sequence that gives way to `seq`: where that lacks host memory, only one that holds some is of help."""
         return next(other for other in reversed(self.running) if seq.offload is None or other.offload is not None)
 
     def _preempt(self, seq: SequenceState, plan: StepPlan) -> None:
-        self.running.remove(seq)
+        self.remove(seq)
         self.kv.release(seq)
         self.preemptions += 1
         plan.preempted.append(seq)
 
-    def verified(self, seq: SequenceState, guessed: int, right: int) -> None:
+    def verified(self, seq: SequenceState, drafted: int, accepted: int) -> None:
         if self.speculation is not None:
-            self.speculation.verified(seq.lookup, guessed, right)
-        if self.turns is not None:
-            self.turns.right += right
+            self.speculation.verified(self._lookups[seq], drafted, accepted)
+        if self.choice is not None:
+            self.choice.accepted += accepted
 
     def measured(self, record: StepRecord) -> None:
         if self.speculation is not None:
             self.speculation.measured(record)
-        if self.turns is not None:
-            self.turns.measured(record)
+        if self.choice is not None:
+            self.choice.measured(record)
 
     def stepped(self, seq: SequenceState) -> None:
         """Nothing to do: a decoding sequence stays in the batch."""
 
     def remove(self, seq: SequenceState) -> None:
+        self._lookups.pop(seq, None)
         if seq in self.running:
             self.running.remove(seq)
 

@@ -1,10 +1,10 @@
-"""Speculative decoding without a second model: guess that the text goes on as it did the last time it was here.
+"""Speculative decoding without a draft model: drafts are the tokens that followed the same run earlier in the text.
 
-A guess changes no token. The draw at a position is a function of (logits, parameters, seed, position), so each guessed
-token is simply compared with the one that would have been drawn; the first that differs replaces the rest. What is at
-stake is time alone, and this file decides when guessing pays. Pure: no torch, no clock.
+A draft changes no output. The token at a position is a function of (logits, parameters, seed, position), so each
+drafted token is compared with the one that is sampled, and the first that differs replaces the rest. Only time is at
+stake, and this file decides when drafting pays. Pure: no torch, no clock.
 
-Prompt lookup is due to Saxena, "Prompt Lookup Decoding" (2023); that draws by fixed noise verify exactly, to us.
+Prompt lookup is due to Saxena, "Prompt Lookup Decoding" (2023); exact verification by fixed noise is our own.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from dataclasses import dataclass, field
 from serving.engine.record import StepRecord
 
 SIZES = (4, 3, 2)  # tokens that must match, longest first
-RARE = 24  # tokens between guesses at a sequence whose guesses have been failing
+RARE = 24  # tokens between drafts for a sequence whose drafts have been failing
 FADE = 0.99  # of the memory of steps, a step
-DECAY = 0.9  # of the memory of accepted guesses, a guess
+DECAY = 0.9  # of the memory of accepted drafts, a draft
 
 
 @dataclass(slots=True)
 class PromptLookup:
-    """Where each run of tokens of a sequence was last followed by something: a function of its tokens, kept up."""
+    """Where each run of tokens of a sequence last occurred before its end: a function of its tokens, kept up."""
 
     last: dict[tuple[int, ...], int] = field(default_factory=dict)  # run of tokens → position after it
     seen: int = 0  # tokens taken in
-    accepted: float = 0.5  # share of guessed tokens that were right, recent ones counting more
-    rest: int = 0  # tokens to go before the next trial, while guessing does not pay
+    accepted: float = 0.5  # share of drafted tokens that were accepted, recent ones counting more
+    rest: int = 0  # tokens to go before the next trial, while drafting does not pay
 
-    def guess(self, tokens: Sequence[int], count: int) -> list[int]:
+    def draft(self, tokens: Sequence[int], count: int) -> list[int]:
         """Up to `count` tokens that followed the latest earlier place where the sequence ended like now."""
         self._take_in(tokens)
         for size in SIZES:
@@ -46,9 +46,9 @@ class PromptLookup:
                     self.last[tuple(tokens[end - size : end])] = end
         self.seen = len(tokens)
 
-    def verified(self, guessed: int, right: int) -> None:
-        """How a guess came out."""
-        self.accepted = DECAY * self.accepted + (1 - DECAY) * right / guessed
+    def verified(self, drafted: int, accepted: int) -> None:
+        """So many of the drafted tokens were accepted."""
+        self.accepted = DECAY * self.accepted + (1 - DECAY) * accepted / drafted
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class StepCost:
         self.xy = FADE * self.xy + tokens * seconds
 
     def token_share(self, tokens: int) -> float:
-        """Which share of the time of a step of so many tokens grows with their number: 0 to 1; 1 while unknown."""
+        """The share of the time of a step of so many tokens that grows with their number: 0 to 1; 1 while unknown."""
         spread = self.weight * self.xx - self.x**2
         if self.weight < 3 or spread <= 1e-9 * self.xx * self.weight:
             return 1.0
@@ -80,11 +80,10 @@ class StepCost:
 
 
 class Speculation:
-    """Guesses for the sequences of one worker, `limit` tokens at most each, where they pay.
+    """Drafts for the sequences of one worker, `limit` tokens at most each, where they pay.
 
-    k more tokens in a step of T tokens, of which a share p is right, cost k·b seconds and save k·p tokens' worth of
-    steps, (a + b·T)/T seconds each. So guessing pays when p > b·T / (a + b·T): when the cost of a step is mostly that
-    of taking it at all.
+    k more tokens in a step of T tokens, of which a share p is accepted, cost k·b seconds and save k·p tokens' worth of
+    steps, (a + b·T)/T seconds each. So drafting pays when p > b·T / (a + b·T): when most of a step's cost is fixed.
     """
 
     def __init__(self, limit: int):
@@ -93,7 +92,7 @@ class Speculation:
         self.drafted = 0
         self.accepted = 0
 
-    def guess(self, lookup: PromptLookup, tokens: Sequence[int], room: int, batch: int) -> list[int]:
+    def draft(self, lookup: PromptLookup, tokens: Sequence[int], room: int, batch: int) -> list[int]:
         """Tokens to try after `tokens`, at most `room`, in a step of about `batch` tokens."""
         count = min(self.limit, room)
         if count < 1:
@@ -104,12 +103,12 @@ class Speculation:
                 return []
             lookup.rest = RARE  # does not pay now; look again from time to time
             count = 1
-        return lookup.guess(tokens, count)
+        return lookup.draft(tokens, count)
 
-    def verified(self, lookup: PromptLookup, guessed: int, right: int) -> None:
-        lookup.verified(guessed, right)
-        self.drafted += guessed
-        self.accepted += right
+    def verified(self, lookup: PromptLookup, drafted: int, accepted: int) -> None:
+        lookup.verified(drafted, accepted)
+        self.drafted += drafted
+        self.accepted += accepted
 
     def measured(self, record: StepRecord) -> None:
         self.cost.observe(record.new_tokens, record.busy_seconds)

@@ -154,7 +154,7 @@ class DecodeWorker:
                 lease.accept(chunk.first_layer, chunk.last_layer, chunk.start, chunk.end)
                 self.context.locations.write(lease.seq, chunk.first_layer, chunk.start, layers)
                 lease.fill(chunk.first_layer, chunk.last_layer, chunk.end)
-                lease.seq.lossy |= is_lossy(chunk.encoding)
+                lease.seq.incoming.lossy |= is_lossy(chunk.encoding)
                 stored = self.device_kv.specs[chunk.first_layer : chunk.last_layer]
                 lease.meter.came((chunk.end - chunk.start) * token_bytes(stored), self.engine.clock())
         except Retryable as error:
@@ -190,7 +190,7 @@ class DecodeWorker:
         """The lease's own sequence, for a prefill in this same worker. Raises StaleLease."""
         with self.engine.lock:
             seq = self.table.adopt(fence).seq
-            seq.prefilled_here = True
+            seq.incoming.prefilled_here = True
             if seq.offload is not None:
                 seq.offload.begin()
             return seq

@@ -47,7 +47,7 @@ class PrefillScheduler:
         for seq in self.queue:
             if plan.tokens < 1 or plan.seqs < 1:
                 return
-            if seq.arrival is not None or (full and not seq.blocks):
+            if seq.incoming.arrival is not None or (full and not seq.blocks):
                 continue  # the first prompt that waits for blocks gets the next ones freed
             if self._start(seq, now):
                 plan.add(seq, self.kv.make_room(seq, min(seq.uncomputed, plan.tokens)), self)
@@ -60,7 +60,7 @@ class PrefillScheduler:
         """Prompts are begun by ordinary steps alone: True while there is none, no room for one, or no turn."""
         full = False
         for seq in self.queue if plan.tokens and plan.seqs else ():
-            if seq.arrival is not None or (full and not seq.blocks):
+            if seq.incoming.arrival is not None or (full and not seq.blocks):
                 continue
             if self._start(seq, now):
                 return False
@@ -70,16 +70,16 @@ class PrefillScheduler:
     def _fill_arriving(self, plan: StepPlan, now: float) -> None:
         """Nothing else is to run: begin a prompt whose prefix is still coming, alone, for the step may have to wait."""
         for seq in self.queue:
-            if seq.arrival is not None:
-                seq.arrival.enter()
-                if seq.scheduled_at is None:
-                    seq.scheduled_at = now
-                plan.add(seq, min(seq.uncomputed, plan.tokens), self, barrier=seq.arrival.barrier)
+            if seq.incoming.arrival is not None:
+                seq.incoming.arrival.enter()
+                if seq.prefill.scheduled_at is None:
+                    seq.prefill.scheduled_at = now
+                plan.add(seq, min(seq.uncomputed, plan.tokens), self, barrier=seq.incoming.arrival.barrier)
                 return
 
     def _start(self, seq: SequenceState, now: float) -> bool:
         """See that the sequence has its blocks and the freshest prefix; False while the pool has no room for it."""
-        if seq.scheduled_at is None:
+        if seq.prefill.scheduled_at is None:
             if seq.blocks:
                 self.kv.rematch(seq)
             else:
@@ -87,7 +87,7 @@ class PrefillScheduler:
                     self.kv.open(seq)
                 except NoRoom:
                     return False
-            seq.scheduled_at = now
+            seq.prefill.scheduled_at = now
         return True
 
     def stepped(self, seq: SequenceState) -> None:
@@ -98,11 +98,11 @@ class PrefillScheduler:
                 assert self.then is not None, "a sequence that stays needs a decode scheduler"
                 self.then(seq)
 
-    def verified(self, seq: SequenceState, guessed: int, right: int) -> None:
-        """Prompts are not guessed."""
+    def verified(self, seq: SequenceState, drafted: int, accepted: int) -> None:
+        """Prompts are not drafted."""
 
     def measured(self, record: StepRecord) -> None:
-        """Chunks are as large as the step's budget, whatever they take; whoever weighs computing hears of it."""
+        """Chunks are as large as the step's budget, whatever they take; only fetches are weighed against it."""
         if self.on_measured is not None:
             self.on_measured(record)
 

@@ -110,7 +110,7 @@ class PrefillWorker:
         handoff = Handoff(
             device_kv, link, seq, grant.lease, layout, grant.cached_tokens, wire=wire, locations=locations
         )
-        seq.handoff = handoff
+        seq.prefill.handoff = handoff
         sending = asyncio.create_task(handoff.send(), name=f"handoff-{grant.lease.lease}")
         first = asyncio.create_task(self._first(run), name=f"prefill-{grant.lease.lease}")
         try:
@@ -127,7 +127,7 @@ class PrefillWorker:
                 raise  # our own engine; anything else is the other end's loss
             raise StaleLease(f"the decode worker cannot be reached: {error.message}", code="decode_lost") from error
         finally:
-            seq.handoff = None
+            seq.prefill.handoff = None
             self.bytes_sent += handoff.bytes_sent
             for task in (sending, first):
                 task.cancel()
@@ -150,17 +150,17 @@ class PrefillWorker:
                     raise WorkerLost("the lease ended before its prefill began")
                 if not run.first.done():  # the engine may have died meanwhile
                     self.scheduler.add(seq)
-            self.loop.wake(hurry=seq.arrival is None)
+            self.loop.wake(hurry=seq.incoming.arrival is None)
             output = await run.first
         if output.error is not None:
             raise output.error
         assert output.delta is not None
         now = self.engine.clock()
-        began = seq.scheduled_at if seq.scheduled_at is not None else now
+        began = seq.prefill.scheduled_at if seq.prefill.scheduled_at is not None else now
         return Prefilled(
             delta=output.delta,
             cached_tokens=seq.cached,
-            queue_seconds=began - seq.waiting_since,
+            queue_seconds=began - seq.prefill.waiting_since,
             compute_seconds=now - began,
         )
 

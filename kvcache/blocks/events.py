@@ -45,7 +45,7 @@ class KVEventLog:
     def since(self, sequence: int) -> KVEvents:
         """The events from number `sequence` on, the last of each key; all keys where the log does not reach back.
 
-        0 stands for a first contact: it is answered with all keys too.
+        0 stands for a first contact: it is answered with all keys too. Of a restarted worker, ask from 0.
         """
         first = self._next - len(self._events)
         if sequence != self._next and not max(1, first) <= sequence < self._next:

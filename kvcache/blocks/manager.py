@@ -128,12 +128,12 @@ class KVCacheManager:
     def publish(self, seq: SequenceState) -> None:
         """Make the sequence's full, computed blocks reusable; on the host, by others alone."""
         full = self._settled(seq)
-        if full <= seq.published or not self.allocator.caching:
+        if full <= seq.prefix.published or not self.allocator.caching:
             return
-        extend_keys(seq.keys, seq.root, seq.tokens, self.block_size, upto=full * self.block_size)
-        for i in range(seq.published, full) if seq.offload is None else ():
-            self.allocator.publish(seq.blocks[i], seq.keys[i])
-        first, seq.published = seq.published, full
+        extend_keys(seq.prefix.keys, seq.prefix.root, seq.tokens, self.block_size, upto=full * self.block_size)
+        for i in range(seq.prefix.published, full) if seq.offload is None else ():
+            self.allocator.publish(seq.blocks[i], seq.prefix.keys[i])
+        first, seq.prefix.published = seq.prefix.published, full
         if self.listener is not None:
             self.listener.offer(seq, first, full)
 
@@ -142,8 +142,8 @@ class KVCacheManager:
         if not self.allocator.caching or seq.request.prompt_logprobs is not None:
             return []
         reusable = len(seq.tokens) - 1
-        extend_keys(seq.keys, seq.root, seq.tokens, self.block_size, upto=reusable)
-        return seq.keys[: reusable // self.block_size]
+        extend_keys(seq.prefix.keys, seq.prefix.root, seq.tokens, self.block_size, upto=reusable)
+        return seq.prefix.keys[: reusable // self.block_size]
 
     def known_blocks(self, seq: SequenceState) -> int:
         """How many of its leading blocks are here already."""
@@ -157,14 +157,14 @@ class KVCacheManager:
         if seq.offload is not None:
             extents = blocks // seq.offload.extent_blocks
             seq.offload.land(extents)
-            seq.published = blocks = extents * seq.offload.extent_blocks
+            seq.prefix.published = blocks = extents * seq.offload.extent_blocks
         seq.computed = seq.cached = blocks * self.block_size
         self.publish(seq)
 
     def release(self, seq: SequenceState) -> None:
         """Give all blocks back. Safe to call twice."""
         blocks, seq.blocks = seq.blocks, []
-        seq.computed = seq.published = 0
+        seq.computed = seq.prefix.published = 0
         self.allocator.release(blocks)
         if self.host is not None:
             self.host.release(seq)
@@ -202,4 +202,4 @@ class KVCacheManager:
     def _count_reuse(self, seq: SequenceState, blocks: int) -> None:
         self.hits += blocks * self.block_size - seq.computed
         seq.computed = seq.cached = blocks * self.block_size
-        seq.published = blocks
+        seq.prefix.published = blocks

@@ -63,7 +63,7 @@ class DirectFetcher(PrefixFetcher):
 
     def begin(self, arrival: PrefixArrival) -> DirectFetch:
         """Begin to bring what was found. Nothing is written once its sequence has ended, or the fetch is stopped."""
-        keys = arrival.seq.keys[arrival.first : arrival.last]
+        keys = arrival.seq.prefix.keys[arrival.first : arrival.last]
         over = asyncio.Event()
         task = asyncio.create_task(self._bring(arrival, keys, over), name="direct-fetch")
         task.add_done_callback(lambda _: over.set())

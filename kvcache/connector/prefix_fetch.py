@@ -153,7 +153,7 @@ class PrefixFetcher:
                 last = min(last // size, len(seq.offload.extents)) * size
             if first >= last:
                 return None
-            seq.arrival = arrival = PrefixArrival(self, seq, first, last, len(self.device_kv.specs))
+            seq.incoming.arrival = arrival = PrefixArrival(self, seq, first, last, len(self.device_kv.specs))
             return arrival
 
     def memory_of(self, seq: SequenceState) -> DeviceKV:
@@ -262,7 +262,7 @@ class PrefixArrival:
         seq, size = self.seq, self.prefixes.kv.block_size
         if seq.ended or not seq.blocks:
             return
-        seq.arrival = None
+        seq.incoming.arrival = None
         if self.whole:
             self.prefixes.kv.fetched(seq, self.first + self.whole)
             self.prefixes.stats.hits += seq.computed - self.first * size

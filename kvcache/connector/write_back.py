@@ -116,12 +116,12 @@ class WriteBack:
 
     def offer(self, seq: SequenceState, first: int, last: int) -> None:
         """The blocks first..last (exclusive) of the sequence have just become full."""
-        if seq.lossy or not self.stores or not self.writer.nodes:
+        if seq.incoming.lossy or not self.stores or not self.writer.nodes:
             return
-        if not seq.prefilled_here:  # the prefill worker offers what it has computed
+        if not seq.incoming.prefilled_here:  # the prefill worker offers what it has computed
             first = max(first, seq.start // self.device.device_kv.block_size)
         last = min(last, self._storable(seq) // self.device.device_kv.block_size)
-        fresh = [index for index in range(first, last) if seq.keys[index] not in self._known]
+        fresh = [index for index in range(first, last) if seq.prefix.keys[index] not in self._known]
         if not fresh:
             return
         memory = self.device if seq.offload is None else self.host
@@ -133,8 +133,8 @@ class WriteBack:
             block = seq.block(index)
             memory.hold(block)
             self._held[memory] += 1
-            self._waiting.append(BlockOffer(seq.keys[index], memory, block, namespace, seq.kv_dtype))
-            self._note(seq.keys[index])
+            self._waiting.append(BlockOffer(seq.prefix.keys[index], memory, block, namespace, seq.kv_dtype))
+            self._note(seq.prefix.keys[index])
         self._loop.call_soon_threadsafe(self._begin)
 
     def _storable(self, seq: SequenceState) -> int:

@@ -47,7 +47,7 @@ class RunTimes:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """`drawn[i]` are the draws for work i: none where its prompt goes on, one more than it has guesses otherwise."""
+    """`drawn[i]` are the draws for work i: none where its prompt goes on, else one more than it has drafted."""
 
     drawn: list[list[Sampled | SamplingFailed]]
     prompt_logprobs: dict[int, list[TokenLogprob | None]]
@@ -69,7 +69,7 @@ class Runner(Protocol):
 class Engine:
     """A model, a KV cache, and the schedulers of the worker's role in the order they fill a step."""
 
-    can_overlap = False  # whether a step may begin before the tokens of the one before it are known
+    can_overlap = False  # True if a step may begin before the tokens of the one before it are known
 
     def __init__(
         self,
@@ -150,8 +150,8 @@ class Engine:
                         self.kv.release(seq)
                     continue
                 if work.left:
-                    if seq.arrival is not None:  # else all has come after all
-                        seq.arrival.leave()
+                    if seq.incoming.arrival is not None:  # else all has come after all
+                        seq.incoming.arrival.leave()
                     continue
                 seq.prompt_logprobs += result.prompt_logprobs.get(i, [])
                 seq.computed += work.count - len(work.draft)
@@ -164,7 +164,7 @@ class Engine:
         return outputs
 
     def _append(self, work: Work, drawn: Sequence[Sampled | SamplingFailed]) -> SequenceOutput:
-        """Take the drawn tokens up to the first that differs from its guess or ends the sequence."""
+        """Take the drawn tokens up to the first that differs from its draft or ends the sequence."""
         seq = work.seq
         prefilled = len(seq.tokens) == seq.start
         tokens: list[int] = []
@@ -180,10 +180,10 @@ class Engine:
             finish = seq.finish_for(sample.token, self.limits.eos_token_ids, self.limits.max_model_len)
             if finish is not None or i == len(work.draft) or sample.token != work.draft[i]:
                 break
-        right = len(tokens) - 1
-        seq.computed += right  # the KV of right guesses is as good as any
+        accepted = len(tokens) - 1
+        seq.computed += accepted  # the KV of accepted tokens is as good as any
         if work.draft:
-            work.by.verified(seq, len(work.draft), right)
+            work.by.verified(seq, len(work.draft), accepted)
         self.kv.publish(seq)
         output = SequenceOutput(seq, delta=seq.delta(tuple(tokens), tuple(logprobs), finish), prefilled=prefilled)
         if finish is not None:
@@ -193,7 +193,7 @@ class Engine:
         return output
 
     def _finish(self, seq: SequenceState) -> None:
-        """No more tokens here. The blocks of one that was to leave may still be read: who sends them frees them."""
+        """No more tokens here. The blocks of one that leaves may still be read: its prefill run frees them."""
         if seq.stays:
             self.end(seq)
         else:
@@ -208,8 +208,8 @@ class Engine:
                 scheduler.remove(seq)
             if not seq.in_flight:
                 self.kv.release(seq)
-            elif seq.arrival is not None:
-                seq.arrival.barrier.fail()
+            elif seq.incoming.arrival is not None:
+                seq.incoming.arrival.barrier.fail()
 
     def hurry(self) -> None:
         """There may be other work: a step does not wait for KV from elsewhere meanwhile."""

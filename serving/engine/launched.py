@@ -73,7 +73,7 @@ def sampled(token: int) -> Sampled | SamplingFailed:
 
 
 def overlappable(params: SamplingParams) -> bool:
-    """Whether a draw needs no earlier token and nothing on the host: no history, no log-probabilities."""
+    """True if a draw needs no earlier token and nothing on the host: no history, no log-probabilities."""
     return params.logprobs is None and not penalised(params)
 
 

@@ -100,8 +100,8 @@ class EngineLoop:
 
     def _tell_layer(self, progress: list[tuple[SequenceState, int]], layer: int) -> None:
         for seq, upto in progress:
-            if seq.handoff is not None:
-                seq.handoff.layer_done(layer, upto)
+            if seq.prefill.handoff is not None:
+                seq.prefill.handoff.layer_done(layer, upto)
 
     def _tell_crash(self) -> None:
         log.critical("the engine's thread died; this worker cannot go on")

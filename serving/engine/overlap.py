@@ -3,12 +3,12 @@
 For runners whose device computes beside Python: planning, accounting and delivery then take no time of the device.
 It knows no torch; how a token is drawn that Python has not seen is the runner's affair.
 
-    step n      begun ──────────── told ── accounted, delivered
-    step n+1           planned, begun ─────────────────────────── told ── ...
+    step n      begun ──────────── read ── accounted, delivered
+    step n+1           planned, begun ─────────────────────────── read ── ...
 
 Step n+1 is the same sequences, one token each, but for those that can have no further token, and with those that have
-joined since. Only a step of plain decode work is followed so, and only by another; before anything else the engine
-waits for the tokens, as it always does. A sequence that turns out to have ended with step n keeps its blocks until
+joined since. Only a step in which each sequence decodes one token is followed so, and only by another; before anything
+else the engine waits for the tokens. A sequence that turns out to have ended with step n keeps its blocks until
 n+1 is over, and what n+1 drew for it is dropped: it appears in no output, and its KV under no key.
 """
 
@@ -24,7 +24,7 @@ from serving.engine.sequence import SequenceOutput, SequenceState
 
 
 class Launched(Protocol):
-    """A step that has begun and whose tokens nobody has read."""
+    """A step that has begun and whose tokens have not been read."""
 
     def collect(self) -> RunResult:
         """Wait for its tokens. Called once; what went wrong on the device is raised here.
@@ -38,11 +38,11 @@ class OverlapRunner(Runner, Protocol):
     """A runner that can begin a step after one that it has not been asked the tokens of."""
 
     def can_overlap(self, seq: SequenceState) -> bool:
-        """Whether each next token of the sequence is drawn without Python knowing the one before. Once so, always."""
+        """True if each next token of the sequence is drawn without Python knowing the one before. Once so, always."""
         ...
 
     def launch(self, work: Sequence[Work], after: Launched | None) -> Launched:
-        """Begin a step of plain work, all of it overlappable.
+        """Begin a step in which each sequence decodes one token, and can overlap.
 
         A sequence that is also part of `after`, which is not accounted for, goes on from what that draws for it.
         """
@@ -76,7 +76,7 @@ class OverlapEngine(Engine):
             plan, outputs = self.schedule(began)
             if not plan.work:
                 return outputs or None
-            if not self._foreseen(plan):
+            if not self._overlaps(plan):
                 return outputs + self._step(plan, began, layer_done)
             self.step_began = began
             flight = self._launch(plan, None, began)
@@ -86,9 +86,9 @@ class OverlapEngine(Engine):
         """Finish the step that has been begun ahead of its time, if one has."""
         return [] if self.flight is None else self._account(self.flight, None)
 
-    def _foreseen(self, plan: StepPlan) -> bool:
-        """Whether all of the step is such that another may follow it, or be followed by it, with its tokens unread."""
-        return bool(plan.work) and all(work.plain and self.runner.can_overlap(work.seq) for work in plan.work)
+    def _overlaps(self, plan: StepPlan) -> bool:
+        """True if another step may follow this one, or be followed by it, with the tokens unread."""
+        return bool(plan.work) and all(work.decodes_one and self.runner.can_overlap(work.seq) for work in plan.work)
 
     def _follow(self, flight: Flight) -> Flight | None:
         """Begin the step after this one, which runs; None where its tokens are needed first."""
@@ -96,14 +96,14 @@ class OverlapEngine(Engine):
         with self.lock:
             plan = StepPlan(self.limits.max_num_batched_tokens, self.limits.max_num_seqs, ahead=True, can_overlap=True)
             filled = all(scheduler.fill_ahead(plan, began) for scheduler in self.schedulers)
-            if not filled or not self._foreseen(plan):
+            if not filled or not self._overlaps(plan):
                 return None
             self.begin(plan)
         self.ahead += 1
         return self._launch(plan, flight.launched, began)
 
     def _launch(self, plan: StepPlan, after: Launched | None, began: float) -> Flight:
-        # What the step before this one draws is read too, though nobody knows it.
+        # What the step before this one draws is read too, though it is not known yet.
         context = sum(len(work.seq.tokens) + work.seq.in_flight - 1 for work in plan.work)
         planned = self.clock()
         return Flight(plan, self.runner.launch(plan.work, after), context, planned - began, after is not None)

@@ -15,9 +15,9 @@ from serving.engine.sequence import SequenceState
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`count` tokens of `seq`, from position `seq.computed`; `by` hears of it when the step is done.
+    """`count` tokens of `seq`, from position `seq.computed`; `by` is told when the step is done.
 
-    The last of them may be guesses: `draft`, tokens the sequence does not have yet, to be compared with those drawn.
+    The last of them may be a `draft`, tokens the sequence does not have yet, to be compared with those drawn.
     Where the KV before them is still arriving, the step waits for it at `barrier`, and may leave it with nothing done.
     """
 
@@ -29,7 +29,7 @@ class Work:
 
     @property
     def left(self) -> bool:
-        """Whether the step left the barrier: nothing was computed."""
+        """True if the step left the barrier: nothing was computed."""
         return self.barrier is not None and self.barrier.left
 
     @property
@@ -39,8 +39,8 @@ class Work:
         return [*self.seq.tokens[start : start + self.count - len(self.draft)], *self.draft]
 
     @property
-    def plain(self) -> bool:
-        """Whether a sequence that lives on this worker decodes one token, with all its KV on the device."""
+    def decodes_one(self) -> bool:
+        """True if a sequence that stays on this worker decodes one token, with all its KV on the device."""
         seq = self.seq
         return (
             self.count == 1
@@ -48,14 +48,14 @@ class Work:
             and self.barrier is None
             and seq.stays
             and seq.offload is None
-            and seq.handoff is None
+            and seq.prefill.handoff is None
             and seq.uncomputed == 1
             and len(seq.tokens) > seq.start
         )
 
     @property
     def completes(self) -> bool:
-        """Whether the step computes the sequence's last token, so that a new one is drawn after it and each guess."""
+        """True if the step computes the sequence's last token: a new one is drawn after it and each drafted one."""
         return self.seq.computed + self.count == len(self.seq.tokens) + len(self.draft)
 
 
@@ -64,7 +64,7 @@ class StepPlan:
     """A step being planned: `tokens` and `seqs` are what is left of its budgets.
 
     `ahead`: it begins before the step that runs now has told its tokens, and its sequences may be part of both.
-    `can_overlap`: the next may begin so before this one has, if this is plain work alone.
+    `can_overlap`: the next may begin so before this one has, if each sequence decodes one token.
     """
 
     tokens: int
@@ -72,7 +72,7 @@ class StepPlan:
     ahead: bool = False
     can_overlap: bool = False
     work: list[Work] = field(default_factory=list)
-    preempted: list[SequenceState] = field(default_factory=list)  # lost their blocks; their owners must be told
+    preempted: list[SequenceState] = field(default_factory=list)  # lost their blocks; their owners are told
 
     @property
     def barrier(self) -> LayerBarrier | None:
@@ -88,7 +88,7 @@ class StepPlan:
     ) -> None:
         assert len(draft) < count <= self.tokens and self.seqs > 0 and (self.ahead or not seq.in_flight)
         assert self.barrier is None and (barrier is None or not self.work), (
-            "who waits at a barrier must not keep others waiting"
+            "a sequence that waits at a barrier is alone in its step"
         )
         self.work.append(Work(seq, count, by, draft, barrier))
         self.tokens -= count
@@ -104,15 +104,15 @@ class Scheduler(Protocol):
     def fill_ahead(self, plan: StepPlan, now: float) -> bool:
         """Add decode work to a step that begins before the running one's tokens are known; False: it has to wait.
 
-        A sequence in flight counts as one token longer, and must have room for that one's KV. Nobody is preempted.
+        A sequence in flight counts as one token longer, and must have room for that one's KV. None is preempted.
         """
         ...
 
     def stepped(self, seq: SequenceState) -> None:
         """A sequence it scheduled has advanced and goes on."""
 
-    def verified(self, seq: SequenceState, guessed: int, right: int) -> None:
-        """Of the tokens it had guessed for a sequence so many were right."""
+    def verified(self, seq: SequenceState, drafted: int, accepted: int) -> None:
+        """Of the tokens it had drafted for a sequence so many were accepted."""
 
     def measured(self, record: StepRecord) -> None:
         """What a step took."""

@@ -86,7 +86,7 @@ class ModelRunner(OverlapRunner):
         if len(together) == 1 and not alone:
             return self._compute(work, layer_done)
         parts = [(places, self._compute([work[i] for i in places], layer_done)) for places in together]
-        parts += [([i], self._compute_spilled(work[i], layer_done)) for i in alone]
+        parts += [([i], self._compute_offloaded(work[i], layer_done)) for i in alone]
         return joined(parts)
 
     def can_overlap(self, seq: SequenceState) -> bool:
@@ -126,7 +126,7 @@ class ModelRunner(OverlapRunner):
             eos_token_ids=self.eos_token_ids,
         )
 
-    def _compute_spilled(self, item: Work, layer_done: LayerDone | None) -> RunResult:
+    def _compute_offloaded(self, item: Work, layer_done: LayerDone | None) -> RunResult:
         """One sequence that has KV in host memory."""
         offload = item.seq.offload
         assert self.host is not None and offload is not None
@@ -154,7 +154,7 @@ class ModelRunner(OverlapRunner):
         )
         greedy = not wants_all and all(_greedy(item.seq) for item in work if item.completes)
         built = time.perf_counter()
-        handed_over = [item for item in work if item.seq.handoff is not None]
+        handed_over = [item for item in work if item.seq.prefill.handoff is not None]
         tell = partial(layer_done, handed_over) if layer_done is not None and handed_over else None
         forward = self.forwards[work[0].seq.kv_dtype]
         scores = (forward.greedy if greedy else forward.logits)(batch, tell)
@@ -166,7 +166,7 @@ class ModelRunner(OverlapRunner):
         return RunResult(drawn, prompt, times)
 
     def _draw(self, work: Sequence[Work], rows: list[range], logits: Tensor) -> Draws:
-        """Split the logits back to their sequences, draw after each one's last token and after each of its guesses."""
+        """Split the logits back to their sequences, and draw after each last token and after each drafted one."""
         prompt: dict[int, list[TokenLogprob | None]] = {}
         drawn: list[list[Sampled | SamplingFailed]] = [[] for _ in work]
         wanted: list[SampleRow] = []
@@ -181,28 +181,28 @@ class ModelRunner(OverlapRunner):
                     drawn[i].append(SamplingFailed(error.message))
             first += len(span)
             if item.completes and not drawn[i]:
-                for guesses in range(len(item.draft) + 1):
-                    wanted.append(self._row(item, guesses))
+                for drafted in range(len(item.draft) + 1):
+                    wanted.append(self._row(item, drafted))
                     owners.append(drawn[i])
-                    picks.append(first - 1 - len(item.draft) + guesses)
+                    picks.append(first - 1 - len(item.draft) + drafted)
         if wanted:
             chosen = logits if len(picks) == len(logits) else logits[picks]
             for owner, sample in zip(owners, self.sampler(chosen, wanted), strict=True):
                 owner.append(sample)
         return drawn, prompt
 
-    def _row(self, item: Work, guesses: int) -> SampleRow:
-        """The draw after the sequence's tokens and so many of its guesses."""
+    def _row(self, item: Work, drafted: int) -> SampleRow:
+        """The draw after the sequence's tokens and so many of its drafted ones."""
         seq = item.seq
-        if seq.sampler_state is None and penalised(seq.request.sampling):
-            seq.sampler_state = PenaltyState(seq.request.prompt, self.vocab_size, self.device)
+        if seq.penalties is None and penalised(seq.request.sampling):
+            seq.penalties = PenaltyState(seq.request.prompt, self.vocab_size, self.device)
         return SampleRow(
             params=seq.request.sampling,
-            position=len(seq.tokens) + guesses,
-            output_tokens=[*seq.output, *item.draft[:guesses]] if guesses else seq.output,
+            position=len(seq.tokens) + drafted,
+            output_tokens=[*seq.output, *item.draft[:drafted]] if drafted else seq.output,
             prompt_tokens=seq.request.prompt,
             eos_token_ids=self.eos_token_ids,
-            state=seq.sampler_state,
+            state=seq.penalties,
         )
 
 
@@ -231,7 +231,7 @@ def joined(parts: Sequence[tuple[Sequence[int], RunResult]]) -> RunResult:
 
 
 def _greedy(seq: SequenceState) -> bool:
-    """Whether the next token is simply the best-scored one, and nothing else of the scores is asked for."""
+    """True if the next token is simply the best-scored one, and nothing else of the scores is asked for."""
     params = seq.request.sampling
     return (
         params.temperature < GREEDY_BELOW
@@ -253,7 +253,7 @@ def _chosen(work: Sequence[Work], tokens: Tensor) -> Draws:
 
 
 def logits_rows(work: Sequence[Work], all_rows: frozenset[int]) -> list[range]:
-    """The batch rows whose logits each work item needs: its last and its guesses' if it draws, all for the prompt's."""
+    """The batch rows whose logits each work item needs: its last and its draft's if it draws, all for the prompt's."""
     rows = []
     first = 0
     for i, item in enumerate(work):

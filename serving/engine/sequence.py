@@ -9,14 +9,17 @@ Plain state, owned by whoever holds the worker's lock. No torch, no clock.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, overload
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, overload
 
 from serving.batch.layer_barrier import LayerBarrier
 from serving.engine.offload import OffloadState
 from serving.errors import MillraceError
 from serving.kvspec import AUTO
 from serving.messages import Delta, FinishReason, LeaseOrder, Request, TokenLogprob
+
+if TYPE_CHECKING:
+    from serving.sampling.penalties import PenaltyState
 
 
 class LayerSink(Protocol):
@@ -63,35 +66,59 @@ class OutputView(Sequence[int]):
         return self.tokens[index + self.start if index >= 0 else index]
 
 
+@dataclass(slots=True)
+class PrefixKeys:
+    """Names of the sequence's blocks by content, owned by the KV manager (kvcache.blocks.prefix)."""
+
+    root: bytes
+    keys: list[bytes] = field(default_factory=list)
+    published: int = 0  # leading blocks that others may share
+
+
+@dataclass(slots=True)
+class IncomingKV:
+    """What of its KV comes from elsewhere, owned by the worker's connector and its leases."""
+
+    prefilled_here: bool  # else a prefill worker computes the prompt and hands its KV over
+    arrival: ArrivingKV | None = None  # until all of it has come, or no more will
+    lossy: bool = False  # some has come with fewer bits than it is kept in: it is not stored for others
+
+
+@dataclass(slots=True)
+class PrefillState:
+    """Owned by the prefill scheduler and worker. Seconds on the engine's clock."""
+
+    waiting_since: float
+    scheduled_at: float | None = None
+    handoff: LayerSink | None = None
+
+
 class SequenceState:
-    """See the module's legend. `stays` says whether decoding goes on in this worker after prefill."""
+    """See the module's legend. `stays` says whether decoding goes on in this worker after prefill.
+
+    `blocks` and `offload` belong to the KV manager, `penalties` to the model runner; parts of other owners are objects
+    of their own.
+    """
 
     __slots__ = (
-        "arrival",
         "blocks",
         "cached",
         "computed",
         "ended",
-        "handoff",
         "in_flight",
-        "keys",
+        "incoming",
         "kv_dtype",
         "long_rope",
-        "lookup",
-        "lossy",
         "offload",
         "order",
-        "prefilled_here",
+        "penalties",
+        "prefill",
+        "prefix",
         "prompt_logprobs",
-        "published",
         "request",
-        "root",
-        "sampler_state",
-        "scheduled_at",
         "start",
         "stays",
         "tokens",
-        "waiting_since",
     )
 
     def __init__(
@@ -108,27 +135,20 @@ class SequenceState:
         self.request: Request = order.request
         self.tokens: list[int] = [*order.request.prompt, *order.generated]
         self.start = len(self.tokens)
-        self.root = root
         self.stays = stays
         self.long_rope = long_rope
         self.kv_dtype = kv_dtype  # what its blocks hold; `root` is of the same
         self.computed = 0
-        self.cached = 0
+        self.cached = 0  # tokens whose KV was found, not computed
+        self.in_flight = 0  # steps begun and not accounted for that it is part of: its blocks must outlive them
+        self.ended = False
+        self.prompt_logprobs: list[TokenLogprob | None] = []
         self.blocks: list[int] = []
         self.offload: OffloadState | None = None  # KV in host memory: `blocks` begin after it
-        self.arrival: ArrivingKV | None = None  # until all of it has come, or no more will
-        self.lossy = False  # some of its KV has come with fewer bits than it is kept in: nobody else is given any of it
-        self.keys: list[bytes] = []
-        self.published = 0
-        self.in_flight = 0  # steps begun and not accounted for that it is part of: its blocks must outlive them
-        self.prefilled_here = not stays  # or by the lease's own worker; else its prompt's KV is handed over
-        self.ended = False
-        self.handoff: LayerSink | None = None
-        self.sampler_state: Any = None  # the sampler's own; can be rebuilt from the tokens at any time
-        self.lookup: Any = None  # the decode scheduler's own, likewise
-        self.prompt_logprobs: list[TokenLogprob | None] = []
-        self.waiting_since = now
-        self.scheduled_at: float | None = None
+        self.prefix = PrefixKeys(root)
+        self.incoming = IncomingKV(prefilled_here=not stays)
+        self.prefill = PrefillState(now)
+        self.penalties: PenaltyState | None = None  # can be rebuilt from the tokens at any time
 
     @property
     def prompt_len(self) -> int:
@@ -145,7 +165,7 @@ class SequenceState:
 
     @property
     def draftable(self) -> bool:
-        """Whether tokens may be guessed ahead: not where each draw changes the scores of the next."""
+        """True if tokens may be drafted: not where each draw changes the scores of the next."""
         params = self.request.sampling
         return params.repetition_penalty == 1.0 and not params.presence_penalty and not params.frequency_penalty
 

@@ -21,7 +21,7 @@ def handed_over(kv: KVCacheManager, runner: ScriptedRunner | None, seq: Sequence
     """What a decode worker does with a lease: its KV arrives, its first token is known."""
     kv.open(seq)
     if runner is not None:
-        runner.write(seq.root, seq.tokens, seq.blocks, seq.computed)
+        runner.write(seq.prefix.root, seq.tokens, seq.blocks, seq.computed)
     seq.computed = len(seq.tokens)
     kv.publish(seq)
     seq.tokens.append(next_token(seq.tokens))

@@ -24,7 +24,7 @@ def slowly(tokens: list[int], count: int) -> list[int]:
 
 @given(tokens, st.integers(1, 6))
 def test_a_guess_is_what_followed_last_time(found: list[int], count: int) -> None:
-    assert PromptLookup().guess(found, count) == slowly(found, count)
+    assert PromptLookup().draft(found, count) == slowly(found, count)
 
 
 @given(tokens, st.lists(st.integers(1, 5), max_size=30))
@@ -33,7 +33,7 @@ def test_taking_tokens_in_bit_by_bit_changes_nothing(found: list[int], steps: li
     lookup, seen = PromptLookup(), 0
     for step in steps:
         seen = min(len(found), seen + step)
-        assert lookup.guess(found[:seen], 4) == PromptLookup().guess(found[:seen], 4)
+        assert lookup.draft(found[:seen], 4) == PromptLookup().draft(found[:seen], 4)
 
 
 @given(st.floats(1e-4, 1e-1), st.floats(1e-6, 1e-2), st.integers(1, 64))
@@ -61,9 +61,9 @@ def cheap(limit: int = 4) -> Speculation:
 
 def test_it_guesses_as_long_as_that_is_free_and_within_the_room() -> None:
     made, repeating = cheap(), [1, 2, 3, 4] * 4
-    assert made.guess(PromptLookup(), repeating, room=10, batch=1) == [1, 2, 3, 4]
-    assert made.guess(PromptLookup(), repeating, room=2, batch=1) == [1, 2]
-    assert made.guess(PromptLookup(), repeating, room=0, batch=1) == []
+    assert made.draft(PromptLookup(), repeating, room=10, batch=1) == [1, 2, 3, 4]
+    assert made.draft(PromptLookup(), repeating, room=2, batch=1) == [1, 2]
+    assert made.draft(PromptLookup(), repeating, room=0, batch=1) == []
 
 
 def test_it_stops_when_its_guesses_fail_and_looks_again_later() -> None:
@@ -72,7 +72,7 @@ def test_it_stops_when_its_guesses_fail_and_looks_again_later() -> None:
         made.cost.observe(size, 0.01 + 0.01 * size)  # at one token half of a step's time is the token's
     for _ in range(20):
         made.verified(lookup, 4, 0)
-    guesses = [made.guess(lookup, repeating, room=10, batch=1) for _ in range(3 * RARE)]
+    guesses = [made.draft(lookup, repeating, room=10, batch=1) for _ in range(3 * RARE)]
     tried = [i for i, guess in enumerate(guesses) if guess]
     assert all(len(guesses[i]) == 1 for i in tried), "a trial costs one token"
     assert len(tried) == 3
@@ -83,5 +83,5 @@ def test_large_batches_need_better_guesses() -> None:
     made, lookup, repeating = Speculation(4), PromptLookup(accepted=0.6), [1, 2, 3, 4] * 4
     for size in (1, 2, 8, 32):
         made.cost.observe(size, 0.01 + 0.001 * size)
-    assert len(made.guess(lookup, repeating, room=10, batch=2)) == 4
-    assert [len(made.guess(lookup, repeating, room=10, batch=64)) for _ in range(3)] == [1, 0, 0], "a trial, then none"
+    assert len(made.draft(lookup, repeating, room=10, batch=2)) == 4
+    assert [len(made.draft(lookup, repeating, room=10, batch=64)) for _ in range(3)] == [1, 0, 0], "a trial, then none"

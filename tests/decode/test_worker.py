@@ -45,7 +45,7 @@ async def hand_over(worker: Worker, grant: LeaseGrant, tokens: list[int]) -> int
     if grant.cached_tokens < len(tokens):
         await worker.decode.receive(chunk(grant.lease, grant.cached_tokens, len(tokens)))
     seq = worker.decode.table.check(grant.lease).seq
-    worker.runner.write(seq.root, seq.tokens, seq.blocks, seq.computed)
+    worker.runner.write(seq.prefix.root, seq.tokens, seq.blocks, seq.computed)
     first = next_token(tokens)
     await worker.decode.commit(sealed_commit(grant.lease, first))
     return first
@@ -152,7 +152,7 @@ async def test_a_commit_with_kv_missing_is_refused(session: RouterSession, worke
     await worker.decode.receive(chunk(grant.lease, 0, 10, range(1)))
     with pytest.raises(CorruptChunk, match="missing"):
         await worker.decode.commit(sealed_commit(grant.lease, 1))
-    assert worker.decoding.running == [] and worker.kv.allocator.match(worker.decode.sequences()[0].keys) == []
+    assert worker.decoding.running == [] and worker.kv.allocator.match(worker.decode.sequences()[0].prefix.keys) == []
 
 
 async def test_a_preempted_lease_ends_with_its_error() -> None:
@@ -255,6 +255,6 @@ async def test_kv_that_lost_bits_on_its_way_is_known_as_such(kv_wire: str) -> No
         encode(SOURCE, grant.lease, FINGERPRINT, range(2), list(range(8)), 0, len(PROMPT), wire=wire)
     )
     [seq] = worker.decode.sequences()
-    assert seq.lossy == (kv_wire == "int8")
+    assert seq.incoming.lossy == (kv_wire == "int8")
     await session.close()
     assert worker.idle()

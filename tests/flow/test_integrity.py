@@ -113,7 +113,7 @@ class Lease:
 
     def chunk(self, layers: range, start: int, end: int) -> Chunk:
         """Bytes out of the prefill worker's pool: any will do."""
-        source = self.cluster.workers[0]
+        source = self.cluster.workers[0].context
         blocks = list(range(source.device_kv.num_blocks))
         return encode(source.device_kv, self.grant.lease, self.worker.identity.fingerprint, layers, blocks, start, end)
 

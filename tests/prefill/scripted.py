@@ -54,7 +54,7 @@ class ScriptedRunner(Runner):
     def run(self, work: Sequence[Work], layer_done: LayerDone | None) -> RunResult:
         self.counts.append([item.count for item in work])
         drawn = [self._advance(item) for item in work]
-        handed_over = [item for item in work if item.seq.handoff is not None]
+        handed_over = [item for item in work if item.seq.prefill.handoff is not None]
         if layer_done is not None and handed_over:
             for layer in range(self.layers):
                 layer_done(handed_over, layer)
@@ -68,7 +68,7 @@ class ScriptedRunner(Runner):
         known = [*seq.tokens[: seq.computed], *work.tokens]
         for position in range(len(known)):
             slot = self.slot(seq, position)
-            content = (seq.root, tuple(known[: position + 1]))
+            content = (seq.prefix.root, tuple(known[: position + 1]))
             if position >= seq.computed:
                 assert isinstance(slot, int), "a step writes to the device alone"
                 self.kv[slot] = content
@@ -107,7 +107,7 @@ class ScriptedRunner(Runner):
     def arrive(self, seq: SequenceState) -> None:
         """The same, for a sequence that has KV in host memory."""
         for position in range(len(seq.tokens)):
-            self.kv[self.slot(seq, position)] = (seq.root, tuple(seq.tokens[: position + 1]))
+            self.kv[self.slot(seq, position)] = (seq.prefix.root, tuple(seq.tokens[: position + 1]))
 
 
 def make_kv(blocks: int, block_size: int, *, caching: bool = True, host: OffloadPlan | None = None) -> KVCacheManager:
@@ -119,8 +119,8 @@ def make_kv(blocks: int, block_size: int, *, caching: bool = True, host: Offload
 class Eager(Speculation):
     """Guesses whenever there is anything to guess, paying or not."""
 
-    def guess(self, lookup: PromptLookup, tokens: Sequence[int], room: int, batch: int) -> list[int]:
-        return lookup.guess(tokens, min(self.limit, room)) if room > 0 else []
+    def draft(self, lookup: PromptLookup, tokens: Sequence[int], room: int, batch: int) -> list[int]:
+        return lookup.draft(tokens, min(self.limit, room)) if room > 0 else []
 
 
 def make_decoding(kv: KVCacheManager, *, guesses: int = 0) -> DecodeScheduler:

@@ -25,7 +25,7 @@ class Arriving:
         self.tokens = tokens
         self.barrier = LayerBarrier()
         self.left = 0
-        seq.arrival = self
+        seq.incoming.arrival = self
 
     def enter(self) -> None:
         self.barrier.begin()
@@ -36,8 +36,8 @@ class Arriving:
         self.seq.computed = 0
 
     def all_comes(self, runner: ScriptedRunner) -> None:
-        runner.write(self.seq.root, self.seq.tokens[: self.tokens], self.seq.blocks, 0)
-        self.seq.arrival = None
+        runner.write(self.seq.prefix.root, self.seq.tokens[: self.tokens], self.seq.blocks, 0)
+        self.seq.incoming.arrival = None
         self.seq.computed = self.tokens
         self.barrier.open(LAYERS)
 
@@ -88,7 +88,7 @@ def test_it_runs_alone_and_only_when_nobody_else_could() -> None:
     assert world.planned() == [(ordinary, 3, False)]
     world.scheduler.remove(ordinary)
     assert world.planned() == [(seq, 4, True)]
-    seq.arrival = None
+    seq.incoming.arrival = None
     assert world.planned() == [(seq, 4, False)], "once all has come it is an ordinary one"
     assert another.computed == 0
 
@@ -108,7 +108,7 @@ def test_a_step_that_passes_is_an_ordinary_one() -> None:
     world.runner.during = lambda work: arriving.all_comes(world.runner)
     [output] = world.engine.step() or []
     assert output.delta is not None and output.delta.tokens == (next_token(PROMPT),)
-    assert seq.computed == len(PROMPT) and seq.published == 3 and world.engine.totals.tokens == 4
+    assert seq.computed == len(PROMPT) and seq.prefix.published == 3 and world.engine.totals.tokens == 4
 
 
 def test_a_step_that_leaves_has_computed_nothing() -> None:
@@ -116,9 +116,9 @@ def test_a_step_that_leaves_has_computed_nothing() -> None:
     seq, arriving = world.add_arriving()
     world.runner.during = lambda work: arriving.barrier.fail()
     assert world.engine.step() == []
-    assert (seq.computed, seq.published, arriving.left, len(seq.tokens)) == (0, 0, 1, len(PROMPT))
+    assert (seq.computed, seq.prefix.published, arriving.left, len(seq.tokens)) == (0, 0, 1, len(PROMPT))
     assert world.engine.totals.tokens == 0 and not world.measured and not seq.in_flight and world.engine.barrier is None
-    seq.arrival = None
+    seq.incoming.arrival = None
     world.runner.during = lambda work: None
     while not (outputs := world.engine.step()):
         pass
@@ -155,7 +155,7 @@ def test_new_work_makes_the_waiting_step_leave() -> None:
     world.runner.during = lambda work: None
     [output] = world.engine.step() or []
     assert output.seq is added[0], "others do not wait for the pool"
-    assert seq.arrival is arriving and world.planned()[0][0] is seq
+    assert seq.incoming.arrival is arriving and world.planned()[0][0] is seq
 
 
 def test_a_sequence_that_ends_while_its_step_waits_is_gone_with_the_step() -> None:

@@ -74,13 +74,13 @@ def test_a_prompt_takes_up_what_others_computed_while_it_waited() -> None:
     scheduler = PrefillScheduler(kv)
     first, second = make_sequence(kv, range(10)), make_sequence(kv, range(10), stays=True)
     kv.open(second)
-    first.scheduled_at = 0.0
+    first.prefill.scheduled_at = 0.0
     kv.open(first)
     first.computed = 10
     kv.publish(first)
     scheduler.add(second)
     assert planned(scheduler, 99, 9, now=3.0) == [(second, 2)]
-    assert (second.cached, second.scheduled_at) == (8, 3.0)
+    assert (second.cached, second.prefill.scheduled_at) == (8, 3.0)
 
 
 def test_who_stays_goes_on_to_decode_and_who_does_not_is_forgotten() -> None:
@@ -136,7 +136,7 @@ def test_random_prompts_are_all_served_in_order(
             assert output.delta.tokens == (next_token(output.seq.tokens[:-1]),)
             drawn.append(output.seq)
             leaving.append(output.seq)
-        started += [seq for seq in arrived if seq.scheduled_at is not None and seq not in started]
+        started += [seq for seq in arrived if seq.prefill.scheduled_at is not None and seq not in started]
         assert kv.unaccounted(arrived) == 0
         if not arriving and not scheduler.queue and not leaving:
             break

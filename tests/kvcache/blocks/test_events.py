@@ -57,10 +57,11 @@ class LogMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1), sequence=st.integers(-2, 100))
     def forget(self, which: int, sequence: int) -> None:
-        """A follower that begins anew, perhaps with a number of the worker's earlier incarnation."""
+        """A follower that begins anew, or asks from a number that the log has never reached."""
         self.followers[which] = Follower()
         if not 0 <= sequence <= self.log.since(0).next:
             self.followers[which].next = sequence
+            self.poll(which)
 
     @invariant()
     def new_followers_see_all(self) -> None:

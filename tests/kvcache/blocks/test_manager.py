@@ -54,7 +54,9 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def rematch(self, data: st.DataObject) -> None:
         seq = self.pick(data)
-        if seq.scheduled_at is None and len(seq.tokens) == seq.start:  # as the scheduler does: before the first chunk
+        if (
+            seq.prefill.scheduled_at is None and len(seq.tokens) == seq.start
+        ):  # as the scheduler does: before the first chunk
             before = seq.computed
             self.kv.rematch(seq)
             assert seq.computed >= before and seq.uncomputed >= 1
@@ -64,14 +66,14 @@ class ManagerMachine(RuleBasedStateMachine):
     def compute(self, data: st.DataObject, count: int) -> None:
         seq = self.pick(data)
         count = min(count, seq.uncomputed)
-        seq.scheduled_at = 0.0
+        seq.prefill.scheduled_at = 0.0
         for position in range(seq.computed, seq.computed + count):
             block = seq.blocks[position // self.size]
             users = sum(block in other.blocks for other in self.sequences)
             assert users == 1, "a block is written that others read"
             assert block not in self.kv.allocator._key_of, "a block is written that others may find"
             slot = block * self.size + position % self.size
-            self.written[slot] = (seq.root, tuple(seq.tokens[: position + 1]))
+            self.written[slot] = (seq.prefix.root, tuple(seq.tokens[: position + 1]))
         seq.computed += count
         self.kv.publish(seq)
         self.kv.publish(seq)  # again is as good as once
@@ -101,7 +103,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.sequences.remove(seq)
         self.kv.release(seq)
         self.kv.release(seq)
-        assert seq.blocks == [] and seq.computed == seq.published == 0
+        assert seq.blocks == [] and seq.computed == seq.prefix.published == 0
 
     @invariant()
     def nothing_leaks(self) -> None:
@@ -115,7 +117,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert seq.computed <= len(seq.tokens) <= len(seq.blocks) * self.size
             for position in range(seq.computed):
                 slot = seq.blocks[position // self.size] * self.size + position % self.size
-                assert self.written[slot] == (seq.root, tuple(seq.tokens[: position + 1]))
+                assert self.written[slot] == (seq.prefix.root, tuple(seq.tokens[: position + 1]))
 
     @invariant()
     def only_full_blocks_are_shared(self) -> None:

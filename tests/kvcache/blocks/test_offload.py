@@ -71,7 +71,7 @@ class Memory:
 
 
 def kv_of(seq: SequenceState, position: int) -> object:
-    return seq.root, tuple(seq.tokens[: position + 1])
+    return seq.prefix.root, tuple(seq.tokens[: position + 1])
 
 
 def make_kv(plan: OffloadPlan) -> KVCacheManager:
@@ -128,7 +128,7 @@ class HostMachine(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.integers(1, 20))
     def compute(self, data: st.DataObject, count: int) -> None:
         seq = self.pick(data)
-        seq.scheduled_at = 0.0
+        seq.prefill.scheduled_at = 0.0
         if seq.uncomputed:
             advance(self.kv, self.memory, seq, count)
 
@@ -164,7 +164,7 @@ class HostMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def rematch(self, data: st.DataObject) -> None:
         seq = self.pick(data)
-        if seq.scheduled_at is None and len(seq.tokens) == seq.start:
+        if seq.prefill.scheduled_at is None and len(seq.tokens) == seq.start:
             self.kv.rematch(seq)
 
     @precondition(lambda self: self.sequences)

@@ -56,7 +56,7 @@ class Storing:
             host=BlockMemory(blocks, self.engine.tier.extents, blocks.num_blocks, PLAN.extent_blocks),
         )
         self.engine.kv = KVCacheManager(kv.allocator, "model", self.engine.tier, self.back)
-        self.engine.seq.prefilled_here = True
+        self.engine.seq.incoming.prefilled_here = True
 
     @property
     def held(self) -> list[int]:
@@ -77,7 +77,7 @@ def test_what_is_stored_has_the_bytes_of_its_tokens(counts: list[int], over: int
             engine.kv.publish(seq)
             if number == over:
                 break
-        settled, keys = engine.offload.copied * PLAN.extent_blocks, list(seq.keys)
+        settled, keys = engine.offload.copied * PLAN.extent_blocks, list(seq.prefix.keys)
         assert len(storing.held) == settled
         engine.kv.release(seq)
         assert engine.tier.unaccounted([], storing.held) == engine.kv.unaccounted([]) == 0
@@ -111,9 +111,12 @@ async def test_whoever_needs_extents_gets_them() -> None:
 def in_pool(engine: Engine, blocks: int) -> dict[bytes, PoolBlock]:
     """The first blocks of the engine's prompt, computed elsewhere."""
     seq = engine.seq
-    extend_keys(seq.keys, seq.root, seq.tokens, SIZE, upto=blocks * SIZE)
+    extend_keys(seq.prefix.keys, seq.prefix.root, seq.tokens, SIZE, upto=blocks * SIZE)
     sizes = [spec.token_bytes * SIZE for spec in SPECS]
-    made = [block_of(key, DEFAULT_NAMESPACE, sizes, memoryview(payload(i))) for i, key in enumerate(seq.keys[:blocks])]
+    made = [
+        block_of(key, DEFAULT_NAMESPACE, sizes, memoryview(payload(i)))
+        for i, key in enumerate(seq.prefix.keys[:blocks])
+    ]
     return {block.key: block for block in made}
 
 
@@ -147,7 +150,7 @@ def test_what_comes_lies_on_the_host_in_whole_extents(
         return
     assert seq.offload is not None
     engine.offload = seq.offload
-    assert seq.computed == seq.cached == extents * EXTENT and seq.arrival is None
+    assert seq.computed == seq.cached == extents * EXTENT and seq.incoming.arrival is None
     assert prefixes.stats.hits == seq.computed and seq.offload.moved == seq.offload.copied == extents
     for count in counts:
         engine.go_on(count)

@@ -88,7 +88,7 @@ async def test_what_the_pool_has_is_there_when_all_else_is(pooled: int) -> None:
     fetch = await its.begin()
     assert (fetch.arrival.first, fetch.arrival.last) == (0, pooled)
     assert await its.direct.settle(fetch) == pooled * SIZE
-    for block, key in zip(its.seq.blocks[:pooled], its.seq.keys, strict=False):
+    for block, key in zip(its.seq.blocks[:pooled], its.seq.prefix.keys, strict=False):
         assert read_blocks(its.world.device_kv, [block], [key], "default") == [its.held[key]]
     await asyncio.wait([fetch.task])
     assert (its.direct.fallbacks, its.direct.running, its.direct.stats.hits) == (0, 0, pooled * SIZE)
@@ -126,7 +126,7 @@ async def test_blocks_before_the_first_that_lacks_a_piece_count(part: int, block
     fetch = await its.begin()
     assert await its.direct.settle(fetch) == block * SIZE
     assert its.direct.fallbacks == 1
-    assert its.world.blocks.match(its.seq.keys) == its.seq.blocks[:block]
+    assert its.world.blocks.match(its.seq.prefix.keys) == its.seq.blocks[:block]
 
 
 async def test_the_wait_ends_when_the_other_way_would_have_brought_it() -> None:

@@ -116,9 +116,9 @@ def test_leading_blocks_that_came_whole_count(
     if seq.blocks:
         assert seq.computed == (known + whole) * SIZE
         for i in range(known, known + whole):
-            [found] = read_blocks(world.device_kv, [seq.blocks[i]], [seq.keys[i]], "default")
-            assert found == held[seq.keys[i]]
-        assert world.blocks.match(seq.keys) == seq.blocks[: known + whole]
+            [found] = read_blocks(world.device_kv, [seq.blocks[i]], [seq.prefix.keys[i]], "default")
+            assert found == held[seq.prefix.keys[i]]
+        assert world.blocks.match(seq.prefix.keys) == seq.blocks[: known + whole]
     world.kv.release(seq)
     assert world.blocks.held == 0
 
@@ -145,9 +145,9 @@ def test_steps_that_follow_an_arrival(events: list[str], lost: set[tuple[int, in
         return
     whole = next((i for i in range(6 - local) if any((part, i + local) in lost for part in range(3))), 6 - local)
     there = (local + whole) * SIZE
-    assert seq.arrival is None and followed.prefixes.stats.hits == whole * SIZE
+    assert seq.incoming.arrival is None and followed.prefixes.stats.hits == whole * SIZE
     assert seq.computed == (len(seq.tokens) if followed.passed else there) and seq.cached == there
-    assert world.blocks.match(seq.keys[: local + whole]) == seq.blocks[: local + whole]
+    assert world.blocks.match(seq.prefix.keys[: local + whole]) == seq.blocks[: local + whole]
     assert followed.passed == 0 or not lost & {(part, i) for part in range(3) for i in range(local, 6)}
     assert arrival.complete == (whole == 6 - local)
 
@@ -162,14 +162,14 @@ class Followed:
         world.kv.open(self.seq)
         world.kv.fetched(self.seq, local)
         self.arrival = PrefixArrival(self.prefixes, self.seq, local, 6, 3)
-        self.seq.arrival = self.arrival
+        self.seq.incoming.arrival = self.arrival
         self.open, self.arrival.barrier.open = self.arrival.barrier.open, self.opened  # type: ignore[method-assign]
         self.slabs = [(part, i) for part in range(3) for i in range(local, 6) if (part, i) not in lost]
         self.passed = 0
         self.local = local
 
     def opened(self, layers: int) -> None:
-        assert layers < 3 or self.seq.arrival is None, "a step that passes now might end before all counts"
+        assert layers < 3 or self.seq.incoming.arrival is None, "a step that passes now might end before all counts"
         self.open(layers)
 
     def slab(self) -> None:
@@ -180,7 +180,7 @@ class Followed:
             self.slabs.clear()
 
     def step(self) -> None:
-        if not self.seq.in_flight and not self.seq.ended and self.seq.arrival is not None:
+        if not self.seq.in_flight and not self.seq.ended and self.seq.incoming.arrival is not None:
             self.seq.in_flight = True
             self.arrival.enter()
             assert self.seq.computed == 6 * SIZE
@@ -202,8 +202,8 @@ class Followed:
             self.passed = 1
             seq.computed += 1
             self.world.kv.publish(seq)
-        elif seq.arrival is not None:
-            seq.arrival.leave()
+        elif seq.incoming.arrival is not None:
+            seq.incoming.arrival.leave()
             assert seq.computed <= 6 * SIZE
 
     def end(self) -> None:
@@ -230,7 +230,7 @@ def test_a_first_layer_is_told_of_once_all_of_it_is_there() -> None:
             async for slab in super().get(keys, parts=parts):
                 for half in (slice(0, 4), slice(4, 8)):
                     size = len(slab.payload) // 8
-                    assert seq.arrival is not None and told == ([0] if slab.part else [])
+                    assert seq.incoming.arrival is not None and told == ([0] if slab.part else [])
                     yield Slab(
                         part=slab.part,
                         indices=slab.indices[half],
@@ -244,7 +244,7 @@ def test_a_first_layer_is_told_of_once_all_of_it_is_there() -> None:
             told.append(0)
 
     asyncio.run(world.prefixes(Watched(in_pool(prompt, 8), set())).bring(seq, begun))
-    assert told == [0] and seq.arrival is None and seq.computed == 32
+    assert told == [0] and seq.incoming.arrival is None and seq.computed == 32
 
 
 def test_pieces_of_another_size_are_not_written() -> None:
@@ -328,8 +328,8 @@ def test_a_prompt_is_taken_to_wait_for_the_first_layer_and_where_its_step_waits(
         ) -> AsyncGenerator[Slab, None]:
             async for slab in super().get(keys, parts=parts):
                 now[0] += 1.0
-                if slab.part == 1 and seq.arrival is not None:
-                    seq.arrival.barrier._fields.waited = int(0.5e9)  # a step that follows stood there
+                if slab.part == 1 and seq.incoming.arrival is not None:
+                    seq.incoming.arrival.barrier._fields.waited = int(0.5e9)  # a step that follows stood there
                 yield slab
 
     held = in_pool(prompt, 8)

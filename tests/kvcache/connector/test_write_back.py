@@ -65,7 +65,7 @@ class World:
         """A sequence of `tokens` prompt and `output` output tokens whose KV has just been computed."""
         seq = make_sequence(self.kv, [seed * 1000 + i for i in range(tokens)], **fields)  # type: ignore[arg-type]
         seq.kv_dtype = kv_dtype
-        seq.prefilled_here = here
+        seq.incoming.prefilled_here = here
         self.kv.open(seq)
         seq.tokens += [900 + i for i in range(output)]
         self.kv.grow(seq)
@@ -85,7 +85,7 @@ async def test_blocks_go_with_their_bytes_and_digests_and_are_let_go() -> None:
     seq = world.computed(21)
     held = world.blocks.held
     assert len(world.back.table(world.back.device)) == 5 and held == len(seq.blocks)
-    expected = read_blocks(world.device_kv, seq.blocks[:5], seq.keys, DEFAULT_NAMESPACE)
+    expected = read_blocks(world.device_kv, seq.blocks[:5], seq.prefix.keys, DEFAULT_NAMESPACE)
     await world.back.wait_idle()
     assert world.writer.taken == expected
     for block in world.writer.taken:
@@ -98,7 +98,7 @@ async def test_blocks_go_with_their_bytes_and_digests_and_are_let_go() -> None:
 async def test_bytes_come_back_as_they_were() -> None:
     world = World()
     seq = world.computed(16)
-    blocks = read_blocks(world.device_kv, seq.blocks[:4], seq.keys, "n")
+    blocks = read_blocks(world.device_kv, seq.blocks[:4], seq.prefix.keys, "n")
     assert [list(block.sizes) for block in blocks] == [part_bytes(world.device_kv)] * 4
     before = [[plane.clone() for plane in planes] for planes in world.device_kv.planes]
     others = [40, 7, 33, 21]
@@ -119,7 +119,7 @@ async def test_each_block_goes_as_what_it_holds() -> None:
     expected = []
     for seed, kv_dtype in enumerate((AUTO, "int8", "int8", AUTO)):
         seq = world.computed(9, seed=seed, kv_dtype=kv_dtype)
-        expected += read_blocks(world.device_kv.kept_as(kv_dtype), seq.blocks[:2], seq.keys, DEFAULT_NAMESPACE)
+        expected += read_blocks(world.device_kv.kept_as(kv_dtype), seq.blocks[:2], seq.prefix.keys, DEFAULT_NAMESPACE)
     world.busy = False
     await world.back.wait_idle()
     assert world.writer.taken == expected
@@ -174,7 +174,7 @@ async def test_a_decode_worker_offers_what_it_wrote_itself() -> None:
     world = World()
     seq = world.computed(8, output=8, here=False)
     await world.back.wait_idle()
-    assert [block.key for block in world.writer.taken] == seq.keys[2:4]
+    assert [block.key for block in world.writer.taken] == seq.prefix.keys[2:4]
     await world.stop()
 
 
@@ -183,7 +183,7 @@ async def test_outputs_are_left_out_as_asked(settings: dict[str, object], blocks
     world = World(**settings)
     seq = world.computed(8, output=8)
     await world.back.wait_idle()
-    assert [block.key for block in world.writer.taken] == seq.keys[:blocks]
+    assert [block.key for block in world.writer.taken] == seq.prefix.keys[:blocks]
     await world.stop()
 
 
@@ -238,7 +238,7 @@ async def test_under_constant_load_blocks_leave_in_turn_with_prompts(monkeypatch
 async def test_what_has_lost_bits_on_its_way_is_not_given_to_others() -> None:
     world = World()
     seq = make_sequence(world.kv, list(range(21)))
-    seq.lossy = True
+    seq.incoming.lossy = True
     world.kv.open(seq)
     seq.computed = 20
     world.kv.publish(seq)

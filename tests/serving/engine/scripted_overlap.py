@@ -59,7 +59,7 @@ class LateStep(Launched):
             else:
                 assert self.before is not None and self.before.computed, "steps are computed in order"
                 known.append(max(0, self.before.rows[row.source].drawn))
-            self.runner.attend(row.seq.root, row.blocks, known, row.start)
+            self.runner.attend(row.seq.prefix.root, row.blocks, known, row.start)
             row.drawn = -1 if row.seq.request.request_id in self.runner.broken else next_token(known)
 
 

@@ -156,7 +156,7 @@ def test_layers_are_told_only_of_sequences_that_are_handed_over(mixed: Mixed) ->
     mixed.engine.step(layer_done)
     assert heard == []
     passing = make_sequence(mixed.kv, [2])
-    passing.handoff = object()  # type: ignore[assignment]
+    passing.prefill.handoff = object()  # type: ignore[assignment]
     mixed.prefill.add(passing)
     mixed.engine.step(layer_done)
     assert heard == [([passing], 0), ([passing], 1)]

@@ -118,7 +118,7 @@ async def test_layers_are_told_on_the_event_loop_while_the_model_runs(running: L
     running.runner.during = lambda work: assert_set(go_on)
     seq = make_sequence(running.kv, [1, 2, 3], max_tokens=9)
     inbox = running.inboxes[seq] = Inbox()
-    seq.handoff = Handoff()
+    seq.prefill.handoff = Handoff()
     running.prefill.add(seq)
     running.loop.wake()
     await all_heard.wait()

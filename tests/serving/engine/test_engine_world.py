@@ -61,8 +61,8 @@ class World:
         self.runner.during = lambda work: self.hang_up(0.04)
         if isinstance(self.runner, LateRunner):
             self.runner.opaque = {str(number) for number in range(10) if self.choice.random() < 0.1}
-        if self.decode.turns is not None:
-            self.decode.turns.trial = self.choice.randrange(6)
+        if self.decode.choice is not None:
+            self.decode.choice.trial = self.choice.randrange(6)
         self.jobs = [self.new_job(n) for n in range(self.choice.randrange(1, 10))]
         self.waiting = list(self.jobs)
 
@@ -104,7 +104,7 @@ class World:
 
     def hand_over(self, job: Job, seq: SequenceState) -> None:
         for position in range(seq.computed, len(seq.tokens)):
-            self.runner.kv[self.slot(seq, position)] = (seq.root, tuple(seq.tokens[: position + 1]))
+            self.runner.kv[self.slot(seq, position)] = (seq.prefix.root, tuple(seq.tokens[: position + 1]))
         seq.computed = len(seq.tokens)
         self.kv.publish(seq)
         seq.tokens.append(next_token(seq.tokens))
@@ -141,8 +141,8 @@ class World:
 
     def check_published(self, seq: SequenceState) -> None:
         """What others may find under the sequence's keys is the KV of tokens it has."""
-        for position in range(seq.published * self.kv.block_size):
-            assert self.runner.kv[self.slot(seq, position)] == (seq.root, tuple(seq.tokens[: position + 1]))
+        for position in range(seq.prefix.published * self.kv.block_size):
+            assert self.runner.kv[self.slot(seq, position)] == (seq.prefix.root, tuple(seq.tokens[: position + 1]))
 
     def slot(self, seq: SequenceState, position: int) -> int:
         size = self.kv.block_size

@@ -86,7 +86,7 @@ def sampling(**fields: object) -> SamplingParams:
     return replace(SamplingParams(max_tokens=9, temperature=0.0), **fields)  # type: ignore[arg-type]
 
 
-def test_what_is_foreseen_needs_neither_earlier_tokens_nor_the_hosts_attention() -> None:
+def test_what_overlaps_needs_neither_earlier_tokens_nor_the_hosts_attention() -> None:
     def overlappable(params: SamplingParams, prompt_logprobs: int | None = None) -> bool:
         request = Request(request_id="r", prompt=(1,), sampling=params, prompt_logprobs=prompt_logprobs)
         return ModelRunner.can_overlap(object.__new__(ModelRunner), sequence(request))

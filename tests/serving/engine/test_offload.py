@@ -102,7 +102,7 @@ def test_spilled_sequences_are_computed_after_the_others_and_apart() -> None:
     runner = ModelRunner(forward, SPEC, 2, host=host)
     work = [Work(short[0], 1, prefill), Work(long, kv.make_room(long, 4), prefill), Work(short[1], 1, prefill)]
     heard: list[tuple[list[object], int]] = []
-    short[0].handoff = long.handoff = object()  # type: ignore[assignment]
+    short[0].prefill.handoff = long.prefill.handoff = object()  # type: ignore[assignment]
     result = runner.run(work, lambda work, layer: heard.append(([item.seq for item in work], layer)))
     assert [batch.query_lens for batch in forward.batches] == [(1, 1), (4,)]
     each = [([seq], layer) for seq in (short[0], long) for layer in range(2)]

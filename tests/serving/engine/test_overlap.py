@@ -37,7 +37,7 @@ class Mixed:
         """A sequence whose prompt was computed elsewhere joins the batch."""
         seq = make_sequence(self.kv, prompt, stays=True, **fields)
         self.kv.open(seq)
-        self.runner.attend(seq.root, seq.blocks, seq.tokens, seq.computed)
+        self.runner.attend(seq.prefix.root, seq.blocks, seq.tokens, seq.computed)
         seq.computed = len(seq.tokens)
         self.kv.publish(seq)
         seq.tokens.append(next_token(seq.tokens))
@@ -118,7 +118,7 @@ def test_what_is_drawn_for_a_sequence_that_has_stopped_is_dropped(mixed: Mixed) 
     outputs = [output for _ in range(length) for output in mixed.step()]
     assert outputs[-1].delta is not None and outputs[-1].delta.finish is FinishReason.STOP
     assert seq.ended and seq.blocks and mixed.engine.flying == [seq], "a step still writes into its blocks"
-    published = seq.published
+    published = seq.prefix.published
     assert mixed.step() == []
     assert seq.tokens[2:] == text[: length + 1] and seq.blocks == [] and mixed.kv.allocator.held == 0
     assert published * 4 <= 2 + length and mixed.engine.step() is None
@@ -184,7 +184,7 @@ def test_a_prompt_that_could_not_run_delays_nobody(lacking: str) -> None:
     assert mixed.kv.allocator.held == 0 and mixed.runner.counts[-1] == [1]
 
 
-def test_a_sequence_that_is_not_foreseen_makes_every_step_wait(mixed: Mixed) -> None:
+def test_a_sequence_that_does_not_overlap_makes_every_step_wait(mixed: Mixed) -> None:
     mixed.handed_over([1], request_id="plain", max_tokens=9)
     mixed.step()
     mixed.runner.opaque = {"opaque"}
@@ -201,15 +201,15 @@ def test_a_sequence_that_is_not_foreseen_makes_every_step_wait(mixed: Mixed) -> 
 def test_work_with_strings_attached_is_not_plain(mixed: Mixed, what: str) -> None:
     seq = mixed.handed_over([1])
     work = Work(seq, 1, mixed.decode)
-    assert work.plain
-    setattr(seq, what, object() if what != "stays" else False)
-    assert not work.plain
+    assert work.decodes_one
+    setattr(seq.prefill if what == "handoff" else seq, what, object() if what != "stays" else False)
+    assert not work.decodes_one
 
 
 def test_a_prompts_last_token_is_not_plain_and_guesses_are_not(mixed: Mixed) -> None:
     seq = make_sequence(mixed.kv, [1])
-    assert not Work(seq, 1, mixed.decode).plain
-    assert not Work(mixed.handed_over([1]), 2, mixed.decode, draft=(3,)).plain
+    assert not Work(seq, 1, mixed.decode).decodes_one
+    assert not Work(mixed.handed_over([1]), 2, mixed.decode, draft=(3,)).decodes_one
 
 
 def test_without_room_for_the_unknown_token_nothing_is_begun_and_nobody_gives_way_early() -> None:
