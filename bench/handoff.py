@@ -86,7 +86,7 @@ class FarEnd(FarProcess):
 
 
 class Bench:
-    """The near end: a pool full of KV, and a way to the far end over each transport."""
+    """The near end: a full KV cache, and links to the far end over each transport."""
 
     def __init__(self, options: argparse.Namespace):
         self.tokens: int = options.tokens
@@ -156,7 +156,7 @@ class Bench:
         return found
 
     def arrived(self) -> bool:
-        """Whether what came to the near sink is what left, byte for byte."""
+        """True if what came to the near sink is what left, byte for byte."""
         pairs = zip(self.device_kv.planes, self.here.device_kv.planes, strict=True)
         return all(
             torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for x in pairs for a, b in zip(*x, strict=True)

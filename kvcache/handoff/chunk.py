@@ -18,7 +18,7 @@ from torch import Tensor
 from kvcache.memory.device import DeviceKV, TokenSlots
 from kvcache.memory.heads import HeadSlice, with_heads
 from kvcache.memory.host_copy import Bytes
-from kvcache.memory.kv_dtype import AS_STORED, ENCODINGS, Wire, relay, stored_as
+from kvcache.memory.kv_dtype import AS_STORED, ENCODINGS, Wire, converted, stored_as
 from serving.errors import CorruptChunk
 from serving.kvspec import LayerKV
 from serving.messages import LeaseId
@@ -75,19 +75,19 @@ def encode(
     end: int,
     *,
     wire: Wire | None = None,
-    piece: HeadSlice | None = None,
+    head_slice: HeadSlice | None = None,
 ) -> Chunk:
-    """Read the chunk's bytes out of the pool; `wire` says how they travel, `piece` which heads go, to whom.
+    """Read the chunk's bytes out of the pool; `wire` says how they travel, `head_slice` which heads go.
 
     By default KV goes as it is stored here, with all its heads. Layers of one chunk that is cut must all have heads.
     """
     slots = device_kv.slots(blocks, start, end)
-    if _as_stored(device_kv, layers, wire, piece):
+    if _as_stored(device_kv, layers, wire, head_slice):
         payload = _read(device_kv, layers, slots)
     else:
-        parts = [part.flatten() for layer in layers for part in _laid_out(device_kv, layer, slots, wire, piece)]
+        parts = [part.flatten() for layer in layers for part in _laid_out(device_kv, layer, slots, wire, head_slice)]
         payload = torch.cat(parts).numpy()
-    heads = range(0) if piece is None or piece.whole else piece.place
+    heads = range(0) if head_slice is None or head_slice.whole else head_slice.place
     assert not heads or all(device_kv.specs[layer].heads is not None for layer in layers)
     bare = Chunk(
         lease=lease,
@@ -105,10 +105,10 @@ def encode(
     return sealed(bare)
 
 
-def _as_stored(device_kv: DeviceKV, layers: range, wire: Wire | None, piece: HeadSlice | None) -> bool:
-    """Whether the layers leave just as they lie in the pool."""
+def _as_stored(device_kv: DeviceKV, layers: range, wire: Wire | None, head_slice: HeadSlice | None) -> bool:
+    """True if the layers travel as they are stored."""
     asked = slice(layers.start, layers.stop)
-    return piece is None and (wire is None or wire.layers[asked] == device_kv.specs[asked])
+    return head_slice is None and (wire is None or wire.layers[asked] == device_kv.specs[asked])
 
 
 def _read(device_kv: DeviceKV, layers: range, slots: TokenSlots) -> Bytes:
@@ -122,16 +122,16 @@ def _read(device_kv: DeviceKV, layers: range, slots: TokenSlots) -> Bytes:
 
 
 def _laid_out(
-    device_kv: DeviceKV, layer: int, slots: TokenSlots, wire: Wire | None, piece: HeadSlice | None
+    device_kv: DeviceKV, layer: int, slots: TokenSlots, wire: Wire | None, head_slice: HeadSlice | None
 ) -> list[Tensor]:
     """A layer's planes as they are to travel: uint8 [tokens, token_bytes]."""
     planes, source = device_kv.read(layer, slots), device_kv.specs[layer]
-    if piece is not None and source.heads is not None:
-        planes, source = _cut(planes, source, piece.heads)
+    if head_slice is not None and source.heads is not None:
+        planes, source = _cut(planes, source, head_slice.heads)
     if wire is None:
         return planes
     target = wire.layers[layer]
-    return relay(planes, source, target if source.heads is None else with_heads(target, source.heads))
+    return converted(planes, source, target if source.heads is None else with_heads(target, source.heads))
 
 
 def _cut(planes: Sequence[Tensor], spec: LayerKV, heads: range) -> tuple[list[Tensor], LayerKV]:
@@ -186,7 +186,7 @@ def split(chunk: Chunk, device_kv: DeviceKV) -> list[list[Bytes]]:
     for parts, source, target in zip(_planes(chunk, layers), layers, stored, strict=True):
         if source != target:
             writable = [torch.from_numpy(part if part.flags.writeable else part.copy()) for part in parts]
-            parts = [part.numpy() for part in relay(writable, source, target)]
+            parts = [part.numpy() for part in converted(writable, source, target)]
         found.append(parts)
     return found
 
@@ -220,16 +220,16 @@ def join(chunks: Sequence[Chunk], specs: Sequence[LayerKV]) -> Chunk:
     borders = [0, *(chunk.last_head for chunk in ordered)]
     starts = [*(chunk.first_head for chunk in ordered), *{layer.heads for layer in layers}]
     if borders != starts or any(_place(chunk) != _place(first) for chunk in ordered):
-        raise CorruptChunk("the pieces of a KV chunk are not every head of one place once", code="heads")
-    pieces = [_planes(chunk, wire_layers(chunk, specs)) for chunk in ordered]
+        raise CorruptChunk("the parts of a KV chunk do not bring every head once", code="heads")
+    cut = [_planes(chunk, wire_layers(chunk, specs)) for chunk in ordered]
     parts = []
     for index, layer in enumerate(layers):
         planes = range(len(stored_as(layer, first.encoding).planes))
-        parts += [np.concatenate([piece[index][plane] for piece in pieces], axis=1).reshape(-1) for plane in planes]
+        parts += [np.concatenate([one[index][plane] for one in cut], axis=1).reshape(-1) for plane in planes]
     payload = np.concatenate(parts).data.cast("B")
     return sealed(replace(first, first_head=0, last_head=0, payload=payload))
 
 
 def _place(chunk: Chunk) -> Chunk:
-    """All that must be equal between pieces of one chunk."""
+    """The fields that must be equal in all chunks that are joined."""
     return replace(chunk, first_head=0, last_head=0, payload=b"", digest=b"")

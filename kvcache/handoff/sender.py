@@ -20,7 +20,7 @@ from serving.messages import LeaseId
 CHUNK_BYTES = 2 << 20  # chunks are cut near this size: large enough to amortise a message, small enough to overlap
 
 
-class HandoffPlan:
+class HandoffProgress:
     """Pure bookkeeping: which (layers, tokens) may leave, and which have. Every layer's tokens leave in order, once.
 
     `start` is the first token the other side lacks, `end` the last of the sequence, exclusive. Layers finish in
@@ -97,18 +97,18 @@ class Handoff:
         self.layout = layout
         self.wire = wire or Wire(AS_STORED, device_kv.specs)
         layers = len(device_kv.specs)
-        self.plan = HandoffPlan(layers, start, seq.start, max(1, self.wire.token_bytes // layers))
+        self.progress = HandoffProgress(layers, start, seq.start, max(1, self.wire.token_bytes // layers))
         self.bytes_sent = 0
         self._news = asyncio.Event()
 
     def layer_done(self, layer: int, upto: int) -> None:
         """The layer's KV is computed for the sequence's first `upto` tokens."""
-        self.plan.layer_done(layer, upto)
+        self.progress.layer_done(layer, upto)
         self._news.set()
 
     async def send(self) -> None:
         """Send what the other side does not bring itself, as it is computed. Raises what the link raises."""
-        self.plan.leave_out(await self.link.begin())
+        self.progress.leave_out(await self.link.begin())
         await self.run()
 
     async def commit(self, first_token: int) -> None:
@@ -122,22 +122,22 @@ class Handoff:
             return
         if not 0 <= lacking.start < lacking.stop <= self.seq.start:
             raise StaleLease("the decode worker asks for tokens that do not exist", code="range")
-        layers = len(self.plan.sent)
-        self.plan = HandoffPlan(layers, lacking.start, lacking.stop, self.plan.token_bytes)
+        layers = len(self.progress.sent)
+        self.progress = HandoffProgress(layers, lacking.start, lacking.stop, self.progress.token_bytes)
         for layer in range(layers):
-            self.plan.layer_done(layer, lacking.stop)
+            self.progress.layer_done(layer, lacking.stop)
         await self.run()
         if await self.link.commit(commit):
             raise StaleLease("the decode worker still lacks KV", code="incomplete")
 
     async def run(self) -> None:
         """Send chunks until every token of every layer has left. Raises what the link raises."""
-        while not self.plan.done:
+        while not self.progress.done:
             self._news.clear()
-            while (piece := self.plan.next()) is not None:
-                for chunk in await asyncio.to_thread(self._encode, *piece):
+            while (due := self.progress.next()) is not None:
+                for chunk in await asyncio.to_thread(self._encode, *due):
                     await self.link.push(chunk)
-            if not self.plan.done:
+            if not self.progress.done:
                 await self._news.wait()
 
     def _encode(self, layers: range, start: int, end: int) -> list[Chunk]:

@@ -48,7 +48,7 @@ class DeviceKV:
         self._kept: dict[str, DeviceKV] = {AUTO: self}
 
     def kept_as(self, kv_dtype: str) -> DeviceKV:
-        """The same blocks for sequences whose KV is kept so: AUTO is as the pool was made, others `can_keep` allows."""
+        """The same blocks for sequences with KV of this dtype: AUTO is the blocks' own, `can_keep` tells the others."""
         if kv_dtype not in self._kept:
             specs = [stored_as(spec, kv_dtype) for spec in self.specs]
             layers = zip(self.specs, self.planes, specs, strict=True)
@@ -57,7 +57,7 @@ class DeviceKV:
         return self._kept[kv_dtype]
 
     def can_keep(self, kv_dtype: str) -> bool:
-        """Whether blocks made for float KV can hold KV of this dtype."""
+        """True if blocks made for float KV can hold KV of this dtype."""
         return kv_dtype == "int8" and all(_has_room(spec, stored_as(spec, kv_dtype)) for spec in self.specs)
 
     def slots(self, blocks: Sequence[int], start: int, end: int) -> TokenSlots:
@@ -67,7 +67,7 @@ class DeviceKV:
         if not 0 <= start < end or last > len(blocks):
             raise IndexError(f"tokens {start} to {end} of a sequence with {len(blocks)} blocks of {size}")
         table = np.array(blocks[first:last], dtype=np.int64)
-        assert table.min() >= 0 and table.max() < self.num_blocks, "a block that the pool does not have"
+        assert table.min() >= 0 and table.max() < self.num_blocks, "a block that does not exist"
         return TokenSlots(table, start - first * size, end - start, size)
 
     def read(self, layer: int, slots: TokenSlots) -> list[Tensor]:
@@ -109,7 +109,7 @@ class TokenSlots:
 
     @property
     def index(self) -> Tensor:
-        """Each token's place in the pool: int64 [tokens]."""
+        """Each token's slot in the paged planes: int64 [tokens]."""
         places = torch.from_numpy(self.blocks)[:, None] * self.block_size + torch.arange(self.block_size)
         return places.flatten()[self.offset : self.offset + self.tokens]
 
@@ -153,7 +153,7 @@ def _put(plane: Tensor, slots: TokenSlots, rows: Bytes) -> None:
 
 
 def _has_room(spec: LayerKV, target: LayerKV) -> bool:
-    """Whether each row of floats, the last axis of a plane, has the bytes for as many int8 numbers and their scale."""
+    """True if each row of floats, the last axis of a plane, has the bytes for as many int8 numbers and their scale."""
     values = {plane.name: plane for plane in target.planes if plane.dtype == "int8"}
     return spec != target and all(
         plane.name in values

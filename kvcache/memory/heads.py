@@ -1,6 +1,6 @@
 """Which KV heads a shard of a tensor-parallel worker holds, and how the heads of some shards become those of others.
 
-Pure numbers: it moves no bytes, and knows neither torch nor who the shards are.
+Pure numbers: it moves no bytes and imports no torch.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from serving.kvspec import LayerKV
 class HeadSlice:
     """Heads one rank sends to another: `heads` as the sender counts its own, `place` as the receiver counts its own."""
 
-    rank: int  # who sends
+    rank: int  # the sender
     heads: range
     place: range
     of: int  # heads the receiver holds
 
     @property
     def whole(self) -> bool:
-        """Nobody else has anything to send to this receiver."""
+        """True if no other rank sends heads to this receiver."""
         return len(self.place) == self.of
 
 
@@ -38,10 +38,10 @@ def slice_map(kv_heads: int, from_size: int, to_size: int) -> tuple[tuple[HeadSl
     Planes without an axis of heads are cut like one head, which every rank holds: each receiver has one slice then.
     Of several senders that hold a head, receivers take turns, so that none of them sends everything.
     """
-    return tuple(_pieces(kv_heads, from_size, rank, to_size) for rank in range(to_size))
+    return tuple(_slices(kv_heads, from_size, rank, to_size) for rank in range(to_size))
 
 
-def _pieces(kv_heads: int, from_size: int, rank: int, to_size: int) -> tuple[HeadSlice, ...]:
+def _slices(kv_heads: int, from_size: int, rank: int, to_size: int) -> tuple[HeadSlice, ...]:
     wanted = heads_of(kv_heads, rank, to_size)
     head_slices: list[HeadSlice] = []
     for head in wanted:

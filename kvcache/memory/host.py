@@ -72,7 +72,7 @@ class HostKV:
             self._moved.record(torch.cuda.current_stream(self.device))
 
     def wait_moves(self) -> None:
-        """What has been moved is in host memory when it returns; whoever reads or writes there on the CPU calls it."""
+        """What has been moved is in host memory when it returns. Call it before reading or writing there on the CPU."""
         if self.device.type == "cuda":
             self._moved.synchronize()
 
@@ -121,7 +121,7 @@ class SegmentLoad:
 
 
 def segments(extents: int, most: int, first: int) -> Iterator[tuple[int, int]]:
-    """Cuts extents [first, extents) into stretches [a, b) of at most `most`."""
+    """Cuts extents [first, extents) into ranges [a, b) of at most `most`."""
     for start in range(first, extents, most):
         yield start, min(start + most, extents)
 

@@ -1,7 +1,7 @@
-"""Re-laying of KV: a layer's planes of some tokens from one dtype to another, on the way between unequal workers.
+"""Conversion of KV between dtypes, for handoffs between workers that store it differently.
 
-INT8 is made by the very formula the kernels store KV with, so a decode worker cannot tell it from its own. It works on
-copies of a pool's bytes, and knows neither leases nor transports.
+INT8 is made by the formula the kernels store KV with, so it equals what the decode worker would compute. It works on
+copies, and knows neither leases nor transports.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Wire:
 
 
 def is_lossy(encoding: str) -> bool:
-    """Whether KV that travels so loses bits that its receiver would have kept."""
+    """True if KV in this encoding loses bits that its receiver would have kept."""
     return encoding == "int8"  # to a receiver that keeps int8 it travels AS_STORED
 
 
@@ -82,7 +82,7 @@ def stored_as(layer: LayerKV, dtype: str) -> LayerKV:
 
 @lru_cache(maxsize=256)
 def convertible(source: LayerKV, target: LayerKV) -> bool:
-    """Whether `relay` can make the target's planes of the source's."""
+    """True if `converted` can make the target's planes of the source's."""
     if any(plane.dtype not in ITEM_BYTES for layer in (source, target) for plane in layer.planes):
         return False
     theirs = {plane.name: plane for plane in _values(target)}
@@ -97,8 +97,8 @@ def convertible(source: LayerKV, target: LayerKV) -> bool:
     )
 
 
-def relay(parts: Sequence[Tensor], source: LayerKV, target: LayerKV) -> list[Tensor]:
-    """A layer's planes, uint8 [tokens, token_bytes] each, as the target stores them; the very same if it is equal.
+def converted(parts: Sequence[Tensor], source: LayerKV, target: LayerKV) -> list[Tensor]:
+    """A layer's planes, uint8 [tokens, token_bytes] each, as the target stores them; unchanged if it is equal.
 
     The two must be convertible. Float to int8 is as the kernels write KV (serving.kernels.int8.quantize_rows), int8 to
     float is value times scale in float32, float to float rounds to nearest, ties to even.
@@ -129,7 +129,7 @@ def _values(layer: LayerKV) -> list[Plane]:
 
 
 def _is_number(plane: Plane, layer: LayerKV) -> bool:
-    """Whether the plane's values are known as numbers: floating point, or int8 with a scale for each row."""
+    """True if the plane's values are numbers: floating point, or int8 with a scale for each row."""
     scale = Plane(plane.name + SCALE, plane.shape[:-1], "float32")
     return plane.shape != () and (plane.dtype in FLOATS or (plane.dtype == "int8" and scale in layer.planes))
 

@@ -1,7 +1,7 @@
-"""Where the KV of a sequence's tokens lies, on the device or in host memory, for whoever copies it in or out.
+"""Where the KV of a sequence's tokens lies, on the device or in host memory, for copies in and out.
 
-A sequence's oldest KV may move to the host while it is read. Nobody waits for that: what has moved is read once more.
-It knows sequences and the memories they lie in, and nothing of chunks, leases or transports.
+A sequence's oldest KV may move to the host while it is read. Reading does not wait for it: what has moved meanwhile is
+read again. It knows sequences and the memories they lie in, and nothing of chunks, leases or transports.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class KVLocations:
             return KVLocation(device, seq.blocks, start, end)
         with self.lock:
             offload = seq.offload
-            if offload is None:  # it has just ended: whoever reads it is about to hear so
+            if offload is None:  # the sequence has just ended, which its reader finds out next
                 return KVLocation(device, seq.blocks, start, end)
             coming = list(offload.moves)
             there = offload.moved - len(coming)  # extents on the host
@@ -98,7 +98,7 @@ class KVLocations:
             self.host.wait_moves()
 
     def _moved(self, seq: SequenceState, location: KVLocation) -> bool:
-        """Whether some of it has been copied to the host by now, so that its blocks may hold other tokens."""
+        """True if some of it has been copied to the host by now, so that its blocks may hold other tokens."""
         offload = seq.offload
         if offload is None or self.host is None or location.on_host:
             return False

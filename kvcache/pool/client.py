@@ -1,6 +1,6 @@
 """The pool as a worker uses it: many nodes behind four calls that never fail, but find less.
 
-Ring says which nodes own a key, Backoff which nodes are not asked, and Fetch merges the nodes' slabs.
+RendezvousHash says which nodes own a key, Backoff which nodes are not asked, and Fetch merges the nodes' slabs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvcache.pool.backoff import Backoff
 from kvcache.pool.block import PoolBlock, Slab
 from kvcache.pool.fetch import Fetch, as_generator
 from kvcache.pool.links import BlockSelection, PoolLink
-from kvcache.pool.ring import Ring
+from kvcache.pool.rendezvous import RendezvousHash
 from kvcache.pool.wire import batches
 from serving.errors import MillraceError, Unauthorized, WorkerLost
 
@@ -37,7 +37,7 @@ class ClientStats:
     gets: int = 0
     puts: int = 0
     stored: int = 0  # blocks that nodes took
-    bytes_in: Counter[str] = field(default_factory=Counter)  # by the way they came
+    bytes_in: Counter[str] = field(default_factory=Counter)  # by transport
     bytes_out: int = 0
     corrupt: int = 0  # parts refused on arrival
     failures: Counter[str] = field(default_factory=Counter)
@@ -71,7 +71,7 @@ class PoolClient:
         self.timeout = timeout
         self.clock = clock
         self.stats = ClientStats()
-        self.ring = Ring()
+        self.rendezvous = RendezvousHash()
         self._backoff = Backoff()
         self._peers: dict[str, _Peer] = {}
         self._retired: set[_Peer] = set()  # no longer nodes of ours, but calls to them are in progress
@@ -80,7 +80,7 @@ class PoolClient:
     @property
     def nodes(self) -> tuple[str, ...]:
         """Addresses."""
-        return self.ring.nodes
+        return self.rendezvous.nodes
 
     @property
     def calls(self) -> int:
@@ -88,12 +88,12 @@ class PoolClient:
         return sum(peer.calls for peer in (*self._peers.values(), *self._retired))
 
     def set_nodes(self, nodes: Iterable[str]) -> None:
-        """These are the pool from now on, as `host:port` or `name@host:port` (see Ring).
+        """These are the pool from now on, as `host:port` or `name@host:port` (see RendezvousHash).
 
         Calls in progress with others end by themselves.
         """
-        self.ring = Ring(nodes)
-        for address in [known for known in self._peers if known not in self.ring.nodes]:
+        self.rendezvous = RendezvousHash(nodes)
+        for address in [known for known in self._peers if known not in self.rendezvous.nodes]:
             self._backoff.forget(address)
             peer = self._peers.pop(address)
             self._retired.add(peer)
@@ -131,7 +131,7 @@ class PoolClient:
         overtake each other. A key that no node has is left out. Leave it early only through `aclose`.
         """
         began = self.clock()
-        owners = [self.ring.owners(key, self.replication) for key in keys]
+        owners = [self.rendezvous.owners(key, self.replication) for key in keys]
         fetch = Fetch(keys, owners, first_part, last_part or parts, parts, self._stream)
         self.stats.gets += 1
         try:
@@ -183,7 +183,7 @@ class PoolClient:
         """Indices of the keys by the nodes that own them."""
         shares: dict[str, list[int]] = {}
         for index, key in enumerate(keys):
-            for address in self.ring.owners(key, self.replication):
+            for address in self.rendezvous.owners(key, self.replication):
                 shares.setdefault(address, []).append(index)
         return shares
 
@@ -253,5 +253,5 @@ class PoolClient:
         peers = [*self._peers.values(), *self._retired]
         self._peers.clear()
         self._retired.clear()
-        self.ring = Ring()
+        self.rendezvous = RendezvousHash()
         await asyncio.gather(*(peer.link.close() for peer in peers), *self._closing)

@@ -8,36 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path, PurePath
-from typing import Protocol
 
-from kvcache.pool.block import KEY_BYTES, PoolBlock, Slab, make_block
+from kvcache.pool.block import KEY_BYTES, PoolBlock, make_block
+from kvcache.pool.client import PoolClient
 from serving.errors import CorruptChunk, NotFound, Unavailable
 
 NAMESPACE = "models"
 BLOCK_BYTES = 4 << 20
-BATCH_BLOCKS = 8  # on their way at a time
+BATCH_BLOCKS = 8  # under way at a time
 FORMAT = 1
 RETRY_SECONDS = 0.25  # between tries to have a node take what it had no room for, or that did not answer
 RETRIES = 20  # without a block stored, and it is given up
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
-
-
-class ModelPool(Protocol):
-    """What is asked of the pool (kvcache.pool.client.PoolClient)."""
-
-    async def lookup(self, keys: Sequence[bytes], pin_seconds: float = 0.0) -> int: ...
-    async def put(self, blocks: Sequence[PoolBlock]) -> None: ...
-    async def evict(self, keys: Sequence[bytes]) -> bool: ...
-    def get(
-        self, keys: Sequence[bytes], first_part: int = 0, last_part: int = 0, *, parts: int
-    ) -> AsyncGenerator[Slab, None]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +56,7 @@ def model_files(path: Path) -> list[Path]:
     return files
 
 
-async def push(pool: ModelPool, model: str, path: Path, progress: Progress = lambda done, total: None) -> int:
+async def push(pool: PoolClient, model: str, path: Path, progress: Progress = lambda done, total: None) -> int:
     """Store the model at `path` under this name; its bytes.
 
     Raises NotFound when the pool did not keep all of it, Unavailable when an earlier list of its files may be left.
@@ -78,8 +67,8 @@ async def push(pool: ModelPool, model: str, path: Path, progress: Progress = lam
     listed: list[ModelFile] = []
     for file in files:
         keys: list[bytes] = []
-        parts = _pieces(file)
-        while blocks := await asyncio.to_thread(_next_blocks, parts):
+        contents = _contents_of(file)
+        while blocks := await asyncio.to_thread(_next_blocks, contents):
             if not await _stored(pool, blocks):
                 raise _not_kept(model, total)
             keys += [block.key for block in blocks]
@@ -93,8 +82,8 @@ async def push(pool: ModelPool, model: str, path: Path, progress: Progress = lam
     return total
 
 
-async def _stored(pool: ModelPool, blocks: Sequence[PoolBlock]) -> bool:
-    """Whether the pool has all of them. A node that has enough to write refuses more, and takes it a little later."""
+async def _stored(pool: PoolClient, blocks: Sequence[PoolBlock]) -> bool:
+    """True if the pool has all of them in the end. A node with a full backlog refuses more, and takes it later."""
     left, tries = list(blocks), 0
     while tries <= RETRIES:
         await pool.put(left)
@@ -106,7 +95,7 @@ async def _stored(pool: ModelPool, blocks: Sequence[PoolBlock]) -> bool:
     return False
 
 
-async def _put_list(pool: ModelPool, model: str, files: Sequence[ModelFile]) -> None:
+async def _put_list(pool: PoolClient, model: str, files: Sequence[ModelFile]) -> None:
     """In the place of an earlier push's list, which may have been of other files: a node keeps what it has."""
     key, listed = name_key(model), encode(files)
     for _ in range(RETRIES + 1):
@@ -123,7 +112,7 @@ def _not_kept(model: str, total: int) -> NotFound:
     return NotFound(f"the KV pool did not keep all of {model}: it needs room for {total} bytes, and nodes that answer")
 
 
-async def pull(pool: ModelPool, model: str, folder: Path, progress: Progress = lambda done, total: None) -> Path:
+async def pull(pool: PoolClient, model: str, folder: Path, progress: Progress = lambda done, total: None) -> Path:
     """Write the model's files into `folder`; the path to load. Raises NotFound when the pool lacks some of them."""
     files = decode(await _whole(pool, name_key(model), model))
     total, done = sum(file.size for file in files), 0
@@ -162,19 +151,19 @@ def _cut(keys: bytes) -> Iterator[bytes]:
     return (keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
 
 
-def _pieces(file: Path) -> Iterator[bytes]:
+def _contents_of(file: Path) -> Iterator[bytes]:
     with file.open("rb") as source:
         while data := source.read(BLOCK_BYTES):
             yield data
 
 
-def _next_blocks(parts: Iterator[bytes]) -> list[PoolBlock]:
+def _next_blocks(contents: Iterator[bytes]) -> list[PoolBlock]:
     return [
-        make_block(content_key(data), NAMESPACE, [data]) for _, data in zip(range(BATCH_BLOCKS), parts, strict=False)
+        make_block(content_key(data), NAMESPACE, [data]) for _, data in zip(range(BATCH_BLOCKS), contents, strict=False)
     ]
 
 
-async def _contents(pool: ModelPool, keys: Sequence[bytes], model: str) -> list[bytes]:
+async def _contents(pool: PoolClient, keys: Sequence[bytes], model: str) -> list[bytes]:
     """The bytes under these keys, in order, each checked against its key."""
     found: dict[int, bytes] = {}
     async with aclosing(pool.get(keys, parts=1)) as slabs:
@@ -189,7 +178,7 @@ async def _contents(pool: ModelPool, keys: Sequence[bytes], model: str) -> list[
     return ordered
 
 
-async def _whole(pool: ModelPool, key: bytes, model: str) -> bytes:
+async def _whole(pool: PoolClient, key: bytes, model: str) -> bytes:
     async with aclosing(pool.get([key], parts=1)) as slabs:
         async for slab in slabs:
             return bytes(slab.payload)

@@ -1,6 +1,6 @@
-"""A node of the KV pool: the asynchronous face of one block store, and whoever listens to what comes and goes there.
+"""A node of the KV pool: asynchronous calls to one block store, and events of the blocks that come and go there.
 
-The store blocks, so its calls run in threads, few of them. How nodes are reached and who owns a key is not known here.
+The store blocks, so its calls run in a few threads. It knows neither how nodes are reached nor who owns a key.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from kvcache.pool.block import PoolBlock, Slab
-from kvcache.pool.links import BlockEntry, BlockSelection, NamespaceStat, PoolEvent, PoolStat, Tier, TierStat
+from kvcache.pool.links import BlockEntry, BlockSelection, PoolEvent, PoolStat
+from kvcache.pool.store import BlockStore
 from serving.errors import Draining, Overloaded, WorkerLost
 from serving.messages import PoolReport
 
@@ -27,39 +28,10 @@ EVENT_ROOM = 1 << 16  # keys a listener may be behind before it has to start ane
 T = TypeVar("T")
 
 
-class Store(Protocol):
-    """What a node needs of its store (kvcache.pool.store.BlockStore). Every call may block; all are thread-safe."""
-
-    listeners: list[Callable[[str, tuple[bytes, ...]], None]]
-
-    @property
-    def lookups(self) -> int: ...
-    @property
-    def found(self) -> int: ...
-    @property
-    def stored(self) -> int: ...
-    @property
-    def refused(self) -> int: ...
-    @property
-    def pinned(self) -> int: ...
-    @property
-    def backlog(self) -> int: ...
-    def put(self, blocks: Sequence[PoolBlock]) -> int: ...
-    def lookup(self, keys: Sequence[bytes], pin_seconds: float = 0.0) -> list[bool]: ...
-    def read(self, keys: Sequence[bytes], first_part: int, last_part: int) -> Iterator[Slab]: ...
-    def evict(self, what: BlockSelection) -> int: ...
-    def entries(self, what: BlockSelection) -> list[BlockEntry]: ...
-    def tier_stats(self) -> dict[Tier, TierStat]: ...
-    def namespace_stats(self) -> dict[str, NamespaceStat]: ...
-    def verify(self, stopped: Callable[[], bool]) -> tuple[int, int]: ...
-    def keys(self) -> list[bytes]: ...
-    def close(self) -> None: ...
-
-
 class PoolNode:
     """Serves one store (PoolLink), and closes it when it stops. Create it on a running event loop."""
 
-    def __init__(self, name: str, store: Store, *, address: str = "", event_room: int = EVENT_ROOM):
+    def __init__(self, name: str, store: BlockStore, *, address: str = "", event_room: int = EVENT_ROOM):
         self.name = name
         self.store = store
         self.address = address  # where its gRPC is reached, for what it reports
@@ -73,7 +45,7 @@ class PoolNode:
         self._closed = False
         self._reading = ThreadPoolExecutor(READERS, thread_name_prefix=f"{name}-read")
         self._writing = ThreadPoolExecutor(WRITERS, thread_name_prefix=f"{name}-write")
-        self._tending = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-tend")
+        self._administering = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-admin")
         self._verifying = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-verify")  # which may take an hour
         self._leaving = threading.Event()
         self._listeners: set[_Listener] = set()
@@ -98,7 +70,7 @@ class PoolNode:
 
     async def get(self, keys: Sequence[bytes], first_part: int, last_part: int) -> AsyncIterator[Slab]:
         with self._counted():
-            slabs = _Reader(self.store.read(keys, first_part, last_part))
+            slabs = _SlabReader(self.store.read(keys, first_part, last_part))
             ahead = self._start(self._reading, slabs.read)
             try:
                 while (slab := await ahead) is not None:
@@ -110,14 +82,14 @@ class PoolNode:
                     self._reading.submit(slabs.close)
 
     async def evict(self, what: BlockSelection) -> int:
-        return await self._run(self._tending, self.store.evict, what)
+        return await self._run(self._administering, self.store.evict, what)
 
     async def entries(self, what: BlockSelection) -> AsyncIterator[BlockEntry]:
-        for entry in await self._run(self._tending, self.store.entries, what):
+        for entry in await self._run(self._administering, self.store.entries, what):
             yield entry
 
     async def verify(self) -> tuple[int, int]:
-        """Ends early when the caller is gone, and with Draining when the node leaves; nobody waits for a whole disk."""
+        """Ends early when the caller is gone, and with Draining when the node leaves."""
         gone = threading.Event()
         try:
             counts = await self._run(
@@ -154,14 +126,14 @@ class PoolNode:
         )
 
     async def events(self) -> AsyncIterator[PoolEvent]:
-        """Ends when the node closes. What changed while the keys were listed is told once more: that does no harm."""
+        """Ends when the node closes. Changes made while the keys were listed are told twice, which does no harm."""
         listener = _Listener(self._event_room)
         self._listeners.add(listener)
         sequence = 0
         try:
             while True:
                 listener.start()
-                keys: tuple[bytes, ...] = tuple(await self._run(self._tending, self.store.keys))
+                keys: tuple[bytes, ...] = tuple(await self._run(self._administering, self.store.keys))
                 change: tuple[str, tuple[bytes, ...]] | None = ("stored", keys)
                 while change is not None:
                     yield PoolEvent(kind=change[0], keys=change[1], sequence=sequence)
@@ -180,9 +152,9 @@ class PoolNode:
 
     def _tell(self, kind: str, keys: tuple[bytes, ...]) -> None:
         for listener in self._listeners:
-            listener.hear(kind, keys)
+            listener.add(kind, keys)
 
-    # ---- life --------------------------------------------------------------------------------------------------
+    # ---- drain and stop -------------------------------------------------------------------------------------
 
     async def drain(self, seconds: float) -> None:
         """Take no more blocks; wait for calls in progress, for so long at most."""
@@ -204,7 +176,7 @@ class PoolNode:
         self._leaving.set()
         for listener in self._listeners:
             listener.close()
-        for threads in (self._reading, self._writing, self._tending, self._verifying):
+        for threads in (self._reading, self._writing, self._administering, self._verifying):
             await asyncio.to_thread(threads.shutdown)
         await asyncio.to_thread(self.store.close)
         self.store.listeners.remove(self._changed)
@@ -230,8 +202,8 @@ class PoolNode:
         return self._loop.run_in_executor(threads, work, *given)
 
 
-class _Reader:
-    """One read of the store, a slab at a time. Whoever leaves early may leave a thread in the middle of it."""
+class _SlabReader:
+    """One read of the store, a slab at a time. It may be closed while a thread still reads."""
 
     def __init__(self, slabs: Iterator[Slab]):
         self._slabs = slabs
@@ -242,7 +214,7 @@ class _Reader:
             return next(self._slabs, None)
 
     def close(self) -> None:
-        """Let the store's iterator free what it holds, in a thread of its own kind."""
+        """Close the store's iterator, in a thread that reads."""
         with self._lock:
             close = getattr(self._slabs, "close", None)
             if close is not None:
@@ -261,11 +233,11 @@ class _Listener:
         self._news = asyncio.Event()
 
     def start(self) -> None:
-        """Whatever happened before now is of no interest."""
+        """Forget all earlier changes."""
         self._late, self._keys = False, 0
         self._changes.clear()
 
-    def hear(self, kind: str, keys: tuple[bytes, ...]) -> None:
+    def add(self, kind: str, keys: tuple[bytes, ...]) -> None:
         self._late = self._late or self._keys + len(keys) > self.room
         if not self._late:
             self._keys += len(keys)

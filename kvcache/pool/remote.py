@@ -33,7 +33,7 @@ from serving.rpc import Caller, asking
 from serving.wire import from_pb
 
 CALL_SECONDS = 5.0
-LONG_SECONDS = 120.0  # a stream of slabs or entries, an eviction: whoever reads sees progress, and may leave
+LONG_SECONDS = 120.0  # a stream of slabs or entries, an eviction: the reader sees progress, and may stop
 VERIFY_SECONDS = 3600.0  # reads a whole disk
 
 

@@ -1,6 +1,6 @@
-"""One node's blocks: RAM over disk, either of them optional, verified on their way in and on their way out.
+"""One node's blocks: RAM over disk, either of them optional, verified when they are stored and when they are read.
 
-Blocking and thread-safe: one lock guards what is where, and no file is touched under it. Knows nothing of the network.
+Blocking and thread-safe: one lock guards what is where, and no file is touched under it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class BlockStore:
         self._changed = threading.Condition(self._lock)  # something waits for disk, or a file has been removed
         self._tiers = Tiers(config)
         self._leaving: Counter[bytes] = Counter()  # whose files other threads than the writer's are removing
-        self._counts: Counter[str] = Counter()
+        self.lookups = self.found = 0  # keys
+        self.stored = self.refused = 0  # blocks
         self._telling = threading.Lock()
         self._closed = False
         self._warned: dict[int | None, float] = {}  # when, by the system's number of the trouble
@@ -91,12 +92,12 @@ class BlockStore:
             fresh = [block for key, block in owned.items() if key not in self._tiers.index]
             self._tiers.use([key for key in owned if key in self._tiers.index])
             room = self._tiers.room
-            self._counts["refused"] += len(fresh[room:])
+            self.refused += len(fresh[room:])
             if fresh and not room:
                 raise Overloaded("too many blocks wait for disk", code="backlog_full", retry_after=1.0)
             taken = self._tiers.take(fresh[:room], now)
-            self._counts["stored"] += taken
-            self._counts["refused"] += len(fresh[:room]) - taken
+            self.stored += taken
+            self.refused += len(fresh[:room]) - taken
         return len(blocks) - len(fresh) + taken
 
     def _verified(self, blocks: Sequence[PoolBlock]) -> Sequence[PoolBlock]:
@@ -107,7 +108,7 @@ class BlockStore:
                     raise InvalidRequest(f"{block.namespace[:80]!r} cannot name a namespace", param="namespace")
             except (CorruptChunk, InvalidRequest):
                 with self._lock:
-                    self._counts["refused"] += len(blocks)
+                    self.refused += len(blocks)
                 raise
         return blocks
 
@@ -168,8 +169,8 @@ class BlockStore:
                 for key, here in zip(keys, found, strict=True):
                     if here:
                         self._tiers.pins.pin(key, until)
-            self._counts["lookups"] += len(keys)
-            self._counts["found"] += sum(found)
+            self.lookups += len(keys)
+            self.found += sum(found)
         return found
 
     def read(self, keys: Sequence[bytes], first_part: int, last_part: int) -> Iterator[Slab]:
@@ -300,22 +301,6 @@ class BlockStore:
                 )
                 for name in sorted({*totals, *quotas})
             }
-
-    @property
-    def lookups(self) -> int:
-        return self._counts["lookups"]
-
-    @property
-    def found(self) -> int:
-        return self._counts["found"]
-
-    @property
-    def stored(self) -> int:
-        return self._counts["stored"]
-
-    @property
-    def refused(self) -> int:
-        return self._counts["refused"]
 
     @property
     def pinned(self) -> int:

@@ -74,7 +74,7 @@ class Tiers:
         return gone
 
     def promote(self, block: PoolBlock, now: float) -> None:
-        """A block that was read from disk goes up, if it is still here and nothing is in the way."""
+        """Put a block that was read from disk into RAM, if it is still here and RAM's victims may wait for disk."""
         record = self.index.get(block.key)
         if record is not None and self.room:
             self._into_ram(block, record.stored_at, now)

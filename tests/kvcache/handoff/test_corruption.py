@@ -19,7 +19,7 @@ from decode.worker import RouterSession
 from kvcache.handoff.chunk import Chunk, encode
 from kvcache.handoff.commit import Commit, sealed_commit
 from kvcache.memory.device import DeviceKV
-from kvcache.memory.kv_dtype import choose_wire, relay
+from kvcache.memory.kv_dtype import choose_wire, converted
 from serving.errors import Retryable
 from serving.kvspec import LayerKV, gqa, gqa_int8
 from serving.links import HandoffLink
@@ -200,9 +200,9 @@ class Campaign:
         assert lease.seq.tokens == [*story.order.request.prompt, token]
         theirs, ours = self.receiver.device_kv, self.source
         for layer, (own, stored) in enumerate(zip(ours.specs, theirs.specs, strict=True)):
-            sent = relay(ours.read(layer, ours.slots(story.blocks, 0, TOKENS)), own, self.wire.layers[layer])
+            sent = converted(ours.read(layer, ours.slots(story.blocks, 0, TOKENS)), own, self.wire.layers[layer])
             got = theirs.read(layer, theirs.slots(lease.seq.blocks, 0, TOKENS))
-            assert same_parts(got, relay(sent, self.wire.layers[layer], stored))
+            assert same_parts(got, converted(sent, self.wire.layers[layer], stored))
         self.stories.remove(story)
         self.stale += story.accepted
         self.receiver.routed.cancel(story.order.lease.lease)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvcache.handoff import sender as handoffs
 from kvcache.handoff.chunk import Chunk, split, verify
-from kvcache.handoff.sender import Handoff, HandoffPlan
+from kvcache.handoff.sender import Handoff, HandoffProgress
 from serving.errors import StaleLease
 from tests.fakes.kv_layouts import LAYOUTS, random_pool, token_at
 from tests.fakes.sequences import lease_id, make_sequence
@@ -18,7 +18,7 @@ from tests.fakes.sequences import lease_id, make_sequence
 LAYERS = st.integers(1, 6)
 
 
-def drain(plan: HandoffPlan, sent: list[list[int]]) -> None:
+def drain(plan: HandoffProgress, sent: list[list[int]]) -> None:
     """Take all that may leave, checking each piece."""
     while (piece := plan.next()) is not None:
         layers, start, end = piece
@@ -36,7 +36,7 @@ def test_any_interleaving_sends_every_token_of_every_layer_once_and_in_order(
     data: st.DataObject, layers: int, start: int, length: int
 ) -> None:
     token_bytes = data.draw(st.sampled_from([1, handoffs.CHUNK_BYTES // 7, handoffs.CHUNK_BYTES, 1 << 30]))
-    plan = HandoffPlan(layers, start, start + length, token_bytes)
+    plan = HandoffProgress(layers, start, start + length, token_bytes)
     sent: list[list[int]] = [[] for _ in range(layers)]
     stops = data.draw(st.lists(st.integers(0, start + length), max_size=4))
     for upto in [*sorted(stops), start + length + data.draw(st.integers(0, 1))]:  # a step may draw a token more
@@ -53,7 +53,7 @@ def test_any_interleaving_sends_every_token_of_every_layer_once_and_in_order(
 @settings(max_examples=100, deadline=None)
 @given(layers=LAYERS, upto=st.lists(st.integers(0, 30), min_size=1, max_size=6))
 def test_progress_never_goes_back(layers: int, upto: list[int]) -> None:
-    plan = HandoffPlan(layers, 4, 20, 1)
+    plan = HandoffProgress(layers, 4, 20, 1)
     for value in upto:
         plan.layer_done(0, value)
     assert plan.ready[0] == max(4, min(20, max(upto)))
@@ -61,7 +61,7 @@ def test_progress_never_goes_back(layers: int, upto: list[int]) -> None:
 
 def test_layers_wait_for_those_that_follow_until_they_fill_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handoffs, "CHUNK_BYTES", 25)
-    plan = HandoffPlan(5, 0, 10, 1)
+    plan = HandoffProgress(5, 0, 10, 1)
     for layer, leaving in enumerate([None, (range(2), 0, 10), None, (range(2, 4), 0, 10), (range(4, 5), 0, 10)]):
         plan.layer_done(layer, 10)
         assert plan.next() == leaving, "two layers fill a chunk; the last one has nothing to wait for"
@@ -70,7 +70,7 @@ def test_layers_wait_for_those_that_follow_until_they_fill_a_chunk(monkeypatch: 
 
 
 def test_what_a_step_leaves_over_does_not_wait_for_the_next_one() -> None:
-    plan = HandoffPlan(3, 0, 10, 1)
+    plan = HandoffProgress(3, 0, 10, 1)
     for layer in range(3):
         assert plan.next() is None
         plan.layer_done(layer, 4)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvcache.handoff.chunk import Chunk, check, encode, join, sealed, split, verify
 from kvcache.memory.device import DeviceKV
 from kvcache.memory.heads import HeadSlice, heads_of, slice_map, with_heads
-from kvcache.memory.kv_dtype import choose_wire, relay
+from kvcache.memory.kv_dtype import choose_wire, converted
 from serving.errors import CorruptChunk
 from serving.kvspec import LayerKV, gqa, gqa_int8
 from tests.fakes.kv_layouts import LATENT, all_bytes, random_pool, same_parts
@@ -30,12 +30,18 @@ def test_every_receiver_gets_its_heads_once_and_in_order(heads: int, sizes: tupl
     from_size, to_size = sizes
     receivers = slice_map(heads, from_size, to_size)
     assert len(receivers) == to_size
-    for rank, pieces in enumerate(receivers):
-        got = [heads_of(heads, piece.rank, from_size)[local] for piece in pieces for local in piece.heads]
+    for rank, head_slices in enumerate(receivers):
+        got = [
+            heads_of(heads, head_slice.rank, from_size)[local]
+            for head_slice in head_slices
+            for local in head_slice.heads
+        ]
         assert got == list(heads_of(heads, rank, to_size))
-        assert [place for piece in pieces for place in piece.place] == list(range(len(got)))
-        assert all(piece.of == len(got) and piece.whole == (len(pieces) == 1) for piece in pieces)
-        senders = [piece.rank for piece in pieces]
+        assert [place for head_slice in head_slices for place in head_slice.place] == list(range(len(got)))
+        assert all(
+            head_slice.of == len(got) and head_slice.whole == (len(head_slices) == 1) for head_slice in head_slices
+        )
+        senders = [head_slice.rank for head_slice in head_slices]
         assert len(senders) == len(set(senders)), "heads of one sender go in one piece"
 
 
@@ -56,8 +62,8 @@ def test_a_degree_shares_the_heads_out_evenly(heads: int, size: int) -> None:
 
 
 def test_receivers_take_turns_at_senders_of_the_same_head() -> None:
-    assert [pieces[0].rank for pieces in slice_map(1, 4, 4)] == [0, 1, 2, 3]
-    assert [pieces[0].rank for pieces in slice_map(2, 4, 2)] == [0, 3]
+    assert [head_slices[0].rank for head_slices in slice_map(1, 4, 4)] == [0, 1, 2, 3]
+    assert [head_slices[0].rank for head_slices in slice_map(2, 4, 2)] == [0, 3]
 
 
 def shard(device_kv: DeviceKV, heads: range) -> DeviceKV:
@@ -81,8 +87,8 @@ def blank(device_kv: DeviceKV) -> DeviceKV:
     return DeviceKV(device_kv.specs, device_kv.num_blocks, device_kv.block_size)
 
 
-def send(source: DeviceKV, piece: HeadSlice, layers: range) -> Chunk:
-    return encode(source, lease_id(), "layout", layers, BLOCKS, 0, TOKENS, piece=piece)
+def send(source: DeviceKV, head_slice: HeadSlice, layers: range) -> Chunk:
+    return encode(source, lease_id(), "layout", layers, BLOCKS, 0, TOKENS, head_slice=head_slice)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -94,11 +100,11 @@ def test_kv_cut_sent_and_joined_is_the_original(sizes: tuple[int, int], heads: i
     model = random_pool((headed, headed, LATENT), 3, 3, seed=heads)
     from_size, to_size = sizes
     ranks = [shard(model, heads_of(heads, rank, from_size)) for rank in range(from_size)]
-    for rank, (pieces, (latent,)) in enumerate(
+    for rank, (head_slices, (latent,)) in enumerate(
         zip(slice_map(heads, from_size, to_size), slice_map(1, from_size, to_size), strict=True)
     ):
         wanted = shard(model, heads_of(heads, rank, to_size))
-        chunks = [send(ranks[piece.rank], piece, range(2)) for piece in pieces]
+        chunks = [send(ranks[head_slice.rank], head_slice, range(2)) for head_slice in head_slices]
         for chunk in chunks:
             check(chunk, wanted.specs)
         got = blank(wanted)
@@ -109,7 +115,7 @@ def test_kv_cut_sent_and_joined_is_the_original(sizes: tuple[int, int], heads: i
             assert same_parts(got.read(layer, slots), wanted.read(layer, slots))
 
 
-def test_pieces_are_relaid_on_their_way() -> None:
+def test_slices_are_converted_on_their_way() -> None:
     """Two ranks with a float KV cache send to one that keeps INT8, and the other way round through the wire's INT8."""
     float_specs, int8_specs = (gqa(4, 6, "float32"),) * 2, (gqa_int8(4, 6),) * 2
     generator = torch.Generator().manual_seed(1)
@@ -122,7 +128,7 @@ def test_pieces_are_relaid_on_their_way() -> None:
         assert wire.layers == int8_specs
         chunks = [
             encode(
-                shard(model, heads_of(4, piece.rank, 2)),
+                shard(model, heads_of(4, head_slice.rank, 2)),
                 lease_id(),
                 "layout",
                 range(2),
@@ -130,19 +136,19 @@ def test_pieces_are_relaid_on_their_way() -> None:
                 0,
                 TOKENS,
                 wire=wire,
-                piece=piece,
+                head_slice=head_slice,
             )
-            for piece in slice_map(4, 2, 1)[0]
+            for head_slice in slice_map(4, 2, 1)[0]
         ]
         got = DeviceKV(theirs, 3, 3)
         write(join(chunks, theirs), got)
         slots = got.slots(BLOCKS, 0, TOKENS)
         for layer in range(2):
-            expected = relay(model.read(layer, slots), own[layer], theirs[layer])
+            expected = converted(model.read(layer, slots), own[layer], theirs[layer])
             assert same_parts(got.read(layer, slots), expected)
 
 
-def three_pieces() -> tuple[list[Chunk], tuple[LayerKV, ...]]:
+def three_slices() -> tuple[list[Chunk], tuple[LayerKV, ...]]:
     specs = (gqa(3, 2, "float32"),)
     model = random_pool(specs, 3, 3, seed=5)
     return [send(shard(model, heads_of(3, p.rank, 3)), p, range(1)) for p in slice_map(3, 3, 1)[0]], specs
@@ -150,7 +156,7 @@ def three_pieces() -> tuple[list[Chunk], tuple[LayerKV, ...]]:
 
 @pytest.mark.parametrize("which", [(0, 1), (1, 2), (0, 2), (0, 0, 1), (0, 1, 2, 2), (0,)], ids=str)
 def test_missing_and_repeated_heads_are_refused(which: tuple[int, ...]) -> None:
-    chunks, specs = three_pieces()
+    chunks, specs = three_slices()
     assert join(chunks, specs).whole
     with pytest.raises(CorruptChunk) as refused:
         join([chunks[index] for index in which], specs)
@@ -160,8 +166,8 @@ def test_missing_and_repeated_heads_are_refused(which: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     "change", [{"start": 1, "end": TOKENS + 1}, {"layout": "b"}, {"lease": lease_id(epoch=1)}], ids=str
 )
-def test_pieces_of_different_places_are_not_joined(change: dict[str, object]) -> None:
-    chunks, specs = three_pieces()
+def test_slices_of_different_places_are_not_joined(change: dict[str, object]) -> None:
+    chunks, specs = three_slices()
     chunks[1] = sealed(replace(chunks[1], **change))  # type: ignore[arg-type]
     with pytest.raises(CorruptChunk) as refused:
         join(chunks, specs)
@@ -183,7 +189,7 @@ def test_pieces_of_different_places_are_not_joined(change: dict[str, object]) ->
     ids=str,
 )
 def test_a_piece_with_wrong_heads_is_refused(change: dict[str, int], code: str) -> None:
-    chunks, specs = three_pieces()
+    chunks, specs = three_slices()
     wrong = replace(chunks[1], **change)  # type: ignore[arg-type]
     with pytest.raises(CorruptChunk) as refused:
         check(wrong if code == "digest" else sealed(wrong), specs)
@@ -191,7 +197,7 @@ def test_a_piece_with_wrong_heads_is_refused(change: dict[str, int], code: str) 
 
 
 def test_a_worker_of_one_rank_takes_no_pieces() -> None:
-    chunks, specs = three_pieces()
+    chunks, specs = three_slices()
     device_kv = DeviceKV(specs, 3, 3)
     before = all_bytes(device_kv)
     with pytest.raises(CorruptChunk) as refused:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvcache.handoff.chunk import encode, split, verify
 from kvcache.memory.device import DeviceKV
-from kvcache.memory.kv_dtype import AS_STORED, choose_wire, convertible, relay, stored_as
+from kvcache.memory.kv_dtype import AS_STORED, choose_wire, converted, convertible, stored_as
 from serving import kernels
 from serving.errors import StaleLease
 from serving.kernels import cpu
@@ -58,7 +58,7 @@ def read(device_kv: DeviceKV, layer: int = 0) -> list[Tensor]:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("dtype", ["int8", *FLOATS])
 def test_float32_becomes_what_the_reference_kernels_store(dtype: str, seed: int) -> None:
-    found = relay(read(filled("float32", seed)), layer_of("float32"), layer_of(dtype))
+    found = converted(read(filled("float32", seed)), layer_of("float32"), layer_of(dtype))
     assert same_parts(found, read(filled(dtype, seed)))
 
 
@@ -70,7 +70,7 @@ def test_narrow_floats_become_what_the_reference_kernels_store_of_them(dtype: st
     narrow, int8 = (DeviceKV((layer_of(name),), TOKENS // BLOCK, BLOCK) for name in (dtype, "int8"))
     for device_kv in (narrow, int8):
         kernels.write_kv(k, v, device_kv.planes[0], torch.arange(TOKENS))
-    assert same_parts(relay(read(narrow), layer_of(dtype), layer_of("int8")), read(int8))
+    assert same_parts(converted(read(narrow), layer_of(dtype), layer_of("int8")), read(int8))
 
 
 @pytest.mark.skipif(not cpu.available(), reason="the compiled kernels cannot be built here")
@@ -94,7 +94,7 @@ def test_float32_becomes_what_the_compiled_kernels_store(to: cpu.Kind) -> None:
                 rows = [plane.flatten(0, 1)[batch.slots].contiguous() for plane in planes if plane is not None]
                 stored[kind] = [row.view(len(row), -1).view(torch.uint8) for row in rows]
             target = gqa_int8(2, dim) if to is cpu.Kind.INT8 else gqa(2, dim, "bfloat16")
-            assert same_parts(relay(stored[cpu.Kind.F32], gqa(2, dim, "float32"), target), stored[to]), (form, dim)
+            assert same_parts(converted(stored[cpu.Kind.F32], gqa(2, dim, "float32"), target), stored[to]), (form, dim)
         loaded.close()
 
 
@@ -102,7 +102,7 @@ def test_float32_becomes_what_the_compiled_kernels_store(to: cpu.Kind) -> None:
 def test_int8_becomes_what_its_readers_take_it_for(dtype: str) -> None:
     device_kv = filled("int8", 3)
     k, v, k_scale, v_scale = device_kv.planes[0]
-    found = relay(read(device_kv), layer_of("int8"), layer_of(dtype))
+    found = converted(read(device_kv), layer_of("int8"), layer_of(dtype))
     for part, plane, scale in zip(found, (k, v), (k_scale, v_scale), strict=True):
         taken = (plane.float() * scale[..., None]).to(getattr(torch, dtype))
         assert torch.equal(part.view(taken.dtype).view(TOKENS, HEADS, DIM), taken.flatten(0, 1))
@@ -112,14 +112,14 @@ def test_int8_becomes_what_its_readers_take_it_for(dtype: str) -> None:
 def test_there_and_back_changes_nothing_that_is_stored_wider(dtype: str) -> None:
     parts = read(filled(dtype, 4))
     assert same_parts(
-        relay(relay(parts, layer_of(dtype), layer_of("float32")), layer_of("float32"), layer_of(dtype)), parts
+        converted(converted(parts, layer_of(dtype), layer_of("float32")), layer_of("float32"), layer_of(dtype)), parts
     )
 
 
 @pytest.mark.parametrize("dtype", ["int8", *FLOATS])
 def test_equal_layouts_are_passed_through_untouched(dtype: str) -> None:
     parts = read(filled(dtype, 4))
-    assert [part.data_ptr() for part in relay(parts, layer_of(dtype), layer_of(dtype))] == [
+    assert [part.data_ptr() for part in converted(parts, layer_of(dtype), layer_of(dtype))] == [
         part.data_ptr() for part in parts
     ]
 
@@ -128,8 +128,8 @@ def test_values_that_are_no_numbers_stay_so() -> None:
     values = numbers(1)
     values[3, 1, 2] = torch.nan
     part = values.view(TOKENS, -1).view(torch.uint8)
-    int8 = relay([part, part], layer_of("float32"), layer_of("int8"))
-    back = relay(int8, layer_of("int8"), layer_of("float32"))[0].view(torch.float32).view(TOKENS, HEADS, DIM)
+    int8 = converted([part, part], layer_of("float32"), layer_of("int8"))
+    back = converted(int8, layer_of("int8"), layer_of("float32"))[0].view(torch.float32).view(TOKENS, HEADS, DIM)
     wrong = back.isnan().any(-1)
     assert wrong[3, 1] and int(wrong.sum()) == 1, "one head of one token, and no other"
 
@@ -165,7 +165,7 @@ def test_whatever_is_convertible_is_converted_in_full(layer: LayerKV, dtypes: tu
     assert convertible(source, target) and convertible(layer, target)
     generator = torch.Generator().manual_seed(seed)
     parts = [torch.randint(0, 60, (5, p.token_bytes), dtype=torch.uint8, generator=generator) for p in source.planes]
-    found = relay(parts, source, target)
+    found = converted(parts, source, target)
     assert [part.shape for part in found] == [(5, plane.token_bytes) for plane in target.planes]
     assert {part.dtype for part in found} == {torch.uint8}
 
@@ -211,7 +211,7 @@ def test_kv_arrives_as_if_it_had_been_converted_at_once(own: str, theirs: str) -
     assert len(chunk.payload) == TOKENS * wire.token_bytes
     verify(chunk, target)
     for layer, parts in enumerate(split(chunk, target)):
-        assert same_parts(parts, relay(read(source, layer), source.specs[layer], target.specs[layer]))
+        assert same_parts(parts, converted(read(source, layer), source.specs[layer], target.specs[layer]))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -129,7 +129,7 @@ async def test_without_a_replica_only_its_share_is_missing(kind: str) -> None:
     async with pool(kind) as (cluster, client):
         await client.put(BLOCKS)
         await cluster.served[0].kill()
-        gone = {KEYS.index(one) for one in KEYS if client.ring.owners(one) == (cluster.served[0].address,)}
+        gone = {KEYS.index(one) for one in KEYS if client.rendezvous.owners(one) == (cluster.served[0].address,)}
         assert gone and await read(client) == {at: data for at, data in EVERYTHING.items() if at[0] not in gone}
         assert await client.lookup(KEYS) == min(gone)
 
@@ -212,7 +212,7 @@ async def test_a_corrupt_piece_is_missing_there_and_taken_from_the_next(replicat
         client.set_nodes(cluster.addresses)
         await client.put(BLOCKS)
         liar = cluster.addresses[0]
-        mine = [number for number in range(COUNT) if client.ring.owners(KEYS[number])[0] == liar]
+        mine = [number for number in range(COUNT) if client.rendezvous.owners(KEYS[number])[0] == liar]
 
         async def lying(keys: Sequence[bytes], first: int, last: int) -> AsyncIterator[Slab]:
             async for slab in cluster.link(liar).get(keys, first, last):

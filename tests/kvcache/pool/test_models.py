@@ -157,7 +157,7 @@ async def test_a_push_does_not_end_well_while_an_earlier_list_may_be_left(
         client = PoolClient(nodes.link, replication=2)
         client.set_nodes(nodes.addresses)
         await push(client, NAME, make_model(tmp_path / "old", 1))
-        second = nodes.by_address[client.ring.owners(name_key(NAME), 2)[1]]
+        second = nodes.by_address[client.rendezvous.owners(name_key(NAME), 2)[1]]
         evict, failed = second.node.evict, []
 
         async def failing(what: BlockSelection) -> int:

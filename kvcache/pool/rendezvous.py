@@ -1,4 +1,4 @@
-"""Which nodes of the pool own a key: rendezvous hashing, so that membership is all anyone has to agree on.
+"""Which nodes of the pool own a key: rendezvous hashing, for which clients need to agree on the members alone.
 
 Pure: addresses and a key in, addresses out. It knows neither which nodes answer nor what a key stands for.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from hashlib import blake2b
 
 
-class Ring:
+class RendezvousHash:
     """Every node draws a score for every key; the highest own it (Thaler and Ravishankar, 1998).
 
     A node that comes or goes changes no other node's scores, so it moves its own share of the keys and nothing else.
