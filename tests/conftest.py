@@ -1,16 +1,20 @@
 """What holds for every test: property tests are not timed, since the machine they run on may be busy.
 
+Threads of torch that have nothing to do sleep: spinning, they would take the cores from the test beside them.
 `--hypothesis-profile=fast`, as `make test-fast` asks for, tries few examples, whatever number a test asks for itself.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import hypothesis
 import pytest
 
 FEW = 15
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is first imported, here and in child processes
 
 hypothesis.settings.register_profile("millrace", deadline=None)
 hypothesis.settings.register_profile("fast", deadline=None, max_examples=FEW)

@@ -24,6 +24,7 @@ INPUTS = (HEADS + 2 * 16) * HIDDEN + HIDDEN * HEADS + 2 * INNER * HIDDEN + HIDDE
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (the extra `gpu`)")
+@pytest.mark.thorough
 def test_the_way_of_a_measurement(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     command = ["--shape", "tiny", "--batches", "2", "--contexts", "20", "--steps", "2", "--json"]

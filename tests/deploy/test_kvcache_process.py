@@ -87,6 +87,7 @@ async def node(router: Router, *flags: str) -> AsyncIterator[asyncio.subprocess.
         await process.communicate()
 
 
+@pytest.mark.thorough
 async def test_a_node_registers_serves_leaves_in_order_and_keeps_its_blocks(router: Router, tmp_path: Path) -> None:
     flags = ("--disk", str(tmp_path / "blocks"), "--disk-size", "64MiB", "--quota", "default=1MiB")
     client = PoolClient(partial(dial, cluster_key=KEY), timeout=10.0)

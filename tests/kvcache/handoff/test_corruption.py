@@ -258,6 +258,7 @@ async def campaign(request: pytest.FixtureRequest, transport: str) -> AsyncItera
     assert receiver.idle() and receiver.kv.unaccounted([]) == 0
 
 
+@pytest.mark.thorough
 async def test_every_corruption_is_refused_counted_and_without_effect(campaign: Campaign, transport: str) -> None:
     count = CORRUPTIONS[transport] // len(ENDS)
     kinds = await campaign.run(count)

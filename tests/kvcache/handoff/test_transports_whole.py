@@ -245,6 +245,7 @@ def filler(number: int) -> Chunk:
 
 
 @pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.thorough
 async def test_a_receiver_that_is_killed_is_a_lost_worker(kind: str) -> None:
     """A real process, in the middle of a handoff."""
     process = subprocess.Popen(  # noqa: ASYNC220

@@ -125,6 +125,7 @@ class TestDtype:
 
 
 class TestFingerprint:
+    @pytest.mark.thorough
     def test_equal_in_another_process_and_at_another_path(self, tiny: Path, tmp_path: Path) -> None:
         folder = copy_of(tiny, tmp_path)
         names = "from serving.loader.loading import load, resolve"

@@ -51,6 +51,7 @@ def quantize_model(model: Decoder, scheme: Int8Scheme, calibration: list[list[in
 
 
 @pytest.mark.parametrize("calibration", [CALIBRATION, None], ids=["calibrated", "data-free"])
+@pytest.mark.thorough
 def test_every_architecture_stays_close(folder: Path, calibration: list[list[int]] | None) -> None:
     exact = logits(load(folder, "float32").model)
     model = quantize_model(load(folder, "float32").model, EVERYTHING, calibration)
@@ -63,6 +64,7 @@ def test_every_architecture_stays_close(folder: Path, calibration: list[list[int
     assert apart(torch.cat([mixed.result(s) for s in range(2)]), found) < 0.03
 
 
+@pytest.mark.thorough
 def test_smoothing_leaves_the_function_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without rounding, what is multiplied into the weights is just what was divided out before."""
 
@@ -84,6 +86,7 @@ def test_smoothing_leaves_the_function_as_it_was(folder: Path, monkeypatch: pyte
     torch.testing.assert_close(logits(apply_scales(model, EVERYTHING, scales)), exact, atol=2e-4, rtol=0)
 
 
+@pytest.mark.thorough
 def test_the_search_changes_nothing(folder: Path) -> None:
     model = load(folder, "float32").model
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -104,6 +107,7 @@ def with_outliers(model: Decoder) -> Decoder:
     return model
 
 
+@pytest.mark.thorough
 def test_calibration_pays_where_channels_are_uneven(tmp_path: Path) -> None:
     path = save(build(configs()["llama3"]), tmp_path)
     exact = logits(load(path, "float32").model)

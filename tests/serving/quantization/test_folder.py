@@ -48,6 +48,7 @@ def same(one: LoadedModel, other: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.thorough
 def test_what_is_written_is_read_back(architecture: str, tmp_path: Path) -> None:
     source = save(build(configs()[architecture]), tmp_path / "source")
     quantize(source, tmp_path / "out")
@@ -207,6 +208,7 @@ class TestKeptScales:
         same(first, second)
         assert first.fingerprint == second.fingerprint
 
+    @pytest.mark.thorough
     def test_fingerprints_tell_apart(self, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         source = save(build(configs()["llama2"]), tmp_path / "source")
         found = {load(source).fingerprint, load(source, quantization="int8").fingerprint}

@@ -141,6 +141,7 @@ def test_top_p_stops_at_exactly_its_share(sampler: Sampler) -> None:
         ({"logit_bias": ((0, math.log(4)),)}, [4 / 13, 2 / 13, 3 / 13, 4 / 13]),
     ],
 )
+@pytest.mark.thorough
 def test_draws_follow_the_distribution(sampler: Sampler, params: dict[str, Any], expected: list[float]) -> None:
     draws = 20_000
     logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log().expand(draws, 4)

@@ -39,6 +39,7 @@ def varied_row(index: int, vocab: int) -> SampleRow:
 
 @pytest.mark.parametrize("vocab", [7, 257, 1003, 40_007], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16 values"])
+@pytest.mark.thorough
 def test_a_row_gives_the_same_bits_alone_and_among_others(sampler: Sampler, vocab: int, dtype: torch.dtype) -> None:
     count = 24
     generator = torch.Generator().manual_seed(vocab)
