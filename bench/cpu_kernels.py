@@ -11,10 +11,10 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from serving.batch.ragged import RaggedBatch
 from serving.kernels import cpu
@@ -46,16 +46,11 @@ def random_linear(kernels: cpu.Kernels, kind: cpu.Kind, outputs: int, inputs: in
 
 
 def random_kv(kind: cpu.Kind, blocks: int) -> cpu.KvPlanes:
-    def plane() -> Tensor:
-        size = (blocks, BLOCK, SHAPE.kv_heads, SHAPE.head_dim)
-        return (
-            torch.randint(-127, 128, size, dtype=torch.int8)
-            if kind is cpu.Kind.INT8
-            else torch.randn(size).to(kind.dtype)
-        )
-
-    scales = [torch.full((blocks, BLOCK, SHAPE.kv_heads), 0.02) if kind is cpu.Kind.INT8 else None for _ in range(2)]
-    return cpu.KvPlanes(k=plane(), v=plane(), k_scale=scales[0], v_scale=scales[1])
+    size = (blocks, BLOCK, SHAPE.kv_heads, SHAPE.head_dim)
+    if kind is not cpu.Kind.INT8:
+        return cpu.KvPlanes(k=torch.randn(size).to(kind.dtype), v=torch.randn(size).to(kind.dtype))
+    k, v = (torch.randint(-127, 128, size, dtype=torch.int8) for _ in range(2))
+    return cpu.KvPlanes(k=k, v=v, k_scale=torch.full(size[:3], 0.02), v_scale=torch.full(size[:3], 0.02))
 
 
 def random_decoder(kernels: cpu.Kernels, kind: cpu.Kind, kv_kind: cpu.Kind, layers: int, blocks: int) -> cpu.CpuDecoder:
@@ -121,21 +116,23 @@ def multiply_rate(kernels: cpu.Kernels, kind: cpu.Kind, seconds: float) -> float
     return 2 * rows * outputs * inputs / timed(lambda: kernels.linear(x, w, out=out), seconds)[0]
 
 
-def report(
-    decoder: cpu.CpuDecoder, kv_kind: cpu.Kind, bandwidth: float, rate: float, seconds: float, layers: int
-) -> None:
-    per_token = 2 * SHAPE.kv_heads * SHAPE.head_dim * kv_kind.item_bytes * layers
+def report(decoder: cpu.CpuDecoder, kv_kind: cpu.Kind, bandwidth: float, rate: float, seconds: float) -> None:
+    def row(name: str, batch: RaggedBatch, floor: float) -> None:
+        best, median = timed(partial(decoder.step, batch, logits=False, greedy=True), seconds)
+        times = f"min {best * 1e3:8.2f} ms  median {median * 1e3:8.2f} ms  floor {floor * 1e3:7.2f} ms"
+        print(f"  {name:31} {times}  ({floor / best:4.0%} of the floor's speed)")
+
+    layers = len(decoder.layers)
+    per_token = 2 * SHAPE.kv_heads * SHAPE.head_dim * kv_kind.dtype.itemsize * layers
+    linears = [w for layer in decoder.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    weight_bytes = sum(w.packed.nbytes for w in (*linears, decoder.head))
     for count in (1, 8, 32):
-        batch = batch_of(count, 1, 300)
-        best, median = timed(lambda batch=batch: decoder.step(batch, logits=False, greedy=True), seconds)  # type: ignore[misc]
-        floor = (decoder.weight_bytes + count * 300 * per_token) / bandwidth
-        print(f"  decode batch {count:3}, context 300: {_line(best, median, floor)}")
-    dense = decoder.weight_bytes / decoder.item_bytes - SHAPE.vocab * SHAPE.hidden
+        floor = (weight_bytes + count * 300 * per_token) / bandwidth
+        row(f"decode batch {count:3}, context 300:", batch_of(count, 1, 300), floor)
+    dense = sum(w.outputs * w.inputs for w in linears)
     for count in (256, 2048):
-        batch = batch_of(1, count, count)
-        best, median = timed(lambda batch=batch: decoder.step(batch, logits=False, greedy=True), seconds)  # type: ignore[misc]
         pairs = layers * SHAPE.heads * SHAPE.head_dim * count * (count + 1) / 2  # query-key pairs, twice each below
-        print(f"  prefill {count:4} tokens:           {_line(best, median, (2 * dense * count + 4 * pairs) / rate)}")
+        row(f"prefill {count:4} tokens:", batch_of(1, count, count), (2 * dense * count + 4 * pairs) / rate)
 
 
 def report_sampling(kernels: cpu.Kernels, seconds: float) -> None:
@@ -156,16 +153,9 @@ def report_sampling(kernels: cpu.Kernels, seconds: float) -> None:
             logits = torch.randn(count, SHAPE.vocab) * 2.5
             sampling = SamplingParams(max_tokens=1, **params)
             rows = [SampleRow(sampling, at, (), (1,), (), PenaltyState((1,), SHAPE.vocab)) for at in range(count)]
-            times.append(timed(lambda logits=logits, rows=rows: sampler(logits, rows), seconds / 4)[0])  # type: ignore[misc]
-        print(
-            f"  {name:14} "
-            + "  ".join(f"{count:2} rows {t * 1e3:6.3f} ms" for count, t in zip((1, 8, 32), times, strict=True))
-        )
-
-
-def _line(best: float, median: float, floor: float) -> str:
-    shown = f"min {best * 1e3:8.2f} ms  median {median * 1e3:8.2f} ms"
-    return f"{shown}  floor {floor * 1e3:7.2f} ms  ({floor / best:4.0%} of the floor's speed)"
+            times.append(timed(partial(sampler, logits, rows), seconds / 4)[0])
+        columns = (f"{count:2} rows {t * 1e3:6.3f} ms" for count, t in zip((1, 8, 32), times, strict=True))
+        print(f"  {name:14} {'  '.join(columns)}")
 
 
 def main() -> None:
@@ -193,7 +183,7 @@ def main() -> None:
         decoder = random_decoder(kernels, kind, kv_kind, options.layers, blocks=32 * 19 + 128)
         rate = multiply_rate(kernels, kind, options.seconds)
         print(f"{name} weights, {options.kv} KV: large linear layers {rate / 1e9:.0f} GOP/s")
-        report(decoder, kv_kind, bandwidth, rate, options.seconds, options.layers)
+        report(decoder, kv_kind, bandwidth, rate, options.seconds)
 
 
 if __name__ == "__main__":

@@ -35,27 +35,10 @@ from serving.model.spec import ModelSpec
 BLOCK = 16  # tokens a KV block
 PROMPT_TOKENS = 512  # kernels are tuned for up to so many rows, as a worker's are by default
 COPIED_BYTES = 1 << 30
-SHAPES: dict[str, dict[str, int]] = {
-    "8b": {
-        "hidden": 4096,
-        "layers": 32,
-        "heads": 32,
-        "kv_heads": 8,
-        "head_dim": 128,
-        "intermediate": 14336,
-        "vocab_size": 128256,
-        "max_position": 131072,
-    },
-    "tiny": {
-        "hidden": 32,
-        "layers": 2,
-        "heads": 2,
-        "kv_heads": 1,
-        "head_dim": 16,
-        "intermediate": 64,
-        "vocab_size": 100,
-        "max_position": 1024,
-    },
+SIZES = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab_size", "max_position")
+SHAPES = {
+    "8b": dict(zip(SIZES, (4096, 32, 32, 8, 128, 14336, 128256, 131072), strict=True)),
+    "tiny": dict(zip(SIZES, (32, 2, 2, 1, 16, 64, 100, 1024), strict=True)),
 }
 
 
@@ -78,7 +61,7 @@ class Result:
 
 
 def llama(**sizes: Any) -> ModelSpec:
-    """Llama 3's shape in other sizes."""
+    """Llama 3's architecture in other sizes."""
     rope = Rope(frequencies=default_frequencies(500000.0, sizes["head_dim"]))
     return ModelSpec(architecture="llama", norm_eps=1e-5, rope=rope, **sizes)
 

@@ -12,7 +12,9 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
+from itertools import cycle, islice
 
 import torch
 from torch import Tensor
@@ -32,7 +34,7 @@ LAYERS = {
     "down": (INTERMEDIATE, HIDDEN),
 }
 
-Arguments = tuple[Tensor, Tensor]
+Call = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +46,16 @@ class Ceilings:
     bf16: float
 
 
-def seconds_of(call: Callable[[int], object], *, copies: int, repeats: int) -> float:
-    """Median seconds of one call; `call(i)` uses the i-th of `copies` sets of inputs."""
-    for i in range(min(copies, 2)):
-        call(i)
-    calls = max(copies, 8)
+def seconds_of(*calls: Call, repeats: int) -> float:
+    """Median seconds of one call; `calls` do the same work on inputs of their own, and are captured in turn."""
+    for call in calls[:2]:
+        call()
+    count = max(len(calls), 8)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for i in range(calls):
-            call(i % copies)
+        for call in islice(cycle(calls), count):
+            call()
     graph.replay()
     times: list[float] = []
     for _ in range(repeats):
@@ -62,7 +64,7 @@ def seconds_of(call: Callable[[int], object], *, copies: int, repeats: int) -> f
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3 / calls)
+        times.append(start.elapsed_time(end) * 1e-3 / count)
     return statistics.median(times)
 
 
@@ -81,14 +83,13 @@ def bf16(*shape: int) -> Tensor:
 def measure_ceilings(repeats: int) -> Ceilings:
     source = torch.empty(1 << 30, dtype=torch.int8, device="cuda").random_(-127, 128)
     target = torch.empty_like(source)
-    copied = seconds_of(lambda _: target.copy_(source), copies=1, repeats=repeats)
     a, b = int8(8192, 8192), int8(8192, 8192)
     x, y = bf16(8192, 8192), bf16(8192, 8192)
     operations = 2 * 8192**3
     return Ceilings(
-        bandwidth=2 * source.numel() / copied,
-        int8=operations / seconds_of(lambda _: torch._int_mm(a, b.T), copies=1, repeats=repeats),
-        bf16=operations / seconds_of(lambda _: x @ y.T, copies=1, repeats=repeats),
+        bandwidth=2 * source.numel() / seconds_of(partial(target.copy_, source), repeats=repeats),
+        int8=operations / seconds_of(partial(torch._int_mm, a, b.T), repeats=repeats),
+        bf16=operations / seconds_of(partial(torch.mm, x, y.T), repeats=repeats),
     )
 
 
@@ -101,45 +102,30 @@ def bytes_line(name: str, seconds: float, moved: float, ceilings: Ceilings, note
 
 
 def bench_linear(ceilings: Ceilings, repeats: int) -> None:
-    values, weight, ones = int8(8192, 8192), int8(8192, 8192), torch.ones(8192, device="cuda")
-    spent = seconds_of(lambda _: gpu.int8_linear(values, ones, weight, ones), copies=1, repeats=repeats)
-    rate = 2 * 8192**3 / spent / 1e12
-    line("int8 linear 8192 x 8192 x 8192", spent, rate=rate, ceiling=ceilings.int8 / 1e12, unit="TOP/s")
-    for name, (inputs, outputs) in LAYERS.items():
-        values, scales = int8(4096, inputs), torch.ones(4096, device="cuda")
-        weight, weight_scales = int8(outputs, inputs), torch.ones(outputs, device="cuda")
-
-        def many(_: int, x: Arguments = (values, scales), w: Arguments = (weight, weight_scales)) -> None:
-            gpu.int8_linear(*x, *w)
-
-        spent = seconds_of(many, copies=1, repeats=repeats)
-        rate = 2 * 4096 * inputs * outputs / spent / 1e12
-        line(f"int8 linear {name}, 4096 rows", spent, rate=rate, ceiling=ceilings.int8 / 1e12, unit="TOP/s")
+    shapes = {f"{name}, 4096 rows": (4096, *sizes) for name, sizes in LAYERS.items()}
+    for name, (rows, inputs, outputs) in {"8192 x 8192 x 8192": (8192, 8192, 8192), **shapes}.items():
+        x = int8(rows, inputs), torch.ones(rows, device="cuda")
+        weight = int8(outputs, inputs), torch.ones(outputs, device="cuda")
+        spent = seconds_of(partial(gpu.int8_linear, *x, *weight), repeats=repeats)
+        rate = 2 * rows * inputs * outputs / spent / 1e12
+        line(f"int8 linear {name}", spent, rate=rate, ceiling=ceilings.int8 / 1e12, unit="TOP/s")
 
 
 def bench_few_rows(ceilings: Ceilings, repeats: int) -> None:
     for name, (inputs, outputs) in LAYERS.items():
-        copies = copies_of(inputs * outputs)
-        weights = [int8(outputs, inputs) for _ in range(copies)]
-        plain = [bf16(outputs, inputs) for _ in range(copies)]
-        weight_scales = torch.ones(outputs, device="cuda")
+        copies = range(copies_of(inputs * outputs))
+        weights, plain = [int8(outputs, inputs) for _ in copies], [bf16(outputs, inputs) for _ in copies]
+        scales = torch.ones(outputs, device="cuda")
         for rows in (1, 8, 16, 32, 64):
-            values, scales, x = int8(rows, inputs), torch.ones(rows, device="cuda"), bf16(rows, inputs)
-
-            def few(i: int, values: Tensor = values, scales: Tensor = scales) -> None:
-                gpu.int8_linear(values, scales, weights[i], weight_scales)  # noqa: B023 - called before the next layer
-
-            def half(i: int, x: Tensor = x) -> None:
-                torch.mm(x, plain[i].T)  # noqa: B023
-
-            spent = seconds_of(few, copies=copies, repeats=repeats)
-            other = seconds_of(half, copies=copies, repeats=repeats)
+            values, ones, x = int8(rows, inputs), torch.ones(rows, device="cuda"), bf16(rows, inputs)
+            spent = seconds_of(*(partial(gpu.int8_linear, values, ones, w, scales) for w in weights), repeats=repeats)
+            other = seconds_of(*(partial(torch.mm, x, w.T) for w in plain), repeats=repeats)
             moved = inputs * outputs + rows * (inputs + 2 * outputs)
             bytes_line(f"int8 linear {name}, {rows} rows", spent, moved, ceilings, f"{other / spent:.2f}x torch's bf16")
 
 
 def step(contexts: list[int], counts: list[int]) -> RaggedBatch:
-    """Sequences in blocks shuffled over the pool, as after some hours of serving."""
+    """Sequences in blocks shuffled over the planes, as after some hours of serving."""
     widths = [-(-n // BLOCK) for n in contexts]
     ids = torch.randperm(sum(widths)).tolist()
     tables = [[ids.pop() for _ in range(width)] for width in widths]
@@ -148,7 +134,7 @@ def step(contexts: list[int], counts: list[int]) -> RaggedBatch:
     return RaggedBatch.build(tokens=tokens, starts=starts, block_tables=tables, block_size=BLOCK, device="cuda")
 
 
-def pools(blocks: int, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
+def paged_kv(blocks: int, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
     """Planes, with scales for int8, as many as the L2 cache cannot hold."""
     shape = (blocks, BLOCK, KV_HEADS, HEAD_DIM)
     copies = copies_of(2 * blocks * BLOCK * KV_HEADS * HEAD_DIM * dtype.itemsize)
@@ -165,26 +151,16 @@ def bench_attention(ceilings: Ceilings, repeats: int) -> None:
     for sequences, context in ((64, 4096), (256, 1024), (8, 32768), (1, 8192)):
         batch, q = step([context] * sequences, [1] * sequences), bf16(sequences, HEADS, HEAD_DIM)
         for dtype in (torch.bfloat16, torch.int8):
-            planes = pools(sequences * -(-context // BLOCK), dtype)
-
-            def decode(
-                i: int, q: Tensor = q, planes: list[tuple[Tensor, ...]] = planes, batch: RaggedBatch = batch
-            ) -> None:
-                k, v, *scales = planes[i]
-                gpu.paged_attention(q, k, v, batch, scale, None, *scales)
-
-            spent = seconds_of(decode, copies=len(planes), repeats=repeats)
+            planes = paged_kv(sequences * -(-context // BLOCK), dtype)
+            calls = (partial(gpu.paged_attention, q, k, v, batch, scale, None, *scales) for k, v, *scales in planes)
+            spent = seconds_of(*calls, repeats=repeats)
             token = 2 * KV_HEADS * (HEAD_DIM * dtype.itemsize + (4 if dtype is torch.int8 else 0))
             name = f"decode attention {sequences} x {context}, {str(dtype).removeprefix('torch.')}"
             bytes_line(name, spent, sequences * context * token + 2 * q.nbytes, ceilings)
     for sequences, count in ((1, 8192), (4, 2048)):
         batch, q = step([count] * sequences, [count] * sequences), bf16(sequences * count, HEADS, HEAD_DIM)
-        k, v, *_ = pools(sequences * count // BLOCK, torch.bfloat16)[0]
-
-        def prompt(_: int, q: Tensor = q, kv: Arguments = (k, v), batch: RaggedBatch = batch) -> None:
-            gpu.paged_attention(q, *kv, batch, scale, None)
-
-        spent = seconds_of(prompt, copies=1, repeats=repeats)
+        k, v, *_ = paged_kv(sequences * count // BLOCK, torch.bfloat16)[0]
+        spent = seconds_of(partial(gpu.paged_attention, q, k, v, batch, scale, None), repeats=repeats)
         rate = sequences * 2 * HEADS * HEAD_DIM * count * (count + 1) / spent / 1e12
         name = f"prompt attention {sequences} x {count}, bfloat16"
         line(name, spent, rate=rate, ceiling=ceilings.bf16 / 1e12, unit="TFLOP/s")
@@ -196,15 +172,9 @@ def bench_rows(ceilings: Ceilings, repeats: int) -> None:
         x = [(bf16(rows, HIDDEN), bf16(rows, HIDDEN)) for _ in range(copies_of(rows * HIDDEN * 4))]
         gate_up = [bf16(rows, 2 * INTERMEDIATE) for _ in range(copies_of(rows * INTERMEDIATE * 4))]
 
-        def norm(i: int, x: list[tuple[Tensor, Tensor]] = x) -> None:
-            gpu.add_rms_norm_quantize(*x[i], weight, 1e-5)
-
-        def silu(i: int, gate_up: list[Tensor] = gate_up) -> None:
-            gpu.silu_mul_quantize(gate_up[i])
-
-        spent = seconds_of(norm, copies=len(x), repeats=repeats)
+        spent = seconds_of(*(partial(gpu.add_rms_norm_quantize, *pair, weight, 1e-5) for pair in x), repeats=repeats)
         bytes_line(f"add, RMSNorm, quantize, {rows} rows", spent, rows * HIDDEN * 7, ceilings)
-        spent = seconds_of(silu, copies=len(gate_up), repeats=repeats)
+        spent = seconds_of(*(partial(gpu.silu_mul_quantize, one) for one in gate_up), repeats=repeats)
         bytes_line(f"SiLU, multiply, quantize, {rows} rows", spent, rows * INTERMEDIATE * 5, ceilings)
 
 

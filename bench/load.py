@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 
 from bench.endpoint import Endpoint
@@ -80,7 +80,7 @@ async def run_load(endpoint: Endpoint, requests: Sequence[Prepared], pace: Pace,
     return run
 
 
-Send = Callable[[Prepared, float], Awaitable[None]]
+Send = Callable[[Prepared, float], Coroutine[None, None, None]]
 
 
 async def _closed_loop(requests: Sequence[Prepared], concurrency: int, send: Send, clock: Callable[[], float]) -> None:
@@ -104,11 +104,7 @@ async def _open_loop(
         for request, arrival in zip(requests, arrivals, strict=True):
             due = started + arrival
             await asyncio.sleep(max(0.0, due - clock()))
-            senders.create_task(_sent(send, request, due))
-
-
-async def _sent(send: Send, request: Prepared, due: float) -> None:
-    await send(request, due)
+            senders.create_task(send(request, due))
 
 
 async def _first_of(work: asyncio.Task[None], ends: dict[str, asyncio.Event | None]) -> str:

@@ -26,6 +26,10 @@ OPEN_LOOP_SECONDS = 40.0  # of arrivals, when the number of requests is not give
 FEWEST_CLOSED_REQUESTS = 8
 FEWEST_OPEN_REQUESTS = 20
 PLOT_ENDINGS = (".html", ".svg")
+AS_GIVEN = (  # flags that are fields of BenchOptions as they are
+    *("num_requests", "warmups", "repeat", "seed", "model", "prompt_form", "tokenizer", "temperature"),
+    *("wait_ready", "timeout", "details"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,6 +185,7 @@ def parse_options(args: argparse.Namespace) -> BenchOptions:
             tolerance=args.rate_tolerance,
             confirmations=args.confirm,
         )
+    asked = {name: getattr(args, name) for name in AS_GIVEN}
     return BenchOptions(
         targets=targets,
         baseline=named[0] if named else args.baseline or targets[0].name,
@@ -188,24 +193,14 @@ def parse_options(args: argparse.Namespace) -> BenchOptions:
         points=points,
         search=search,
         slo=SloTargets(ttft_ms=args.ttft_slo_ms, tpot_ms=args.tpot_slo_ms, attainment=attainment),
-        num_requests=args.num_requests,
         seconds=args.duration,
-        warmups=args.warmups,
-        repeat=args.repeat,
-        seed=args.seed,
-        model=args.model,
         chat=args.endpoint == "chat",
-        prompt_form=args.prompt_form,
-        tokenizer=args.tokenizer,
         ignore_eos=not args.no_ignore_eos,
-        temperature=args.temperature,
         extra_body=_extra_body(args.extra_body),
         headers=_headers(args.header, args.api_key),
-        wait_ready=args.wait_ready,
-        timeout=args.timeout,
         json_file=args.json,
-        details=args.details,
         plot_file=args.plot,
+        **asked,
     )
 
 

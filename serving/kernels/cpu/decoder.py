@@ -163,18 +163,6 @@ class CpuDecoder:
             head=head.as_c(),
         )
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weight a decode step reads: every layer and the head once."""
-        return self.head.stored_bytes + sum(
-            w.stored_bytes for one in self.layers for w in (one.qkv, one.o, one.gate_up, one.down)
-        )
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of one weight, by the head."""
-        return self.head.kind.item_bytes
-
     def step(
         self,
         batch: RaggedBatch,

@@ -37,7 +37,7 @@ def sample(
     assert len(orders) == count and len(ids) == len(changes), "an order for each row, and a change for each id"
     # Arrays and ctypes: numpy's and torch's constructors take longer than sampling a row.
     tokens = (ctypes.c_int64 * count)()
-    arrays: list[array[Any]] = [array("B", b"".join(orders)), array("i", ids), array("f", changes)]
+    arrays: tuple[array[Any], ...] = (array("B", b"".join(orders)), array("i", ids), array("f", changes))
     places = [one.buffer_info()[0] for one in arrays]
     call = SamplesC(logits.data_ptr(), logits.stride(0), count, vocab, *places, ctypes.addressof(tokens))
     kernels.library.millrace_sample(kernels.context, call)

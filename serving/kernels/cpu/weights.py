@@ -31,11 +31,6 @@ class PackedLinear:
     sums: Tensor | None  # [padded outputs] int32, 128 * sum of each channel's weights, int8 only
     bias: Tensor | None  # [padded outputs] float32
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of weight one multiplication reads."""
-        return self.packed.numel() * 4
-
     def as_c(self) -> Structure:
         """`Linear` of abi.h."""
         arrays = {name: address(getattr(self, name)) for name in ("packed", "scale", "bias", "sums")}

@@ -4,11 +4,13 @@
 fuse some of its operations, or compute in int8. The `supports_` functions say what they can do.
 """
 
-from serving.kernels.gpu import attention, linear, rotary, rows
 from serving.kernels.gpu.attention import paged_attention
+from serving.kernels.gpu.attention import supported as supports_attention
 from serving.kernels.gpu.launch import INTERPRETED, runs_on
 from serving.kernels.gpu.linear import int8_linear, tune
+from serving.kernels.gpu.linear import supported as supports_linear
 from serving.kernels.gpu.rotary import rope_write_kv
+from serving.kernels.gpu.rotary import supported as supports_rotary
 from serving.kernels.gpu.rows import (
     Quantized,
     add_rms_norm,
@@ -19,11 +21,7 @@ from serving.kernels.gpu.rows import (
     silu_mul,
     silu_mul_quantize,
 )
-
-supports_attention = attention.supported
-supports_linear = linear.supported
-supports_rotary = rotary.supported
-supports_rows = rows.supported
+from serving.kernels.gpu.rows import supported as supports_rows
 
 __all__ = [
     "INTERPRETED",

@@ -135,7 +135,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 class NotingSelection(TorchSampling):
-    """Notes of each draw where it is and whether stop tokens are out; draws on the host, as other selections do."""
+    """Notes of each draw where it is and whether stop tokens are out; draws on the host, as other backends do."""
 
     def __init__(self) -> None:
         self.draws: list[tuple[int, bool]] = []
