@@ -1,4 +1,4 @@
-"""How a worker or a pool node tells every router that it is there, and hears from them where the KV pool is.
+"""How a worker or a pool node tells every router that it is there, and learns from them where the KV pool is.
 
 What a heartbeat says is the caller's; this only repeats it until told otherwise.
 """

@@ -1,6 +1,6 @@
 """A connection of the HTTP server that does not wait for ever for a client which takes nothing.
 
-Once the client is given up the connection is broken, and whoever answers hears what it hears when a client hangs up.
+Giving the client up breaks the connection: to the app that looks as if the client had hung up.
 """
 
 from __future__ import annotations

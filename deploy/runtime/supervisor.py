@@ -88,7 +88,7 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _runs(self, task: asyncio.Task[None]) -> bool:
-        """Whether the task's child is a living process rather than one to be started again."""
+        """True if the task's child is a living process, False if it waits to be started again."""
         name = task.get_name().removeprefix("keep-")
         process = self.processes.get(name)
         return process is not None and process.returncode is None

@@ -4,8 +4,8 @@ It decides which block ids belong to whom; it never touches their bytes. Pure; n
 
 A block is in exactly one of three places:
 
-    free     nobody refers to it and nobody could: its content is meaningless
-    cached   nobody refers to it, but its key is known: a later sequence may take it, or eviction may
+    free     no sequence refers to it, and none could: its content is meaningless
+    cached   no sequence refers to it, but its key is known: a later sequence may take it, or eviction may
     held     one or more sequences refer to it
 """
 
@@ -102,7 +102,7 @@ class BlockAllocator:
 
     def publish(self, block: int, key: bytes) -> None:
         """Say that this held block is full and holds the KV named by `key`. The first block of a key stays."""
-        assert self._references[block] > 0, f"block {block} published while nobody holds it"
+        assert self._references[block] > 0, f"block {block} published while no sequence holds it"
         if self.caching and block not in self._key_of and key not in self._block_of:
             self._key_of[block] = key
             self._block_of[key] = block
@@ -120,7 +120,7 @@ class BlockAllocator:
         self._block_of.clear()
 
     def check(self, tables: Iterable[Sequence[int]]) -> int:
-        """How many references nobody in `tables` accounts for: 0 unless something leaked. Raises on a broken pool."""
+        """How many references `tables` do not explain: 0 unless some leaked. Raises AssertionError on a broken pool."""
         counted = [0] * self.num_blocks
         for table in tables:
             for block in table:

@@ -2,7 +2,7 @@
 
 Plain state beside a sequence's blocks: it says where KV is, and knows neither why nor how it got there. No torch.
 
-    extents[:copied]       hold the KV of the sequence's first `copied` extents of tokens, and nobody else does
+    extents[:copied]       hold the KV of the sequence's first `copied` extents of tokens, and no other copy does
     extents[copied:moved]  are to hold that of the next ones: it lies in the blocks of `moves` until it is copied
     seq.blocks             hold that of the tokens after those: an extent's blocks are written again once it is copied
 """

@@ -1,6 +1,6 @@
 """One sequence as a worker holds it: its tokens, how much of its KV is computed, and the blocks that hold it.
 
-Plain state, owned by whoever holds the worker's lock. No torch, no clock.
+Plain state, guarded by the engine's lock. No torch, no clock.
 
     tokens    prompt, then output; the KV of tokens[:computed] is in `blocks`, what `offload` names apart
     start     tokens the sequence was opened with; output beyond them was made here
@@ -191,7 +191,7 @@ class SequenceState:
         return FinishReason.LENGTH if self.full_with(0, max_model_len) else None
 
     def full_with(self, more: int, max_model_len: int) -> bool:
-        """Whether so many more tokens are the last it may have, whatever they are."""
+        """True if so many more tokens are the last it may have, whatever they are."""
         return self.output_len + more >= self.request.sampling.max_tokens or len(self.tokens) + more >= max_model_len
 
     def delta(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], finish: FinishReason | None) -> Delta:

@@ -138,7 +138,7 @@ def test_a_block_cannot_be_released_more_often_than_taken() -> None:
     allocator.release(table)
     with pytest.raises(AssertionError, match="more often"):
         allocator.release(table)
-    with pytest.raises(AssertionError, match="nobody holds"):
+    with pytest.raises(AssertionError, match="no sequence holds"):
         allocator.publish(table[0], KEYS[0])
 
 
