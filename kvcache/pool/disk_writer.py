@@ -1,4 +1,4 @@
-"""The thread that takes blocks to disk, one by one. What waits and what writing means is handed in."""
+"""The thread that writes blocks to disk, one by one. Which block is next, and how it is written, is handed in."""
 
 from __future__ import annotations
 

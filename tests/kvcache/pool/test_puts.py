@@ -16,7 +16,7 @@ from kvcache.transfer.lent_memory import TRANSFER_BYTES, LentBuffers, TransferUn
 from kvcache.transfer.shared_memory import Segment, SharedMemoryLender
 from serving.errors import CorruptChunk, InvalidRequest
 from tests.kvcache.pool.nodes import PARTS, Served, block, content, key
-from tests.kvcache.pool.test_slabs import lendable
+from tests.kvcache.pool.test_gets import lendable
 
 SIZE = 100_000
 

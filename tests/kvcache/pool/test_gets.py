@@ -1,4 +1,4 @@
-"""Slabs that come in lent memory: all of them, as they were; and what happens when that way leads nowhere."""
+"""Slabs that come in lent memory: all of them, as they were; and what happens when they cannot be reached."""
 
 from __future__ import annotations
 
