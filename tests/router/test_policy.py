@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +20,7 @@ from router.policy import (
     choose_prefill,
     make_policy,
 )
+from serving.config import PlacementConfig
 from serving.messages import Build, Role
 from tests.router.scripted import make_status
 
@@ -124,6 +125,11 @@ def test_a_busier_worker_comes_later(policy: Policy) -> None:
     idle = Candidate(make_status("b"))
     demand = Demand(tokens=100)
     assert policy.decode_order(demand, [busy, idle])[0] is policy.prefill_order(demand, [busy, idle])[0] is idle
+
+
+def test_every_policy_can_be_asked_for() -> None:
+    (field,) = (field for field in fields(PlacementConfig) if field.name == "routing_policy")
+    assert set(field.metadata["choices"]) == set(POLICIES) and field.default in POLICIES
 
 
 # ---- who may take a request at all ---------------------------------------------------------------------------------
