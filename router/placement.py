@@ -197,6 +197,8 @@ def block_keys(state: RequestState, status: WorkerStatus) -> list[bytes]:
         return []
     key = (status.fingerprint, status.block_size)
     keys = state.block_keys.setdefault(key, [])
+    if len(keys) == (state.tokens - 1) // status.block_size:
+        return keys
     longest = len(request.prompt) + request.sampling.max_tokens
     long_rope = bool(status.long_rope_after) and longest > status.long_rope_after
     root = root_key(status.fingerprint, request.tenant, long_rope)
