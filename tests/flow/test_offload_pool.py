@@ -96,4 +96,4 @@ async def test_long_prompts_go_on_beside_what_is_being_stored(tiny_model: Loaded
     async with cluster(tiny_model, pool, MIXED, tight, kvcache_bandwidth=1 << 20) as workers:
         assert [(await served(workers, ask(prompt)))[0] for prompt in others] == expected
         connector = workers.cluster.workers[0].connector
-        assert connector is not None and connector.storeback.dropped > 0
+        assert connector is not None and connector.write_back.dropped > 0
