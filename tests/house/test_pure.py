@@ -31,7 +31,7 @@ PURE = (
     "kvcache/pool/block_index.py",
     "kvcache/pool/eviction.py",
     "kvcache/pool/backoff.py",
-    "kvcache/pool/ring.py",
+    "kvcache/pool/rendezvous.py",
     "kvcache/pool/tiers.py",
     "serving/engine/plan.py",
     "serving/engine/sequence.py",

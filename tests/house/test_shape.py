@@ -18,10 +18,10 @@ from scripts.shape import (
 from tests.house.source import HOUSE
 
 # The most there is today, to be lowered when the largest shrinks. Triton's kernels are one function each, however long.
-MOST_LINES = 82
-MOST_KERNEL_LINES = 98
-MOST_PARAMETERS = 12
-MOST_NESTED = 7
+MOST_LINES = 60
+MOST_KERNEL_LINES = 84
+MOST_PARAMETERS = 9
+MOST_NESTED = 5
 KERNELS = "serving/kernels/gpu/"
 
 
