@@ -27,7 +27,7 @@ from kvcache.handoff.commit import sealed_commit
 from kvcache.handoff.dialer import Dialer
 from kvcache.handoff.sender import Handoff
 from kvcache.memory.device import DeviceKV, token_bytes
-from kvcache.transfer.choice import chosen
+from kvcache.transfer.choice import LENDERS, chosen
 from serving.engine.sequence import SequenceState
 from serving.links import HandoffLink
 from serving.malloc import keep_freed_memory
@@ -216,7 +216,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="rounds over all transports (default: 7)")
     parser.add_argument("--threads", type=int, default=2, help="threads the prefill computes with (default: 2)")
     parser.add_argument("--prefill-ms", type=float, default=560.0, help="how long it computes (default: 560)")
-    parser.add_argument("--kv-transport", default="auto", choices=("auto", "grpc", "shm", "nixl"), help="beside gRPC")
+    parser.add_argument("--kv-transport", default="auto", choices=("auto", "grpc", *LENDERS), help="beside gRPC")
     parser.add_argument("--json", type=Path, help="write all figures here")
     return parser.parse_args(arguments)
 

@@ -49,7 +49,7 @@ class MemoryLender:
     def __init__(self, offer: TransportOffer, memory: Bytes, first_address: int, rest_seconds: float):
         self.offer = offer
         self.lending = Lending(len(memory) // TRANSFER_BYTES, rest_seconds)
-        self._memory = memory
+        self.memory = memory
         self._first_address = first_address
 
     def lend(self) -> LentBuffers:
@@ -65,13 +65,13 @@ class MemoryLender:
         if not (index < len(lent.addresses) and length <= lent.size):
             return b""
         start = lent.addresses[index] - self._first_address
-        return self._memory[start : start + length].copy().data
+        return self.memory[start : start + length].copy().data
 
     def fill(self, lent: LentBuffers, parts: Iterable[bytes | memoryview]) -> None:
         """Copy the parts, TRANSFER_BYTES at most, to the first buffer and on, for another process to read."""
         at = lent.addresses[0] - self._first_address
         for part in parts:
-            self._memory[at : at + len(part)] = np.frombuffer(part, dtype=np.uint8)
+            self.memory[at : at + len(part)] = np.frombuffer(part, dtype=np.uint8)
             at += len(part)
 
     def take_back(self, lent: LentBuffers, *, settled: bool) -> None:

@@ -21,8 +21,6 @@ from kvcache.handoff.dialer import Dialer
 from kvcache.handoff.grpc_stream import GrpcHandoff
 from kvcache.handoff.sender import Handoff
 from kvcache.memory.device import Bytes
-from kvcache.transfer.nixl_transport import NixlLender
-from kvcache.transfer.shared_memory import SharedMemoryLender
 from serving.errors import CorruptChunk, MillraceError, StaleLease, WorkerLost
 from serving.links import HandoffLink
 from serving.messages import LeaseGrant, Role, TransportOffer
@@ -77,16 +75,15 @@ class World:
         return len(found) - parts
 
     @property
-    def lender(self) -> NixlLender | SharedMemoryLender:
+    def lender(self) -> MemoryLender:
         lender = self.way.lenders.of(self.way.kind)
-        assert isinstance(lender, NixlLender | SharedMemoryLender)
+        assert lender is not None
         return lender
 
     @property
     def memory(self) -> Bytes:
         """What the buffers lie in."""
-        lender = self.lender
-        return lender.agent.memory if isinstance(lender, NixlLender) else lender.segment.memory
+        return self.lender.memory
 
 
 async def world_of(kind: str) -> AsyncIterator[World]:

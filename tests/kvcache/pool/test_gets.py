@@ -18,7 +18,7 @@ from kvcache.transfer.remote_write import BufferSender
 from kvcache.transfer.shared_memory import SharedMemoryLender
 from serving.errors import InvalidRequest
 from tests.kvcache.pool.nodes import KEY, PARTS, Served, block, content, key
-from tests.kvcache.reaching import needs_nixl
+from tests.kvcache.reaching import BESIDE
 
 COUNT = 3 * BUFFERS  # blocks with parts of half a slab: more slabs than there are buffers
 SIZE = SLAB_BYTES // 2 + 1
@@ -53,7 +53,7 @@ def lendable(lenders: MemoryLenders, kind: str = "shm") -> int:
     return len(found) - parts
 
 
-@pytest.mark.parametrize("kind", ["shm", pytest.param("nixl", marks=needs_nixl)])
+@pytest.mark.parametrize("kind", BESIDE)
 async def test_more_slabs_than_buffers_all_come_that_way(served: Served, kind: str) -> None:
     lenders = lenders_on_demand(kind)
     link = dial(served.address, KEY, lenders=lenders)
