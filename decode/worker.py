@@ -196,7 +196,8 @@ class DecodeWorker:
             return seq
 
     def _refuse(self, error: Retryable, fence: LeaseId) -> None:
-        self.refused[error.code or type(error).__name__] += 1
+        with self.engine.lock:  # chunks are refused on several threads
+            self.refused[error.code or type(error).__name__] += 1
         log.warning("KV refused for lease %s epoch %d: %s", fence.lease, fence.epoch, error.message)
 
     # ---- tokens out --------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ class PrefillScheduler:
                 return
 
     def _start(self, seq: SequenceState, now: float) -> bool:
-        """See that the sequence has its blocks and the freshest prefix; False while the pool has no room for it."""
+        """See that the sequence has its blocks and the freshest prefix; False while there are no blocks for it."""
         if seq.prefill.scheduled_at is None:
             if seq.blocks:
                 self.kv.rematch(seq)

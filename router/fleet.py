@@ -114,9 +114,9 @@ class Fleet:
         for instance in [known for known in self._links if self.registry.get(known) is None]:
             link = self._links.pop(instance)
             self._prefills.pop(instance, None)
-            if self.prefixes is not None:
-                self.prefixes.forget(instance)
             self._later(link.close())
+        if self.prefixes is not None:
+            self.prefixes.retain(self.registry.workers)
 
     def suspect(self, instance: str, error: MillraceError) -> None:
         """A call to the worker broke: give it nothing until it reports again, and fail what it held."""

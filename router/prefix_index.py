@@ -8,7 +8,7 @@ text. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from serving.messages import KVEvents
 
@@ -64,10 +64,11 @@ class PrefixIndex:
             else:
                 holders.pop(short, None)
 
-    def forget(self, instance: str) -> None:
-        """The worker is gone."""
-        self._bits.pop(instance, None)
-        self._next.pop(instance, None)
+    def retain(self, instances: Collection[str]) -> None:
+        """All other workers are gone."""
+        for gone in [known for known in self._bits.keys() | self._next.keys() if known not in instances]:
+            self._bits.pop(gone, None)
+            self._next.pop(gone, None)
 
     def match(self, keys: Sequence[bytes]) -> dict[str, int]:
         """How many leading blocks of the chain `keys` each worker holds; workers that hold none are left out."""

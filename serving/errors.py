@@ -12,7 +12,7 @@
     ├── Unavailable               503  UNAVAILABLE          carries Retry-After
     ├── DeadlineExceeded          504  DEADLINE_EXCEEDED
     └── Retryable                 503  the router answers these by placing the request again
-        ├── NoRoom                     RESOURCE_EXHAUSTED   no blocks or no sequence slot now
+        ├── NoRoom                     RESOURCE_EXHAUSTED   no blocks, or too many sequences, now
         ├── Draining                   UNAVAILABLE          the worker takes no new work
         ├── WorkerLost                 UNAVAILABLE          the worker died or stopped answering
         ├── Preempted                  ABORTED              its blocks went to an older request

@@ -68,7 +68,7 @@ class AuditLink(Protocol):
 
 
 class HandoffLink(Protocol):
-    """How a prefill worker reaches the decode worker that holds a lease. One per handoff; use as a context manager."""
+    """How a prefill worker reaches the decode worker that holds a lease. One per handoff; close it."""
 
     async def begin(self) -> int:
         """The position of the first token to hand over; the decode worker has those before it, or fetches them itself.

@@ -119,7 +119,7 @@ class TransportOffer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseGrant:
-    """The decode worker's answer: blocks are held; `cached_tokens` of the sequence are already in its pool."""
+    """The decode worker's answer: blocks are held; `cached_tokens` of the sequence are already in its KV cache."""
 
     lease: LeaseId
     cached_tokens: int

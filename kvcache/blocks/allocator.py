@@ -1,4 +1,4 @@
-"""The block pool: reference counts, the index of reusable blocks, and eviction in LRU order.
+"""The block allocator: reference counts, the index of reusable blocks, and eviction in LRU order.
 
 It decides which block ids belong to whom; it never touches their bytes. Pure; no torch, no clock, no locks.
 

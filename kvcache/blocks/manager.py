@@ -1,6 +1,6 @@
 """Gives sequences their blocks: prefix reuse when one is opened, growth as it decodes, publication of full blocks.
 
-The pure half of a worker's KV cache: it moves block ids between the pool and sequences, never bytes.
+The pure half of a worker's KV cache: it moves block ids between the allocator and sequences, never bytes.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from serving.kvspec import LayerKV
 JOINT_TOKENS = 128  # kernels join partial attention at multiples of this position: cut there, no bit changes
 SEGMENT_TOKENS = 1024  # of one layer: enough for a copy to run at full speed, and for the next to hide behind
 STAGING_SHARE = 8  # the staging buffers take at most one part in so many of the device's KV
-RESIDENT_PARTS = (3, 4)  # the most of the pool that one such sequence may hold: others run beside it
+RESIDENT_PARTS = (3, 4)  # the most of the device's blocks that one such sequence may hold: others run beside it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class OffloadPlan:
     """How a worker's KV memory is cut when it has host memory too."""
 
     block_size: int  # tokens
-    device_blocks: int  # of the pool, which the staging buffers are no part of
+    device_blocks: int  # the staging buffers not included
     extent_blocks: int
     extents: int
     segment_extents: int  # extents of one layer a staging buffer holds

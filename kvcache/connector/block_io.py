@@ -1,4 +1,4 @@
-"""Whole blocks of the device pool as bytes, and back: what the KV pool keeps of them.
+"""Whole blocks of device KV as bytes, and back: what the KV pool keeps of them.
 
 A block has a part for each layer; a part is the layer's planes one after another, each token by token.
 """

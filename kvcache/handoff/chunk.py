@@ -77,7 +77,7 @@ def encode(
     wire: Wire | None = None,
     head_slice: HeadSlice | None = None,
 ) -> Chunk:
-    """Read the chunk's bytes out of the pool; `wire` says how they travel, `head_slice` which heads go.
+    """Read the chunk's bytes out of the KV cache; `wire` says how they travel, `head_slice` which heads go.
 
     By default KV goes as it is stored here, with all its heads. Layers of one chunk that is cut must all have heads.
     """
@@ -177,7 +177,7 @@ def wire_layers(chunk: Chunk, specs: Sequence[LayerKV]) -> list[LayerKV]:
 
 
 def split(chunk: Chunk, device_kv: DeviceKV) -> list[list[Bytes]]:
-    """The payload of a verified chunk per layer and plane, as the pool stores them: uint8 [tokens, token_bytes].
+    """The payload of a verified chunk per layer and plane, as the device stores them: uint8 [tokens, token_bytes].
 
     Views of the payload where it travelled as it is stored.
     """

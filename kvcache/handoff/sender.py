@@ -1,6 +1,6 @@
 """The sending half of a KV handoff: layers leave as they are computed, coalesced into chunks, while the next computes.
 
-It reads the pool's tensors in a thread, so that neither the engine nor the event loop waits for a copy.
+It reads the device's tensors in a thread, so that neither the engine nor the event loop waits for a copy.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class HandoffProgress:
 
 
 class Handoff:
-    """One sequence's KV on its way to a lease. `run()` it as a task; the engine feeds `layer_done`.
+    """One sequence's KV on its way to a lease. Run `send()` as a task; the engine loop calls `layer_done`.
 
     `layout` is the receiver's. `wire` says how KV is laid out for it; by default as it is stored here. `locations`
     says where KV is read that may move while it waits to leave; without it all lies in `device_kv`.

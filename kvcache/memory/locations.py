@@ -44,7 +44,7 @@ class KVLocations:
         """What `copy` makes of the locations where computed tokens start..end lie, in order; on any thread.
 
         It is called once more where the KV has moved while it copied, and returns bytes of the right tokens alone: a
-        block is written again only after its move is told (Spill.settle), and that is looked at after each copy.
+        block is written again only after its move is told (OffloadState.settle), and that is looked at after each copy.
         """
         found = []
         while start < end:

@@ -16,13 +16,13 @@ from serving.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
 
-LENDERS: dict[str, Callable[[], MemoryLender]] = {SHM: SharedMemoryLender, NIXL: NixlLender}  # best first
+LENDERS: dict[str, Callable[[], MemoryLender]] = {SHM: SharedMemoryLender, NIXL: NixlLender}
 WRITERS: dict[str, Callable[[], RemoteWriters]] = {SHM: SharedMemoryWriters, NIXL: NixlWriters}
 
 
 def chosen(kv_transport: str) -> tuple[str, ...]:
     """What `--kv-transport` means here beside gRPC, best first. Raises InvalidRequest if it cannot be had."""
-    here = [kind for kind, there in ((SHM, available()), (NIXL, installed())) if there]
+    here = [kind for kind, there in ((SHM, available()), (NIXL, installed())) if there]  # best first
     if kv_transport == "auto":
         return tuple(here)
     if kv_transport == NIXL and NIXL not in here:

@@ -84,10 +84,10 @@ class Choice:
             if self._plan.logprobs is not None:
                 self._waiting.append(LogprobEntry(token, delta.logprobs[position], self._read))
             self._read += len(text)
-            piece = self._match(text)
-            shown.append(piece.text)
-            if piece.stop is not None:
-                return shown, piece.stop
+            matched = self._match(text)
+            shown.append(matched.text)
+            if matched.stop is not None:
+                return shown, matched.stop
         return shown, None
 
     def _match(self, text: str) -> MatchedText:
@@ -101,10 +101,10 @@ class Choice:
         """The last text when no token follows, and the stop string if it completes one."""
         tail = self._detokenizer.finish()
         self._read += len(tail)
-        piece = self._match(tail)
-        if piece.stop is None and self._matcher is not None:
-            return piece.text + self._matcher.finish(), None
-        return piece.text, piece.stop
+        matched = self._match(tail)
+        if matched.stop is None and self._matcher is not None:
+            return matched.text + self._matcher.finish(), None
+        return matched.text, matched.stop
 
     def _release(self, stop: str | None) -> list[LogprobEntry]:
         """Entries of tokens whose text has begun to be shown; at the end all, unless a stop string cut them off."""

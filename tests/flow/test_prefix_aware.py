@@ -37,8 +37,7 @@ async def test_the_router_learns_what_workers_hold_and_evict(make_cluster: Clust
     async with make_cluster("embedded-two", router=CONFIG, num_kv_blocks=24) as cluster:
         await cluster.tokens(make_request(first, request_id="a", max_tokens=2))
         index, workers = cluster.cluster.fleet.prefixes, cluster.cluster.workers
-        for worker in workers:
-            index.forget(worker.identity.instance)
+        index.retain(())
         cluster.cluster.beat()
 
         keys: list[bytes] = []

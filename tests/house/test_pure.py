@@ -17,7 +17,9 @@ from tests.house.source import imports, matching, start_closure, tree
 # workers and transports act. What merely describes (configuration, messages, specs) is not listed.
 PURE = (
     "router/policy.py",
+    "router/prefix_index.py",
     "router/registry.py",
+    "router/request_state.py",
     "router/pool_nodes.py",
     "prefill/scheduler.py",
     "decode/scheduler.py",

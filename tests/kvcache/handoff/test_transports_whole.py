@@ -21,6 +21,7 @@ from kvcache.handoff.dialer import Dialer
 from kvcache.handoff.grpc_stream import GrpcHandoff
 from kvcache.handoff.sender import Handoff
 from kvcache.memory.device import Bytes
+from kvcache.transfer.lent_memory import MemoryLender
 from serving.errors import CorruptChunk, MillraceError, StaleLease, WorkerLost
 from serving.links import HandoffLink
 from serving.messages import LeaseGrant, Role, TransportOffer
