@@ -23,7 +23,7 @@ import uvloop
 
 from bench.far import FarProcess
 from bench.sink import BLOCK, HandoffSink, smollm2_layers
-from kvcache.handoff.commit import sealed_commit
+from kvcache.handoff.chunk import sealed_commit
 from kvcache.handoff.dialer import Dialer
 from kvcache.handoff.sender import Handoff
 from kvcache.memory.device import DeviceKV, token_bytes

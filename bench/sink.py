@@ -16,8 +16,7 @@ import torch
 import uvloop
 
 from decode.service import DecodeService
-from kvcache.handoff.chunk import Chunk, split, verify
-from kvcache.handoff.commit import Commit
+from kvcache.handoff.chunk import Chunk, Commit, split, verify
 from kvcache.handoff.local import LOCAL
 from kvcache.memory.device import DeviceKV
 from kvcache.transfer.choice import lenders_for

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decode.speculation import PromptLookup, Speculation
-from serving.engine.plan import KVBlocks, StepPlan
-from serving.engine.record import StepRecord
+from serving.engine.plan import KVBlocks, StepPlan, StepRecord
 from serving.engine.sequence import SequenceState
 from serving.errors import NoRoom
 

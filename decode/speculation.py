@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from serving.engine.record import StepRecord
+from serving.engine.plan import StepRecord
 
 SIZES = (4, 3, 2)  # tokens that must match, longest first
 RARE = 24  # tokens between drafts for a sequence whose drafts have been failing

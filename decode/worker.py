@@ -15,8 +15,7 @@ from decode.direct import DirectLeases
 from decode.leases import Lease, LeaseTable
 from decode.scheduler import DecodeScheduler
 from kvcache.connector.direct_fetch import DirectFetcher
-from kvcache.handoff.chunk import Chunk, split, verify
-from kvcache.handoff.commit import Commit, verify_commit
+from kvcache.handoff.chunk import Chunk, Commit, split, verify, verify_commit
 from kvcache.handoff.local import LOCAL
 from kvcache.memory.device import token_bytes
 from kvcache.memory.kv_dtype import is_lossy

@@ -5,7 +5,6 @@ Both open sequences through it. It knows neither leases nor how KV travels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcache.blocks.manager import KVCacheManager
@@ -21,13 +20,12 @@ from serving.messages import LeaseOrder, WorkerIdentity
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerContext:
-    """`locations` are the memories KV lies in; `long_rope` says of a length in tokens if it takes the long variant."""
+    """`locations` are the memories KV lies in."""
 
     identity: WorkerIdentity
     loop: EngineLoop
     kv: KVCacheManager
     locations: KVLocations
-    long_rope: Callable[[int], bool]
 
     @property
     def engine(self) -> Engine:
@@ -50,7 +48,8 @@ class WorkerContext:
             raise ContextLengthExceeded(
                 f"{tokens} tokens leave no room to generate within the context of {limit}", param="prompt"
             )
-        long_rope = self.long_rope(len(request.prompt) + request.sampling.max_tokens)
+        longest = len(request.prompt) + request.sampling.max_tokens
+        long_rope = 0 < self.identity.long_rope_after < longest
         root = self.kv.root(request.tenant, long_rope, fingerprint)
         now = self.engine.clock()
         return SequenceState(order, root=root, stays=stays, long_rope=long_rope, now=now, kv_dtype=kv_dtype)

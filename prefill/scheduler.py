@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from serving.engine.plan import KVBlocks, StepPlan
-from serving.engine.record import StepRecord
+from serving.engine.plan import KVBlocks, StepPlan, StepRecord
 from serving.engine.sequence import SequenceState
 from serving.errors import NoRoom
 

@@ -13,14 +13,13 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from router.leases import PrefillOnlyLease, RouterLease, WorkerLease
+from router.leases import OUT_OF_REACH, PrefillOnlyLease, RouterLease, Sessions, WorkerLease
 from router.policy import POLICIES, Candidate
 from router.pool_nodes import PoolNodes
 from router.prefill_call import PrefillCall
 from router.prefix_index import PrefixIndex
 from router.registry import Registry
 from router.request_state import RequestState
-from router.sessions import OUT_OF_REACH, Sessions
 from serving.errors import MillraceError, WorkerLost
 from serving.links import AuditLink, DecodeWorkerLink, PrefillLink
 from serving.messages import Audit, KVEvents, PoolReport, PrefillOrder, WorkerStatus

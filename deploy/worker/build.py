@@ -66,11 +66,10 @@ class WorkerLinks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelParts:
-    """What a worker needs of its model: `long_rope` and `layout` as WorkerContext and PrefillWorker take them."""
+    """What a worker needs of its model: `layout` as PrefillWorker takes it."""
 
     runner: Runner
     eos_token_ids: frozenset[int]
-    long_rope: Callable[[int], bool]
     layout: Layout
 
 
@@ -117,7 +116,7 @@ def build_worker(
         others["int8"] = forward.over(device_kv.kept_as("int8").planes)
     runner = ModelRunner(forward, spec, config.block_size, model_config.device, host_kv, make_sampler(forward), others)
     eos = frozenset(spec.eos_token_ids)
-    parts = ModelParts(runner=runner, eos_token_ids=eos, long_rope=spec.rope_is_long, layout=layout)
+    parts = ModelParts(runner=runner, eos_token_ids=eos, layout=layout)
     return assemble(identity, config, KVLocations(device_kv, host_kv, threading.RLock()), parts, links)
 
 
@@ -159,9 +158,7 @@ def assemble(
         clock=clock,
         trace=trace_writer(config.profile, identity.name),
     )
-    context = WorkerContext(
-        identity=identity, loop=EngineLoop(engine), kv=kv, locations=locations, long_rope=parts.long_rope
-    )
+    context = WorkerContext(identity=identity, loop=EngineLoop(engine), kv=kv, locations=locations)
     connector: PoolConnector | None = None
     if client is not None and storing is not None:
         connector = PoolConnector(client, storing, links.pool, kv, locations, cost, lambda: bool(prefilling.queue))

@@ -5,7 +5,7 @@ FetchCost weighs a fetch against computing the prefix here, DirectCost against i
 
 from __future__ import annotations
 
-from serving.engine.record import StepRecord
+from serving.engine.plan import StepRecord
 
 SHARE = 0.2  # weight of the newest measurement in the running mean
 PROMPT_TOKENS = 32  # steps of fewer tokens say little about what a prompt takes

@@ -233,3 +233,30 @@ def join(chunks: Sequence[Chunk], specs: Sequence[LayerKV]) -> Chunk:
 def _place(chunk: Chunk) -> Chunk:
     """The fields that must be equal in all chunks that are joined."""
     return replace(chunk, first_head=0, last_head=0, payload=b"", digest=b"")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commit:
+    """All KV of the lease has been sent, and `first_token` follows the tokens it covers. `digest`: 16 bytes."""
+
+    lease: LeaseId
+    first_token: int
+    digest: bytes
+
+    def header(self) -> bytes:
+        """The fields the digest covers, in one unambiguous string, which is no chunk's."""
+        texts = (self.lease.lease, self.lease.instance)
+        numbers = (self.lease.epoch, self.first_token, *map(len, texts))
+        return "\0".join(["commit", *map(str, numbers), *texts]).encode()
+
+
+def sealed_commit(lease: LeaseId, first_token: int) -> Commit:
+    """The commit with its digest computed: XXH3-128."""
+    bare = Commit(lease=lease, first_token=first_token, digest=b"")
+    return replace(bare, digest=digest(bare.header(), b""))
+
+
+def verify_commit(commit: Commit) -> None:
+    """Raises CorruptChunk unless the digest is that of the fields."""
+    if commit.digest != digest(commit.header(), b""):
+        raise CorruptChunk("the commit of a handoff does not match its digest", code="digest")

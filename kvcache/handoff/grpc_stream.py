@@ -12,8 +12,7 @@ from asyncio import Future, Task
 from dataclasses import dataclass
 from typing import Any
 
-from kvcache.handoff.chunk import Chunk
-from kvcache.handoff.commit import Commit
+from kvcache.handoff.chunk import Chunk, Commit
 from kvcache.handoff.messages import PUSH, PushFrame, chunk_frame, commit_frame, framing
 from kvcache.transfer.framing import Frame
 from kvcache.transfer.remote_write import BufferSender, RemoteWriter

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvcache.handoff.chunk import Chunk
-from kvcache.handoff.commit import Commit
+from kvcache.handoff.chunk import Chunk, Commit
 from serving.messages import LeaseId
 
 LOCAL = "local"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvcache.handoff.chunk import Chunk
-from kvcache.handoff.commit import Commit
+from kvcache.handoff.chunk import Chunk, Commit
 from kvcache.transfer.framing import Frame, Framing
 from serving.messages import LeaseId
 from serving.proto import millrace_pb2 as pb

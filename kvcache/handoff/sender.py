@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvcache.handoff.chunk import Chunk, encode
-from kvcache.handoff.commit import sealed_commit
+from kvcache.handoff.chunk import Chunk, encode, sealed_commit
 from kvcache.memory.device import DeviceKV
 from kvcache.memory.kv_dtype import AS_STORED, Wire
 from kvcache.memory.locations import KVLocation, KVLocations

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from serving.batch.layer_barrier import LayerBarrier
-from serving.engine.plan import KVBlocks, Scheduler, StepPlan, Work
-from serving.engine.record import StepRecord, StepTotals
+from serving.engine.plan import KVBlocks, Scheduler, StepPlan, StepRecord, StepTotals, Work
 from serving.engine.sequence import SequenceOutput, SequenceState
 from serving.engine.tracing import TraceWriter
 from serving.errors import Preempted

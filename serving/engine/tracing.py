@@ -9,7 +9,7 @@ import json
 import os
 from pathlib import Path
 
-from serving.engine.record import StepRecord
+from serving.engine.plan import StepRecord
 
 
 class TraceWriter:

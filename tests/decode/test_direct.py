@@ -14,8 +14,7 @@ from decode.worker import RouterSession
 from kvcache.connector.block_io import read_blocks
 from kvcache.connector.direct_fetch import DirectFetcher
 from kvcache.connector.fetch_cost import DirectCost, FetchCost
-from kvcache.handoff.chunk import Chunk, encode
-from kvcache.handoff.commit import sealed_commit
+from kvcache.handoff.chunk import Chunk, encode, sealed_commit
 from kvcache.pool.block import PoolBlock
 from serving.errors import CorruptChunk, StaleLease
 from serving.messages import LeaseId, Role

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from decode.scheduler import AHEAD_STEPS, TRIAL_STEPS, DraftOrOverlap
-from serving.engine.record import StepRecord
+from serving.engine.plan import StepRecord
 
 
 def record(hidden: float = 0.0, step: float = 1.0) -> StepRecord:

@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from decode.worker import RouterSession
-from kvcache.handoff.chunk import Chunk, encode
-from kvcache.handoff.commit import sealed_commit
+from kvcache.handoff.chunk import Chunk, encode, sealed_commit
 from kvcache.memory.kv_dtype import choose_wire
 from serving.errors import ContextLengthExceeded, CorruptChunk, Draining, InvalidRequest, NoRoom, Preempted, StaleLease
 from serving.messages import FinishReason, LeaseGrant, LeaseId, Role

@@ -9,8 +9,7 @@ import pytest
 
 from decode.worker import RouterSession
 from kvcache.blocks.offload import OffloadPlan
-from kvcache.handoff.chunk import Chunk, encode, sealed
-from kvcache.handoff.commit import sealed_commit
+from kvcache.handoff.chunk import Chunk, encode, sealed, sealed_commit
 from serving.engine.sequence import SequenceState
 from serving.errors import ContextLengthExceeded, CorruptChunk, MillraceError, NoRoom, StaleLease
 from serving.messages import LeaseId, Role

@@ -58,7 +58,6 @@ class Worker:
         parts = ModelParts(
             runner=self.runner,
             eos_token_ids=frozenset({EOS}),
-            long_rope=lambda tokens: False,
             layout=lambda kv_dtype: (FINGERPRINT, specs),
         )
         self.worker = assemble(

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from deploy.local import LocalCluster
-from kvcache.handoff.chunk import Chunk, encode, sealed
-from kvcache.handoff.commit import Commit, sealed_commit
+from kvcache.handoff.chunk import Chunk, Commit, encode, sealed, sealed_commit
 from kvcache.handoff.dialer import Dialer
 from kvcache.handoff.grpc_stream import GrpcHandoff
 from kvcache.handoff.local import LOCAL, LocalHandoff

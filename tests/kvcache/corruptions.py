@@ -10,8 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kvcache.handoff.chunk import Chunk, sealed
-from kvcache.handoff.commit import Commit, sealed_commit
+from kvcache.handoff.chunk import Chunk, Commit, sealed, sealed_commit
 from serving.messages import LeaseId
 
 FENCE = ("lease", "epoch", "instance")

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from kvcache.handoff import sender as handoffs
-from kvcache.handoff.chunk import Chunk
-from kvcache.handoff.commit import Commit
+from kvcache.handoff.chunk import Chunk, Commit
 from serving.engine.plan import Work
 from serving.errors import (
     ContextLengthExceeded,

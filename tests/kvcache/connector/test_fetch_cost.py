@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.connector.fetch_cost import PROBE_EVERY, FetchCost
-from serving.engine.record import StepRecord
+from serving.engine.plan import StepRecord
 
 
 def step(tokens: int, seconds: float) -> StepRecord:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from decode.leases import Lease
 from decode.worker import RouterSession
-from kvcache.handoff.chunk import Chunk, encode
-from kvcache.handoff.commit import Commit, sealed_commit
+from kvcache.handoff.chunk import Chunk, Commit, encode, sealed_commit
 from kvcache.memory.device import DeviceKV
 from kvcache.memory.kv_dtype import choose_wire, converted
 from serving.errors import Retryable

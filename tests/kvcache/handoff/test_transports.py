@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from kvcache.handoff.chunk import Chunk
-from kvcache.handoff.commit import Commit, sealed_commit
+from kvcache.handoff.chunk import Chunk, Commit, sealed_commit
 from kvcache.handoff.dialer import Dialer
 from kvcache.handoff.grpc_stream import WINDOW, GrpcHandoff
 from kvcache.handoff.local import LOCAL, LocalHandoff

@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvcache.handoff.chunk import Chunk, sealed
-from kvcache.handoff.commit import Commit, sealed_commit
+from kvcache.handoff.chunk import Chunk, Commit, sealed, sealed_commit
 from kvcache.handoff.grpc_stream import GrpcHandoff
 from kvcache.handoff.local import LOCAL
 from kvcache.transfer.lent_memory import MemoryLenders

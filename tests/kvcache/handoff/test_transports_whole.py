@@ -15,8 +15,7 @@ import pytest
 
 from decode.worker import RouterSession
 from kvcache.handoff import sender as handoffs
-from kvcache.handoff.chunk import Chunk, encode, sealed
-from kvcache.handoff.commit import sealed_commit
+from kvcache.handoff.chunk import Chunk, encode, sealed, sealed_commit
 from kvcache.handoff.dialer import Dialer
 from kvcache.handoff.grpc_stream import GrpcHandoff
 from kvcache.handoff.sender import Handoff

@@ -12,8 +12,7 @@ from kvcache.blocks.manager import KVCacheManager
 from prefill.scheduler import PrefillScheduler
 from serving.engine.engine import Engine
 from serving.engine.overlap import OverlapEngine, engine_for
-from serving.engine.plan import StepPlan, Work
-from serving.engine.record import StepRecord
+from serving.engine.plan import StepPlan, StepRecord, Work
 from serving.engine.sequence import SequenceOutput, SequenceState
 from serving.errors import InternalError, Preempted
 from serving.messages import FinishReason

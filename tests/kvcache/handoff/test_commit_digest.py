@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.handoff.commit import Commit, sealed_commit, verify_commit
+from kvcache.handoff.chunk import Commit, sealed_commit, verify_commit
 from serving.errors import CorruptChunk
 from serving.messages import LeaseId
 
