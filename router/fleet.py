@@ -18,7 +18,7 @@ from router.policy import POLICIES, Candidate
 from router.pool_nodes import PoolNodes
 from router.prefill_call import PrefillCall
 from router.prefix_index import PrefixIndex
-from router.registry import Registry
+from router.registry import RegisteredWorker, Registry
 from router.request_state import RequestState
 from serving.errors import MillraceError, WorkerLost
 from serving.links import AuditLink, DecodeWorkerLink, PrefillLink
@@ -72,6 +72,9 @@ class Fleet:
         self._links: dict[str, WorkerLink] = {}
         self._prefills: dict[str, set[PrefillCall]] = {}  # in progress, by the worker's instance
         self._prefill_only: set[PrefillOnlyLease] = set()
+        self._counted: dict[
+            str, RegisteredWorker
+        ] = {}  # the entry a lease counts in; the registry's may be another by now
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -163,7 +166,10 @@ class Fleet:
         """A lease on the worker. Raises NoRoom, Draining, StaleLease, WorkerLost, InvalidRequest, Unauthorized."""
         status = worker.status
         lease = await self._sessions.open(self.link(status), status.instance, lease_id, state)
-        self._count_leases(status.instance, +1)
+        entry = self.registry.get(status.instance)
+        if entry is not None:
+            entry.leases += 1
+            self._counted[lease_id] = entry
         return lease
 
     def prefill_only(self, lease_id: str) -> PrefillOnlyLease:
@@ -176,34 +182,28 @@ class Fleet:
         if isinstance(lease, PrefillOnlyLease):
             self._prefill_only.discard(lease)
             return
-        self._count_leases(lease.fence.instance, -1)
+        entry = self._counted.pop(lease.fence.lease, None)
+        if entry is not None:
+            entry.leases -= 1
         lease.close()
         self.notify()
 
     def prefill(self, worker: Candidate, state: RequestState, lease: RouterLease, tokens: int) -> PrefillCall:
         """A prefill into the lease; `tokens`, those to compute, count towards the worker's load while it runs."""
         instance = worker.status.instance
-        running = self._prefills.setdefault(instance, set())
+        running, entry = self._prefills.setdefault(instance, set()), self.registry.get(instance)
 
         def ended() -> None:
             running.discard(call)
-            self._count_tokens(instance, -tokens)
+            if entry is not None:
+                entry.prefill_tokens -= tokens
 
         order = PrefillOrder(order=state.order(lease.fence), grant=lease.grant)
         call = PrefillCall(self.link(worker.status), order, lease, ended)
         running.add(call)
-        self._count_tokens(instance, +tokens)
-        return call
-
-    def _count_leases(self, instance: str, count: int) -> None:
-        entry = self.registry.get(instance)
-        if entry is not None:
-            entry.leases += count
-
-    def _count_tokens(self, instance: str, tokens: int) -> None:
-        entry = self.registry.get(instance)
         if entry is not None:
             entry.prefill_tokens += tokens
+        return call
 
     def link(self, status: WorkerStatus) -> WorkerLink:
         link = self._links.get(status.instance)

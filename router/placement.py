@@ -42,6 +42,7 @@ class Placer:
         self.policy = policy
         self.admission = AdmissionQueue(fleet.config.max_waiting)
         self._lease_numbers = count(1)
+        self._full = False  # True if the last look for a place, of any request, found workers, but none with room
 
     async def open_lease(self, state: RequestState) -> RouterLease:
         """Room on the best decode worker that has it, and of the text's build; none for a request of a single token.
@@ -51,19 +52,18 @@ class Placer:
         lease_id = f"{state.request.request_id}/{next(self._lease_numbers)}"
         if state.request.sampling.max_tokens - len(state.generated) == 1 and not self._outgrown(state):
             return self.fleet.prefill_only(lease_id)
-        full = False
         try:
             async with asyncio.timeout(self._patience(state)):
                 async with self.admission.turn(CONTINUATION if state.generated else NEW):
                     while True:
                         if self.fleet.refused is not None:
                             raise self.fleet.refused
-                        lease, full = await self._try_all(lease_id, state)
+                        lease, self._full = await self._try_all(lease_id, state)
                         if lease is not None:
                             return lease
                         await self.fleet.change()
         except TimeoutError:
-            if not full:
+            if not self._full:
                 raise Unavailable(NO_DECODE, retry_after=2.0) from None
             waited = f"no decode worker had room within {self.fleet.config.patience:g} s"
             raise Overloaded(waited, code="no_room", retry_after=1.0) from None
@@ -113,18 +113,19 @@ class Placer:
         """A prefill by this worker. From now on the router counts on its blocks there, and on the lease's worker."""
         cached = self._demand(state, [worker], state.build).cached.get(worker.status.instance, 0)
         if self.fleet.prefixes is not None:
-            keys = block_keys(state, worker.status)
-            for instance in {worker.status.instance, lease.fence.instance} - {""}:
-                self.fleet.prefixes.stored(instance, keys)
+            decoding = self.fleet.registry.get(lease.fence.instance)
+            for status in [worker.status, *([decoding.status] if decoding is not None else [])]:
+                self.fleet.prefixes.stored(status.instance, block_keys(state, status))
         return self.fleet.prefill(worker, state, lease, state.tokens - cached)
 
     def _demand(self, state: RequestState, workers: Sequence[Candidate], build: Build | None) -> Demand:
         cached: dict[str, int] = {}
         if self.fleet.prefixes is not None:
             kinds = {(each.status.fingerprint, each.status.block_size): each.status for each in workers}
-            for status in kinds.values():
-                blocks = self.fleet.prefixes.match(block_keys(state, status))
-                cached |= {instance: count * status.block_size for instance, count in blocks.items()}
+            found = {kind: self.fleet.prefixes.match(block_keys(state, status)) for kind, status in kinds.items()}
+            for status in (each.status for each in workers):
+                blocks = found[status.fingerprint, status.block_size].get(status.instance, 0)
+                cached[status.instance] = blocks * status.block_size
         return Demand(tokens=state.tokens, build=build, cached=cached)
 
     def _patience(self, state: RequestState) -> float:
@@ -193,7 +194,7 @@ class Placement:
 def block_keys(state: RequestState, status: WorkerStatus) -> list[bytes]:
     """The keys of the blocks that such a worker could reuse: all full ones, but for one token left to compute."""
     request = state.request
-    if request.prompt_logprobs is not None:
+    if request.prompt_logprobs is not None or status.block_size < 1:
         return []
     key = (status.fingerprint, status.block_size)
     keys = state.block_keys.setdefault(key, [])

@@ -9,23 +9,30 @@ text. Pure.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
 
 from serving.messages import KVEvents
 
 KEY_BYTES = 8  # of each block's 32-byte hash: at a million blocks two keys meet with a chance of 3 in a hundred million
 ENTRY_BYTES = 176  # of a key, its mask, and their place in the dict, at the most (tests measure it)
-MOST_NUMBERS = 512  # workers ever seen, restarts included, until all is forgotten and learned anew
+MOST_BITS = 512  # of a mask, at least: every snapshot takes a new bit, and bits out of use are taken back together
+EVICTED_SHARE = 16  # one part in so many of all keys goes at a time
 
 
 class PrefixIndex:
     """`capacity` is in bytes. Workers are known by instance."""
 
     def __init__(self, capacity: int):
-        self.most_keys = max(1, capacity // (ENTRY_BYTES + MOST_NUMBERS // 8))
+        self.capacity = capacity
+        self._most_bits = MOST_BITS
         self._holders: dict[bytes, int] = {}  # least recently used first
         self._bits: dict[str, int] = {}  # a worker's bit; one that is gone has none, and its entries mean nothing
         self._next: dict[str, int] = {}  # the first KV event of a worker that is not in here yet
-        self._numbers = 0
+        self._used_bits = 0
+
+    @property
+    def most_keys(self) -> int:
+        return max(1, self.capacity // (ENTRY_BYTES + self._most_bits // 8))
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -37,22 +44,23 @@ class PrefixIndex:
     def apply(self, instance: str, events: KVEvents) -> None:
         """Take a worker's events in. A gap before them is closed by the snapshot that is asked for next."""
         if events.reset:
-            self._bits.pop(instance, None)  # a new bit: what the old one says is forgotten
+            self._bits.pop(instance, None)  # a new bit: what the old one says means nothing any more
         elif events.first != self.since(instance):
             self._next.pop(instance, None)
             return
-        self.stored(instance, events.stored)
+        self.stored(instance, events.stored[: self.most_keys])
         self._removed(instance, events.removed)
         self._next[instance] = events.next
 
     def stored(self, instance: str, keys: Iterable[bytes]) -> None:
         """The worker holds these blocks, or will as soon as it has computed what was placed on it."""
-        bit, holders = self._bit(instance), self._holders
+        bit, holders, most = self._bit(instance), self._holders, self.most_keys
         for key in keys:
             short = key[:KEY_BYTES]
             holders[short] = holders.pop(short, 0) | bit
-        while len(holders) > self.most_keys:
-            del holders[next(iter(holders))]
+            if len(holders) > most:  # many at a time: the way to a dict's first key leads past all that were deleted
+                for oldest in list(islice(holders, max(1, most // EVICTED_SHARE))):
+                    del holders[oldest]
 
     def _removed(self, instance: str, keys: Iterable[bytes]) -> None:
         bit, holders = self._bit(instance), self._holders
@@ -88,14 +96,28 @@ class PrefixIndex:
         bit = self._bits.get(instance)
         if bit is not None:
             return bit
-        if self._numbers == MOST_NUMBERS:  # masks would grow for ever: begin anew, and ask every worker for a snapshot
-            self._holders.clear()
-            self._bits.clear()
-            self._next.clear()
-            self._numbers = 0
-        bit = self._bits[instance] = 1 << self._numbers
-        self._numbers += 1
+        if self._used_bits >= self._most_bits:
+            self._take_back_bits()
+        bit = self._bits[instance] = 1 << self._used_bits
+        self._used_bits += 1
         return bit
+
+    def _take_back_bits(self) -> None:
+        """Number the workers that are here anew: masks grow with these, not with all that ever were."""
+        numbered = {old: 1 << number for number, old in enumerate(self._bits.values())}
+        live, holders = sum(numbered), self._holders
+        self._holders = {}
+        for key, mask in holders.items():
+            here, made = mask & live, 0
+            while here:
+                bit = here & -here
+                made |= numbered[bit]
+                here ^= bit
+            if made:
+                self._holders[key] = made
+        self._bits = {instance: numbered[old] for instance, old in self._bits.items()}
+        self._used_bits = len(self._bits)
+        self._most_bits = max(MOST_BITS, 2 * self._used_bits)
 
 
 def _note(found: dict[int, int], mask: int, blocks: int) -> None:

@@ -89,7 +89,11 @@ class RemoteNode:
             request.buffers.extend(lent.addresses)
             request.buffer_size = lent.size
         settled = False
-        call = self._get(metadata=self.caller.metadata, timeout=LONG_SECONDS)
+        try:
+            call = self._get(metadata=self.caller.metadata, timeout=LONG_SECONDS)
+        except BaseException:
+            lent.give_back(settled=True)
+            raise
         try:
             with asking(self.caller.address):
                 await call.write(pb.GetMessage(request=request))

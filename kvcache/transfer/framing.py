@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
 
+MOST_SHIFT = 56  # of a varint's next to last byte: 64 bits are ten bytes
 _FIXED = {1: 8, 5: 4}  # bytes a value takes, by wire type
 
 M = TypeVar("M", bound=Message)
@@ -118,9 +119,11 @@ class Framing(Generic[M]):
 
 
 def read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number that begins at `at`, and where it ends. Raises IndexError."""
+    """The number that begins at `at`, and where it ends. Raises IndexError, also for one of more than 64 bits."""
     value = shift = 0
     while data[at] > 0x7F:
+        if shift > MOST_SHIFT:
+            raise IndexError("a varint of more than ten bytes")
         value |= (data[at] & 0x7F) << shift
         shift += 7
         at += 1

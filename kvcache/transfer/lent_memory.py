@@ -179,10 +179,11 @@ class PeerLender:
     async def lend(self) -> LentBuffers:
         """Buffers for one transfer; none if there is no kind left or all buffers are lent."""
         while self._kinds:
-            lender = await self._lenders.made(self._kinds[0])
+            kind = self._kinds[0]
+            lender = await self._lenders.made(kind)
             if lender is not None:
                 return lender.lend()
-            self._kinds.pop(0)
+            self.failed(kind)
         return LentBuffers()
 
     def failed(self, kind: str) -> None:

@@ -13,6 +13,7 @@ from serving.errors import (
     InternalError,
     MillraceError,
     NoRoom,
+    Overloaded,
     StaleLease,
     Unauthorized,
     Unavailable,
@@ -279,3 +280,28 @@ async def test_a_request_refused_for_want_of_workers_leaves_no_trace() -> None:
     with pytest.raises(Unavailable):
         await world.tokens(wanted())
     assert world.held() == {} and replace(world.fleet.config, name="x").patience == 0.02
+
+
+async def test_all_who_find_no_room_in_time_are_told_so() -> None:
+    """Also those whose turn to look never came: they waited behind one that found every worker full."""
+    world = World(patience=0.05)
+    world.add("a").script.open = [NoRoom("full")] * 1000
+    asked = await asyncio.gather(*(world.tokens(wanted(str(n))) for n in range(5)), return_exceptions=True)
+    assert [(type(error), getattr(error, "code", None)) for error in asked] == [(Overloaded, "no_room")] * 5
+    assert world.held() == {}
+    await world.fleet.close()
+
+
+async def test_a_worker_that_was_forgotten_and_comes_back_has_its_counts_right() -> None:
+    world = World()
+    worker = world.add("a")
+    deltas = world.router.generate(wanted(max_tokens=50))
+    await anext(aiter(deltas))
+    world.now += 100
+    world.fleet.expire()
+    assert world.fleet.registry.workers == {}
+    world.fleet.heartbeat(worker.status)
+    await deltas.aclose()  # type: ignore[attr-defined]
+    await world.settled()
+    assert world.held() == {}
+    await world.fleet.close()

@@ -110,3 +110,25 @@ def test_block_keys_are_those_of_the_worker() -> None:
     assert block_keys(state, make_status(long_rope_after=70, block_size=8)) == smaller
     echoed = RequestState(request=wanted(prompt=SHARED, prompt_logprobs=1))
     assert block_keys(echoed, status) == [], "a prompt whose log-probabilities are wanted is computed whole"
+
+
+async def test_a_worker_of_other_blocks_is_credited_with_its_own_keys_alone() -> None:
+    """Decode and prefill worker cut the text unequally: each is known by keys of its own kind."""
+    world = knowing()
+    p, d = world.add("p", Role.PREFILL), world.add("d", Role.DECODE, block_size=8)
+    await world.tokens(wanted("1", prompt=(*SHARED, 7)))
+    index, state = world.fleet.prefixes, RequestState(request=wanted("2", prompt=(*SHARED, 9)))
+    assert index is not None
+    assert index.match(block_keys(state, p.status)) == {p.status.instance: 4}
+    assert index.match(block_keys(state, d.status)) == {d.status.instance: 8}
+    await world.fleet.close()
+
+
+async def test_a_worker_that_reports_nonsense_spoils_no_request() -> None:
+    world = knowing()
+    world.add("odd", block_size=0, max_model_len=1000, waiting_tokens=900)
+    fine = world.add("fine")
+    request = wanted("1", prompt=(*SHARED, 7))
+    assert await world.tokens(request) == expected(request)
+    assert sent(fine) == ["1"]
+    await world.fleet.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import tracemalloc
 from hashlib import sha256
 
@@ -12,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvcache.blocks.events import KVEventLog
 from router import prefix_index
-from router.prefix_index import ENTRY_BYTES, MOST_NUMBERS, PrefixIndex
+from router.prefix_index import ENTRY_BYTES, MOST_BITS, PrefixIndex
 from serving.messages import KVEvents
 
 ROOMY = 1 << 24
@@ -95,32 +96,58 @@ def test_placements_count_until_the_worker_says_otherwise() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(WORKERS, st.integers(0, 60), st.integers(1, 20)), max_size=60))
 def test_the_oldest_keys_go_first_and_never_too_many_stay(placed: list[tuple[str, int, int]]) -> None:
-    index = PrefixIndex(20 * (ENTRY_BYTES + MOST_NUMBERS // 8))
+    index = PrefixIndex(20 * (ENTRY_BYTES + MOST_BITS // 8))
     for name, first, count in placed:
         index.stored(name, [key(number) for number in range(first, first + count)])
         assert len(index) <= 20
         assert index.match([key(first + count - 1)]).get(name) == 1, "what was placed last is still known"
 
 
-def test_after_very_many_restarts_all_is_learned_anew() -> None:
+def test_snapshots_without_end_leave_the_other_workers_known() -> None:
+    """Each takes a bit of the masks: bits that are out of use are taken back, and nothing else is lost."""
     index = PrefixIndex(ROOMY)
-    for life in range(MOST_NUMBERS):
-        index.apply(f"w{life}", KVEvents(first=-1, next=1, reset=True, stored=(CHAIN[0][:8],)))
-        index.retain({f"w{life}"})
-    assert index.match(CHAIN) == {f"w{MOST_NUMBERS - 1}": 1}
-    index.stored("next", CHAIN[:2])
-    assert index.match(CHAIN) == {"next": 2} and index.since(f"w{MOST_NUMBERS - 1}") == 0
+    index.stored("other", CHAIN[:5])
+    for number in range(3 * MOST_BITS):
+        index.apply(
+            "a", KVEvents(first=-1, next=number, reset=True, stored=tuple(k[:8] for k in CHAIN[: 1 + number % 4]))
+        )
+        assert index.match(CHAIN) == {"other": 5, "a": 1 + number % 4} and index.since("a") == number
+    for number in range(MOST_BITS + 100):
+        index.stored(f"w{number}", CHAIN[:2])
+    assert len(index.match(CHAIN)) == MOST_BITS + 102 and index.match(CHAIN)["other"] == 5, "more workers than bits"
+
+
+def test_what_storing_costs_grows_with_the_keys_alone() -> None:
+    """Also where every key pushes an older one out: twice the keys take about twice the time."""
+
+    def seconds(count: int) -> float:
+        index = PrefixIndex(20_000 * (ENTRY_BYTES + MOST_BITS // 8))
+        keys = [number.to_bytes(8, "little") for number in range(count)]
+        began = time.process_time()
+        index.stored("w", keys)
+        assert len(index) <= 20_000
+        return time.process_time() - began
+
+    few, many = min(seconds(100_000) for _ in range(3)), min(seconds(200_000) for _ in range(3))
+    assert many < 4 * few, (few, many)
+
+
+def test_a_snapshot_larger_than_the_index_is_cut() -> None:
+    index = PrefixIndex(100 * (ENTRY_BYTES + MOST_BITS // 8))
+    keys = tuple(number.to_bytes(8, "little") for number in range(5_000))
+    index.apply("w", KVEvents(first=-1, next=5_000, reset=True, stored=keys))
+    assert 0 < len(index) <= 100 and index.match(keys[:3]) == {"w": 3}
 
 
 def test_entries_take_no_more_bytes_than_they_are_counted_for() -> None:
     """Twice: just before and just after the dict behind it has grown, which is when it is largest for what it holds."""
     for entries in (87_000, 88_000, 175_000):
         tracemalloc.start()
-        index = PrefixIndex(entries * (ENTRY_BYTES + MOST_NUMBERS // 8))
+        index = PrefixIndex(entries * (ENTRY_BYTES + MOST_BITS // 8))
         for worker in range(8):
             index.stored(f"w{worker}", (number.to_bytes(8, "little") for number in range(entries)))
         taken, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert len(index) == entries and taken <= entries * ENTRY_BYTES + 100_000, taken / entries
-    widest = sys.getsizeof(1 << (MOST_NUMBERS - 1)) - sys.getsizeof(1)
-    assert widest <= MOST_NUMBERS // 7 and prefix_index.KEY_BYTES == 8
+    widest = sys.getsizeof(1 << (MOST_BITS - 1)) - sys.getsizeof(1)
+    assert widest <= MOST_BITS // 7 and prefix_index.KEY_BYTES == 8
