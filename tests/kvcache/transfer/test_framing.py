@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.handoff.messages import PushFrame, framing
-from kvcache.transfer.framing import Frame
+from kvcache.transfer.framing import Frame, read_varint
 from serving.proto import millrace_pb2 as pb
 
 numbers = st.integers(0, 2**32 - 1)
@@ -92,6 +94,13 @@ def test_what_is_no_message_is_refused_as_the_library_refuses_it(data: bytes) ->
             framing.decode(data)
     else:
         assert whole(framing.decode(data)) == expected
+
+
+def test_a_number_without_end_is_refused_at_once() -> None:
+    began = time.process_time()
+    with pytest.raises(IndexError):
+        read_varint(b"\xff" * (16 << 20), 0)
+    assert read_varint(varint(2**64 - 1), 0) == (2**64 - 1, 10) and time.process_time() - began < 0.5
 
 
 def varint(value: int) -> bytes:
