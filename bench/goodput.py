@@ -72,7 +72,7 @@ class GoodputSearch:
         return max((rate for rate in self.measured if self.passes(rate)), default=None)
 
     def passes(self, rate: float) -> bool:
-        """Whether the median of the shares attained at this measured rate is enough."""
+        """True if the median of the shares attained at this measured rate is enough."""
         return statistics.median(self.measured[rate]) >= self.limits.attainment
 
     def _lowest_failing(self) -> float | None:

@@ -61,7 +61,7 @@ class ServerTokenizer:
         self._content_form = False  # llama.cpp's
 
     async def available(self) -> bool:
-        """Whether the server answers; finds out the form on the way."""
+        """True if the server answers; finds out the form on the way."""
         for self._content_form in (False, True):
             try:
                 if await self.encode("word"):

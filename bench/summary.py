@@ -35,7 +35,7 @@ class SloTargets:
         return self.ttft_ms is not None or self.tpot_ms is not None
 
     def met(self, outcome: Outcome) -> bool:
-        """Whether it succeeded within both objectives; a single token has no TPOT to miss."""
+        """True if it succeeded within both objectives; a single token has no TPOT to miss."""
         if outcome.error is not None:
             return False
         if self.ttft_ms is not None and outcome.ttft * 1e3 > self.ttft_ms:

@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             return code
         return _run(vars(parsed))
-    except BrokenPipeError:  # whoever read our output has seen enough, as in `millrace cache ls | head`
+    except BrokenPipeError:  # the reader of our output has seen enough, as in `millrace cache ls | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the last flush fail
         return 128 + signal.SIGPIPE
     except (MillraceError, ValueError, OSError) as error:
@@ -181,7 +181,7 @@ async def _host(role: Role, settings: Any, parent: int | None) -> int:
 
 
 def children_of(given: Mapping[str, Any]) -> dict[Role, int]:
-    """How many workers of each role to start. Nodes of the pool alone would serve nobody: a mixed worker comes along.
+    """How many workers of each role to start. Nodes of the pool alone serve no request: a mixed worker comes along.
 
     Raises ValueError for numbers that could never serve.
     """

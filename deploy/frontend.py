@@ -72,7 +72,7 @@ class Frontend:
         return [worker.status for worker in self.fleet.registry.candidates()]
 
     def health(self) -> tuple[bool, str]:
-        """Whether a request sent now could be served, and why not."""
+        """True if a request sent now could be served, and the reason if not."""
         if self.in_flight.draining:
             return False, "draining"
         able = [worker for worker in self.fleet.registry.candidates() if not worker.status.draining]
@@ -137,7 +137,7 @@ class Frontend:
             self.fleet.expire()
 
     async def _watch_leaks(self) -> None:
-        """While nothing runs, look for what nobody owns."""
+        """While nothing runs, look for what has no owner."""
         while True:
             await asyncio.sleep(AUDIT_SECONDS)
             if not self.router.running:

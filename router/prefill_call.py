@@ -7,8 +7,9 @@ import logging
 from collections.abc import Callable
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
+from router.leases import RouterLease
 from serving.errors import MillraceError, WorkerLost
 from serving.links import PrefillLink
 from serving.messages import Prefilled, PrefillOrder
@@ -16,18 +17,10 @@ from serving.messages import Prefilled, PrefillOrder
 log = logging.getLogger(__name__)
 
 
-class Watched(Protocol):
-    """The lease the prefill works for."""
-
-    failed: asyncio.Future[MillraceError]
-
-    def interrupt(self, error: MillraceError) -> None: ...
-
-
 class PrefillCall:
-    """Use as a context manager: leaving it cancels the prefill wherever it is. `ended` is called once, when it ends."""
+    """A prefill into `lease`. A context manager: leaving it cancels the prefill. `ended` is called once, at its end."""
 
-    def __init__(self, link: PrefillLink, order: PrefillOrder, lease: Watched, ended: Callable[[], None]):
+    def __init__(self, link: PrefillLink, order: PrefillOrder, lease: RouterLease, ended: Callable[[], None]):
         self.link = link
         self.order = order
         self.lease = lease
@@ -47,7 +40,7 @@ class PrefillCall:
         self._first.cancel()
 
     def _over(self, task: asyncio.Task[None]) -> None:
-        """The call has ended, in whatever way: nobody may wait for it any more."""
+        """The call has ended, in whatever way: nothing may wait for it any more."""
         self.ended()
         error = task.exception() if not task.cancelled() else None if self._leaving else asyncio.CancelledError()
         if error is not None:
@@ -55,7 +48,7 @@ class PrefillCall:
             self.lose(WorkerLost(f"the prefill call broke: {error!r}"))
 
     def lose(self, error: MillraceError) -> None:
-        """The worker is out of reach: whoever waits for its first token, or for its KV, hears why."""
+        """The worker is out of reach: waits for its first token, or for its KV, end with this error."""
         if not self._first.done():
             self._first.set_exception(error)
         elif not self._task.done() or self._task.cancelled() or self._task.exception() is not None:
