@@ -28,12 +28,12 @@ class Answers(stubs.PrefillServicer, stubs.RegistryServicer, stubs.DecodeService
         self.open = asyncio.Event()
         self.open.set()
 
-    async def Heartbeat(self, request: pb.WorkerStatus, context: aio.ServicerContext) -> pb.HeartbeatReply:
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: aio.ServicerContext) -> pb.HeartbeatReply:
         async with answering(context):
             await self.open.wait()
             if self.error is not None:
                 raise self.error
-            return pb.HeartbeatReply(router=request.name)
+            return pb.HeartbeatReply(router=request.status.name)
 
     async def Run(self, request: pb.PrefillOrder, context: aio.ServicerContext) -> AsyncIterator[pb.Prefilled]:
         async with answering(context):
@@ -78,7 +78,9 @@ class World:
         caller = caller or self.caller
         with asking(caller.address):
             stub = stubs.RegistryStub(caller.channel)
-            reply = await stub.Heartbeat(pb.WorkerStatus(name="me"), metadata=caller.metadata, timeout=10)
+            reply = await stub.Heartbeat(
+                pb.HeartbeatRequest(status=pb.WorkerStatus(name="me")), metadata=caller.metadata, timeout=10
+            )
         return str(reply.router)
 
     async def run(self, caller: Caller | None = None) -> list[int]:
@@ -172,7 +174,7 @@ async def test_an_answer_that_takes_too_long_is_a_lost_worker(world: World) -> N
     world.answers.open.clear()
     with pytest.raises(WorkerLost) as raised, asking(world.address):
         stub = stubs.RegistryStub(world.caller.channel)
-        await stub.Heartbeat(pb.WorkerStatus(), metadata=world.caller.metadata, timeout=0.05)
+        await stub.Heartbeat(pb.HeartbeatRequest(), metadata=world.caller.metadata, timeout=0.05)
     assert raised.value.code == "DEADLINE_EXCEEDED"
 
 
