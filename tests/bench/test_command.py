@@ -16,6 +16,8 @@ import pytest
 from bench.command import add_arguments, run
 from tests.fakes.openai_server import ServerScript, threaded_server
 
+pytestmark = pytest.mark.thorough
+
 
 def bench(*flags: str) -> int:
     parser = argparse.ArgumentParser()

@@ -30,6 +30,8 @@ from tests.fakes.sequences import lease_id, make_order, make_sequence
 from tests.house.source import ROOT
 from tests.kvcache.reaching import BESIDE, STREAMS, TRANSPORTS, Way, granted, way_to
 
+pytestmark = pytest.mark.thorough
+
 PROMPT = list(range(50))
 SOURCE = random_pool(SPECS, 16, 4, 7)
 BLOCKS = list(range(16))

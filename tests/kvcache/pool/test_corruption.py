@@ -21,6 +21,8 @@ from tests.kvcache.corruptions import BYTE_HARM, flipped
 from tests.kvcache.pool.nodes import KINDS, Cluster
 from tests.kvcache.pool.storage import block_of, drained, key_of, whole_ones
 
+pytestmark = pytest.mark.thorough
+
 EACH = 2500  # corruptions a campaign; there are four and more
 HARMS = list(BYTE_HARM.values())
 SAME_LENGTH = [BYTE_HARM[name] for name in ("a bit", "some bits", "displaced")]
