@@ -10,6 +10,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from serving.step_cost import StepCost
+
+PROTOCOL = 2  # of registration, leases and handoffs: workers and routers of unequal versions do not meet
+
 
 class FinishReason(StrEnum):
     """How an accepted request ends; every one ends exactly once."""
@@ -42,7 +46,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slo:
-    """Objectives of one request in milliseconds. They travel with it to the workers; nothing acts on them yet."""
+    """Objectives of one request in milliseconds, None where it has none. TPOT is the mean after the first token."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -58,6 +62,8 @@ class Request:
     slo: Slo = field(default_factory=Slo)
     tenant: str = ""  # salts the KV block keys: tenants never share cached blocks
     deadline: float | None = None  # seconds on the router's clock
+    service_class: str = "standard"  # of the configured classes
+    priority: int = 0  # smaller goes first, its class's priority included
     prompt_logprobs: int | None = None  # like SamplingParams.logprobs, for the prompt's tokens
 
 
@@ -102,11 +108,17 @@ class LeaseId:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseOrder:
-    """What the router asks of a decode worker: reserve KV blocks, then continue from prompt + generated."""
+    """What the router asks of a decode worker: reserve KV blocks, then continue from prompt + generated.
+
+    Times are relative, since clocks are not shared: `first_token_in` seconds the next token is due to meet the
+    objectives, less than 0 once it is late; `ends_in` seconds the request's deadline passes.
+    """
 
     lease: LeaseId
     request: Request
     generated: tuple[int, ...] = ()  # output tokens the client already has
+    first_token_in: float | None = None
+    ends_in: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,6 +187,10 @@ class WorkerIdentity:
     long_rope_after: int = 0  # as in WorkerStatus
 
 
+TPOT_BINS_MS = (5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0, 56.0, 80.0, 112.0, 160.0, 224.0, 320.0, 448.0, 640.0)
+"""Upper bounds of the bins of WorkerStatus.tpot_counts; a last bin counts sequences with a later objective or none."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerStatus:
     """A worker's heartbeat: its identity and load. The first one registers it."""
@@ -194,6 +210,14 @@ class WorkerStatus:
     running: int  # sequences in the decode batch
     waiting: int  # sequences queued or in prefill
     waiting_tokens: int  # prompt tokens still to compute
+    waiting_seconds: float = 0.0  # predicted for those, beside what decodes; 0 where it cannot be predicted
+    leases: int = 0  # held, running or not
+    context_tokens: int = 0  # of the running sequences, summed
+    tpot_counts: tuple[int, ...] = ()  # running sequences by TPOT objective, in the bins of TPOT_BINS_MS
+    prompt_share: float = 0.0  # share of recent step time in steps that computed prompt tokens
+    step_cost: StepCost | None = None  # None where the worker does not measure its steps
+    max_batched_tokens: int = 0  # of a step
+    protocol: int = PROTOCOL
     draining: bool = False
     long_rope_after: int = 0  # requests that may grow beyond so many tokens rotate by LongRoPE's long factors; 0: none
     stalled_seconds: float = 0.0  # age of the step in progress, when there is one

@@ -42,7 +42,7 @@ class SamplingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., bias_tokens: _Optional[_Iterable[int]] = ..., bias_values: _Optional[_Iterable[float]] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("request_id", "prompt", "sampling", "ttft_slo_ms", "tpot_slo_ms", "tenant", "prompt_logprobs")
+    __slots__ = ("request_id", "prompt", "sampling", "ttft_slo_ms", "tpot_slo_ms", "tenant", "prompt_logprobs", "service_class", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,8 @@ class Request(_message.Message):
     TPOT_SLO_MS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_CLASS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt: _containers.RepeatedScalarFieldContainer[int]
     sampling: SamplingParams
@@ -57,7 +59,9 @@ class Request(_message.Message):
     tpot_slo_ms: float
     tenant: str
     prompt_logprobs: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., ttft_slo_ms: _Optional[float] = ..., tpot_slo_ms: _Optional[float] = ..., tenant: _Optional[str] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+    service_class: str
+    priority: int
+    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., ttft_slo_ms: _Optional[float] = ..., tpot_slo_ms: _Optional[float] = ..., tenant: _Optional[str] = ..., prompt_logprobs: _Optional[int] = ..., service_class: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("logprob", "top_tokens", "top_logprobs", "absent")
@@ -112,14 +116,18 @@ class LeaseId(_message.Message):
     def __init__(self, lease: _Optional[str] = ..., epoch: _Optional[int] = ..., instance: _Optional[str] = ...) -> None: ...
 
 class LeaseOrder(_message.Message):
-    __slots__ = ("lease", "request", "generated")
+    __slots__ = ("lease", "request", "generated", "first_token_in", "ends_in")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     GENERATED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_IN_FIELD_NUMBER: _ClassVar[int]
+    ENDS_IN_FIELD_NUMBER: _ClassVar[int]
     lease: LeaseId
     request: Request
     generated: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, lease: _Optional[_Union[LeaseId, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., generated: _Optional[_Iterable[int]] = ...) -> None: ...
+    first_token_in: float
+    ends_in: float
+    def __init__(self, lease: _Optional[_Union[LeaseId, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., generated: _Optional[_Iterable[int]] = ..., first_token_in: _Optional[float] = ..., ends_in: _Optional[float] = ...) -> None: ...
 
 class LeaseGrant(_message.Message):
     __slots__ = ("lease", "cached_tokens", "address", "kv_dtype", "transports")
@@ -300,7 +308,7 @@ class PushReply(_message.Message):
     def __init__(self, welcome: _Optional[_Union[PushWelcome, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., freed_buffer: _Optional[int] = ..., committed: _Optional[bool] = ..., lacking: _Optional[_Union[TokenRange, _Mapping]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("instance", "name", "role", "address", "fingerprint", "model", "max_model_len", "block_size", "total_blocks", "free_blocks", "max_seqs", "running", "waiting", "waiting_tokens", "draining", "stalled_seconds", "counters", "pairing", "long_rope_after")
+    __slots__ = ("instance", "name", "role", "address", "fingerprint", "model", "max_model_len", "block_size", "total_blocks", "free_blocks", "max_seqs", "running", "waiting", "waiting_tokens", "draining", "stalled_seconds", "counters", "pairing", "long_rope_after", "waiting_seconds", "context_tokens", "tpot_counts", "prompt_share", "step_cost", "max_batched_tokens", "protocol", "leases")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -327,6 +335,14 @@ class WorkerStatus(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     PAIRING_FIELD_NUMBER: _ClassVar[int]
     LONG_ROPE_AFTER_FIELD_NUMBER: _ClassVar[int]
+    WAITING_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TPOT_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_SHARE_FIELD_NUMBER: _ClassVar[int]
+    STEP_COST_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
     instance: str
     name: str
     role: str
@@ -346,7 +362,33 @@ class WorkerStatus(_message.Message):
     counters: _containers.ScalarMap[str, float]
     pairing: str
     long_rope_after: int
-    def __init__(self, instance: _Optional[str] = ..., name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., fingerprint: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., max_seqs: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., stalled_seconds: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., pairing: _Optional[str] = ..., long_rope_after: _Optional[int] = ...) -> None: ...
+    waiting_seconds: float
+    context_tokens: int
+    tpot_counts: _containers.RepeatedScalarFieldContainer[int]
+    prompt_share: float
+    step_cost: StepCost
+    max_batched_tokens: int
+    protocol: int
+    leases: int
+    def __init__(self, instance: _Optional[str] = ..., name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., fingerprint: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., max_seqs: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., stalled_seconds: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., pairing: _Optional[str] = ..., long_rope_after: _Optional[int] = ..., waiting_seconds: _Optional[float] = ..., context_tokens: _Optional[int] = ..., tpot_counts: _Optional[_Iterable[int]] = ..., prompt_share: _Optional[float] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ..., max_batched_tokens: _Optional[int] = ..., protocol: _Optional[int] = ..., leases: _Optional[int] = ...) -> None: ...
+
+class StepCost(_message.Message):
+    __slots__ = ("fixed", "token", "pair", "sequence", "context", "error", "samples")
+    FIXED_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PAIR_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    fixed: float
+    token: float
+    pair: float
+    sequence: float
+    context: float
+    error: float
+    samples: int
+    def __init__(self, fixed: _Optional[float] = ..., token: _Optional[float] = ..., pair: _Optional[float] = ..., sequence: _Optional[float] = ..., context: _Optional[float] = ..., error: _Optional[float] = ..., samples: _Optional[int] = ...) -> None: ...
 
 class KVEvents(_message.Message):
     __slots__ = ("first", "next", "reset", "stored", "removed")
@@ -363,26 +405,30 @@ class KVEvents(_message.Message):
     def __init__(self, first: _Optional[int] = ..., next: _Optional[int] = ..., reset: _Optional[bool] = ..., stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("status", "kv_events")
+    __slots__ = ("status", "kv_events", "router_time")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_TIME_FIELD_NUMBER: _ClassVar[int]
     status: WorkerStatus
     kv_events: KVEvents
-    def __init__(self, status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., kv_events: _Optional[_Union[KVEvents, _Mapping]] = ...) -> None: ...
+    router_time: float
+    def __init__(self, status: _Optional[_Union[WorkerStatus, _Mapping]] = ..., kv_events: _Optional[_Union[KVEvents, _Mapping]] = ..., router_time: _Optional[float] = ...) -> None: ...
 
 class PoolNodesRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("router", "pool_nodes", "kv_events_since")
+    __slots__ = ("router", "pool_nodes", "kv_events_since", "router_time")
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     POOL_NODES_FIELD_NUMBER: _ClassVar[int]
     KV_EVENTS_SINCE_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_TIME_FIELD_NUMBER: _ClassVar[int]
     router: str
     pool_nodes: _containers.RepeatedScalarFieldContainer[str]
     kv_events_since: int
-    def __init__(self, router: _Optional[str] = ..., pool_nodes: _Optional[_Iterable[str]] = ..., kv_events_since: _Optional[int] = ...) -> None: ...
+    router_time: float
+    def __init__(self, router: _Optional[str] = ..., pool_nodes: _Optional[_Iterable[str]] = ..., kv_events_since: _Optional[int] = ..., router_time: _Optional[float] = ...) -> None: ...
 
 class AuditRequest(_message.Message):
     __slots__ = ()

@@ -1,0 +1,97 @@
+"""What an engine step takes, as a function of what it computes: the form that workers fit and routers predict with.
+
+Pure data and arithmetic; seconds and tokens. The form is the design's:
+
+    fixed + token·new + pair·Σ(new × context) + sequence·sequences + context·Σ(context read)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """What a step computes, summed over its sequences.
+
+    `pairs` are the pairs of a new token and a token it attends to; `context_tokens` the tokens whose KV is read once
+    for a sequence, whatever number of new tokens it has.
+    """
+
+    new_tokens: int = 0
+    pairs: float = 0.0
+    sequences: int = 0
+    context_tokens: float = 0.0
+
+    @staticmethod
+    def of(start: int, count: int) -> StepLoad:
+        """`count` new tokens of one sequence from position `start` on."""
+        return StepLoad(count, pairs(start, count), 1, start + count)
+
+    def __add__(self, other: StepLoad) -> StepLoad:
+        return StepLoad(
+            self.new_tokens + other.new_tokens,
+            self.pairs + other.pairs,
+            self.sequences + other.sequences,
+            self.context_tokens + other.context_tokens,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCost:
+    """Coefficients of the form above, none negative. Seconds, and seconds for each of what the name counts.
+
+    `error` is the standard deviation of ln(observed / predicted), `samples` how many steps it was fitted to: 0 where
+    the coefficients are a guess made before any step was seen.
+    """
+
+    fixed: float
+    token: float
+    pair: float = 0.0
+    sequence: float = 0.0
+    context: float = 0.0
+    error: float = 0.5
+    samples: int = 0
+
+    def seconds(self, load: StepLoad) -> float:
+        """A step of this load."""
+        return (
+            self.fixed
+            + self.token * load.new_tokens
+            + self.pair * load.pairs
+            + self.sequence * load.sequences
+            + self.context * load.context_tokens
+        )
+
+    def prompt_seconds(self, start: int, end: int, chunk: int, beside: float = 0.0) -> float:
+        """Positions `start` to `end` of one prompt in chunks of `chunk` tokens, each step `beside` seconds longer."""
+        count = end - start
+        if count <= 0:
+            return 0.0
+        steps = math.ceil(count / max(1, chunk))
+        read = steps * start + count * (steps + 1) / 2  # Σ over the steps of the context at their end
+        each = self.fixed + self.sequence + beside
+        return steps * each + self.token * count + self.pair * pairs(start, count) + self.context * read
+
+    def chunk_within(self, seconds: float, start: int, beside: StepLoad, most: int) -> int:
+        """The most tokens of a prompt, from `start` on, that a step beside a load can compute in so many seconds.
+
+        Solves pair/2·n² + (token + pair·start + context)·n = what is left, as `pairs` grow with n². 0 where even
+        one does not fit.
+        """
+        left = seconds - self.seconds(beside) - self.sequence - self.context * start
+        if left <= 0:
+            return 0
+        linear = self.token + self.pair * (start + 0.5) + self.context
+        square = self.pair / 2
+        if square * most * most + linear * most <= left:
+            return most
+        if square == 0.0:
+            return min(most, int(left / linear))
+        return min(most, int((math.sqrt(linear * linear + 4 * square * left) - linear) / (2 * square)))
+
+
+def pairs(start: int, count: int) -> float:
+    """Pairs of a new token and one it attends to, itself among them: Σ (start + i) for i = 1 … count."""
+    return count * start + count * (count + 1) / 2
