@@ -11,7 +11,7 @@ from kvcache.handoff.dialer import Dialer
 from kvcache.pool.links import PoolLink
 from router.fleet import Fleet, RouterConfig, WorkerLink
 from router.placement import Placer
-from router.policy import make_policy
+from router.policies import make_policy
 from router.router import Router, RouterObserver
 from serving.config import EngineConfig, ModelConfig, PoolConfig
 from serving.loader.loading import LoadedModel

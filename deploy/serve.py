@@ -23,7 +23,7 @@ from kvcache.pool.store import BlockStore
 from router.clients import RemoteWorker
 from router.fleet import Fleet, RouterConfig
 from router.placement import Placer
-from router.policy import make_policy
+from router.policies import make_policy
 from router.service import RegistryService
 from serving.checkpoint.hub import resolve
 from serving.config import (

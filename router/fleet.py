@@ -13,12 +13,14 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from router.candidate import Candidate, Dispatched
 from router.leases import OUT_OF_REACH, PrefillOnlyLease, RouterLease, Sessions, WorkerLease
-from router.policy import POLICIES, Candidate
+from router.link_costs import LinkCosts
+from router.policies import POLICIES
 from router.pool_nodes import PoolNodes
 from router.prefill_call import PrefillCall
 from router.prefix_index import PrefixIndex
-from router.registry import RegisteredWorker, Registry
+from router.registry import Registry, Reservation
 from router.request_state import RequestState
 from serving.errors import MillraceError, WorkerLost
 from serving.links import AuditLink, DecodeWorkerLink, PrefillLink
@@ -39,8 +41,8 @@ class WorkerLink(DecodeWorkerLink, PrefillLink, AuditLink, Protocol):
 class RouterConfig:
     """`patience`: seconds a request may wait for room or for a worker; `max_failures`: tries that may break.
 
-    `policy` is one of router.policy.POLICIES. `prefix_index_bytes` bounds what the router remembers of the workers' KV
-    blocks, for policies that need it.
+    `policy` is one of router.policies.POLICIES. `prefix_index_bytes` bounds what the router remembers of the workers'
+    KV blocks, for policies that need it.
     """
 
     name: str = "router"
@@ -68,13 +70,12 @@ class Fleet:
         self.pool_nodes = PoolNodes(config.silence)
         self.prefixes = PrefixIndex(config.prefix_index_bytes) if POLICIES[config.policy].needs_prefixes else None
         self.refused: MillraceError | None = None  # set once no request may go on
-        self._sessions = Sessions(config.name)
+        self._sessions = Sessions(config.name, clock)
         self._links: dict[str, WorkerLink] = {}
         self._prefills: dict[str, set[PrefillCall]] = {}  # in progress, by the worker's instance
         self._prefill_only: set[PrefillOnlyLease] = set()
-        self._counted: dict[
-            str, RegisteredWorker
-        ] = {}  # the entry a lease counts in; the registry's may be another by now
+        self.links = LinkCosts()
+        self._counted: dict[str, Reservation] = {}  # by lease
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -117,6 +118,7 @@ class Fleet:
             link = self._links.pop(instance)
             self._prefills.pop(instance, None)
             self._later(link.close())
+        self.links.retain(self.registry.workers)
         if self.prefixes is not None:
             self.prefixes.retain(self.registry.workers)
 
@@ -165,12 +167,18 @@ class Fleet:
     async def open(self, worker: Candidate, lease_id: str, state: RequestState) -> WorkerLease:
         """A lease on the worker. Raises NoRoom, Draining, StaleLease, WorkerLost, InvalidRequest, Unauthorized."""
         status = worker.status
-        lease = await self._sessions.open(self.link(status), status.instance, lease_id, state)
-        entry = self.registry.get(status.instance)
-        if entry is not None:
-            entry.leases += 1
-            self._counted[lease_id] = entry
+        reserved = self.reserve(worker, Dispatched(leases=1, context_tokens=state.tokens))
+        try:
+            lease = await self._sessions.open(self.link(status), status.instance, lease_id, state)
+        except BaseException:
+            reserved.release()
+            raise
+        self._counted[lease_id] = reserved
         return lease
+
+    def reserve(self, worker: Candidate, work: Dispatched) -> Reservation:
+        """Count the work towards the worker's load from now on. Release what this returns."""
+        return Reservation(self.registry.get(worker.status.instance), work, self.clock)
 
     def prefill_only(self, lease_id: str) -> PrefillOnlyLease:
         lease = PrefillOnlyLease(lease_id)
@@ -182,27 +190,23 @@ class Fleet:
         if isinstance(lease, PrefillOnlyLease):
             self._prefill_only.discard(lease)
             return
-        entry = self._counted.pop(lease.fence.lease, None)
-        if entry is not None:
-            entry.leases -= 1
+        counted = self._counted.pop(lease.fence.lease, None)
+        if counted is not None:
+            counted.release()
         lease.close()
         self.notify()
 
-    def prefill(self, worker: Candidate, state: RequestState, lease: RouterLease, tokens: int) -> PrefillCall:
-        """A prefill into the lease; `tokens`, those to compute, count towards the worker's load while it runs."""
-        instance = worker.status.instance
-        running, entry = self._prefills.setdefault(instance, set()), self.registry.get(instance)
+    def prefill(self, worker: Candidate, state: RequestState, lease: RouterLease, reserved: Reservation) -> PrefillCall:
+        """A prefill into the lease; what is reserved for it is released when it ends."""
+        running = self._prefills.setdefault(worker.status.instance, set())
 
         def ended() -> None:
             running.discard(call)
-            if entry is not None:
-                entry.prefill_tokens -= tokens
+            reserved.release()
 
-        order = PrefillOrder(order=state.order(lease.fence), grant=lease.grant)
+        order = PrefillOrder(order=state.order(lease.fence, self.clock()), grant=lease.grant)
         call = PrefillCall(self.link(worker.status), order, lease, ended)
         running.add(call)
-        if entry is not None:
-            entry.prefill_tokens += tokens
         return call
 
     def link(self, status: WorkerStatus) -> WorkerLink:

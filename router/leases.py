@@ -6,7 +6,7 @@ Whatever ends a lease, from any side, arrives as an error or a finish, exactly o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from router.request_state import RequestState
@@ -79,7 +79,7 @@ class WorkerLease:
         self._received = asyncio.Queue()
         if self.failed.done():
             raise self.failed.result()
-        self.grant = await self.worker.session.advance(state.order(self.fence))
+        self.grant = await self.worker.session.advance(state.order(self.fence, self.worker.clock()))
 
     def close(self) -> None:
         self.worker.close_lease(self.fence.lease)
@@ -113,16 +113,17 @@ class PrefillOnlyLease:
 class WorkerSession:
     """A session with one decode worker (by instance) and the leases in it."""
 
-    def __init__(self, instance: str):
+    def __init__(self, instance: str, clock: Callable[[], float]):
         self.instance = instance
+        self.clock = clock
         self.session: DecodeSession
         self.leases: dict[str, WorkerLease] = {}
         self.lost: MillraceError | None = None
 
     @staticmethod
-    async def connect(link: DecodeWorkerLink, instance: str, router: str) -> WorkerSession:
+    async def connect(link: DecodeWorkerLink, instance: str, router: str, clock: Callable[[], float]) -> WorkerSession:
         """Raises WorkerLost."""
-        made = WorkerSession(instance)
+        made = WorkerSession(instance, clock)
         made.session = await link.connect(router, made.take, made.lose)
         return made
 
@@ -149,7 +150,7 @@ class WorkerSession:
         lease = WorkerLease(self, LeaseId(lease=lease_id, epoch=0, instance=self.instance))
         self.leases[lease_id] = lease
         try:
-            lease.grant = await self.session.open(state.order(lease.fence))
+            lease.grant = await self.session.open(state.order(lease.fence, self.clock()))
         except BaseException:
             lease.close()
             raise
@@ -168,8 +169,9 @@ class WorkerSession:
 class Sessions:
     """All of a router's sessions by worker instance. `router` is the name it introduces itself with."""
 
-    def __init__(self, router: str):
+    def __init__(self, router: str, clock: Callable[[], float]):
         self.router = router
+        self.clock = clock
         self._connecting: dict[str, asyncio.Task[WorkerSession]] = {}  # and the sessions that came of it
         self._openings: dict[str, set[asyncio.Future[MillraceError]]] = {}  # requests that wait for a worker's answer
 
@@ -202,7 +204,7 @@ class Sessions:
     async def _open(self, link: DecodeWorkerLink, instance: str, lease_id: str, state: RequestState) -> WorkerLease:
         task = self._connecting.get(instance)
         if task is None:
-            connecting = WorkerSession.connect(link, instance, self.router)
+            connecting = WorkerSession.connect(link, instance, self.router, self.clock)
             task = self._connecting[instance] = asyncio.create_task(connecting, name=f"connect-{instance}")
         session = await asyncio.shield(task)
         if session.lost is not None:

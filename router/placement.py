@@ -8,15 +8,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 
 from kvcache.blocks.prefix import extend_keys, root_key
 from router.admission import CONTINUATION, NEW, AdmissionQueue
+from router.candidate import Candidate, Dispatched
 from router.fleet import Fleet
 from router.leases import RouterLease, WorkerLease
-from router.policy import Candidate, Demand, Policy, able_to_decode, able_to_prefill, choose_prefill, outgrown
+from router.output_lengths import OutputLengths
+from router.policy import (
+    Decision,
+    Demand,
+    Policy,
+    able_to_prefill,
+    outgrown,
+    view_for_lease,
+    view_for_prefill,
+)
 from router.prefill_call import PrefillCall
-from router.request_state import RequestState
+from router.registry import Reservation
+from router.request_state import Attempt, RequestState
 from serving.errors import (
     Draining,
     NoRoom,
@@ -34,6 +46,18 @@ NO_PREFILL = "no prefill worker is ready; start one, or look at /health"
 NO_DECODE = "no decode worker is ready; start one, or look at /health"
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A decision whose prefill has not been sent yet. Release it if it never is."""
+
+    decision: Decision
+    reserved: Reservation | None  # for the prefill; None where no worker was there to take it
+
+    def release(self) -> None:
+        if self.reserved is not None:
+            self.reserved.release()
+
+
 class Placer:
     """Places requests on a fleet by a policy."""
 
@@ -41,26 +65,28 @@ class Placer:
         self.fleet = fleet
         self.policy = policy
         self.admission = AdmissionQueue(fleet.config.max_waiting)
+        self.outputs = OutputLengths()
         self._lease_numbers = count(1)
         self._full = False  # True if the last look for a place, of any request, found workers, but none with room
 
-    async def open_lease(self, state: RequestState) -> RouterLease:
-        """Room on the best decode worker that has it, and of the text's build; none for a request of a single token.
+    async def open_lease(self, state: RequestState) -> tuple[RouterLease, Placed | None]:
+        """Room on the best decode worker that has it, and of the text's build, and what was decided with it.
 
+        A request of a single token needs no room, and nothing is decided yet.
         Raises Overloaded or Unavailable once patience is over, InvalidRequest, ContextLengthExceeded.
         """
         lease_id = f"{state.request.request_id}/{next(self._lease_numbers)}"
         if state.request.sampling.max_tokens - len(state.generated) == 1 and not self._outgrown(state):
-            return self.fleet.prefill_only(lease_id)
+            return self.fleet.prefill_only(lease_id), None
         try:
             async with asyncio.timeout(self._patience(state)):
                 async with self.admission.turn(CONTINUATION if state.generated else NEW):
                     while True:
                         if self.fleet.refused is not None:
                             raise self.fleet.refused
-                        lease, self._full = await self._try_all(lease_id, state)
+                        lease, placed, self._full = await self._try_all(lease_id, state)
                         if lease is not None:
-                            return lease
+                            return lease, placed
                         await self.fleet.change()
         except TimeoutError:
             if not self._full:
@@ -68,34 +94,53 @@ class Placer:
             waited = f"no decode worker had room within {self.fleet.config.patience:g} s"
             raise Overloaded(waited, code="no_room", retry_after=1.0) from None
 
-    async def _try_all(self, lease_id: str, state: RequestState) -> tuple[WorkerLease | None, bool]:
-        """A lease on the first worker that grants one, and True if some were full."""
+    async def _try_all(self, lease_id: str, state: RequestState) -> tuple[WorkerLease | None, Decision | None, bool]:
+        """A lease on the first worker that grants one, in the policy's order; True if some were full."""
         full, workers = False, self.fleet.registry.candidates()
         demand = self._demand(state, workers, state.required_build)
-        for worker in self.policy.decode_order(demand, able_to_decode(demand, workers)):
+        view = view_for_lease(demand, workers, self.fleet.links)
+        while (decision := self.policy.choose(demand, view, self.fleet.clock())) and decision.decode is not None:
+            worker, placed = decision.decode, self.placed(decision, demand)
             try:
                 lease = await self.fleet.open(worker, lease_id, state)
                 state.build = Build(worker.status.fingerprint, worker.status.pairing)
-                return lease, False
+                placed, kept = None, placed
+                return lease, kept, False
             except NoRoom:
                 full = True
             except Draining:
-                continue  # its heartbeat will say so
+                pass  # its heartbeat will say so
             except (WorkerLost, StaleLease, Unauthorized) as error:  # gone, restarted meanwhile, or not one of ours
                 self.fleet.blame(worker.status.instance, error)
-        return None, full
+            finally:
+                if placed is not None:
+                    placed.release()
+            view = replace(view, decode=[other for other in view.decode if other is not worker])
+            if not view.decode:
+                break
+        return None, None, full
 
-    async def prefill_worker(self, state: RequestState, lease: RouterLease, avoid: set[str]) -> Candidate:
-        """The best worker to prefill for this lease; waits for one. Raises Unavailable, or what ends the lease."""
+    def placed(self, decision: Decision, demand: Demand) -> Placed:
+        """What has been decided counts towards the load of the worker that will prefill."""
+        if decision.prefill is None:
+            return Placed(decision, None)
+        seconds = decision.predicted.prefill if decision.predicted is not None else 0.0
+        work = Dispatched(prompt_tokens=demand.uncached(decision.prefill), prompt_seconds=seconds)
+        return Placed(decision, self.fleet.reserve(decision.prefill, work))
+
+    async def choose_prefill(self, state: RequestState, lease: RouterLease, avoid: set[str]) -> Placed:
+        """Who prefills for this lease; waits for a worker that can. Raises Unavailable, or what ends the lease."""
         try:
             async with asyncio.timeout(self._patience(state)):
                 while True:
                     workers = self.fleet.registry.candidates()
                     demand = self._demand(state, workers, state.build)
-                    begun, own = bool(state.generated), lease.fence.instance
-                    found = choose_prefill(self.policy, demand, workers, own, avoid, begun=begun)
-                    if found is not None:
-                        return found
+                    entry = self.fleet.registry.get(lease.fence.instance)
+                    own, begun = entry.candidate if entry is not None else None, bool(state.generated)
+                    view = view_for_prefill(demand, workers, self.fleet.links, own, avoid, begun=begun)
+                    decision = self.policy.choose(demand, view, self.fleet.clock())
+                    if decision is not None and decision.prefill is not None:
+                        return self.placed(decision, demand)
                     if lease.failed.done():
                         raise lease.failed.result()
                     avoid.clear()  # a worker that failed before is better than none
@@ -103,20 +148,43 @@ class Placer:
         except TimeoutError:
             raise Unavailable(NO_PREFILL, retry_after=2.0) from None
 
+    def stands(self, worker: Candidate | None) -> bool:
+        """True if a worker that was chosen a moment ago can still be believed."""
+        entry = self.fleet.registry.get(worker.status.instance) if worker is not None else None
+        return entry is not None and not entry.suspect and not entry.status.draining
+
+    def learn(self, state: RequestState) -> None:
+        """Tokens have come: compare what the present attempt has brought with what was predicted of it."""
+        if not state.attempts:
+            return
+        attempt, ended = state.attempts[-1], state.finished
+        decision, prefill, decode = attempt.decision, attempt.decision.prefill, attempt.decision.decode
+        if attempt.first_at == attempt.last_at:
+            self.policy.observed(decision, ttft=attempt.first_at - attempt.began_at)
+        elif attempt.second_at == attempt.last_at and prefill is not decode and prefill is not None is not decode:
+            waited = attempt.second_at - (attempt.first_at or 0.0)
+            step = decision.predicted.step if decision.predicted is not None else 0.0
+            self.fleet.links.observed(prefill.status.instance, decode.status.instance, state.tokens, waited - step)
+        if ended:
+            self.policy.observed(decision, tpot=attempt.tpot)
+            self.outputs.ended(state.request.service_class, len(state.generated))
+
     def _outgrown(self, state: RequestState) -> bool:
         """True if a text has begun that no worker which prefills could go on with."""
         workers = self.fleet.registry.candidates()
         demand = Demand(tokens=state.tokens, build=state.required_build)
         return bool(state.generated) and outgrown(demand, able_to_prefill(demand, workers))
 
-    def begin_prefill(self, worker: Candidate, state: RequestState, lease: RouterLease) -> PrefillCall:
-        """A prefill by this worker. From now on the router counts on its blocks there, and on the lease's worker."""
-        cached = self._demand(state, [worker], state.build).cached.get(worker.status.instance, 0)
+    def begin_prefill(self, placed: Placed, state: RequestState, lease: RouterLease) -> PrefillCall:
+        """A prefill as decided. From now on the router counts on its blocks there, and on the lease's worker."""
+        worker, reserved = placed.decision.prefill, placed.reserved
+        assert worker is not None and reserved is not None
+        state.attempts.append(Attempt(placed.decision, self.fleet.clock()))
         if self.fleet.prefixes is not None:
             decoding = self.fleet.registry.get(lease.fence.instance)
             for status in [worker.status, *([decoding.status] if decoding is not None else [])]:
                 self.fleet.prefixes.stored(status.instance, block_keys(state, status))
-        return self.fleet.prefill(worker, state, lease, state.tokens - cached)
+        return self.fleet.prefill(worker, state, lease, reserved)
 
     def _demand(self, state: RequestState, workers: Sequence[Candidate], build: Build | None) -> Demand:
         cached: dict[str, int] = {}
@@ -126,7 +194,18 @@ class Placer:
             for status in (each.status for each in workers):
                 blocks = found[status.fingerprint, status.block_size].get(status.instance, 0)
                 cached[status.instance] = blocks * status.block_size
-        return Demand(tokens=state.tokens, build=build, cached=cached)
+        request, now = state.request, self.fleet.clock()
+        left = request.sampling.max_tokens - len(state.generated)
+        return Demand(
+            tokens=state.tokens,
+            output=self.outputs.expected(request.service_class, len(state.generated), left),
+            build=build,
+            cached=cached,
+            slo=request.slo,
+            first_token_in=state.first_token_in(now),
+            session=request.session,
+            salt=state.salt,
+        )
 
     def _patience(self, state: RequestState) -> float:
         deadline, patience = state.request.deadline, self.fleet.config.patience
@@ -141,13 +220,14 @@ class Placement:
         self.state = state
         self.held: RouterLease | None = None
         self._begun = False  # a prefill into the lease has failed: it has to begin anew
+        self._placed: Placed | None = None  # what led to the lease, until its prefill is sent
         self._worker: Candidate | None = None  # that prefills
         self._avoid: set[str] = set()  # prefill workers that failed, by instance
 
     async def lease(self) -> RouterLease:
         """Room to decode: a new lease, or the one that is held, begun anew. Raises as Placer.open_lease; Retryable."""
         if self.held is None:
-            self.held = await self.placer.open_lease(self.state)
+            self.held, self._placed = await self.placer.open_lease(self.state)
             self.state.failed_prefills = 0
             self._avoid = set()
         elif self._begun:
@@ -162,9 +242,13 @@ class Placement:
     async def prefill(self) -> PrefillCall:
         """A prefill into the lease, by the best worker. Raises Unavailable, or what ended the lease meanwhile."""
         assert self.held is not None
-        self._worker = None
-        self._worker = await self.placer.prefill_worker(self.state, self.held, self._avoid)
-        return self.placer.begin_prefill(self._worker, self.state, self.held)
+        placed, self._placed, self._worker = self._placed, None, None
+        if placed is None or not self.placer.stands(placed.decision.prefill):
+            if placed is not None:
+                placed.release()
+            placed = await self.placer.choose_prefill(self.state, self.held, self._avoid)
+        self._worker = placed.decision.prefill
+        return self.placer.begin_prefill(placed, self.state, self.held)
 
     def failed(self, error: Retryable) -> int:
         """The try has failed. Where the lease is not to blame it is kept; how many tries of this kind have failed."""
@@ -187,6 +271,9 @@ class Placement:
     def drop_lease(self) -> None:
         """Give the lease up, if one is held; its worker frees everything within a step."""
         lease, self.held = self.held, None
+        placed, self._placed = self._placed, None
+        if placed is not None:
+            placed.release()
         if lease is not None:
             self.placer.fleet.close_lease(lease)
 

@@ -1,64 +1,40 @@
-"""Which workers a request goes to: policies that rank workers, and the rules about who may take a request at all.
+"""Which workers take a request: the rules about who may at all, and the policies that choose among those.
 
-Pure: what is known of the workers comes in, an order goes out. No torch, no clock, no I/O.
+Pure: what is known of the workers comes in, a decision goes out. No torch, no clock, no I/O.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import ClassVar, Protocol
+from zlib import crc32
 
-from serving.messages import Build, Role, WorkerStatus
+from router.candidate import Candidate
+from router.predict import Prediction
+from serving.messages import Build, Slo
 
 IN_USE_WEIGHT = 1 / 8  # of a token of KV in use, which every decode step reads, against a prompt token to compute
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A worker as the router sees it: its last heartbeat plus what the router itself has sent there since."""
-
-    status: WorkerStatus
-    leases: int = 0  # this router's open leases (decode)
-    prefill_tokens: int = 0  # prompt tokens this router has sent to be computed and not seen finished (prefill)
-
-    @property
-    def prefills(self) -> bool:
-        return self.status.role in (Role.PREFILL, Role.MIXED)
-
-    @property
-    def decodes(self) -> bool:
-        return self.status.role in (Role.DECODE, Role.MIXED)
-
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens that are computed before those of a request sent now."""
-        return max(self.prefill_tokens, self.status.waiting_tokens)
-
-    @property
-    def load(self) -> float:
-        """Share of the worker's sequences or of its KV blocks that is taken, whichever is more."""
-        status = self.status
-        sequences = max(self.leases, status.running + status.waiting) / max(1, status.max_seqs)
-        blocks = 1 - status.free_blocks / max(1, status.total_blocks)
-        return max(sequences, blocks)
-
-    @property
-    def kv_tokens_in_use(self) -> int:
-        return (self.status.total_blocks - self.status.free_blocks) * self.status.block_size
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a request asks of a worker. `tokens` are its prompt and its output so far.
+    """What a request asks of workers. `tokens` are its prompt and its output so far, `output` what it may still need.
 
     `build` is what wrote the output so far, None while there is none: a text stays with its `fingerprint`, prefill with
     its `pairing`. `cached` are tokens of the leading blocks that a worker holds already, by worker instance.
     """
 
     tokens: int
+    output: int = 1  # tokens expected
     build: Build | None = None
     cached: Mapping[str, int] = field(default_factory=dict)
+    slo: Slo = field(default_factory=Slo)
+    first_token_in: float | None = None  # seconds left of the TTFT objective; None without one
+    weight: float = 1.0  # of its service class
+    session: str = ""  # requests that name the same one belong together
+    salt: int = 0  # of the request: spreads near ties
 
     def uncached(self, worker: Candidate) -> int:
         """Tokens this worker would have to compute."""
@@ -69,28 +45,166 @@ class Demand:
         return self.tokens >= worker.status.total_blocks * worker.status.block_size
 
 
+class Links(Protocol):
+    """What is known of the ways from prefill to decode workers, by their instances."""
+
+    def allows(self, prefill: str, decode: str, now: float) -> bool:
+        """False while handoffs between these two are known to fail."""
+        ...
+
+    def seconds(self, prefill: str, decode: str, tokens: int) -> float:
+        """Between the first token and the end of the handoff of so many tokens' KV."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """Who may take a request. `decode` is empty if no decode is asked for, or none is able.
+
+    A mixed worker's prompts are computed by itself or by prefill workers, and by other mixed workers only where there
+    is nothing else: two that wait for each other's blocks wait until one gives up.
+    """
+
+    decode: Sequence[Candidate]
+    prefill: Sequence[Candidate]
+    links: Links
+
+    def prefills_for(self, worker: Candidate, now: float) -> list[Candidate]:
+        """Who may compute the prompt for a decode by this worker; over a broken link if no other leads there."""
+        instance = worker.status.instance
+        pairing = [other for other in self.prefill if other.status.pairing == worker.status.pairing]
+        apart = [other for other in pairing if not (worker.prefills and other.decodes and other is not worker)]
+        able = [other for other in apart if other is worker or self.links.allows(other.status.instance, instance, now)]
+        return able or apart or pairing
+
+
+@dataclass(frozen=True, slots=True)
+class Considered:
+    """A placement that was looked at. `score` is in requests within their objectives, None where none was computed."""
+
+    prefill: str  # names of workers; empty: none
+    decode: str
+    predicted: Prediction | None = None
+    score: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where a request goes. `decode` is None if it needs none, `prefill` None while no worker can take the prompt.
+
+    `reason` is a word for metrics; `considered` are the best placements that were looked at, the chosen one first.
+    """
+
+    decode: Candidate | None
+    prefill: Candidate | None
+    reason: str
+    predicted: Prediction | None = None
+    considered: tuple[Considered, ...] = ()
+
+
 class Policy(Protocol):
-    """Ranks the workers that may take a request, best first. Every worker given is in the answer once."""
+    """Chooses among the workers of a view. None where no worker in it could decode, or compute the one token asked."""
 
     needs_prefixes: ClassVar[bool]  # True: the router follows the workers' KV events and fills in Demand.cached
 
-    def decode_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]: ...
-    def prefill_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]: ...
+    def choose(self, demand: Demand, view: FleetView, now: float) -> Decision | None: ...
+
+    def observed(self, decision: Decision, *, ttft: float | None = None, tpot: float | None = None) -> None:
+        """What came of a decision: seconds from it to the first token, or seconds for each token after that."""
 
 
-class LeastLoaded:
-    """Decode where the smallest share of sequences and KV is taken, prefill where the fewest tokens wait."""
+class RankingPolicy:
+    """A policy that ranks decode workers first, then those that may prefill for the best. It predicts nothing.
+
+    A worker that prefills computes the prompts of its own leases: the handoff costs nothing.
+    """
 
     needs_prefixes: ClassVar[bool] = False
+    reason: ClassVar[str]
 
     def decode_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
-        return sorted(workers, key=lambda worker: (demand.streams(worker), worker.load, worker.status.name))
+        """Every worker once, best first."""
+        raise NotImplementedError
 
     def prefill_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
-        return sorted(workers, key=lambda worker: (demand.streams(worker), worker.queued_tokens, worker.status.name))
+        """Every worker once, best first."""
+        raise NotImplementedError
+
+    def choose(self, demand: Demand, view: FleetView, now: float) -> Decision | None:
+        order = self.decode_order(demand, view.decode)
+        if not order:
+            prefills = self.prefill_order(demand, view.prefill)
+            return self._decision(None, prefills) if prefills and not view.decode else None
+        able = view.prefills_for(order[0], now)
+        own = [worker for worker in able if worker.status.instance == order[0].status.instance]
+        return self._decision(order[0], own or self.prefill_order(demand, able))
+
+    def observed(self, decision: Decision, *, ttft: float | None = None, tpot: float | None = None) -> None:
+        """Nothing was predicted."""
+
+    def _decision(self, decode: Candidate | None, prefills: Sequence[Candidate]) -> Decision:
+        return Decision(decode, prefills[0] if prefills else None, self.reason)
 
 
-class PrefixAware:
+class LeastLoaded(RankingPolicy):
+    """Decode where the smallest share of sequences and KV is taken, prefill where the fewest tokens wait."""
+
+    reason = "least_loaded"
+
+    def decode_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
+        return sorted(workers, key=lambda worker: (demand.streams(worker), worker.load, spread(demand, worker)))
+
+    def prefill_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
+        return sorted(
+            workers, key=lambda worker: (demand.streams(worker), worker.queued_tokens, spread(demand, worker))
+        )
+
+
+class RoundRobin(RankingPolicy):
+    """Every worker in turn, by name: the baseline that knows nothing but who is there and who is full."""
+
+    reason = "round_robin"
+
+    def __init__(self) -> None:
+        self._turns = count()
+
+    def decode_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
+        return self._turned(demand, workers)
+
+    def prefill_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
+        return self._turned(demand, workers)
+
+    def _turned(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
+        ordered = sorted(workers, key=lambda worker: worker.status.name)
+        first = next(self._turns) % len(ordered) if ordered else 0
+        return sorted(ordered[first:] + ordered[:first], key=lambda w: (demand.streams(w), w.load >= 1.0))
+
+
+class SessionSticky(LeastLoaded):
+    """The requests of a session go to one worker while that has room, by rendezvous hashing; others as least loaded.
+
+    Thaler and Ravishankar, "A Name-Based Mapping Scheme for Rendezvous" (1996): a worker that comes or goes moves only
+    the sessions it takes or had.
+    """
+
+    reason = "session_sticky"
+
+    def decode_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
+        order = super().decode_order(demand, workers)
+        return self._stuck(demand, order, lambda worker: worker.load >= 1.0)
+
+    def prefill_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
+        return self._stuck(demand, super().prefill_order(demand, workers), lambda worker: False)
+
+    def _stuck(self, demand: Demand, order: list[Candidate], full: Callable[[Candidate], bool]) -> list[Candidate]:
+        if not demand.session:
+            return order
+        return sorted(
+            order, key=lambda w: (demand.streams(w), full(w), -crc32(f"{demand.session} {w.status.name}".encode()))
+        )
+
+
+class PrefixAware(RankingPolicy):
     """The worker that has the least to compute before the first token: its queue and the tokens it has not cached.
 
     A worker that decodes much is charged for the KV its steps read, so that one popular prefix does not draw every
@@ -99,26 +213,25 @@ class PrefixAware:
     """
 
     needs_prefixes: ClassVar[bool] = True
+    reason = "prefix_aware"
 
     def decode_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
-        def cost(worker: Candidate) -> tuple[bool, bool, float, float, str]:
+        def cost(worker: Candidate) -> tuple[bool, bool, float, float, int]:
             work = demand.uncached(worker) + worker.queued_tokens + IN_USE_WEIGHT * worker.kv_tokens_in_use
-            return demand.streams(worker), worker.load >= 1.0, work, worker.load, worker.status.name
+            return demand.streams(worker), worker.load >= 1.0, work, worker.load, spread(demand, worker)
 
         return sorted(workers, key=cost)
 
     def prefill_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
-        def cost(worker: Candidate) -> tuple[bool, int, str]:
-            return demand.streams(worker), demand.uncached(worker) + worker.queued_tokens, worker.status.name
+        def cost(worker: Candidate) -> tuple[bool, int, int]:
+            return demand.streams(worker), demand.uncached(worker) + worker.queued_tokens, spread(demand, worker)
 
         return sorted(workers, key=cost)
 
 
-POLICIES: dict[str, type[Policy]] = {"least_loaded": LeastLoaded, "prefix_aware": PrefixAware}  # --routing-policy
-
-
-def make_policy(name: str) -> Policy:
-    return POLICIES[name]()
+def spread(demand: Demand, worker: Candidate) -> int:
+    """Tells equal workers apart, for each request otherwise: several routers do not all choose the same one."""
+    return ((demand.salt ^ worker.tag) * 0x9E3779B97F4A7C15 & 0xFFFF_FFFF_FFFF_FFFF) >> 20
 
 
 # ---- who may take a request at all, whatever the policy --------------------------------------------------------
@@ -153,22 +266,32 @@ def able_to_prefill(demand: Demand, workers: Iterable[Candidate], avoid: Collect
     )
 
 
-def choose_prefill(
-    policy: Policy, demand: Demand, workers: Sequence[Candidate], instance: str, avoid: Collection[str], *, begun: bool
-) -> Candidate | None:
-    """The lease's own worker (`instance`) where it prefills too, else the policy's best; None where there is none.
+def view_for_lease(demand: Demand, workers: Sequence[Candidate], links: Links) -> FleetView:
+    """Who may take a request that has no place yet."""
+    return FleetView(able_to_decode(demand, workers), able_to_prefill(demand, workers), links)
 
-    A mixed worker computes the prompts of its own leases even while it drains (prefill.worker): the handoff costs
-    nothing. A text that has `begun` and has outgrown all workers that prefill is computed by its decode worker,
-    whatever its role.
+
+def view_for_prefill(
+    demand: Demand,
+    workers: Sequence[Candidate],
+    links: Links,
+    own: Candidate | None,
+    avoid: Collection[str],
+    *,
+    begun: bool,
+) -> FleetView:
+    """Who may compute the prompt of a lease at the worker `own`; None where the request needs no lease.
+
+    A mixed worker computes the prompts of its own leases even while it drains (prefill.worker). A text that has `begun`
+    and has outgrown all workers that prefill is computed by its decode worker, whatever its role.
     """
     able = able_to_prefill(demand, workers, avoid)
+    if own is None:
+        return FleetView((), able, links)
     last_resort = begun and outgrown(demand, able)
-    for worker in workers:
-        if worker.status.instance == instance and instance not in avoid and (worker.prefills or last_resort):
-            return worker
-    ranked = policy.prefill_order(demand, able)
-    return ranked[0] if ranked else None
+    if own.status.instance not in avoid and (own.prefills or last_resort):
+        able = [own] if last_resort else [own, *(worker for worker in able if worker is not own)]
+    return FleetView((own,), able, links)
 
 
 def outgrown(demand: Demand, able: Collection[Candidate]) -> bool:

@@ -6,21 +6,75 @@ heartbeat ──► live ──(silent, or a call broke)──► suspect ──
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
-from router.policy import Candidate
+from router.candidate import NOTHING, Candidate, Dispatched
 from serving.messages import WorkerStatus
+
+FLIGHT_SECONDS = 0.01  # what was sent so shortly before a status was made may not be in it
 
 
 @dataclass(slots=True)
 class RegisteredWorker:
-    """A registered worker. `suspect` since a call to it broke; a later heartbeat clears it."""
+    """A registered worker. `suspect` since a call to it broke; a later heartbeat clears it.
+
+    `leases` are this router's that are open on it. What the router has sent since the status was made is kept apart.
+    """
 
     status: WorkerStatus
     seen: float
+    made_at: float
     suspect: bool = False
     leases: int = 0
-    prefill_tokens: int = 0
+    _sent: deque[tuple[float, Dispatched]] = field(default_factory=deque)
+    newer: Dispatched = NOTHING
+    _candidate: Candidate | None = None
+
+    def sent(self, work: Dispatched, now: float) -> None:
+        """The router has sent this work, or knows that it is over where `work` is negative."""
+        self.leases += work.leases
+        self._sent.append((now, work))
+        self.newer += work
+        self._candidate = None
+
+    def report(self, status: WorkerStatus, now: float, made_at: float) -> None:
+        """A heartbeat: what was sent before its status was made is part of it."""
+        self.status, self.seen, self.made_at, self.suspect = status, now, made_at, False
+        while self._sent and self._sent[0][0] < made_at - FLIGHT_SECONDS:
+            self.newer += -self._sent.popleft()[1]
+        if not self._sent:
+            self.newer = NOTHING
+        self._candidate = None
+
+    def leaves(self) -> None:
+        self.status = replace(self.status, draining=True)
+        self._candidate = None
+
+    @property
+    def candidate(self) -> Candidate:
+        """The worker as policies see it, made anew when something has changed."""
+        if self._candidate is None:
+            self._candidate = Candidate(self.status, self.newer, self.leases, self.made_at)
+        return self._candidate
+
+
+class Reservation:
+    """Work that counts towards a worker's load from when it is decided until it is released."""
+
+    def __init__(self, worker: RegisteredWorker | None, work: Dispatched, clock: Callable[[], float]):
+        self.worker = worker
+        self.work = work
+        self.clock = clock
+        if worker is not None:
+            worker.sent(work, clock())
+
+    def release(self) -> None:
+        """The work is over, or was not sent. Safe to repeat."""
+        worker, self.worker = self.worker, None
+        if worker is not None:
+            worker.sent(-self.work, self.clock())
 
 
 class Registry:
@@ -30,15 +84,19 @@ class Registry:
         self.silence = silence
         self.workers: dict[str, RegisteredWorker] = {}
 
-    def heartbeat(self, status: WorkerStatus, now: float) -> bool:
-        """Take a heartbeat in; True if the worker is new or believed again."""
+    def heartbeat(self, status: WorkerStatus, now: float, *, made_at: float | None = None) -> bool:
+        """Take a heartbeat in that was made at `made_at`, by default now; True if the worker is new or believed again.
+
+        A time that cannot be right (of a router's earlier life, say) counts as now.
+        """
+        made = now if made_at is None or not now - self.silence <= made_at <= now else made_at
         worker = self.workers.get(status.instance)
         if worker is None:
             self._replace_previous_life(status)
-            self.workers[status.instance] = RegisteredWorker(status, now)
+            self.workers[status.instance] = RegisteredWorker(status, now, made)
             return True
         news = worker.suspect or worker.status.draining != status.draining
-        worker.status, worker.seen, worker.suspect = status, now, False
+        worker.report(status, now, made)
         return news
 
     def _replace_previous_life(self, status: WorkerStatus) -> None:
@@ -57,7 +115,7 @@ class Registry:
         """It has said that it drains, before a heartbeat did: send nothing new there."""
         worker = self.workers.get(instance)
         if worker is not None:
-            worker.status = replace(worker.status, draining=True)
+            worker.leaves()
 
     def expire(self, now: float) -> list[str]:
         """Instances that have just fallen silent; long-silent ones are forgotten."""
@@ -73,11 +131,7 @@ class Registry:
 
     def candidates(self) -> list[Candidate]:
         """Workers that may be given work, as the policy wants them."""
-        return [
-            Candidate(worker.status, worker.leases, worker.prefill_tokens)
-            for worker in self.workers.values()
-            if not worker.suspect
-        ]
+        return [worker.candidate for worker in self.workers.values() if not worker.suspect]
 
     def get(self, instance: str) -> RegisteredWorker | None:
         return self.workers.get(instance)

@@ -6,9 +6,37 @@ Plain state; `now` comes in. It knows neither workers nor how they are chosen.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from zlib import crc32
 
+from router.policy import Decision
 from serving.messages import Build, Delta, LeaseId, LeaseOrder, Request
 from serving.timeline import Moment, Timeline
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One decision and what has come of it so far; seconds on the router's clock."""
+
+    decision: Decision
+    began_at: float  # the prefill was sent
+    first_at: float | None = None  # its first token came
+    second_at: float | None = None  # the first that was decoded
+    last_at: float = 0.0
+    tokens: int = 0
+
+    def take(self, tokens: int, now: float) -> None:
+        if self.first_at is None:
+            self.first_at = now
+        elif self.second_at is None:
+            self.second_at = now
+        self.tokens, self.last_at = self.tokens + tokens, now
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean seconds for each token after the first; None before there are a few of them."""
+        if self.first_at is None or self.tokens < 4:
+            return None
+        return (self.last_at - self.first_at) / (self.tokens - 1)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,7 +50,13 @@ class RequestState:
     last: Delta | None = None
     failed_leases: int = 0  # leases that were lost; preempted ones are not counted
     failed_prefills: int = 0  # prefills into the present lease that failed
+    attempts: list[Attempt] = field(default_factory=list)  # the last is the present one
     block_keys: dict[tuple[str, int], list[bytes]] = field(default_factory=dict)  # by fingerprint and block size
+
+    @property
+    def salt(self) -> int:
+        """A number of its own, the same at every try."""
+        return crc32(self.request.request_id.encode())
 
     @property
     def tokens(self) -> int:
@@ -42,14 +76,35 @@ class RequestState:
     def finished(self) -> bool:
         return self.last is not None and self.last.finish is not None
 
-    def order(self, fence: LeaseId) -> LeaseOrder:
-        return LeaseOrder(lease=fence, request=self.request, generated=tuple(self.generated))
+    def first_token_in(self, now: float) -> float | None:
+        """Seconds until the next token is due: the first by the TTFT objective, a later one by TPOT.
+
+        None without an objective. The n-th token after the first is due n times TPOT after that: the objective is on
+        the mean.
+        """
+        slo, first = self.request.slo, self.timeline.first(Moment.FIRST_TOKEN)
+        if first is not None:
+            return None if slo.tpot_ms is None else first + len(self.generated) * slo.tpot_ms / 1e3 - now
+        arrived = self.timeline.first(Moment.ARRIVED)
+        return None if slo.ttft_ms is None or arrived is None else arrived + slo.ttft_ms / 1e3 - now
+
+    def order(self, fence: LeaseId, now: float) -> LeaseOrder:
+        deadline = self.request.deadline
+        return LeaseOrder(
+            lease=fence,
+            request=self.request,
+            generated=tuple(self.generated),
+            first_token_in=self.first_token_in(now),
+            ends_in=None if deadline is None else deadline - now,
+        )
 
     def take(self, delta: Delta, now: float) -> Delta:
         """The delta has come: its tokens are part of the text from now on."""
         if self.timeline.last_token is None:
             self.timeline.note(Moment.FIRST_TOKEN, now)
         self.timeline.last_token = now
+        if self.attempts:
+            self.attempts[-1].take(len(delta.tokens), now)
         self.timeline.tokens += len(delta.tokens)
         self.generated += delta.tokens
         self.last = delta

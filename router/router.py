@@ -85,7 +85,9 @@ class Router:
             self.observer.first_token(state.request, now - timeline.events[0][1], delta.cached_tokens)
         else:
             self.observer.tokens(now - timeline.last_token, len(delta.tokens))
-        return state.take(delta, now)
+        state.take(delta, now)
+        self.placer.learn(state)
+        return delta
 
     def _retry(self, state: RequestState, error: Retryable, failures: int) -> None:
         """A try has failed: count it, and go on unless there were too many or time is up."""

@@ -135,8 +135,9 @@ class PlacementConfig:
     max_waiting: int = option(1024, "requests that may wait for room; more get a 429 at once", least=1)
     routing_policy: str = option(
         "least_loaded",
-        "how workers are ranked; prefix_aware: the one with the least to compute, by the blocks each has cached",
-        choices=("least_loaded", "prefix_aware"),
+        "how workers are chosen; goodput: so that the most requests meet their objectives, by predicted TTFT and TPOT;"
+        " prefix_aware: the one with the least to compute, by the blocks each has cached; session_sticky: by session",
+        choices=("goodput", "least_loaded", "prefix_aware", "round_robin", "session_sticky"),
     )
     prefix_index_memory: int = option(
         64 << 20, "bytes the router may use for what it knows of workers' cached blocks, such as 64MiB", least=1

@@ -64,6 +64,7 @@ class Request:
     deadline: float | None = None  # seconds on the router's clock
     service_class: str = "standard"  # of the configured classes
     priority: int = 0  # smaller goes first, its class's priority included
+    session: str = ""  # requests that name the same one belong together; the router's alone
     prompt_logprobs: int | None = None  # like SamplingParams.logprobs, for the prompt's tokens
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from router.fleet import Fleet, RouterConfig
 from router.placement import Placer
-from router.policy import make_policy
+from router.policies import make_policy
 from router.router import Router
 from serving.errors import MillraceError
 from serving.messages import Delta, Request, Role
@@ -40,6 +40,12 @@ class Recorder:
 
     def finished(self, request: Request, timeline: Timeline, last: Delta | None, error: BaseException | None) -> None:
         self.endings.append((request.request_id, timeline, last, error))
+
+
+@pytest.fixture
+def ties_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal workers are taken in the order of their names, so that a test can say which one a request meets."""
+    monkeypatch.setattr("router.policy.spread", lambda demand, worker: worker.status.name)
 
 
 class World:
@@ -93,7 +99,7 @@ class World:
             "open_leases": self.fleet.open_leases,
             "waiting": self.placer.admission.waiting,
             "entry.leases": sum(entry.leases for entry in entries),
-            "entry.prefill_tokens": sum(entry.prefill_tokens for entry in entries),
+            "entry.newer.prompt_tokens": sum(entry.newer.prompt_tokens for entry in entries),
         }
         for name, worker in self.workers.items():
             counts |= {f"{name}.leases": len(worker.leases()), f"{name}.runs": worker.runs}

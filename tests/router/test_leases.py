@@ -23,7 +23,7 @@ def worker() -> ScriptedWorker:
 
 @pytest.fixture
 async def session(worker: ScriptedWorker) -> WorkerSession:
-    return await WorkerSession.connect(worker, worker.status.instance, "router")
+    return await WorkerSession.connect(worker, worker.status.instance, "router", lambda: 0.0)
 
 
 def state(generated: Sequence[int] = ()) -> RequestState:

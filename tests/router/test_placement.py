@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from kvcache.blocks.events import KVEventLog
 from kvcache.blocks.prefix import extend_keys, root_key
 from router.placement import block_keys
@@ -11,6 +13,8 @@ from router.request_state import RequestState
 from serving.messages import Role
 from tests.router.conftest import World, expected, wanted
 from tests.router.scripted import ScriptedWorker, make_status
+
+pytestmark = pytest.mark.usefixtures("ties_by_name")
 
 SHARED = tuple(range(3, 3 + 64))  # four blocks of 16
 
@@ -80,7 +84,7 @@ async def test_cached_tokens_are_no_load() -> None:
     running = asyncio.create_task(world.tokens(wanted("2", prompt=(*SHARED, 8))))
     await world.settled()
     entry = world.fleet.registry.get(a.status.instance)
-    assert entry is not None and entry.prefill_tokens == 1
+    assert entry is not None and entry.newer.prompt_tokens == 1
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await world.settled()

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import fields, replace
+from zlib import crc32
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.candidate import Candidate, Dispatched
+from router.link_costs import LinkCosts
+from router.policies import POLICIES, make_policy
 from router.policy import (
-    POLICIES,
-    Candidate,
+    Decision,
     Demand,
     LeastLoaded,
     Policy,
     PrefixAware,
+    RankingPolicy,
+    RoundRobin,
+    SessionSticky,
     able_to_decode,
     able_to_prefill,
-    choose_prefill,
-    make_policy,
+    view_for_lease,
+    view_for_prefill,
 )
 from serving.config import PlacementConfig
 from serving.messages import Build, Role
@@ -38,8 +45,8 @@ WORKERS = st.lists(
                 pairing=paired,
                 waiting_tokens=waiting,
             ),
+            Dispatched(prompt_tokens=tokens),
             leases,
-            tokens,
         ),
         st.sampled_from("abcdefgh"),
         ROLE,
@@ -78,53 +85,103 @@ def policy(request: pytest.FixtureRequest) -> Policy:
 # ---- what every policy keeps to ------------------------------------------------------------------------------------
 
 
+RANKING = [name for name, policy in POLICIES.items() if issubclass(policy, RankingPolicy)]
+
+
+def ranking(name: str) -> RankingPolicy:
+    policy = make_policy(name)
+    assert isinstance(policy, RankingPolicy)
+    return policy
+
+
+def lease(policy: Policy, demand: Demand, workers: list[Candidate]) -> Decision | None:
+    return policy.choose(demand, view_for_lease(demand, workers, LinkCosts()), now=0.0)
+
+
+def prefill(
+    policy: Policy, demand: Demand, workers: list[Candidate], own: str, avoid: set[str] | None = None, *, begun: bool
+) -> Candidate | None:
+    holder = next((worker for worker in workers if worker.status.instance == own), None)
+    view = view_for_prefill(demand, workers, LinkCosts(), holder, avoid or set(), begun=begun)
+    decision = policy.choose(demand, view, now=0.0)
+    return decision.prefill if decision is not None else None
+
+
+@settings(max_examples=200, deadline=None)
+@given(workers=WORKERS, demand=DEMANDS)
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_decision_names_workers_that_may_take_the_request(
+    name: str, workers: list[Candidate], demand: Demand
+) -> None:
+    policy, view = make_policy(name), view_for_lease(demand, workers, LinkCosts())
+    decision = policy.choose(demand, view, now=0.0)
+    if decision is None:
+        assert not view.decode and not view.prefill
+        return
+    assert (decision.decode in view.decode) if view.decode else decision.decode is None
+    able = view.prefills_for(decision.decode, 0.0) if decision.decode is not None else view.prefill
+    assert (decision.prefill in able) if able else decision.prefill is None
+    assert decision.reason.isidentifier()
+
+
+@settings(max_examples=100, deadline=None)
+@given(workers=WORKERS, demand=DEMANDS)
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "round_robin"])
+def test_the_order_of_the_workers_given_decides_nothing(name: str, workers: list[Candidate], demand: Demand) -> None:
+    policy = make_policy(name)
+    one, other = lease(policy, demand, workers), lease(policy, demand, list(reversed(workers)))
+    assert (one is None) == (other is None)
+    if one is not None and other is not None:
+        assert (one.decode, one.prefill) == (other.decode, other.prefill)
+
+
 @settings(max_examples=100, deadline=None)
 @given(workers=WORKERS, demand=DEMANDS, decodes=st.booleans())
-@pytest.mark.parametrize("name", POLICIES)
-def test_every_worker_given_is_ranked_once_and_again_the_same(
-    name: str, workers: list[Candidate], demand: Demand, decodes: bool
-) -> None:
-    policy = make_policy(name)
+@pytest.mark.parametrize("name", RANKING)
+def test_every_worker_given_is_ranked_once(name: str, workers: list[Candidate], demand: Demand, decodes: bool) -> None:
+    policy = ranking(name)
     rank = policy.decode_order if decodes else policy.prefill_order
-    order = rank(demand, workers)
-    assert sorted(order, key=id) == sorted(workers, key=id)
-    assert rank(demand, list(reversed(workers))) == order, "the order of the workers given decides nothing"
+    assert sorted(rank(demand, workers), key=id) == sorted(workers, key=id)
 
 
 SIZES = st.lists(st.tuples(st.integers(1, 400), st.integers(1, 20)), min_size=1, max_size=6)  # context, device blocks
 
 
 @settings(max_examples=100, deadline=None)
-@given(sizes=SIZES, tokens=st.integers(1, 400), decodes=st.booleans())
+@given(sizes=SIZES, tokens=st.integers(1, 400))
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_long_request_goes_where_it_fits_and_first_where_the_device_holds_it(
-    name: str, sizes: list[tuple[int, int]], tokens: int, decodes: bool
+    name: str, sizes: list[tuple[int, int]], tokens: int
 ) -> None:
     workers = [
         Candidate(make_status(f"w{n}", max_model_len=limit, block_size=16, total_blocks=blocks, free_blocks=blocks))
         for n, (limit, blocks) in enumerate(sizes)
     ]
-    policy, demand = make_policy(name), Demand(tokens=tokens)
-    if decodes:
-        order = policy.decode_order(demand, able_to_decode(demand, workers))
-    else:
-        order = policy.prefill_order(demand, able_to_prefill(demand, workers))
-    able = [worker for worker in workers if tokens < worker.status.max_model_len]
-    assert sorted(worker.status.name for worker in order) == [worker.status.name for worker in able or workers]
-    on_device = [tokens < worker.status.total_blocks * 16 for worker in order]
-    assert on_device == sorted(on_device, reverse=True)
+    decision = lease(make_policy(name), Demand(tokens=tokens), workers)
+    assert decision is not None and decision.decode is not None
+    able = [worker for worker in workers if tokens < worker.status.max_model_len] or workers
+    on_device = [worker for worker in able if tokens < worker.status.total_blocks * 16]
+    assert decision.decode in (on_device or able)
 
 
-def test_equal_workers_are_told_apart_by_name(policy: Policy) -> None:
-    workers = [Candidate(make_status(name)) for name in "cab"]
-    assert [worker.status.name for worker in policy.decode_order(Demand(tokens=1), workers)] == ["a", "b", "c"]
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "session_sticky"])
+def test_equal_workers_share_the_requests(name: str) -> None:
+    """A tie that always falls on the same worker makes a herd of several routers, and of one between heartbeats."""
+    policy, workers = make_policy(name), [Candidate(make_status(name)) for name in "abcd"]
+    chosen = Counter[str]()
+    for n in range(400):
+        decision = lease(policy, Demand(tokens=50, salt=crc32(b"request-%d" % n)), workers)
+        assert decision is not None and decision.decode is not None
+        chosen[decision.decode.status.name] += 1
+    assert len(chosen) == 4 and min(chosen.values()) >= 60
 
 
-def test_a_busier_worker_comes_later(policy: Policy) -> None:
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "round_robin"])
+def test_a_busier_worker_comes_later(name: str) -> None:
     busy = Candidate(make_status("a", running=6, free_blocks=40, waiting_tokens=500))
     idle = Candidate(make_status("b"))
-    demand = Demand(tokens=100)
-    assert policy.decode_order(demand, [busy, idle])[0] is policy.prefill_order(demand, [busy, idle])[0] is idle
+    decision = lease(make_policy(name), Demand(tokens=100), [busy, idle])
+    assert decision is not None and decision.decode is decision.prefill is idle
 
 
 def test_every_policy_can_be_asked_for() -> None:
@@ -168,18 +225,18 @@ def test_a_mixed_worker_prefills_for_its_own_leases_even_while_it_drains(policy:
     own = Candidate(make_status("own", draining=True, waiting_tokens=900))
     other = Candidate(make_status("other"))
     demand = Demand(tokens=10)
-    assert choose_prefill(policy, demand, [other, own], "own-life", (), begun=False) is own
-    assert choose_prefill(policy, demand, [other, own], "own-life", {"own-life"}, begun=False) is other
-    assert choose_prefill(policy, demand, [own], "elsewhere", (), begun=False) is None
+    assert prefill(policy, demand, [other, own], "own-life", begun=False) is own
+    assert prefill(policy, demand, [other, own], "own-life", {"own-life"}, begun=False) is other
+    assert prefill(policy, demand, [own], "elsewhere", begun=False) is None
 
 
 def test_a_decode_worker_computes_only_texts_that_have_outgrown_all_others(policy: Policy) -> None:
     decode = Candidate(make_status("d", Role.DECODE))
     small = Candidate(make_status("p", Role.PREFILL, max_model_len=50))
     workers = [small, decode]
-    assert choose_prefill(policy, Demand(tokens=60), workers, "d-life", (), begun=True) is decode
-    assert choose_prefill(policy, Demand(tokens=60), workers, "d-life", (), begun=False) is small, "it says why not"
-    assert choose_prefill(policy, Demand(tokens=40), workers, "d-life", (), begun=True) is small
+    assert prefill(policy, Demand(tokens=60), workers, "d-life", begun=True) is decode
+    assert prefill(policy, Demand(tokens=60), workers, "d-life", begun=False) is small, "it says why not"
+    assert prefill(policy, Demand(tokens=40), workers, "d-life", begun=True) is small
 
 
 # ---- least loaded --------------------------------------------------------------------------------------------------
@@ -192,8 +249,33 @@ def test_least_loaded_decodes_by_load_and_prefills_by_queue(workers: list[Candid
     order = policy.decode_order(demand, workers)
     loads = [max(max(w.leases, w.status.running) / 8, 1 - w.status.free_blocks / 100) for w in order]
     assert loads == sorted(loads)
-    queues = [max(w.prefill_tokens, w.status.waiting_tokens) for w in policy.prefill_order(demand, workers)]
+    queues = [w.newer.prompt_tokens + w.status.waiting_tokens for w in policy.prefill_order(demand, workers)]
     assert queues == sorted(queues)
+
+
+# ---- round robin and sticky sessions -------------------------------------------------------------------------------
+
+
+def test_round_robin_takes_every_worker_in_turn_but_full_ones_last() -> None:
+    policy, workers = RoundRobin(), [Candidate(make_status(name)) for name in "cab"]
+    order = [policy.decode_order(Demand(tokens=1), workers)[0].status.name for _ in range(6)]
+    assert order == ["a", "b", "c", "a", "b", "c"]
+    workers[1] = Candidate(make_status("a", running=8))
+    assert [policy.decode_order(Demand(tokens=1), workers)[0].status.name for _ in range(3)] == ["b", "b", "c"]
+
+
+def test_a_session_stays_while_there_is_room_and_others_do_not_move_when_a_worker_leaves() -> None:
+    policy, workers = SessionSticky(), [Candidate(make_status(name)) for name in "abcd"]
+
+    def home(session: str, able: list[Candidate]) -> str:
+        return policy.decode_order(Demand(tokens=1, session=session), able)[0].status.name
+
+    homes = {f"s{n}": home(f"s{n}", workers) for n in range(200)}
+    assert set(homes.values()) == set("abcd")
+    without = [worker for worker in workers if worker.status.name != "a"]
+    assert all(home(session, without) == was for session, was in homes.items() if was != "a")
+    full = [replace(worker, status=replace(worker.status, running=8)) for worker in workers[:1]] + workers[1:]
+    assert all(home(session, full) != "a" for session in homes)
 
 
 # ---- prefix-aware --------------------------------------------------------------------------------------------------

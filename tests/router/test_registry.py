@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from router.policy import Candidate
-from router.registry import Registry
+from router.candidate import NOTHING, Dispatched
+from router.registry import FLIGHT_SECONDS, Registry
 from tests.router.scripted import make_status
 
 NAMES = st.sampled_from(["a", "b", "c"])
@@ -74,11 +74,48 @@ def test_workers_that_share_a_name_or_an_address_are_two() -> None:
     assert len(registry.workers) == 3
 
 
-def test_what_this_router_sent_is_kept_across_heartbeats() -> None:
+def test_what_was_sent_counts_until_a_status_that_was_made_after_it() -> None:
     registry = Registry()
     registry.heartbeat(make_status("a"), 0.0)
     worker = registry.get("a-life")
     assert worker is not None
-    worker.leases, worker.prefill_tokens = 3, 40
-    registry.heartbeat(make_status("a", running=2), 1.0)
-    assert registry.candidates() == [Candidate(make_status("a", running=2), 3, 40)]
+    worker.sent(Dispatched(leases=1, context_tokens=40, prompt_tokens=40, prompt_seconds=0.5), now=1.0)
+    registry.heartbeat(make_status("a"), 1.2, made_at=0.9)
+    assert worker.candidate.queued_tokens == 40 and worker.candidate.held_leases == 1
+    registry.heartbeat(make_status("a", waiting_tokens=30, leases=1), 1.6, made_at=1.5)
+    assert worker.candidate.queued_tokens == 30 and worker.candidate.held_leases == 1
+    worker.sent(-Dispatched(prompt_tokens=40, prompt_seconds=0.5), now=1.7)
+    assert worker.candidate.queued_tokens == 0, "more has ended than is left"
+    worker.sent(-Dispatched(leases=1, context_tokens=40), now=1.8)
+    assert worker.leases == 0 and worker.candidate.held_leases == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from(["send", "end", "beat"]), st.floats(0.0, 0.5)), max_size=40))
+def test_a_worker_that_reports_what_it_has_is_never_counted_twice_nor_forgotten(steps: list[tuple[str, float]]) -> None:
+    """The router's number lies within what was in flight while the status was made."""
+    registry, now, open_now, sent_at = Registry(1e9), 0.0, 0, [-1.0]
+    registry.heartbeat(make_status("a"), now)
+    worker = registry.get("a-life")
+    assert worker is not None
+    for what, wait in steps:
+        now += wait
+        if what == "send":
+            worker.sent(Dispatched(leases=1), now)
+            open_now, sent_at = open_now + 1, [*sent_at, now]
+        elif what == "end" and open_now:
+            worker.sent(Dispatched(leases=-1), now)
+            open_now, sent_at = open_now - 1, [*sent_at, now]
+        elif what == "beat":
+            registry.heartbeat(make_status("a", leases=open_now), now, made_at=now)
+        assert worker.leases == open_now
+        recent = sum(now - at <= 2 * FLIGHT_SECONDS for at in sent_at) if what == "beat" else 0
+        assert open_now <= worker.candidate.held_leases <= open_now + max(recent, len(sent_at) - 1)
+    registry.heartbeat(make_status("a", leases=open_now), now + 1.0)
+    assert worker.candidate.held_leases == open_now and worker.newer == NOTHING
+
+
+def test_a_time_that_cannot_be_right_counts_as_now() -> None:
+    for made_at in (-1e9, 1e9, float("nan")):
+        registry = Registry(5.0)
+        registry.heartbeat(make_status("a"), 100.0, made_at=made_at)
+        assert registry.candidates()[0].made_at == 100.0

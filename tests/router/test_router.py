@@ -27,6 +27,8 @@ from serving.timeline import Moment
 from tests.router.conftest import World, expected, wanted
 from tests.router.scripted import LOSE, Script
 
+pytestmark = pytest.mark.usefixtures("ties_by_name")
+
 
 @pytest.fixture
 def split(world: World) -> World:

@@ -1,0 +1,81 @@
+"""What came of predictions: a factor and an error for each worker, from the latencies that requests then had.
+
+Pure. Factors are geometric means that forget; a pair of workers is corrected by each one's own part.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+WEIGHT = 0.05  # of the newest observation
+MOST = 3.0  # a factor is within 1/MOST and MOST: beyond that something else is wrong
+PRIOR_ERROR = 0.3
+OUTLIER = 1.5  # ln(observed / predicted) beyond this counts as this
+
+
+@dataclass(slots=True)
+class Drift:
+    """ln(observed / predicted) of one latency at one worker: its mean and variance, old ones fading."""
+
+    mean: float = 0.0
+    variance: float = PRIOR_ERROR**2
+    count: int = 0
+
+    def observe(self, predicted: float, observed: float) -> None:
+        """Seconds, as predicted before any correction."""
+        if predicted <= 0.0 or observed <= 0.0:
+            return
+        ratio = min(OUTLIER, max(-OUTLIER, math.log(observed / predicted)))
+        self.count += 1
+        weight = max(WEIGHT, 1.0 / (1 + self.count))  # the first ones count as in a plain mean
+        self.variance += weight * ((ratio - self.mean) ** 2 - self.variance)
+        self.mean += weight * (ratio - self.mean)
+
+    @property
+    def factor(self) -> float:
+        return min(MOST, max(1.0 / MOST, math.exp(self.mean)))
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Applied to the predictions of one placement."""
+
+    first: Drift
+    further: Drift
+
+    def ttft(self, predicted: float) -> float:
+        return predicted * self.first.factor
+
+    def tpot(self, predicted: float) -> float:
+        return predicted * self.further.factor
+
+    @property
+    def error(self) -> float:
+        return math.sqrt(max(self.first.variance, self.further.variance))
+
+
+class Calibration:
+    """Drifts by worker instance: of TTFT where it prefills, of TPOT where it decodes."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, Drift] = {}
+        self._further: dict[str, Drift] = {}
+        self._new = Drift()
+
+    def of(self, prefill: str, decode: str) -> Correction:
+        return Correction(self._first.get(prefill, self._new), self._further.get(decode, self._new))
+
+    def first_token(self, prefill: str, predicted: float, observed: float) -> None:
+        """TTFT: predicted without correction, and observed; seconds."""
+        self._first.setdefault(prefill, Drift()).observe(predicted, observed)
+
+    def further_tokens(self, decode: str, predicted: float, observed: float) -> None:
+        """TPOT: predicted without correction, and observed; seconds."""
+        self._further.setdefault(decode, Drift()).observe(predicted, observed)
+
+    def retain(self, instances: set[str]) -> None:
+        """All other workers are gone."""
+        for drifts in (self._first, self._further):
+            for gone in [known for known in drifts if known not in instances]:
+                del drifts[gone]

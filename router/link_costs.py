@@ -1,0 +1,72 @@
+"""What the KV's way from a prefill to a decode worker costs: seconds, fixed and for each token, by pair of workers.
+
+Fitted to what requests waited between their first token and the next, beyond a step. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+FADE = 0.98  # of the memory of handoffs, a handoff
+PRIOR = ((0, 0.002), (4096, 0.02))  # tokens and seconds of handoffs that none has seen: they fade like others
+MOST_PAIRS = 65_536
+
+
+@dataclass(slots=True)
+class LinkCost:
+    """seconds = fixed + tokens · each, by weighted least squares; neither is negative."""
+
+    weight: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        self.weight = FADE * self.weight + 1.0
+        self.x = FADE * self.x + tokens
+        self.y = FADE * self.y + seconds
+        self.xx = FADE * self.xx + tokens**2
+        self.xy = FADE * self.xy + tokens * seconds
+
+    def seconds(self, tokens: int) -> float:
+        mean_x, mean_y = self.x / self.weight, self.y / self.weight
+        spread = self.weight * self.xx - self.x**2
+        slope = max(0.0, (self.weight * self.xy - self.x * self.y) / spread) if spread > 1e-6 * self.xx else 0.0
+        return max(0.0, mean_y + slope * (tokens - mean_x))
+
+
+class LinkCosts:
+    """By the instances of prefill and decode worker. A pair that has handed nothing over yet costs what all have."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[tuple[str, str], LinkCost] = {}
+        self._all = _prior()
+
+    def observed(self, prefill: str, decode: str, tokens: int, seconds: float) -> None:
+        """A handoff of so many tokens kept its request waiting so long."""
+        pair = self._pairs.get((prefill, decode))
+        if pair is None and len(self._pairs) < MOST_PAIRS:
+            pair = self._pairs[prefill, decode] = _prior()
+        for known in (pair, self._all):
+            if known is not None:
+                known.observe(tokens, max(0.0, seconds))
+
+    def seconds(self, prefill: str, decode: str, tokens: int) -> float:
+        return self._pairs.get((prefill, decode), self._all).seconds(tokens)
+
+    def allows(self, prefill: str, decode: str, now: float) -> bool:
+        return True
+
+    def retain(self, instances: Collection[str]) -> None:
+        """All other workers are gone."""
+        for pair in [pair for pair in self._pairs if not (pair[0] in instances and pair[1] in instances)]:
+            del self._pairs[pair]
+
+
+def _prior() -> LinkCost:
+    cost = LinkCost()
+    for tokens, seconds in PRIOR:
+        cost.observe(tokens, seconds)
+    return cost

@@ -1,0 +1,90 @@
+"""What a placement would bring: seconds to the first token, seconds a token after it, and what it does to others.
+
+Pure arithmetic over candidates; the formulas of queueing are those of a single server that is never idle while it
+has work.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from router.candidate import Candidate
+from serving.messages import TPOT_BINS_MS, Slo
+from serving.step_cost import StepCost, StepLoad
+
+LEAST_CHUNK = 16  # prompt tokens that a step computes at least, however little slack there is
+LEAST_ERROR = 0.05  # of a prediction: nothing is known better
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Seconds. The handoff delays the second token, so `transfer` counts in `token`.
+
+    `ttft` is `queue` and `prefill`, corrected by what such predictions came to; `tpot` is `token`, corrected likewise.
+    `error` is the standard deviation of ln(observed / predicted).
+    """
+
+    queue: float
+    prefill: float
+    transfer: float
+    step: float  # a decode step with the request in it
+    token: float
+    ttft: float
+    tpot: float
+    error: float
+
+    def attainment(self, slo: Slo, first_token_in: float | None) -> float:
+        """The chance that both objectives are met, taking the two errors for independent.
+
+        `first_token_in` is what is left of the TTFT objective, in seconds.
+        """
+        ttft = 1.0 if first_token_in is None else within(first_token_in, self.ttft, self.error)
+        return ttft if slo.tpot_ms is None else ttft * within(slo.tpot_ms / 1e3, self.tpot, self.error)
+
+
+def within(limit: float, predicted: float, error: float) -> float:
+    """P(actual ≤ limit) where ln(actual / predicted) is normal with mean 0 and standard deviation `error`."""
+    if limit <= 0.0:
+        return 0.0
+    if predicted <= 0.0:
+        return 1.0
+    return 0.5 * (1.0 + math.erf(math.log(limit / predicted) / (max(error, LEAST_ERROR) * math.sqrt(2.0))))
+
+
+def queue_seconds(worker: Candidate, now: float) -> float:
+    """Until the prompts that are there now are computed."""
+    return max(0.0, worker.prompts_left_at - now)
+
+
+def prompt_seconds(worker: Candidate, cost: StepCost, start: int, end: int, tpot: float | None) -> float:
+    """Computing positions `start` to `end` of a prompt, beside what the worker decodes.
+
+    Where sequences run that have a TPOT objective (`tpot` seconds, the request's own, counts too once it decodes
+    there), a step computes as many prompt tokens as the tightest allows.
+    """
+    most = worker.status.max_batched_tokens or 512
+    rows = worker.decode_load
+    if not rows.sequences:
+        return cost.prompt_seconds(start, end, most)
+    chunk = max(1, most - rows.new_tokens)
+    objectives = [seconds for seconds in (worker.tightest_tpot, tpot) if seconds is not None]
+    if objectives:
+        chunk = max(min(LEAST_CHUNK, chunk), cost.chunk_within(min(objectives), start, rows, chunk))
+    return cost.prompt_seconds(start, end, chunk, beside=cost.seconds(rows) - cost.fixed)
+
+
+def step_seconds(worker: Candidate, cost: StepCost, tokens: int, output: int) -> float:
+    """A decode step with one more sequence, of `tokens`, once all have grown by half of its `output`."""
+    rows = worker.decode_load
+    context = rows.context_tokens + tokens + (rows.sequences + 1) * output / 2
+    return cost.seconds(StepLoad(rows.sequences + 1, context, rows.sequences + 1, context))
+
+
+def others_lost(worker: Candidate, before: float, after: float, error: float) -> float:
+    """How many of the running sequences are expected to miss their TPOT objective as its mean grows so (seconds)."""
+    lost = 0.0
+    for bound, count in zip(TPOT_BINS_MS, worker.status.tpot_counts, strict=False):
+        if count:
+            lost += count * (within(bound / 1e3, before, error) - within(bound / 1e3, after, error))
+    return max(0.0, lost)
