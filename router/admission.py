@@ -1,66 +1,220 @@
-"""Who waits for room and in what order: a bounded queue in which continuations go before new requests.
+"""Who looks for a place and in what order: a bounded queue by priority, and fair to tenants within one.
 
-Pure but for the futures its callers wait on; patience is kept by the caller.
+A request that found no place waits until something has changed. It keeps back those that ask for the same and at least
+as much, and no others. It reads no clock; patience is kept by the caller.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
-from collections.abc import AsyncIterator
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from itertools import count
+from dataclasses import dataclass
+from typing import Any
 
 from serving.errors import Overloaded
 
-CONTINUATION = 0  # a request the client already sees tokens of
-NEW = 1
+log = logging.getLogger(__name__)
+
+CONTINUATION = -(1 << 31)  # the priority of a request the client already sees tokens of
+MOST_LOOKS = 64  # at a time
+LOOK_SECONDS = 0.02  # a look that takes longer (a worker is slow to answer) does not hold up the next one
+MOST_TENANTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a request asks for. Requests of one `kind` ask for the same, except for `tokens`."""
+
+    priority: int
+    tenant: str
+    tokens: int
+    kind: object = None
+
+
+class Ticket:
+    """A request's place in the queue."""
+
+    def __init__(self, claim: Claim):
+        self.claim = claim
+        self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.looked: asyncio.Future[bool] | None = None  # done with True once the place was found
+        self.round = -1  # of its last look
+
+    @property
+    def idle(self) -> bool:
+        """True if it waits for its turn: it neither looks nor is about to leave."""
+        return not self.turn.done() and (self.looked is None or self.looked.done())
+
+
+class FairShares:
+    """Tokens that tenants were served, by which the next is chosen: the one that has had the least.
+
+    Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): a tenant that comes back is lifted to the
+    least of those that wait, so that nobody saves up service while idle.
+    """
+
+    def __init__(self) -> None:
+        self._served: dict[str, float] = {}
+
+    def arrived(self, tenant: str, waiting: set[str]) -> None:
+        """The tenant has a request again; `waiting` are those that have some."""
+        if tenant not in waiting:
+            least = min((self._served.get(other, 0.0) for other in waiting), default=0.0)
+            self._served[tenant] = max(self._served.pop(tenant, 0.0), least)
+            while len(self._served) > MOST_TENANTS:
+                del self._served[next(iter(self._served))]
+
+    def charge(self, tenant: str, tokens: float) -> None:
+        self._served[tenant] = self._served.get(tenant, 0.0) + tokens
+
+    def served(self, tenant: str) -> float:
+        return self._served.get(tenant, 0.0)
 
 
 class AdmissionQueue:
-    """Lets one request at a time look for a place; the others queue by (priority, arrival)."""
+    """`changed` returns when there may be room again. `max_waiting` new requests may wait; more are refused at once."""
 
-    def __init__(self, max_waiting: int):
+    def __init__(self, max_waiting: int, changed: Callable[[], Coroutine[Any, Any, None]]):
         self.max_waiting = max_waiting
-        self._busy = False
-        self._queue: list[tuple[int, int, asyncio.Future[None]]] = []
-        self._order = count()
+        self.changed = changed
+        self.shares = FairShares()
+        self._queues: dict[int, dict[str, deque[Ticket]]] = {}  # by priority and tenant, in order of arrival
+        self._count = 0
+        self._round = 0
+        self._failed: dict[object, int] = {}  # in this round, by kind: the fewest tokens there was no place for
+        self._window = MOST_LOOKS  # looks at a time: one after a failure, twice as many after each success
+        self._poke = asyncio.Event()
+        self._pump: asyncio.Task[None] | None = None
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue and the one looking."""
-        return sum(not ticket.done() for _, _, ticket in self._queue) + self._busy
+        """Requests that have no place yet."""
+        return self._count
 
     @asynccontextmanager
-    async def turn(self, priority: int) -> AsyncIterator[None]:
-        """Wait for one's turn. Raises Overloaded at once when too many new requests wait already."""
-        if priority == NEW and self.waiting > self.max_waiting:
-            raise Overloaded(f"{self.waiting} requests wait for room already", code="queue_full", retry_after=1.0)
-        await self._enter(priority)
+    async def enter(self, claim: Claim) -> AsyncIterator[Ticket]:
+        """Join the queue until the block is left. Raises Overloaded when too many new requests wait already."""
+        if claim.priority != CONTINUATION and self._count > self.max_waiting:
+            raise Overloaded(f"{self._count} requests wait for room already", code="queue_full", retry_after=1.0)
+        ticket = Ticket(claim)
+        self._add(ticket)
         try:
-            yield
+            yield ticket
         finally:
-            self._leave()
+            self._remove(ticket)
 
-    async def _enter(self, priority: int) -> None:
-        if not self._busy:
-            self._busy = True
-            return
-        ticket: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._queue, (priority, next(self._order), ticket))
+    async def turn(self, ticket: Ticket) -> None:
+        """Wait until the request may look for a place; say with `looked` what came of it."""
+        await ticket.turn
+        ticket.turn = asyncio.get_running_loop().create_future()
+
+    def looked(self, ticket: Ticket, *, found: bool) -> None:
+        if found:
+            self.shares.charge(ticket.claim.tenant, ticket.claim.tokens)
+            self._window = min(MOST_LOOKS, 2 * self._window)
+        else:
+            claim, self._window = ticket.claim, 1
+            self._failed[claim.kind] = min(claim.tokens, self._failed.get(claim.kind, claim.tokens))
+        if ticket.looked is not None and not ticket.looked.done():
+            ticket.looked.set_result(found)
+
+    # ---- the queue -------------------------------------------------------------------------------------------------
+
+    def _add(self, ticket: Ticket) -> None:
+        tenants = self._queues.setdefault(ticket.claim.priority, {})
+        self.shares.arrived(ticket.claim.tenant, set(tenants))
+        tenants.setdefault(ticket.claim.tenant, deque()).append(ticket)
+        self._count += 1
+        if self._count == 1:
+            self._failed.clear()
+            self._round += 1
+            self._look(ticket)  # there is none to wait for
+        self._poke.set()
+        if self._pump is None or self._pump.done():
+            self._start()
+
+    def _start(self) -> None:
+        self._pump = asyncio.create_task(self._run(), name="admission")
+        self._pump.add_done_callback(self._ended)
+
+    def _ended(self, pump: asyncio.Task[None]) -> None:
+        """Requests that wait depend on it: should it break, it begins again."""
+        if not pump.cancelled() and pump.exception() is not None:
+            log.error("the admission queue broke", exc_info=pump.exception())
+            if self._count:
+                self._start()
+
+    def _remove(self, ticket: Ticket) -> None:
+        """The request has its place, or has given up."""
+        tenants = self._queues[ticket.claim.priority]
+        tickets = tenants[ticket.claim.tenant]
+        tickets.remove(ticket)
+        self._count -= 1
+        if not self._count:
+            self._poke.set()
+        if not tickets:
+            del tenants[ticket.claim.tenant]
+        if not tenants:
+            del self._queues[ticket.claim.priority]
+        ticket.turn.cancel()
+        if ticket.looked is not None and not ticket.looked.done():
+            ticket.looked.cancel()
+
+    def _look(self, ticket: Ticket) -> asyncio.Future[bool]:
+        ticket.round = self._round
+        ticket.looked = asyncio.get_running_loop().create_future()
+        ticket.turn.set_result(None)
+        return ticket.looked
+
+    def _next(self) -> Ticket | None:
+        """The first that has not looked in this round and is not kept back by one that has."""
+        for priority in sorted(self._queues):
+            tenants = self._queues[priority]
+            for tenant in sorted(tenants, key=self.shares.served):
+                for ticket in tenants[tenant]:
+                    if ticket.round != self._round and ticket.idle and not self._kept_back(ticket.claim):
+                        return ticket
+        return None
+
+    def _kept_back(self, claim: Claim) -> bool:
+        failed = self._failed.get(claim.kind)
+        return failed is not None and claim.tokens >= failed
+
+    async def _run(self) -> None:
+        """Round after round, while requests wait: those that may look for a place, then wait for a change."""
+        while self._count:
+            changed = asyncio.ensure_future(self.changed())
+            try:
+                await asyncio.sleep(0)  # from here on no change is missed
+                while self._count and not changed.done():
+                    self._poke.clear()
+                    await self._look_around()
+                    await self._wait(changed)
+                if changed.done():
+                    changed.result()
+            finally:
+                changed.cancel()
+            self._round += 1
+            self._failed.clear()
+
+    async def _look_around(self) -> None:
+        """Everyone who may looks once. A place that is found or not decides for how many of the others look at once."""
+        looks: set[asyncio.Future[bool]] = set()
+        while (ticket := self._next()) is not None or looks:
+            if ticket is not None and len(looks) < self._window:
+                looks.add(self._look(ticket))
+                continue
+            done, looks = await asyncio.wait(looks, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                looks = set()
+
+    async def _wait(self, changed: asyncio.Future[None]) -> None:
+        """Until there may be room, a request has come, or the last one has gone."""
+        poked = asyncio.ensure_future(self._poke.wait())
         try:
-            await ticket
-        except asyncio.CancelledError:
-            if ticket.done() and not ticket.cancelled():
-                self._leave()  # our turn came in the moment we left: pass it on
-            else:
-                ticket.cancel()
-            raise
-
-    def _leave(self) -> None:
-        while self._queue:
-            _, _, ticket = heapq.heappop(self._queue)
-            if not ticket.done():
-                ticket.set_result(None)
-                return
-        self._busy = False
+            await asyncio.wait([changed, poked], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            poked.cancel()

@@ -1,6 +1,6 @@
 """What came of predictions: a factor and an error for each worker, from the latencies that requests then had.
 
-Pure. Factors are geometric means that forget; a pair of workers is corrected by each one's own part.
+Pure. Factors are geometric means that forget.
 """
 
 from __future__ import annotations
@@ -33,26 +33,14 @@ class Drift:
         self.mean += weight * (ratio - self.mean)
 
     @property
-    def factor(self) -> float:
-        return min(MOST, max(1.0 / MOST, math.exp(self.mean)))
-
-
-@dataclass(frozen=True, slots=True)
-class Correction:
-    """Applied to the predictions of one placement."""
-
-    first: Drift
-    further: Drift
-
-    def ttft(self, predicted: float) -> float:
-        return predicted * self.first.factor
-
-    def tpot(self, predicted: float) -> float:
-        return predicted * self.further.factor
+    def error(self) -> float:
+        """Standard deviation of ln(observed / predicted) once the factor is applied."""
+        return math.sqrt(self.variance)
 
     @property
-    def error(self) -> float:
-        return math.sqrt(max(self.first.variance, self.further.variance))
+    def factor(self) -> float:
+        """What a prediction is multiplied by."""
+        return min(MOST, max(1.0 / MOST, math.exp(self.mean)))
 
 
 class Calibration:
@@ -63,8 +51,13 @@ class Calibration:
         self._further: dict[str, Drift] = {}
         self._new = Drift()
 
-    def of(self, prefill: str, decode: str) -> Correction:
-        return Correction(self._first.get(prefill, self._new), self._further.get(decode, self._new))
+    def first(self, prefill: str) -> Drift:
+        """Of TTFT."""
+        return self._first.get(prefill, self._new)
+
+    def further(self, decode: str) -> Drift:
+        """Of TPOT."""
+        return self._further.get(decode, self._new)
 
     def first_token(self, prefill: str, predicted: float, observed: float) -> None:
         """TTFT: predicted without correction, and observed; seconds."""

@@ -40,7 +40,7 @@ class Dispatched:
 NOTHING = Dispatched()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Candidate:
     """`made_at` is when the status was made, on the router's clock; `newer` is what the router has sent since then.
 
@@ -94,7 +94,7 @@ class Candidate:
 
     # ---- what its steps take ---------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def cost(self) -> StepCost | None:
         """The model of its steps; None where the worker has none."""
         return self.status.step_cost

@@ -189,6 +189,7 @@ class Fleet:
         """Call once for each lease."""
         if isinstance(lease, PrefillOnlyLease):
             self._prefill_only.discard(lease)
+            self.notify()
             return
         counted = self._counted.pop(lease.fence.lease, None)
         if counted is not None:
@@ -220,6 +221,10 @@ class Fleet:
     @property
     def open_leases(self) -> int:
         return sum(len(session.leases) for session in self._sessions.established())
+
+    @property
+    def prefill_only_leases(self) -> int:
+        return len(self._prefill_only)
 
     @property
     def running_prefills(self) -> int:

@@ -16,16 +16,39 @@ from router.calibration import Calibration
 from router.candidate import Candidate
 from router.policy import Considered, Decision, Demand, FleetView, PrefixAware, spread
 from router.predict import Prediction, others_lost, prompt_seconds, queue_seconds, step_seconds
-from serving.step_cost import StepCost
+from serving.messages import Slo
 
-SHORTLIST = 6  # workers of each side whose pairs are predicted
+SHORTLIST = 4  # workers of each kind whose placements are predicted
 SCORE_BAND = 0.02  # requests: scores within it are near ties, and the quickest placement wins
 TIME_BAND = 0.05  # share of the quickest: placements within it are near ties, and are spread over requests
 KEPT = 8  # placements that a decision tells it has considered
 
 
 @dataclass(frozen=True, slots=True)
-class _Scored:
+class _FirstToken:
+    """A prompt at one worker: seconds, and the corrected TTFT."""
+
+    worker: Candidate
+    queue: float
+    compute: float
+    ttft: float
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class _FurtherTokens:
+    """A decode at one worker: seconds of a step and a token with the request in it, without a handoff."""
+
+    worker: Candidate
+    step: float
+    token: float
+    before: float  # a token, without the request
+    factor: float  # of the correction
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Placement:
     prefill: Candidate
     decode: Candidate | None
     predicted: Prediction
@@ -47,7 +70,7 @@ class Goodput:
         self.fallback = PrefixAware()
 
     def choose(self, demand: Demand, view: FleetView, now: float) -> Decision | None:
-        if any(worker.cost is None for worker in (*view.decode, *view.prefill)):
+        if any(worker.cost is None for worker in view.decode) or any(worker.cost is None for worker in view.prefill):
             return self.fallback.choose(demand, view, now)
         placements = self._placements(demand, view, now)
         if not placements:
@@ -71,91 +94,104 @@ class Goodput:
         if tpot is not None and decision.decode is not None:
             self.calibration.further_tokens(decision.decode.status.instance, predicted.token, tpot)
 
-    def _spread(self, demand: Demand, placed: _Scored) -> int:
-        return spread(demand, placed.prefill) ^ (spread(demand, placed.decode) if placed.decode is not None else 0)
+    def _spread(self, demand: Demand, placed: _Placement) -> tuple[int, int]:
+        decode = spread(demand, placed.decode) if placed.decode is not None else 0
+        return decode, spread(demand, placed.prefill)
 
-    def _placements(self, demand: Demand, view: FleetView, now: float) -> list[_Scored]:
-        """The shortlisted placements. Those whose device holds the whole text go before all others."""
+    # ---- what is looked at -----------------------------------------------------------------------------------------
+
+    def _placements(self, demand: Demand, view: FleetView, now: float) -> list[_Placement]:
+        """The shortlisted placements, on workers whose device holds the whole text and that have room, if any do."""
+        quick = nsmallest(2 * SHORTLIST, view.prefill, key=lambda worker: _roughly_first(demand, worker, now))
+        firsts = [self._first(demand, worker, now) for worker in quick]
         if not view.decode:
-            able = nsmallest(SHORTLIST, view.prefill, key=lambda worker: self._first_token(demand, worker, now))
-            return [self._score(demand, view, worker, None, now) for worker in able]
+            return [self._alone(demand, first) for first in firsts]
         fits = [worker for worker in view.decode if not demand.streams(worker)] or view.decode
         roomy = [worker for worker in fits if worker.load < 1.0] or fits
-        decodes = self._decode_shortlist(demand, roomy, now)
+        split = nsmallest(SHORTLIST, (w for w in roomy if not w.prefills), key=_roughly_step)
+        mixed = nsmallest(
+            SHORTLIST,
+            (worker for worker in roomy if worker.prefills),
+            key=lambda worker: _roughly_first(demand, worker, now) + demand.output * _roughly_step(worker),
+        )
         found = []
-        for decode in decodes:
-            able = view.prefills_for(decode, now)
-            own = [worker for worker in able if worker is decode]
-            others = (worker for worker in able if worker is not decode)
-            best = nsmallest(SHORTLIST, others, key=lambda worker: self._first_token(demand, worker, now))
-            found += [self._score(demand, view, prefill, decode, now) for prefill in own + best]
+        for decode in (*split, *mixed):
+            further = self._further(demand, decode)
+            able = self._firsts_for(demand, view, decode, firsts, now)
+            found += [self._pair(demand, view, first, further) for first in able]
         return found
 
-    def _decode_shortlist(self, demand: Demand, able: Sequence[Candidate], now: float) -> list[Candidate]:
-        """The best of the workers that decode alone and of those that prefill too."""
-        split = [worker for worker in able if not worker.prefills]
-        mixed = [worker for worker in able if worker.prefills]
-        by_step = nsmallest(SHORTLIST, split, key=_present_step)
-        by_both = nsmallest(
-            SHORTLIST, mixed, key=lambda w: self._first_token(demand, w, now) + demand.output * _present_step(w)
-        )
-        return by_step + by_both
+    def _firsts_for(
+        self, demand: Demand, view: FleetView, decode: Candidate, firsts: Sequence[_FirstToken], now: float
+    ) -> list[_FirstToken]:
+        """The quickest prefills for a decode by this worker: its own where it prefills too, and some others."""
+        instance, pairing = decode.status.instance, decode.status.pairing
+        found = []
+        for first in firsts:
+            status = first.worker.status
+            apart = first.worker is not decode and not (decode.prefills and first.worker.decodes)
+            if apart and status.pairing == pairing and view.links.allows(status.instance, instance, now):
+                found.append(first)
+            if len(found) == SHORTLIST:
+                break
+        if decode.prefills and decode in view.prefill:
+            found.append(self._first(demand, decode, now, own=True))
+        if found:
+            return found
+        return [self._first(demand, worker, now) for worker in view.prefills_for(decode, now)[:SHORTLIST]]
 
-    def _first_token(self, demand: Demand, worker: Candidate, now: float) -> float:
-        """Seconds to the first token, roughly: what the shortlist is made by."""
-        assert worker.cost is not None
-        return queue_seconds(worker, now) + worker.cost.token * demand.uncached(worker)
+    # ---- what is predicted -----------------------------------------------------------------------------------------
 
-    def _score(
-        self, demand: Demand, view: FleetView, prefill: Candidate, decode: Candidate | None, now: float
-    ) -> _Scored:
-        predicted, lost = self._predict(demand, view, prefill, decode, now)
-        score = demand.weight * predicted.attainment(demand.slo, demand.first_token_in) - lost
-        seconds = predicted.ttft + predicted.tpot * max(0, demand.output - 1)
-        return _Scored(prefill, decode, predicted, score, seconds)
-
-    def _predict(
-        self, demand: Demand, view: FleetView, prefill: Candidate, decode: Candidate | None, now: float
-    ) -> tuple[Prediction, float]:
-        """What the placement brings the request, and how many others it is expected to cost their TPOT objective."""
-        cost = prefill.cost
+    def _first(self, demand: Demand, worker: Candidate, now: float, *, own: bool = False) -> _FirstToken:
+        """The prompt at this worker; `own`: it decodes there too, and its TPOT objective holds prompts back."""
+        cost, tpot_ms = worker.cost, demand.slo.tpot_ms
         assert cost is not None
-        own = decode is prefill
-        tpot_slo = demand.slo.tpot_ms / 1e3 if own and demand.slo.tpot_ms is not None else None
-        start = demand.tokens - demand.uncached(prefill)
-        queue = queue_seconds(prefill, now)
-        compute = prompt_seconds(prefill, cost, start, demand.tokens, tpot_slo)
-        known = self.calibration.of(prefill.status.instance, decode.status.instance if decode is not None else "")
-        ttft = known.ttft(queue + compute)
-        step = token = transfer = lost = 0.0
-        if decode is not None:
-            step, token, transfer, lost = self._decoding(demand, view, prefill, decode, compute)
-        return Prediction(queue, compute, transfer, step, token, ttft, known.tpot(token), known.error), lost
+        queue = queue_seconds(worker, now)
+        start = demand.tokens - demand.uncached(worker)
+        objective = tpot_ms / 1e3 if own and tpot_ms is not None else None
+        compute = prompt_seconds(worker, cost, start, demand.tokens, objective)
+        drift = self.calibration.first(worker.status.instance)
+        return _FirstToken(worker, queue, compute, (queue + compute) * drift.factor, drift.error)
 
-    def _decoding(
-        self, demand: Demand, view: FleetView, prefill: Candidate, decode: Candidate, compute: float
-    ) -> tuple[float, float, float, float]:
-        """Seconds of a step, a token and the handoff, and expected misses among those that run there."""
-        cost = decode.cost
+    def _further(self, demand: Demand, worker: Candidate) -> _FurtherTokens:
+        """A decode at this worker. What prompts take of its time is left out of the share that decodes have."""
+        cost = worker.cost
         assert cost is not None
-        output = max(2, demand.output)
-        step = step_seconds(decode, cost, demand.tokens, output)
-        before, after = _step_now(decode, cost), step
-        if decode is prefill:
-            transfer, left = 0.0, 1.0 - decode.prompt_share
-            before, after = before / left, step / left + compute / output  # its prompt holds them up meanwhile
-            tpot = step / left
+        left = 1.0 - worker.prompt_share
+        step = step_seconds(worker, cost, demand.tokens, max(2, demand.output))
+        drift = self.calibration.further(worker.status.instance)
+        before = cost.seconds(worker.decode_load) / left
+        return _FurtherTokens(worker, step, step / left, before, drift.factor, drift.error)
+
+    def _alone(self, demand: Demand, first: _FirstToken) -> _Placement:
+        """A request that needs no decode."""
+        predicted = Prediction(first.queue, first.compute, 0.0, 0.0, 0.0, first.ttft, 0.0, first.error)
+        score = demand.weight * predicted.attainment(Slo(), demand.first_token_in)
+        return _Placement(first.worker, None, predicted, score, first.ttft)
+
+    def _pair(self, demand: Demand, view: FleetView, first: _FirstToken, further: _FurtherTokens) -> _Placement:
+        prefill, decode = first.worker, further.worker
+        output, transfer, after = max(2, demand.output), 0.0, further.token
+        if prefill is decode:
+            after += first.compute / output  # its prompt holds the others up meanwhile
         else:
-            left = 1.0 - decode.prompt_share
             transfer = view.links.seconds(prefill.status.instance, decode.status.instance, demand.tokens)
-            tpot = step / left + transfer / (output - 1)
-        return step, tpot, transfer, others_lost(decode, before, after, cost.error)
+        token = further.token + transfer / (output - 1)
+        tpot, error = token * further.factor, max(first.error, further.error)
+        predicted = Prediction(first.queue, first.compute, transfer, further.step, token, first.ttft, tpot, error)
+        lost = others_lost(decode, further.before, after, further.error)
+        score = demand.weight * predicted.attainment(demand.slo, demand.first_token_in) - lost
+        return _Placement(prefill, decode, predicted, score, first.ttft + tpot * max(0, demand.output - 1))
 
 
-def _step_now(worker: Candidate, cost: StepCost) -> float:
+def _roughly_first(demand: Demand, worker: Candidate, now: float) -> float:
+    """Seconds to the first token, roughly: what the shortlist is made by."""
+    cost = worker.cost
+    assert cost is not None
+    return max(0.0, worker.prompts_left_at - now) + cost.token * demand.uncached(worker)
+
+
+def _roughly_step(worker: Candidate) -> float:
+    cost = worker.cost
+    assert cost is not None
     return cost.seconds(worker.decode_load)
-
-
-def _present_step(worker: Candidate) -> float:
-    assert worker.cost is not None
-    return _step_now(worker, worker.cost)

@@ -7,12 +7,13 @@ The policy ranks, the fleet opens; this tries workers in that order and keeps to
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
 from kvcache.blocks.prefix import extend_keys, root_key
-from router.admission import CONTINUATION, NEW, AdmissionQueue
+from router.admission import CONTINUATION, AdmissionQueue, Claim
 from router.candidate import Candidate, Dispatched
 from router.fleet import Fleet
 from router.leases import RouterLease, WorkerLease
@@ -40,7 +41,7 @@ from serving.errors import (
     Unavailable,
     WorkerLost,
 )
-from serving.messages import Build, WorkerStatus
+from serving.messages import TPOT_BINS_MS, Build, WorkerStatus
 
 NO_PREFILL = "no prefill worker is ready; start one, or look at /health"
 NO_DECODE = "no decode worker is ready; start one, or look at /health"
@@ -64,10 +65,9 @@ class Placer:
     def __init__(self, fleet: Fleet, policy: Policy):
         self.fleet = fleet
         self.policy = policy
-        self.admission = AdmissionQueue(fleet.config.max_waiting)
+        self.admission = AdmissionQueue(fleet.config.max_waiting, fleet.change)
         self.outputs = OutputLengths()
         self._lease_numbers = count(1)
-        self._full = False  # True if the last look for a place, of any request, found workers, but none with room
 
     async def open_lease(self, state: RequestState) -> tuple[RouterLease, Placed | None]:
         """Room on the best decode worker that has it, and of the text's build, and what was decided with it.
@@ -76,23 +76,42 @@ class Placer:
         Raises Overloaded or Unavailable once patience is over, InvalidRequest, ContextLengthExceeded.
         """
         lease_id = f"{state.request.request_id}/{next(self._lease_numbers)}"
-        if state.request.sampling.max_tokens - len(state.generated) == 1 and not self._outgrown(state):
-            return self.fleet.prefill_only(lease_id), None
+        single = state.request.sampling.max_tokens - len(state.generated) == 1 and not self._outgrown(state)
+        full = False
         try:
-            async with asyncio.timeout(self._patience(state)):
-                async with self.admission.turn(CONTINUATION if state.generated else NEW):
-                    while True:
+            async with asyncio.timeout(self._patience(state)), self.admission.enter(self._claim(state)) as ticket:
+                while True:
+                    await self.admission.turn(ticket)
+                    found: tuple[RouterLease | None, Placed | None, bool] = None, None, full
+                    try:
                         if self.fleet.refused is not None:
                             raise self.fleet.refused
-                        lease, placed, self._full = await self._try_all(lease_id, state)
-                        if lease is not None:
-                            return lease, placed
-                        await self.fleet.change()
+                        found = self._prefill_only(lease_id) if single else await self._try_all(lease_id, state)
+                    finally:
+                        self.admission.looked(ticket, found=found[0] is not None)
+                    lease, placed, full = found
+                    if lease is not None:
+                        return lease, placed
         except TimeoutError:
-            if not self._full:
+            if not full:
                 raise Unavailable(NO_DECODE, retry_after=2.0) from None
             waited = f"no decode worker had room within {self.fleet.config.patience:g} s"
             raise Overloaded(waited, code="no_room", retry_after=1.0) from None
+
+    def _claim(self, state: RequestState) -> Claim:
+        """What the request asks for, as far as it keeps others back that ask for as much."""
+        request, build = state.request, state.required_build
+        bin_ = bisect_left(TPOT_BINS_MS, request.slo.tpot_ms) if request.slo.tpot_ms is not None else None
+        priority = CONTINUATION if state.generated else request.priority
+        single = request.sampling.max_tokens - len(state.generated) == 1
+        return Claim(priority, request.tenant, state.tokens, (build, bin_, single))
+
+    def _prefill_only(self, lease_id: str) -> tuple[RouterLease | None, None, bool]:
+        """A single token needs no decode worker, but workers compute so many prompts at a time as they may hold."""
+        most = sum(worker.status.max_seqs for worker in self.fleet.registry.candidates() if worker.prefills)
+        if most and self.fleet.prefill_only_leases >= most:
+            return None, None, True
+        return self.fleet.prefill_only(lease_id), None, False
 
     async def _try_all(self, lease_id: str, state: RequestState) -> tuple[WorkerLease | None, Decision | None, bool]:
         """A lease on the first worker that grants one, in the policy's order; True if some were full."""

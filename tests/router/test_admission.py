@@ -1,4 +1,4 @@
-"""The admission: one looks at a time, continuations first, then in order of arrival; whoever leaves holds nobody up."""
+"""The admission queue: who looks for a place and when, against a room of so many places."""
 
 from __future__ import annotations
 
@@ -9,122 +9,237 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.admission import CONTINUATION, NEW, AdmissionQueue
+from router.admission import CONTINUATION, AdmissionQueue, Claim, FairShares
 from serving.errors import Overloaded
 
+NEW = 0
+HANG = "hang"  # a kind whose look never ends
+NEVER = "never"  # a kind there is no place for
 
-class Crowd:
-    """Tasks that go through a admission, each when it is told to leave."""
 
-    def __init__(self, max_waiting: int = 100):
-        self.admission = AdmissionQueue(max_waiting)
-        self.entered: list[str] = []
+class Room:
+    """`places` for requests that enter through the queue; each stays until it is told to leave."""
+
+    def __init__(self, places: int, max_waiting: int = 100):
+        self.places = places
         self.inside: list[str] = []
-        self.leave: dict[str, asyncio.Event] = {}
+        self.entered: list[str] = []
+        self.looks: list[str] = []
+        self.queue = AdmissionQueue(max_waiting, self.changed)
         self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.leave: dict[str, asyncio.Event] = {}
+        self._changed = asyncio.Event()
 
-    async def come(self, name: str, priority: int = NEW) -> None:
+    async def changed(self) -> None:
+        await self._changed.wait()
+
+    def notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def come(
+        self, name: str, priority: int = NEW, *, tenant: str = "", tokens: int = 1, kind: object = None
+    ) -> None:
         self.leave[name] = asyncio.Event()
-        self.tasks[name] = asyncio.create_task(self._pass(name, priority))
+        self.tasks[name] = asyncio.create_task(self._pass(name, Claim(priority, tenant, tokens, kind)))
+        await settle()
+
+    async def _pass(self, name: str, claim: Claim) -> None:
+        async with self.queue.enter(claim) as ticket:
+            while True:
+                await self.queue.turn(ticket)
+                self.looks.append(name)
+                if claim.kind == HANG:
+                    await asyncio.Event().wait()
+                found = claim.kind != NEVER and len(self.inside) < self.places
+                await asyncio.sleep(0)
+                found = found and len(self.inside) < self.places
+                if found:
+                    self.inside.append(name)
+                self.queue.looked(ticket, found=found)
+                if found:
+                    break
+        self.entered.append(name)
+        try:
+            await self.leave[name].wait()
+        finally:
+            self.inside.remove(name)
+            self.notify()
+
+    async def go(self, name: str) -> None:
+        self.leave[name].set()
+        await settle()
+
+    async def empty(self) -> None:
+        """Let everyone in and out until no one can enter any more."""
+        while self.inside:
+            await self.go(self.inside[0])
+
+    async def close(self) -> None:
+        for task in self.tasks.values():
+            task.cancel()
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+
+
+async def settle() -> None:
+    for _ in range(12):
         await asyncio.sleep(0)
 
-    async def _pass(self, name: str, priority: int) -> None:
-        async with self.admission.turn(priority):
-            self.inside.append(name)
-            assert len(self.inside) == 1, "two look for a place at once"
-            self.entered.append(name)
-            try:
-                await self.leave[name].wait()
-            finally:
-                self.inside.remove(name)
 
-    async def settle(self) -> None:
-        for _ in range(5):
-            await asyncio.sleep(0)
-
-    async def pass_all(self) -> None:
-        while self.inside:
-            self.leave[self.inside[0]].set()
-            await self.settle()
+async def test_requests_go_by_priority_then_in_order_of_arrival_and_continuations_first() -> None:
+    room = Room(1)
+    for name, priority in (("a", NEW), ("b", 100), ("c", NEW), ("d", CONTINUATION), ("e", -100), ("f", NEW)):
+        await room.come(name, priority)
+    assert room.inside == ["a"] and room.queue.waiting == 5
+    await room.empty()
+    assert room.entered == ["a", "d", "e", "c", "f", "b"] and room.queue.waiting == 0
 
 
-async def test_new_requests_go_in_order_and_after_continuations() -> None:
-    crowd = Crowd()
-    for name, priority in (("a", NEW), ("b", NEW), ("c", CONTINUATION), ("d", NEW), ("e", CONTINUATION)):
-        await crowd.come(name, priority)
-    assert crowd.admission.waiting == 5
-    await crowd.pass_all()
-    assert crowd.entered == ["a", "c", "e", "b", "d"] and crowd.admission.waiting == 0
+async def test_places_are_looked_for_side_by_side() -> None:
+    """Requests that find their places do not wait for each other's look."""
+    room = Room(10)
+    for n in range(10):
+        room.leave[str(n)] = asyncio.Event()
+        room.tasks[str(n)] = asyncio.create_task(room._pass(str(n), Claim(NEW, "", 1)))
+    await settle()
+    assert len(room.entered) == 10
+    await room.empty()
+
+
+async def test_one_that_finds_no_place_keeps_back_only_those_that_ask_for_as_much() -> None:
+    room = Room(1)
+    await room.come("inside")
+    await room.come("large", tokens=100)
+    looks = len(room.looks)
+    await room.come("larger", tokens=200)
+    assert len(room.looks) == looks, "it asks for more than was not to be had"
+    await room.come("small", tokens=10)
+    await room.come("other", tokens=200, kind="other")
+    assert room.looks[looks:] == ["small", "other"]
+    await room.close()
+
+
+async def test_one_that_can_never_go_blocks_no_one() -> None:
+    room = Room(2)
+    await room.come("never", CONTINUATION, kind=NEVER)
+    for name in "abcd":
+        await room.come(name)
+    assert room.inside == ["a", "b"]
+    await room.empty()
+    assert room.entered == ["a", "b", "c", "d"] and room.queue.waiting == 1
+    await room.close()
+    assert room.queue.waiting == 0
+
+
+async def test_a_worker_that_does_not_answer_holds_up_one_request() -> None:
+    room = Room(2)
+    await room.come("hangs", CONTINUATION, kind=HANG)
+    await room.come("a")
+    async with asyncio.timeout(5):
+        while "a" not in room.entered:
+            await asyncio.sleep(0.005)
+    room.notify()
+    await room.come("b")
+    async with asyncio.timeout(5):
+        while "b" not in room.entered:
+            await asyncio.sleep(0.005)
+    assert room.looks.count("hangs") == 1, "it is still looking"
+    await room.close()
+
+
+async def test_while_there_is_no_room_one_looks_for_all() -> None:
+    """A change costs a look or two, however many wait."""
+    room = Room(1)
+    for n in range(200):
+        await room.come(str(n), tokens=1)
+    looks = len(room.looks)
+    for _ in range(10):
+        room.notify()
+        await settle()
+    assert len(room.looks) - looks == 10
+    await room.close()
+
+
+async def test_tenants_share_what_there_is_by_tokens() -> None:
+    room = Room(1)
+    await room.come("first", tenant="x")
+    for n in range(6):
+        await room.come(f"greedy{n}", tenant="greedy", tokens=100)
+    for n in range(4):
+        await room.come(f"modest{n}", tenant="modest", tokens=100)
+    await room.empty()
+    served = [name[:6] for name in room.entered[1:9]]
+    assert served.count("greedy") == served.count("modest") == 4
+    assert [name for name in room.entered if name.startswith("greedy")] == [f"greedy{n}" for n in range(6)]
+
+
+def test_a_tenant_that_comes_back_has_saved_nothing_up() -> None:
+    shares = FairShares()
+    shares.arrived("busy", set())
+    shares.charge("busy", 10_000)
+    shares.arrived("back", {"busy"})
+    assert shares.served("back") == 10_000
+
+
+def test_tenants_without_number_take_bounded_memory() -> None:
+    shares = FairShares()
+    for n in range(20_000):
+        shares.arrived(str(n), set())
+    assert len(shares._served) <= 4096
 
 
 async def test_who_leaves_the_queue_is_passed_over() -> None:
-    crowd = Crowd()
+    room = Room(1)
     for name in "abcd":
-        await crowd.come(name)
-    crowd.tasks["b"].cancel()
-    await crowd.settle()
-    assert crowd.admission.waiting == 3
-    await crowd.pass_all()
-    assert crowd.entered == ["a", "c", "d"]
-
-
-async def test_who_leaves_in_the_moment_of_its_turn_passes_it_on() -> None:
-    crowd = Crowd()
-    for name in "abc":
-        await crowd.come(name)
-    crowd.leave["a"].set()
-    await asyncio.sleep(0)  # a leaves, b's turn has come but b has not heard of it yet
-    crowd.tasks["b"].cancel()
-    await crowd.pass_all()
-    await crowd.settle()
-    assert crowd.entered == ["a", "c"]
-    await crowd.pass_all()
-    assert crowd.admission.waiting == 0
-
-
-async def test_who_is_cancelled_while_looking_gives_the_turn_away() -> None:
-    crowd = Crowd()
-    await crowd.come("a")
-    await crowd.come("b")
-    crowd.tasks["a"].cancel()
-    await crowd.settle()
-    assert crowd.inside == ["b"]
-    await crowd.pass_all()
+        await room.come(name)
+    room.tasks["b"].cancel()
+    await settle()
+    assert room.queue.waiting == 2
+    await room.empty()
+    assert room.entered == ["a", "c", "d"]
 
 
 async def test_an_error_while_looking_gives_the_turn_away() -> None:
-    admission = AdmissionQueue(9)
+    room = Room(1)
     with pytest.raises(ZeroDivisionError):
-        async with admission.turn(NEW):
+        async with room.queue.enter(Claim(NEW, "", 1)) as ticket:
+            await room.queue.turn(ticket)
             raise ZeroDivisionError
-    async with admission.turn(NEW):
-        assert admission.waiting == 1
-    assert admission.waiting == 0
+    await room.come("a")
+    assert room.inside == ["a"] and room.queue.waiting == 0
+    await room.empty()
 
 
 @pytest.mark.parametrize("max_waiting", [0, 1, 3])
 async def test_too_many_are_refused_at_once_but_never_a_continuation(max_waiting: int) -> None:
-    crowd = Crowd(max_waiting)
-    for number in range(max_waiting + 1):  # one looks, the others wait
-        await crowd.come(str(number))
+    room = Room(1, max_waiting)
+    await room.come("inside")
+    for number in range(max_waiting + 1):
+        await room.come(str(number))
     with pytest.raises(Overloaded) as refused:
-        async with crowd.admission.turn(NEW):
-            raise AssertionError("nobody gets here")
+        async with room.queue.enter(Claim(NEW, "", 1)):
+            raise AssertionError("it is let in")
     assert refused.value.code == "queue_full" and refused.value.retry_after
-    await crowd.come("again", CONTINUATION)
-    await crowd.pass_all()
-    assert set(crowd.entered) == {*map(str, range(max_waiting + 1)), "again"}
+    await room.come("again", CONTINUATION)
+    await room.empty()
+    assert set(room.entered) == {"inside", *map(str, range(max_waiting + 1)), "again"}
 
 
-async def test_who_has_left_does_not_count_as_waiting() -> None:
-    crowd = Crowd(1)
-    await crowd.come("a")
-    await crowd.come("b")
-    crowd.tasks["b"].cancel()
-    await crowd.settle()
-    await crowd.come("c")
-    await crowd.pass_all()
-    assert crowd.entered == ["a", "c"]
+async def test_waiting_requests_survive_a_change_that_breaks() -> None:
+    """The task that lets requests look is replaced when it breaks."""
+    room = Room(1)
+    broken = [True]
+
+    async def changed() -> None:
+        if broken and broken.pop():
+            raise ZeroDivisionError
+        await room.changed()
+
+    room.queue.changed = changed
+    await room.come("a")
+    await room.come("b")
+    await room.empty()
+    assert room.entered == ["a", "b"]
 
 
 @settings(max_examples=150, deadline=None)
@@ -132,34 +247,30 @@ async def test_who_has_left_does_not_count_as_waiting() -> None:
 def test_any_order_of_coming_going_and_leaving_lets_everyone_else_through(seed: int) -> None:
     async def play() -> None:
         choice = random.Random(seed)
-        crowd = Crowd()
-        priority: dict[str, int] = {}
-        order: list[str] = []
+        room = Room(choice.choice([1, 2, 5]))
+        claims: dict[str, int] = {}
         cancelled: set[str] = set()
         for number in range(25):
             what = choice.random()
             if what < 0.5:
                 name = f"{number:02}"
-                priority[name] = choice.choice((NEW, CONTINUATION))
-                waiting = [n for n in order if n not in crowd.entered and n not in cancelled]
-                order.append(name)
-                await crowd.come(name, priority[name])
-                assert crowd.admission.waiting <= len(waiting) + 2
-            elif what < 0.75 and crowd.inside:
-                crowd.leave[crowd.inside[0]].set()
-            elif order:
-                name = choice.choice(order)
-                crowd.tasks[name].cancel()
+                claims[name] = choice.choice((NEW, CONTINUATION, 100))
+                await room.come(name, claims[name], tenant=choice.choice("xy"), tokens=choice.choice((1, 50)))
+            elif what < 0.75 and room.inside:
+                room.leave[room.inside[0]].set()
+            elif claims:
+                name = choice.choice(list(claims))
+                room.tasks[name].cancel()
                 cancelled.add(name)
             for _ in range(choice.randrange(4)):
                 await asyncio.sleep(0)
-        await crowd.settle()
-        await crowd.pass_all()
-        assert set(order) - cancelled <= set(crowd.entered), "somebody was never let in"
-        assert len(set(crowd.entered)) == len(crowd.entered) and crowd.admission.waiting == 0
-        for kind in (NEW, CONTINUATION):
-            came = [name for name in order if priority[name] == kind and name in crowd.entered]
-            assert [name for name in crowd.entered if priority[name] == kind] == came
-        await asyncio.gather(*crowd.tasks.values(), return_exceptions=True)
+            assert len(room.inside) <= room.places
+        await settle()
+        await room.empty()
+        await settle()
+        await room.empty()
+        assert set(claims) - cancelled <= set(room.entered), "one was never let in"
+        assert len(set(room.entered)) == len(room.entered) and room.queue.waiting == 0
+        await room.close()
 
     asyncio.run(play())

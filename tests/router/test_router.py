@@ -309,8 +309,8 @@ async def test_when_the_iterator_is_closed_the_prefill_is_over_too(split: World)
 
 
 async def test_refusing_all_ends_what_runs_and_what_waits(split: World) -> None:
-    split.workers["p0"].script.before_first = ["hang"]
-    split.workers["p1"].script.before_first = ["hang"]
+    split.workers["p0"].script.before_first = ["hang", "hang"]
+    split.workers["p1"].script.before_first = ["hang", "hang"]
     running = [asyncio.create_task(split.tokens(wanted(str(n)))) for n in range(3)]
     running += [asyncio.create_task(split.tokens(wanted("one token", max_tokens=1)))]  # which holds no lease
     await split.settled()
