@@ -1,0 +1,268 @@
+"""The goodput policy: what it predicts, and what it chooses by that."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from zlib import crc32
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.calibration import Calibration
+from router.candidate import Candidate, Dispatched
+from router.goodput import Goodput
+from router.link_costs import LinkCosts
+from router.output_lengths import OutputLengths
+from router.policy import Decision, Demand, view_for_lease
+from router.predict import Prediction, others_lost, prompt_seconds, within
+from serving.messages import TPOT_BINS_MS, Role, Slo
+from serving.step_cost import StepCost, StepLoad, pairs
+from tests.router.scripted import make_status
+
+COST = StepCost(fixed=0.004, token=0.0005, pair=1e-8, sequence=0.0005, context=1e-7, error=0.2, samples=100)
+
+
+def worker(name: str, role: Role = Role.MIXED, **fields: Any) -> Candidate:
+    """One with costs. `rows` decode there, of 300 tokens each and an objective of 100 ms."""
+    rows = fields.pop("rows", 0)
+    counts = [0] * (len(TPOT_BINS_MS) + 1)
+    counts[TPOT_BINS_MS.index(112.0)] = rows
+    plain = {
+        "step_cost": COST,
+        "running": rows,
+        "leases": rows,
+        "context_tokens": 300 * rows,
+        "tpot_counts": tuple(counts),
+        "total_blocks": 10_000,
+        "free_blocks": 10_000 - 20 * rows,
+        "max_seqs": 64,
+        "max_model_len": 32_768,
+        "max_batched_tokens": 512,
+    }
+    newer = fields.pop("newer", Dispatched())
+    return Candidate(make_status(name, role, **{**plain, **fields}), newer)
+
+
+def choose(demand: Demand, *workers: Candidate, policy: Goodput | None = None, now: float = 0.0) -> Decision:
+    decision = (policy or Goodput()).choose(demand, view_for_lease(demand, workers, LinkCosts()), now)
+    assert decision is not None
+    return decision
+
+
+def wanting(tokens: int = 256, ttft: float | None = 1.0, tpot_ms: float | None = 100.0, **fields: Any) -> Demand:
+    slo = Slo(ttft_ms=ttft * 1e3 if ttft is not None else None, tpot_ms=tpot_ms)
+    return Demand(**{"tokens": tokens, "output": 64, "slo": slo, "first_token_in": ttft, **fields})
+
+
+# ---- arithmetic ----------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 3000), st.integers(1, 3000), st.integers(1, 600))
+def test_a_prompts_seconds_are_the_sum_of_its_steps(start: int, count: int, chunk: int) -> None:
+    total, at = 0.0, start
+    while at < start + count:
+        size = min(chunk, start + count - at)
+        total += COST.seconds(StepLoad.of(at, size))
+        at += size
+    predicted = COST.prompt_seconds(start, start + count, chunk)
+    assert predicted == pytest.approx(total, rel=0.02 + COST.context * chunk / COST.fixed)
+
+
+@given(st.floats(0, 1), st.integers(0, 4000), st.integers(0, 60), st.integers(1, 2000))
+def test_a_chunk_is_the_most_that_fits(seconds: float, start: int, rows: int, most: int) -> None:
+    beside = StepLoad(rows, rows * 300.0, rows, rows * 300.0)
+    chunk = COST.chunk_within(seconds, start, beside, most)
+    assert 0 <= chunk <= most
+    if chunk:
+        assert COST.seconds(beside + StepLoad.of(start, chunk)) <= seconds * (1 + 1e-9)
+    if chunk < most:
+        assert COST.seconds(beside + StepLoad.of(start, chunk + 1)) > seconds * (1 - 1e-9) - 2 * COST.token
+
+
+@given(st.integers(0, 500), st.integers(0, 500))
+def test_pairs_are_counted_one_by_one(start: int, count: int) -> None:
+    assert pairs(start, count) == sum(start + i for i in range(1, count + 1))
+
+
+def test_chances_are_even_at_the_limit_and_grow_with_it() -> None:
+    assert within(1.0, 1.0, 0.3) == pytest.approx(0.5)
+    assert within(2.0, 1.0, 0.3) > 0.95 > within(1.2, 1.0, 0.3) > 0.5
+    assert within(0.0, 1.0, 0.3) == within(-1.0, 1.0, 0.3) == 0.0
+    assert within(1.0, 0.0, 0.3) == 1.0
+
+
+@given(st.integers(0, 40), st.floats(1e-4, 1.0), st.floats(0.0, 1.0))
+def test_no_more_are_lost_than_run(rows: int, before: float, more: float) -> None:
+    assert 0.0 <= others_lost(worker("w", rows=rows), before, before + more, 0.2) <= rows
+
+
+def test_prompts_go_slower_beside_decodes_whose_objectives_are_tight() -> None:
+    idle, busy = worker("i"), worker("b", rows=20)
+    assert prompt_seconds(idle, COST, 0, 1000, None) < prompt_seconds(busy, COST, 0, 1000, None)
+    assert prompt_seconds(busy, COST, 0, 1000, None) < prompt_seconds(busy, COST, 0, 1000, 0.03)
+    assert prompt_seconds(idle, COST, 0, 1000, 0.03) == prompt_seconds(idle, COST, 0, 1000, None)
+
+
+# ---- choices -------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_goes_where_it_meets_its_objectives() -> None:
+    """The queue of one would cost the TTFT, the batch of the other the TPOT of a tight request but not of a loose."""
+    queued = worker("queued", waiting_seconds=3.0, waiting_tokens=6000)
+    decoding = worker("decoding", rows=50)
+    assert choose(wanting(tpot_ms=100.0), queued, decoding).decode is decoding
+    assert choose(wanting(ttft=8.0, tpot_ms=15.0), queued, decoding).decode is queued
+
+
+def test_it_does_not_break_what_runs() -> None:
+    """One more row would cost many others their objective: the request goes where it is slower itself."""
+    counts = [0] * 16
+    counts[TPOT_BINS_MS.index(28.0)] = 40
+    tight = worker("tight", Role.DECODE, rows=40, tpot_counts=tuple(counts))
+    spare = worker("spare", Role.DECODE, rows=45)
+    prefill = worker("p", Role.PREFILL)
+    assert choose(wanting(), prefill, tight, spare).decode is spare
+
+
+def test_mixed_or_split_is_decided_by_what_each_would_bring() -> None:
+    """A long prompt beside many decodes is better computed elsewhere; a short one on an idle mixed worker stays."""
+    prefill, decode = worker("p", Role.PREFILL), worker("d", Role.DECODE, rows=4)
+    busy = worker("m", rows=30, prompt_share=0.6)
+    chosen = choose(wanting(tokens=3000, ttft=4.0, tpot_ms=40.0), prefill, decode, busy)
+    assert (chosen.prefill, chosen.decode) == (prefill, decode)
+    idle = worker("m")
+    loaded = worker("p", Role.PREFILL, waiting_seconds=2.0)
+    chosen = choose(wanting(), loaded, decode, idle)
+    assert chosen.prefill is chosen.decode is idle
+
+
+def test_cached_tokens_are_worth_the_prefill_they_save_and_no_more() -> None:
+    holder, idle = worker("h", waiting_seconds=0.2), worker("i")
+    demand = wanting(tokens=2000, ttft=5.0, cached={"h-life": 1900})
+    assert choose(demand, holder, idle).prefill is holder
+    swamped = worker("h", waiting_seconds=3.0)
+    assert choose(demand, swamped, idle).prefill is idle
+
+
+def test_what_was_sent_since_the_heartbeat_counts() -> None:
+    sent = worker("a", newer=Dispatched(leases=3, context_tokens=900, prompt_tokens=3000, prompt_seconds=1.5))
+    assert choose(wanting(), sent, worker("b")).prefill is not sent
+
+
+def test_a_queue_gets_shorter_as_time_passes() -> None:
+    decision = choose(wanting(), worker("a", waiting_seconds=1.0), now=0.75)
+    assert decision.predicted is not None and decision.predicted.queue == pytest.approx(0.25)
+
+
+def test_near_ties_are_spread_over_requests() -> None:
+    workers = [worker(name) for name in "abcd"]
+    chosen = [choose(wanting(salt=crc32(b"%d" % n)), *workers).decode for n in range(200)]
+    assert min(chosen.count(each) for each in workers) >= 20
+
+
+def test_a_single_token_needs_a_prefill_worker_only() -> None:
+    free, queued = worker("f", Role.PREFILL), worker("q", Role.PREFILL, waiting_seconds=1.0)
+    demand = wanting(output=1)
+    decision = Goodput().choose(demand, view_for_lease(demand, [free, queued], LinkCosts()), 0.0)
+    assert decision is not None and decision.decode is None and decision.prefill is free
+
+
+def test_without_costs_it_ranks_as_prefix_aware_does() -> None:
+    blind = worker("b", step_cost=None)
+    assert choose(wanting(), blind, worker("a")).reason == "prefix_aware"
+
+
+def test_a_decision_tells_what_was_considered() -> None:
+    decision = choose(wanting(), worker("a"), worker("b", rows=20), worker("p", Role.PREFILL), worker("d", Role.DECODE))
+    assert decision.considered[0].decode == (decision.decode.status.name if decision.decode else "")
+    assert 1 < len(decision.considered) <= 8
+    scores = [placed.score for placed in decision.considered[1:]]
+    assert scores == sorted(scores, key=lambda score: -(score or 0.0))
+    assert all(placed.predicted is not None for placed in decision.considered)
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.floats(0, 5), st.sampled_from(list(Role))), min_size=1, max_size=8))
+def test_predictions_are_finite_and_never_negative(fleet: list[tuple[int, float, Role]]) -> None:
+    workers = [
+        worker(f"w{n}", role, rows=rows if role is not Role.PREFILL else 0, waiting_seconds=seconds)
+        for n, (rows, seconds, role) in enumerate(fleet)
+    ]
+    demand = wanting()
+    decision = Goodput().choose(demand, view_for_lease(demand, workers, LinkCosts()), 0.0)
+    if decision is None or decision.predicted is None:
+        return
+    predicted: Prediction = decision.predicted
+    times = (predicted.queue, predicted.prefill, predicted.transfer, predicted.step, predicted.ttft, predicted.tpot)
+    assert all(0.0 <= seconds < 1e6 for seconds in times)
+
+
+def test_a_choice_among_many_workers_is_quick() -> None:
+    """At most a millisecond with 256 workers on a quiet machine; ten here, since tests share theirs."""
+    roles = list(Role)
+    workers = [worker(f"w{n}", roles[n % 3], rows=n % 50 if n % 3 else 0) for n in range(256)]
+    policy, links, best = Goodput(), LinkCosts(), 1.0
+    for n in range(50):
+        demand = wanting(salt=n)
+        began = time.perf_counter()
+        policy.choose(demand, view_for_lease(demand, workers, links), 0.0)
+        best = min(best, time.perf_counter() - began)
+    assert best < 0.01
+
+
+# ---- what it learns ------------------------------------------------------------------------------------------------
+
+
+def test_predictions_are_corrected_by_what_came_of_them() -> None:
+    policy, slow, fast = Goodput(), worker("slow"), worker("fast")
+    for _ in range(40):
+        for each, factor in ((slow, 2.0), (fast, 1.0)):
+            decision = choose(wanting(), each, policy=policy)
+            predicted = decision.predicted
+            assert predicted is not None
+            raw = predicted.queue + predicted.prefill
+            policy.observed(decision, ttft=raw * factor, tpot=predicted.token * factor)
+    decision = choose(wanting(), slow, fast, policy=policy)
+    assert decision.decode is fast
+    told = {placed.decode: placed.predicted for placed in decision.considered}
+    slower, quicker = told["slow"], told["fast"]
+    assert slower is not None and quicker is not None
+    assert slower.tpot / quicker.tpot == pytest.approx(2.0, rel=0.05)
+    assert slower.error < 0.15
+
+
+def test_one_strange_observation_does_not_decide() -> None:
+    known = Calibration()
+    for _ in range(50):
+        known.first_token("w", 1.0, 1.0)
+    known.first_token("w", 1.0, 1e6)
+    assert known.first("w").factor < 1.2
+    known.first_token("w", 0.0, 1.0)
+    known.first_token("w", 1.0, 0.0)
+    known.retain(set())
+    assert known.first("w").factor == 1.0
+
+
+def test_links_learn_what_their_handoffs_cost() -> None:
+    links = LinkCosts()
+    for n in range(200):
+        tokens = 100 + 37 * n % 3000
+        links.observed("p", "d", tokens, 0.05 + 1e-4 * tokens)
+    assert links.seconds("p", "d", 1000) == pytest.approx(0.15, rel=0.05)
+    assert links.seconds("p", "d", 0) == pytest.approx(0.05, rel=0.2)
+    assert links.seconds("q", "d", 1000) == pytest.approx(0.15, rel=0.05), "what all have is the best guess"
+    links.retain({"q", "d"})
+    for _ in range(100):
+        links.observed("q", "d", 500, -1.0)
+    assert links.seconds("q", "d", 500) == pytest.approx(0.0, abs=0.01)
+
+
+def test_expected_outputs_follow_the_class() -> None:
+    lengths = OutputLengths()
+    assert lengths.expected("chat", 0, 1000) == 128 and lengths.expected("chat", 0, 10) == 10
+    for _ in range(50):
+        lengths.ended("chat", 40)
+    assert lengths.expected("chat", 0, 1000) == pytest.approx(40, abs=3)
+    assert 1 <= lengths.expected("chat", 200, 1000) <= 50
+    assert lengths.expected("other", 0, 1000) == 128
