@@ -214,7 +214,8 @@ class AdmissionQueue:
     async def _wait(self, changed: asyncio.Future[None]) -> None:
         """Until there may be room, a request has come, or the last one has gone."""
         poked = asyncio.ensure_future(self._poke.wait())
+        either: list[asyncio.Future[Any]] = [changed, poked]
         try:
-            await asyncio.wait([changed, poked], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             poked.cancel()

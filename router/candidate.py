@@ -103,7 +103,7 @@ class Candidate:
     def decode_load(self) -> StepLoad:
         """A decode step of all sequences that hold a lease. Those that do not run yet count as long as the others."""
         rows, running = self.held_leases if self.decodes else 0, self.status.running
-        context = self.status.context_tokens + max(0, self.newer.context_tokens)
+        context = float(self.status.context_tokens + max(0, self.newer.context_tokens))
         if running and rows > running + max(0, self.newer.leases):
             context += self.status.context_tokens / running * (rows - running - max(0, self.newer.leases))
         return StepLoad(rows, context, rows, context)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from router.candidate import Candidate, Dispatched
@@ -25,6 +25,7 @@ from router.request_state import RequestState
 from serving.errors import MillraceError, WorkerLost
 from serving.links import AuditLink, DecodeWorkerLink, PrefillLink
 from serving.messages import Audit, KVEvents, PoolReport, PrefillOrder, WorkerStatus
+from serving.service_class import SERVICE_CLASSES, ServiceClass
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class RouterConfig:
     silence: float = 5.0  # seconds without a heartbeat until a worker is taken for dead
     policy: str = "least_loaded"
     prefix_index_bytes: int = 64 << 20
+    classes: Mapping[str, ServiceClass] = field(default_factory=lambda: SERVICE_CLASSES)
 
 
 class Fleet:

@@ -16,7 +16,7 @@ from kvcache.blocks.prefix import extend_keys, root_key
 from router.admission import CONTINUATION, AdmissionQueue, Claim
 from router.candidate import Candidate, Dispatched
 from router.fleet import Fleet
-from router.leases import RouterLease, WorkerLease
+from router.leases import RouterLease
 from router.output_lengths import OutputLengths
 from router.policy import (
     Decision,
@@ -27,6 +27,7 @@ from router.policy import (
     view_for_lease,
     view_for_prefill,
 )
+from router.predict import within
 from router.prefill_call import PrefillCall
 from router.registry import Reservation
 from router.request_state import Attempt, RequestState
@@ -42,7 +43,11 @@ from serving.errors import (
     WorkerLost,
 )
 from serving.messages import TPOT_BINS_MS, Build, WorkerStatus
+from serving.service_class import STANDARD, ServiceClass
 
+HOPELESS = 0.1  # a chance to meet the TTFT objective below this counts as none
+JITTER = 0.25  # of retry_after, either way: clients that are refused together do not come back together
+MIN_RETRY = 0.1  # seconds
 NO_PREFILL = "no prefill worker is ready; start one, or look at /health"
 NO_DECODE = "no decode worker is ready; start one, or look at /health"
 
@@ -77,9 +82,9 @@ class Placer:
         """
         lease_id = f"{state.request.request_id}/{next(self._lease_numbers)}"
         single = state.request.sampling.max_tokens - len(state.generated) == 1 and not self._outgrown(state)
-        full = False
+        full, patience = False, self._patience(state)
         try:
-            async with asyncio.timeout(self._patience(state)), self.admission.enter(self._claim(state)) as ticket:
+            async with asyncio.timeout(patience), self.admission.enter(self._claim(state)) as ticket:
                 while True:
                     await self.admission.turn(ticket)
                     found: tuple[RouterLease | None, Placed | None, bool] = None, None, full
@@ -95,7 +100,7 @@ class Placer:
         except TimeoutError:
             if not full:
                 raise Unavailable(NO_DECODE, retry_after=2.0) from None
-            waited = f"no decode worker had room within {self.fleet.config.patience:g} s"
+            waited = f"no worker had room within {patience:g} s"
             raise Overloaded(waited, code="no_room", retry_after=1.0) from None
 
     def _claim(self, state: RequestState) -> Claim:
@@ -106,25 +111,27 @@ class Placer:
         single = request.sampling.max_tokens - len(state.generated) == 1
         return Claim(priority, request.tenant, state.tokens, (build, bin_, single))
 
-    def _prefill_only(self, lease_id: str) -> tuple[RouterLease | None, None, bool]:
+    def _prefill_only(self, lease_id: str) -> tuple[RouterLease | None, Placed | None, bool]:
         """A single token needs no decode worker, but workers compute so many prompts at a time as they may hold."""
         most = sum(worker.status.max_seqs for worker in self.fleet.registry.candidates() if worker.prefills)
         if most and self.fleet.prefill_only_leases >= most:
             return None, None, True
         return self.fleet.prefill_only(lease_id), None, False
 
-    async def _try_all(self, lease_id: str, state: RequestState) -> tuple[WorkerLease | None, Decision | None, bool]:
+    async def _try_all(self, lease_id: str, state: RequestState) -> tuple[RouterLease | None, Placed | None, bool]:
         """A lease on the first worker that grants one, in the policy's order; True if some were full."""
         full, workers = False, self.fleet.registry.candidates()
         demand = self._demand(state, workers, state.required_build)
         view = view_for_lease(demand, workers, self.fleet.links)
         while (decision := self.policy.choose(demand, view, self.fleet.clock())) and decision.decode is not None:
-            worker, placed = decision.decode, self.placed(decision, demand)
+            if not state.generated and not self._worth(state, demand, decision):
+                return None, None, True
+            worker, placed, granted = decision.decode, self.placed(decision, demand), False
             try:
                 lease = await self.fleet.open(worker, lease_id, state)
                 state.build = Build(worker.status.fingerprint, worker.status.pairing)
-                placed, kept = None, placed
-                return lease, kept, False
+                granted = True
+                return lease, placed, False
             except NoRoom:
                 full = True
             except Draining:
@@ -132,12 +139,36 @@ class Placer:
             except (WorkerLost, StaleLease, Unauthorized) as error:  # gone, restarted meanwhile, or not one of ours
                 self.fleet.blame(worker.status.instance, error)
             finally:
-                if placed is not None:
+                if not granted:
                     placed.release()
             view = replace(view, decode=[other for other in view.decode if other is not worker])
             if not view.decode:
                 break
         return None, None, full
+
+    def _worth(self, state: RequestState, demand: Demand, decision: Decision) -> bool:
+        """False if a request of this class waits here rather than in that worker's queue.
+
+        Raises Overloaded if it is of a class that is shed, and late wherever it goes: this was the best placement.
+        """
+        predicted, known = decision.predicted, self.service_class(state)
+        if predicted is None:
+            return True
+        left = demand.first_token_in
+        if known.shed and left is not None and within(left, predicted.ttft, predicted.error) < HOPELESS:
+            alone = predicted.ttft * predicted.prefill / max(1e-9, predicted.queue + predicted.prefill)
+            spare = 1.0 + JITTER * (state.salt % 1000 / 500 - 1.0)
+            raise Overloaded(
+                f"the first token would come after about {predicted.ttft:.2g} s, {left:.2g} s are left of ttft_slo_ms",
+                code="slo",
+                retry_after=max(MIN_RETRY, (predicted.ttft - left) * spare) if alone <= left else None,
+            )
+        return known.backlog is None or predicted.queue <= known.backlog
+
+    def service_class(self, state: RequestState) -> ServiceClass:
+        """The request's; one that is not configured here is as the standard one."""
+        classes = self.fleet.config.classes
+        return classes.get(state.request.service_class) or classes.get(STANDARD) or ServiceClass(name=STANDARD)
 
     def placed(self, decision: Decision, demand: Demand) -> Placed:
         """What has been decided counts towards the load of the worker that will prefill."""
@@ -221,13 +252,16 @@ class Placer:
             build=build,
             cached=cached,
             slo=request.slo,
+            weight=self.service_class(state).weight,
             first_token_in=state.first_token_in(now),
             session=request.session,
             salt=state.salt,
         )
 
     def _patience(self, state: RequestState) -> float:
-        deadline, patience = state.request.deadline, self.fleet.config.patience
+        deadline, patience = state.request.deadline, self.service_class(state).patience
+        if patience is None:
+            patience = self.fleet.config.patience
         return patience if deadline is None else max(0.0, min(patience, deadline - self.fleet.clock()))
 
 
