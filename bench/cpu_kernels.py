@@ -18,6 +18,7 @@ import torch
 
 from serving.batch.ragged import RaggedBatch
 from serving.kernels import cpu
+from serving.kernels.layer_weights import LayerWeights
 from serving.messages import SamplingParams
 from serving.sampling.cpu_sampling import CpuSampling
 from serving.sampling.penalties import PenaltyState
@@ -29,11 +30,9 @@ SHAPE = cpu.DecoderShape(
     heads=9,
     kv_heads=3,
     head_dim=64,
-    rotary_dim=64,
     intermediate=1536,
     vocab=49152,
     eps=1e-5,
-    attention_scale=64**-0.5,
 )
 
 
@@ -56,13 +55,13 @@ def random_kv(kind: cpu.Kind, blocks: int) -> cpu.KvPlanes:
 def random_decoder(kernels: cpu.Kernels, kind: cpu.Kind, kv_kind: cpu.Kind, layers: int, blocks: int) -> cpu.CpuDecoder:
     s = SHAPE
     qkv = (s.heads + 2 * s.kv_heads) * s.head_dim
-    angles = torch.arange(8192)[:, None] * 10000.0 ** (-torch.arange(0, s.rotary_dim, 2) / s.rotary_dim)
+    angles = torch.arange(8192)[:, None] * 10000.0 ** (-torch.arange(0, s.head_dim, 2) / s.head_dim)
     return cpu.CpuDecoder(
         kernels,
         s,
         embedding=torch.randn(s.vocab, s.hidden).bfloat16(),
         layers=[
-            cpu.CpuLayerWeights(
+            LayerWeights(
                 attention_norm=torch.ones(s.hidden),
                 mlp_norm=torch.ones(s.hidden),
                 qkv=random_linear(kernels, kind, qkv, s.hidden),

@@ -74,7 +74,7 @@ Step::Step(ThreadTeam* team, const Model& model, const Batch& batch, const Resul
     const bool rows_mode = tokens >= ROWS_MODE_TOKENS * threads;
     blocks = rows_mode ? round_up((tokens + ITEM_TOKENS - 1) / ITEM_TOKENS, threads) : 0;
     block_rows = rows_mode ? (tokens + blocks - 1) / blocks : 0;
-    x = results.hidden ? results.hidden : arena.take<float>(tokens * model.hidden);
+    x = arena.take<float>(tokens * model.hidden);
     q = arena.take<int32_t>(tokens * sizes.q_words);
     shared = take_rows(arena, sizes, most(rows_mode ? 0 : tokens, batch.logits_count));
     counters = arena.take<int>(model.layers + 1);
@@ -114,7 +114,7 @@ void Step::embed(long row0, long row1) const {
         const float* wide = static_cast<const float*>(model.embedding) + at;
         const uint16_t* narrow = static_cast<const uint16_t*>(model.embedding) + at;
         const bool is_wide = model.embedding_kind == KIND_F32;
-        for (long i = 0; i < n; ++i) out[i] = (is_wide ? wide[i] : from_bf16(narrow[i])) * model.embedding_scale;
+        for (long i = 0; i < n; ++i) out[i] = is_wide ? wide[i] : from_bf16(narrow[i]);
     }
 }
 
@@ -141,12 +141,11 @@ void Step::rotate_rows(const Layer& layer, long row0, long row1, float* qkv, lon
 // ---- cut by rows ---------------------------------------------------------------------------------------------------
 
 void Step::attend_block(const Layer& layer, long row0, long row1, ThreadScratch& s) const {
-    const long width = model.heads * layer.kv.head_dim;
+    const KVRange all = {layer.kv, 0, 1, nullptr, s.rows.attn};
     each_segment(batch, row0, row1, [&](const Segment& segment) {
         const long heads = item_heads(layer.kv, segment.tokens);
         for (long head = 0; head < layer.kv.kv_heads; head += heads)
-            attend_item(layer.kv, shape(layer), {segment, head, heads}, q, {nullptr, 0}, s.attention,
-                        s.rows.attn + (segment.row - row0) * width);
+            attend_item(all, shape(layer), {segment, head, heads}, q, {nullptr, 0}, s.attention, row0);
     });
 }
 
@@ -173,7 +172,6 @@ void Step::block_from_attention(const Layer& layer, long row0, long row1, Thread
 
 // True if the last layer's output of these rows is read; their KV is written by then.
 bool Step::wanted(long row0, long row1) const {
-    if (results.hidden) return true;
     for (long i = 0; i < batch.logits_count; ++i)
         if (batch.logits_rows[i] >= row0 && batch.logits_rows[i] < row1) return true;
     return false;

@@ -145,7 +145,7 @@ void attend_range(ThreadTeam* team, Scratch& scratch, const Model& m, const Laye
         call.encode(q, kv.head_dim, thread);
         team_barrier(team);
         for (long i = next(call.counter); i < count; i = next(call.counter))
-            attend_range_item(range, call.shape, items[i], call.encoded, call.scratch[thread]);
+            attend_item(range, call.shape, items[i], call.encoded, {nullptr, 0}, call.scratch[thread]);
     });
 }
 
@@ -165,6 +165,5 @@ void step(ThreadTeam* team, Scratch& scratch, const Model& model, const Batch& b
 #define TEXT(a) TEXT_(a)
 
 extern "C" const Form NAME(millrace_form_, MILLRACE_FORM) = {
-    TEXT(MILLRACE_FORM), UNSIGNED_SHIFT, linear, norm_rows, rotate_rows, attention, attend_range, step,
-    sample, logprobs,
+    TEXT(MILLRACE_FORM), linear, norm_rows, rotate_rows, attention, attend_range, step, sample, logprobs,
 };

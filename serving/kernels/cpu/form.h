@@ -14,7 +14,6 @@ struct Scratch {
 
 struct Form {
     const char* name;
-    int unsigned_shift;  // what int8 activations carry, and `sums` in Linear must undo
     void (*linear)(ThreadTeam*, Scratch&, const Linear&, int finish, const float* x, long rows, float* out);
     void (*rms_norm)(ThreadTeam*, const float* x, const float* weight, long rows, long n, float eps, float* out);
     void (*rotate_and_write)(ThreadTeam*, Scratch&, const Model&, const Layer&, const Batch&, const float* qkv,

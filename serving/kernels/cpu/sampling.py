@@ -66,7 +66,7 @@ def logprobs(kernels: Kernels, logits: Tensor, chosen: Sequence[int], k: int) ->
     whole, of_chosen = np.empty(count), np.zeros(count, dtype=np.float32)
     ids, best = np.zeros((count, k), dtype=np.int32), np.zeros((count, k), dtype=np.float32)
     places = [array.ctypes.data for array in (tokens, whole, of_chosen, ids, best)]
-    wanted = LogprobsC(logits.data_ptr(), logits.stride(0), count, vocab, k, 0, *places)
+    wanted = LogprobsC(logits.data_ptr(), logits.stride(0), count, vocab, k, *places)
     kernels.library.millrace_logprobs(kernels.context, wanted)
     ranked = np.argsort(-best, axis=-1, kind="stable")  # they come in order of id, and equals stay in it
     values = (np.take_along_axis(best, ranked, -1) - whole[:, None]).astype(np.float32)

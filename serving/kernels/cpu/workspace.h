@@ -161,6 +161,7 @@ INLINE Coming take_unit(const AttentionShape& shape, const ItemPlan& plan, int* 
 // its next unit before it works on one, so as to fetch the keys and values it will need.
 INLINE void attend_items(const KvPlanes& kv, const AttentionShape& shape, const ItemPlan& plan, const int32_t* q,
                          int* counter, AttentionScratch& s, float* out) {
+    const KVRange all = {kv, 0, 1, nullptr, out};
     Coming unit = take_unit(shape, plan, counter);
     while (unit.item) {
         const Item& item = *unit.item;
@@ -171,7 +172,7 @@ INLINE void attend_items(const KvPlanes& kv, const AttentionShape& shape, const 
             parts += (unit.chunk - first_chunk(shape, item)) * plan.stride;
             attend_chunk(kv, shape, item, unit.chunk, coming, s, Parts{parts, plan.chunks * plan.stride});
         } else {
-            attend_item(kv, shape, item, q, coming, s, out + item.segment.row * shape.heads * kv.head_dim);
+            attend_item(all, shape, item, q, coming, s);
         }
         unit = coming;
     }
