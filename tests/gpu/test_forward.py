@@ -1,6 +1,6 @@
 """A worker's forward on a GPU: graphs give what launching gives, layers are told of, and a step waits for nothing.
 
-What it computes is compared with the model's modules in tests/serving/engine/test_triton_forward, which runs here too.
+What it computes is compared with the model's modules in tests/serving/forward/test_triton_forward, which runs here too.
 """
 
 from __future__ import annotations
