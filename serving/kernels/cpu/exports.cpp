@@ -70,10 +70,10 @@ const char* millrace_form_name(int i) {
     return nullptr;
 }
 
-Context* millrace_create(const char* form, int threads, int spin_microseconds) {
+Context* millrace_create(const char* form, int threads) {
     for (const Candidate& candidate : CANDIDATES)
         if (candidate.runs() && strcmp(candidate.form->name, form) == 0)
-            return new Context{candidate.form, team_create(threads, spin_microseconds), {}, {}};
+            return new Context{candidate.form, team_create(threads), {}, {}};
     return nullptr;
 }
 

@@ -15,14 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from serving.kernels.cpu import weights
 from serving.kernels.cpu.build import BuildError, build, find_compiler
-from serving.kernels.cpu.structures import Finish, declare
-from serving.kernels.cpu.weights import PackedLinear
+from serving.kernels.cpu.structures import Finish, Kind, declare
+from serving.kernels.cpu.weights import HALF, PANEL, PackedLinear, pad
 
 log = logging.getLogger("millrace.kernels")
-
-_SPIN_MICROSECONDS = 50  # how long idle threads wait awake for the next call: a decode step follows within that
 
 
 def default_threads() -> int:
@@ -72,7 +69,7 @@ class Kernels:
         self.library = library
         self.form = form or known[0]
         self.threads = threads or default_threads()
-        self.context = library.millrace_create(self.form.encode(), self.threads, _SPIN_MICROSECONDS)
+        self.context = library.millrace_create(self.form.encode(), self.threads)
         self._close = weakref.finalize(self, library.millrace_destroy, self.context)
 
     def close(self) -> None:
@@ -80,8 +77,27 @@ class Kernels:
         self._close()
 
     def pack(self, weight: Tensor, *, scale: Tensor | None = None, bias: Tensor | None = None) -> PackedLinear:
-        """Weight [outputs, inputs] int8 (with scale [outputs]), bfloat16 or float32, packed once for many calls."""
-        return weights.pack(self.library, weight, scale=scale, bias=bias)
+        """`weight` [outputs, inputs] in panels, once for many calls.
+
+        `scale` [outputs] belongs to int8 weights and to no others (ValueError).
+        """
+        kind = Kind.of(weight.dtype)
+        if (scale is not None) != (kind is Kind.INT8):
+            raise ValueError("int8 weights, and only they, come with one scale per output channel")
+        outputs, inputs = weight.shape
+        padded, words = -(-outputs // PANEL) * PANEL, -(-inputs * weight.itemsize // 4)
+        packed = torch.zeros(padded // PANEL, words, PANEL, dtype=torch.int32)
+        source = weight.contiguous()
+        self.library.millrace_pack(source.data_ptr(), outputs, inputs, weight.itemsize, packed.data_ptr())
+        return PackedLinear(
+            kind=kind,
+            outputs=outputs,
+            inputs=inputs,
+            packed=packed,
+            scale=None if scale is None else pad(scale.float().reshape(outputs), padded),
+            sums=None if scale is None else pad(weight.sum(dim=1, dtype=torch.int32) * 128, padded),
+            bias=None if bias is None else pad(bias.float(), padded),
+        )
 
     def linear(self, x: Tensor, w: PackedLinear, *, finish: Finish = Finish.STORE, out: Tensor | None = None) -> Tensor:
         """x [M, inputs] float32 to float32 [M, outputs], or [M, padded outputs / 2] with the SwiGLU finish.
@@ -91,7 +107,7 @@ class Kernels:
         rows = x.shape[0]
         if x.shape[1] != w.inputs or x.dtype != torch.float32:
             raise ValueError(f"x must be float32 [M, {w.inputs}], got {x.dtype} {tuple(x.shape)}")
-        columns = w.packed.shape[0] * weights.HALF if finish is Finish.SWIGLU else w.outputs
+        columns = w.packed.shape[0] * HALF if finish is Finish.SWIGLU else w.outputs
         if out is None:
             out = torch.empty(rows, columns)
         assert out.shape == (rows, columns) and out.is_contiguous()

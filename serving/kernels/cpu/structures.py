@@ -23,10 +23,6 @@ class Kind(IntEnum):
     def dtype(self) -> torch.dtype:
         return _DTYPES[self]
 
-    @property
-    def item_bytes(self) -> int:
-        return _DTYPES[self].itemsize
-
     @staticmethod
     def of(dtype: torch.dtype) -> Kind:
         """Raises ValueError for a dtype the kernels do not know."""
@@ -81,7 +77,7 @@ def declare(library: ctypes.CDLL) -> None:
     layer_call = [pointer, POINTER(ModelC), integer, POINTER(BatchC)]
     signatures: dict[str, tuple[object, list[object]]] = {
         "millrace_form_name": (ctypes.c_char_p, [integer]),
-        "millrace_create": (pointer, [ctypes.c_char_p, integer, integer]),
+        "millrace_create": (pointer, [ctypes.c_char_p, integer]),
         "millrace_destroy": (None, [pointer]),
         "millrace_pack": (None, [pointer, long, long, integer, pointer]),
         "millrace_linear": (None, [pointer, POINTER(LinearC), integer, pointer, long, pointer]),

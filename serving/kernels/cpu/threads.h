@@ -4,7 +4,7 @@
 struct LayerBarrier;
 struct ThreadTeam;
 
-ThreadTeam* team_create(int threads, int spin_microseconds);
+ThreadTeam* team_create(int threads);
 void team_destroy(ThreadTeam* team);
 int team_threads(const ThreadTeam* team);
 
