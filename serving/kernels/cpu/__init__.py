@@ -32,7 +32,6 @@ __all__ = [
     "KvPlanes",
     "Logprobs",
     "PackedLinear",
-    "available",
     "default_threads",
     "forms",
     "interleave",
@@ -53,11 +52,6 @@ def shared_library(progress: Callable[[str], None] = _log.info) -> ctypes.CDLL |
     if "library" not in _opened:
         _opened["library"] = open_library(progress)
     return _opened["library"]
-
-
-def available() -> bool:
-    """True if the kernels can run here. The first call may compile them."""
-    return shared_library() is not None
 
 
 def load(

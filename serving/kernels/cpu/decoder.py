@@ -148,7 +148,7 @@ class CpuDecoder:
             barrier=None if batch.barrier is None else batch.barrier.address,
             **{"greedy" if greedy else "logits": out.data_ptr()},
         )
-        self.kernels.library.millrace_step(self.kernels.context, self._model, _batch(batch), results)
+        self.kernels.run("step", self._model, _batch(batch), results)
         return out
 
     def over(self, kv: Sequence[KvPlanes]) -> CpuDecoder:
@@ -168,15 +168,14 @@ class CpuDecoder:
         Returns the queries [T, heads, head_dim] float32, rounded to what they are multiplied as.
         """
         q = torch.empty(qkv.shape[0], self.shape.heads, self.shape.head_dim)
-        call = self.kernels.library.millrace_rotate_and_write
-        call(self.kernels.context, self._model, layer, _batch(batch), qkv.contiguous().data_ptr(), q.data_ptr())
+        qkv = qkv.contiguous()
+        self.kernels.run("rotate_and_write", self._model, layer, _batch(batch), qkv.data_ptr(), q.data_ptr())
         return q
 
     def attention(self, layer: int, batch: RaggedBatch, q: Tensor) -> Tensor:
         """Causal attention of q [T, heads, head_dim] float32 over one layer's written KV; same shape out."""
         q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
-        call = self.kernels.library.millrace_attention
-        call(self.kernels.context, self._model, layer, _batch(batch), q.data_ptr(), out.data_ptr())
+        self.kernels.run("attention", self._model, layer, _batch(batch), q.data_ptr(), out.data_ptr())
         return out
 
     def attention_state(self, tokens: int) -> Tensor:
@@ -198,8 +197,7 @@ class CpuDecoder:
         view.context_lens, view.block_tables = context_lens.data_ptr(), kv_range.table.data_ptr()
         view.table_width = kv_range.table.shape[0]
         c = KVRangeC(kv_range.planes.as_c(), chunks, kv_range.begins, state.data_ptr(), address(out))
-        call = self.kernels.library.millrace_attend_range
-        call(self.kernels.context, self._model, layer, view, c, q.data_ptr())
+        self.kernels.run("attend_range", self._model, layer, view, c, q.data_ptr())
 
     def _check(self) -> None:
         """Raises ValueError for what the kernels cannot read: they see addresses only."""

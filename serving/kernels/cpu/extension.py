@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from serving.kernels.cpu.build import BuildError, build, find_compiler
-from serving.kernels.cpu.structures import Finish, Kind, declare
+from serving.kernels.cpu.structures import Finish, Kind, declare, operations
 from serving.kernels.cpu.weights import HALF, PANEL, PackedLinear, pad
 
 log = logging.getLogger("millrace.kernels")
@@ -69,12 +69,17 @@ class Kernels:
         self.library = library
         self.form = form or known[0]
         self.threads = threads or default_threads()
-        self.context = library.millrace_create(self.form.encode(), self.threads)
+        self.context = library.millrace_create(self.threads)
+        self._operations = operations(library, self.form)
         self._close = weakref.finalize(self, library.millrace_destroy, self.context)
 
     def close(self) -> None:
         """Ends the threads. Nothing may be called afterwards."""
         self._close()
+
+    def run(self, operation: str, *arguments: object) -> None:
+        """One of `structures.OPERATIONS`. Its arguments must stay alive until it returns."""
+        self._operations[operation](self.context, *arguments)
 
     def pack(self, weight: Tensor, *, scale: Tensor | None = None, bias: Tensor | None = None) -> PackedLinear:
         """`weight` [outputs, inputs] in panels, once for many calls.
@@ -112,12 +117,12 @@ class Kernels:
             out = torch.empty(rows, columns)
         assert out.shape == (rows, columns) and out.is_contiguous()
         x = x.contiguous()
-        self.library.millrace_linear(self.context, w.as_c(), int(finish), x.data_ptr(), rows, out.data_ptr())
+        self.run("linear", w.as_c(), int(finish), x.data_ptr(), rows, out.data_ptr())
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x²) + eps) · weight over the last dimension of x [M, n] float32."""
         x, weight, out = x.contiguous(), weight.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
         rows, n = x.shape
-        self.library.millrace_rms_norm(self.context, x.data_ptr(), weight.data_ptr(), rows, n, eps, out.data_ptr())
+        self.run("rms_norm", x.data_ptr(), weight.data_ptr(), rows, n, eps, out.data_ptr())
         return out

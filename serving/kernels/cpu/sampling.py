@@ -40,7 +40,7 @@ def sample(
     arrays: tuple[array[Any], ...] = (array("B", b"".join(orders)), array("i", ids), array("f", changes))
     places = [one.buffer_info()[0] for one in arrays]
     call = SamplesC(logits.data_ptr(), logits.stride(0), count, vocab, *places, ctypes.addressof(tokens))
-    kernels.library.millrace_sample(kernels.context, call)
+    kernels.run("sample", call)
     return list(tokens)
 
 
@@ -67,7 +67,7 @@ def logprobs(kernels: Kernels, logits: Tensor, chosen: Sequence[int], k: int) ->
     ids, best = np.zeros((count, k), dtype=np.int32), np.zeros((count, k), dtype=np.float32)
     places = [array.ctypes.data for array in (tokens, whole, of_chosen, ids, best)]
     wanted = LogprobsC(logits.data_ptr(), logits.stride(0), count, vocab, k, *places)
-    kernels.library.millrace_logprobs(kernels.context, wanted)
+    kernels.run("logprobs", wanted)
     ranked = np.argsort(-best, axis=-1, kind="stable")  # they come in order of id, and equals stay in it
     values = (np.take_along_axis(best, ranked, -1) - whole[:, None]).astype(np.float32)
     return Logprobs(np.isnan(whole), of_chosen, np.take_along_axis(ids, ranked, -1).astype(np.int64), values)

@@ -89,10 +89,13 @@ void team_destroy(ThreadTeam* team) {
     delete team;
 }
 
+void team_begin(ThreadTeam* team) { team->turn.lock(); }
+
+void team_end(ThreadTeam* team) { team->turn.unlock(); }
+
 int team_threads(const ThreadTeam* team) { return team->threads; }
 
 void team_run(ThreadTeam* team, void (*job)(void*, int), void* context) {
-    std::lock_guard<std::mutex> lock(team->turn);
     team->job = job;
     team->context = context;
     if (team->threads > 1) team->publish();
