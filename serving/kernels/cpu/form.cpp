@@ -11,14 +11,6 @@
 
 namespace {
 
-struct Span {
-    long first, last;
-};
-
-INLINE Span share(long count, int thread, int threads) {
-    return {count * thread / threads, count * (thread + 1) / threads};
-}
-
 // Up to this many rows each byte of weight is read by one thread only; beyond, threads take blocks of rows.
 constexpr long PANEL_ROWS = 64;
 

@@ -22,6 +22,15 @@ struct Arena {
     }
 };
 
+// What one thread does of `count` like things.
+struct Span {
+    long first, last;
+};
+
+INLINE Span share(long count, int thread, int threads) {
+    return {count * thread / threads, count * (thread + 1) / threads};
+}
+
 // Buffers of consecutive rows between linear layers.
 struct RowBuffers {
     int32_t* words;  // encoded input of the next linear layer
