@@ -38,7 +38,6 @@ class OffloadedKV(Protocol):
 
     def segments(self) -> Iterator[KVSegment]:
         """What a layer's window sees of them, in order. Each layer asks once, first to last, and takes all of them."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,26 +25,21 @@ class Checkpoint(Protocol):
     @property
     def container(self) -> Container:
         """The file format, which decides how tensors are named."""
-        ...
 
     @property
     def names(self) -> frozenset[str]:
         """Every tensor's name."""
-        ...
 
     @property
     def files(self) -> tuple[Path, ...]:
         """The files that hold them, in a fixed order."""
-        ...
 
     @property
     def int8_names(self) -> frozenset[str]:
         """The tensors stored as plain 8-bit integers, whose scales are tensors of their own."""
-        ...
 
     def read(self, name: str) -> Tensor:
         """The whole tensor on the CPU as it is stored; where blocks are quantized, dequantized to float32."""
-        ...
 
 
 class SafetensorsFolder:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from serving.batch.ragged import RaggedBatch
 from serving.kernels.cpu.extension import Kernels
-from serving.kernels.cpu.structures import BatchC, Kind, KvPlanesC, KVRangeC, LayerC, ModelC, ResultsC
-from serving.kernels.cpu.weights import PANEL, PackedLinear, address
+from serving.kernels.cpu.structures import STRUCTURES, Kind
+from serving.kernels.cpu.weights import HALF, PANEL, PackedLinear, address
 from serving.kernels.layer_weights import LayerWeights
 
 CHUNK = 128  # keys, as in chunk.h
@@ -55,7 +55,7 @@ class KvPlanes:
         scales = [scale for scale in (self.k_scale, self.v_scale) if scale is not None]
         if kind is Kind.INT8 and len(scales) < 2:
             raise ValueError("int8 KV needs a scale plane for keys and one for values")
-        return KvPlanesC(
+        return STRUCTURES["KvPlanes"](
             kind=kind,
             block_size=block_size,
             kv_heads=kv_heads,
@@ -118,8 +118,8 @@ class CpuDecoder:
     def __post_init__(self) -> None:
         self._check()
         self.layers, self.kv = tuple(self.layers), tuple(self.kv)  # the C side holds addresses
-        self._layers = (LayerC * len(self.layers))(*map(_layer, self.layers, self.kv))
-        self._model = ModelC(
+        self._layers = (STRUCTURES["Layer"] * len(self.layers))(*map(_layer, self.layers, self.kv))
+        self._model = STRUCTURES["Model"](
             layers=len(self.layers),
             hidden=self.shape.hidden,
             heads=self.shape.heads,
@@ -143,7 +143,7 @@ class CpuDecoder:
         self.check(batch)
         rows = batch.logits_rows.shape[0]
         out = torch.empty(rows, dtype=torch.int64) if greedy else torch.empty(rows, self.shape.vocab)
-        results = ResultsC(
+        results = STRUCTURES["Results"](
             progress=address(progress),
             barrier=None if batch.barrier is None else batch.barrier.address,
             **{"greedy" if greedy else "logits": out.data_ptr()},
@@ -196,7 +196,7 @@ class CpuDecoder:
         view = _batch(batch)
         view.context_lens, view.block_tables = context_lens.data_ptr(), kv_range.table.data_ptr()
         view.table_width = kv_range.table.shape[0]
-        c = KVRangeC(kv_range.planes.as_c(), chunks, kv_range.begins, state.data_ptr(), address(out))
+        c = STRUCTURES["KVRange"](kv_range.planes.as_c(), chunks, kv_range.begins, state.data_ptr(), address(out))
         self.kernels.run("attend_range", self._model, layer, view, c, q.data_ptr())
 
     def _check(self) -> None:
@@ -211,10 +211,11 @@ class CpuDecoder:
         if embedding.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"the embedding must be bfloat16 or float32, not {embedding.dtype}")
         plain = [self.final_norm, self.cos, self.sin]
-        expected = ((shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.hidden, shape.hidden)
+        qkv, gate_up = (shape.heads + 2 * shape.kv_heads) * shape.head_dim, -(-shape.intermediate // HALF) * PANEL
         for w in self.layers:
             plain += [w.attention_norm, w.mlp_norm, *(w.head_norms or ())]
-            if (w.qkv.outputs, w.o.outputs, w.down.outputs) != expected or w.down.inputs != shape.intermediate:
+            outputs = [linear.outputs for linear in (w.qkv, w.o, w.gate_up, w.down)]
+            if outputs != [qkv, shape.hidden, gate_up, shape.hidden] or w.down.inputs != shape.intermediate:
                 raise ValueError(f"a layer's projections do not fit {shape}")
         if any(one.dtype != torch.float32 or not one.is_contiguous() for one in plain) or not embedding.is_contiguous():
             raise ValueError("norm weights and rotary tables must be contiguous float32, the embedding contiguous")
@@ -224,13 +225,13 @@ def _layer(w: LayerWeights[PackedLinear], planes: KvPlanes) -> Structure:
     q_norm, k_norm = w.head_norms or (None, None)
     norms = {"attention_norm": w.attention_norm, "mlp_norm": w.mlp_norm, "q_norm": q_norm, "k_norm": k_norm}
     linears = {name: getattr(w, name).as_c() for name in ("qkv", "o", "gate_up", "down")}
-    return LayerC(
+    return STRUCTURES["Layer"](
         **{name: address(norm) for name, norm in norms.items()}, **linears, kv=planes.as_c(), window=w.window or 0
     )
 
 
 def _batch(batch: RaggedBatch) -> Structure:
-    return BatchC(
+    return STRUCTURES["Batch"](
         tokens_count=batch.tokens.shape[0],
         sequences=len(batch.query_lens),
         table_width=batch.block_tables.shape[1],

@@ -10,7 +10,6 @@ import logging
 import os
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -34,14 +33,10 @@ def open_library(progress: Callable[[str], None] = log.info) -> ctypes.CDLL | No
         log.warning("no C++ compiler found: the CPU runs the slower torch kernels")
         return None
     try:
-        return open_built(build(compiler, progress))
+        library = ctypes.CDLL(str(build(compiler, progress)))
     except (BuildError, OSError) as error:
         log.warning("the CPU kernels cannot be built, the CPU runs the slower torch kernels: %s", error)
         return None
-
-
-def open_built(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
     declare(library)
     return library
 

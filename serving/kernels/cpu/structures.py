@@ -60,28 +60,17 @@ def _read_structures() -> dict[str, type[Structure]]:
     return known
 
 
-_STRUCTURES = _read_structures()
-LinearC = _STRUCTURES["Linear"]
-KvPlanesC = _STRUCTURES["KvPlanes"]
-BatchC = _STRUCTURES["Batch"]
-KVRangeC = _STRUCTURES["KVRange"]
-LayerC = _STRUCTURES["Layer"]
-ModelC = _STRUCTURES["Model"]
-ResultsC = _STRUCTURES["Results"]
-SamplesC = _STRUCTURES["Samples"]
-LogprobsC = _STRUCTURES["Logprobs"]
-
-
-_LAYER: list[object] = [POINTER(ModelC), c_int, POINTER(BatchC)]
+STRUCTURES = _read_structures()
+_LAYER: list[object] = [POINTER(STRUCTURES["Model"]), c_int, POINTER(STRUCTURES["Batch"])]
 OPERATIONS: dict[str, list[object]] = {
-    "linear": [POINTER(LinearC), c_int, c_void_p, c_long, c_void_p],
+    "linear": [POINTER(STRUCTURES["Linear"]), c_int, c_void_p, c_long, c_void_p],
     "rms_norm": [c_void_p, c_void_p, c_long, c_long, c_float, c_void_p],
     "rotate_and_write": [*_LAYER, c_void_p, c_void_p],
     "attention": [*_LAYER, c_void_p, c_void_p],
-    "attend_range": [*_LAYER, POINTER(KVRangeC), c_void_p],
-    "step": [POINTER(ModelC), POINTER(BatchC), POINTER(ResultsC)],
-    "sample": [POINTER(SamplesC)],
-    "logprobs": [POINTER(LogprobsC)],
+    "attend_range": [*_LAYER, POINTER(STRUCTURES["KVRange"]), c_void_p],
+    "step": [POINTER(STRUCTURES["Model"]), POINTER(STRUCTURES["Batch"]), POINTER(STRUCTURES["Results"])],
+    "sample": [POINTER(STRUCTURES["Samples"])],
+    "logprobs": [POINTER(STRUCTURES["Logprobs"])],
 }
 """What the operations of a form take after the context; see KERNEL in form.cpp."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from serving.kernels.cpu.structures import Kind, LinearC
+from serving.kernels.cpu.structures import STRUCTURES, Kind
 
 PANEL = 32  # output channels a panel
 HALF = PANEL // 2
@@ -33,7 +33,7 @@ class PackedLinear:
     def as_c(self) -> Structure:
         """`Linear` of abi.h."""
         arrays = {name: address(getattr(self, name)) for name in ("packed", "scale", "bias", "sums")}
-        return LinearC(kind=self.kind, outputs=self.outputs, inputs=self.inputs, **arrays)
+        return STRUCTURES["Linear"](kind=self.kind, outputs=self.outputs, inputs=self.inputs, **arrays)
 
 
 def address(tensor: Tensor | None) -> int | None:

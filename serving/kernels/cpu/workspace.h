@@ -48,26 +48,23 @@ struct ThreadScratch {
 };
 
 struct Sizes {
-    long hidden, q_width, qkv_width, h_width, widest;  // in elements
-    long q_words;                                      // of one token's encoded queries
-    long group, padded_head, head_words;               // largest over layers
+    long q_width, qkv_width, h_width, widest;  // in elements
+    long q_words;                              // of one token's encoded queries
+    long group, padded_head, head_words;
 };
 
+// Every layer has the sizes of the first: `CpuDecoder` makes sure of it.
 INLINE Sizes sizes_of(const Model& m) {
+    const Layer& layer = m.layer[0];
     Sizes s = {};
-    s.hidden = m.hidden;
-    for (long i = 0; i < m.layers; ++i) {
-        const Layer& layer = m.layer[i];
-        const long words = words_of(product_kind(layer.kv), layer.kv.head_dim);
-        s.q_width = most(s.q_width, m.heads * layer.kv.head_dim);
-        s.qkv_width = most(s.qkv_width, layer.qkv.outputs);
-        s.h_width = most(s.h_width, panels_of(layer.gate_up) * PANEL / 2);
-        s.q_words = most(s.q_words, m.heads * words);
-        s.head_words = most(s.head_words, words);
-        s.group = most(s.group, m.heads / layer.kv.kv_heads);
-        s.padded_head = most(s.padded_head, padded_dim(layer.kv));
-    }
-    s.widest = most(s.hidden, most(s.q_width, s.h_width));
+    s.q_width = m.heads * layer.kv.head_dim;
+    s.qkv_width = layer.qkv.outputs;
+    s.h_width = panels_of(layer.gate_up) * PANEL / 2;
+    s.widest = most(m.hidden, most(s.q_width, s.h_width));
+    s.head_words = words_of(product_kind(layer.kv), layer.kv.head_dim);
+    s.q_words = m.heads * s.head_words;
+    s.group = m.heads / layer.kv.kv_heads;
+    s.padded_head = padded_dim(layer.kv);
     return s;
 }
 
