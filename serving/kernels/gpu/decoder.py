@@ -22,12 +22,8 @@ from serving.kernels.gpu.rotary import rope_write_kv
 from serving.kernels.gpu.rows import (
     Quantized,
     add_rms_norm,
-    add_rms_norm_quantize,
     quantize,
-    rms_norm,
-    rms_norm_quantize,
     silu_mul,
-    silu_mul_quantize,
 )
 from serving.kernels.layer_weights import LayerWeights, LinearWeights
 
@@ -91,7 +87,7 @@ class TritonDecoder:
             branch_TH = self._linear(attended_TH, layer.o)
             normed, x_TH = self._normed(x_TH, branch_TH, layer.mlp_norm, layer.gate_up)
             gate_up = self._linear(normed, layer.gate_up)
-            inner = silu_mul(gate_up) if layer.down.scale is None else silu_mul_quantize(gate_up)
+            inner = silu_mul(gate_up, quantized=layer.down.scale is not None)
             branch_TH = self._linear(inner, layer.down)
         return self._head_logits(self._normed(x_TH, branch_TH, self.final_norm, self.head)[0])
 
@@ -108,11 +104,7 @@ class TritonDecoder:
         self, x_TH: Tensor, branch_TH: Tensor | None, weight: Tensor, into: LinearWeights
     ) -> tuple[Activation, Tensor]:
         """rms_norm(x + branch) as `into` takes it, and the sum."""
-        if branch_TH is None:
-            norm = rms_norm if into.scale is None else rms_norm_quantize
-            return norm(x_TH, weight, self.eps), x_TH
-        add_norm = add_rms_norm if into.scale is None else add_rms_norm_quantize
-        return add_norm(branch_TH, x_TH, weight, self.eps)
+        return add_rms_norm(x_TH, branch_TH, weight, self.eps, quantized=into.scale is not None)
 
     def _linear(self, x: Activation, linear: LinearWeights, out_dtype: torch.dtype | None = None) -> Tensor:
         if linear.scale is None:
