@@ -117,7 +117,7 @@ def multiply_rate(kernels: cpu.Kernels, kind: cpu.Kind, seconds: float) -> float
 
 def report(decoder: cpu.CpuDecoder, kv_kind: cpu.Kind, bandwidth: float, rate: float, seconds: float) -> None:
     def row(name: str, batch: RaggedBatch, floor: float) -> None:
-        best, median = timed(partial(decoder.step, batch, logits=False, greedy=True), seconds)
+        best, median = timed(partial(decoder.step, batch, greedy=True), seconds)
         times = f"min {best * 1e3:8.2f} ms  median {median * 1e3:8.2f} ms  floor {floor * 1e3:7.2f} ms"
         print(f"  {name:31} {times}  ({floor / best:4.0%} of the floor's speed)")
 

@@ -12,6 +12,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ class StaticBatch:
     def __init__(self, sizes: GraphSizes, block_size: int, device: torch.device | str) -> None:
         most, width = sizes.sequences[-1], -(-sizes.contexts[-1] // block_size)
         self.block_size = block_size
-        self.rows = {
+        self.rows: dict[str, Any] = {
             name: torch.full(
                 (most,), value, dtype=torch.int32 if name == "context_lens" else torch.int64, device=device
             )

@@ -6,7 +6,7 @@ its operations, or compute in int8. The `supports_` functions say what they can 
 
 from serving.kernels.gpu.attention import paged_attention
 from serving.kernels.gpu.attention import supported as supports_attention
-from serving.kernels.gpu.launch import INTERPRETED, runs_on
+from serving.kernels.gpu.launch import INTERPRETED
 from serving.kernels.gpu.linear import int8_linear, tune
 from serving.kernels.gpu.linear import supported as supports_linear
 from serving.kernels.gpu.rotary import rope_write_kv
@@ -27,7 +27,6 @@ __all__ = [
     "paged_attention",
     "quantize",
     "rope_write_kv",
-    "runs_on",
     "silu_mul",
     "supports_attention",
     "supports_linear",
