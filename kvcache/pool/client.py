@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from kvcache.pool.backoff import Backoff
 from kvcache.pool.block import PoolBlock, Slab
-from kvcache.pool.fetch import Fetch, as_generator
+from kvcache.pool.fetch import Fetch
 from kvcache.pool.links import BlockSelection, PoolLink
 from kvcache.pool.rendezvous import RendezvousHash
 from kvcache.pool.wire import batches
@@ -207,7 +207,7 @@ class PoolClient:
             return
         try:
             with self._link(address) as link:
-                async with aclosing(as_generator(link.get(keys, first, last))) as slabs:
+                async with aclosing(link.get(keys, first, last)) as slabs:
                     while True:
                         async with asyncio.timeout(self.timeout):
                             slab = await anext(slabs, None)

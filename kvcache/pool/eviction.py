@@ -10,7 +10,7 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from heapq import heappop, heappush
 
-from kvcache.pool.links import TierStat
+from serving.messages import TierStat
 
 
 @dataclass(slots=True)

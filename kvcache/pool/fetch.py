@@ -6,7 +6,7 @@ It knows owners only as addresses to stream from. No part leaves here whose dige
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -132,9 +132,3 @@ def picked(slab: Slab, parts: list[tuple[int, bytes, memoryview]]) -> Slab | Non
         payload=b"".join(data for _, _, data in parts),
         via=slab.via,
     )
-
-
-def as_generator(stream: AsyncIterator[Slab]) -> AsyncGenerator[Slab, None]:
-    """A link's stream as a generator, which has to be closed if it is left early."""
-    assert isinstance(stream, AsyncGenerator)
-    return stream

@@ -9,16 +9,16 @@ import asyncio
 import threading
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
 from kvcache.pool.block import PoolBlock, Slab
-from kvcache.pool.links import BlockEntry, BlockSelection, PoolEvent, PoolStat
+from kvcache.pool.links import BlockEntry, BlockSelection, PoolEvent
 from kvcache.pool.store import BlockStore
 from serving.errors import Draining, Overloaded, WorkerLost
-from serving.messages import PoolReport
+from serving.messages import PoolReport, PoolStat
 
 READERS = 4  # threads that look up and read
 WRITERS = 2  # threads that store, so that reading never waits behind writing; two more do what operators ask for
@@ -68,7 +68,7 @@ class PoolNode:
     async def lookup(self, keys: Sequence[bytes], pin_seconds: float = 0.0) -> list[bool]:
         return await self._run(self._reading, self.store.lookup, keys, pin_seconds)
 
-    async def get(self, keys: Sequence[bytes], first_part: int, last_part: int) -> AsyncIterator[Slab]:
+    async def get(self, keys: Sequence[bytes], first_part: int, last_part: int) -> AsyncGenerator[Slab, None]:
         with self._counted():
             slabs = _SlabReader(self.store.read(keys, first_part, last_part))
             ahead = self._start(self._reading, slabs.read)
@@ -84,7 +84,7 @@ class PoolNode:
     async def evict(self, what: BlockSelection) -> int:
         return await self._run(self._administering, self.store.evict, what)
 
-    async def entries(self, what: BlockSelection) -> AsyncIterator[BlockEntry]:
+    async def entries(self, what: BlockSelection) -> AsyncGenerator[BlockEntry, None]:
         for entry in await self._run(self._administering, self.store.entries, what):
             yield entry
 
@@ -103,12 +103,9 @@ class PoolNode:
 
     # ---- what there is, and what changes -----------------------------------------------------------------------
 
-    async def stat(self) -> PoolStat:
-        return await self._run(self._reading, self._stat)
-
     async def report(self) -> PoolReport:
         """The heartbeat."""
-        return PoolReport(stat=await self.stat(), address=self.address, draining=self.draining)
+        return PoolReport(stat=await self._run(self._reading, self._stat), address=self.address, draining=self.draining)
 
     def _stat(self) -> PoolStat:
         store = self.store
@@ -125,7 +122,7 @@ class PoolNode:
             backlog=store.backlog,
         )
 
-    async def events(self) -> AsyncIterator[PoolEvent]:
+    async def events(self) -> AsyncGenerator[PoolEvent, None]:
         """Ends when the node closes. Changes made while the keys were listed are told twice, which does no harm."""
         listener = _Listener(self._event_room)
         self._listeners.add(listener)

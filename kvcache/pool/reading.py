@@ -14,9 +14,9 @@ from typing import Protocol
 from kvcache.pool.block import PoolBlock, Slab, part_digest
 from kvcache.pool.disk import PartRange
 from kvcache.pool.eviction import BlockRecord, TierCounters
-from kvcache.pool.links import Tier
 from kvcache.pool.tiers import BlockLocation
 from serving.errors import CorruptChunk
+from serving.messages import Tier
 
 SLAB_BYTES = 2 << 20  # of a slab at most, unless a single part has more: what a lent buffer holds
 READ_AHEAD_BYTES = 8 << 20  # of all files of one read together: the first slab waits for so much

@@ -20,13 +20,12 @@ from kvcache.pool.block import PoolBlock, Slab, verify_block
 from kvcache.pool.disk import NAMESPACE, BlockFolder, PartRange
 from kvcache.pool.disk_writer import DiskWriter
 from kvcache.pool.eviction import BlockRecord
-from kvcache.pool.links import BlockEntry, BlockSelection, NamespaceStat, Tier, TierStat
-from kvcache.pool.reading import SLAB_BYTES, Reader
+from kvcache.pool.links import BlockEntry, BlockSelection
+from kvcache.pool.reading import Reader
 from kvcache.pool.storeconfig import StoreConfig
 from kvcache.pool.tiers import BlockLocation, Tiers
 from serving.errors import CorruptChunk, Draining, InvalidRequest, Overloaded
-
-__all__ = ["SLAB_BYTES", "BlockStore", "StoreConfig"]
+from serving.messages import NamespaceStat, Tier, TierStat
 
 FLUSH_SECONDS = 20.0  # that closing spends on writing to disk
 MOST_PROMOTED_BYTES = 1 << 29  # by one read
@@ -176,8 +175,8 @@ class BlockStore:
     def read(self, keys: Sequence[bytes], first_part: int, last_part: int) -> Iterator[Slab]:
         """Parts first_part..last_part (exclusive; 0: all) of a chain's blocks, part by part.
 
-        Slabs have at most SLAB_BYTES, or one part. A key that is not here, or whose bytes are found wrong in every
-        tier, is left out from then on.
+        Slabs are cut by reading.Reader. A key that is not here, or whose bytes are found wrong in every tier, is left
+        out from then on.
         """
         with self._lock:
             places = self._tiers.use(keys)

@@ -12,9 +12,10 @@ from kvcache.pool.block import PoolBlock
 from kvcache.pool.block_index import BlockIndex
 from kvcache.pool.blockfile import stored_bytes
 from kvcache.pool.eviction import BlockRecord, Pins
-from kvcache.pool.links import BlockEntry, Tier
+from kvcache.pool.links import BlockEntry
 from kvcache.pool.ram import RamTier
 from kvcache.pool.storeconfig import StoreConfig
+from serving.messages import Tier
 
 UNLIMITED = 1 << 62
 

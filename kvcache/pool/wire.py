@@ -1,6 +1,6 @@
-"""The pool's messages to protobuf and back, and their framing: blocks of a put, slabs of a get, listings and events.
+"""The pool's messages that carry payloads to protobuf and back, and their framing: blocks of a put, slabs of a get.
 
-What nodes report of themselves is in serving/wire.py, since routers read it too.
+All others cross as serving/wire.py has it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvcache.pool.block import PoolBlock, Slab
-from kvcache.pool.links import BlockEntry, BlockSelection, PoolEvent, Tier
 from kvcache.transfer.framing import Frame, Framing
 from kvcache.transfer.lent_memory import GRPC, TRANSFER_BYTES, LentBuffers, TransferUnavailable
 from kvcache.transfer.shared_memory import mapped
@@ -116,46 +115,3 @@ def slab_of(message: pb.Slab, payload: bytes | memoryview, via: str = GRPC) -> S
         payload=payload,
         via=via,
     )
-
-
-# ---- listings and events ---------------------------------------------------------------------------------------------
-
-
-def selection_to_pb(what: BlockSelection) -> pb.Selection:
-    return pb.Selection(namespace=what.namespace, keys=what.keys)
-
-
-def selection_from_pb(message: pb.Selection) -> BlockSelection:
-    return BlockSelection(
-        namespace=message.namespace if message.HasField("namespace") else None, keys=tuple(message.keys)
-    )
-
-
-def entry_to_pb(entry: BlockEntry) -> pb.PoolEntry:
-    return pb.PoolEntry(
-        key=entry.key,
-        namespace=entry.namespace,
-        bytes=entry.bytes,
-        tiers=[tier.value for tier in entry.tiers],
-        age_seconds=entry.age_seconds,
-        pinned=entry.pinned,
-    )
-
-
-def entry_from_pb(message: pb.PoolEntry) -> BlockEntry:
-    return BlockEntry(
-        key=message.key,
-        namespace=message.namespace,
-        bytes=message.bytes,
-        tiers=tuple(Tier(tier) for tier in message.tiers),
-        age_seconds=message.age_seconds,
-        pinned=message.pinned,
-    )
-
-
-def event_to_pb(event: PoolEvent) -> pb.PoolEvent:
-    return pb.PoolEvent(kind=event.kind, keys=event.keys, sequence=event.sequence)
-
-
-def event_from_pb(message: pb.PoolEvent) -> PoolEvent:
-    return PoolEvent(kind=message.kind, keys=tuple(message.keys), sequence=message.sequence)

@@ -15,7 +15,8 @@ import pytest
 from kvcache.pool.block import DIGEST_BYTES, PoolBlock, Slab
 from kvcache.pool.client import PoolClient
 from kvcache.pool.links import PoolLink
-from kvcache.pool.store import BlockStore, StoreConfig
+from kvcache.pool.store import BlockStore
+from kvcache.pool.storeconfig import StoreConfig
 from serving.errors import CorruptChunk
 from tests.kvcache.corruptions import BYTE_HARM, flipped
 from tests.kvcache.pool.nodes import KINDS, Cluster

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from kvcache.pool.block import PoolBlock
-from kvcache.pool.links import BlockSelection, Tier
+from kvcache.pool.links import BlockSelection
 from kvcache.pool.reading import LEAST_READ_BYTES
 from kvcache.pool.store import BlockStore
+from serving.messages import Tier
 from tests.kvcache.pool.storage import (
     Open,
     block_of,

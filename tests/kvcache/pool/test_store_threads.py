@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvcache.pool.links import BlockSelection, Tier
+from kvcache.pool.links import BlockSelection
 from kvcache.pool.store import BlockStore
 from serving.errors import Overloaded
+from serving.messages import Tier
 from tests.kvcache.pool.storage import Open, block_of, drained, listened, opened, whole_ones
 
 __all__ = ["opened"]  # a fixture
