@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvcache.pool.block import KEY_BYTES, PoolBlock
-from kvcache.pool.blockfile import FIRST_READ, FORMAT_VERSION, BlockHeader, decode_header, encode_header, header_bytes
+from kvcache.pool.blockfile import FIRST_READ, FORMAT_VERSION, FileHeader, decode_header, encode_header, header_bytes
 from serving.errors import CorruptChunk
 
 NAMESPACE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # names a folder as it is
@@ -46,10 +46,15 @@ class FoundFile:
 class PartRange:
     """Parts first..last (exclusive) of a block, verified; `payload` is those parts alone."""
 
-    header: BlockHeader
+    header: FileHeader
     first: int
     last: int
     payload: bytes
+
+    def part(self, index: int) -> memoryview:
+        """The bytes of one part; no copy."""
+        start = sum(self.header.sizes[self.first : index])
+        return memoryview(self.payload)[start : start + self.header.sizes[index]]
 
 
 class BlockFolder:
@@ -240,7 +245,7 @@ def _opened(path: Path) -> Iterator[int]:
         raise
 
 
-def _last_part(header: BlockHeader, first: int, last: int, most: int | None) -> int:
+def _last_part(header: FileHeader, first: int, last: int, most: int | None) -> int:
     last = max(first, min(last or header.parts, header.parts))
     if most is None:
         return last

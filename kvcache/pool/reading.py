@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from kvcache.pool.block import PoolBlock, Slab, part_digest
+from kvcache.pool.block import PoolBlock, Slab, SlabPart
 from kvcache.pool.disk import PartRange
 from kvcache.pool.eviction import BlockRecord, TierCounters
 from kvcache.pool.tiers import BlockLocation
@@ -25,36 +24,25 @@ LEAST_READ_BYTES = 1 << 17  # of one file at a time
 log = logging.getLogger("millrace.kvcache")
 
 
-@dataclass(frozen=True, slots=True)
-class BlockPart:
-    """One part of one block, verified."""
-
-    digest: bytes
-    data: memoryview
+BlockPart = tuple[bytes, memoryview]
+"""The digest and the bytes of one part, verified."""
 
 
 class MemorySource:
-    """A block in memory. Parts are asked for in order, from `first` on."""
+    """A block in memory."""
 
     tier = Tier.RAM
 
-    def __init__(self, block: PoolBlock, first: int):
+    def __init__(self, block: PoolBlock):
         self.block = block
-        self._view = memoryview(block.payload)
-        self._start = sum(block.sizes[:first])
 
     def read(self, part: int) -> BlockPart | None:
         """None when the block has no such part. Raises CorruptChunk."""
-        block = self.block
-        if part >= len(block.sizes):
+        if part >= self.block.parts:
             return None
-        end = self._start + block.sizes[part]
-        data = self._view[self._start : end]
-        self._start = end
-        digest = block.digest(part)
-        if part_digest(block.key, part, block.parts, data) != digest:
-            raise CorruptChunk(f"part {part} of a block in memory does not match its digest", code="digest")
-        return BlockPart(digest, data)
+        data = self.block.part(part)
+        self.block.verify(part, part + 1, data)
+        return self.block.digest(part), data
 
 
 class FileSource:
@@ -74,21 +62,14 @@ class FileSource:
         self._read = read
         self._keep = keep
         self._ranges: list[PartRange] = []
-        self._start = 0  # of the next part in the last range
 
     def read(self, part: int) -> BlockPart | None:
         """None when the block has no such part. Raises CorruptChunk, and OSError when the file cannot be read now."""
         if not self._ranges or part >= self._ranges[-1].last:
             found = self._read(part, self._last, self._most)
             self._ranges = [*self._ranges, found] if self._keep else [found]
-            self._start = 0
         found = self._ranges[-1]
-        if part >= found.last:
-            return None
-        end = self._start + found.header.sizes[part]
-        data = memoryview(found.payload)[self._start : end]
-        self._start = end
-        return BlockPart(found.header.digest(part), data)
+        return (found.header.digest(part), found.part(part)) if part < found.last else None
 
     def take_whole(self) -> PoolBlock | None:
         """The block, once, when every part of it has been read and kept, and was of one and the same file."""
@@ -159,24 +140,27 @@ class Reader:
         part = self._first
         left = [index for index, source in enumerate(self._sources) if source is not None]
         while left and (not self._last or part < self._last):
-            batch, indices, left = _Batch(part), left, []
+            batch: list[SlabPart] = []
+            size, indices, left = 0, left, []
             for index in indices:
                 found = self._read(index, part)
                 if found is None:
                     self._sources[index] = None
                     continue
                 left.append(index)
-                if batch.indices and batch.bytes + len(found.data) > SLAB_BYTES:
-                    yield batch.slab()
-                    batch = _Batch(part)
-                batch.add(index, found)
-            if batch.indices:
-                yield batch.slab()
+                digest, data = found
+                if batch and size + len(data) > SLAB_BYTES:
+                    yield Slab.of(part, batch)
+                    batch, size = [], 0
+                batch.append((index, digest, data))
+                size += len(data)
+            if batch:
+                yield Slab.of(part, batch)
             part += 1
 
     def _source(self, place: BlockLocation, first: int) -> MemorySource | FileSource | None:
         if place.block is not None:
-            return MemorySource(place.block, first)
+            return MemorySource(place.block)
         if place.record is None:
             return None
         self._keep_bytes -= place.record.size
@@ -196,14 +180,14 @@ class Reader:
                 log.warning("a block of the KV pool cannot be read: %s", error)
                 return None
             if found is not None:
-                self._count(index, source, found, self._clock() - started)
+                self._count(index, source, len(found[1]), self._clock() - started)
             return found
         return None
 
-    def _count(self, index: int, source: MemorySource | FileSource, found: BlockPart, seconds: float) -> None:
+    def _count(self, index: int, source: MemorySource | FileSource, size: int, seconds: float) -> None:
         tally = self.tallies[source.tier]
         tally.hits += not self._counted[index]
-        tally.bytes_read += len(found.data)
+        tally.bytes_read += size
         tally.read_seconds += seconds
         self._counted[index] = True
         if isinstance(source, FileSource) and (block := source.take_whole()) is not None:
@@ -213,27 +197,3 @@ class Reader:
         if isinstance(source, MemorySource):
             return self._backend.drop_damaged_block(source.block, why)
         return self._backend.drop_damaged_file(source.record, why)
-
-
-@dataclass(slots=True)
-class _Batch:
-    """A slab in the making."""
-
-    part: int
-    bytes: int = 0
-    indices: list[int] = field(default_factory=list)
-    parts: list[BlockPart] = field(default_factory=list)
-
-    def add(self, index: int, part: BlockPart) -> None:
-        self.indices.append(index)
-        self.parts.append(part)
-        self.bytes += len(part.data)
-
-    def slab(self) -> Slab:
-        return Slab(
-            part=self.part,
-            indices=tuple(self.indices),
-            sizes=tuple(len(part.data) for part in self.parts),
-            digests=b"".join(part.digest for part in self.parts),
-            payload=b"".join(part.data for part in self.parts),
-        )

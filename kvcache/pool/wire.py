@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvcache.pool.block import PoolBlock, Slab
+from kvcache.pool.block import PoolBlock, Slab, cut
 from kvcache.transfer.framing import Frame, Framing
 from kvcache.transfer.lent_memory import GRPC, TRANSFER_BYTES, LentBuffers, TransferUnavailable
 from kvcache.transfer.shared_memory import mapped
@@ -46,27 +46,17 @@ def blocks_of(frame: PutFrame) -> list[PoolBlock]:
     to the payload.
     """
     message = frame.message
-    payload = _read(message) if message.HasField("address") else frame.payload
-    blocks, start = [], 0
-    for block in message.blocks:
-        end = start + sum(block.sizes)
-        blocks.append(
-            PoolBlock(
-                key=block.key,
-                namespace=block.namespace,
-                sizes=tuple(block.sizes),
-                digests=block.digests,
-                payload=bytes(payload[start:end]),
-            )
-        )
-        start = end
-    if start != len(payload):
+    sizes = [sum(block.sizes) for block in message.blocks]
+    payload = _read(message, sum(sizes)) if message.HasField("address") else frame.payload
+    if sum(sizes) != len(payload):
         raise CorruptChunk("the blocks of a put do not add up to its bytes", code="length")
-    return blocks
+    return [
+        PoolBlock(key=b.key, namespace=b.namespace, sizes=tuple(b.sizes), digests=b.digests, payload=bytes(data))
+        for b, data in zip(message.blocks, cut(payload, sizes), strict=True)
+    ]
 
 
-def _read(message: pb.PutRequest) -> memoryview:
-    size = sum(sum(block.sizes) for block in message.blocks)
+def _read(message: pb.PutRequest, size: int) -> memoryview:
     try:
         memory = mapped(message.memory)
     except TransferUnavailable as error:
