@@ -30,7 +30,7 @@ class BlockAllocator:
 
     def __init__(self, num_blocks: int, block_size: int, *, caching: bool = True, events: BlockEvents | None = None):
         if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"a pool needs at least one block of one token, not {num_blocks} of {block_size}")
+            raise ValueError(f"KV memory needs at least one block of one token, not {num_blocks} of {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.caching = caching
@@ -109,18 +109,8 @@ class BlockAllocator:
             if self._events is not None:
                 self._events.stored(key)
 
-    def clear(self) -> None:
-        """Forget every cached block; held ones lose their keys and are not matched again."""
-        if self._events is not None:
-            for key in self._block_of:
-                self._events.removed(key)
-        self._free.extend(self._cached)
-        self._cached.clear()
-        self._key_of.clear()
-        self._block_of.clear()
-
     def check(self, tables: Iterable[Sequence[int]]) -> int:
-        """How many references `tables` do not explain: 0 unless some leaked. Raises AssertionError on a broken pool."""
+        """How many references `tables` do not explain: 0 unless some leaked. Raises AssertionError if broken."""
         counted = [0] * self.num_blocks
         for table in tables:
             for block in table:

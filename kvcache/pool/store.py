@@ -58,7 +58,7 @@ class BlockStore:
         self._folder: BlockFolder | None = None
         self._writer: DiskWriter | None = None
         if config.disk_path is not None:
-            self._folder = self._loaded(BlockFolder(config.disk_path, fsync=config.fsync))
+            self._folder = self._loaded(BlockFolder(config.disk_path))
             self._writer = DiskWriter(
                 self._changed,
                 following=lambda: next(iter(self._tiers.waiting.values()), None),
@@ -73,6 +73,7 @@ class BlockStore:
             stored_at = now - max(0.0, epoch - file.written_at)
             for record in self._tiers.load(file.key, file.namespace, max(1, file.bytes), stored_at, now):
                 folder.remove(record.key, record.namespace)
+        self._tiers.index.take_changes()  # nothing of it has come or gone since there were listeners
         return folder
 
     # ---- storing -----------------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ class StoreConfig:
     quotas: Mapping[str, int] = field(default_factory=dict)
     default_quota: int = 0
     backlog: int = 256
-    fsync: bool = False  # survive a power failure, not only the death of the process
 
     def __post_init__(self) -> None:
         if min(self.ram_bytes, self.disk_bytes, self.default_quota, *self.quotas.values()) < 0:

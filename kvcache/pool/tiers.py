@@ -69,9 +69,9 @@ class Tiers:
         gone = self.disk.admit(key, namespace, size, stored_at=stored_at, now=now)
         if gone is None:
             return [BlockRecord(key, namespace, size, stored_at)]
-        self.index.add(BlockRecord(key, namespace, size, stored_at), tell=False)
+        self.index.add(BlockRecord(key, namespace, size, stored_at))
         for record in gone:
-            self.index.remove(record.key, tell=False)
+            self.index.remove(record.key)
         return gone
 
     def promote(self, block: PoolBlock, now: float) -> None:
