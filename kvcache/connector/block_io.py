@@ -21,7 +21,7 @@ def part_bytes(device_kv: DeviceKV) -> list[int]:
 
 
 def read_blocks(device_kv: DeviceKV, blocks: Sequence[int], keys: Sequence[bytes], namespace: str) -> list[PoolBlock]:
-    """Copies of these blocks under these keys, one for one, their digests computed."""
+    """Copies of these blocks, one at least, under these keys, one for one, their digests computed."""
     slots = device_kv.slots(blocks, 0, len(blocks) * device_kv.block_size)
     planes = (plane for layer in range(len(device_kv.specs)) for plane in device_kv.read(layer, slots))
     rows = np.concatenate([plane.numpy().reshape(len(blocks), -1) for plane in planes], axis=1)

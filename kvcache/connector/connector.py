@@ -63,10 +63,6 @@ class PoolConnector:
         self.busy = busy
         self._task: asyncio.Task[None] | None = None
 
-    @property
-    def stores(self) -> bool:
-        return self.write_back.stores
-
     def set_nodes(self, addresses: Iterable[str]) -> None:
         self.client.set_nodes(addresses)
 

@@ -178,7 +178,7 @@ def _within(spec: LayerKV, planes: Sequence[Tensor], target: LayerKV) -> tuple[T
 
 
 def _zeros(shape: tuple[int, ...], dtype: str, device: torch.device) -> Tensor:
-    """Zeros; in host memory they take up room only once they are written, so a large pool costs nothing to make."""
+    """Zeros; in host memory they take up room only once they are written, so many blocks cost nothing to make."""
     kind: torch.dtype = getattr(torch, dtype)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=kind, device=device)

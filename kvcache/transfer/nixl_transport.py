@@ -23,6 +23,7 @@ from kvcache.transfer.lent_memory import (
     TransferUnavailable,
 )
 from kvcache.transfer.nixl_agent import KIND, Agent
+from kvcache.transfer.remote_write import RemoteWriters
 from serving.messages import TransportOffer
 
 TRANSFERS = 8  # at a time; more go over the stream. Memory is taken up when it is first written to: 64 MiB in all
@@ -53,10 +54,8 @@ class NixlLender(MemoryLender):
         self.agent.close()
 
 
-class NixlWriters:
-    """The sending half of a process (remote_write.RemoteWriters). NIXL starts with the first transfer."""
-
-    kind = KIND
+class NixlWriters(RemoteWriters):
+    """The sending half of a process. NIXL starts with the first transfer."""
 
     def __init__(self) -> None:
         self.lending = Lending(TRANSFERS, REST_SECONDS)

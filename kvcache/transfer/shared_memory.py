@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from kvcache.transfer.lent_memory import TRANSFER_BYTES, Bytes, MemoryLender, TransferUnavailable
+from kvcache.transfer.remote_write import RemoteWriters
 from serving.messages import TransportOffer
 
 KIND = "shm"
@@ -102,19 +103,11 @@ class SharedMemoryLender(MemoryLender):
         self.segment.close()
 
 
-class SharedMemoryWriters:
-    """The sending half of a process (kvcache.transfer.remote_write.RemoteWriters)."""
-
-    kind = KIND
-
-    def prepare(self) -> None:
-        """There is nothing to start."""
+class SharedMemoryWriters(RemoteWriters):
+    """The sending half of a process, of which each transfer maps what it writes to."""
 
     def writer(self, offer: TransportOffer) -> SharedMemoryWriter:
         return SharedMemoryWriter(mapped(offer.details))
-
-    def close(self) -> None:
-        """Each transfer lets go of what it has mapped."""
 
 
 class SharedMemoryWriter:
