@@ -135,42 +135,35 @@ class QuotaLru:
             self._group(record.namespace).records.move_to_end(key)
 
     def admit(
-        self,
-        key: bytes,
-        namespace: str,
-        size: int,
-        *,
-        stored_at: float,
-        now: float,
-        pinned: Container[bytes] = (),
-        capacity: int | None = None,
+        self, record: BlockRecord, now: float, pinned: Container[bytes] = (), capacity: int | None = None
     ) -> list[BlockRecord] | None:
         """Take a new block in; what had to go for it, or None, and nothing has gone, if that makes no room.
 
-        `capacity` is what there is for once, where that is less than usual.
+        The record is this tier's alone. `capacity` is what there is for once, where that is less than usual.
         """
-        assert size > 0 and key not in self._records, "a block is admitted once"
+        size = record.size
+        assert size > 0 and record.key not in self._records, "a block is admitted once"
         capacity = self.capacity if capacity is None else capacity
         if size > capacity:
             return None
-        own = self._group(namespace)
+        own = self._group(record.namespace)
         own.bytes += size  # the newcomer competes as part of what its namespace holds
         gone: list[BlockRecord] = []
         while self.bytes + size > capacity:
             victim = self._victim(own, pinned)
             if victim is None:
                 own.bytes -= size
-                self._tidy(namespace)
-                for record in gone:
-                    self._insert(record)
+                self._tidy(record.namespace)
+                for other in gone:
+                    self._insert(other)
                 return None
             self._take_out(victim)
             gone.append(victim)
         own.bytes -= size
-        self._uses += 1
-        self._insert(BlockRecord(key, namespace, size, stored_at, self._uses))
+        record.used = self._uses = self._uses + 1
+        self._insert(record)
         self.counters.evictions += len(gone)
-        self.counters.eviction_age_seconds += sum(now - record.stored_at for record in gone)
+        self.counters.eviction_age_seconds += sum(now - other.stored_at for other in gone)
         return gone
 
     def remove(self, key: bytes) -> BlockRecord | None:

@@ -10,7 +10,7 @@ from collections.abc import Container, Iterator
 
 from kvcache.pool.block import PoolBlock
 from kvcache.pool.blockfile import stored_bytes
-from kvcache.pool.eviction import QuotaLru
+from kvcache.pool.eviction import BlockRecord, QuotaLru
 
 
 class RamTier:
@@ -30,9 +30,7 @@ class RamTier:
         if block.key in self._blocks:
             self.lru.touch(block.key)
             return []
-        gone = self.lru.admit(
-            block.key, block.namespace, stored_bytes(block), stored_at=stored_at, now=now, pinned=pinned
-        )
+        gone = self.lru.admit(BlockRecord(block.key, block.namespace, stored_bytes(block), stored_at), now, pinned)
         if gone is None:
             return None
         self._blocks[block.key] = block

@@ -96,14 +96,10 @@ class RemoteNode:
             request.transport, request.offer = lent.offer.kind, lent.offer.details
             request.buffers.extend(lent.addresses)
             request.buffer_size = lent.size
-        settled = False
-        try:
-            call = self._get(metadata=self.caller.metadata, timeout=LONG_SECONDS)
-        except BaseException:
-            lent.give_back(settled=True)
-            raise
+        call, settled = None, True
         try:
             with asking(self.caller.address):
+                call, settled = self._get(metadata=self.caller.metadata, timeout=LONG_SECONDS), False
                 await call.write(pb.GetMessage(request=request))
                 async for frame in call:
                     if frame.message.end:
@@ -115,7 +111,8 @@ class RemoteNode:
                     yield slab
             settled = True  # the node has ended its stream: it writes no more
         finally:
-            call.cancel()
+            if call is not None:
+                call.cancel()
             lent.give_back(settled=settled)
 
     def _taken(self, frame: SlabFrame, lent: LentBuffers) -> Slab:

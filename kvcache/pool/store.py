@@ -10,13 +10,14 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, takewhile
 
 from kvcache.pool.block import PoolBlock, Slab, verify_block
+from kvcache.pool.block_index import NamespaceTotal
 from kvcache.pool.disk import NAMESPACE, BlockFolder, PartRange
 from kvcache.pool.disk_writer import DiskWriter
 from kvcache.pool.eviction import BlockRecord
@@ -71,7 +72,7 @@ class BlockStore:
         now, epoch = self._clock(), time.time()
         for file in folder.scan():
             stored_at = now - max(0.0, epoch - file.written_at)
-            for record in self._tiers.load(file.key, file.namespace, max(1, file.bytes), stored_at, now):
+            for record in self._tiers.load(BlockRecord(file.key, file.namespace, max(1, file.bytes), stored_at), now):
                 folder.remove(record.key, record.namespace)
         self._tiers.index.take_changes()  # nothing of it has come or gone since there were listeners
         return folder
@@ -173,7 +174,7 @@ class BlockStore:
             self.found += sum(found)
         return found
 
-    def read(self, keys: Sequence[bytes], first_part: int, last_part: int) -> Iterator[Slab]:
+    def read(self, keys: Sequence[bytes], first_part: int, last_part: int) -> Generator[Slab, None, None]:
         """Parts first_part..last_part (exclusive; 0: all) of a chain's blocks, part by part.
 
         Slabs are cut by reading.Reader. A key that is not here, or whose bytes are found wrong in every tier, is left
@@ -292,14 +293,12 @@ class BlockStore:
         """Namespaces that hold blocks or have a quota of their own; a block in two tiers counts once."""
         quotas = self.config.quotas
         with self._lock:
-            totals = self._tiers.index.totals
+            totals = {**dict.fromkeys(quotas, NamespaceTotal()), **self._tiers.index.totals}
             return {
                 name: NamespaceStat(
-                    bytes=totals[name].bytes if name in totals else 0,
-                    blocks=totals[name].blocks if name in totals else 0,
-                    quota=quotas.get(name, self.config.default_quota),
+                    bytes=held.bytes, blocks=held.blocks, quota=quotas.get(name, self.config.default_quota)
                 )
-                for name in sorted({*totals, *quotas})
+                for name, held in sorted(totals.items())
             }
 
     @property

@@ -6,7 +6,7 @@ Pure: `now` is handed in, and files are written, read and removed by the store. 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcache.pool.block import PoolBlock
 from kvcache.pool.block_index import BlockIndex
@@ -64,12 +64,12 @@ class Tiers:
             self.index.add(BlockRecord(block.key, block.namespace, stored_bytes(block), now))
         return in_ram or to_disk
 
-    def load(self, key: bytes, namespace: str, size: int, stored_at: float, now: float) -> list[BlockRecord]:
+    def load(self, file: BlockRecord, now: float) -> list[BlockRecord]:
         """A file that was there at the start: those that have no room now, itself perhaps."""
-        gone = self.disk.admit(key, namespace, size, stored_at=stored_at, now=now)
+        gone = self.disk.admit(file, now)
         if gone is None:
-            return [BlockRecord(key, namespace, size, stored_at)]
-        self.index.add(BlockRecord(key, namespace, size, stored_at))
+            return [file]
+        self.index.add(replace(file))
         for record in gone:
             self.index.remove(record.key)
         return gone
@@ -106,15 +106,7 @@ class Tiers:
         assert known is not None, "what waits is indexed"
         if full:
             self.disk.remove(block.key)
-        gone = self.disk.admit(
-            known.key,
-            known.namespace,
-            known.size,
-            stored_at=known.stored_at,
-            now=now,
-            pinned=self.pins,
-            capacity=self.disk.bytes if full else None,
-        )
+        gone = self.disk.admit(replace(known), now, self.pins, self.disk.bytes if full else None)
         if gone is None:
             del self.waiting[block.key]
         for key in [block.key, *(record.key for record in gone or ())]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -43,7 +43,7 @@ class GatedStore(BlockStore):
         self.after: int | None = None
         self.gate = threading.Event()
 
-    def read(self, keys: Sequence[bytes], first_part: int, last_part: int) -> Iterator[Slab]:
+    def read(self, keys: Sequence[bytes], first_part: int, last_part: int) -> Generator[Slab, None, None]:
         for number, slab in enumerate(super().read(keys, first_part, last_part)):
             if number == self.after:
                 assert self.gate.wait(10)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.pool.eviction import Pins, QuotaLru, Quotas
+from kvcache.pool.eviction import BlockRecord, Pins, QuotaLru, Quotas
 from tests.kvcache.pool.storage import key_of
 
 NAMESPACES = ("a", "b", "c", "d")
@@ -21,7 +21,7 @@ def bytes_of(lru: QuotaLru) -> dict[str, int]:
 
 
 def admit(lru: QuotaLru, number: int, namespace: str, size: int, pins: Pins | None = None) -> list[bytes] | None:
-    gone = lru.admit(key_of(number), namespace, size, stored_at=0.0, now=1.0, pinned=pins or ())
+    gone = lru.admit(BlockRecord(key_of(number), namespace, size, stored_at=0.0), 1.0, pins or ())
     return None if gone is None else [record.key for record in gone]
 
 

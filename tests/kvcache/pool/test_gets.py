@@ -129,13 +129,14 @@ async def test_a_slab_overwritten_in_its_buffer_is_found_by_its_digests(
 ) -> None:
     client = PoolClient(lambda address: RemoteNode(address, KEY, lenders=served.lenders))
     client.set_nodes([served.address])
-    read = SharedMemoryLender.read
+    read = LentBuffers.read
 
-    def late(self: SharedMemoryLender, lent: LentBuffers, index: int, length: int) -> bytes | memoryview:
-        self.segment.memory[lent.addresses[index] + 5] ^= 1
-        return read(self, lent, index, length)
+    def late(lent: LentBuffers, index: int, length: int) -> bytes | memoryview:
+        assert isinstance(lent.lender, SharedMemoryLender)
+        lent.lender.segment.memory[lent.addresses[index] + 5] ^= 1
+        return read(lent, index, length)
 
-    monkeypatch.setattr(SharedMemoryLender, "read", late)
+    monkeypatch.setattr(LentBuffers, "read", late)
     keys = [key(number) for number in range(COUNT)]
     slabs = [slab async for slab in client.get(keys, parts=PARTS)]
     found = {(index, slab.part): bytes(data) for slab in slabs for index, _, data in slab.parts()}
