@@ -18,13 +18,11 @@ _PLAIN = ("layout", "encoding", "first_layer", "last_layer", "first_head", "last
 
 def chunk_frame(chunk: Chunk, buffer: int | None = None) -> PushFrame:
     """With its bytes, or, if they lie in one of the receiver's buffers, with that buffer's number."""
-    message = pb.Chunk(
-        lease=to_pb(chunk.lease, pb.LeaseId),
-        buffer=buffer,
-        buffer_bytes=0 if buffer is None else len(chunk.payload),
-        **{name: getattr(chunk, name) for name in _PLAIN},
-    )
-    return Frame(pb.PushMessage(chunk=message), (chunk.payload,) if buffer is None else ())
+    message = pb.Chunk(lease=to_pb(chunk.lease, pb.LeaseId), **{name: getattr(chunk, name) for name in _PLAIN})
+    if buffer is None:
+        return Frame(pb.PushMessage(chunk=message), (chunk.payload,))
+    message.buffer, message.buffer_bytes = buffer, len(chunk.payload)
+    return Frame(pb.PushMessage(chunk=message))
 
 
 def chunk_from_pb(message: pb.Chunk, payload: bytes | memoryview) -> Chunk:

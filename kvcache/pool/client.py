@@ -38,12 +38,6 @@ class ClientStats:
     failures: Counter[str] = field(default_factory=Counter)
 
 
-@dataclass(slots=True, eq=False)
-class _Peer:
-    link: PoolLink
-    calls: int = 0
-
-
 class PoolClient:
     """`make_link` reaches the node at an address; `timeout` seconds bound each wait for a node's answer.
 
@@ -65,8 +59,9 @@ class PoolClient:
         self.stats = ClientStats()
         self.rendezvous = RendezvousHash()
         self._backoff = Backoff()
-        self._peers: dict[str, _Peer] = {}
-        self._retired: set[_Peer] = set()  # no longer nodes of ours, but calls to them are in progress
+        self._links: dict[str, PoolLink] = {}
+        self._retired: set[PoolLink] = set()  # no longer nodes of ours, but calls to them are in progress
+        self._calls: Counter[PoolLink] = Counter()  # in progress
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
@@ -77,7 +72,7 @@ class PoolClient:
     @property
     def calls(self) -> int:
         """Calls to nodes in progress."""
-        return sum(peer.calls for peer in (*self._peers.values(), *self._retired))
+        return self._calls.total()
 
     def set_nodes(self, nodes: Iterable[str]) -> None:
         """These are the pool from now on, as `host:port` or `name@host:port` (see RendezvousHash).
@@ -85,11 +80,11 @@ class PoolClient:
         Calls in progress with others end by themselves.
         """
         self.rendezvous = RendezvousHash(nodes)
-        for address in [known for known in self._peers if known not in self.rendezvous.nodes]:
+        for address in [known for known in self._links if known not in self.rendezvous.nodes]:
             self._backoff.answered(address)  # should it come back
-            peer = self._peers.pop(address)
-            self._retired.add(peer)
-            self._close_unused(peer)
+            link = self._links.pop(address)
+            self._retired.add(link)
+            self._close_unused(link)
 
     # ---- the four calls ----------------------------------------------------------------------------------------
 
@@ -203,28 +198,29 @@ class PoolClient:
 
     @contextmanager
     def _link(self, address: str) -> Iterator[PoolLink]:
-        peer = self._peers.get(address)
-        if peer is None:
-            peer = self._peers[address] = _Peer(self.make_link(address))
-        peer.calls += 1
+        if address not in self._links:
+            self._links[address] = self.make_link(address)
+        link = self._links[address]
+        self._calls[link] += 1
         try:
-            yield peer.link
+            yield link
         finally:
-            peer.calls -= 1
-            self._close_unused(peer)
+            self._calls[link] -= 1
+            self._close_unused(link)
 
-    def _close_unused(self, peer: _Peer) -> None:
+    def _close_unused(self, link: PoolLink) -> None:
         """Close the link of a node that has left the pool once the last call has ended."""
-        if peer.calls == 0 and peer in self._retired:
-            self._retired.discard(peer)
-            task = asyncio.get_running_loop().create_task(peer.link.close(), name="close-pool-link")
+        if link in self._retired and not self._calls[link]:
+            self._retired.discard(link)
+            del self._calls[link]
+            task = asyncio.get_running_loop().create_task(link.close(), name="close-pool-link")
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
         """Calls in progress find their links closed."""
-        peers = [*self._peers.values(), *self._retired]
-        self._peers.clear()
+        links = [*self._links.values(), *self._retired]
+        self._links.clear()
         self._retired.clear()
         self.rendezvous = RendezvousHash()
-        await asyncio.gather(*(peer.link.close() for peer in peers), *self._closing)
+        await asyncio.gather(*(link.close() for link in links), *self._closing)

@@ -85,23 +85,13 @@ def batches(blocks: Iterable[PoolBlock]) -> Iterator[list[PoolBlock]]:
 
 def slab_frame(slab: Slab, buffer: int | None = None) -> SlabFrame:
     """With its bytes, or, if they lie in one of the asker's buffers, with that buffer's number."""
-    message = pb.Slab(
-        part=slab.part,
-        indices=slab.indices,
-        sizes=slab.sizes,
-        digests=slab.digests,
-        buffer=buffer,
-        buffer_bytes=0 if buffer is None else len(slab.payload),
-    )
-    return Frame(message, (slab.payload,) if buffer is None else ())
+    message = pb.Slab(part=slab.part, indices=slab.indices, sizes=slab.sizes, digests=slab.digests)
+    if buffer is None:
+        return Frame(message, (slab.payload,))
+    message.buffer, message.buffer_bytes = buffer, len(slab.payload)
+    return Frame(message)
 
 
 def slab_of(message: pb.Slab, payload: bytes | memoryview, via: str = GRPC) -> Slab:
-    return Slab(
-        part=message.part,
-        indices=tuple(message.indices),
-        sizes=tuple(message.sizes),
-        digests=message.digests,
-        payload=payload,
-        via=via,
-    )
+    indices, sizes = tuple(message.indices), tuple(message.sizes)
+    return Slab(part=message.part, indices=indices, sizes=sizes, digests=message.digests, payload=payload, via=via)
