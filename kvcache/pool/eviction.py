@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from heapq import heappop, heappush
+from typing import Generic, TypeVar
 
 from serving.messages import TierStat
 
@@ -22,6 +23,9 @@ class BlockRecord:
     size: int
     stored_at: float
     used: int = 0
+
+
+R = TypeVar("R", bound=BlockRecord)
 
 
 @dataclass(slots=True)
@@ -84,20 +88,20 @@ class Pins:
         return len(self._until)
 
 
-class _Group:
+class _Group(Generic[R]):
     """Blocks that compete with one another: those of a namespace with a quota, or of all namespaces without one."""
 
     def __init__(self, quota: int):
-        self.records: OrderedDict[bytes, BlockRecord] = OrderedDict()  # least recently used first
+        self.records: OrderedDict[bytes, R] = OrderedDict()  # least recently used first
         self.quota = quota
         self.bytes = 0
 
-    def victim(self, pinned: Container[bytes]) -> BlockRecord | None:
+    def victim(self, pinned: Container[bytes]) -> R | None:
         """The block that was used longest ago and is not pinned."""
         return next((record for key, record in self.records.items() if key not in pinned), None)
 
 
-class QuotaLru:
+class QuotaLru(Generic[R]):
     """Never more than `capacity` bytes. A namespace within its quota loses nothing to another's inserts.
 
     Of what namespaces hold beyond their quotas, the block that was used longest ago is evicted. An insert that finds no
@@ -109,11 +113,11 @@ class QuotaLru:
         self.bytes = 0
         self.counters = TierCounters()
         self._quotas = quotas
-        self._records: dict[bytes, BlockRecord] = {}
-        self._groups: dict[str, _Group] = {}
+        self._records: dict[bytes, R] = {}
+        self._groups: dict[str, _Group[R]] = {}
         self._uses = 0
 
-    def get(self, key: bytes) -> BlockRecord | None:
+    def get(self, key: bytes) -> R | None:
         return self._records.get(key)
 
     def __contains__(self, key: object) -> bool:
@@ -122,7 +126,7 @@ class QuotaLru:
     def __len__(self) -> int:
         return len(self._records)
 
-    def __iter__(self) -> Iterator[BlockRecord]:
+    def __iter__(self) -> Iterator[R]:
         return iter(self._records.values())
 
     def touch(self, key: bytes) -> None:
@@ -135,8 +139,8 @@ class QuotaLru:
             self._group(record.namespace).records.move_to_end(key)
 
     def admit(
-        self, record: BlockRecord, now: float, pinned: Container[bytes] = (), capacity: int | None = None
-    ) -> list[BlockRecord] | None:
+        self, record: R, now: float, pinned: Container[bytes] = (), capacity: int | None = None
+    ) -> list[R] | None:
         """Take a new block in; what had to go for it, or None, and nothing has gone, if that makes no room.
 
         The record is this tier's alone. `capacity` is what there is for once, where that is less than usual.
@@ -148,7 +152,7 @@ class QuotaLru:
             return None
         own = self._group(record.namespace)
         own.bytes += size  # the newcomer competes as part of what its namespace holds
-        gone: list[BlockRecord] = []
+        gone: list[R] = []
         while self.bytes + size > capacity:
             victim = self._victim(own, pinned)
             if victim is None:
@@ -166,7 +170,7 @@ class QuotaLru:
         self.counters.eviction_age_seconds += sum(now - other.stored_at for other in gone)
         return gone
 
-    def remove(self, key: bytes) -> BlockRecord | None:
+    def remove(self, key: bytes) -> R | None:
         """Take a block out for another reason than want of room."""
         record = self._records.get(key)
         if record is not None:
@@ -176,7 +180,7 @@ class QuotaLru:
     def stat(self) -> TierStat:
         return TierStat(capacity=self.capacity, bytes=self.bytes, blocks=len(self._records), **asdict(self.counters))
 
-    def _victim(self, own: _Group, pinned: Container[bytes]) -> BlockRecord | None:
+    def _victim(self, own: _Group[R], pinned: Container[bytes]) -> R | None:
         beyond = [
             record
             for group in self._groups.values()
@@ -186,7 +190,7 @@ class QuotaLru:
         ]
         return min(beyond, key=lambda record: record.used) if beyond else own.victim(pinned)
 
-    def _group(self, namespace: str) -> _Group:
+    def _group(self, namespace: str) -> _Group[R]:
         name = self._name(namespace)
         if name not in self._groups:
             self._groups[name] = _Group(self._quotas.of(namespace))
@@ -196,14 +200,14 @@ class QuotaLru:
         """Namespaces without a quota share a group, under a name that no namespace can have."""
         return namespace if self._quotas.of(namespace) else ""
 
-    def _insert(self, record: BlockRecord) -> None:
+    def _insert(self, record: R) -> None:
         group = self._group(record.namespace)
         group.records[record.key] = record
         group.bytes += record.size
         self._records[record.key] = record
         self.bytes += record.size
 
-    def _take_out(self, record: BlockRecord) -> None:
+    def _take_out(self, record: R) -> None:
         group = self._group(record.namespace)
         del group.records[record.key]
         group.bytes -= record.size

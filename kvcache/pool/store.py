@@ -188,7 +188,7 @@ class BlockStore:
             yield from reader.slabs()
         finally:
             with self._lock:
-                self._tiers.ram.lru.counters.add(reader.tallies[Tier.RAM])
+                self._tiers.ram.counters.add(reader.tallies[Tier.RAM])
                 self._tiers.disk.counters.add(reader.tallies[Tier.DISK])
 
     def verify(self, stopped: Callable[[], bool] = lambda: False) -> tuple[int, int]:
@@ -197,7 +197,7 @@ class BlockStore:
         A disk may take an hour, so it is asked before each copy whether to go on.
         """
         with self._lock:
-            blocks = list(self._tiers.ram)
+            blocks = [record.block for record in self._tiers.ram]
             files = [record for record in self._tiers.disk if record.key not in self._tiers.waiting]
         copies = chain(
             (partial(self._damaged_block, block) for block in blocks),
@@ -286,8 +286,8 @@ class BlockStore:
     def tier_stats(self) -> dict[Tier, TierStat]:
         """The tiers there are."""
         with self._lock:
-            tiers = {Tier.RAM: self._tiers.ram.lru, Tier.DISK: self._tiers.disk}
-            return {tier: lru.stat() for tier, lru in tiers.items() if lru.capacity}
+            stats = {Tier.RAM: self._tiers.ram.stat(), Tier.DISK: self._tiers.disk.stat()}
+            return {tier: stat for tier, stat in stats.items() if stat.capacity}
 
     def namespace_stats(self) -> dict[str, NamespaceStat]:
         """Namespaces that hold blocks or have a quota of their own; a block in two tiers counts once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from kvcache.pool.eviction import QuotaLru, Quotas
 
@@ -48,7 +48,7 @@ class StoreConfig:
         """Capacity of the lowest tier, which decides whether a block is lost."""
         return self.disk_bytes or self.ram_bytes
 
-    def lru(self, capacity: int) -> QuotaLru:
+    def lru(self, capacity: int) -> QuotaLru[Any]:
         """An empty tier. RAM above a bigger disk keeps its share of each quota, the disk all of it."""
         scale = min(1.0, capacity / self.lowest_bytes)
         return QuotaLru(capacity, Quotas(by_namespace=self.quotas, default=self.default_quota, scale=scale))

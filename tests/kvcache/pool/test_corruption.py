@@ -64,7 +64,9 @@ def test_in_memory() -> None:
         ram = store._tiers.ram
         for number in harmed:
             payload = bytes(chance.choice(SAME_LENGTH)(blocks[number].payload, chance))
-            object.__setattr__(ram._blocks[key_of(number)], "payload", payload)
+            record = ram.get(key_of(number))
+            assert record is not None
+            object.__setattr__(record.block, "payload", payload)
         assert whole_ones(store, blocks) == [number not in harmed for number in range(400)]
         assert sum(stat.corrupt for stat in store.tier_stats().values()) == len(harmed)
         assert store.lookup([key_of(number) for number in harmed]) == [False] * len(harmed)

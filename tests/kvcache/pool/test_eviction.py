@@ -155,7 +155,7 @@ def test_a_pin_lasts_as_long_as_the_longest_that_was_asked_for() -> None:
 def test_evictions_are_counted_with_their_age() -> None:
     lru = QuotaLru(20, Quotas())
     for number, time in enumerate((1.0, 2.0, 4.0, 8.0)):
-        lru.admit(key_of(number), "a", 10, stored_at=time, now=time)
+        lru.admit(BlockRecord(key_of(number), "a", 10, stored_at=time), time)
     stat = lru.stat()
     assert stat.evictions == 2
     assert stat.eviction_age_seconds == pytest.approx((4.0 - 1.0) + (8.0 - 2.0))
