@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path, PurePath
 
 from kvcache.pool.block import KEY_BYTES, PoolBlock, make_block
@@ -158,9 +159,7 @@ def _contents_of(file: Path) -> Iterator[bytes]:
 
 
 def _next_blocks(contents: Iterator[bytes]) -> list[PoolBlock]:
-    return [
-        make_block(content_key(data), NAMESPACE, [data]) for _, data in zip(range(BATCH_BLOCKS), contents, strict=False)
-    ]
+    return [make_block(content_key(data), NAMESPACE, [data]) for data in islice(contents, BATCH_BLOCKS)]
 
 
 async def _contents(pool: PoolClient, keys: Sequence[bytes], model: str) -> list[bytes]:

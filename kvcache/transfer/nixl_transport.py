@@ -23,7 +23,7 @@ from kvcache.transfer.lent_memory import (
     TransferUnavailable,
 )
 from kvcache.transfer.nixl_agent import KIND, Agent
-from kvcache.transfer.remote_write import RemoteWriters
+from kvcache.transfer.remote_write import RemoteWriter, RemoteWriters
 from serving.messages import TransportOffer
 
 TRANSFERS = 8  # at a time; more go over the stream. Memory is taken up when it is first written to: 64 MiB in all
@@ -83,8 +83,8 @@ class NixlWriters(RemoteWriters):
                 self._agent = None
 
 
-class NixlWriter:
-    """One transfer's writes (kvcache.transfer.remote_write.RemoteWriter), out of buffers at this end."""
+class NixlWriter(RemoteWriter):
+    """One transfer's writes, out of buffers at this end."""
 
     kind = KIND
 

@@ -25,7 +25,6 @@ class RemoteWriter(Protocol):
 
     async def connect(self) -> None:
         """Make the other end's memory reachable. Raises TransferUnavailable."""
-        ...
 
     def write(self, buffer: int, address: int, payload: bytes | memoryview) -> Future[None]:
         """Begin to copy the payload to the address; done when all of it is there. Fails with TransferUnavailable.

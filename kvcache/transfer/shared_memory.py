@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from kvcache.transfer.lent_memory import TRANSFER_BYTES, Bytes, MemoryLender, TransferUnavailable
-from kvcache.transfer.remote_write import RemoteWriters
+from kvcache.transfer.remote_write import RemoteWriter, RemoteWriters
 from serving.messages import TransportOffer
 
 KIND = "shm"
@@ -110,16 +110,13 @@ class SharedMemoryWriters(RemoteWriters):
         return SharedMemoryWriter(mapped(offer.details))
 
 
-class SharedMemoryWriter:
-    """One transfer's writes (remote_write.RemoteWriter): plain copies, each over before `write` returns."""
+class SharedMemoryWriter(RemoteWriter):
+    """One transfer's writes into memory that is mapped already: plain copies, each over before `write` returns."""
 
     kind = KIND
 
     def __init__(self, memory: Bytes):
         self._memory: Bytes | None = memory
-
-    async def connect(self) -> None:
-        """The memory is mapped already."""
 
     def write(self, buffer: int, address: int, payload: bytes | memoryview) -> asyncio.Future[None]:
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
