@@ -136,11 +136,11 @@ def _take(plane: Tensor, slots: TokenSlots, out: Bytes) -> None:
         out[:] = rows.view(slots.tokens, -1).view(torch.uint8).cpu().numpy().reshape(-1)
         return
     cells = cells_of(plane)
-    for where, rows in slots.stretches(shaped(out, cells)):
+    for where, into in slots.stretches(shaped(out, cells)):
         if isinstance(where, np.ndarray):
-            take_blocks(cells, where, rows)
+            take_blocks(cells, where, into)
         else:
-            rows[...] = cells[where]
+            into[...] = cells[where]
 
 
 def _put(plane: Tensor, slots: TokenSlots, rows: Bytes) -> None:

@@ -192,6 +192,9 @@ class ThreadCopier(Copier):
     def wait(self, buffer: int) -> None:
         self._filling[buffer].result()
 
+    def free(self, buffer: int) -> None:
+        """The computation is over when it returns."""
+
     def end(self) -> None:
         wait(self._filling.values())
         self._filling.clear()

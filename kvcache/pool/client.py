@@ -124,7 +124,7 @@ class PoolClient:
 
         async def offer(address: str, indices: list[int]) -> None:
             for batch in batches(blocks[index] for index in indices):
-                taken = await self._ask(address, lambda link, batch=batch: link.put(batch))
+                taken = await self._ask(address, lambda link: link.put(batch))  # noqa: B023 - it is called at once
                 if taken is None:
                     return
                 self.stats.stored += taken

@@ -23,7 +23,6 @@ from kvcache.transfer.lent_memory import (
     TransferUnavailable,
 )
 from kvcache.transfer.nixl_agent import KIND, Agent
-from kvcache.transfer.remote_write import RemoteWriter, RemoteWriters
 from serving.messages import TransportOffer
 
 TRANSFERS = 8  # at a time; more go over the stream. Memory is taken up when it is first written to: 64 MiB in all
@@ -54,8 +53,8 @@ class NixlLender(MemoryLender):
         self.agent.close()
 
 
-class NixlWriters(RemoteWriters):
-    """The sending half of a process. NIXL starts with the first transfer."""
+class NixlWriters:
+    """The sending half of a process (remote_write.RemoteWriters). NIXL starts with the first transfer."""
 
     def __init__(self) -> None:
         self.lending = Lending(TRANSFERS, REST_SECONDS)
@@ -83,8 +82,8 @@ class NixlWriters(RemoteWriters):
                 self._agent = None
 
 
-class NixlWriter(RemoteWriter):
-    """One transfer's writes, out of buffers at this end."""
+class NixlWriter:
+    """One transfer's writes (kvcache.transfer.remote_write.RemoteWriter), out of buffers at this end."""
 
     kind = KIND
 

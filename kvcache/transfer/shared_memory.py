@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 
 from kvcache.transfer.lent_memory import TRANSFER_BYTES, Bytes, MemoryLender, TransferUnavailable
-from kvcache.transfer.remote_write import RemoteWriter, RemoteWriters
 from serving.messages import TransportOffer
 
 KIND = "shm"
@@ -103,20 +102,29 @@ class SharedMemoryLender(MemoryLender):
         self.segment.close()
 
 
-class SharedMemoryWriters(RemoteWriters):
-    """The sending half of a process, of which each transfer maps what it writes to."""
+class SharedMemoryWriters:
+    """The sending half of a process (kvcache.transfer.remote_write.RemoteWriters)."""
+
+    def prepare(self) -> None:
+        """There is nothing to start."""
 
     def writer(self, offer: TransportOffer) -> SharedMemoryWriter:
         return SharedMemoryWriter(mapped(offer.details))
 
+    def close(self) -> None:
+        """Each transfer lets go of what it has mapped."""
 
-class SharedMemoryWriter(RemoteWriter):
-    """One transfer's writes into memory that is mapped already: plain copies, each over before `write` returns."""
+
+class SharedMemoryWriter:
+    """One transfer's writes (remote_write.RemoteWriter): plain copies, each over before `write` returns."""
 
     kind = KIND
 
     def __init__(self, memory: Bytes):
         self._memory: Bytes | None = memory
+
+    async def connect(self) -> None:
+        """The memory is mapped already."""
 
     def write(self, buffer: int, address: int, payload: bytes | memoryview) -> asyncio.Future[None]:
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
