@@ -6,8 +6,8 @@ Pure: it counts blocks by name and size, and `now` is handed in. Not thread-safe
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Container, Iterator
+from dataclasses import asdict, dataclass
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
@@ -43,21 +43,6 @@ class TierCounters:
     def add(self, other: TierCounters) -> None:
         for name in self.__slots__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Quotas:
-    """Bytes that each namespace keeps: inserts of other namespaces never push it below.
-
-    `scale` is the part of it that holds in this tier.
-    """
-
-    by_namespace: Mapping[str, int] = field(default_factory=dict)
-    default: int = 0
-    scale: float = 1.0
-
-    def of(self, namespace: str) -> int:
-        return int(self.by_namespace.get(namespace, self.default) * self.scale)
 
 
 class Pins:
@@ -102,17 +87,18 @@ class _Group(Generic[R]):
 
 
 class QuotaLru(Generic[R]):
-    """Never more than `capacity` bytes. A namespace within its quota loses nothing to another's inserts.
+    """Never more than `capacity` bytes. A namespace within its quota loses nothing to another's inserts. `quota_of` a
+    namespace are bytes of this tier, 0 for none.
 
     Of what namespaces hold beyond their quotas, the block that was used longest ago is evicted. An insert that finds no
     room that way takes it from its own namespace, or is refused.
     """
 
-    def __init__(self, capacity: int, quotas: Quotas):
+    def __init__(self, capacity: int, quota_of: Callable[[str], int] = lambda namespace: 0):
         self.capacity = capacity
+        self.quota_of = quota_of
         self.bytes = 0
         self.counters = TierCounters()
-        self._quotas = quotas
         self._records: dict[bytes, R] = {}
         self._groups: dict[str, _Group[R]] = {}
         self._uses = 0
@@ -193,12 +179,12 @@ class QuotaLru(Generic[R]):
     def _group(self, namespace: str) -> _Group[R]:
         name = self._name(namespace)
         if name not in self._groups:
-            self._groups[name] = _Group(self._quotas.of(namespace))
+            self._groups[name] = _Group(self.quota_of(namespace))
         return self._groups[name]
 
     def _name(self, namespace: str) -> str:
         """Namespaces without a quota share a group, under a name that no namespace can have."""
-        return namespace if self._quotas.of(namespace) else ""
+        return namespace if self.quota_of(namespace) else ""
 
     def _insert(self, record: R) -> None:
         group = self._group(record.namespace)

@@ -152,10 +152,10 @@ class RemoteNode:
         self, method: Any, request: Message, kind: type[T], seconds: float | None
     ) -> AsyncGenerator[T, None]:
         """The messages that answer one, as dataclasses of this kind."""
-        call = method(request, metadata=self.caller.metadata, timeout=seconds)
-        try:
-            with asking(self.caller.address):
+        with asking(self.caller.address):
+            call = method(request, metadata=self.caller.metadata, timeout=seconds)
+            try:
                 async for message in call:
                     yield from_pb(message, kind)
-        finally:
-            call.cancel()
+            finally:
+                call.cancel()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from kvcache.pool.eviction import QuotaLru, Quotas
+from kvcache.pool.eviction import QuotaLru
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,5 +50,5 @@ class StoreConfig:
 
     def lru(self, capacity: int) -> QuotaLru[Any]:
         """An empty tier. RAM above a bigger disk keeps its share of each quota, the disk all of it."""
-        scale = min(1.0, capacity / self.lowest_bytes)
-        return QuotaLru(capacity, Quotas(by_namespace=self.quotas, default=self.default_quota, scale=scale))
+        share = min(1.0, capacity / self.lowest_bytes)
+        return QuotaLru(capacity, lambda namespace: int(self.quotas.get(namespace, self.default_quota) * share))
