@@ -108,7 +108,7 @@ class ReadBackend(Protocol):
 
 
 class Reader:
-    """One read of parts first..last (exclusive; 0: all) of some blocks; `places` says where each is, in order.
+    """One read of parts first..last (exclusive; 0: all) of some blocks; `locations` says where each is, in order.
 
     What is read whole from disk is offered for promotion, the first `keep_bytes` of it. `tallies` is what there is to
     count, by tier.
@@ -117,7 +117,7 @@ class Reader:
     def __init__(
         self,
         backend: ReadBackend,
-        places: Sequence[BlockLocation],
+        locations: Sequence[BlockLocation],
         first: int,
         last: int,
         *,
@@ -130,10 +130,10 @@ class Reader:
         self._last = last
         self._keep_bytes = keep_bytes
         self._clock = clock
-        files = sum(place.block is None and place.record is not None for place in places)
+        files = sum(location.block is None and location.record is not None for location in locations)
         self._most = max(LEAST_READ_BYTES, READ_AHEAD_BYTES // max(1, files))
-        self._sources = [self._source(place, first) for place in places]
-        self._counted = [False] * len(places)
+        self._sources = [self._source(location, first) for location in locations]
+        self._counted = [False] * len(locations)
 
     def slabs(self) -> Iterator[Slab]:
         """Part by part; a block that has no more, or cannot be read, is left out from then on."""
@@ -158,14 +158,14 @@ class Reader:
                 yield Slab.of(part, batch)
             part += 1
 
-    def _source(self, place: BlockLocation, first: int) -> MemorySource | FileSource | None:
-        if place.block is not None:
-            return MemorySource(place.block)
-        if place.record is None:
+    def _source(self, location: BlockLocation, first: int) -> MemorySource | FileSource | None:
+        if location.block is not None:
+            return MemorySource(location.block)
+        if location.record is None:
             return None
-        self._keep_bytes -= place.record.size
-        read = partial(self._backend.read_file, place.record)
-        return FileSource(place.record, self._last, self._most, read, keep=first == 0 and self._keep_bytes >= 0)
+        self._keep_bytes -= location.record.size
+        read = partial(self._backend.read_file, location.record)
+        return FileSource(location.record, self._last, self._most, read, keep=first == 0 and self._keep_bytes >= 0)
 
     def _read(self, index: int, part: int) -> BlockPart | None:
         """The next part of a block, from the first tier that has it undamaged."""

@@ -181,9 +181,9 @@ class BlockStore:
         out from then on.
         """
         with self._lock:
-            places = self._tiers.use(keys)
+            locations = self._tiers.use(keys)
         keep_bytes = min(self.config.ram_bytes, MOST_PROMOTED_BYTES)
-        reader = Reader(self, places, first_part, last_part, keep_bytes=keep_bytes, clock=self._clock)
+        reader = Reader(self, locations, first_part, last_part, keep_bytes=keep_bytes, clock=self._clock)
         try:
             yield from reader.slabs()
         finally:
@@ -239,20 +239,20 @@ class BlockStore:
     def drop_damaged_block(self, block: PoolBlock, why: CorruptChunk) -> BlockLocation:
         with self._changes_told():
             ours = self._tiers.drop_damaged_block(block)
-            place = self._tiers.place(block.key)
+            location = self._tiers.location(block.key)
         if ours:
             log.warning("a block of the KV pool was dropped from ram: %s", why)
-        return place
+        return location
 
     def drop_damaged_file(self, record: BlockRecord, why: CorruptChunk) -> BlockLocation:
         with self._changes_told():
             ours = self._tiers.drop_damaged_file(record)
             self._leaving.update([record.key] if ours else [])
-            place = self._tiers.place(record.key)
+            location = self._tiers.location(record.key)
         if ours:
             log.warning("a block of the KV pool was dropped from disk: %s", why)
             self._remove_files([record])
-        return place
+        return location
 
     # ---- administration ----------------------------------------------------------------------------------------
 

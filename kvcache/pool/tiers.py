@@ -157,9 +157,9 @@ class Tiers:
         for key in reversed(keys):
             self.ram.touch(key)
             self.disk.touch(key)
-        return [self.place(key) for key in keys]
+        return [self.location(key) for key in keys]
 
-    def place(self, key: bytes) -> BlockLocation:
+    def location(self, key: bytes) -> BlockLocation:
         return BlockLocation(self._in_ram(key) or self.waiting.get(key), self.disk.get(key))
 
     def _in_ram(self, key: bytes) -> PoolBlock | None:

@@ -58,7 +58,7 @@ def test_capacity_and_pins_hold_and_nothing_gets_lost(steps: list[tuple[str, int
             tiers.drop(key)
             expected.pop(key, None)
         assert {record.key: record.block for record in tiers.ram} == expected
-        assert all(tiers.place(key).block is block for key, block in expected.items())
+        assert all(tiers.location(key).block is block for key, block in expected.items())
         assert sum(map(stored_bytes, expected.values())) == tiers.ram.bytes <= tiers.ram.capacity
 
 
@@ -68,7 +68,7 @@ def test_a_block_that_is_here_already_stays_and_counts_as_used() -> None:
     for block in (first, block_of(1)):
         assert put(tiers, block, 0.0) == []
     tiers.promote(block_of(0), 0.0)
-    assert tiers.place(key_of(0)).block is first and tiers.ram.stat().blocks == 2
+    assert tiers.location(key_of(0)).block is first and tiers.ram.stat().blocks == 2
     assert put(tiers, block_of(2), 0.0) == [key_of(1)]
 
 
