@@ -23,9 +23,12 @@ def part_bytes(device_kv: DeviceKV) -> list[int]:
 def read_blocks(device_kv: DeviceKV, blocks: Sequence[int], keys: Sequence[bytes], namespace: str) -> list[PoolBlock]:
     """Copies of these blocks, one at least, under these keys, one for one, their digests computed."""
     slots = device_kv.slots(blocks, 0, len(blocks) * device_kv.block_size)
-    planes = (plane for layer in range(len(device_kv.specs)) for plane in device_kv.read(layer, slots))
-    rows = np.concatenate([plane.numpy().reshape(len(blocks), -1) for plane in planes], axis=1)
     sizes = part_bytes(device_kv)
+    rows, start = np.empty((len(blocks), sum(sizes)), dtype=np.uint8), 0
+    for plane in (plane for layer in range(len(sizes)) for plane in device_kv.read(layer, slots)):
+        end = start + plane.numel() // len(blocks)
+        rows[:, start:end] = plane.numpy().reshape(len(blocks), -1)
+        start = end
     return [block_of(key, namespace, sizes, row.data) for key, row in zip(keys, rows, strict=True)]
 
 

@@ -48,8 +48,12 @@ class BlockHeader:
         if len(data) != sum(sizes):
             raise CorruptChunk("a block's parts do not add up to its bytes", code="length")
         for index, part in enumerate(cut(data, sizes), first):
-            if part_digest(self.key, index, self.parts, part) != self.digest(index):
-                raise CorruptChunk(f"part {index} of a block does not match its digest", code="digest")
+            self.verify_part(index, part)
+
+    def verify_part(self, index: int, data: bytes | memoryview) -> None:
+        """Raises CorruptChunk unless `data` is this part as its maker wrote it."""
+        if part_digest(self.key, index, len(self.sizes), data) != self.digest(index):
+            raise CorruptChunk(f"part {index} of a block does not match its digest", code="digest")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +92,8 @@ class Slab:
 
     def parts(self) -> Iterator[SlabPart]:
         """What there is of each block; no copy."""
-        digests = (bytes(digest) for digest in cut(self.digests, [DIGEST_BYTES] * len(self.indices)))
+        starts = range(0, DIGEST_BYTES * len(self.indices), DIGEST_BYTES)
+        digests = (self.digests[start : start + DIGEST_BYTES] for start in starts)
         return zip(self.indices, digests, cut(self.payload, self.sizes), strict=True)
 
 
