@@ -57,7 +57,7 @@ async def cluster(
         yield made
         for worker in started.workers:
             assert worker.connector is not None
-            if worker.connector.stores:
+            if worker.connector.write_back.stores:
                 await worker.connector.flush(10)
         await made.idle()
 
@@ -315,7 +315,7 @@ async def test_storing_that_breaks_holds_nothing(tiny_model: LoadedModel, pool: 
         assert worker.connector is not None
         worker.connector.write_back.writer.put = broken  # type: ignore[method-assign]
         await served(workers, ask(prompt))
-        while worker.connector.stores:
+        while worker.connector.write_back.stores:
             await asyncio.sleep(0.001)
         await workers.idle()
         await served(workers, ask(another))
