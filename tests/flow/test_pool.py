@@ -79,7 +79,7 @@ async def served(workers: Cluster, request: Request) -> tuple[list[int], int]:
 
 def flip_a_bit_of_each(store: BlockStore) -> int:
     """As failing memory would; how many blocks were there."""
-    blocks = list(store._tiers.ram)
+    blocks = [record.block for record in store._tiers.ram]
     for block in blocks:
         payload = bytearray(block.payload)
         payload[len(payload) // 3] ^= 1
