@@ -23,9 +23,10 @@ from kvcache.connector.block_io import part_bytes, read_blocks, write_part
 from kvcache.memory.device import DeviceKV, token_bytes
 from kvcache.pool.client import PoolClient
 from kvcache.pool.node import PoolNode
-from kvcache.pool.remote import dial
+from kvcache.pool.remote import RemoteNode
 from kvcache.pool.service import PoolService
-from kvcache.pool.store import BlockStore, StoreConfig
+from kvcache.pool.store import BlockStore
+from kvcache.pool.storeconfig import StoreConfig
 from kvcache.transfer.choice import chosen, lenders_on_demand
 from kvcache.transfer.lent_memory import GRPC
 from serving.malloc import keep_freed_memory
@@ -50,7 +51,7 @@ async def serve() -> None:
 @asynccontextmanager
 async def client(kind: str, address: str) -> AsyncGenerator[PoolClient, None]:
     lenders = lenders_on_demand(kind)
-    made = PoolClient(lambda node: dial(node, lenders=lenders), timeout=30.0)
+    made = PoolClient(lambda node: RemoteNode(node, lenders=lenders), timeout=30.0)
     made.set_nodes([address])
     yield made
     await made.close()

@@ -18,7 +18,7 @@ from kvcache.pool.block import KEY_BYTES
 from kvcache.pool.client import PoolClient
 from kvcache.pool.links import BlockSelection
 from kvcache.pool.models import push
-from kvcache.pool.remote import RemoteNode, dial
+from kvcache.pool.remote import RemoteNode
 from serving.config import ENV_PREFIX
 from serving.errors import MillraceError, Unauthorized, WorkerLost
 from serving.messages import PoolReport, TierStat
@@ -93,7 +93,7 @@ class Pool:
     async def ask(self, work: Callable[[str, RemoteNode], Awaitable[None]]) -> None:
         """Do the work with one node after another."""
         for address in self.nodes:
-            node = dial(address, self.cluster_key, ANSWER_SECONDS)
+            node = RemoteNode(address, self.cluster_key, ANSWER_SECONDS)
             try:
                 await work(address, node)
             except MillraceError as error:
@@ -122,7 +122,7 @@ async def push_model(model: str | None, nodes: Sequence[str], key: str | None, r
     from serving.checkpoint.hub import resolve
 
     path, name = resolve(model), model_name(model)
-    found = PoolClient(lambda address: dial(address, key), replication=replication, timeout=ANSWER_SECONDS)
+    found = PoolClient(lambda address: RemoteNode(address, key), replication=replication, timeout=ANSWER_SECONDS)
     found.set_nodes(await named_nodes(nodes, key))
     began = time.monotonic()
 
@@ -143,7 +143,7 @@ async def named_nodes(nodes: Sequence[str], key: str | None) -> list[str]:
     found = []
     for node in nodes:
         address = node.rpartition("@")[2]
-        link = dial(address, key, ANSWER_SECONDS)
+        link = RemoteNode(address, key, ANSWER_SECONDS)
         try:
             found.append(f"{(await link.report()).stat.name}@{address}")
         except MillraceError as error:

@@ -15,7 +15,8 @@ from deploy.runtime.http_server import HttpServer, bind
 from kvcache.pool.disk import NAMESPACE
 from kvcache.pool.node import PoolNode
 from kvcache.pool.service import PoolService
-from kvcache.pool.store import BlockStore, StoreConfig
+from kvcache.pool.store import BlockStore
+from kvcache.pool.storeconfig import StoreConfig
 from serving.api.status import status_app
 from serving.config import ClusterConfig, HttpConfig, KvCacheConfig, PlacementConfig, parse_bytes
 from serving.malloc import keep_freed_memory

@@ -85,7 +85,7 @@ def _fields_from_pb(message: Message, kind: type) -> dict[str, Any]:
 @cache
 def _codecs(kind: type, target: Descriptor) -> tuple[_FieldCodec, ...]:
     """How the fields of a dataclass cross that have one form on both sides."""
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, localns={})  # not the class's own names: a field may be called `bytes`
     different = _DIFFERENT[kind].names if kind in _DIFFERENT else ()
     found = []
     for name in (field.name for field in dataclasses.fields(kind) if field.name not in different):

@@ -116,7 +116,7 @@ class WorkerProcess:
             dialer=dialer,
             lenders=lenders,
             pool=self.settings.pool,
-            pool_link=lambda node: RemoteNode(Caller(node, key), lenders=pool_lenders),
+            pool_link=lambda node: RemoteNode(node, key, lenders=pool_lenders),
         )
         worker = build_worker(
             self.role, model, self.settings.model_config, self.settings.engine, links, name=self.cluster.worker_name

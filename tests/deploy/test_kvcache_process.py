@@ -20,7 +20,7 @@ from deploy import cache
 from deploy.cli import make_parser
 from deploy.kvcache_process import KvcacheProcess, parse_quotas, store_config
 from kvcache.pool.client import PoolClient
-from kvcache.pool.remote import dial
+from kvcache.pool.remote import RemoteNode
 from router.fleet import Fleet, RouterConfig
 from router.service import RegistryService
 from serving.config import ClusterConfig, ConfigError, HttpConfig, KvCacheConfig, PlacementConfig
@@ -90,7 +90,7 @@ async def node(router: Router, *flags: str) -> AsyncIterator[asyncio.subprocess.
 @pytest.mark.thorough
 async def test_a_node_registers_serves_leaves_in_order_and_keeps_its_blocks(router: Router, tmp_path: Path) -> None:
     flags = ("--disk", str(tmp_path / "blocks"), "--disk-size", "64MiB", "--quota", "default=1MiB")
-    client = PoolClient(partial(dial, cluster_key=KEY), timeout=10.0)
+    client = PoolClient(partial(RemoteNode, cluster_key=KEY), timeout=10.0)
     async with node(router, *flags) as process:
         report = await router.heard()
         assert router.fleet.pool_nodes.nodes() == [f"kvcache-0@{report.address}"]
@@ -155,7 +155,7 @@ def test_a_corrupt_block_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys
 
         async def close(self) -> None: ...
 
-    monkeypatch.setattr(cache, "dial", lambda *given: Checked())
+    monkeypatch.setattr(cache, "RemoteNode", lambda *given: Checked())
     parsed = make_parser().parse_args(["cache", "verify", "--nodes", "a:1"])
     assert cache.run(parsed) == 1
     assert capsys.readouterr().out == "a:1: 12 blocks read, 3 corrupt and dropped\n"
