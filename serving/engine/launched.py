@@ -18,8 +18,7 @@ from serving.engine.engine import RunResult, RunTimes
 from serving.engine.overlap import Launched
 from serving.engine.plan import Work
 from serving.messages import SamplingParams
-from serving.sampling.penalties import penalised
-from serving.sampling.sampler import REASONS, Sampled, SampleRow, SamplingBackend, SamplingFailed
+from serving.sampling.sampler import SampleRow, SamplingBackend, sampled
 from serving.sampling.torch_sampling import TorchSampling, sample_on_device
 
 
@@ -67,14 +66,9 @@ def to_host(tokens: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     return host, copied
 
 
-def sampled(token: int) -> Sampled | SamplingFailed:
-    """What a forward's best-scored token, or a selection's choice, stands for."""
-    return Sampled(token) if token >= 0 else SamplingFailed(REASONS[token])
-
-
 def overlappable(params: SamplingParams) -> bool:
     """True if a draw needs no earlier token and nothing on the host: no history, no log-probabilities."""
-    return params.logprobs is None and not penalised(params)
+    return params.logprobs is None and not params.penalised
 
 
 def draw(selection: SamplingBackend, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:

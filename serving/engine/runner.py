@@ -18,7 +18,7 @@ from torch import Tensor
 
 from serving.batch.ragged import OffloadedKV, RaggedBatch
 from serving.engine.engine import LayerDone, RunResult, RunTimes
-from serving.engine.launched import LaunchedStep, draw, overlappable, sampled
+from serving.engine.launched import LaunchedStep, draw, overlappable
 from serving.engine.offload import OffloadMove, OffloadState
 from serving.engine.overlap import Launched, OverlapRunner
 from serving.engine.plan import Work
@@ -28,7 +28,7 @@ from serving.forward.forward import Forward
 from serving.kvspec import AUTO
 from serving.messages import TokenLogprob
 from serving.model.spec import ModelSpec
-from serving.sampling.penalties import PenaltyState, penalised
+from serving.sampling.penalties import PenaltyState
 from serving.sampling.sampler import (
     GREEDY_BELOW,
     Sampled,
@@ -36,6 +36,7 @@ from serving.sampling.sampler import (
     SampleRow,
     SamplingBackend,
     SamplingFailed,
+    sampled,
 )
 from serving.sampling.torch_sampling import TorchSampling
 
@@ -194,7 +195,7 @@ class ModelRunner(OverlapRunner):
     def _row(self, item: Work, drafted: int) -> SampleRow:
         """The draw after the sequence's tokens and so many of its drafted ones."""
         seq = item.seq
-        if seq.penalties is None and penalised(seq.request.sampling):
+        if seq.penalties is None and seq.request.sampling.penalised:
             seq.penalties = PenaltyState(seq.request.prompt, self.vocab_size, self.device)
         return SampleRow(
             params=seq.request.sampling,
@@ -237,7 +238,7 @@ def _greedy(seq: SequenceState) -> bool:
         params.temperature < GREEDY_BELOW
         and params.logprobs is None
         and not params.logit_bias
-        and not penalised(params)
+        and not params.penalised
         and seq.output_len >= params.min_tokens
     )
 

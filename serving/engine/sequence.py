@@ -145,12 +145,6 @@ class SequenceState:
         return len(self.tokens) - self.prompt_len
 
     @property
-    def draftable(self) -> bool:
-        """True if tokens may be drafted: not where each draw changes the scores of the next."""
-        params = self.request.sampling
-        return params.repetition_penalty == 1.0 and not params.presence_penalty and not params.frequency_penalty
-
-    @property
     def held_blocks(self) -> int:
         """Blocks' worth of tokens it has room for, wherever they lie."""
         return len(self.blocks) + (self.offload.blocks if self.offload is not None else 0)
