@@ -159,10 +159,10 @@ class RouterMetrics:
             if seconds is not None:
                 histogram.observe(seconds)
 
-    def request_started(self, *, prompt_tokens: int, max_tokens: int) -> None:
+    def request_started(self, *, prompt_tokens: int) -> None:
         self.prompt_length.observe(prompt_tokens)
 
-    def request_finished(self, *, finish: FinishReason, prompt_tokens: int, completion_tokens: int) -> None:
+    def request_finished(self, *, finish: FinishReason, completion_tokens: int) -> None:
         """How a sequence ended for the client: the API sees stop strings and hang-ups, the router does not."""
         self.success.labels(self.model, finish.value).inc()
         self.output_length.observe(completion_tokens)

@@ -22,8 +22,9 @@ from serving.api.failures import error_body
 from serving.api.in_flight import InFlightRequests
 from serving.api.plan import RequestIds, ResponsePlan
 from serving.api.results import ResultWriter
-from serving.api.settings import ApiConfig, ApiObserver
+from serving.api.settings import ApiObserver
 from serving.api.sse import SseWriter, error_frame
+from serving.config import HttpConfig
 from serving.errors import InternalError, MillraceError
 from serving.messages import Delta, FinishReason, Generate
 from serving.text.tokenizer import Tokenizer
@@ -46,7 +47,7 @@ class Service:
 
     generate: Generate
     tokenizer: Tokenizer
-    config: ApiConfig
+    config: HttpConfig
     in_flight: InFlightRequests
     observer: ApiObserver
 
@@ -68,15 +69,18 @@ class GenerationResponse(Response):
         self._ids = ids
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._service.in_flight.enter():
-            try:
+        try:
+            with self._service.in_flight.enter():
                 body = await read_body(receive, Headers(scope=scope), self._service.config)
                 plan = await off_loop(self._prepare, body, self._ids)
                 choices = [Choice(plan, sequence, self._service.tokenizer) for sequence in plan.sequences]
                 answer = self._stream if plan.stream else self._collect
                 await until_hang_up(receive, answer(plan, choices, scope, receive, send))
-            except ClientGoneError:
-                return
+        except ClientGoneError:
+            return
+        except MillraceError as error:
+            self._service.observer.request_refused(status=error.status)
+            raise
 
     async def _collect(
         self, plan: ResponsePlan, choices: Sequence[Choice], scope: Scope, receive: Receive, send: Send
@@ -177,7 +181,7 @@ async def run_choices(service: Service, choices: Sequence[Choice], sink: DeltaSi
 async def _run_choice(service: Service, choice: Choice, sink: DeltaSink) -> None:
     """Generate one sequence to its end; the observer is told of the end exactly once."""
     request, observer = choice.request, service.observer
-    observer.request_started(prompt_tokens=len(request.prompt), max_tokens=request.sampling.max_tokens)
+    observer.request_started(prompt_tokens=len(request.prompt))
     finish = FinishReason.ERROR
     try:
         # `generate` gives asynchronous generators; leaving one early is what cancels its request everywhere.
@@ -193,6 +197,4 @@ async def _run_choice(service: Service, choice: Choice, sink: DeltaSink) -> None
         finish = FinishReason.ABORT
         raise
     finally:
-        observer.request_finished(
-            finish=finish, prompt_tokens=len(request.prompt), completion_tokens=choice.completion_tokens
-        )
+        observer.request_finished(finish=finish, completion_tokens=choice.completion_tokens)
