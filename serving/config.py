@@ -7,6 +7,7 @@ and nothing changes a config after it is built. Sizes in bytes may be written `5
 from __future__ import annotations
 
 import argparse
+import configparser
 import dataclasses
 import re
 import tomllib
@@ -291,7 +292,7 @@ def _as_kind(kind: type, value: Any) -> Any:
 def _to_bool(value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    words = configparser.ConfigParser.BOOLEAN_STATES
     if str(value).lower() not in words:
         raise ValueError(f"{value!r} is not true or false")
     return words[str(value).lower()]
