@@ -113,19 +113,11 @@ class ModelRunner(OverlapRunner):
         if all(_greedy(item.seq) for item in work):
             tokens = self.forward.greedy(batch, None)
         else:
-            draws = [self._row_ahead(item.seq, row is not None) for item, row in zip(work, rows, strict=True)]
+            # Without penalties, only how many tokens there are matters: with the one that `after` draws, where it does.
+            lengths = [item.seq.output_len + (row is not None) for item, row in zip(work, rows, strict=True)]
+            draws = [self._row(item.seq, range(length)) for item, length in zip(work, lengths, strict=True)]
             tokens = draw(self.sampler.backend, self.forward.logits(batch, None), draws)
         return LaunchedStep(work, tokens, began, built)
-
-    def _row_ahead(self, seq: SequenceState, unknown: int) -> SampleRow:
-        """The draw after the sequence's tokens and so many that are not known yet."""
-        return SampleRow(
-            params=seq.request.sampling,
-            position=len(seq.tokens) + unknown,
-            output_tokens=range(seq.output_len + unknown),  # without penalties, only how many there are matters
-            prompt_tokens=seq.request.prompt,
-            eos_token_ids=self.eos_token_ids,
-        )
 
     def _compute_offloaded(self, item: Work, layer_done: LayerDone | None) -> RunResult:
         """One sequence that has KV in host memory."""
@@ -182,8 +174,12 @@ class ModelRunner(OverlapRunner):
                     drawn[i].append(SamplingFailed(error.message))
             first += len(span)
             if item.completes and not drawn[i]:
+                seq = item.seq
+                if seq.penalties is None and seq.request.sampling.penalised:
+                    seq.penalties = PenaltyState(seq.request.prompt, self.vocab_size, self.device)
                 for drafted in range(len(item.draft) + 1):
-                    wanted.append(self._row(item, drafted))
+                    output = [*seq.output, *item.draft[:drafted]] if drafted else seq.output
+                    wanted.append(self._row(seq, output))
                     owners.append(drawn[i])
                     picks.append(first - 1 - len(item.draft) + drafted)
         if wanted:
@@ -192,15 +188,12 @@ class ModelRunner(OverlapRunner):
                 owner.append(sample)
         return drawn, prompt
 
-    def _row(self, item: Work, drafted: int) -> SampleRow:
-        """The draw after the sequence's tokens and so many of its drafted ones."""
-        seq = item.seq
-        if seq.penalties is None and seq.request.sampling.penalised:
-            seq.penalties = PenaltyState(seq.request.prompt, self.vocab_size, self.device)
+    def _row(self, seq: SequenceState, output: Sequence[int]) -> SampleRow:
+        """The draw after the sequence's prompt and this output, which may be longer than what it has."""
         return SampleRow(
             params=seq.request.sampling,
-            position=len(seq.tokens) + drafted,
-            output_tokens=[*seq.output, *item.draft[:drafted]] if drafted else seq.output,
+            position=seq.prompt_len + len(output),
+            output_tokens=output,
             prompt_tokens=seq.request.prompt,
             eos_token_ids=self.eos_token_ids,
             state=seq.penalties,
