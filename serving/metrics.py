@@ -43,7 +43,7 @@ _WORKER_COUNTERS = {
     "kvcache_dropped_blocks": "New blocks not offered to the KV pool: too many were on their way",
     "kvcache_timeouts": "Prompts that waited for the KV pool as long as they may",
     "kvcache_not_worth": "Prefixes in the KV pool that were computed, because that was quicker",
-    "kvcache_corrupt": "Pieces from the KV pool refused on arrival",
+    "kvcache_corrupt": "Parts from the KV pool refused on arrival",
     "kvcache_direct_tokens": "Prompt tokens that decode workers brought from the KV pool themselves",
     "kvcache_direct_fallbacks": "Handoffs asked for prompt tokens that the KV pool did not bring, or not in time",
     "kvcache_failures": "Calls to nodes of the KV pool that failed",

@@ -71,8 +71,8 @@ def overlappable(params: SamplingParams) -> bool:
     return params.logprobs is None and not params.penalised
 
 
-def draw(selection: SamplingBackend, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """What `selection` chooses of `logits` [R, V], int64 [R] on their device; it waits for that where it must."""
-    if type(selection) is TorchSampling:
+def draw(backend: SamplingBackend, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """What `backend` chooses of `logits` [R, V], int64 [R] on their device; it waits for that where it must."""
+    if type(backend) is TorchSampling:
         return sample_on_device(logits, rows)
-    return on_device(selection.sample(logits, rows), torch.int64, logits.device)
+    return on_device(backend.sample(logits, rows), torch.int64, logits.device)

@@ -263,7 +263,7 @@ def logits_rows(work: Sequence[Work], all_rows: frozenset[int]) -> list[range]:
     return rows
 
 
-def prompt_logprobs(item: Work, logits: Tensor, selection: SamplingBackend) -> list[TokenLogprob | None]:
+def prompt_logprobs(item: Work, logits: Tensor, backend: SamplingBackend) -> list[TokenLogprob | None]:
     """Log-probabilities of the prompt tokens that these rows predict; the first token of a prompt has none.
 
     Row r predicts the token after position computed + r.
@@ -276,5 +276,5 @@ def prompt_logprobs(item: Work, logits: Tensor, selection: SamplingBackend) -> l
     found: list[TokenLogprob | None] = [None] if seq.computed == 0 else []
     targets = seq.tokens[seq.computed + 1 : min(seq.computed + item.count + 1, seq.prompt_len)]
     if targets:
-        found += selection.logprobs(logits[: len(targets)], targets, k)
+        found += backend.logprobs(logits[: len(targets)], targets, k)
     return found
