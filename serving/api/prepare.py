@@ -13,7 +13,7 @@ from hashlib import blake2b
 
 from serving.api.body import parse_body
 from serving.api.plan import ChoiceRequest, Kind, RequestIds, ResponsePlan
-from serving.api.prompts import Prompt, PromptReader, prompt_too_long
+from serving.api.prompts import Prompt, PromptReader, check_token_ids, prompt_too_long
 from serving.api.schema import ChatCompletionBody, CompletionBody, SamplingBody, StreamOptions
 from serving.api.settings import ServedModel
 from serving.errors import ContextLengthExceeded, InvalidRequest
@@ -143,6 +143,7 @@ class Preparer:
                 f"min_tokens = {fields.min_tokens} is more than the {max_tokens} output tokens allowed",
                 param="min_tokens",
             )
+        check_token_ids(fields.stop_token_ids or [], "stop_token_ids", self._served.vocab_size)
         return SamplingParams(
             max_tokens=max_tokens,
             seed=secrets.randbits(64) if fields.seed is None else choice_seed(fields.seed, number),
@@ -155,7 +156,7 @@ class Preparer:
             frequency_penalty=fields.frequency_penalty or 0.0,
             logit_bias=self._logit_bias(fields.logit_bias or {}),
             min_tokens=fields.min_tokens,
-            stop_token_ids=self._stop_token_ids(fields.stop_token_ids or []),
+            stop_token_ids=tuple(dict.fromkeys(fields.stop_token_ids or ())),
             ignore_eos=fields.ignore_eos,
             logprobs=logprobs,
         )
@@ -167,13 +168,6 @@ class Preparer:
                 raise InvalidRequest(f"logit_bias: {key[:40]!r} is not a token id of this model", param="logit_bias")
             pairs.append((int(key), bias))
         return tuple(pairs)
-
-    def _stop_token_ids(self, ids: list[int]) -> tuple[int, ...]:
-        for position, token in enumerate(ids):
-            if not 0 <= token < self._served.vocab_size:
-                where = f"stop_token_ids[{position}]"
-                raise InvalidRequest(f"{where}: {token} is not a token id of this model", param=where)
-        return tuple(dict.fromkeys(ids))
 
 
 def _check_choices(n: int, prompts: int) -> None:

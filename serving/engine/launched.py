@@ -17,7 +17,6 @@ from serving.batch.device_copy import on_device
 from serving.engine.engine import RunResult, RunTimes
 from serving.engine.overlap import Launched
 from serving.engine.plan import Work
-from serving.messages import SamplingParams
 from serving.sampling.sampler import SampleRow, SamplingBackend, sampled
 from serving.sampling.torch_sampling import TorchSampling, sample_on_device
 
@@ -64,11 +63,6 @@ def to_host(tokens: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record(torch.cuda.current_stream(tokens.device))
     return host, copied
-
-
-def overlappable(params: SamplingParams) -> bool:
-    """True if a draw needs no earlier token and nothing on the host: no history, no log-probabilities."""
-    return params.logprobs is None and not params.penalised
 
 
 def draw(backend: SamplingBackend, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:

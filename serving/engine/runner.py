@@ -18,7 +18,7 @@ from torch import Tensor
 
 from serving.batch.ragged import OffloadedKV, RaggedBatch
 from serving.engine.engine import LayerDone, RunResult, RunTimes
-from serving.engine.launched import LaunchedStep, draw, overlappable
+from serving.engine.launched import LaunchedStep, draw
 from serving.engine.offload import OffloadMove, OffloadState
 from serving.engine.overlap import Launched, OverlapRunner
 from serving.engine.plan import Work
@@ -91,7 +91,9 @@ class ModelRunner(OverlapRunner):
         return joined(parts)
 
     def can_overlap(self, seq: SequenceState) -> bool:
-        return seq.request.prompt_logprobs is None and overlappable(seq.request.sampling)
+        """True if a draw needs no earlier token and nothing on the host: no history, no log-probabilities."""
+        params = seq.request.sampling
+        return seq.request.prompt_logprobs is None and params.logprobs is None and not params.penalised
 
     @torch.inference_mode()
     def launch(self, work: Sequence[Work], after: Launched | None) -> Launched:
