@@ -314,16 +314,10 @@ def add_flags(parser: argparse.ArgumentParser, *configs: type) -> None:
             text = field.metadata["help"].replace("%", "%%")
             if field.default is not None and not field.metadata["secret"]:
                 text += f" (default: {field.default})"
+            form: dict[str, Any] = {"metavar": kind.__name__.upper(), "choices": field.metadata["choices"]}
             if kind is bool:
-                group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
-            else:
-                group.add_argument(
-                    flag,
-                    default=argparse.SUPPRESS,
-                    help=text,
-                    metavar=kind.__name__.upper(),
-                    choices=field.metadata["choices"],
-                )
+                form = {"action": argparse.BooleanOptionalAction}
+            group.add_argument(flag, default=argparse.SUPPRESS, help=text, **form)
 
 
 def load_file(path: Path | None, known: Sequence[str]) -> dict[str, Any]:

@@ -94,17 +94,18 @@ class GenerationResponse(Response):
         self, plan: ResponsePlan, choices: Sequence[Choice], scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Events as tokens come. The status waits for the first token, so that a refusal still has one of its own."""
-        stream = EventStream(send, SseWriter(plan, choices, self._service.tokenizer))
+        writer = SseWriter(plan, choices, self._service.tokenizer)
+        stream = EventStream(send, writer)
         try:
             await run_choices(self._service, choices, stream.add)
-            await stream.finish()
+            await stream.end(writer.end())
         except MillraceError as error:
             if not stream.started:
                 raise
-            await stream.fail(error)
+            await stream.end(error_frame(error_body(error)))
         except Exception:
             if stream.started:
-                await stream.fail(InternalError("the server failed on this request"))
+                await stream.end(error_frame(error_body(InternalError("the server failed on this request"))))
             raise
 
 
@@ -130,15 +131,8 @@ class EventStream:
                 await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM[:]})
                 self.started = True
 
-    async def fail(self, error: MillraceError) -> None:
-        """End the stream with an error event."""
-        await self._close(error_frame(error_body(error)))
-
-    async def finish(self) -> None:
-        """End a stream whose choices have all ended."""
-        await self._close(self._writer.end())
-
-    async def _close(self, frames: bytes) -> None:
+    async def end(self, frames: bytes) -> None:
+        """End the stream with these."""
         await self._send({"type": "http.response.body", "body": frames, "more_body": False})
 
 

@@ -35,7 +35,7 @@ def byte_level_bpe(
     With `single_digits` the text is first cut around every digit.
     """
     backend = tokenizers.Tokenizer(models.BPE(vocab=dict(vocab), merges=merges, ignore_merges=ignore_merges))
-    cuts = [pre_tokenizers.Digits(individual_digits=True)] if single_digits else []
+    cuts: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Digits(individual_digits=True)] if single_digits else []
     if split is not None:
         cuts.append(pre_tokenizers.Split(tokenizers.Regex(split), behavior="isolated"))
     into_bytes = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=split is None)
