@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Protocol
 
 from kvcache.handoff.sender import Handoff
@@ -73,23 +73,45 @@ class PrefillWorker:
 
     async def run(self, order: PrefillOrder) -> AsyncGenerator[Prefilled]:
         """Compute the order's tokens and draw the next one, then hand the KV over (serving.links.PrefillLink)."""
-        if not self._own(order):
-            if self.identity.role is Role.DECODE:
-                raise InvalidRequest(f"{self.identity.name} does not prefill for others")
-            if self.draining:
-                raise Draining(f"{self.identity.name} is draining")
-        async with self._running(order) as seq:
+        seq = self._sequence(order)
+        self._runs[seq] = asyncio.get_running_loop().create_future()
+        try:
             if order.grant is None or seq.stays:
                 yield await self._first(seq)
                 return
             link = self.dialer.dial(order.grant)
             try:
-                async for prefilled in self._handing_over(seq, order.grant, link):
-                    yield prefilled
+                async with aclosing(self._handing_over(seq, order.grant, link)) as results:
+                    async for prefilled in results:
+                        yield prefilled
             finally:
                 await link.close()
+        finally:
+            del self._runs[seq]
+            if not seq.stays:
+                self.loop.end(seq)
+            if not self._runs:
+                self._idle.set()
 
-    async def _handing_over(self, seq: SequenceState, grant: LeaseGrant, link: HandoffLink) -> AsyncIterator[Prefilled]:
+    def _sequence(self, order: PrefillOrder) -> SequenceState:
+        """The lease's own sequence, or a new one that is ended with the prefill. Raises InvalidRequest, Retryable.
+
+        The prompt of a worker's own lease was promised with it: even a leaving worker computes it. This also keeps
+        mixed workers from waiting for each other's blocks.
+        """
+        grant = order.grant
+        if grant is not None and grant.lease.instance == self.identity.instance and self.leases is not None:
+            return self.leases.adopt(grant.lease)
+        if self.identity.role is Role.DECODE:
+            raise InvalidRequest(f"{self.identity.name} does not prefill for others")
+        if self.draining:
+            raise Draining(f"{self.identity.name} is draining")
+        kv_dtype, layout = self._keeping(grant)
+        return self.context.sequence(order.order, stays=False, kv_dtype=kv_dtype, fingerprint=layout)
+
+    async def _handing_over(
+        self, seq: SequenceState, grant: LeaseGrant, link: HandoffLink
+    ) -> AsyncGenerator[Prefilled]:
         locations = self.context.locations
         device_kv = locations.device.kept_as(seq.kv_dtype)
         layout, layers = self.layout(grant.kv_dtype)
@@ -119,14 +141,6 @@ class PrefillWorker:
             for task in (sending, first):
                 task.cancel()
             await asyncio.gather(sending, first, return_exceptions=True)
-
-    def _own(self, order: PrefillOrder) -> bool:
-        """True if the lease is this worker's: its prompt was promised with it, so even a leaving worker computes it.
-
-        This also keeps mixed workers from waiting for each other's blocks.
-        """
-        grant = order.grant
-        return grant is not None and grant.lease.instance == self.identity.instance and self.leases is not None
 
     async def _first(self, seq: SequenceState) -> Prefilled:
         """Queue the sequence and wait for its first token. Raises what the engine reports."""
@@ -169,25 +183,6 @@ class PrefillWorker:
             await asyncio.wait([bringing])
             if not bringing.cancelled():
                 bringing.result()
-
-    @asynccontextmanager
-    async def _running(self, order: PrefillOrder) -> AsyncIterator[SequenceState]:
-        """The lease's own sequence, or a new one that is ended with the prefill."""
-        if self._own(order):
-            assert order.grant is not None and self.leases is not None
-            seq = self.leases.adopt(order.grant.lease)
-        else:
-            kv_dtype, layout = self._keeping(order.grant)
-            seq = self.context.sequence(order.order, stays=False, kv_dtype=kv_dtype, fingerprint=layout)
-        self._runs[seq] = asyncio.get_running_loop().create_future()
-        try:
-            yield seq
-        finally:
-            del self._runs[seq]
-            if not seq.stays:
-                self.loop.end(seq)
-            if not self._runs:
-                self._idle.set()
 
     def _keeping(self, grant: LeaseGrant | None) -> tuple[str, str | None]:
         """The dtype of KV a prompt is computed over, and its layout's fingerprint: its decode worker's where possible.
