@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Protocol
 
 from kvcache.handoff.sender import Handoff
@@ -212,11 +212,9 @@ class PrefillWorker:
         if not self._runs:
             return
         self._idle.clear()
-        try:
+        with suppress(TimeoutError):  # then the process leaves; routers see the broken calls and go elsewhere
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
-        except TimeoutError:
-            return  # the process leaves; routers see the broken calls and go elsewhere
 
     def abandon(self, error: MillraceError) -> None:
         """The engine died: every prefill that waits for it ends with this error."""

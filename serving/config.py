@@ -290,12 +290,10 @@ def _as_kind(kind: type, value: Any) -> Any:
 
 
 def _to_bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    words = configparser.ConfigParser.BOOLEAN_STATES
-    if str(value).lower() not in words:
+    state = configparser.ConfigParser.BOOLEAN_STATES.get(str(value).lower())
+    if state is None:
         raise ValueError(f"{value!r} is not true or false")
-    return words[str(value).lower()]
+    return state
 
 
 def _fields(config: type[C]) -> Iterator[tuple[str, type, Any]]:
