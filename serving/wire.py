@@ -16,7 +16,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from serving.errors import InternalError, MillraceError, leaves
+from serving.errors import InternalError, MillraceError
 from serving.links import LeaseEvent
 from serving.messages import (
     Delta,
@@ -243,7 +243,7 @@ def error_to_pb(error: MillraceError) -> pb.Error:
 def error_from_pb(message: pb.Error) -> MillraceError:
     """An error of the same class as was sent; an unknown class (a newer peer) becomes InternalError."""
     told = {name: getattr(message, name) for name in ("param", "code", "retry_after") if message.HasField(name)}
-    return leaves().get(message.kind, InternalError)(message.message, **told)
+    return MillraceError.by_name.get(message.kind, InternalError)(message.message, **told)
 
 
 def event_to_pb(event: LeaseEvent) -> pb.LeaseEvent:
