@@ -202,7 +202,6 @@ def test_figures_are_read_by_people() -> None:
         "1.5 h",
         "2.0 d",
     ]
-    assert cache.table([["name", "n"], ["a", "10"]], texts=1) == "name   n\na     10\n"
 
 
 # ---- settings ------------------------------------------------------------------------------------------------------
