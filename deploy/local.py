@@ -64,12 +64,8 @@ class LocalCluster:
 
     def _worker(self, role: Role, number: int, dialer: Dialer) -> Worker:
         name = f"{role}-{number}"
-        links = WorkerLinks(
-            address=f"local:{name}",
-            dialer=dialer,
-            pool=self.pool,
-            pool_link=self.pool_nodes.__getitem__,
-        )
+        pool_link = self.pool_nodes.__getitem__
+        links = WorkerLinks(address=f"local:{name}", dialer=dialer, pool=self.pool, pool_link=pool_link)
         return build_worker(role, self.model, self.model_config, self.engine_config, links, name=name)
 
     def tell_nodes(self, worker: Worker) -> None:
