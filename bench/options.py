@@ -118,7 +118,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--url", action="append", metavar="[NAME=]URL", help=f"a server; several are measured in turn ({DEFAULT_URL})")
     add("--baseline", metavar="NAME", help="the server that ratios are against (the first)")
     add("--model", help="model name in requests (the first of /v1/models)")
-    add("--endpoint", choices=("completions", "chat"), default="completions")
+    add("--endpoint", choices=("completions", "chat"), default="completions", help="(completions)")
     add("--api-key", help="sent as a bearer token")
     add("--header", action="append", default=[], metavar="NAME:VALUE", help="one more request header")
     add("--extra-body", default="{}", metavar="JSON", help="more request fields; null takes one out")
@@ -135,7 +135,7 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
     add("--duration", type=float, default=OPEN_LOOP_SECONDS, metavar="S", help="seconds of arrivals (40)")
     add("--warmups", type=int, default=1, metavar="N", help="requests sent first and not counted (1)")
     add("--repeat", type=int, default=1, metavar="N", help="rounds over all servers; medians are shown (1)")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, metavar="N", help="of lengths, prompts and arrivals (0)")
 
 
 def _add_workload_flags(parser: argparse.ArgumentParser) -> None:
