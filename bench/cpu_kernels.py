@@ -147,7 +147,7 @@ def main() -> None:
     for name in options.weights:
         kind = cpu.Kind[name.upper()]
         dtype = torch.float32 if kind is cpu.Kind.F32 else torch.bfloat16
-        model = random_model(spec, name, dtype, torch.device("cpu"))
+        model = random_model(spec, name, dtype, torch.device("cpu"), kept="")
         device_kv = random_kv(spec, kv_dtype, blocks=32 * 19 + 128)
         forward = CpuForward(model, device_kv.planes, kernels, spec.max_position)
         rate = multiply_rate(kernels, kind, options.seconds)

@@ -29,13 +29,15 @@ def llama(**sizes: Any) -> ModelSpec:
     return ModelSpec(architecture="llama", norm_eps=1e-5, rope=rope, **sizes)
 
 
-def random_model(spec: ModelSpec, weights: str, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """A decoder whose numbers stay of the size real ones have; with `weights` int8 all layers but the head are."""
+def random_model(
+    spec: ModelSpec, weights: str, dtype: torch.dtype, device: torch.device, *, kept: str = "head"
+) -> Decoder:
+    """A decoder whose numbers stay of the size real ones have; with `weights` int8 all linear layers but `kept` are."""
     with torch.device("meta"):
         model = Decoder(spec)
         if weights == "int8":
             linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-            hold_int8(model, [name for name in linears if name != "head"])
+            hold_int8(model, [name for name in linears if name != kept])
     for name, parameter in list(model.named_parameters()):
         owner, leaf = name.rsplit(".", 1)
         value = _random(leaf, parameter, spec.hidden, dtype, device)
