@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from deploy.runtime.cpu_binding import parse_cpus
+from deploy.runtime.settings import Settings
 from deploy.runtime.supervisor import ChildSpec
-from deploy.settings import Settings
 from serving.config import names
 from serving.messages import Role
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from bench import command as bench
 from deploy import cache, quantize
-from deploy.settings import CONFIGS, NODE_CONFIGS, Settings, read_settings
+from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings, read_settings
 from serving import __version__
 from serving.config import add_flags
 from serving.errors import MillraceError

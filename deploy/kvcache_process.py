@@ -13,7 +13,7 @@ from pathlib import Path
 
 from deploy.runtime.heartbeats import Heartbeats
 from deploy.runtime.http_server import open_status_door
-from deploy.settings import Settings
+from deploy.runtime.settings import Settings
 from kvcache.pool.disk import NAMESPACE
 from kvcache.pool.node import PoolNode
 from kvcache.pool.service import PoolService

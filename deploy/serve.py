@@ -16,8 +16,8 @@ from deploy.kvcache_process import store_config
 from deploy.local import LocalCluster
 from deploy.runtime.cpu_binding import use_cores
 from deploy.runtime.http_server import bind
+from deploy.runtime.settings import Settings
 from deploy.runtime.supervisor import Supervisor
-from deploy.settings import Settings
 from deploy.worker.model_cache import load_from
 from kvcache.pool.node import PoolNode
 from kvcache.pool.store import BlockStore

@@ -12,7 +12,7 @@ from decode.service import DecodeService
 from deploy.runtime.cpu_binding import use_cores
 from deploy.runtime.heartbeats import Heartbeats, addresses
 from deploy.runtime.http_server import open_status_door
-from deploy.settings import Settings
+from deploy.runtime.settings import Settings
 from deploy.worker.build import WorkerLinks, build_worker
 from deploy.worker.model_cache import ModelCache
 from deploy.worker.worker import Worker

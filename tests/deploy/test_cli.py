@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from deploy import cli
 from deploy.children import child_specs, node_flags, node_specs, worker_flags
 from deploy.cli import COMMANDS, check_counts, children_of, main, make_parser
-from deploy.settings import CONFIGS, NODE_CONFIGS, Settings
+from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings
 from serving.config import (
     ClusterConfig,
     EngineConfig,

@@ -20,7 +20,7 @@ import pytest
 from deploy import cache
 from deploy.cli import make_parser
 from deploy.kvcache_process import KvcacheProcess, parse_quotas, store_config
-from deploy.settings import read_settings
+from deploy.runtime.settings import read_settings
 from kvcache.pool.client import PoolClient
 from kvcache.pool.remote import dial
 from router.fleet import Fleet, RouterConfig
