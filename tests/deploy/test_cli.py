@@ -296,6 +296,14 @@ def test_the_help_of_a_pool_node_names_its_settings(capsys: pytest.CaptureFixtur
     assert [name for name in names(*NODE_CONFIGS) if "--" + name.replace("_", "-") not in text] == []
 
 
+def test_a_pool_node_does_not_wait_for_torch() -> None:
+    program = (
+        "import sys; from deploy.cli import main; main(['kvcache', '--ram', '0']); sys.exit('torch' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0 and "--ram 0" in ended.stderr
+
+
 def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
     """As in `millrace cache ls | head`, where the output may break while it is written or when it is flushed."""
     command = "import sys; from deploy import cli; cli.ALONE['cache'] = {}; sys.exit(cli.main(['cache', 'ls']))"
