@@ -128,7 +128,7 @@ class DecodeScheduler:
 
     def _draft(self, seq: SequenceState, plan: StepPlan) -> tuple[int, ...]:
         """Tokens to try beyond the next, when that pays and takes no tokens or blocks from other sequences."""
-        if self.speculation is None or not seq.draftable:
+        if self.speculation is None or seq.request.sampling.penalised:
             return ()
         lookup = self._lookups.setdefault(seq, PromptLookup())
         left = min(seq.request.sampling.max_tokens - seq.output_len - 1, self.max_model_len - len(seq.tokens) - 1)

@@ -202,7 +202,7 @@ class DecodeWorker:
     # ---- tokens out --------------------------------------------------------------------------------------------
 
     def deliver(self, outputs: Sequence[SequenceOutput]) -> None:
-        """Send what a step brought out for leases, one message a router (serving.engine.loop.OutputListener).
+        """Send outputs of leases on, one message a router (serving.engine.loop.OutputListener). Errors end a lease.
 
         A lease that has ended or begun anew since the step began has another sequence, or none: it gets nothing.
         """
@@ -239,25 +239,18 @@ class DecodeWorker:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
         except TimeoutError:
-            left = list(self.table.leases.values())
+            error = Draining(f"{self.identity.name} is leaving")
+            left = [SequenceOutput(seq, error=error) for seq in self.sequences()]
             log.info("%d leases move to other workers", len(left))
-            for lease in left:
-                self.end(lease.fence.lease)
-            self._send_error(left, Draining(f"{self.identity.name} is leaving"))
+            self.deliver(left)
 
     def abandon(self, error: MillraceError) -> None:
         """The engine died: every lease ends with this error."""
         self.draining = True
-        left = list(self.table.leases.values())
-        for lease in left:
+        events: dict[str, list[LeaseEvent]] = {}
+        for lease in list(self.table.leases.values()):
             self.table.end(lease.fence.lease)
             self.direct.stop(lease.fence.lease)
-        self._send_error(left, error)
-
-    def _send_error(self, leases: Sequence[Lease], error: MillraceError) -> None:
-        """Tell the routers why these leases have ended."""
-        events: dict[str, list[LeaseEvent]] = {}
-        for lease in leases:
             event = LeaseEvent(lease.fence.lease, lease.fence.epoch, error=error)
             events.setdefault(lease.session, []).append(event)
         self._send(events)

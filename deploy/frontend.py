@@ -21,10 +21,10 @@ from router.placement import Placer
 from router.router import Router
 from serving.api.app import create_app
 from serving.api.in_flight import InFlightRequests
-from serving.api.settings import ApiConfig, ServedModel
+from serving.api.settings import ServedModel
 from serving.config import HttpConfig
 from serving.errors import Unavailable
-from serving.messages import Audit, WorkerStatus
+from serving.messages import WorkerStatus
 from serving.metrics import RouterMetrics
 from serving.text.tokenizer import Tokenizer
 
@@ -48,23 +48,18 @@ class Frontend:
             served.names[0], self._statuses, lambda: placer.admission.waiting, self.fleet.pool_nodes.reports
         )
         self.router = Router(placer, self.metrics)
-        self.in_flight = InFlightRequests()
         self.leaving = asyncio.Event()
         app = create_app(
             self.router.generate,
             tokenizer=tokenizer,
             served=served,
-            config=ApiConfig(
-                api_keys=(http.api_key,) if http.api_key else (),
-                max_body_bytes=http.max_body_size,
-                body_timeout_s=http.body_timeout,
-            ),
-            in_flight=self.in_flight,
+            config=http,
             health=self.health,
             audit=self.audit,
             metrics_text=self.metrics.text,
             observer=self.metrics,
         )
+        self.in_flight: InFlightRequests = app.state.in_flight
         self.server = HttpServer(app, listening, send_timeout=http.send_timeout)
 
     def _statuses(self) -> list[WorkerStatus]:
@@ -86,7 +81,7 @@ class Frontend:
         return True, "ok"
 
     async def audit(self) -> Mapping[str, Any]:
-        """What every service holds, for /audit."""
+        """What every service holds, for /audit; the metrics are told of what leaked."""
         audits = await self.router.audit()
         self.metrics.note_audit(audits)
         return {
@@ -141,8 +136,7 @@ class Frontend:
         while True:
             await asyncio.sleep(AUDIT_SECONDS)
             if not self.router.running:
-                audits: list[Audit] = await self.router.audit()
-                self.metrics.note_audit(audits)
+                await self.audit()
 
 
 def served_model(

@@ -52,7 +52,8 @@ class LocalCluster:
             if worker.decode is not None:
                 dialer.local[worker.address] = worker.decode
             worker.start()
-            self.tell_nodes(worker)
+            if worker.connector is not None:
+                worker.connector.set_nodes(self.pool_nodes)
         self.beat()
         self._start_beating()
 
@@ -64,18 +65,9 @@ class LocalCluster:
 
     def _worker(self, role: Role, number: int, dialer: Dialer) -> Worker:
         name = f"{role}-{number}"
-        links = WorkerLinks(
-            address=f"local:{name}",
-            dialer=dialer,
-            pool=self.pool,
-            pool_link=self.pool_nodes.__getitem__,
-        )
+        pool_link = self.pool_nodes.__getitem__
+        links = WorkerLinks(address=f"local:{name}", dialer=dialer, pool=self.pool, pool_link=pool_link)
         return build_worker(role, self.model, self.model_config, self.engine_config, links, name=name)
-
-    def tell_nodes(self, worker: Worker) -> None:
-        """Which nodes the KV pool has, for its part in it."""
-        if worker.connector is not None:
-            worker.connector.set_nodes(self.pool_nodes)
 
     def _link(self, status: WorkerStatus) -> WorkerLink:
         return next(worker for worker in self.workers if worker.identity.instance == status.instance)

@@ -7,6 +7,7 @@ and nothing changes a config after it is built. Sizes in bytes may be written `5
 from __future__ import annotations
 
 import argparse
+import configparser
 import dataclasses
 import re
 import tomllib
@@ -290,12 +291,10 @@ def _as_kind(kind: type, value: Any) -> Any:
 
 
 def _to_bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    if str(value).lower() not in words:
+    state = configparser.ConfigParser.BOOLEAN_STATES.get(str(value).lower())
+    if state is None:
         raise ValueError(f"{value!r} is not true or false")
-    return words[str(value).lower()]
+    return state
 
 
 def _fields(config: type[C]) -> Iterator[tuple[str, type, Any]]:
@@ -314,16 +313,10 @@ def add_flags(parser: argparse.ArgumentParser, *configs: type) -> None:
             text = field.metadata["help"].replace("%", "%%")
             if field.default is not None and not field.metadata["secret"]:
                 text += f" (default: {field.default})"
+            form: dict[str, Any] = {"metavar": kind.__name__.upper(), "choices": field.metadata["choices"]}
             if kind is bool:
-                group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
-            else:
-                group.add_argument(
-                    flag,
-                    default=argparse.SUPPRESS,
-                    help=text,
-                    metavar=kind.__name__.upper(),
-                    choices=field.metadata["choices"],
-                )
+                form = {"action": argparse.BooleanOptionalAction}
+            group.add_argument(flag, default=argparse.SUPPRESS, help=text, **form)
 
 
 def load_file(path: Path | None, known: Sequence[str]) -> dict[str, Any]:

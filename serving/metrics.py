@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily as Counters
 from prometheus_client.core import GaugeMetricFamily as Gauges
 from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from serving.errors import MillraceError
 from serving.messages import Audit, Delta, FinishReason, PoolReport, PoolStat, Request, TierStat, WorkerStatus
@@ -24,7 +25,7 @@ _TPOT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.
 _E2E = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 _LENGTH = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
-LEAKS = ("leases", "blocks", "host_extents", "tasks", "streams")  # what an audit may find that no request owns
+LEAKS = ("leases", "blocks", "host_extents", "tasks")  # what an audit may find that no request owns
 
 _WORKER_GAUGES: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
     "num_requests_running": ("Sequences in the running batch", lambda s: s.running),
@@ -42,7 +43,7 @@ _WORKER_COUNTERS = {
     "kvcache_dropped_blocks": "New blocks not offered to the KV pool: too many were on their way",
     "kvcache_timeouts": "Prompts that waited for the KV pool as long as they may",
     "kvcache_not_worth": "Prefixes in the KV pool that were computed, because that was quicker",
-    "kvcache_corrupt": "Pieces from the KV pool refused on arrival",
+    "kvcache_corrupt": "Parts from the KV pool refused on arrival",
     "kvcache_direct_tokens": "Prompt tokens that decode workers brought from the KV pool themselves",
     "kvcache_direct_fallbacks": "Handoffs asked for prompt tokens that the KV pool did not bring, or not in time",
     "kvcache_failures": "Calls to nodes of the KV pool that failed",
@@ -102,7 +103,6 @@ class RouterMetrics:
     ):
         self.registry = CollectorRegistry()
         self.model = model_name
-        self.leaked: dict[str, int] = {}
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests served")
         self.generation_tokens = self._counter("generation_tokens", "Output tokens produced")
         self.cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens whose KV was reused")
@@ -120,12 +120,18 @@ class RouterMetrics:
         self.prefill = self._histogram("request_prefill_time_seconds", "Prefill order to first token", _E2E)
         self.prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens a request", _LENGTH)
         self.output_length = self._histogram("request_generation_tokens", "Output tokens a request", _LENGTH)
+        self._gauge("router_queue_requests", "Requests waiting for room").set_function(waiting)
+        self.leaked = {
+            kind: self._gauge(f"leaked_{kind}", "Held by no request: 0 unless something leaked") for kind in LEAKS
+        }
         self.registry.register(WorkerCollector(model_name, workers))
-        self.registry.register(_RouterGauges(model_name, waiting, lambda: self.leaked))
         self.registry.register(PoolCollector(pools))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"millrace:{name}", text, ("model_name", *labels), registry=self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"millrace:{name}", text, ("model_name",), registry=self.registry).labels(self.model)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         made = Histogram(f"millrace:{name}", text, ("model_name",), registry=self.registry, buckets=buckets)
@@ -159,10 +165,10 @@ class RouterMetrics:
             if seconds is not None:
                 histogram.observe(seconds)
 
-    def request_started(self, *, prompt_tokens: int, max_tokens: int) -> None:
+    def request_started(self, *, prompt_tokens: int) -> None:
         self.prompt_length.observe(prompt_tokens)
 
-    def request_finished(self, *, finish: FinishReason, prompt_tokens: int, completion_tokens: int) -> None:
+    def request_finished(self, *, finish: FinishReason, completion_tokens: int) -> None:
         """How a sequence ended for the client: the API sees stop strings and hang-ups, the router does not."""
         self.success.labels(self.model, finish.value).inc()
         self.output_length.observe(completion_tokens)
@@ -170,13 +176,10 @@ class RouterMetrics:
     def request_refused(self, *, status: int) -> None:
         self.refused.labels(self.model, str(status)).inc()
 
-    def note_audit(self, audits: Iterable[Audit]) -> None:
+    def note_audit(self, audits: Sequence[Audit]) -> None:
         """Keep the counts of what an audit found that no request owns."""
-        leaked = dict.fromkeys(LEAKS, 0)
-        for audit in audits:
-            for name, count in audit.leaked.items():
-                leaked[name] = leaked.get(name, 0) + count
-        self.leaked = leaked
+        for kind, gauge in self.leaked.items():
+            gauge.set(sum(audit.leaked.get(kind, 0) for audit in audits))
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -189,7 +192,7 @@ def _family(kind: type[Family], name: str, text: str, labels: tuple[str, ...], s
     return family
 
 
-class WorkerCollector:
+class WorkerCollector(Collector):
     """Gauges and counters of workers, as of their last heartbeat."""
 
     def __init__(self, model_name: str, workers: Callable[[], Iterable[WorkerStatus]]):
@@ -213,7 +216,7 @@ class WorkerCollector:
             yield _family(Counters, name, text, (*labels, label), counts)
 
 
-class PoolCollector:
+class PoolCollector(Collector):
     """Gauges and counters of the KV pool's nodes, as of their last heartbeat. They know of no model."""
 
     def __init__(self, reports: Callable[[], Iterable[PoolReport]]):
@@ -228,31 +231,17 @@ class PoolCollector:
             yield _family(kind, name, text, ("node",), (((stat.name,), of_node(stat)) for stat in stats))
 
 
-class _RouterGauges:
-    """What the router itself holds: requests waiting for room, and leaks its last audit found."""
-
-    def __init__(self, model_name: str, waiting: Callable[[], int], leaked: Callable[[], dict[str, int]]):
-        self.model = model_name
-        self.waiting = waiting
-        self.leaked = leaked
-
-    def collect(self) -> Iterator[Metric]:
-        held = {"router_queue_requests": ("Requests waiting for room", self.waiting())}
-        text = "Held by no request: 0 unless something leaked"
-        held |= {f"leaked_{kind}": (text, self.leaked().get(kind, 0)) for kind in LEAKS}
-        for name, (text, count) in held.items():
-            yield _family(Gauges, name, text, ("model_name",), [((self.model,), count)])
-
-
 def worker_metrics(model_name: str, status: Callable[[], WorkerStatus]) -> Callable[[], bytes]:
     """The /metrics of a worker on its own."""
-    registry = CollectorRegistry()
-    registry.register(WorkerCollector(model_name, lambda: [status()]))
-    return lambda: generate_latest(registry)
+    return _text_of(WorkerCollector(model_name, lambda: [status()]))
 
 
 def pool_metrics(report: Callable[[], PoolReport]) -> Callable[[], bytes]:
     """The /metrics of a pool node on its own."""
+    return _text_of(PoolCollector(lambda: [report()]))
+
+
+def _text_of(collector: Collector) -> Callable[[], bytes]:
     registry = CollectorRegistry()
-    registry.register(PoolCollector(lambda: [report()]))
+    registry.register(collector)
     return lambda: generate_latest(registry)

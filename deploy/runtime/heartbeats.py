@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 
 from serving.config import ClusterConfig, PlacementConfig
 from serving.errors import MillraceError, Unauthorized
@@ -64,6 +64,13 @@ class Heartbeats:
     async def once(self) -> None:
         """Tell every router now."""
         await asyncio.gather(*(self._beat(caller) for caller in self._callers))
+
+    async def during(self, drain: Coroutine[None, None, None]) -> None:
+        """Begin the drain, tell every router at once that it has begun, and see it through."""
+        draining = asyncio.create_task(drain)
+        await asyncio.sleep(0)
+        await self.once()
+        await draining
 
     async def _beat(self, caller: Caller) -> None:
         """A router that does not answer keeps its last word: its nodes may well be there."""

@@ -44,28 +44,15 @@ class PoolConnector:
     ):
         self.client = client
         self.write_back = write_back
-        self.prefixes = PrefixFetcher(
-            client,
-            kv,
-            locations,
-            cost,
-            wait=config.kvcache_wait,
-            always=config.kvcache_fetch == "always",
-            found=write_back.found,
-        )
+        wait, always = config.kvcache_wait, config.kvcache_fetch == "always"
+        self.prefixes = PrefixFetcher(client, kv, locations, cost, wait=wait, always=always, found=write_back.found)
         self.fetches = config.kvcache_fetch != "never"
         self.direct: DirectFetcher | None = None  # brings prefixes into leases
         if self.fetches and config.kvcache_direct != "never":
             always = config.kvcache_direct == "always"
-            self.direct = DirectFetcher(
-                client, kv, locations, DirectCost(cost), wait=config.kvcache_wait, always=always
-            )
+            self.direct = DirectFetcher(client, kv, locations, DirectCost(cost), wait=wait, always=always)
         self.busy = busy
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def stores(self) -> bool:
-        return self.write_back.stores
 
     def set_nodes(self, addresses: Iterable[str]) -> None:
         self.client.set_nodes(addresses)

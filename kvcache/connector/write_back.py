@@ -67,9 +67,10 @@ class BlockOffer:
     namespace: str
     kv_dtype: str  # what the block holds
 
-    def goes_with(self, other: BlockOffer) -> bool:
-        mine, theirs = (self.memory, self.namespace, self.kv_dtype), (other.memory, other.namespace, other.kv_dtype)
-        return mine == theirs
+    @property
+    def batch(self) -> tuple[BlockMemory, str, str]:
+        """What the blocks of one batch have in common."""
+        return self.memory, self.namespace, self.kv_dtype
 
 
 class WriteBack:
@@ -235,7 +236,7 @@ class WriteBack:
         """The next blocks of one namespace, memory and kind, about BATCH_BYTES in all."""
         count = max(1, BATCH_BYTES // sum(part_bytes(self.device.device_kv)))
         batch: list[BlockOffer] = []
-        while self._waiting and len(batch) < count and self._waiting[0].goes_with((batch or self._waiting)[0]):
+        while self._waiting and len(batch) < count and self._waiting[0].batch == (batch or self._waiting)[0].batch:
             batch.append(self._waiting.popleft())
         return batch
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcache.handoff.chunk import Chunk, Commit
-from kvcache.handoff.messages import PUSH, PushFrame, chunk_frame, commit_frame, framing
+from kvcache.handoff.messages import PUSH, PushFrame, chunk_frame, framing
 from kvcache.transfer.framing import Frame
 from kvcache.transfer.remote_write import BufferSender, RemoteWriter
 from serving.errors import MillraceError, WorkerLost
@@ -77,7 +77,7 @@ class GrpcHandoff:
 
     async def commit(self, commit: Commit) -> range | None:
         self._lacking = asyncio.get_running_loop().create_future()
-        await self._put(commit_frame(commit))
+        await self._put(Frame(pb.PushMessage(commit=to_pb(commit, pb.Commit))))
         answers: list[Future[Any]] = [self._lacking, self._outcome]
         await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
         return self._outcome.result() if self._outcome.done() else self._lacking.result()

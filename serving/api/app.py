@@ -21,9 +21,10 @@ from serving.api.openapi import describe_bodies, takes
 from serving.api.prepare import Preparer
 from serving.api.prompts import PromptReader
 from serving.api.schema import ChatCompletionBody, CompletionBody, DetokenizeBody, TokenizeBody
-from serving.api.settings import ApiConfig, ApiObserver, Health, ReadAudit, ServedModel, SilentObserver
+from serving.api.settings import ApiObserver, Health, ReadAudit, ServedModel
 from serving.api.status import add_process_routes
 from serving.api.tokens import TokenEndpoints
+from serving.config import HttpConfig
 from serving.errors import NotFound, Unavailable
 from serving.messages import Generate
 from serving.text.tokenizer import Tokenizer
@@ -34,31 +35,23 @@ def create_app(
     *,
     tokenizer: Tokenizer,
     served: ServedModel,
-    config: ApiConfig,
+    config: HttpConfig,
     health: Health,
     audit: ReadAudit,
     metrics_text: Callable[[], bytes],
-    observer: ApiObserver | None = None,
-    in_flight: InFlightRequests | None = None,
+    observer: ApiObserver,
 ) -> FastAPI:
     """The ASGI application. `app.state.in_flight` is the `InFlightRequests` through which a server drains it.
 
     Raises `ValueError` when the tokenizer's chat template is not valid.
     """
     app = FastAPI(title="millrace", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    in_flight = in_flight or InFlightRequests(retry_after_s=config.retry_after_s)
-    app.state.in_flight = in_flight
-    app.add_middleware(AuthMiddleware, api_keys=config.api_keys)
+    in_flight = app.state.in_flight = InFlightRequests()
+    app.add_middleware(AuthMiddleware, api_key=config.api_key)
     handle_failures(app)
     prompts = PromptReader(tokenizer=tokenizer, served=served)
-    service = Service(
-        generate=generate,
-        tokenizer=tokenizer,
-        config=config,
-        in_flight=in_flight,
-        observer=observer or SilentObserver(),
-    )
-    _add_generation(app, service, Preparer(served=served, config=config, prompts=prompts))
+    service = Service(generate=generate, tokenizer=tokenizer, config=config, in_flight=in_flight, observer=observer)
+    _add_generation(app, service, Preparer(served=served, prompts=prompts))
     _add_models(app, served)
     _add_tokens(app, TokenEndpoints(tokenizer=tokenizer, served=served, prompts=prompts, config=config))
     _add_operations(app, in_flight, health, audit)

@@ -22,8 +22,9 @@ from serving.api.failures import error_body
 from serving.api.in_flight import InFlightRequests
 from serving.api.plan import RequestIds, ResponsePlan
 from serving.api.results import ResultWriter
-from serving.api.settings import ApiConfig, ApiObserver
+from serving.api.settings import ApiObserver
 from serving.api.sse import SseWriter, error_frame
+from serving.config import HttpConfig
 from serving.errors import InternalError, MillraceError
 from serving.messages import Delta, FinishReason, Generate
 from serving.text.tokenizer import Tokenizer
@@ -46,7 +47,7 @@ class Service:
 
     generate: Generate
     tokenizer: Tokenizer
-    config: ApiConfig
+    config: HttpConfig
     in_flight: InFlightRequests
     observer: ApiObserver
 
@@ -68,15 +69,18 @@ class GenerationResponse(Response):
         self._ids = ids
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._service.in_flight.enter():
-            try:
+        try:
+            with self._service.in_flight.enter():
                 body = await read_body(receive, Headers(scope=scope), self._service.config)
                 plan = await off_loop(self._prepare, body, self._ids)
                 choices = [Choice(plan, sequence, self._service.tokenizer) for sequence in plan.sequences]
                 answer = self._stream if plan.stream else self._collect
                 await until_hang_up(receive, answer(plan, choices, scope, receive, send))
-            except ClientGoneError:
-                return
+        except ClientGoneError:
+            return
+        except MillraceError as error:
+            self._service.observer.request_refused(status=error.status)
+            raise
 
     async def _collect(
         self, plan: ResponsePlan, choices: Sequence[Choice], scope: Scope, receive: Receive, send: Send
@@ -90,17 +94,18 @@ class GenerationResponse(Response):
         self, plan: ResponsePlan, choices: Sequence[Choice], scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Events as tokens come. The status waits for the first token, so that a refusal still has one of its own."""
-        stream = EventStream(send, SseWriter(plan, choices, self._service.tokenizer))
+        writer = SseWriter(plan, choices, self._service.tokenizer)
+        stream = EventStream(send, writer)
         try:
             await run_choices(self._service, choices, stream.add)
-            await stream.finish()
+            await stream.end(writer.end())
         except MillraceError as error:
             if not stream.started:
                 raise
-            await stream.fail(error)
+            await stream.end(error_frame(error_body(error)))
         except Exception:
             if stream.started:
-                await stream.fail(InternalError("the server failed on this request"))
+                await stream.end(error_frame(error_body(InternalError("the server failed on this request"))))
             raise
 
 
@@ -126,15 +131,8 @@ class EventStream:
                 await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM[:]})
                 self.started = True
 
-    async def fail(self, error: MillraceError) -> None:
-        """End the stream with an error event."""
-        await self._close(error_frame(error_body(error)))
-
-    async def finish(self) -> None:
-        """End a stream whose choices have all ended."""
-        await self._close(self._writer.end())
-
-    async def _close(self, frames: bytes) -> None:
+    async def end(self, frames: bytes) -> None:
+        """End the stream with these."""
         await self._send({"type": "http.response.body", "body": frames, "more_body": False})
 
 
@@ -177,7 +175,7 @@ async def run_choices(service: Service, choices: Sequence[Choice], sink: DeltaSi
 async def _run_choice(service: Service, choice: Choice, sink: DeltaSink) -> None:
     """Generate one sequence to its end; the observer is told of the end exactly once."""
     request, observer = choice.request, service.observer
-    observer.request_started(prompt_tokens=len(request.prompt), max_tokens=request.sampling.max_tokens)
+    observer.request_started(prompt_tokens=len(request.prompt))
     finish = FinishReason.ERROR
     try:
         # `generate` gives asynchronous generators; leaving one early is what cancels its request everywhere.
@@ -193,6 +191,4 @@ async def _run_choice(service: Service, choice: Choice, sink: DeltaSink) -> None
         finish = FinishReason.ABORT
         raise
     finally:
-        observer.request_finished(
-            finish=finish, prompt_tokens=len(request.prompt), completion_tokens=choice.completion_tokens
-        )
+        observer.request_finished(finish=finish, completion_tokens=choice.completion_tokens)

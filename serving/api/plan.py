@@ -52,3 +52,7 @@ class ResponsePlan:
     logprobs: int | None  # how many alternatives to show beside each token; None: no logprobs at all
     return_token_ids: bool
     shows_output: bool  # False: only the echoed prompt is wanted
+
+    @property
+    def is_chat(self) -> bool:
+        return self.kind == "chat"

@@ -134,9 +134,9 @@ async def test_smollm2_reads_6000_tokens_with_device_kv_for_1500(make_cluster: C
     model, request = load(path), asked("long", prompt, 32, ignore_eos=True)
     roomy, small = {"num_kv_blocks": 400}, {"num_kv_blocks": 1500 // 16, "host_kv_memory": 256 << 20}
     found = []
-    for placement, settings in (("embedded", roomy), ("embedded", small), ("split-grpc", small)):
-        async with make_cluster(placement, model=model, **settings) as cluster:
+    for settings in (roomy, small):  # tests/flow/test_offload_split.py does the same with workers apart
+        async with make_cluster("embedded", model=model, **settings) as cluster:
             found.append(await cluster.tokens(request))
             assert settings is roomy or moved(cluster) >= 4500
             assert cluster.seen.replacements == []
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]

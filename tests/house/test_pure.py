@@ -38,7 +38,6 @@ PURE = (
     "serving/engine/plan.py",
     "serving/engine/sequence.py",
     "serving/engine/offload.py",
-    "serving/engine/plan.py",
     "serving/sampling/randomness.py",
     "serving/api/choice.py",
     "serving/api/sse.py",

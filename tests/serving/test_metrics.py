@@ -82,8 +82,8 @@ def test_a_failed_request_leaves_its_error_and_no_latency() -> None:
 
 def test_endings_refusals_and_repetitions_are_told_apart() -> None:
     told = Told()
-    told.metrics.request_started(prompt_tokens=7, max_tokens=9)
-    told.metrics.request_finished(finish=FinishReason.ABORT, prompt_tokens=7, completion_tokens=4)
+    told.metrics.request_started(prompt_tokens=7)
+    told.metrics.request_finished(finish=FinishReason.ABORT, completion_tokens=4)
     told.metrics.request_refused(status=429)
     told.metrics.replaced(CorruptChunk("harmed", code="digest"))
     told.metrics.replaced(NoRoom("full"))

@@ -73,6 +73,10 @@ class World:
         self.kv.publish(seq)
         return seq
 
+    def forget(self) -> None:
+        """Evict every cached block."""
+        self.blocks.release(self.blocks.allocate(self.blocks.available))
+
     async def stop(self) -> None:
         self.running.cancel()
         await asyncio.gather(self.running, return_exceptions=True)
@@ -158,10 +162,10 @@ async def test_known_blocks_are_not_offered_again_until_the_pool_lacks_them() ->
     world = World()
     world.kv.release(world.computed(16))
     await world.back.wait_idle()
-    world.blocks.clear()
+    world.forget()
     world.kv.release(world.computed(16))
     assert world.back.table(world.back.device) == []
-    world.blocks.clear()
+    world.forget()
     keys = [block.key for block in world.writer.taken]
     world.back.found(keys[2:], here=False)
     world.kv.release(world.computed(16))

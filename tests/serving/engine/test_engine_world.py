@@ -47,12 +47,12 @@ class Job:
 
 class World:
     def __init__(
-        self, seed: int, size: int, blocks: int, tokens: int, seqs: int, caching: bool, guesses: int, ahead: bool
+        self, seed: int, size: int, blocks: int, tokens: int, seqs: int, caching: bool, drafts: int, ahead: bool
     ):
         self.choice = random.Random(seed)
         self.kv: KVCacheManager = make_kv(blocks, size, caching=caching)
         self.longest = blocks * size
-        self.decode = make_decoding(self.kv, guesses=guesses)
+        self.decode = make_decoding(self.kv, drafts=drafts)
         self.prefill = PrefillScheduler(self.kv, then=self.decode.add)
         self.engine: Engine
         self.runner: ScriptedRunner
@@ -176,13 +176,13 @@ class World:
     tokens=st.integers(1, 9),
     seqs=st.integers(1, 5),
     caching=st.booleans(),
-    guesses=st.integers(0, 4),
+    drafts=st.integers(0, 4),
 )
 @pytest.mark.parametrize("ahead", [False, True])
 def test_everyone_is_served_exactly_once(
-    ahead: bool, seed: int, size: int, blocks: int, tokens: int, seqs: int, caching: bool, guesses: int
+    ahead: bool, seed: int, size: int, blocks: int, tokens: int, seqs: int, caching: bool, drafts: int
 ) -> None:
-    world = World(seed, size, blocks, tokens, seqs, caching, guesses, ahead)
+    world = World(seed, size, blocks, tokens, seqs, caching, drafts, ahead)
     for _ in range(5000):
         world.place()
         world.hang_up(0.01)
