@@ -166,17 +166,18 @@ class RoundRobin(RankingPolicy):
     reason = "round_robin"
 
     def __init__(self) -> None:
-        self._turns = count()
+        self._decodes = count()
+        self._prefills = count()
 
     def decode_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
-        return self._turned(demand, workers)
+        return self._turned(demand, workers, next(self._decodes))
 
     def prefill_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
-        return self._turned(demand, workers)
+        return self._turned(demand, workers, next(self._prefills))
 
-    def _turned(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
+    def _turned(self, demand: Demand, workers: Sequence[Candidate], turn: int) -> list[Candidate]:
         ordered = sorted(workers, key=lambda worker: worker.status.name)
-        first = next(self._turns) % len(ordered) if ordered else 0
+        first = turn % len(ordered) if ordered else 0
         return sorted(ordered[first:] + ordered[:first], key=lambda w: (demand.streams(w), w.load >= 1.0))
 
 

@@ -264,6 +264,16 @@ def test_round_robin_takes_every_worker_in_turn_but_full_ones_last() -> None:
     assert [policy.decode_order(Demand(tokens=1), workers)[0].status.name for _ in range(3)] == ["b", "b", "c"]
 
 
+def test_round_robin_turns_prefill_and_decode_workers_apart() -> None:
+    workers = [Candidate(make_status(f"{role}{n}", role)) for role in (Role.PREFILL, Role.DECODE) for n in range(2)]
+    policy, seen = RoundRobin(), set()
+    for _ in range(4):
+        decision = lease(policy, Demand(tokens=1), workers)
+        assert decision is not None and decision.decode is not None and decision.prefill is not None
+        seen |= {decision.decode.status.name, decision.prefill.status.name}
+    assert len(seen) == 4
+
+
 def test_a_session_stays_while_there_is_room_and_others_do_not_move_when_a_worker_leaves() -> None:
     policy, workers = SessionSticky(), [Candidate(make_status(name)) for name in "abcd"]
 
