@@ -25,9 +25,9 @@ class TraceWriter:
         """A step as four spans in a row under one: schedule, forward, sample, account."""
         begin = record.began
         counts = {
-            "sequences": record.sequences,
-            "new_tokens": record.new_tokens,
-            "context_tokens": record.context_tokens,
+            "sequences": record.load.sequences,
+            "new_tokens": record.load.new_tokens,
+            "context_tokens": round(record.load.context_tokens),
         }
         self._span("step", begin, record.step_seconds, counts)
         for name, seconds in (
