@@ -26,13 +26,13 @@ Array = NDArray[np.float64]
 Sample = tuple[float, int, float, int, float, float]  # 1, then what a coefficient each is multiplied with; seconds
 
 COEFFICIENTS = ("fixed", "token", "pair", "sequence", "context")
-KEPT = 24  # newest steps of each bucket
-HALF_RANK = 6.0  # steps of a bucket after which an older one weighs half
+KEPT = 16  # newest steps of each bucket
+HALF_RANK = 5.0  # steps of a bucket after which an older one weighs half
 HALF_AGE = 4000.0  # steps without one of a bucket after which it weighs half,
 OLD = 0.1  # down to this share
 FIRST = 16  # steps that scale the prior one by one, before the first fit
 REFIT_SECONDS = 1.0
-ROUNDS = 6  # of reweighting
+ROUNDS = 5  # of reweighting
 TUNING = 1.5  # standard deviations from which on Huber's weights fall
 LEAST_SPREAD = 0.02  # of ln(observed / predicted): a clock and a scheduler are no better
 GUESSED, LEARNED = 0.7, 0.25  # relative standard deviation of a prior's coefficients: from a model's size, from a fit

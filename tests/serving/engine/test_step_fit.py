@@ -159,9 +159,9 @@ def test_a_machine_of_another_pace_is_followed(factor: float) -> None:
     machine = Machine(StepCost(fixed=4e-3, token=7e-4, pair=4e-7, sequence=1e-4, context=2e-6), noise=0.1)
     machine.run(3000)
     machine.scale = factor
-    machine.run(600)
+    machine.run(200)
     for kind in KINDS:
-        assert statistics.median(machine.errors(kind)) < 0.1, kind
+        assert statistics.median(machine.errors(kind)) < 0.15, kind
 
 
 @pytest.mark.parametrize("factor", [0.5, 3.0])
