@@ -101,8 +101,8 @@ def test_without_noise_each_coefficient_is_found(cost: StepCost) -> None:
         ],
         axis=0,
     )
-    matters = share * typical > 0.1 * (share @ typical)
-    assert found[matters] == pytest.approx(share[matters], rel=0.1)
+    matters = share * typical > 0.2 * (share @ typical)
+    assert found[matters] == pytest.approx(share[matters], rel=0.2)
 
 
 LOADS = st.builds(
