@@ -233,9 +233,12 @@ def main() -> None:
     parser.add_argument("model", nargs="?", help="a folder, a .gguf file or a hub name (default: the demo model)")
     parser.add_argument("--seconds", type=float, default=60.0, help="of both halves together (default: 60)")
     parser.add_argument("--quantization", choices=("int8",), help="as of `millrace serve`")
+    parser.add_argument("--threads", type=int, help="compute threads (default: this process's CPUs)")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write every step and every fit here, as JSON lines")
     arguments = parser.parse_args()
-    served = Served(load(resolve(arguments.model), quantization=arguments.quantization), EngineConfig())
+    served = Served(
+        load(resolve(arguments.model), quantization=arguments.quantization), EngineConfig(threads=arguments.threads)
+    )
     changed = asyncio.run(served.serve(arguments.seconds))
     print(table(served.steps, windows(changed, arguments.seconds)))
     decode, prompts = served.meter.fit.errors
