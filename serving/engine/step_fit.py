@@ -6,14 +6,13 @@ refit: buckets are copied in one go.
 The estimate is a least-squares fit of relative errors with Huber's weights (Huber, "Robust Estimation of a Location
 Parameter", 1964), no coefficient negative, drawn to a prior where the steps seen do not tell coefficients apart.
 Of each bucket of new tokens × context the newest steps are kept, so that rare regimes are not forgotten. What is kept
-may be of another hour, when the machine was faster or slower: so all is multiplied by what the last seconds' steps took
-over what the fit says of them.
+may be of another hour, when the machine was faster or slower: so the fit is multiplied by its present pace, a running
+mean of what the last steps took over what the fit says of them.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
 from dataclasses import replace
 
@@ -37,9 +36,22 @@ TUNING = 1.5  # standard deviations from which on Huber's weights fall
 LEAST_SPREAD = 0.02  # of ln(observed / predicted): a clock and a scheduler are no better
 GUESSED, LEARNED = 0.7, 0.25  # relative standard deviation of a prior's coefficients: from a model's size, from a fit
 FLOOR = 0.7  # of the cheapest cadence seen, below which nothing is predicted
-RECENT, NEWEST = 2, 64  # refits, and steps of each, that tell the machine's present pace
-DOUBT = 4  # steps that count against a pace other than the fit's
+PACE = 0.12  # weight of the newest step in the machine's present pace
+JUMP = 0.5  # of ln(observed / predicted), what one step moves that at most
+RECENT = 32  # newest steps of each kind, by which a new fit takes the pace over
 JUDGED = 256  # newest residuals that `error` is made of, of each kind
+
+
+class Pace:
+    """How much longer than fitted the steps of one kind take just now: a running mean of ln(observed / fitted)."""
+
+    __slots__ = ("mean", "residuals", "steps", "trust")
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+        self.trust = 0.0  # 1 while steps of this kind come, falling while others do
+        self.steps: deque[Sample] = deque(maxlen=RECENT)
+        self.residuals: deque[float] = deque(maxlen=JUDGED)  # of ln(observed / predicted), with the pace of the time
 
 
 class StepFit:
@@ -50,18 +62,36 @@ class StepFit:
     """
 
     def __init__(self, guess: StepCost, learned: StepCost | None = None):
-        self.cost = learned or guess
         self._unit = np.maximum(vector(guess), 1e-15)
-        self._prior = vector(self.cost)
+        self._fitted = learned or guess  # before it is multiplied by the pace
+        self._prior = vector(self._fitted)
         self._looseness = GUESSED if learned is None else LEARNED
         self._buckets: dict[int, deque[Sample]] = {}
         self._seen_at: dict[int, int] = {}
-        self._news: deque[tuple[Sample, bool]] = deque(maxlen=JUDGED)
-        self._recent: deque[tuple[Array, NDArray[np.bool_]]] = deque(maxlen=RECENT)
-        self._first: list[float] | None = [] if learned is None else None  # observed over the guess
-        self._residuals: tuple[deque[float], deque[float]] = (deque(maxlen=JUDGED), deque(maxlen=JUDGED))
+        self._kinds = (Pace(), Pace())  # of steps without prompts, and with
+        self._pace = 0.0
+        self._cheapest: tuple[StepLoad, float] | None = None
+        self._fitted_to = 0  # steps
         self._refitted_at: float | None = None
         self.seen = 0
+
+    @property
+    def cost(self) -> StepCost:
+        """The fit at the machine's present pace, lifted where the cheapest step seen would cost next to nothing."""
+        fitted, pace = self._fitted, math.exp(self._pace)
+        shortfall = 0.0
+        if self._cheapest is not None:
+            load, seconds = self._cheapest
+            shortfall = max(0.0, FLOOR * seconds - pace * fitted.seconds(load))
+        return StepCost(
+            fixed=pace * fitted.fixed + shortfall,
+            token=pace * fitted.token,
+            pair=pace * fitted.pair,
+            sequence=pace * fitted.sequence,
+            context=pace * fitted.context,
+            error=fitted.error,
+            samples=fitted.samples,
+        )
 
     def observe(self, load: StepLoad, seconds: float, *, prompts: bool) -> None:
         """A step's load and cadence; `prompts`: it computed tokens of prompts."""
@@ -76,42 +106,40 @@ class StepFit:
         bucket.append(sample)
         self.seen += 1
         self._seen_at[key] = self.seen
-        self._news.append((sample, prompts))
-        if self._first is not None:
-            self._scale(load, seconds)
+        self._follow(sample, math.log(seconds / max(1e-12, self._fitted.seconds(load))), prompts)
 
-    def _scale(self, load: StepLoad, seconds: float) -> None:
-        """Until the first fit the guess is multiplied by what the first steps took, over what it said."""
-        assert self._first is not None
-        self._first.append(seconds / max(1e-12, stated(self._prior).seconds(load)))
-        self.cost = stated(self._prior * statistics.median(self._first), error=self.cost.error)
-        if len(self._first) >= FIRST:
-            self._first = None
+    def _follow(self, sample: Sample, ratio: float, prompts: bool) -> None:
+        """Move the pace towards the step's `ratio`, ln(observed / fitted); the first step sets it."""
+        kind, other = self._kinds[prompts], self._kinds[not prompts]
+        kind.steps.append(sample)
+        kind.residuals.append(ratio - self._pace)
+        if kind.trust == 0.0:
+            kind.mean = ratio if other.trust == 0.0 else self._pace
+        kind.mean += PACE * max(-JUMP, min(JUMP, ratio - kind.mean))
+        kind.trust += PACE * (1.0 - kind.trust)
+        other.trust *= 1.0 - PACE
+        self._pace = self._blended()
+
+    def _blended(self) -> float:
+        decode, prompts = self._kinds
+        return (decode.trust * decode.mean + prompts.trust * prompts.mean) / (decode.trust + prompts.trust)
 
     def refit(self, now: float) -> None:
         """Fit anew to what is kept, at most once a second; without news nothing changes."""
-        if not self._news or (self._refitted_at is not None and now - self._refitted_at < REFIT_SECONDS):
+        if self.seen == self._fitted_to or (self._refitted_at is not None and now - self._refitted_at < REFIT_SECONDS):
             return
-        self._refitted_at = now
-        self._judge()
+        self._refitted_at, self._fitted_to = now, self.seen
         rows, weights = self._kept()
         fitted = fit(rows[:, :5], rows[:, 5], weights, self._prior, self._unit, self._looseness)
-        fitted *= self._pace(fitted)
-        cheapest = rows[np.argsort(rows[:, 5])[len(rows) // 50]]
-        fitted[0] += max(0.0, FLOOR * cheapest[5] - float(cheapest[:5] @ fitted))
-        self._first = None
-        self.cost = stated(fitted, error=self._error(), samples=len(rows))
-
-    def _pace(self, fitted: Array) -> float:
-        """What the last steps took over what `fitted` says: the median, steps with and without prompts alike."""
-        rows = np.concatenate([batch for batch, _ in self._recent])
-        kinds = np.concatenate([prompts for _, prompts in self._recent])
-        residuals = log_ratios(rows, fitted)
-        told = [residuals[kinds == kind] for kind in (False, True)]
-        trust = [len(found) / (len(found) + DOUBT) for found in told]
-        medians = [float(np.median(found)) if len(found) else 0.0 for found in told]
-        present = sum(len(found) > 0 for found in told)
-        return math.exp(sum(share * median for share, median in zip(trust, medians, strict=True)) / present)
+        before = vector(self._fitted)
+        for kind in self._kinds:
+            if kind.steps:
+                recent = np.array(list(kind.steps))
+                kind.mean += float(np.median(log_ratios(recent, fitted) - log_ratios(recent, before)))
+        self._pace = self._blended()
+        self._fitted = stated(fitted, error=self._error(), samples=len(rows))
+        _, new, seen, sequences, context, seconds = rows[np.argsort(rows[:, 5])[len(rows) // 50]].tolist()
+        self._cheapest = StepLoad(int(new), seen, int(sequences), context), seconds
 
     def _kept(self) -> tuple[Array, Array]:
         """The samples [N, 6] and their weights [N]: newer ones weigh more, and so do buckets seen lately."""
@@ -125,24 +153,15 @@ class StepFit:
             weights += [fresh * _RANKS[rank] for rank in range(len(kept) - 1, -1, -1)]
         return np.array(samples, dtype=np.float64), np.array(weights)
 
-    def _judge(self) -> None:
-        """Compare what has come since the last fit with what was predicted for it."""
-        news, self._news = self._news, deque(maxlen=JUDGED)
-        rows = np.array([sample for sample, _ in news], dtype=np.float64)
-        kinds = np.array([prompts for _, prompts in news])
-        self._recent.append((rows[-NEWEST:], kinds[-NEWEST:]))
-        for residual, prompts in zip(log_ratios(rows, vector(self.cost)).tolist(), kinds.tolist(), strict=True):
-            self._residuals[prompts].append(residual)
-
     @property
     def errors(self) -> tuple[float | None, float | None]:
         """The standard deviation of ln(observed / predicted) of steps without prompts and with; None: none seen."""
-        decode, prompts = (spread(list(kept)) if kept else None for kept in self._residuals)
+        decode, prompts = (spread(list(kind.residuals)) if kind.residuals else None for kind in self._kinds)
         return decode, prompts
 
     def _error(self) -> float:
         """That of both kinds, each counting as often as it has come lately."""
-        kinds = [(spread(list(kept)), len(kept)) for kept in self._residuals if kept]
+        kinds = [(spread(list(kind.residuals)), len(kind.residuals)) for kind in self._kinds if kind.residuals]
         return math.sqrt(sum(error**2 * count for error, count in kinds) / sum(count for _, count in kinds))
 
 

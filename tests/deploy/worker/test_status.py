@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.worker.worker import tpot_counts
+from serving.engine.step_fit import StepFit
 from serving.messages import TPOT_BINS_MS, Role, Slo, WorkerStatus
 from serving.proto import millrace_pb2 as pb
 from serving.step_cost import StepCost, StepLoad
@@ -22,7 +23,7 @@ COST = StepCost(fixed=1.0, token=0.1, pair=0.01, sequence=0.02, context=0.001, e
 
 def mixed(*, tokens: int = 8, seqs: int = 300, blocks: int = 600) -> Worker:
     made = Worker(Role.MIXED, tokens=tokens, seqs=seqs, blocks=blocks)
-    made.worker.costs.meter.fit.cost = COST
+    made.worker.costs.meter.fit = StepFit(COST, COST)
     return made
 
 

@@ -201,7 +201,7 @@ def test_what_was_learned_is_where_the_next_life_begins() -> None:
     first.run(1000)
     second = Machine(cost, noise=0.05, seed=2)
     second.fit = StepFit(GUESS, first.fit.cost)
-    assert second.fit.cost == first.fit.cost and max(second.errors(prompts)) < 0.1
+    assert vector(second.fit.cost) == pytest.approx(vector(first.fit.cost)) and max(second.errors(prompts)) < 0.1
     second.scale = 2.0
     second.run(300, [decodes])
     assert statistics.median(second.errors(decodes)) < 0.1
@@ -215,12 +215,12 @@ def test_it_is_refitted_once_a_second_and_only_with_news() -> None:
     first = fit.cost
     fit.observe(load, 5.0, prompts=True)
     fit.refit(10.9)
-    assert fit.cost is first
+    assert fit.cost.samples == first.samples == 1
     fit.refit(11.0)
     second = fit.cost
-    assert second is not first
+    assert second.samples == 2
     fit.refit(99.0)
-    assert fit.cost is second
+    assert fit.cost == second
 
 
 def test_only_the_newest_steps_of_a_bucket_are_kept() -> None:
@@ -228,7 +228,7 @@ def test_only_the_newest_steps_of_a_bucket_are_kept() -> None:
     for seconds in range(1, 1000):
         fit.observe(load, float(seconds), prompts=True)
     fit.refit(0.0)
-    assert fit.cost.samples == KEPT and fit.cost.seconds(load) == pytest.approx(980, rel=0.03)
+    assert fit.cost.samples == KEPT and fit.cost.seconds(load) == pytest.approx(990, rel=0.03)
 
 
 def test_the_error_is_that_of_predictions_made_before_and_told_by_kind() -> None:
