@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from serving.errors import MillraceError
 from serving.messages import Audit, Delta, FinishReason, PoolReport, PoolStat, Request, TierStat, WorkerStatus
+from serving.step_cost import StepCost
 from serving.timeline import Moment, Timeline
 
 Family = Counters | Gauges
@@ -25,6 +26,13 @@ _TPOT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.
 _E2E = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 _LENGTH = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
+_UNMEASURED = StepCost(fixed=0.0, token=0.0, error=0.0)
+
+
+def _cost(status: WorkerStatus) -> StepCost:
+    return status.step_cost or _UNMEASURED
+
+
 LEAKS = ("leases", "blocks", "host_extents", "tasks")  # what an audit may find that no request owns
 
 _WORKER_GAUGES: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
@@ -33,6 +41,15 @@ _WORKER_GAUGES: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
     "kv_cache_usage_perc": ("Share of KV blocks in use, 0 to 1", lambda s: 1 - s.free_blocks / max(1, s.total_blocks)),
     "worker_stalled_seconds": ("Age of the engine step in progress", lambda s: s.stalled_seconds),
     "worker_draining": ("1 while the worker takes no new work", lambda s: float(s.draining)),
+    "worker_waiting_seconds": ("Predicted time of the prompts that wait", lambda s: s.waiting_seconds),
+    "worker_prompt_share": ("Share of recent step time in steps with prompt tokens, 0 to 1", lambda s: s.prompt_share),
+    "step_cost_fixed_seconds": ("A step, whatever it computes", lambda s: _cost(s).fixed),
+    "step_cost_token_seconds": ("Each new token of a step", lambda s: _cost(s).token),
+    "step_cost_pair_seconds": ("Each pair of a new token and one it attends to", lambda s: _cost(s).pair),
+    "step_cost_sequence_seconds": ("Each sequence of a step", lambda s: _cost(s).sequence),
+    "step_cost_context_seconds": ("Each token whose KV a step reads", lambda s: _cost(s).context),
+    "step_cost_error": ("Standard deviation of ln(observed / predicted) of steps", lambda s: _cost(s).error),
+    "step_cost_samples": ("Steps the cost is fitted to, 0 while it is a guess", lambda s: _cost(s).samples),
 }
 _WORKER_COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache",

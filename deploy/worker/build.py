@@ -19,6 +19,7 @@ from pathlib import Path
 from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculation
 from decode.worker import DecodeWorker
+from deploy.worker.step_costs import StepCostFile, StepCostKeeper, step_cost_file
 from deploy.worker.worker import Worker
 from kvcache.blocks.allocator import BlockAllocator
 from kvcache.blocks.events import KVEventLog
@@ -26,7 +27,7 @@ from kvcache.blocks.manager import KVCacheManager
 from kvcache.blocks.offload import OffloadManager, plan_host
 from kvcache.connector.connector import PoolConnector, pool_client, write_back_to
 from kvcache.connector.fetch_cost import FetchCost
-from kvcache.memory.device import DeviceKV, blocks_in
+from kvcache.memory.device import DeviceKV, blocks_in, token_bytes
 from kvcache.memory.host import HostKV
 from kvcache.memory.locations import KVLocations
 from kvcache.pool.links import PoolLink
@@ -38,8 +39,11 @@ from serving.config import EngineConfig, ModelConfig, PoolConfig
 from serving.engine.engine import Runner, StepLimits
 from serving.engine.loop import EngineLoop
 from serving.engine.overlap import engine_for
-from serving.engine.plan import Scheduler
+from serving.engine.plan import Scheduler, StepRecord
 from serving.engine.runner import ModelRunner
+from serving.engine.step_fit import StepFit
+from serving.engine.step_meter import StepMeter
+from serving.engine.step_prior import UNKNOWN, guessed_cost
 from serving.engine.tracing import TraceWriter
 from serving.forward.choose import make_forward, make_sampler
 from serving.forward.forward import Forward
@@ -47,6 +51,9 @@ from serving.kvspec import LayerKV
 from serving.links import HandoffDialer
 from serving.loader.loading import LoadedModel
 from serving.messages import Role, WorkerIdentity
+from serving.step_cost import StepCost
+
+Measured = Callable[[StepRecord], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,11 +73,13 @@ class WorkerLinks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelParts:
-    """What a worker needs of its model: `layout` as PrefillWorker takes it."""
+    """What a worker needs of its model: `layout` as PrefillWorker takes it, and what is known of its steps' cost."""
 
     runner: Runner
     eos_token_ids: frozenset[int]
     layout: Layout
+    guess: StepCost = UNKNOWN  # what its steps take, from its size
+    learned: StepCostFile | None = None  # and what earlier workers of its kind have learned
 
 
 def build_worker(
@@ -116,7 +125,14 @@ def build_worker(
         others["int8"] = forward.over(device_kv.kept_as("int8").planes)
     runner = ModelRunner(forward, spec, config.block_size, model_config.device, host_kv, make_sampler(forward), others)
     eos = frozenset(spec.eos_token_ids)
-    parts = ModelParts(runner=runner, eos_token_ids=eos, layout=layout)
+    guess = guessed_cost(
+        spec,
+        weight_bytes=sum(weight.nbytes for weight in model.model.parameters()),
+        kv_bytes=token_bytes(specs),
+        device=model_config.device,
+    )
+    learned = step_cost_file(identity.fingerprint, forward.form, role, config.threads, model_config.device)
+    parts = ModelParts(runner=runner, eos_token_ids=eos, layout=layout, guess=guess, learned=learned)
     return assemble(identity, config, KVLocations(device_kv, host_kv, threading.RLock()), parts, links)
 
 
@@ -132,6 +148,7 @@ def assemble(
     """A worker around a runner and the memories its KV lies in, whose lock becomes the engine's."""
     device_kv, host, role = locations.device, locations.host, identity.role
     events, cost = KVEventLog(), FetchCost()
+    meter = StepMeter(StepFit(parts.guess, parts.learned.read() if parts.learned is not None else None))
     allocator = BlockAllocator(
         device_kv.num_blocks, device_kv.block_size, caching=config.enable_prefix_caching, events=events
     )
@@ -141,7 +158,7 @@ def assemble(
     kv = KVCacheManager(allocator, identity.fingerprint, offload, storing)
     speculation = Speculation(config.num_speculative_tokens) if config.num_speculative_tokens > 0 else None
     decoding = DecodeScheduler(kv, max_model_len=identity.max_model_len, speculation=speculation)
-    prefilling = PrefillScheduler(kv, decoding.add, cost.stepped)
+    prefilling = PrefillScheduler(kv, decoding.add, both(cost.stepped, meter.stepped))
     # The role is this list: decode goes first, prompts get the rest of the step.
     schedulers: list[Scheduler] = [prefilling] if role is Role.PREFILL else [decoding, prefilling]
     engine = engine_for(str(device_kv.planes[0][0].device))(
@@ -176,7 +193,18 @@ def assemble(
         leases=decode,
         prefixes=connector,
     )
-    return Worker(context, prefill, decode, address=links.address, events=events, connector=connector)
+    costs = StepCostKeeper(meter, parts.learned)
+    return Worker(context, prefill, decode, address=links.address, events=events, costs=costs, connector=connector)
+
+
+def both(first: Measured, second: Measured) -> Measured:
+    """Tells two of each step."""
+
+    def measured(record: StepRecord) -> None:
+        first(record)
+        second(record)
+
+    return measured
 
 
 def context_limit(model: LoadedModel, config: ModelConfig, kv_tokens: int) -> int:

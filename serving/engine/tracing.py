@@ -24,7 +24,11 @@ class TraceWriter:
     def step(self, record: StepRecord) -> None:
         """A step as four spans in a row under one: schedule, forward, sample, account."""
         begin = record.began
-        counts = {name: getattr(record, name) for name in ("sequences", "new_tokens", "context_tokens")}
+        counts = {
+            "sequences": record.load.sequences,
+            "new_tokens": record.load.new_tokens,
+            "context_tokens": round(record.load.context_tokens),
+        }
         self._span("step", begin, record.step_seconds, counts)
         for name in ("schedule", "batch", "forward", "sample"):
             seconds = getattr(record, f"{name}_seconds")

@@ -6,14 +6,13 @@ import pytest
 
 from decode.scheduler import AHEAD_STEPS, TRIAL_STEPS, DraftOrOverlap
 from serving.engine.plan import StepRecord
+from serving.step_cost import StepLoad
 
 
 def record(hidden: float = 0.0, step: float = 1.0) -> StepRecord:
     return StepRecord(
         began=0.0,
-        sequences=4,
-        new_tokens=4,
-        context_tokens=9,
+        load=StepLoad(4, 9.0, 4, 9),
         schedule_seconds=0.0,
         batch_seconds=0.0,
         forward_seconds=step,

@@ -38,6 +38,8 @@ PURE = (
     "serving/engine/plan.py",
     "serving/engine/sequence.py",
     "serving/engine/offload.py",
+    "serving/engine/step_*.py",
+    "serving/step_cost.py",
     "serving/sampling/randomness.py",
     "serving/api/choice.py",
     "serving/api/sse.py",

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving.errors import CorruptChunk, NoRoom
 from serving.messages import Audit, Delta, FinishReason, PoolReport, PoolStat, Tier, TierStat, WorkerStatus
 from serving.metrics import RouterMetrics, pool_metrics, worker_metrics
+from serving.step_cost import StepCost
 from serving.timeline import Moment, Timeline
 from tests.fakes.sequences import make_request
 from tests.router.scripted import make_status
@@ -108,6 +109,16 @@ def test_workers_are_told_apart_by_name() -> None:
         told.value("kv_handoffs_total", "one", "nixl") == 3
         and told.value("kv_received_bytes_total", "one", "grpc") == 7
     )
+
+
+def test_what_a_workers_steps_cost_is_told() -> None:
+    cost = StepCost(fixed=1e-3, token=2e-4, pair=3e-8, sequence=4e-5, context=5e-7, error=0.12, samples=60)
+    told = Told([make_status("one", step_cost=cost, waiting_seconds=2.5, prompt_share=0.4), make_status("two")])
+    for name in ("fixed", "token", "pair", "sequence", "context"):
+        assert told.value(f"step_cost_{name}_seconds", "one") == getattr(cost, name)
+        assert told.value(f"step_cost_{name}_seconds", "two") == 0.0
+    assert (told.value("step_cost_error", "one"), told.value("step_cost_samples", "one")) == (0.12, 60)
+    assert (told.value("worker_waiting_seconds", "one"), told.value("worker_prompt_share", "one")) == (2.5, 0.4)
 
 
 def test_the_queue_and_the_leaks_are_told() -> None:
