@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from decode.direct import DirectLeases
 from decode.leases import Lease, LeaseTable
 from decode.scheduler import DecodeScheduler
+from decode.tpot_bound import LeaseBound, Unbound
 from kvcache.connector.direct_fetch import DirectFetcher
 from kvcache.handoff.chunk import Chunk, Commit, split, verify, verify_commit
 from kvcache.handoff.local import LOCAL
@@ -34,6 +35,7 @@ class DecodeWorker:
 
     `lenders` are offered beside the address: memory that handoffs may write to. `direct` brings prefixes straight from
     the KV pool. New leases leave as many blocks as are `wanted`: for a prompt that is computed here for another worker.
+    `bound` says which leases would slow the others down too much.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class DecodeWorker:
         lenders: MemoryLenders | None = None,
         direct: DirectFetcher | None = None,
         wanted: Callable[[], int] = lambda: 0,
+        bound: LeaseBound | None = None,
     ):
         self.context = context
         self.identity = context.identity
@@ -56,6 +59,7 @@ class DecodeWorker:
         self.address = address
         self.lenders = lenders or MemoryLenders()
         self.wanted = wanted
+        self.bound = bound or Unbound()
         self.table = LeaseTable(self.identity.instance, len(self.device_kv.specs))
         self.direct = DirectLeases(self.table, self.engine.lock, direct)
         self.sessions: dict[str, RouterSession] = {}
@@ -83,6 +87,7 @@ class DecodeWorker:
         with self.engine.lock:
             if len(self.table.leases) >= self.engine.limits.max_num_seqs:
                 raise NoRoom(f"{self.identity.name} holds {len(self.table.leases)} sequences, its limit")
+            self.bound.check(order, self.sequences(), self.engine.clock())
             seq = self._hold(order, self.wanted())
             try:
                 lease = self.table.open(order, session, seq)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, overload
 
 from serving.batch.layer_barrier import LayerBarrier
+from serving.engine.objectives import Objectives
 from serving.engine.offload import OffloadState
 from serving.errors import MillraceError
 from serving.kvspec import AUTO
@@ -109,6 +110,7 @@ class SequenceState:
         "incoming",
         "kv_dtype",
         "long_rope",
+        "objectives",
         "offload",
         "order",
         "penalties",
@@ -148,6 +150,7 @@ class SequenceState:
         self.prefix = PrefixKeys(root)
         self.incoming = IncomingKV(prefilled_here=not stays)
         self.prefill = PrefillState(now)
+        self.objectives = Objectives.of(order, now)
         self.penalties: PenaltyState | None = None  # can be rebuilt from the tokens at any time
 
     @property

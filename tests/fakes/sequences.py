@@ -16,7 +16,8 @@ def lease_id(lease: str = "r/1", epoch: int = 0, instance: str = "decode") -> Le
 
 def make_request(prompt: Sequence[int], *, request_id: str = "r", max_tokens: int = 8, **fields: Any) -> Request:
     """A greedy request; `fields` are of Request or of SamplingParams."""
-    own = {name: fields.pop(name) for name in ("tenant", "prompt_logprobs", "deadline") if name in fields}
+    names = ("tenant", "prompt_logprobs", "deadline", "slo", "priority", "service_class")
+    own = {name: fields.pop(name) for name in names if name in fields}
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, **fields)
     return Request(request_id=request_id, prompt=tuple(prompt), sampling=sampling, **own)
 
@@ -24,7 +25,10 @@ def make_request(prompt: Sequence[int], *, request_id: str = "r", max_tokens: in
 def make_order(
     prompt: Sequence[int], *, lease: LeaseId | None = None, generated: Sequence[int] = (), **fields: Any
 ) -> LeaseOrder:
-    return LeaseOrder(lease=lease or lease_id(), request=make_request(prompt, **fields), generated=tuple(generated))
+    """`fields` as make_request's, and of LeaseOrder."""
+    times = {name: fields.pop(name) for name in ("first_token_in", "ends_in") if name in fields}
+    request = make_request(prompt, **fields)
+    return LeaseOrder(lease=lease or lease_id(), request=request, generated=tuple(generated), **times)
 
 
 def make_sequence(
