@@ -73,21 +73,23 @@ class SlackChunks(Chunking):
         self._model = model = self.cost()
         if model is None or not model.samples:
             return
-        context = new = pairs = 0
-        early = inf
+        context = new = 0
+        early = tightest = inf
         for work in plan.work:
             seq = work.seq
             length, goals = len(seq.tokens), seq.objectives
             context += length
             new += work.count
-            pairs += work.count * length
-            if goals.tpot != inf:
-                left = GAP * goals.tpot if goals.missed else min(goals.slack(length, now), GAP * goals.tpot)
-                if left < early:
-                    early = left
-        if early == inf:
+            tpot = goals.tpot
+            if tpot < tightest:
+                tightest = tpot
+            slack = goals.origin + length * tpot - now  # Objectives.slack, spelt out: this is done for every row
+            if slack < early:
+                early = slack
+        if tightest == inf:
             return
-        self._load = StepLoad(new, pairs, len(plan.work), context)
+        early = min(early, GAP * tightest)
+        self._load = StepLoad(new, context * new / len(plan.work), len(plan.work), context)
         alone = model.seconds(self._load)
         if early < alone:
             early = hopeful_slack(plan, now, alone)
@@ -120,8 +122,7 @@ def hopeful_slack(plan: StepPlan, now: float, alone: float) -> float:
         goals, length = seq.objectives, len(seq.tokens)
         if goals.tpot == inf:
             continue
-        cap, slack = GAP * goals.tpot, goals.slack(length, now)
-        left = seq.request.sampling.max_tokens - seq.output_len
-        hopeless = goals.missed or slack - alone + (left - 1) * (goals.tpot - alone) < 0.0
-        least = min(least, cap if hopeless else min(slack, cap))
+        slack, left = goals.slack(length, now), seq.request.sampling.max_tokens - seq.output_len
+        hopeless = slack - alone + (left - 1) * (goals.tpot - alone) < 0.0
+        least = min(least, GAP * goals.tpot, inf if hopeless else slack)
     return least

@@ -55,12 +55,12 @@ class SlackOrder(PromptOrder):
         keys = {}
         for seq, seconds in zip(queue, remaining, strict=True):
             goals, since = seq.objectives, seq.prefill.waiting_since
-            level = goals.priority - int((now - since) / AGE) if now > since else goals.priority
-            if goals.due == inf:
-                keys[id(seq)] = (level, False, since + UNHURRIED)
+            level, due = goals.priority - (now - since) // AGE, goals.due
+            if due == inf:
+                keys[seq] = (level, False, since + UNHURRIED)
             else:
-                keys[id(seq)] = (level, now + seconds > goals.due, goals.due + alpha * seconds)
-        queue.sort(key=lambda seq: keys[id(seq)])
+                keys[seq] = (level, now + seconds > due, due + alpha * seconds)
+        queue.sort(key=keys.__getitem__)
 
     def _remaining(self, queue: Sequence[SequenceState], chunk: int) -> list[float]:
         """Predicted seconds of what is left of each prompt, alone; 0 where nothing is known."""

@@ -6,7 +6,7 @@ infinite here, so that comparisons need no cases.
 
 from __future__ import annotations
 
-from math import inf, isinf
+from math import inf
 
 from serving.messages import LeaseOrder
 
@@ -20,7 +20,7 @@ class Objectives:
     missed    True once its first token has come too late: whatever follows, the request has missed its objectives
     """
 
-    __slots__ = ("_origin", "due", "ends", "missed", "priority", "tpot")
+    __slots__ = ("due", "ends", "missed", "origin", "priority", "tpot")
 
     def __init__(self, due: float = inf, ends: float = inf, tpot: float = inf, priority: int = 0):
         self.due = due
@@ -28,7 +28,7 @@ class Objectives:
         self.tpot = tpot
         self.priority = priority
         self.missed = False
-        self._origin = inf  # when a token would have been due that follows none at all
+        self.origin = inf  # when a token would be due that follows none; infinite where no token is due at a time
 
     @staticmethod
     def of(order: LeaseOrder, now: float) -> Objectives:
@@ -44,23 +44,25 @@ class Objectives:
     @property
     def stated(self) -> bool:
         """True if anything is to be decided by them beside the order of arrival."""
-        return self.priority != 0 or not (isinf(self.due) and isinf(self.tpot))
+        return self.priority != 0 or self.due < inf or self.tpot < inf
 
     def begin(self, tokens: int, generated: int, now: float) -> None:
         """It has `tokens` tokens, the last drawn just now, after `generated` output tokens it came with.
 
         From here on each token is due TPOT after the one before: TPOT is the mean after the first token. A text that
-        goes on is measured from where the router says its next token was due.
+        goes on is measured from where the router says its next token was due. Where the first token has come too late
+        no other is due at any time.
         """
-        if generated and not isinf(self.due):
-            self._origin = self.due - (tokens - 1) * self.tpot if not isinf(self.tpot) else inf
-            return
-        self.missed = now > self.due
-        self._origin = now + self.tpot - tokens * self.tpot if not isinf(self.tpot) else inf
+        drawn = now  # when the last of them was drawn, or was due
+        if generated and self.due < inf:
+            drawn = self.due
+        else:
+            self.missed = now > self.due
+        self.origin = inf if self.missed or self.tpot == inf else drawn - (tokens - 1) * self.tpot
 
     def slack(self, tokens: int, now: float) -> float:
         """Seconds until the token after `tokens` tokens is due; below 0 once it is late. Infinite before `begin`."""
-        return self._origin + tokens * self.tpot - now if self._origin != inf else inf
+        return self.origin + tokens * self.tpot - now
 
     def late(self, tokens: int, now: float) -> bool:
         """True if it has missed its objectives, as far as can be said with so many tokens."""

@@ -1,4 +1,4 @@
-"""Chunks by slack: a step ends before tokens are due, as far as the cost model knows, and prompts go on all the same."""
+"""Chunks by slack: as far as the cost model knows a step ends before tokens are due, and prompts go on all the same."""
 
 from __future__ import annotations
 
