@@ -10,14 +10,16 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 from kvcache.handoff.sender import Handoff
 from kvcache.memory.kv_dtype import choose_wire
 from kvcache.worker_context import WorkerContext
 from prefill.scheduler import PrefillScheduler
+from serving.engine.objectives import DEADLINE_PASSED
 from serving.engine.sequence import SequenceOutput, SequenceState
-from serving.errors import Draining, InvalidRequest, MillraceError, StaleLease, WorkerLost
+from serving.errors import DeadlineExceeded, Draining, InvalidRequest, MillraceError, StaleLease, WorkerLost
 from serving.kvspec import AUTO, LayerKV
 from serving.links import HandoffDialer, HandoffLink
 from serving.messages import LeaseGrant, LeaseId, Prefilled, PrefillOrder, Role
@@ -80,6 +82,7 @@ class PrefillWorker:
         self.leases = leases
         self.prefixes = prefixes
         self.draining = False
+        self.expired = 0  # prefills ended because their deadline had passed
         self.bytes_sent = 0
         self._runs: dict[int, PrefillRun] = {}  # by id of the sequence
         self._idle = asyncio.Event()
@@ -91,6 +94,9 @@ class PrefillWorker:
                 raise InvalidRequest(f"{self.identity.name} does not prefill for others")
             if self.draining:
                 raise Draining(f"{self.identity.name} is draining")
+        if order.order.ends_in is not None and order.order.ends_in <= 0.0:
+            self.expired += 1
+            raise DeadlineExceeded(DEADLINE_PASSED)
         async with self._running(order) as run:
             if order.grant is None or run.seq.stays:
                 yield await self._first(run)
@@ -120,8 +126,9 @@ class PrefillWorker:
             prefilled = await first
             yield prefilled
             if prefilled.delta.finish is None:
-                await sending
-                await handoff.commit(prefilled.delta.tokens[-1])
+                async with self._in_time(seq):
+                    await sending
+                    await handoff.commit(prefilled.delta.tokens[-1])
         except WorkerLost as error:
             if first.done() and not first.cancelled() and first.exception() is error:
                 raise  # our own engine; anything else is the other end's loss
@@ -142,9 +149,9 @@ class PrefillWorker:
         return grant is not None and grant.lease.instance == self.identity.instance and self.leases is not None
 
     async def _first(self, run: PrefillRun) -> Prefilled:
-        """Queue the sequence and wait for its first token. Raises what the engine reports."""
+        """Queue the sequence and wait for its first token. Raises what the engine reports, DeadlineExceeded."""
         seq = run.seq
-        async with self._bringing(seq):
+        async with self._in_time(seq), self._bringing(seq):
             with self.engine.lock:
                 if seq.ended:
                     raise WorkerLost("the lease ended before its prefill began")
@@ -163,6 +170,19 @@ class PrefillWorker:
             queue_seconds=began - seq.prefill.waiting_since,
             compute_seconds=now - began,
         )
+
+    @asynccontextmanager
+    async def _in_time(self, seq: SequenceState) -> AsyncIterator[None]:
+        """Work that ends with DeadlineExceeded once the sequence's deadline passes. Nothing may be yielded within."""
+        left = seq.objectives.ends - self.engine.clock()
+        try:
+            async with asyncio.timeout(max(0.0, left) if left < inf else None) as timeout:
+                yield
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            self.expired += 1
+            raise DeadlineExceeded(DEADLINE_PASSED) from None
 
     @asynccontextmanager
     async def _bringing(self, seq: SequenceState) -> AsyncIterator[None]:

@@ -10,6 +10,8 @@ from math import inf
 
 from serving.messages import LeaseOrder
 
+DEADLINE_PASSED = "the request's deadline has passed"
+
 
 class Objectives:
     """A sequence's objectives. Seconds on the engine's clock; `tpot` seconds a token.
