@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection
 from math import inf
 from typing import Protocol
 
-from serving.engine.objectives import Objectives
 from serving.engine.sequence import SequenceState
 from serving.errors import NoRoom
 from serving.messages import LeaseOrder
@@ -23,12 +22,12 @@ MIXED_SHARE = 0.75  # where steps have prompts to compute too
 class LeaseBound(Protocol):
     """Refuses leases beside those that are held."""
 
-    def check(self, order: LeaseOrder, held: Collection[SequenceState], now: float) -> None:
+    def check(self, order: LeaseOrder, held: Collection[SequenceState]) -> None:
         """Raises NoRoom."""
 
 
 class Unbound(LeaseBound):
-    def check(self, order: LeaseOrder, held: Collection[SequenceState], now: float) -> None:
+    def check(self, order: LeaseOrder, held: Collection[SequenceState]) -> None:
         """Every lease is welcome."""
 
 
@@ -44,19 +43,20 @@ class TpotBound(LeaseBound):
         self.cost = cost
         self.share = share
 
-    def check(self, order: LeaseOrder, held: Collection[SequenceState], now: float) -> None:
+    def check(self, order: LeaseOrder, held: Collection[SequenceState]) -> None:
         model = self.cost()
         if model is None or not model.samples or order.generated or not held:
             return
         request = order.request
-        new, goals = len(request.prompt) + min(HORIZON, request.sampling.max_tokens), Objectives.of(order, now)
-        tightest = goals.tpot if _attainable(model, goals.tpot, new) else inf
+        new = len(request.prompt) + min(HORIZON, request.sampling.max_tokens)
+        own = inf if request.slo.tpot_ms is None else request.slo.tpot_ms / 1e3
+        tightest = own if _attainable(model, own, new) else inf
         context = new
         for seq in held:
             length = len(seq.tokens) + min(HORIZON, seq.request.sampling.max_tokens - seq.output_len)
             context += length
             other = seq.objectives
-            if other.tpot < tightest and other.priority <= goals.priority and not other.missed:
+            if other.tpot < tightest and other.priority <= request.priority and not other.missed:
                 tightest = other.tpot if _attainable(model, other.tpot, length) else tightest
         step = model.seconds(_decoding(len(held) + 1, context))
         if step > self.share * tightest:

@@ -107,7 +107,7 @@ class DecodeWorker:
         held = self.sequences()
         if len(held) >= self.engine.limits.max_num_seqs:
             raise NoRoom(f"{self.identity.name} holds {len(held)} sequences, its limit", code="sequences")
-        self.bound.check(order, held, self.engine.clock())
+        self.bound.check(order, held)
         return self._hold(order, self.wanted())
 
     def advance(self, order: LeaseOrder) -> LeaseGrant:

@@ -29,7 +29,7 @@ def refused(
 ) -> bool:
     bound: LeaseBound = TpotBound(lambda: cost, share=1.0)
     try:
-        bound.check(make_order([1] * 10, slo=Slo(tpot_ms=tpot_ms), **fields), held, 0.0)
+        bound.check(make_order([1] * 10, slo=Slo(tpot_ms=tpot_ms), **fields), held)
     except NoRoom as error:
         assert error.code == "tpot"
         return True
