@@ -19,7 +19,8 @@ from serving.step_cost import StepCost, StepLoad
 GAP = 3.0  # TPOTs that a step lasts at most, however early a sequence is: what its reader sees as a pause
 FLOOR = 32  # prompt tokens of one step in LEAN_STEPS at least, whatever decodes
 LEAN_STEPS = 8
-MOST_ERROR = 0.5  # of the model's, that slack is kept for
+SPARED = 2.0  # standard deviations of the model's error that slack is kept for; what is kept is not lost
+MOST_ERROR = 0.35
 
 
 class Chunking(Protocol):
@@ -93,7 +94,7 @@ class SlackChunks(Chunking):
         alone = model.seconds(self._load)
         if early < alone:
             early = hopeful_slack(plan, now, alone)
-        self._seconds = early * exp(-min(model.error, MOST_ERROR))
+        self._seconds = early * exp(-SPARED * min(model.error, MOST_ERROR))
 
     def most(self, seq: SequenceState, plan: StepPlan) -> int:
         if self._seconds == inf or self._model is None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from decode.scheduler import DecodeScheduler
 from kvcache.blocks.manager import KVCacheManager
-from prefill.chunking import FLOOR, GAP, LEAN_STEPS, SlackChunks
+from prefill.chunking import FLOOR, GAP, LEAN_STEPS, MOST_ERROR, SPARED, SlackChunks
 from prefill.scheduler import PrefillScheduler
 from serving.engine.plan import StepPlan, Work
 from serving.engine.sequence import SequenceState
@@ -109,10 +109,10 @@ def test_what_a_sequence_is_early_by_may_be_used_up_to_a_bound() -> None:
 
 
 def test_the_models_error_is_left_as_room() -> None:
-    cost = replace(COST, error=0.3)
-    step = Step(row(100.0), cost=cost)
-    step.prefill.add(row(tokens=2000))
-    assert predicted(*step.plan(0.0)) == pytest.approx(0.1 * exp(-0.3), abs=0.0015)
+    for error, known in ((0.2, 0.2), (9.0, MOST_ERROR)):
+        step = Step(row(100.0), cost=replace(COST, error=error))
+        step.prefill.add(row(tokens=2000))
+        assert predicted(*step.plan(0.0)) == pytest.approx(0.1 * exp(-SPARED * known), abs=0.0015)
 
 
 def test_prompts_go_on_beside_sequences_without_slack() -> None:
