@@ -29,6 +29,10 @@ class Chunking(Protocol):
     def begin(self, plan: StepPlan, now: float) -> None:
         """A step is planned, beside what the plan holds already."""
 
+    def usual(self, plan: StepPlan) -> int:
+        """About how many prompt tokens a step like this one computes in all."""
+        ...
+
     def most(self, seq: SequenceState, plan: StepPlan) -> int:
         """The most tokens of this prompt that the step may compute; 0: no more prompts in this one."""
         ...
@@ -42,6 +46,9 @@ class FixedChunks(Chunking):
 
     def begin(self, plan: StepPlan, now: float) -> None:
         """Nothing depends on the step."""
+
+    def usual(self, plan: StepPlan) -> int:
+        return plan.tokens
 
     def most(self, seq: SequenceState, plan: StepPlan) -> int:
         return plan.tokens
@@ -95,6 +102,11 @@ class SlackChunks(Chunking):
         if early < alone:
             early = hopeful_slack(plan, now, alone)
         self._seconds = early * exp(-SPARED * min(model.error, MOST_ERROR))
+
+    def usual(self, plan: StepPlan) -> int:
+        if self._seconds == inf or self._model is None:
+            return plan.tokens
+        return max(FLOOR // LEAN_STEPS, self._model.chunk_within(self._seconds, 0, self._load, plan.tokens))
 
     def most(self, seq: SequenceState, plan: StepPlan) -> int:
         if self._seconds == inf or self._model is None:

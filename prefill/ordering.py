@@ -27,12 +27,12 @@ MOST_ALPHA = 8.0  # seconds of due time that a second of remaining work weighs u
 class PromptOrder(Protocol):
     """Puts the queue into the order in which prompts are given tokens and blocks."""
 
-    def sort(self, queue: list[SequenceState], chunk: int, now: float) -> None:
-        """In place; `chunk` is about how many tokens of a prompt a step computes."""
+    def sort(self, queue: list[SequenceState], chunk: int, beside: int, now: float) -> None:
+        """In place. A step computes about `chunk` prompt tokens, `beside` so many sequences that decode."""
 
 
 class FirstComeFirstServed(PromptOrder):
-    def sort(self, queue: list[SequenceState], chunk: int, now: float) -> None:
+    def sort(self, queue: list[SequenceState], chunk: int, beside: int, now: float) -> None:
         """As they came."""
 
 
@@ -47,10 +47,10 @@ class SlackOrder(PromptOrder):
     def __init__(self, cost: Cost):
         self.cost = cost
 
-    def sort(self, queue: list[SequenceState], chunk: int, now: float) -> None:
+    def sort(self, queue: list[SequenceState], chunk: int, beside: int, now: float) -> None:
         if len(queue) < 2 or not any(seq.objectives.due != inf or seq.objectives.priority for seq in queue):
             return
-        remaining = self._remaining(queue, chunk)
+        remaining = self._remaining(queue, chunk, beside)
         alpha = load_weight(queue, remaining)
         keys = {}
         for seq, seconds in zip(queue, remaining, strict=True):
@@ -62,12 +62,13 @@ class SlackOrder(PromptOrder):
                 keys[seq] = (level, now + seconds > due, due + alpha * seconds)
         queue.sort(key=keys.__getitem__)
 
-    def _remaining(self, queue: Sequence[SequenceState], chunk: int) -> list[float]:
-        """Predicted seconds of what is left of each prompt, alone; 0 where nothing is known."""
+    def _remaining(self, queue: Sequence[SequenceState], chunk: int, beside: int) -> list[float]:
+        """Predicted seconds of what is left of each prompt, were it the only one; 0 where nothing is known."""
         cost = self.cost()
         if cost is None or not cost.samples:
             return [0.0] * len(queue)
-        each, pair = cost.token + (cost.fixed + cost.sequence) / max(1, chunk), cost.pair
+        step = cost.fixed + cost.sequence + beside * (cost.token + cost.sequence)
+        each, pair = cost.token + step / max(1, chunk), cost.pair
         left = [(len(seq.tokens) - seq.computed, seq.computed) for seq in queue]
         return [count * (each + pair * (start + count / 2)) for count, start in left]
 

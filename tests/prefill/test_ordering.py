@@ -25,11 +25,13 @@ def prompt(tokens: int = 10, at: float = 0.0, **fields: Any) -> SequenceState:
     return make_sequence(None, [1] * tokens, now=at, **fields)
 
 
-def in_order(queue: list[SequenceState], now: float, cost: StepCost | None = COST) -> list[int]:
+def in_order(
+    queue: list[SequenceState], now: float, cost: StepCost | None = COST, *, chunk: int = 512, beside: int = 0
+) -> list[int]:
     """The places that the prompts had before they were sorted."""
     found = list(queue)
     order: PromptOrder = SlackOrder(lambda: cost)
-    order.sort(found, 512, now)
+    order.sort(found, chunk, beside, now)
     return [queue.index(seq) for seq in found]
 
 
@@ -49,6 +51,13 @@ def test_what_cannot_be_in_time_any_more_waits_for_what_can() -> None:
     assert in_order([long, short], 0.0) == [1, 0], "2000 tokens take more than a second"
     assert in_order([long, short], 0.0, cost=None) == [0, 1]
     assert in_order([long, short], 1.5, cost=None) == [1, 0], "without a model, what is late is late"
+
+
+def test_small_chunks_beside_others_take_longer() -> None:
+    """400 tokens: under half a second alone, and 40 steps of 30 ms beside ten others."""
+    long, short = prompt(tokens=400, first_token_in=1.0), prompt(first_token_in=2.0)
+    assert in_order([long, short], 0.0) == [0, 1]
+    assert in_order([long, short], 0.0, chunk=10, beside=10) == [1, 0]
 
 
 def test_a_prompt_without_objectives_has_its_turn_among_others() -> None:
