@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
+from math import inf
 from typing import Protocol
 
 from kvcache.handoff.sender import Handoff
 from kvcache.memory.kv_dtype import choose_wire
 from kvcache.worker_context import WorkerContext
 from prefill.scheduler import PrefillScheduler
+from serving.engine.objectives import DEADLINE_PASSED
 from serving.engine.sequence import SequenceOutput, SequenceState
-from serving.errors import Draining, InvalidRequest, MillraceError, StaleLease, WorkerLost
+from serving.errors import DeadlineExceeded, Draining, InvalidRequest, MillraceError, StaleLease, WorkerLost
 from serving.kvspec import AUTO, LayerKV
 from serving.links import HandoffDialer, HandoffLink
 from serving.messages import LeaseGrant, LeaseId, Prefilled, PrefillOrder, Role
@@ -67,12 +69,16 @@ class PrefillWorker:
         self.leases = leases
         self.prefixes = prefixes
         self.draining = False
+        self.expired = 0  # prefills ended because their deadline had passed
         self.bytes_sent = 0
         self._runs: dict[SequenceState, asyncio.Future[SequenceOutput]] = {}  # what a prefill brings out at its end
         self._idle = asyncio.Event()
 
     async def run(self, order: PrefillOrder) -> AsyncGenerator[Prefilled]:
         """Compute the order's tokens and draw the next one, then hand the KV over (serving.links.PrefillLink)."""
+        if order.order.ends_in is not None and order.order.ends_in <= 0.0:
+            self.expired += 1
+            raise DeadlineExceeded(DEADLINE_PASSED)
         seq = self._sequence(order)
         self._runs[seq] = asyncio.get_running_loop().create_future()
         try:
@@ -129,8 +135,9 @@ class PrefillWorker:
             prefilled = await first
             yield prefilled
             if prefilled.delta.finish is None:
-                await sending
-                await handoff.commit(prefilled.delta.tokens[-1])
+                async with self._in_time(seq):
+                    await sending
+                    await handoff.commit(prefilled.delta.tokens[-1])
         except WorkerLost as error:
             if first.done() and not first.cancelled() and first.exception() is error:
                 raise  # our own engine; anything else is the other end's loss
@@ -143,9 +150,9 @@ class PrefillWorker:
             await asyncio.gather(sending, first, return_exceptions=True)
 
     async def _first(self, seq: SequenceState) -> Prefilled:
-        """Queue the sequence and wait for its first token. Raises what the engine reports."""
+        """Queue the sequence and wait for its first token. Raises what the engine reports, DeadlineExceeded."""
         first = self._runs[seq]
-        async with self._bringing(seq):
+        async with self._in_time(seq), self._bringing(seq):
             with self.engine.lock:
                 if seq.ended:
                     raise WorkerLost("the lease ended before its prefill began")
@@ -164,6 +171,19 @@ class PrefillWorker:
             queue_seconds=began - seq.prefill.waiting_since,
             compute_seconds=now - began,
         )
+
+    @asynccontextmanager
+    async def _in_time(self, seq: SequenceState) -> AsyncIterator[None]:
+        """Work that ends with DeadlineExceeded once the sequence's deadline passes. Nothing may be yielded within."""
+        left = seq.objectives.ends - self.engine.clock()
+        try:
+            async with asyncio.timeout(max(0.0, left) if left < inf else None) as timeout:
+                yield
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            self.expired += 1
+            raise DeadlineExceeded(DEADLINE_PASSED) from None
 
     @asynccontextmanager
     async def _bringing(self, seq: SequenceState) -> AsyncIterator[None]:

@@ -78,6 +78,21 @@ class EngineConfig:
     )
     max_num_seqs: int = option(128, "sequences a worker holds at most", least=1)
     max_num_batched_tokens: int = option(512, "tokens a step computes at most: longer prompts go in chunks", least=1)
+    chunking: str = option(
+        "slack",
+        "how many prompt tokens a step computes beside running sequences; slack: as many as let these keep their TPOT"
+        " objectives, where they have some; fixed: always what --max-num-batched-tokens leaves",
+        choices=("slack", "fixed"),
+    )
+    prefill_order: str = option(
+        "slack",
+        "in which order prompts are computed; slack: by priority and by when they are due, where they have objectives;"
+        " fcfs: first come, first served",
+        choices=("slack", "fcfs"),
+    )
+    tpot_admission: bool = option(
+        True, "refuse sequences beside which the running ones could not keep their TPOT objectives"
+    )
     enable_prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings")
     num_speculative_tokens: int = option(
         4,

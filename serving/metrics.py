@@ -66,8 +66,9 @@ _WORKER_COUNTERS = {
     "kvcache_failures": "Calls to nodes of the KV pool that failed",
     "host_kv_bytes_out": "Bytes of KV moved from the device to host memory",
     "host_kv_bytes_in": "Bytes of KV streamed back from host memory",
-    "num_preemptions": "Sequences that lost their blocks to older ones",
+    "num_preemptions": "Sequences that lost their blocks to others",
     "kv_transfer_bytes": "Bytes of KV sent to decode workers",
+    "deadlines_exceeded": "Leases and prefills that workers ended because their deadline had passed",
     "spec_decode_num_draft_tokens": "Tokens guessed ahead",
     "spec_decode_num_accepted_tokens": "Tokens guessed ahead that were right",
     "engine_steps": "Steps the engine has run",
@@ -105,6 +106,7 @@ _WORKER_LABELLED = {
     "kv_received_bytes": ("Bytes of KV taken in from prefill workers, by transport", "transport"),
     "kvcache_fetched_bytes": ("Bytes that came from the KV pool, by transport", "transport"),
     "kv_handoffs": ("Handoffs completed, by transport", "transport"),
+    "leases_refused": ("Leases that workers refused for want of room, by what was wanting", "reason"),
 }
 
 

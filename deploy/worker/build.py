@@ -18,6 +18,7 @@ from pathlib import Path
 
 from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculation
+from decode.tpot_bound import DECODE_SHARE, MIXED_SHARE, LeaseBound, TpotBound
 from decode.worker import DecodeWorker
 from deploy.worker.step_costs import StepCostFile, StepCostKeeper, step_cost_file
 from deploy.worker.worker import Worker
@@ -33,6 +34,8 @@ from kvcache.memory.locations import KVLocations
 from kvcache.pool.links import PoolLink
 from kvcache.transfer.lent_memory import MemoryLenders
 from kvcache.worker_context import WorkerContext
+from prefill.chunking import Chunking, FixedChunks, SlackChunks
+from prefill.ordering import Cost, FirstComeFirstServed, PromptOrder, SlackOrder
 from prefill.scheduler import PrefillScheduler
 from prefill.worker import Layout, PrefillWorker
 from serving.config import EngineConfig, ModelConfig, PoolConfig
@@ -157,8 +160,11 @@ def assemble(
     storing = write_back_to(client, links.pool, allocator, offload, locations) if client is not None else None
     kv = KVCacheManager(allocator, identity.fingerprint, offload, storing)
     speculation = Speculation(config.num_speculative_tokens) if config.num_speculative_tokens > 0 else None
+    slo = objectives_parts(role, config, meter.cost)
     decoding = DecodeScheduler(kv, max_model_len=identity.max_model_len, speculation=speculation)
-    prefilling = PrefillScheduler(kv, decoding.add, both(cost.stepped, meter.stepped))
+    prefilling = PrefillScheduler(
+        kv, decoding.add, both(cost.stepped, meter.stepped), order=slo.order, chunks=slo.chunks
+    )
     # The role is this list: decode goes first, prompts get the rest of the step.
     schedulers: list[Scheduler] = [prefilling] if role is Role.PREFILL else [decoding, prefilling]
     engine = engine_for(str(device_kv.planes[0][0].device))(
@@ -183,7 +189,9 @@ def assemble(
     if role is not Role.PREFILL:
         direct = connector.direct if connector is not None else None
         wanted = prefilling.wanted_blocks
-        decode = DecodeWorker(context, decoding, links.address, lenders=links.lenders, direct=direct, wanted=wanted)
+        decode = DecodeWorker(
+            *(context, decoding, links.address), lenders=links.lenders, direct=direct, wanted=wanted, bound=slo.bound
+        )
     prefill = PrefillWorker(
         context,
         prefilling,
@@ -205,6 +213,25 @@ def both(first: Measured, second: Measured) -> Measured:
         second(record)
 
     return measured
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectivesParts:
+    """What decides by requests' objectives in a worker; each may be switched off."""
+
+    order: PromptOrder
+    chunks: Chunking
+    bound: LeaseBound | None
+
+
+def objectives_parts(role: Role, config: EngineConfig, step_cost: Cost) -> ObjectivesParts:
+    """The parts a worker of this role and configuration decides with, by its own step cost."""
+    share = MIXED_SHARE if role is Role.MIXED else DECODE_SHARE
+    return ObjectivesParts(
+        order=SlackOrder(step_cost) if config.prefill_order == "slack" else FirstComeFirstServed(),
+        chunks=SlackChunks(step_cost) if config.chunking == "slack" else FixedChunks(),
+        bound=TpotBound(step_cost, share) if config.tpot_admission else None,
+    )
 
 
 def context_limit(model: LoadedModel, config: ModelConfig, kv_tokens: int) -> int:

@@ -173,6 +173,7 @@ class Worker:
             "engine_python_seconds": totals.python_seconds,
             "engine_kv_wait_seconds": totals.waited_seconds,
             "kv_transfer_bytes": float(self.prefill.bytes_sent),
+            "deadlines_exceeded": float(self.prefill.expired + (self.decode.expired if self.decode is not None else 0)),
         }
         if decoding is not None and decoding.speculation is not None:
             counters["spec_decode_num_draft_tokens"] = float(decoding.speculation.drafted)

@@ -120,6 +120,15 @@ class StepPlan:
         self.tokens -= count
         self.seqs -= 1
 
+    def drop(self, seq: SequenceState) -> None:
+        """The sequence is no part of the step after all, if it was."""
+        for i, work in enumerate(self.work):
+            if work.seq is seq:
+                del self.work[i]
+                self.tokens += work.count
+                self.seqs += 1
+                return
+
 
 class Scheduler(Protocol):
     """Chooses which of its sequences advance in a step."""

@@ -13,6 +13,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING, Protocol, overload
 
 from serving.batch.layer_barrier import LayerBarrier
+from serving.engine.objectives import Objectives
 from serving.engine.offload import OffloadState
 from serving.errors import MillraceError
 from serving.kvspec import AUTO
@@ -122,6 +123,7 @@ class SequenceState:
     prefix: PrefixKeys = field(init=False)
     incoming: IncomingKV = field(init=False)
     prefill: PrefillState = field(init=False)
+    objectives: Objectives = field(init=False)
 
     def __post_init__(self, root: bytes, now: float) -> None:
         self.request = self.order.request
@@ -130,6 +132,7 @@ class SequenceState:
         self.prefix = PrefixKeys(root)
         self.incoming = IncomingKV(prefilled_here=not self.stays)
         self.prefill = PrefillState(now)
+        self.objectives = Objectives.of(self.order, now)
 
     @property
     def prompt_len(self) -> int:

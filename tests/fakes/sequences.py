@@ -26,7 +26,10 @@ def make_request(prompt: Sequence[int], *, request_id: str = "r", max_tokens: in
 def make_order(
     prompt: Sequence[int], *, lease: LeaseId | None = None, generated: Sequence[int] = (), **fields: Any
 ) -> LeaseOrder:
-    return LeaseOrder(lease=lease or lease_id(), request=make_request(prompt, **fields), generated=tuple(generated))
+    """`fields` as make_request's, and of LeaseOrder."""
+    times = {name: fields.pop(name) for name in ("first_token_in", "ends_in") if name in fields}
+    request = make_request(prompt, **fields)
+    return LeaseOrder(lease=lease or lease_id(), request=request, generated=tuple(generated), **times)
 
 
 def make_sequence(
