@@ -143,8 +143,7 @@ class DecodeWorker:
         lease = self.table.leases.get(lease_id)
         if lease is not None:
             self.expired += 1
-            self.end(lease_id)
-            self._send_error([lease], DeadlineExceeded(DEADLINE_PASSED))
+            self.deliver([SequenceOutput(lease.seq, error=DeadlineExceeded(DEADLINE_PASSED))])
 
     def _hold(self, order: LeaseOrder, spare: int = 0) -> SequenceState:
         if order.ends_in is not None and order.ends_in <= 0.0:

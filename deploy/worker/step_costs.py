@@ -20,7 +20,7 @@ from tempfile import NamedTemporaryFile
 
 from serving.engine.step_meter import StepMeter
 from serving.kernels.cpu import default_threads
-from serving.loader.quantize_at_load import cache_folder
+from serving.kernels.cpu.build import cache_folder
 from serving.messages import Role
 from serving.step_cost import StepCost
 

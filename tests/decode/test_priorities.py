@@ -98,10 +98,10 @@ def test_the_oldest_of_the_most_important_gives_way_to_nobody() -> None:
 class Batch:
     """A decode worker under random load of several classes; what is preempted comes back with the tokens it has."""
 
-    def __init__(self, seed: int, size: int, blocks: int, tokens: int, seqs: int, guesses: int):
+    def __init__(self, seed: int, size: int, blocks: int, tokens: int, seqs: int, drafts: int):
         self.choice = random.Random(seed)
         self.kv = make_kv(blocks, size)
-        self.scheduler = make_decoding(self.kv, guesses=guesses)
+        self.scheduler = make_decoding(self.kv, drafts=drafts)
         self.engine: Engine
         self.runner: ScriptedRunner
         self.engine, self.runner = make_engine(self.kv, [self.scheduler], tokens=tokens, seqs=seqs)
@@ -180,12 +180,12 @@ class Batch:
     blocks=st.integers(3, 9),
     tokens=st.integers(1, 5),
     seqs=st.integers(1, 5),
-    guesses=st.integers(0, 4),
+    drafts=st.integers(0, 4),
 )
 def test_whatever_the_classes_somebody_advances_and_all_end_with_their_own_tokens(
-    seed: int, size: int, blocks: int, tokens: int, seqs: int, guesses: int
+    seed: int, size: int, blocks: int, tokens: int, seqs: int, drafts: int
 ) -> None:
-    batch = Batch(seed, size, blocks, tokens, seqs, guesses)
+    batch = Batch(seed, size, blocks, tokens, seqs, drafts)
     for _ in range(3000):
         batch.admit()
         batch.step()

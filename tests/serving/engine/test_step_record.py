@@ -18,9 +18,9 @@ from tests.serving.engine.scripted_overlap import make_ahead_engine
 class Recorded:
     """An engine of a mixed worker, a clock that its steps move, and what it has recorded."""
 
-    def __init__(self, *, ahead: bool = False, guesses: int = 0):
+    def __init__(self, *, ahead: bool = False, drafts: int = 0):
         self.kv = make_kv(60, 4)
-        self.decode = make_decoding(self.kv, guesses=guesses)
+        self.decode = make_decoding(self.kv, drafts=drafts)
         self.records: list[StepRecord] = []
         self.prefill = PrefillScheduler(self.kv, self.decode.add, self.records.append)
         self.engine: Engine
@@ -68,7 +68,7 @@ def test_a_mixed_step_sums_its_sequences(recorded: Recorded) -> None:
 
 
 def test_drafted_tokens_count_as_new_and_not_as_prompt() -> None:
-    recorded = Recorded(guesses=3)
+    recorded = Recorded(drafts=3)
     recorded.add(8, max_tokens=40)
     drafted = [record for record in recorded.drain() if record.new_tokens > 1 and not record.prompt_tokens]
     assert drafted and all(record.load.sequences == 1 for record in drafted)
