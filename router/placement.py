@@ -18,6 +18,7 @@ from router.policy import Candidate, Demand, Policy, able_to_decode, able_to_pre
 from router.prefill_call import PrefillCall
 from router.request_state import RequestState
 from serving.errors import (
+    CorruptChunk,
     Draining,
     NoRoom,
     Overloaded,
@@ -28,9 +29,10 @@ from serving.errors import (
     Unavailable,
     WorkerLost,
 )
-from serving.messages import Build, WorkerStatus
+from serving.messages import Build, Delta, Prefilled, WorkerStatus
 
 NO_PREFILL = "no prefill worker is ready; start one, or look at /health"
+LINK_CODES = ("decode_lost", "layout", "range", "incomplete")  # of StaleLease, where the handoff itself fails
 NO_DECODE = "no decode worker is ready; start one, or look at /health"
 
 
@@ -70,9 +72,10 @@ class Placer:
 
     async def _try_all(self, lease_id: str, state: RequestState) -> tuple[WorkerLease | None, bool]:
         """A lease on the first worker that grants one, and True if some were full."""
-        full, workers = False, self.fleet.registry.candidates()
+        full, workers = False, self.fleet.candidates()
         demand = self._demand(state, workers, state.required_build)
-        for worker in self.policy.decode_order(demand, able_to_decode(demand, workers)):
+        able = self.fleet.trust.decoders(able_to_decode(demand, workers), workers, self.fleet.clock())
+        for worker in self.policy.decode_order(demand, able):
             try:
                 lease = await self.fleet.open(worker, lease_id, state)
                 state.build = Build(worker.status.fingerprint, worker.status.pairing)
@@ -90,10 +93,7 @@ class Placer:
         try:
             async with asyncio.timeout(self._patience(state)):
                 while True:
-                    workers = self.fleet.registry.candidates()
-                    demand = self._demand(state, workers, state.build)
-                    begun, own = bool(state.generated), lease.fence.instance
-                    found = choose_prefill(self.policy, demand, workers, own, avoid, begun=begun)
+                    found = self._choose_prefill(state, lease.fence.instance, avoid)
                     if found is not None:
                         return found
                     if lease.failed.done():
@@ -103,9 +103,29 @@ class Placer:
         except TimeoutError:
             raise Unavailable(NO_PREFILL, retry_after=2.0) from None
 
+    def _choose_prefill(self, state: RequestState, own: str, avoid: set[str]) -> Candidate | None:
+        """The best of the trusted workers for a lease of the worker `own`; of those barred, the soonest that is not."""
+        workers, trust = self.fleet.candidates(), self.fleet.trust
+        demand, begun = self._demand(state, workers, state.build), bool(state.generated)
+        barred = trust.barred(own, workers, self.fleet.clock())
+        found = choose_prefill(self.policy, demand, workers, own, avoid | barred, begun=begun)
+        if found is None and barred:
+            barred -= trust.soonest(own, able_to_prefill(demand, workers))
+            found = choose_prefill(self.policy, demand, workers, own, avoid | barred, begun=begun)
+        return found
+
+    def better_elsewhere(self, state: RequestState, lease: RouterLease) -> bool:
+        """True if no trusted prefill worker reaches the lease's worker, and one reaches another worker of its build."""
+        now, trust, workers = self.fleet.clock(), self.fleet.trust, self.fleet.candidates()
+        able = able_to_decode(self._demand(state, workers, state.required_build), workers)
+        fed = [
+            worker.status.instance for worker in trust.decoders(able, workers, now) if trust.fed(worker, workers, now)
+        ]
+        return bool(fed) and lease.fence.instance not in fed
+
     def _outgrown(self, state: RequestState) -> bool:
         """True if a text has begun that no worker which prefills could go on with."""
-        workers = self.fleet.registry.candidates()
+        workers = self.fleet.candidates()
         demand = Demand(tokens=state.tokens, build=state.required_build)
         return bool(state.generated) and outgrown(demand, able_to_prefill(demand, workers))
 
@@ -141,6 +161,7 @@ class Placement:
         self.state = state
         self.held: RouterLease | None = None
         self._begun = False  # a prefill into the lease has failed: it has to begin anew
+        self._decodes = False  # its worker has decoded for it since it last began
         self._worker: Candidate | None = None  # that prefills
         self._avoid: set[str] = set()  # prefill workers that failed, by instance
 
@@ -148,7 +169,6 @@ class Placement:
         """Room to decode: a new lease, or the one that is held, begun anew. Raises as Placer.open_lease; Retryable."""
         if self.held is None:
             self.held = await self.placer.open_lease(self.state)
-            self.state.failed_prefills = 0
             self._avoid = set()
         elif self._begun:
             try:
@@ -166,29 +186,56 @@ class Placement:
         self._worker = await self.placer.prefill_worker(self.state, self.held, self._avoid)
         return self.placer.begin_prefill(self._worker, self.state, self.held)
 
-    def failed(self, error: Retryable) -> int:
-        """The try has failed. Where the lease is not to blame it is kept; how many tries of this kind have failed."""
-        lease = self.held
-        if lease is None or lease.failed.done() or self._worker is None:
+    def prefilled(self, prefilled: Prefilled) -> Delta:
+        """The prefill worker has done its work."""
+        assert self._worker is not None
+        self.placer.fleet.breakers.succeeded(self._worker.status.instance, self.placer.fleet.clock())
+        return prefilled.delta
+
+    def decoded(self, delta: Delta) -> Delta:
+        """The whole way works, from prefill to decode: the text is getting on."""
+        if not self._decodes:
+            assert self._worker is not None and self.held is not None
+            self._decodes = True
+            self.state.failures = 0
+            self.placer.fleet.decoded(self._worker.status.instance, self.held.fence.instance)
+        return delta
+
+    def failed(self, error: Retryable) -> None:
+        """The try has failed: whoever is to blame is, and where the lease is not it is kept."""
+        lease, worker, fleet = self.held, self._worker, self.placer.fleet
+        echo = self._begun and lease is None  # what the lease could not begin anew after has been counted
+        self.state.failures += not (echo or isinstance(error, Preempted | Draining))
+        self._decodes = False
+        if lease is None or lease.failed.done() or worker is None:
+            if lease is not None and isinstance(error, WorkerLost):
+                fleet.lost_lease(lease.fence.instance, error)
             self.drop_lease()
-            self.state.failed_leases += not isinstance(error, Preempted)
-            return self.state.failed_leases
+            return
         self._begun = True
-        instance = self._worker.status.instance
+        instance, decode = worker.status.instance, lease.fence.instance
         if isinstance(error, WorkerLost):
-            self.placer.fleet.blame(instance, error)
-        if isinstance(error, Draining):
-            self.placer.fleet.registry.leaves(instance)
-        if isinstance(error, WorkerLost | Draining):
-            self._avoid.add(instance)
-        self.state.failed_prefills += 1
-        return self.state.failed_prefills
+            fleet.blame(instance, error)
+        elif isinstance(error, Draining):
+            fleet.registry.leaves(instance)
+        elif blames_link(error):
+            fleet.blame_link(instance, decode, error)
+        else:
+            return
+        self._avoid.add(instance)
+        if blames_link(error) and self.placer.better_elsewhere(self.state, lease):
+            self.drop_lease()
 
     def drop_lease(self) -> None:
         """Give the lease up, if one is held; its worker frees everything within a step."""
         lease, self.held = self.held, None
         if lease is not None:
             self.placer.fleet.close_lease(lease)
+
+
+def blames_link(error: Retryable) -> bool:
+    """True if KV did not get from the prefill worker to the decode worker as it should: neither alone is to blame."""
+    return isinstance(error, CorruptChunk) or (isinstance(error, StaleLease) and error.code in LINK_CODES)
 
 
 def block_keys(state: RequestState, status: WorkerStatus) -> list[bytes]:

@@ -14,10 +14,14 @@ from serving.messages import WorkerStatus
 
 @dataclass(slots=True)
 class RegisteredWorker:
-    """A registered worker. `suspect` since a call to it broke; a later heartbeat clears it."""
+    """A registered worker. `suspect` since a call to it broke; a later heartbeat clears it.
+
+    `made_at`: when its status was made, on the router's clock.
+    """
 
     status: WorkerStatus
     seen: float
+    made_at: float
     suspect: bool = False
     leases: int = 0
     prefill_tokens: int = 0
@@ -30,15 +34,16 @@ class Registry:
         self.silence = silence
         self.workers: dict[str, RegisteredWorker] = {}
 
-    def heartbeat(self, status: WorkerStatus, now: float) -> bool:
-        """Take a heartbeat in; True if the worker is new or believed again."""
+    def heartbeat(self, status: WorkerStatus, now: float, *, made_at: float | None = None) -> bool:
+        """Take a heartbeat in, made now or at `made_at`; True if the worker is new or believed again."""
+        made_at = now if made_at is None else made_at
         worker = self.workers.get(status.instance)
         if worker is None:
             self._replace_previous_life(status)
-            self.workers[status.instance] = RegisteredWorker(status, now)
+            self.workers[status.instance] = RegisteredWorker(status, now, made_at)
             return True
         news = worker.suspect or worker.status.draining != status.draining
-        worker.status, worker.seen, worker.suspect = status, now, False
+        worker.status, worker.seen, worker.made_at, worker.suspect = status, now, made_at, False
         return news
 
     def _replace_previous_life(self, status: WorkerStatus) -> None:
@@ -58,6 +63,11 @@ class Registry:
         worker = self.workers.get(instance)
         if worker is not None:
             worker.status = replace(worker.status, draining=True)
+
+    def excuse(self, now: float) -> None:
+        """Nobody was listening until now: every worker has a whole silence to be heard in."""
+        for worker in self.workers.values():
+            worker.seen = now
 
     def expire(self, now: float) -> list[str]:
         """Instances that have just fallen silent; long-silent ones are forgotten."""

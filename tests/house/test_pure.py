@@ -23,6 +23,7 @@ PURE = (
     "router/request_state.py",
     "router/retry_budget.py",
     "router/stalls.py",
+    "router/trust.py",
     "router/pool_nodes.py",
     "prefill/scheduler.py",
     "decode/scheduler.py",
