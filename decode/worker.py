@@ -269,7 +269,9 @@ class DecodeWorker:
 
     def counters(self) -> dict[str, float]:
         """What KV came and how, for the heartbeat: running totals by metric, a slash, and the metric's label."""
-        totals = {"kv_chunks_refused": self.refused, "kv_received_bytes": self.received, "kv_handoffs": self.handoffs}
+        with self.engine.lock:  # chunks are refused on several threads
+            refused = dict(self.refused)
+        totals = {"kv_chunks_refused": refused, "kv_received_bytes": self.received, "kv_handoffs": self.handoffs}
         return {f"{name}/{of}": float(value) for name, by in totals.items() for of, value in by.items()}
 
     def orphans(self) -> int:

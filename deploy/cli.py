@@ -144,6 +144,7 @@ def _run(given: dict[str, Any]) -> int:
         pool=build(PoolConfig, file, os.environ, flags),
         kvcache=build(KvCacheConfig, file, os.environ, flags),
     )
+    check_heartbeats(settings.placement)
     setup_logging(settings.cluster.worker_name or given["command"], settings.http.log_level)
     return _start(given, settings, worker_flags(settings))
 
@@ -202,6 +203,17 @@ def check_counts(children: Mapping[Role, int]) -> None:
                 raise ValueError(f"--{role} {children[role]} needs --{other} too, or --mixed")
 
 
+def check_heartbeats(placement: PlacementConfig) -> None:
+    """Raises ValueError for a timeout that one late heartbeat would pass."""
+    least = 2 * placement.heartbeat_interval
+    if not placement.heartbeat_timeout > least:
+        raise ValueError(
+            f"--heartbeat-timeout {placement.heartbeat_timeout:g} with --heartbeat-interval "
+            f"{placement.heartbeat_interval:g}: a worker would be taken for dead for one heartbeat that is late; give "
+            f"routers and workers a timeout above {least:g} s, or a shorter interval"
+        )
+
+
 def worker_flags(settings: Any) -> tuple[str, ...]:
     """The settings of a worker as flags for a child process, but for those each child is given of its own."""
     worker = config_flags(settings.model_config) + config_flags(settings.engine, but=("threads", "cpus"))
@@ -218,6 +230,7 @@ def common_flags(settings: Any) -> tuple[str, ...]:
     flags: list[str] = ["--log-level", settings.http.log_level]
     flags += ["--shutdown-timeout", str(settings.http.shutdown_timeout)]
     flags += ["--heartbeat-interval", str(settings.placement.heartbeat_interval)]
+    flags += ["--heartbeat-timeout", str(settings.placement.heartbeat_timeout)]
     return tuple(flags)
 
 

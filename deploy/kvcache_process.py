@@ -10,13 +10,15 @@ import logging
 import signal
 from pathlib import Path
 
-from deploy.runtime.heartbeats import Heartbeats
+from deploy.runtime.addresses import announced, warn_if_open
+from deploy.runtime.heartbeats import Heartbeats, addresses
 from deploy.runtime.http_server import HttpServer, bind
 from kvcache.pool.disk import NAMESPACE
 from kvcache.pool.node import PoolNode
 from kvcache.pool.service import PoolService
 from kvcache.pool.store import BlockStore, StoreConfig
 from serving.api.status import status_app
+from serving.background import BackgroundTasks
 from serving.config import ClusterConfig, HttpConfig, KvCacheConfig, PlacementConfig, parse_bytes
 from serving.malloc import keep_freed_memory
 from serving.messages import PoolReport
@@ -57,7 +59,8 @@ class KvcacheProcess:
         keep_freed_memory()
         grpc_server = server(self.cluster.cluster_key)
         port = listen(grpc_server, self.cluster.grpc_host, self.cluster.grpc_port)
-        address = self.cluster.advertise or f"{self.cluster.grpc_host}:{port}"
+        warn_if_open(self.cluster)
+        address = announced(self.cluster, port, addresses(self.cluster.routers))
         name = self.cluster.worker_name or address  # what its share of the keys is drawn by: the same at every start
         store = await asyncio.to_thread(BlockStore, self.store_config)
         node = PoolNode(name, store, address=address)
@@ -75,12 +78,12 @@ class KvcacheProcess:
             orphaned=self._leaving.set,
         )
         beating = asyncio.create_task(heartbeats.run(), name="heartbeats")
-        watching = asyncio.create_task(self._watch(node), name="figures")
+        background = BackgroundTasks()
+        background.start("figures", lambda: self._watch(node))
         await self._leaving.wait()
         await self._leave(node, heartbeats)
         beating.cancel()
-        watching.cancel()
-        await asyncio.gather(beating, watching, return_exceptions=True)
+        await asyncio.gather(beating, background.stop(), return_exceptions=True)
         if status_door is not None:
             await status_door.stop()
         await node.stop()

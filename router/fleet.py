@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from router.breaker import BreakerConfig
 from router.leases import OUT_OF_REACH, PrefillOnlyLease, RouterLease, Sessions, WorkerLease
-from router.policy import POLICIES, Candidate
+from router.policy import POLICIES, Candidate, pairs_of
 from router.pool_nodes import PoolNodes
 from router.prefill_call import PrefillCall
 from router.prefix_index import PrefixIndex
@@ -77,6 +77,8 @@ class Fleet:
         self.pool_nodes = PoolNodes(config.silence)
         self.trust = Trust(config.breaker, config.stall)
         self.breakers, self.links = self.trust.workers, self.trust.links
+        self.worked: dict[tuple[str, str], float] = {}  # when a token last came all the way through a pair
+        self.probing = 0  # leases that are tried or held for no request (router.canary)
         self.protocols_refused = 0  # heartbeats of workers of another protocol
         self.prefixes = PrefixIndex(config.prefix_index_bytes) if POLICIES[config.policy].needs_prefixes else None
         self.refused: MillraceError | None = None  # set once no request may go on
@@ -149,6 +151,7 @@ class Fleet:
             self.suspect(instance, WorkerLost("no heartbeat"))
         self._relieve_stuck()
         self.trust.retain(self.registry.workers, now)
+        self.worked = {pair: at for pair, at in self.worked.items() if set(pair) <= self.registry.workers.keys()}
         for instance in [known for known in self._worker_links if self.registry.get(known) is None]:
             link = self._worker_links.pop(instance)
             self._prefills.pop(instance, None)
@@ -169,6 +172,19 @@ class Fleet:
     def candidates(self) -> list[Candidate]:
         """Workers that may be given work: heard of, reached, and not stuck."""
         return [each for each in self.registry.candidates() if not self.trust.stalls.stuck(each.status.instance)]
+
+    def pairs(self) -> list[tuple[Candidate, Candidate]]:
+        """The workers within reach that requests may be prefilled and decoded by."""
+        return pairs_of(self.registry.candidates())
+
+    def pair_health(self) -> dict[tuple[str, str], bool]:
+        """Every pair by the names of its prefill and decode worker: True if nothing is held against it."""
+        known = self.registry.workers
+        return {
+            (prefill.status.name, decode.status.name): self.trust.well(prefill.status.instance, decode.status.instance)
+            and not (known[prefill.status.instance].suspect or known[decode.status.instance].suspect)
+            for prefill, decode in pairs_of([Candidate(entry.status) for entry in known.values()])
+        }
 
     def _relieve_stuck(self) -> None:
         """What stuck workers hold goes elsewhere, where there is an elsewhere."""
@@ -222,6 +238,7 @@ class Fleet:
     def decoded(self, prefill: str, decode: str) -> None:
         """A token has come all the way: prefilled there, handed over, decoded here."""
         now = self.clock()
+        self.worked[prefill, decode] = now
         self.links.succeeded(prefill, decode, now)
         self.breakers.succeeded(decode, now)
 

@@ -171,6 +171,17 @@ def choose_prefill(
     return ranked[0] if ranked else None
 
 
+def pairs_of(workers: Iterable[Candidate]) -> list[tuple[Candidate, Candidate]]:
+    """The prefill and decode workers that a request may be given to together; a mixed worker is a pair of its own."""
+    staying = [worker for worker in workers if not worker.status.draining]
+    return [
+        (prefill, decode)
+        for decode in staying
+        for prefill in ([decode] if decode.prefills else staying)
+        if decode.decodes and prefill.prefills and prefill.status.pairing == decode.status.pairing
+    ]
+
+
 def outgrown(demand: Demand, able: Collection[Candidate]) -> bool:
     """True if there are workers, and none of them can hold so many tokens."""
     return bool(able) and not any(demand.tokens < worker.status.max_model_len for worker in able)

@@ -118,7 +118,7 @@ class Router:
             "prefills": self.fleet.running_prefills,
             "waiting": self.placer.admission.waiting,
         }
-        leaked = {"leases": max(0, counts["leases"] - self.running)}
+        leaked = {"leases": max(0, counts["leases"] - self.running - self.fleet.probing)}
         return [Audit(service=self.fleet.config.name, counts=counts, leaked=leaked), *await self.fleet.audits()]
 
 

@@ -7,6 +7,7 @@ but computes prompts only of its own texts that have outgrown every prefill work
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
 from decode.worker import DecodeWorker, RouterSession
@@ -47,6 +48,7 @@ class Worker:
         self.address = address
         self.events = events
         self.connector = connector
+        self.restarts: Counter[str] = Counter()  # of background tasks that broke, by name
         self.crashed = asyncio.Event()  # the engine has died: the process must leave
 
     # ---- links -------------------------------------------------------------------------------------------------
@@ -70,7 +72,7 @@ class Worker:
     def start(self) -> None:
         self.loop.start(self._sides(), self._crashed)
         if self.connector is not None:
-            self.connector.start()
+            self.connector.start(self.restarts)
 
     async def drain(self, seconds: float) -> None:
         """Take no new work, finish or hand back what there is, and see all KV handed over."""
@@ -131,6 +133,7 @@ class Worker:
             counters["host_kv_bytes_in"] = float(host.bytes_in)
         if self.decode is not None:
             counters.update(self.decode.counters())
+        counters.update({f"worker_background_restarts/{name}": float(count) for name, count in self.restarts.items()})
         return WorkerStatus(
             instance=identity.instance,
             name=identity.name,

@@ -183,7 +183,17 @@ class WriteBack:
         await self._idle.wait()
 
     async def run(self, busy: Callable[[], bool]) -> None:
-        """Store what is offered, until cancelled. `busy` is True while prompts wait to be computed."""
+        """Store what is offered, until cancelled. `busy` is True while prompts wait to be computed.
+
+        A run that broke may be followed by another: it lets go of what the last one was sending.
+        """
+        with self.lock:
+            self._release(self._sending)
+            self._sending = []
+        if self._waiting:
+            self._news.set()
+        else:
+            self._idle.set()
         while True:
             await self._news.wait()
             self._news.clear()
