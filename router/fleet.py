@@ -17,7 +17,7 @@ from router.breaker import BreakerConfig
 from router.leases import OUT_OF_REACH, PrefillOnlyLease, RouterLease, Sessions, WorkerLease
 from router.policy import POLICIES, Candidate, pairs_of
 from router.pool_nodes import PoolNodes
-from router.prefill_call import PrefillCall
+from router.prefill_call import BROKEN_CALL, PrefillCall
 from router.prefix_index import PrefixIndex
 from router.registry import RegisteredWorker, Registry
 from router.request_state import RequestState
@@ -220,8 +220,11 @@ class Fleet:
             self._later(closing)
 
     def blame(self, instance: str, error: MillraceError) -> None:
-        """A request has met this error there: suspect the worker, unless that is where the error comes from."""
-        if error.code != OUT_OF_REACH:
+        """A request has met this error there: suspect the worker, unless that is where the error comes from.
+
+        Nor where the call broke on this side: an order that cannot be sent would make every worker suspect in turn.
+        """
+        if error.code not in (OUT_OF_REACH, BROKEN_CALL):
             self.suspect(instance, error)
 
     def blame_link(self, prefill: str, decode: str, error: MillraceError) -> None:

@@ -116,7 +116,7 @@ class WriteBack:
 
     def offer(self, seq: SequenceState, first: int, last: int) -> None:
         """The blocks first..last (exclusive) of the sequence have just become full."""
-        if seq.incoming.lossy or not self.stores or not self.writer.nodes:
+        if not self.stores or not self.writer.nodes:
             return
         if not seq.incoming.prefilled_here:  # the prefill worker offers what it has computed
             first = max(first, seq.start // self.device.device_kv.block_size)

@@ -201,6 +201,16 @@ async def test_a_lost_lease_is_held_against_its_worker(split: World) -> None:
     assert split.fleet.breakers.state("d0-life") is BreakerState.OPEN
 
 
+async def test_an_order_that_cannot_be_sent_makes_no_worker_suspect(split: World) -> None:
+    """A field that does not fit its wire form: one request made nine workers suspect, and others lost their leases."""
+    for name in ("p0", "p1"):
+        split.workers[name].script.before_first = [ValueError("value out of range")] * 20
+    with pytest.raises(Unavailable, match="value out of range"):
+        await split.tokens(wanted(max_tokens=20))
+    assert not any(entry.suspect for entry in split.fleet.registry.workers.values())
+    assert len(split.fleet.breakers) == 0
+
+
 # ---- retries -------------------------------------------------------------------------------------------------------
 
 
