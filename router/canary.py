@@ -115,6 +115,7 @@ class Canary:
         )
         if prefill != decode and (trip.blamed is None or (isinstance(error, Retryable) and blames_link(error))):
             fleet.blame_link(prefill, decode, error)
+            fleet.interrupt_handoffs(prefill, decode)
         else:
             fleet.breakers.failed((trip.blamed or trip.decode).status.instance, now)
         return "failed"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from router.breaker import BreakerConfig
-from router.leases import OUT_OF_REACH, PrefillOnlyLease, RouterLease, Sessions, WorkerLease
+from router.leases import DECODE_LOST, OUT_OF_REACH, PrefillOnlyLease, RouterLease, Sessions, WorkerLease
 from router.policy import POLICIES, Candidate, pairs_of
 from router.pool_nodes import PoolNodes
 from router.prefill_call import BROKEN_CALL, PrefillCall
@@ -22,13 +22,14 @@ from router.prefix_index import PrefixIndex
 from router.registry import RegisteredWorker, Registry
 from router.request_state import RequestState
 from router.trust import Trust
-from serving.errors import InvalidRequest, MillraceError, WorkerLost
+from serving.errors import InvalidRequest, MillraceError, StaleLease, WorkerLost
 from serving.links import AuditLink, DecodeWorkerLink, PrefillLink
 from serving.messages import PROTOCOL, Audit, KVEvents, PoolReport, PrefillOrder, WorkerStatus
 
 log = logging.getLogger(__name__)
 
 RECHECK_SECONDS = 0.25  # room may come free at a worker through another router: look again this often
+STRANGERS = 100  # refused workers that the log tells of
 OLDEST_ECHO = 60.0  # seconds: a status that is said to be older, or from the future, carries another clock's time
 
 
@@ -79,6 +80,7 @@ class Fleet:
         self.breakers, self.links = self.trust.workers, self.trust.links
         self.worked: dict[tuple[str, str], float] = {}  # when a token last came all the way through a pair
         self.probing = 0  # leases that are tried or held for no request (router.canary)
+        self._strangers: set[str] = set()  # names of workers of another protocol that the log has told of
         self.protocols_refused = 0  # heartbeats of workers of another protocol
         self.prefixes = PrefixIndex(config.prefix_index_bytes) if POLICIES[config.policy].needs_prefixes else None
         self.refused: MillraceError | None = None  # set once no request may go on
@@ -121,7 +123,9 @@ class Fleet:
                 f"worker {name} speaks protocol {protocol} and this router {PROTOCOL}: "
                 "run the same version of millrace on both"
             )
-            log.warning("refused: %s", error)
+            if name not in self._strangers and len(self._strangers) < STRANGERS:
+                self._strangers.add(name)
+                log.warning("refused: %s", error)
             raise InvalidRequest(error, param="protocol", code="protocol")
 
     def kv_events_since(self, instance: str) -> int | None:
@@ -232,6 +236,12 @@ class Fleet:
         if self.links.failed(prefill, decode, self.clock()):
             ends = " to ".join(self.name(instance) for instance in (prefill, decode))
             log.warning("the way from %s is left alone for a while: %s", ends, error.message)
+
+    def interrupt_handoffs(self, prefill: str, decode: str) -> None:
+        """Nothing gets from one to the other: requests whose KV is on its way need not wait for the network to say so."""
+        for call in list(self._prefills.get(prefill, ())):
+            if call.handing_over and call.lease.fence.instance == decode:
+                call.lose(StaleLease("the canary did not get through either", code=DECODE_LOST))
 
     def lost_lease(self, instance: str, error: MillraceError) -> None:
         """A decode worker has lost a lease: give it less trust, unless that is where the error comes from."""

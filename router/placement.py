@@ -13,7 +13,7 @@ from itertools import count
 from kvcache.blocks.prefix import extend_keys, root_key
 from router.admission import CONTINUATION, NEW, AdmissionQueue
 from router.fleet import Fleet
-from router.leases import RouterLease, WorkerLease
+from router.leases import DECODE_LOST, RouterLease, WorkerLease
 from router.policy import Candidate, Demand, Policy, able_to_decode, able_to_prefill, choose_prefill, outgrown
 from router.prefill_call import PrefillCall
 from router.request_state import RequestState
@@ -32,7 +32,7 @@ from serving.errors import (
 from serving.messages import Build, Delta, Prefilled, WorkerStatus
 
 NO_PREFILL = "no prefill worker is ready; start one, or look at /health"
-LINK_CODES = ("decode_lost", "layout", "range", "incomplete")  # of StaleLease, where the handoff itself fails
+LINK_CODES = (DECODE_LOST, "layout", "range", "incomplete")  # of StaleLease, where the handoff itself fails
 NO_DECODE = "no decode worker is ready; start one, or look at /health"
 
 

@@ -50,6 +50,11 @@ class PrefillCall:
             ours = not isinstance(error, asyncio.CancelledError)  # a closed channel cancels its calls
             self.lose(WorkerLost(f"the prefill call broke: {error!r}", code=BROKEN_CALL if ours else None))
 
+    @property
+    def handing_over(self) -> bool:
+        """True while the first token is here and the KV is not known to have arrived."""
+        return self._first.done() and not self._task.done()
+
     def lose(self, error: MillraceError) -> None:
         """The worker is out of reach: waits for its first token, or for its KV, end with this error."""
         if not self._first.done():

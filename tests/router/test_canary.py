@@ -9,6 +9,7 @@ import pytest
 
 from router.breaker import BreakerState
 from router.canary import TENANT, Canary
+from router.policy import Candidate
 from serving.errors import Draining, InternalError, MillraceError, NoRoom, WorkerLost
 from serving.messages import Role
 from tests.router.conftest import World, expected, wanted
@@ -73,6 +74,20 @@ async def test_a_link_that_drops_everything_turns_red_and_green_again(split: Wor
     split.now += INTERVAL
     await probed(split, canary)
     assert red(split) == set()
+
+
+async def test_a_request_whose_kv_is_stuck_on_a_dead_link_goes_on_elsewhere(split: World) -> None:
+    """The network may take a quarter of a minute to say that nothing gets through."""
+    split.workers["p0"].script.after_first = [HANG, HANG]  # the request's, and the canary's
+    running = asyncio.create_task(split.tokens(wanted()))
+    await split.settled()
+    assert split.seen.firsts and not running.done()
+    canary = Canary(split.fleet, INTERVAL, patience=0.05)
+    p0, d0 = (split.fleet.registry.get(f"{name}-life") for name in ("p0", "d0"))
+    assert p0 is not None and d0 is not None
+    await canary.probe(Candidate(p0.status), Candidate(d0.status))
+    assert await asyncio.wait_for(running, 5) == expected(wanted())
+    assert [getattr(error, "code", None) for error in split.seen.replacements] == ["decode_lost"]
 
 
 async def test_a_link_that_refuses_turns_red(split: World) -> None:
