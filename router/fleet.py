@@ -238,7 +238,7 @@ class Fleet:
             log.warning("the way from %s is left alone for a while: %s", ends, error.message)
 
     def interrupt_handoffs(self, prefill: str, decode: str) -> None:
-        """Nothing gets from one to the other: requests whose KV is on its way need not wait for the network to say so."""
+        """Nothing gets from one to the other: requests whose KV is on its way need not wait to be told."""
         for call in list(self._prefills.get(prefill, ())):
             if call.handing_over and call.lease.fence.instance == decode:
                 call.lose(StaleLease("the canary did not get through either", code=DECODE_LOST))
