@@ -34,6 +34,7 @@ from serving.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 LAST_WORDS_SECONDS = 2.0  # for the errors of requests that had to be ended to reach their clients
+MOST_PAIRS = 1024  # where there are more, /metrics tells of the broken ones alone
 SHOWN = 8  # broken pairs that /health names
 AUDIT_SECONDS = 2.0  # between looks for leaks, while nothing runs
 
@@ -92,10 +93,12 @@ class Frontend:
         return [worker.status for worker in self.fleet.registry.candidates()]
 
     def _faults(self) -> FaultFigures:
-        fleet = self.fleet
+        fleet, pairs = self.fleet, self.fleet.pair_health()
+        if len(pairs) > MOST_PAIRS:
+            pairs = {names: well for names, well in pairs.items() if not well}
         return FaultFigures(
             breakers={e.status.name: fleet.breakers.state(e.status.instance) for e in fleet.registry.workers.values()},
-            pairs=fleet.pair_health(),
+            pairs=pairs,
             probes=self.canary.outcomes if self.canary is not None else {},
             restarts=self.background.restarts,
             protocols_refused=fleet.protocols_refused,

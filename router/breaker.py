@@ -135,6 +135,10 @@ class Breakers(Generic[Key]):
         breaker = self._breakers.get(key)
         return BreakerState.CLOSED if breaker is None else breaker.state
 
+    def unwell(self) -> set[Key]:
+        """What is not closed."""
+        return {key for key, breaker in self._breakers.items() if breaker.state is not BreakerState.CLOSED}
+
     def retain(self, known: Callable[[Key], bool], now: float) -> None:
         """Forget the breakers of what is gone, and those that have long been closed."""
         for key, breaker in list(self._breakers.items()):
@@ -171,6 +175,10 @@ class Links:
 
     def state(self, prefill: str, decode: str) -> BreakerState:
         return self.breakers.state((prefill, decode))
+
+    def barred(self) -> set[tuple[str, str]]:
+        """The pairs whose breakers are not closed."""
+        return self.breakers.unwell()
 
     def retain(self, known: Callable[[str], bool], now: float) -> None:
         """Forget the ways from and to workers that are gone."""

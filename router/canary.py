@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from enum import Enum
 from functools import partial
-from itertools import count
+from itertools import count, islice
 
 from router.fleet import Fleet
 from router.leases import OUT_OF_REACH
@@ -29,6 +29,7 @@ TENANT = "millrace-canary"  # no user shares blocks with it
 PROMPT = (1, 2, 3)  # every vocabulary has these
 PATIENCE = 2.0  # seconds for the token, beside the worker's longest step: within 5 s of a break the pair is red
 MOST = 8  # pairs at a time
+WINDOW = 512  # pairs that are looked at at a time: in large clusters it takes more to go round
 
 Pair = tuple[str, str]  # instances of a prefill and a decode worker; of a mixed one, twice its own
 
@@ -52,6 +53,7 @@ class Canary:
         self._tried: dict[Pair, float] = {}  # when a probe of the pair last ended
         self._running: dict[Pair, asyncio.Task[None]] = {}
         self._numbers = count(1)
+        self._seen = 0  # pairs in this round
 
     async def run(self) -> None:
         """Probe until cancelled."""
@@ -66,14 +68,22 @@ class Canary:
 
     def begin_due(self) -> None:
         """Begin to probe the pairs that are due, those tried longest ago first."""
-        now, pairs = self.fleet.clock(), {_key(*pair): pair for pair in self.fleet.pairs()}
-        self._tried = {key: at for key, at in self._tried.items() if key in pairs}
+        now, pairs = self.fleet.clock(), {_key(*pair): pair for pair in self._next_pairs()}
         last = {key: max(self._tried.get(key, 0.0), self.fleet.worked.get(key, 0.0)) for key in pairs}
         due = sorted((at, key) for key, at in last.items() if now - at >= self.interval and key not in self._running)
         for _, key in due[: MOST - len(self._running)]:
             task = asyncio.create_task(self.probe(*pairs[key]), name="canary")
             self._running[key] = task
             task.add_done_callback(partial(self._ended, key))
+
+    def _next_pairs(self) -> list[tuple[Candidate, Candidate]]:
+        """All pairs or, where there are very many, the next so many of them."""
+        found = list(islice(self.fleet.pairs(), self._seen, self._seen + WINDOW))
+        self._seen += WINDOW
+        if len(found) < WINDOW:
+            self._seen, known = 0, self.fleet.registry.workers.keys()
+            self._tried = {key: at for key, at in self._tried.items() if known >= set(key)}
+        return found
 
     def _ended(self, key: Pair, task: asyncio.Task[None]) -> None:
         del self._running[key]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -175,18 +175,24 @@ class Fleet:
 
     def candidates(self) -> list[Candidate]:
         """Workers that may be given work: heard of, reached, and not stuck."""
-        return [each for each in self.registry.candidates() if not self.trust.stalls.stuck(each.status.instance)]
+        stuck, found = self.trust.stalls.all_stuck(), self.registry.candidates()
+        return [each for each in found if each.status.instance not in stuck] if stuck else found
 
-    def pairs(self) -> list[tuple[Candidate, Candidate]]:
+    def pairs(self) -> Iterator[tuple[Candidate, Candidate]]:
         """The workers within reach that requests may be prefilled and decoded by."""
         return pairs_of(self.registry.candidates())
 
     def pair_health(self) -> dict[tuple[str, str], bool]:
         """Every pair by the names of its prefill and decode worker: True if nothing is held against it."""
         known = self.registry.workers
+        ill = {name for name, entry in known.items() if entry.suspect or not self.trust.well(name)}
+        barred = self.links.barred()
         return {
-            (prefill.status.name, decode.status.name): self.trust.well(prefill.status.instance, decode.status.instance)
-            and not (known[prefill.status.instance].suspect or known[decode.status.instance].suspect)
+            (prefill.status.name, decode.status.name): not (
+                prefill.status.instance in ill
+                or decode.status.instance in ill
+                or (prefill.status.instance, decode.status.instance) in barred
+            )
             for prefill, decode in pairs_of([Candidate(entry.status) for entry in known.values()])
         }
 

@@ -5,7 +5,7 @@ Pure: what is known of the workers comes in, an order goes out. No torch, no clo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -171,15 +171,17 @@ def choose_prefill(
     return ranked[0] if ranked else None
 
 
-def pairs_of(workers: Iterable[Candidate]) -> list[tuple[Candidate, Candidate]]:
+def pairs_of(workers: Iterable[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:
     """The prefill and decode workers that a request may be given to together; a mixed worker is a pair of its own."""
     staying = [worker for worker in workers if not worker.status.draining]
-    return [
-        (prefill, decode)
-        for decode in staying
-        for prefill in ([decode] if decode.prefills else staying)
-        if decode.decodes and prefill.prefills and prefill.status.pairing == decode.status.pairing
-    ]
+    prefills: dict[str, list[Candidate]] = {}
+    for worker in staying:
+        if worker.prefills:
+            prefills.setdefault(worker.status.pairing, []).append(worker)
+    for decode in staying:
+        if decode.decodes:
+            for prefill in [decode] if decode.prefills else prefills.get(decode.status.pairing, ()):
+                yield prefill, decode
 
 
 def outgrown(demand: Demand, able: Collection[Candidate]) -> bool:

@@ -61,10 +61,9 @@ class StallWatch:
         motion = self._motions.get(instance)
         return motion is not None and motion.stuck
 
-    def still_for(self, instance: str, now: float) -> float:
-        """Seconds since the worker was last seen to move, or to have nothing to do."""
-        motion = self._motions.get(instance)
-        return 0.0 if motion is None else now - motion.moved_at
+    def all_stuck(self) -> set[str]:
+        """The stuck workers, by instance."""
+        return {instance for instance, motion in self._motions.items() if motion.stuck}
 
     def retain(self, known: Container[str]) -> None:
         """Forget workers that are gone."""

@@ -20,11 +20,18 @@ class Trust:
         self.links = Links(config)
         self.stalls = StallWatch(stall)
 
+    @property
+    def untroubled(self) -> bool:
+        """True if no breaker has opened for a while: nobody need be asked for."""
+        return not len(self.workers) and not len(self.links.breakers)
+
     def decoders(self, able: Sequence[Candidate], workers: Sequence[Candidate], now: float) -> list[Candidate]:
         """Of those able to decode, the ones to offer: trusted, and reached by a trusted prefill worker.
 
         Where there are none, the trusted; where nobody is, the one whose pause ends first.
         """
+        if self.untroubled:
+            return list(able)
         trusted = [worker for worker in able if self.workers.allows(worker.status.instance, now)]
         fed = [worker for worker in trusted if self.fed(worker, workers, now)]
         if fed or trusted:
@@ -47,6 +54,8 @@ class Trust:
 
     def barred(self, decode: str, workers: Iterable[Candidate], now: float) -> set[str]:
         """The prefill workers not to be given a prompt for a lease of this worker; never itself."""
+        if self.untroubled:
+            return set()
         others = (worker.status.instance for worker in workers if worker.prefills)
         return {each for each in others if each != decode and not self.allows(each, decode, now)}
 
@@ -59,11 +68,9 @@ class Trust:
 
         return {worker.status.instance for worker in sorted(able, key=retry_at)[:1]}
 
-    def well(self, prefill: str, decode: str) -> bool:
-        """True if nothing is held against the pair."""
-        stuck = self.stalls.stuck(prefill) or self.stalls.stuck(decode)
-        states = (self.workers.state(prefill), self.workers.state(decode), self.links.state(prefill, decode))
-        return not stuck and all(state is BreakerState.CLOSED for state in states)
+    def well(self, instance: str) -> bool:
+        """True if nothing is held against the worker."""
+        return not self.stalls.stuck(instance) and self.workers.state(instance) is BreakerState.CLOSED
 
     def retain(self, known: Container[str], now: float) -> None:
         """Forget workers that are gone."""

@@ -16,6 +16,7 @@ from tests.router.conftest import World, expected, wanted
 from tests.router.scripted import HANG
 
 INTERVAL = 2.0
+PATIENCE = 0.5  # seconds of real time: what hangs is given up after so long
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ async def split(world: World) -> AsyncIterator[World]:
 
 async def probed(world: World, canary: Canary | None = None) -> Canary:
     """One round, to its end."""
-    canary = canary or Canary(world.fleet, INTERVAL, patience=0.05)
+    canary = canary or Canary(world.fleet, INTERVAL, patience=PATIENCE)
     canary.begin_due()
     async with asyncio.timeout(5):
         while canary._running:
@@ -66,7 +67,7 @@ async def test_a_pair_that_was_tried_or_used_rests(split: World) -> None:
 
 async def test_a_link_that_drops_everything_turns_red_and_green_again(split: World) -> None:
     split.workers["p0"].script.after_first = [HANG]
-    canary = Canary(split.fleet, INTERVAL, patience=0.05)
+    canary = Canary(split.fleet, INTERVAL, patience=PATIENCE)
     await probed(split, canary)
     assert [prefill for prefill, _ in red(split)] == ["p0"] and canary.outcomes == {"ok": 3, "failed": 1}
     assert split.fleet.breakers.state("p0-life") is BreakerState.CLOSED, "the way is to blame, not its ends"
@@ -82,7 +83,7 @@ async def test_a_request_whose_kv_is_stuck_on_a_dead_link_goes_on_elsewhere(spli
     running = asyncio.create_task(split.tokens(wanted()))
     await split.settled()
     assert split.seen.firsts and not running.done()
-    canary = Canary(split.fleet, INTERVAL, patience=0.05)
+    canary = Canary(split.fleet, INTERVAL, patience=PATIENCE)
     p0, d0 = (split.fleet.registry.get(f"{name}-life") for name in ("p0", "d0"))
     assert p0 is not None and d0 is not None
     await canary.probe(Candidate(p0.status), Candidate(d0.status))
@@ -113,7 +114,7 @@ async def test_a_decode_worker_that_grants_nothing_turns_all_its_pairs_red(split
 async def test_a_busy_worker_that_gets_on_is_not_held_to_be_broken(split: World) -> None:
     worker = split.workers["p0"]
     worker.script.before_first = [HANG] * 2
-    canary = Canary(split.fleet, INTERVAL, patience=0.05)
+    canary = Canary(split.fleet, INTERVAL, patience=PATIENCE)
     split.fleet.heartbeat(worker.change(counters={"engine_steps": 5.0}, waiting=3))
     canary.begin_due()
     await split.settled()
@@ -162,3 +163,11 @@ async def test_a_silent_worker_is_red_without_being_tried(split: World) -> None:
     split.fleet.suspect("d1-life", WorkerLost("no heartbeat"))
     canary = await probed(split)
     assert red(split) == {("p0", "d1"), ("p1", "d1")} and canary.outcomes == {"ok": 2}
+
+
+async def test_where_pairs_are_very_many_each_has_its_turn(split: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.canary.WINDOW", 3)
+    canary = Canary(split.fleet, INTERVAL, patience=PATIENCE)
+    for _ in range(4):
+        await probed(split, canary)
+    assert canary.outcomes == {"ok": 4}
