@@ -27,21 +27,24 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MillraceServer]
 
 
 def test_a_router_that_stood_still_takes_nobody_for_dead(server: MillraceServer) -> None:
-    """Frozen for three times the silence of a dead worker, in the middle of a stream."""
+    """A host is frozen for three times the silence of a dead worker, in a stream; the router is the first to go on."""
     client = Client(server.url)
     try:
         [prompt] = prompts(1, shortest=200, longest=220, seed=5)
         [undisturbed] = client.finish([client.start(prompt, max_tokens=120, stream=True, temperature=0.0)])
         asked = client.start(prompt, max_tokens=120, stream=True, temperature=0.0)
-        os.kill(server.process.pid, SIGSTOP)
-        try:
-            time.sleep(6.0)
-        finally:
-            os.kill(server.process.pid, SIGCONT)
+        assert asked.progressed.wait(30.0), "the stream runs"
+        frozen = (server.process.pid, server.worker_pid("decode-0"))
+        for process in frozen:
+            os.kill(process, SIGSTOP)
+        time.sleep(6.0)
+        for process in frozen:
+            os.kill(process, SIGCONT)
+            time.sleep(0.8)
         assert client.finish([asked]) == [undisturbed]
         assert server.metric("replacements_total") == 0
         assert "nobody's silence meanwhile counts" in server.log()
-        assert "out of reach" not in server.log()
+        assert all(server.log().count(f"worker {name} (") == 1 for name in ("prefill-0", "decode-0")), "here, once"
         server.wait_idle()
     finally:
         client.close()
