@@ -293,8 +293,10 @@ class DecodeWorker:
 
     def counters(self) -> dict[str, float]:
         """What KV came and how, and leases refused: running totals by metric, a slash, and the metric's label."""
+        with self.engine.lock:  # chunks are refused on several threads
+            refused = dict(self.refused)
         totals = {
-            "kv_chunks_refused": self.refused,
+            "kv_chunks_refused": refused,
             "kv_received_bytes": self.received,
             "kv_handoffs": self.handoffs,
             "leases_refused": self.not_granted,

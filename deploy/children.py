@@ -63,6 +63,7 @@ def common_flags(settings: Settings) -> list[str]:
         *("--log-level", settings.http.log_level),
         *("--shutdown-timeout", str(settings.http.shutdown_timeout)),
         *("--heartbeat-interval", str(settings.placement.heartbeat_interval)),
+        *("--heartbeat-timeout", str(settings.placement.heartbeat_timeout)),
     ]
 
 

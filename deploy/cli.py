@@ -14,7 +14,7 @@ from bench import command as bench
 from deploy import cache, quantize
 from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings, read_settings
 from serving import __version__
-from serving.config import add_flags
+from serving.config import PlacementConfig, add_flags
 from serving.errors import MillraceError
 from serving.logs import setup_logging
 from serving.messages import Role
@@ -107,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return code
         given = vars(parsed)
         settings = read_settings(given)
+        check_heartbeats(settings.placement)
         setup_logging(settings.cluster.worker_name or parsed.command, settings.http.log_level)
         return _start(given, settings)
     except BrokenPipeError:  # the reader of our output has seen enough, as in `millrace cache ls | head`
@@ -159,6 +160,17 @@ def check_counts(children: Mapping[Role, int]) -> None:
         for role, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
             if children.get(role) and not children.get(other):
                 raise ValueError(f"--{role} {children[role]} needs --{other} too, or --mixed")
+
+
+def check_heartbeats(placement: PlacementConfig) -> None:
+    """Raises ValueError for a timeout that one late heartbeat would pass."""
+    least = 2 * placement.heartbeat_interval
+    if not placement.heartbeat_timeout > least:
+        raise ValueError(
+            f"--heartbeat-timeout {placement.heartbeat_timeout:g} with --heartbeat-interval "
+            f"{placement.heartbeat_interval:g}: a worker would be taken for dead for one heartbeat that is late; give "
+            f"routers and workers a timeout above {least:g} s, or a shorter interval"
+        )
 
 
 if __name__ == "__main__":

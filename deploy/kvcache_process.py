@@ -11,7 +11,8 @@ import signal
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from deploy.runtime.heartbeats import Heartbeats
+from deploy.runtime.addresses import announced, warn_if_open
+from deploy.runtime.heartbeats import Heartbeats, addresses
 from deploy.runtime.http_server import open_status_door
 from deploy.runtime.settings import Settings
 from kvcache.pool.disk import NAMESPACE
@@ -20,6 +21,7 @@ from kvcache.pool.service import PoolService
 from kvcache.pool.store import BlockStore
 from kvcache.pool.storeconfig import StoreConfig
 from serving.api.status import status_app
+from serving.background import BackgroundTasks
 from serving.config import KvCacheConfig, parse_bytes
 from serving.malloc import keep_freed_memory
 from serving.messages import PoolReport
@@ -51,7 +53,8 @@ class KvcacheProcess:
         keep_freed_memory()
         grpc_server = server(self.cluster.cluster_key)
         port = listen(grpc_server, self.cluster.grpc_host, self.cluster.grpc_port)
-        address = self.cluster.advertise or f"{self.cluster.grpc_host}:{port}"
+        warn_if_open(self.cluster)
+        address = announced(self.cluster, port, addresses(self.cluster.routers))
         name = self.cluster.worker_name or address  # what its share of the keys is drawn by: the same at every start
         store = await asyncio.to_thread(BlockStore, self.store_config)
         node = PoolNode(name, store, address=address)
@@ -79,13 +82,13 @@ class KvcacheProcess:
             orphaned=self._leaving.set,
         )
         beating = asyncio.create_task(heartbeats.run(), name="heartbeats")
-        watching = asyncio.create_task(self._watch(node), name="figures")
+        background = BackgroundTasks()
+        background.start("figures", lambda: self._watch(node))
         await self._leaving.wait()
         log.info("pool node %s drains", node.name)
         await heartbeats.during(node.drain(self.settings.http.shutdown_timeout))
         beating.cancel()
-        watching.cancel()
-        await asyncio.gather(beating, watching, return_exceptions=True)
+        await asyncio.gather(beating, background.stop(), return_exceptions=True)
 
     async def _beat(self, node: PoolNode, caller: Caller, seconds: float) -> pb.HeartbeatReply:
         report = to_pb(await node.report(), pool.PoolStat)

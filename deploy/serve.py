@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import secrets
 import socket
@@ -14,6 +15,7 @@ from deploy.children import child_specs, node_specs
 from deploy.frontend import Frontend, served_model
 from deploy.kvcache_process import store_config
 from deploy.local import LocalCluster
+from deploy.runtime.addresses import near, warn_if_open
 from deploy.runtime.cpu_binding import use_cores
 from deploy.runtime.http_server import bind
 from deploy.runtime.settings import Settings
@@ -37,6 +39,7 @@ from serving.text.tokenizer import load_tokenizer
 log = logging.getLogger(__name__)
 
 ROUTER_PORT = 8100
+CANARY_SECONDS = 2.0  # without traffic, unless --canary-interval says otherwise
 
 
 def router_config(placement: PlacementConfig) -> RouterConfig:
@@ -78,7 +81,16 @@ async def serve_embedded(settings: Settings) -> int:
         served = served_model(
             path, config.served_model_name, identity.max_model_len, model.spec.vocab_size, identity.fingerprint
         )
-        front = Frontend(cluster.placer, settings.http, served, tokenizer, listening)
+        canary = settings.placement.canary_interval or 0.0
+        front = Frontend(
+            cluster.placer,
+            settings.http,
+            served,
+            tokenizer,
+            listening,
+            canary_interval=canary,
+            restarts=cluster.restarts,
+        )
         front.leave_on_signals()
         crash = asyncio.create_task(cluster.workers[0].crashed.wait(), name="crash")
         crash.add_done_callback(lambda _: front.leaving.set())
@@ -112,7 +124,8 @@ async def serve_front(settings: Settings, children: Mapping[Role, int], nodes: i
     port = listen(door, settings.cluster.grpc_host, wanted)
     await door.start()
     log.info("workers report to %s:%d", settings.cluster.grpc_host, port)
-    router = f"127.0.0.1:{port}"
+    warn_if_open(dataclasses.replace(settings.cluster, cluster_key=key))
+    router = f"{near(settings.cluster.grpc_host)}:{port}"
     specs = node_specs(nodes, router, settings) + child_specs(path, children, router, settings)
     supervisor = Supervisor(specs, {"MILLRACE_CLUSTER_KEY": key or ""} if key else {})
     supervisor.start()
@@ -131,4 +144,6 @@ def _frontend(placer: Placer, settings: Settings, path: Path, listening: socket.
     spec, _, _ = open_checkpoint(path)
     limit = min(spec.max_position, settings.model_config.max_model_len or spec.max_position)
     served = served_model(path, settings.model_config.served_model_name, limit, spec.vocab_size, None)
-    return Frontend(placer, settings.http, served, load_tokenizer(path), listening)
+    given = settings.placement.canary_interval
+    canary = CANARY_SECONDS if given is None else given
+    return Frontend(placer, settings.http, served, load_tokenizer(path), listening, canary_interval=canary)

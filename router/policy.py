@@ -5,7 +5,7 @@ Pure: what is known of the workers comes in, a decision goes out. No torch, no c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import ClassVar, Protocol
@@ -267,11 +267,6 @@ def able_to_prefill(demand: Demand, workers: Iterable[Candidate], avoid: Collect
     )
 
 
-def view_for_lease(demand: Demand, workers: Sequence[Candidate], links: Links) -> FleetView:
-    """Who may take a request that has no place yet."""
-    return FleetView(able_to_decode(demand, workers), able_to_prefill(demand, workers), links)
-
-
 def view_for_prefill(
     demand: Demand,
     workers: Sequence[Candidate],
@@ -293,6 +288,19 @@ def view_for_prefill(
     if own.status.instance not in avoid and (own.prefills or last_resort):
         able = [own] if last_resort else [own, *(worker for worker in able if worker is not own)]
     return FleetView((own,), able, links)
+
+
+def pairs_of(workers: Iterable[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:
+    """The prefill and decode workers that a request may be given to together; a mixed worker is a pair of its own."""
+    staying = [worker for worker in workers if not worker.status.draining]
+    prefills: dict[str, list[Candidate]] = {}
+    for worker in staying:
+        if worker.prefills:
+            prefills.setdefault(worker.status.pairing, []).append(worker)
+    for decode in staying:
+        if decode.decodes:
+            for prefill in [decode] if decode.prefills else prefills.get(decode.status.pairing, ()):
+                yield prefill, decode
 
 
 def outgrown(demand: Demand, able: Collection[Candidate]) -> bool:

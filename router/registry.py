@@ -117,6 +117,11 @@ class Registry:
         if worker is not None:
             worker.leaves()
 
+    def excuse(self, now: float) -> None:
+        """Nobody was listening until now: every worker has a whole silence to be heard in."""
+        for worker in self.workers.values():
+            worker.seen = now
+
     def expire(self, now: float) -> list[str]:
         """Instances that have just fallen silent; long-silent ones are forgotten."""
         fallen = []

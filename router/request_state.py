@@ -48,8 +48,7 @@ class RequestState:
     build: Build | None = None
     timeline: Timeline = field(default_factory=Timeline)
     last: Delta | None = None
-    failed_leases: int = 0  # leases that were lost; preempted ones are not counted
-    failed_prefills: int = 0  # prefills into the present lease that failed
+    failures: int = 0  # tries that broke since a worker last decoded for it; planned moves are not counted
     attempts: list[Attempt] = field(default_factory=list)  # the last is the present one
     block_keys: dict[tuple[str, int], list[bytes]] = field(default_factory=dict)  # by fingerprint and block size
 

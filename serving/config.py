@@ -158,8 +158,16 @@ class PlacementConfig:
     prefix_index_memory: int = option(
         64 << 20, "bytes the router may use for what it knows of workers' cached blocks, such as 64MiB", least=1
     )
+    canary_interval: float | None = option(
+        None,
+        "seconds without traffic after which the router sends a token of its own through a pair of workers, to see"
+        " that it works; 0: never; default: 2 where workers are other processes, never in one process",
+        least=0,
+    )
     heartbeat_interval: float = option(1.0, "seconds between a worker's heartbeats", least=0.01)
-    heartbeat_timeout: float = option(5.0, "seconds of silence after which a worker is taken for dead", least=0.01)
+    heartbeat_timeout: float = option(
+        5.0, "seconds of silence after which a worker is taken for dead; more than two heartbeat intervals", least=0.01
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily as Counters
@@ -102,12 +103,24 @@ _NODES: dict[str, tuple[type[Family], str, Callable[[PoolStat], float]]] = {
 }
 # Counters of workers that come apart by a label: `name/value of the label`.
 _WORKER_LABELLED = {
+    "worker_background_restarts": ("Background tasks of a worker that broke and began again, by task", "task"),
     "kv_chunks_refused": ("KV chunks and commits of handoffs refused, by why", "reason"),
     "kv_received_bytes": ("Bytes of KV taken in from prefill workers, by transport", "transport"),
     "kvcache_fetched_bytes": ("Bytes that came from the KV pool, by transport", "transport"),
     "kv_handoffs": ("Handoffs completed, by transport", "transport"),
     "leases_refused": ("Leases that workers refused for want of room, by what was wanting", "reason"),
 }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FaultFigures:
+    """What a router holds against its workers, by their names, and what it had to begin again."""
+
+    breakers: Mapping[str, int] = field(default_factory=dict)  # 0 closed, 1 half-open, 2 open
+    pairs: Mapping[tuple[str, str], bool] = field(default_factory=dict)  # (prefill, decode): True if well
+    probes: Mapping[str, int] = field(default_factory=dict)  # of the canary, by outcome
+    restarts: Mapping[str, int] = field(default_factory=dict)  # of background tasks
+    protocols_refused: int = 0  # heartbeats
 
 
 class RouterMetrics:
@@ -119,6 +132,7 @@ class RouterMetrics:
         workers: Callable[[], Iterable[WorkerStatus]],
         waiting: Callable[[], int],
         pools: Callable[[], Iterable[PoolReport]] = tuple,
+        faults: Callable[[], FaultFigures] = FaultFigures,
     ):
         self.registry = CollectorRegistry()
         self.model = model_name
@@ -145,6 +159,7 @@ class RouterMetrics:
         }
         self.registry.register(WorkerCollector(model_name, workers))
         self.registry.register(PoolCollector(pools))
+        self.registry.register(FaultCollector(model_name, faults))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"millrace:{name}", text, ("model_name", *labels), registry=self.registry)
@@ -248,6 +263,30 @@ class PoolCollector(Collector):
             yield _family(kind, name, text, ("node", "tier"), ((where, of_tier(held)) for where, held in tiers))
         for name, (kind, text, of_node) in _NODES.items():
             yield _family(kind, name, text, ("node",), (((stat.name,), of_node(stat)) for stat in stats))
+
+
+class FaultCollector:
+    """Breakers, pairs of workers, the canary and background tasks of a router."""
+
+    def __init__(self, model_name: str, faults: Callable[[], FaultFigures]):
+        self.model = model_name
+        self.faults = faults
+
+    def collect(self) -> Iterator[Metric]:
+        now, model = self.faults(), self.model
+        by_engine, by_pair = ("model_name", "engine"), ("model_name", "prefill", "decode")
+        text = "Breaker of a worker: 0 closed, 1 half-open, 2 open"
+        yield _family(Gauges, "worker_breaker", text, by_engine, (((model, who), s) for who, s in now.breakers.items()))
+        text = "1 while nothing is held against a pair of workers, else 0"
+        yield _family(Gauges, "pair_up", text, by_pair, (((model, *pair), well) for pair, well in now.pairs.items()))
+        text = "Tokens the canary has sent, by outcome"
+        probes = (((model, how), number) for how, number in now.probes.items())
+        yield _family(Counters, "canary_probes", text, ("model_name", "outcome"), probes)
+        text = "Background tasks of the router that broke and began again, by task"
+        restarts = (((model, task), number) for task, number in now.restarts.items())
+        yield _family(Counters, "background_restarts", text, ("model_name", "task"), restarts)
+        text = "Heartbeats refused because the worker speaks another protocol"
+        yield _family(Counters, "protocol_refused", text, ("model_name",), [((model,), now.protocols_refused)])
 
 
 def worker_metrics(model_name: str, status: Callable[[], WorkerStatus]) -> Callable[[], bytes]:

@@ -9,8 +9,9 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from decode.service import DecodeService
+from deploy.runtime.addresses import announced, warn_if_open
 from deploy.runtime.cpu_binding import use_cores
-from deploy.runtime.heartbeats import Heartbeats, addresses
+from deploy.runtime.heartbeats import Heartbeats, RouterClocks, addresses
 from deploy.runtime.http_server import open_status_door
 from deploy.runtime.settings import Settings
 from deploy.worker.build import WorkerLinks, build_worker
@@ -56,6 +57,7 @@ class WorkerProcess:
         self.parent = parent
         self._leaving = asyncio.Event()
         self._kv_events_since: dict[str, int | None] = {}  # by router
+        self._clocks = RouterClocks()
 
     async def run(self) -> int:
         settings, cluster = self.settings, self.cluster
@@ -67,9 +69,10 @@ class WorkerProcess:
         model = await cache.load()
         grpc_server = server(cluster.cluster_key)
         port = listen(grpc_server, cluster.grpc_host, cluster.grpc_port)
+        warn_if_open(cluster)
         keep_freed_memory()
         async with AsyncExitStack() as stack:
-            worker = await self._build(model, cluster.advertise or f"{cluster.grpc_host}:{port}", stack)
+            worker = await self._build(model, announced(cluster, port, addresses(cluster.routers)), stack)
             stack.push_async_callback(grpc_server.stop, 1.0)
             stubs.add_WorkerServicer_to_server(WorkerService(worker), grpc_server)
             if worker.decode is not None:
@@ -116,6 +119,7 @@ class WorkerProcess:
             on_pool_nodes=partial(_set_pool_nodes, worker),
             parent=self.parent,
             orphaned=self._leaving.set,
+            restarts=worker.restarts,
         )
         crash = asyncio.create_task(worker.crashed.wait(), name="crash")
         crash.add_done_callback(lambda _: self._leaving.set())
@@ -142,16 +146,19 @@ class WorkerProcess:
         await open_status_door(app, self.settings.http, self.cluster.metrics_port, stack)
 
     async def _beat(self, worker: Worker, caller: Caller, seconds: float) -> pb.HeartbeatReply:
-        stub = stubs.RegistryStub(caller.channel)
-        reply: pb.HeartbeatReply = await stub.Heartbeat(
-            self._report(worker, caller.address), metadata=caller.metadata, timeout=seconds
-        )
-        self._kv_events_since[caller.address] = reply.kv_events_since if reply.HasField("kv_events_since") else None
+        stub, router = stubs.RegistryStub(caller.channel), caller.address
+        report = self._report(worker, router)
+        self._clocks.forget(router)  # unless it answers
+        reply: pb.HeartbeatReply = await stub.Heartbeat(report, metadata=caller.metadata, timeout=seconds)
+        self._clocks.told(router, reply.router_time)
+        self._kv_events_since[router] = reply.kv_events_since if reply.HasField("kv_events_since") else None
         return reply
 
     def _report(self, worker: Worker, router: str) -> pb.HeartbeatRequest:
-        """The worker's status, and the KV events this router has asked for with its last reply."""
-        request = pb.HeartbeatRequest(status=to_pb(worker.status(), pb.WorkerStatus))
+        """The worker's status, when it was made, and the KV events this router has asked for with its last reply."""
+        request = pb.HeartbeatRequest(
+            router_time=self._clocks.now(router), status=to_pb(worker.status(), pb.WorkerStatus)
+        )
         since = self._kv_events_since.get(router)
         if since is not None:
             request.kv_events.CopyFrom(to_pb(worker.kv_events(since), pb.KVEvents))

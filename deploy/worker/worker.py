@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from decode.worker import DecodeWorker, RouterSession
@@ -53,6 +54,7 @@ class Worker:
         self.events = events
         self.costs = costs
         self.connector = connector
+        self.restarts: Counter[str] = Counter()  # of background tasks that broke, by name
         self.crashed = asyncio.Event()  # the engine has died: the process must leave
 
     # ---- links -------------------------------------------------------------------------------------------------
@@ -76,7 +78,7 @@ class Worker:
     def start(self) -> None:
         self.loop.start(self._sides(), self._crashed)
         if self.connector is not None:
-            self.connector.start()
+            self.connector.start(self.restarts)
         self.costs.start()
 
     async def drain(self, seconds: float) -> None:

@@ -121,7 +121,12 @@ class KVCacheManager:
         return self._pressing(lambda: host.make_room(seq, count))
 
     def publish(self, seq: SequenceState) -> None:
-        """Make the sequence's full, computed blocks reusable; on the host, by others alone."""
+        """Make the sequence's full, computed blocks reusable; on the host, by others alone.
+
+        Not those of a sequence some of whose KV has come with loss: another's text would change by it.
+        """
+        if seq.incoming.lossy:
+            return
         full = self._settled(seq)
         if full <= seq.prefix.published or not self.allocator.caching:
             return

@@ -117,7 +117,7 @@ class WriteBack:
 
     def offer(self, seq: SequenceState, first: int, last: int) -> None:
         """The blocks first..last (exclusive) of the sequence have just become full."""
-        if seq.incoming.lossy or not self.stores or not self.writer.nodes:
+        if not self.stores or not self.writer.nodes:
             return
         if not seq.incoming.prefilled_here:  # the prefill worker offers what it has computed
             first = max(first, seq.start // self.device.device_kv.block_size)
@@ -184,7 +184,17 @@ class WriteBack:
         await self._idle.wait()
 
     async def run(self, busy: Callable[[], bool]) -> None:
-        """Store what is offered, until cancelled. `busy` is True while prompts wait to be computed."""
+        """Store what is offered, until cancelled. `busy` is True while prompts wait to be computed.
+
+        A run that broke may be followed by another: it lets go of what the last one was sending.
+        """
+        with self.lock:
+            self._release(self._sending)
+            self._sending = []
+        if self._waiting:
+            self._news.set()
+        else:
+            self._idle.set()
         while True:
             await self._news.wait()
             self._news.clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from asyncio import Future, Task
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,11 +41,20 @@ class _Written:
 class GrpcHandoff:
     """One handoff over a stream (serving.links.HandoffLink). After a refusal the next call here raises it.
 
-    Without a `fence` the other end is not asked what it brings itself: all is handed over.
+    Without a `fence` the other end is not asked what it brings itself: all is handed over. `closed` is called once, at
+    its end.
     """
 
-    def __init__(self, caller: Caller, writer: RemoteWriter | None = None, fence: LeaseId | None = None):
+    def __init__(
+        self,
+        caller: Caller,
+        writer: RemoteWriter | None = None,
+        fence: LeaseId | None = None,
+        *,
+        closed: Callable[[], None] = lambda: None,
+    ):
         self.caller = caller
+        self.closed: Callable[[], None] | None = closed
         self.fence = fence
         self._buffers = BufferSender(writer, caller.address)
         self._start = 0  # the first token to hand over
@@ -84,6 +94,14 @@ class GrpcHandoff:
 
     async def close(self) -> None:
         """End the stream in order if its writes have settled or, without a writer, it was answered; else cancel it."""
+        try:
+            await self._end()
+        finally:
+            if self.closed is not None:
+                closed, self.closed = self.closed, None
+                closed()
+
+    async def _end(self) -> None:
         if await self._buffers.settle() if self._buffers.kind else self._outcome.done():
             await self._part()
         self._call.cancel()

@@ -115,7 +115,7 @@ def _add_operations(app: FastAPI, in_flight: InFlightRequests, health: Health, a
         able, reason = health()
         if not able:
             raise Unavailable(reason, code="unhealthy")
-        return _json({"status": "ok"})
+        return _json({"status": "ok"} if reason == "ok" else {"status": "degraded", "detail": reason})
 
     @app.get("/ping")
     @app.post("/ping", include_in_schema=False)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from deploy import cli
 from deploy.children import child_specs, node_flags, node_specs, worker_flags
-from deploy.cli import COMMANDS, check_counts, children_of, main, make_parser
+from deploy.cli import COMMANDS, check_counts, check_heartbeats, children_of, main, make_parser
 from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings
 from serving.config import (
     ClusterConfig,
@@ -252,7 +252,21 @@ def test_a_childs_flags_say_what_its_parent_was_told(
     assert as_a_child(flags, EngineConfig) == own
     there = as_a_child(flags, HttpConfig)
     assert (there.log_level, there.shutdown_timeout) == (http.log_level, http.shutdown_timeout)
-    assert as_a_child(flags, PlacementConfig).heartbeat_interval == placement.heartbeat_interval
+    beats = as_a_child(flags, PlacementConfig)
+    assert (beats.heartbeat_interval, beats.heartbeat_timeout) == (
+        placement.heartbeat_interval,
+        placement.heartbeat_timeout,
+    )
+
+
+@pytest.mark.parametrize(("interval", "timeout"), [("3", "5"), ("1", "2"), ("5", "5")])
+def test_intervals_that_one_late_heartbeat_would_break_are_refused_with_what_to_do(
+    interval: str, timeout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["router", "model", "--heartbeat-interval", interval, "--heartbeat-timeout", timeout]) == 2
+    told = capsys.readouterr().err
+    assert "--heartbeat-timeout" in told and f"above {2 * float(interval):g} s" in told
+    check_heartbeats(PlacementConfig(heartbeat_interval=3.0, heartbeat_timeout=10.0))
 
 
 def test_a_childs_flags_hold_no_secret() -> None:

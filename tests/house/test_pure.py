@@ -16,10 +16,14 @@ from tests.house.source import imports, matching, start_closure, tree
 # Files that decide. The thin shells around them wait, measure and send: router/admission.py waits for a turn, the
 # workers and transports act. What merely describes (configuration, messages, specs) is not listed.
 PURE = (
+    "router/breaker.py",
     "router/policy.py",
     "router/prefix_index.py",
     "router/registry.py",
     "router/request_state.py",
+    "router/retry_budget.py",
+    "router/stalls.py",
+    "router/trust.py",
     "router/pool_nodes.py",
     "prefill/scheduler.py",
     "prefill/ordering.py",

@@ -177,6 +177,7 @@ class ScriptedWorker:
         self.cancelled: Counter[str] = Counter()
         self.runs = 0  # prefills in progress
         self.orders: list[PrefillOrder] = []
+        self.unreachable: set[str] = set()  # addresses of decode workers that its KV does not get to
         self.audit_error: MillraceError | None = None
         self.link_closed = 0
         self.closing = asyncio.Event()
@@ -232,6 +233,8 @@ class ScriptedWorker:
             if delta.finish is None:
                 await self.play(self.script.after_first)
                 assert order.grant is not None
+                if order.grant.address in self.unreachable:
+                    raise StaleLease("the decode worker cannot be reached", code="decode_lost")
                 self.others[order.grant.address].lease(order.grant.lease).commit([*tokens, *delta.tokens])
                 await self.play(self.script.committed)
         finally:

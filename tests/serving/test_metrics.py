@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serving.errors import CorruptChunk, NoRoom
 from serving.messages import Audit, Delta, FinishReason, PoolReport, PoolStat, Tier, TierStat, WorkerStatus
-from serving.metrics import RouterMetrics, pool_metrics, worker_metrics
+from serving.metrics import FaultFigures, RouterMetrics, pool_metrics, worker_metrics
 from serving.step_cost import StepCost
 from serving.timeline import Moment, Timeline
 from tests.fakes.sequences import make_request
@@ -181,3 +181,24 @@ def test_the_pools_nodes_are_told_by_tier() -> None:
         assert (found["pool_pinned", (name,)], found["pool_backlog", (name,)]) == (2, 3)
     alone = pool_metrics(lambda: pool_report("one"))
     assert samples(alone()) == {key: value for key, value in found.items() if key[1] and key[1][0] == "one"}
+
+
+def test_what_a_router_holds_against_its_workers_is_shown() -> None:
+    figures = FaultFigures(
+        breakers={"p0": 2, "d0": 0},
+        pairs={("p0", "d0"): False, ("m", "m"): True},
+        probes={"ok": 3, "failed": 1},
+        restarts={"expire": 2},
+        protocols_refused=4,
+    )
+    shown = samples(RouterMetrics("tiny", lambda: [], lambda: 0, faults=lambda: figures).text())
+    assert shown["worker_breaker", ("p0",)] == 2 and shown["worker_breaker", ("d0",)] == 0
+    assert shown["pair_up", ("d0", "p0")] == 0 and shown["pair_up", ("m", "m")] == 1
+    assert shown["canary_probes_total", ("failed",)] == 1
+    assert shown["background_restarts_total", ("expire",)] == 2
+    assert shown["protocol_refused_total", ()] == 4
+
+
+def test_a_workers_restarts_come_apart_by_task() -> None:
+    status = make_status("w", counters={"worker_background_restarts/write-back": 2.0})
+    assert Told([status]).value("worker_background_restarts_total", "w", "write-back") == 2

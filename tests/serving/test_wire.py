@@ -60,6 +60,7 @@ SCALARS = {
 WIDER = {
     "SamplingParams.seed": st.integers(0, 2**64 - 1),
     "Request.deadline": st.none(),  # on the router's clock, which no other process can read
+    "Request.priority": st.integers(-(2**31), 2**31 - 1),
     "Request.session": st.just(""),  # the router alone places by it
     "Audit.counts": COUNTS,
     "Audit.leaked": COUNTS,
