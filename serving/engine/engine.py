@@ -57,6 +57,16 @@ Lock = AbstractContextManager[object]
 """Guards a worker's sequences and blocks; the same thread may take it again."""
 
 
+@dataclass(frozen=True, slots=True)
+class BegunStep:
+    """A step that is planned and not accounted for. Seconds on the engine's clock."""
+
+    plan: StepPlan
+    began: float
+    context: int  # tokens of KV it reads
+    planning_seconds: float
+
+
 class Runner(Protocol):
     """What the engine asks of the thing that computes (serving.engine.runner.ModelRunner)."""
 
@@ -107,13 +117,21 @@ class Engine:
 
     def _step(self, plan: StepPlan, began: float, layer_done: LayerDone | None) -> list[SequenceOutput]:
         """The rest of a step, once it is planned."""
+        step = self.begun(plan, began)
+        return self.finish(step, self.runner.run(plan.work, layer_done))
+
+    def begun(self, plan: StepPlan, began: float) -> BegunStep:
+        """The planned work, not empty, is about to run: `finish` this with what came of it."""
         self.step_began = began
         context = sum(len(work.seq.tokens) for work in plan.work)
-        scheduled = self.clock()
-        result = self.runner.run(plan.work, layer_done)
-        outputs = self.postprocess(plan, result)
+        return BegunStep(plan, began, context, self.clock() - began)
+
+    def finish(self, step: BegunStep, result: RunResult) -> list[SequenceOutput]:
+        """Account for a step that has run; what it brought out."""
+        outputs = self.postprocess(step.plan, result)
         self.step_began = None
-        self._record(plan, context, began, scheduled - began, self.clock() - began, result.times)
+        seconds = self.clock() - step.began
+        self._record(step.plan, step.context, step.began, step.planning_seconds, seconds, result.times)
         return outputs
 
     def schedule(self, now: float) -> tuple[StepPlan, list[SequenceOutput]]:
