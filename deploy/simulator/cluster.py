@@ -14,7 +14,8 @@ from typing import Any
 from deploy.simulator.engine_loop import VirtualEngineLoop
 from deploy.simulator.network import ModelledDialer, ModelledLink, NetworkModel, Ports
 from deploy.simulator.profiles import Profile
-from deploy.simulator.runner import EOS, ModelledRunner, ScriptedTexts, lognormal
+from deploy.simulator.runner import ModelledRunner, lognormal
+from deploy.simulator.texts import EOS, ScriptedTexts
 from deploy.worker.build import ModelParts, WorkerLinks, assemble
 from deploy.worker.worker import Worker
 from kvcache.handoff.local import Receiver

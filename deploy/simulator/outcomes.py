@@ -51,7 +51,7 @@ class RequestOutcome:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Figures:
+class RateFigures:
     """Over the requests of one rate. Milliseconds; a quantile without any value is NaN."""
 
     rate: float
@@ -71,12 +71,12 @@ class Figures:
         return self.rate * self.attainment
 
 
-def figures(rate: float, runs: Sequence[Sequence[RequestOutcome]]) -> Figures:
+def figures(rate: float, runs: Sequence[Sequence[RequestOutcome]]) -> RateFigures:
     """All runs at one rate, each with a seed of its own."""
     every = [outcome for run in runs for outcome in run]
     ttfts = [outcome.ttft * 1e3 for outcome in every if outcome.ttft is not None]
     tpots = [outcome.tpot * 1e3 for outcome in every if outcome.tpot is not None]
-    return Figures(
+    return RateFigures(
         rate=rate,
         offered=len(every),
         attainment=_share(outcome.met for outcome in every),

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from bench.goodput import GoodputSearch, SearchLimits
 from deploy.simulator.cluster import ClusterPlan, SimulatedCluster
-from deploy.simulator.outcomes import Figures, RequestOutcome, figures
-from deploy.simulator.runner import ScriptedTexts
+from deploy.simulator.outcomes import RateFigures, RequestOutcome, figures
+from deploy.simulator.texts import ScriptedTexts
 from deploy.simulator.traffic import Arrival, Traffic, trace
 from deploy.simulator.virtual_loop import VirtualLoop, run_virtually
 from router.router import Router
@@ -119,7 +119,7 @@ class Study:
             for seed in self.seeds
         ]
 
-    def at(self, rate: float, ended: Callable[[RequestOutcome], None] = lambda outcome: None) -> Figures:
+    def at(self, rate: float, ended: Callable[[RequestOutcome], None] = lambda outcome: None) -> RateFigures:
         """What comes of one rate."""
         runs = [
             simulate(self.plan, arrivals, rate, seed=seed, ended=ended).outcomes
@@ -127,7 +127,7 @@ class Study:
         ]
         return figures(rate, runs)
 
-    def goodput(self, limits: SearchLimits, measured: Callable[[float], Figures]) -> float | None:
+    def goodput(self, limits: SearchLimits, measured: Callable[[float], RateFigures]) -> float | None:
         """The highest rate that attains; None where none does. `measured` is `at`, or something around it."""
         search = GoodputSearch(limits)
         while (rate := search.next_rate()) is not None:

@@ -13,7 +13,7 @@ import numpy as np
 from bench.lengths import Pair, sharegpt_pairs
 from bench.workload import poisson_arrivals
 from deploy.simulator.profiles import Profile
-from deploy.simulator.runner import VOCABULARY
+from deploy.simulator.texts import VOCABULARY
 from serving.messages import Request, SamplingParams, Slo
 
 
@@ -73,8 +73,15 @@ class Traffic:
 
     def with_objectives(self, ttft_ms: float | None, tpot_ms: float | None) -> Traffic:
         """The same with these objectives for every class, where they are given."""
-        given = {key: value for key, value in (("ttft_ms", ttft_ms), ("tpot_ms", tpot_ms)) if value is not None}
-        return replace(self, classes=tuple(replace(kind, **given) for kind in self.classes))
+        given = [
+            replace(
+                kind,
+                ttft_ms=kind.ttft_ms if ttft_ms is None else ttft_ms,
+                tpot_ms=kind.tpot_ms if tpot_ms is None else tpot_ms,
+            )
+            for kind in self.classes
+        ]
+        return replace(self, classes=tuple(given))
 
 
 @dataclass(frozen=True, slots=True)

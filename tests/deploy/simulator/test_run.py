@@ -13,7 +13,7 @@ from deploy.simulator.network import NetworkModel
 from deploy.simulator.outcomes import RequestOutcome
 from deploy.simulator.profiles import PROFILES, Profile, StepWork
 from deploy.simulator.run import SimulatedRun, simulate
-from deploy.simulator.runner import ScriptedTexts
+from deploy.simulator.texts import ScriptedTexts
 from deploy.simulator.traffic import TRAFFIC, Arrival, Lengths, Traffic, TrafficClass, trace
 from router.policy import POLICIES
 from serving.messages import FinishReason, Role
