@@ -6,9 +6,13 @@ It knows tasks and timers, and nothing of what they do. Work for threads runs at
 from __future__ import annotations
 
 import asyncio
-from asyncio import AbstractEventLoop, Future, SelectorEventLoop
-from collections.abc import Callable, Coroutine, Mapping
-from selectors import BaseSelector, SelectorKey
+import sys
+from asyncio import AbstractEventLoop, BaseEventLoop, Future, Handle, TimerHandle
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from heapq import heappop, heappush
+from itertools import count
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -18,49 +22,86 @@ class NothingWillHappen(RuntimeError):
     """All tasks wait, and no timer is set that could wake one: in real time the program would hang."""
 
 
-class _PassingTime(BaseSelector):
-    """A selector that finds nothing ready, and instead of waiting says how long it was to wait."""
+class VirtualLoop(BaseEventLoop):
+    """`time()` is in seconds of virtual time, from 0. What is due at the same time runs in the order it was asked for.
 
-    def __init__(self, passed: Callable[[float], None]):
-        self._passed = passed
-        self._keys: dict[Any, SelectorKey] = {}
-
-    def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
-        if timeout is None:
-            raise NothingWillHappen("every task waits, and no timer is set")
-        if timeout > 0:
-            self._passed(timeout)
-        return []
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> SelectorKey:
-        descriptor = fileobj if isinstance(fileobj, int) else fileobj.fileno()
-        key = self._keys[fileobj] = SelectorKey(fileobj, descriptor, events, data)
-        return key
-
-    def unregister(self, fileobj: Any) -> SelectorKey:
-        return self._keys.pop(fileobj)
-
-    def get_map(self) -> Mapping[Any, SelectorKey]:
-        return self._keys
-
-
-class VirtualLoop(SelectorEventLoop):
-    """`time()` is in seconds of virtual time, from 0. Sockets are never ready; deterministic as far as its tasks are.
-
-    An exception that nobody takes, of a callback or of a forgotten task, stops `run_virtually`.
+    It has no sockets. An exception that nobody takes, of a callback or of a forgotten task, ends `run_virtually`.
     """
 
+    _running = False
+
     def __init__(self) -> None:
-        self._now = 0.0
+        super().__init__()
+        self.now = 0.0
         self.broken: BaseException | None = None
-        super().__init__(_PassingTime(self._pass))
+        self._due: deque[Handle] = deque()
+        self._timers: list[tuple[float, int, TimerHandle]] = []
+        self._order = count()
+        self._halted = False
         self.set_exception_handler(self._break)
 
     def time(self) -> float:
-        return self._now
+        return self.now
 
-    def _pass(self, seconds: float) -> None:
-        self._now += seconds
+    def is_running(self) -> bool:
+        return self._running
+
+    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
+        handle = Handle(callback, args, self, context)
+        self._due.append(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> TimerHandle:
+        handle = TimerHandle(when, callback, args, self, context)
+        heappush(self._timers, (when, next(self._order), handle))
+        return handle
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> TimerHandle:
+        return self.call_at(self.now + delay, callback, *args, context=context)
+
+    def stop(self) -> None:
+        self._halted = True
+
+    def run_forever(self) -> None:
+        """Until `stop`. Raises NothingWillHappen."""
+        self._running = True
+        asyncio._set_running_loop(self)
+        hooks = sys.get_asyncgen_hooks()
+        sys.set_asyncgen_hooks(firstiter=self._asyncgen_firstiter_hook, finalizer=self._asyncgen_finalizer_hook)
+        try:
+            while not self._halted:
+                self._turn()
+        finally:
+            self._halted = self._running = False
+            asyncio._set_running_loop(None)
+            sys.set_asyncgen_hooks(*hooks)
+
+    def _turn(self) -> None:
+        """Run what is ready; if nothing is, time goes on to the next timer."""
+        due = self._due
+        while due:
+            handle = due.popleft()
+            if not handle.cancelled():
+                handle._run()
+            if self._halted:
+                return
+        timers = self._timers
+        while timers and timers[0][2].cancelled():
+            heappop(timers)
+        if not timers:
+            raise NothingWillHappen("every task waits, and no timer is set")
+        self.now = max(self.now, timers[0][0])
+        while timers and timers[0][0] <= self.now:
+            due.append(heappop(timers)[2])
+
+    def _timer_handle_cancelled(self, handle: TimerHandle) -> None:
+        """It is passed over when its time comes."""
 
     def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> Future[T]:  # type: ignore[override]
         """Run it here, with the next turn: what threads do beside the event loop takes no virtual time."""
