@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ TOKEN_KV = (LayerKV("modelled", (Plane("kv", (1,), "uint8"),)),)  # a byte a tok
 class ClusterPlan:
     """Which workers there are, of what model and hardware, and how requests come to them.
 
+    `of_role` are the profiles of roles whose hardware is not that of `profile`; the model is the same.
     `noise` is the standard deviation of the logarithm of a step's seconds. Beats come every `heartbeat_interval`
     seconds from each worker, spread over the interval. `engine` may set all but the KV's size, which is the profile's
     unless it gives a number of blocks.
@@ -48,10 +49,17 @@ class ClusterPlan:
     network: NetworkModel = field(default_factory=NetworkModel)
     noise: float = 0.05
     heartbeat_interval: float = 0.5
+    of_role: Mapping[Role, Profile] = field(default_factory=dict)
 
-    @property
-    def blocks(self) -> int:
-        return self.engine.num_kv_blocks or self.profile.kv_tokens // self.engine.block_size
+    def __post_init__(self) -> None:
+        if models := {each.model for each in self.of_role.values()} - {self.profile.model}:
+            raise ValueError(f"workers of {self.profile.model} cannot hand KV to workers of {', '.join(models)}")
+
+    def hardware(self, role: Role) -> Profile:
+        return self.of_role.get(role, self.profile)
+
+    def blocks(self, role: Role) -> int:
+        return self.engine.num_kv_blocks or self.hardware(role).kv_tokens // self.engine.block_size
 
     @staticmethod
     def of(profile: Profile, roles: tuple[Role, ...], policy: str, **fields: Any) -> ClusterPlan:
@@ -113,16 +121,16 @@ class SimulatedCluster:
         self._beats.append(asyncio.create_task(repeat()))
 
     def _worker(self, role: Role, number: int) -> Worker:
-        plan, profile, name = self.plan, self.plan.profile, f"{role}-{number}"
+        plan, profile, name = self.plan, self.plan.hardware(role), f"{role}-{number}"
         address = f"simulated:{name}"
-        config, blocks = plan.engine, plan.blocks
+        config, blocks = plan.engine, plan.blocks(role)
         identity = WorkerIdentity(
             instance=f"{name}-life",
             name=name,
             role=role,
-            model=profile.name,
-            fingerprint=profile.name,
-            pairing=profile.name,
+            model=profile.model,
+            fingerprint=profile.model,
+            pairing=profile.model,
             kv_dtype="bfloat16",
             max_model_len=min(profile.max_model_len, blocks * config.block_size),
         )
@@ -130,7 +138,7 @@ class SimulatedCluster:
         parts = ModelParts(
             runner=runner,
             eos_token_ids=frozenset({EOS}),
-            layout=lambda kv_dtype: (profile.name, TOKEN_KV),
+            layout=lambda kv_dtype: (profile.model, TOKEN_KV),
         )
         dialer = ModelledDialer(address, self._receivers, self._ports, plan.network, profile.kv_bytes)
         worker = assemble(

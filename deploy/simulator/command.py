@@ -19,7 +19,7 @@ from deploy.simulator import report
 from deploy.simulator.cluster import ClusterPlan
 from deploy.simulator.network import NetworkModel
 from deploy.simulator.outcomes import RateFigures, RequestOutcome
-from deploy.simulator.profiles import PROFILES, profile_of
+from deploy.simulator.profiles import PROFILES, Profile, profile_of
 from deploy.simulator.run import Study
 from deploy.simulator.traffic import TRAFFIC, traffic_of
 from router.policy import POLICIES
@@ -45,6 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--policy", default="least_loaded", metavar="NAME,…", help=f"routing policies: {', '.join(POLICIES)}")
     add("--workload", default="chat", choices=TRAFFIC, help="what is asked (default: chat)")
     add("--profile", default="a100-opt13b", choices=PROFILES, help="model and hardware (default: a100-opt13b)")
+    add("--role-profiles", default="", metavar="ROLE=NAME,…", help="other profiles, of the workers of a role")
     add("--rate", metavar="R,…", help="requests a second, instead of a search for goodput")
     add("--requests", type=int, default=1000, metavar="N", help="requests at every rate and seed (default: 1000)")
     add("--seeds", type=int, default=3, metavar="N", help="seeds at every rate (default: 3)")
@@ -78,6 +79,17 @@ def roles_of(text: str) -> tuple[Role, ...]:
     return tuple(roles)
 
 
+def profiles_of(text: str) -> dict[Role, Profile]:
+    """`prefill=a100-opt13b-tp2` → that role's profile. Raises ValueError."""
+    found: dict[Role, Profile] = {}
+    for part in filter(None, text.split(",")):
+        role, _, name = part.strip().partition("=")
+        if role not in list(Role):
+            raise ValueError(f"--role-profiles {text}: {part!r} is not ROLE=NAME")
+        found[Role(role)] = profile_of(name)
+    return found
+
+
 def study_of(options: argparse.Namespace, policy: str) -> Study:
     """Raises ValueError for settings that cannot be."""
     if policy not in POLICIES:
@@ -93,6 +105,7 @@ def study_of(options: argparse.Namespace, policy: str) -> Study:
         network=network,
         noise=options.noise,
         heartbeat_interval=options.heartbeat_interval,
+        of_role=profiles_of(options.role_profiles),
     )
     given = {
         name: getattr(options, name)

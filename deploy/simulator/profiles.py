@@ -92,6 +92,7 @@ class Profile:
     """
 
     name: str
+    model: str
     steps: PhaseTables | Fitted
     kv_tokens: int
     kv_bytes: int
@@ -118,46 +119,53 @@ class Profile:
         return self.seconds(StepWork(decoding=sequences, decoding_context=sequences * context))
 
 
-def _opt(hidden: int, layers: int, kv_tokens: int, prefill: Linear, decode: Linear, large: Linear) -> Profile:
+def _opt(model: str, kv_tokens: int, prefill: Linear, decode: Linear, large: Linear) -> Profile:
     """Keys and values of every layer, 2 bytes a number."""
-    tables = PhaseTables(prefill, decode, large)
-    return Profile(name="", steps=tables, kv_tokens=kv_tokens, kv_bytes=2 * 2 * hidden * layers, layers=layers)
+    hidden, layers = {"opt-13b": (5120, 40), "opt-66b": (9216, 64)}[model]
+    return Profile(
+        name="",
+        model=model,
+        steps=PhaseTables(prefill, decode, large),
+        kv_tokens=kv_tokens,
+        kv_bytes=2 * 2 * hidden * layers,
+        layers=layers,
+    )
 
 
 # DistServe's own engine, tensor parallel over 1, 2 and 4 devices (66B: 2, 4 and 8).
 _A100 = {
     "a100-opt13b": _opt(
-        *(5120, 40, 66_144),
+        *("opt-13b", 66_144),
         Linear(18.10254647486372, 0.1019122572698738, 7.122264314252114e-06),
         Linear(19.934702624895458, 0.0006269356524350583, 0.03850697740828398),
         Linear(7.1661889468253595, 0.0005798000403396046, 0.15831096191764046),
     ),
     "a100-opt13b-tp2": _opt(
-        *(5120, 40, 163_008),
+        *("opt-13b", 163_008),
         Linear(14.742973695171262, 0.06857720739764, 2.4495727400243586e-06),
         Linear(13.294796350285385, 0.00034109219700723494, 0.06296393225243659),
         Linear(10.638741913126715, 0.00031183369638295723, 0.08562913604102729),
     ),
     "a100-opt13b-tp4": _opt(
-        *(5120, 40, 356_736),
+        *("opt-13b", 356_736),
         Linear(12.062297033449054, 0.03808140082550695, 5.226249731787869e-07),
         Linear(10.256231678259395, 0.00018786702316166354, 0.03269273629225551),
         Linear(10.483514938375274, 0.00017120888562939117, 0.04566648525887034),
     ),
     "a100-opt66b-tp2": _opt(
-        *(9216, 64, 11_600),
+        *("opt-66b", 11_600),
         Linear(43.05881348288936, 0.2742292870458432, 2.2478042467169447e-05),
         Linear(48.288015489286245, 0.0009424343535737985, 0.12755020094383188),
         Linear(28.727693993711597, 0.00047448475459061987, 0.29617792360743994),
     ),
     "a100-opt66b-tp4": _opt(
-        *(9216, 64, 78_496),
+        *("opt-66b", 78_496),
         Linear(29.441636037717455, 0.151352180625198, 8.317450765979451e-06),
         Linear(30.760284619429587, 0.000451947603788462, 0.063284195750671),
         Linear(27.47082137429487, 0.0004046845541646486, 0.12480667738300383),
     ),
     "a100-opt66b-tp8": _opt(
-        *(9216, 64, 212_304),
+        *("opt-66b", 212_304),
         Linear(25.490662375045222, 0.10659177664763161, 3.3910502518615973e-06),
         Linear(23.15511135047022, 0.00022691488497826264, 0.04800638397272423),
         Linear(21.71772781576609, 0.0003758089655762475, 0.08978614175851013),
@@ -167,6 +175,7 @@ _A100 = {
 # SmolLM2-135M-Instruct in bfloat16 on one core of a server's x86-64 CPU, by this project's compiled kernels.
 _CPU = Profile(
     name="cpu-smollm2",
+    model="smollm2-135m",
     steps=Fitted(StepCost(fixed=0.0155, token=0.00115, pair=1.1e-6, sequence=0.0006, context=1.2e-6, error=0.1)),
     kv_tokens=93_200,
     kv_bytes=23_040,

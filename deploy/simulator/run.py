@@ -113,7 +113,7 @@ class Study:
     seeds: tuple[int, ...] = (0, 1, 2)
     max_tokens: int | None = None
 
-    def traces(self) -> list[list[Arrival]]:
+    def traces(self) -> list[tuple[Arrival, ...]]:
         return [
             trace(self.traffic, self.plan.profile, self.requests, seed, max_tokens=self.max_tokens)
             for seed in self.seeds

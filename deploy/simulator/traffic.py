@@ -7,6 +7,7 @@ else.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -121,7 +122,10 @@ def traffic_of(name: str) -> Traffic:
     return TRAFFIC[name]
 
 
-def trace(traffic: Traffic, profile: Profile, count: int, seed: int, *, max_tokens: int | None = None) -> list[Arrival]:
+@lru_cache(maxsize=16)
+def trace(
+    traffic: Traffic, profile: Profile, count: int, seed: int, *, max_tokens: int | None = None
+) -> tuple[Arrival, ...]:
     """`count` requests at one a second. The same arguments give the same trace.
 
     Clients ask for `max_tokens`, or for just the tokens that there will be.
@@ -148,7 +152,7 @@ def trace(traffic: Traffic, profile: Profile, count: int, seed: int, *, max_toke
             priority=chosen.priority,
         )
         made.append(Arrival(at, request, output))
-    return made
+    return tuple(made)
 
 
 def arrivals(count: int, burstiness: float, seed: int) -> list[float]:

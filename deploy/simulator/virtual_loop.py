@@ -9,7 +9,7 @@ import asyncio
 import sys
 from asyncio import AbstractEventLoop, BaseEventLoop, Future, Handle, TimerHandle
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextvars import Context
 from heapq import heappop, heappush
 from itertools import count
@@ -73,7 +73,7 @@ class VirtualLoop(BaseEventLoop):
         self._running = True
         asyncio._set_running_loop(self)
         hooks = sys.get_asyncgen_hooks()
-        sys.set_asyncgen_hooks(firstiter=self._asyncgen_firstiter_hook, finalizer=self._asyncgen_finalizer_hook)
+        sys.set_asyncgen_hooks(finalizer=self._close_generator)
         try:
             while not self._halted:
                 self._turn()
@@ -111,6 +111,11 @@ class VirtualLoop(BaseEventLoop):
 
         return self.create_task(run())
 
+    def _close_generator(self, generator: AsyncGenerator[Any, Any]) -> None:
+        """It was left in the middle, and nothing refers to it any more."""
+        if not self.is_closed():
+            self.create_task(generator.aclose())
+
     def _break(self, loop: AbstractEventLoop, context: dict[str, Any]) -> None:
         if self.broken is None:
             self.broken = context.get("exception") or RuntimeError(context["message"])
@@ -144,4 +149,3 @@ def _cancel_all(loop: VirtualLoop) -> None:
         task.cancel()
     if left:
         loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-    loop.run_until_complete(loop.shutdown_asyncgens())

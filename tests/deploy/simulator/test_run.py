@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -41,12 +42,12 @@ def run(
     policy: str = "least_loaded",
     max_tokens: int | None = None,
     **fields: object,
-) -> tuple[SimulatedRun, list[Arrival]]:
+) -> tuple[SimulatedRun, tuple[Arrival, ...]]:
     arrivals = trace(traffic, profile, requests, seed, max_tokens=max_tokens)
     return simulate(ClusterPlan.of(profile, roles, policy, **fields), arrivals, rate, seed=seed), arrivals
 
 
-def written_out(arrivals: list[Arrival]) -> list[list[int]]:
+def written_out(arrivals: Sequence[Arrival]) -> list[list[int]]:
     texts = ScriptedTexts({each.request.request_id: each.output_tokens for each in arrivals})
     return [texts.written_out(each.request) for each in arrivals]
 
@@ -168,6 +169,21 @@ def test_a_request_alone_takes_what_the_profile_says() -> None:
     # the commit there, and the last token back beside the first
     waited = sent - prompt + 0.01
     assert outcome.last_token - outcome.first_token == pytest.approx(waited + decoding, abs=1e-6)
+
+
+def test_roles_may_have_hardware_of_their_own() -> None:
+    """Prompts on two devices, decoding on one: each worker takes its own profile's times and KV."""
+    pair = PROFILES["a100-opt13b-tp2"]
+    traffic = Traffic(name="one", classes=(TrafficClass(prompt=Lengths(500), output=Lengths(11)),))
+    done, _ = run((Role.PREFILL, Role.DECODE), traffic=traffic, requests=1, noise=0.0, of_role={Role.PREFILL: pair})
+    (outcome,) = done.outcomes
+    assert outcome.ttft == pytest.approx(pair.prompt_seconds(500) + 5 * 2e-4, abs=1e-6)
+    assert outcome.tpot is not None and outcome.tpot > PROFILE.decode_seconds(1, 500)
+
+
+def test_workers_of_unequal_models_are_refused() -> None:
+    with pytest.raises(ValueError, match="opt-66b"):
+        run(PLACEMENTS["split"], of_role={Role.DECODE: PROFILES["a100-opt66b-tp4"]})
 
 
 def test_the_wire_is_shared() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import AsyncIterator
 
 import pytest
 from hypothesis import given
@@ -104,3 +105,23 @@ def test_tasks_left_behind_are_cancelled() -> None:
     lingering: list[asyncio.Task[None]] = []
     run_virtually(main)
     assert ends == ["cancelled"]
+
+
+def test_generators_that_are_dropped_are_closed() -> None:
+    ends: list[str] = []
+
+    async def numbers() -> AsyncIterator[int]:
+        try:
+            yield 1
+            yield 2
+        finally:
+            await asyncio.sleep(1)
+            ends.append("closed")
+
+    async def main(loop: VirtualLoop) -> None:
+        async for _ in numbers():
+            break
+        await asyncio.sleep(2)
+
+    run_virtually(main)
+    assert ends == ["closed"]
