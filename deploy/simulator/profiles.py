@@ -132,13 +132,19 @@ def _opt(model: str, kv_tokens: int, prefill: Linear, decode: Linear, large: Lin
     )
 
 
-# DistServe's own engine, tensor parallel over 1, 2 and 4 devices (66B: 2, 4 and 8).
+# DistServe's own engine, tensor parallel over 1, 2 and 4 devices (66B: 2, 4 and 8); vLLM of its time where so named.
 _A100 = {
     "a100-opt13b": _opt(
         *("opt-13b", 66_144),
         Linear(18.10254647486372, 0.1019122572698738, 7.122264314252114e-06),
         Linear(19.934702624895458, 0.0006269356524350583, 0.03850697740828398),
         Linear(7.1661889468253595, 0.0005798000403396046, 0.15831096191764046),
+    ),
+    "a100-opt13b-vllm": _opt(
+        *("opt-13b", 66_144),
+        Linear(22.052204789310185, 0.14050923870128956, 8.076584822611088e-06),
+        Linear(23.475041008414784, 0.000592934466077393, 0.060726861260369455),
+        Linear(20.206356173691958, 0.0004907727036234946, 0.1200031385587413),
     ),
     "a100-opt13b-tp2": _opt(
         *("opt-13b", 163_008),
@@ -172,11 +178,12 @@ _A100 = {
     ),
 }
 
-# SmolLM2-135M-Instruct in bfloat16 on one core of a server's x86-64 CPU, by this project's compiled kernels.
+# SmolLM2-135M-Instruct in bfloat16 on two cores of a server's x86-64 CPU: a fit by hand to TTFT and TPOT in
+# bench/results/2026-11-20-c1.json, 2026-11-20-c8-c32.json and 2026-11-20-2048.json, within 6 %.
 _CPU = Profile(
     name="cpu-smollm2",
     model="smollm2-135m",
-    steps=Fitted(StepCost(fixed=0.0155, token=0.00115, pair=1.1e-6, sequence=0.0006, context=1.2e-6, error=0.1)),
+    steps=Fitted(StepCost(fixed=3.17e-3, token=2.42e-4, pair=8.6e-8, sequence=8e-5, context=3.2e-7, error=0.1)),
     kv_tokens=93_200,
     kv_bytes=23_040,
     layers=30,

@@ -63,6 +63,20 @@ def test_the_load_counts_what_workers_count(chunks: list[tuple[int, int]], decod
     assert work.load == expected
 
 
+def test_the_cpus_profile_is_near_what_was_measured() -> None:
+    """bench/results of 2026-11-20, bfloat16: TTFT less the API's 3 ms, TPOT of one sequence of 256 to 384 tokens.
+
+    With 8 and 32 clients, a cycle of 127 steps and a prompt each took 1.38 and 4.47 s.
+    """
+    cpu = PROFILES["cpu-smollm2"]
+    assert cpu.prompt_seconds(256) == pytest.approx(0.0713 - 0.003, rel=0.06)
+    assert cpu.prompt_seconds(2048) == pytest.approx(0.6937 - 0.003, rel=0.06)
+    assert cpu.decode_seconds(1, 320) == pytest.approx(3.62e-3, rel=0.06)
+    for clients, cycle in ((8, 1.380), (32, 4.467)):
+        took = 127 * cpu.decode_seconds(clients, 320) + clients * cpu.prompt_seconds(256)
+        assert took == pytest.approx(cycle, rel=0.06)
+
+
 def test_kv_holds_what_the_tables_say() -> None:
     assert (OPT13B.kv_tokens, OPT13B.kv_bytes) == (66_144, 819_200)
     assert PROFILES["a100-opt66b-tp4"].kv_bytes == 2 * 2 * 9216 * 64
