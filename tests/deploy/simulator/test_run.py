@@ -9,13 +9,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from deploy.simulator.cluster import ClusterPlan
+from deploy.simulator.cluster import ClusterPlan, SimulatedCluster
 from deploy.simulator.network import NetworkModel
 from deploy.simulator.outcomes import RequestOutcome
 from deploy.simulator.profiles import PROFILES, Profile, StepWork
 from deploy.simulator.run import SimulatedRun, simulate
 from deploy.simulator.texts import ScriptedTexts
 from deploy.simulator.traffic import TRAFFIC, Arrival, Lengths, Traffic, TrafficClass, trace
+from deploy.simulator.virtual_loop import VirtualLoop, run_virtually
 from router.policy import POLICIES
 from serving.messages import FinishReason, Role
 from tests.house.source import ROOT
@@ -206,3 +207,21 @@ def test_overload_is_refused_and_counts_as_missed() -> None:
     assert not any(outcome.met for outcome in refused)
     assert all(outcome.ended is not None for outcome in done.outcomes)
     assert_nothing_is_held(done)
+
+
+def test_what_decides_is_what_serves() -> None:
+    """A simulated cluster consists of production classes: no scheduler, policy, lease or block is its own."""
+
+    async def main(loop: VirtualLoop) -> set[type]:
+        plan = ClusterPlan.of(PROFILE, PLACEMENTS["both"], "prefix_aware")
+        async with SimulatedCluster(plan, ScriptedTexts(), 0) as cluster:
+            parts: list[object] = [cluster.fleet, cluster.placer, cluster.placer.policy, cluster.placer.admission]
+            for worker in cluster.workers.values():
+                parts += [worker, worker.prefill, worker.engine, *worker.engine.schedulers, worker.kv]
+                parts += [worker.kv.allocator, worker.context.locations, worker.events]
+                parts += [worker.decode.table] if worker.decode is not None else []
+            return {type(part) for part in parts}
+
+    kinds = run_virtually(main)
+    assert len(kinds) >= 13
+    assert [kind for kind in kinds if kind.__module__.startswith(("deploy.simulator", "tests"))] == []
