@@ -8,7 +8,10 @@ simdistserve/estimators/profile_data; milliseconds there and in the tables here,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, replace
+
+import numpy as np
 
 from serving.step_cost import StepCost, StepLoad, pairs
 
@@ -114,9 +117,40 @@ class Profile:
             seconds += self.seconds(work)
         return seconds
 
+    def fitted(self) -> StepCost:
+        """The cost in the workers' form that is nearest over steps of many kinds: least squares of relative errors.
+
+        Coefficients that come out negative are left out, since none may be. `error` is what the form cannot say.
+        """
+        loads = list(_loads(self.max_num_batched_tokens))
+        seconds = np.array([self.seconds(work) for work in loads])
+        columns = np.array([[1.0, *astuple(work.load)] for work in loads]) / seconds[:, None]
+        kept = list(range(columns.shape[1]))
+        while True:
+            found = np.linalg.lstsq(columns[:, kept], np.ones(len(loads)), rcond=None)[0]
+            if found.min() >= 0:
+                break
+            kept.pop(int(found.argmin()))
+        values = dict(zip(kept, found.tolist(), strict=True))
+        fixed, token, pair, sequence, context = (values.get(index, 0.0) for index in range(5))
+        error = float(np.log(columns[:, kept] @ found).std())
+        return StepCost(fixed=fixed, token=token, pair=pair, sequence=sequence, context=context, error=error)
+
     def decode_seconds(self, sequences: int, context: int) -> float:
         """A decode step of sequences with so much context each."""
         return self.seconds(StepWork(decoding=sequences, decoding_context=sequences * context))
+
+
+def _loads(most: int) -> Iterator[StepWork]:
+    """Steps as they come: a chunk of a prompt or none, beside decoding sequences or none."""
+    for start, count in ((0, 0), (0, most // 4), (0, most), (most, most), (2 * most, most // 2)):
+        for decoding in (0, 1, 8, 32, 64):
+            for context in (100, 500, 1500):
+                work = StepWork(decoding=decoding, decoding_context=decoding * context)
+                if count:
+                    work.add_prompt(start, count)
+                if count or decoding:
+                    yield work
 
 
 def _opt(model: str, kv_tokens: int, prefill: Linear, decode: Linear, large: Linear) -> Profile:

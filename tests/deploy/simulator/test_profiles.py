@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.simulator.profiles import PROFILES, StepWork, profile_of
+from deploy.simulator.profiles import PROFILES, Fitted, StepWork, profile_of
 
 OPT13B = PROFILES["a100-opt13b"]
 
@@ -75,6 +75,23 @@ def test_the_cpus_profile_is_near_what_was_measured() -> None:
     for clients, cycle in ((8, 1.380), (32, 4.467)):
         took = 127 * cpu.decode_seconds(clients, 320) + clients * cpu.prompt_seconds(256)
         assert took == pytest.approx(cycle, rel=0.06)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_the_workers_form_comes_near_every_profile(name: str) -> None:
+    profile = PROFILES[name]
+    cost = profile.fitted()
+    assert min(cost.fixed, cost.token, cost.pair, cost.sequence, cost.context) >= 0
+    assert cost.error < 0.12
+    for work in (prompts(512), StepWork(decoding=16, decoding_context=16 * 400)):
+        assert cost.seconds(work.load) == pytest.approx(profile.seconds(work), rel=0.2)
+
+
+def test_a_profile_in_the_workers_form_is_fitted_exactly() -> None:
+    cost, known = PROFILES["cpu-smollm2"].fitted(), PROFILES["cpu-smollm2"].steps
+    assert isinstance(known, Fitted)
+    assert cost.error < 1e-6
+    assert cost.token == pytest.approx(known.cost.token) and cost.pair == pytest.approx(known.cost.pair)
 
 
 def test_kv_holds_what_the_tables_say() -> None:
