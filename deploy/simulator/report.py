@@ -14,6 +14,7 @@ import orjson
 from deploy.simulator.outcomes import RateFigures
 
 BAR = 12  # characters of an attainment
+GROWING = 0.05  # of the rate: with a backlog that grows by more, attainment depends on how long the run is
 EIGHTHS = " ▏▎▍▌▋▊▉"
 
 HEAD = ("req/s", "attained", "", "TTFT", "TPOT", "TTFT p50", "p90", "TPOT p50", "p90", "backlog", "failed")
@@ -63,8 +64,13 @@ def goodput_line(result: PolicyResult, workers: int, attainment: float) -> str:
     """The answer of a search in words."""
     if result.goodput is None:
         return f"goodput: no rate attains {attainment:.0%}"
-    each = result.goodput / workers
-    return f"goodput: {result.goodput:.3g} req/s at {attainment:.0%} attainment, {each:.3g} a worker"
+    line = (
+        f"goodput: {result.goodput:.3g} req/s at {attainment:.0%} attainment, {result.goodput / workers:.3g} a worker"
+    )
+    found = result.rates.get(result.goodput)
+    if found is not None and found.backlog_slope > GROWING * found.rate:
+        line += "\n   ! requests pile up at this rate: more of them (--requests) would attain less"
+    return line
 
 
 def comparison(results: Sequence[PolicyResult]) -> str:

@@ -9,6 +9,7 @@ import orjson
 import pytest
 
 from deploy.simulator.command import SimulationProgress, main, profiles_of, roles_of
+from deploy.simulator.outcomes import figures
 from deploy.simulator.report import PolicyResult, bar, comparison, goodput_line
 from serving.messages import Role
 from tests.deploy.simulator.test_outcomes import outcome
@@ -85,6 +86,14 @@ def test_progress_is_drawn_on_a_terminal() -> None:
 @pytest.mark.parametrize(("share", "full"), [(0.0, 0), (0.5, 6), (1.0, 12)])
 def test_a_share_is_drawn_as_a_bar(share: float, full: int) -> None:
     assert len(bar(share)) == 12 and bar(share).count("█") == full
+
+
+@pytest.mark.parametrize(("late", "warned"), [(0.0, False), (0.2, True)])
+def test_a_rate_at_which_requests_pile_up_is_told(late: float, warned: bool) -> None:
+    """Each of 400 requests, ten a second, ends that much later than the one before."""
+    run = [outcome(arrived=n / 10, ended=n / 10 + 0.3 + late * n) for n in range(400)]
+    found = PolicyResult(policy="a", rates={10.0: figures(10.0, [run])}, goodput=10.0)
+    assert ("pile up" in goodput_line(found, 1, 0.9)) is warned
 
 
 def test_policies_are_compared_with_the_first() -> None:
