@@ -39,7 +39,7 @@ from prefill.ordering import Cost, FirstComeFirstServed, PromptOrder, SlackOrder
 from prefill.scheduler import PrefillScheduler
 from prefill.worker import Layout, PrefillWorker
 from serving.config import EngineConfig, ModelConfig, PoolConfig
-from serving.engine.engine import Runner, StepLimits
+from serving.engine.engine import Engine, Runner, StepLimits
 from serving.engine.loop import EngineLoop
 from serving.engine.overlap import engine_for
 from serving.engine.plan import Scheduler, StepRecord
@@ -147,8 +147,9 @@ def assemble(
     links: WorkerLinks,
     *,
     clock: Callable[[], float] = time.monotonic,
+    engine_loop: Callable[[Engine], EngineLoop] = EngineLoop,
 ) -> Worker:
-    """A worker around a runner and the memories its KV lies in, whose lock becomes the engine's."""
+    """A worker around a runner and the memories its KV lies in, whose lock the engine takes; a loop runs its steps."""
     device_kv, host, role = locations.device, locations.host, identity.role
     events, cost = KVEventLog(), FetchCost()
     meter = StepMeter(StepFit(parts.guess, parts.learned.read() if parts.learned is not None else None))
@@ -181,7 +182,7 @@ def assemble(
         clock=clock,
         trace=trace_writer(config.profile, identity.name),
     )
-    context = WorkerContext(identity=identity, loop=EngineLoop(engine), kv=kv, locations=locations)
+    context = WorkerContext(identity=identity, loop=engine_loop(engine), kv=kv, locations=locations)
     connector: PoolConnector | None = None
     if client is not None and storing is not None:
         connector = PoolConnector(client, storing, links.pool, kv, locations, cost, lambda: bool(prefilling.queue))

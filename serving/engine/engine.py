@@ -58,6 +58,16 @@ Lock = AbstractContextManager[object]
 """Guards a worker's sequences and blocks; the same thread may take it again."""
 
 
+@dataclass(frozen=True, slots=True)
+class BegunStep:
+    """A step that is planned and not accounted for. Seconds on the engine's clock."""
+
+    plan: StepPlan
+    began: float
+    load: PlannedLoad
+    planning_seconds: float
+
+
 class Runner(Protocol):
     """What the engine asks of the thing that computes (serving.engine.runner.ModelRunner)."""
 
@@ -115,13 +125,20 @@ class Engine:
 
     def _step(self, plan: StepPlan, began: float, layer_done: LayerDone | None) -> list[SequenceOutput]:
         """The rest of a step, once it is planned."""
+        step = self.begun(plan, began)
+        return self.finish(step, self.runner.run(plan.work, layer_done))
+
+    def begun(self, plan: StepPlan, began: float) -> BegunStep:
+        """The planned work, not empty, is about to run: `finish` this with what came of it."""
         self.step_began = began
         load = plan.load()
-        scheduled = self.clock()
-        result = self.runner.run(plan.work, layer_done)
-        outputs = self.postprocess(plan, result)
+        return BegunStep(plan, began, load, self.clock() - began)
+
+    def finish(self, step: BegunStep, result: RunResult) -> list[SequenceOutput]:
+        """Account for a step that has run; what it brought out."""
+        outputs = self.postprocess(step.plan, result)
         self.step_began = None
-        self._record(plan, load, began, self.clock(), scheduled - began, result.times)
+        self._record(step.plan, step.load, step.began, self.clock(), step.planning_seconds, result.times)
         return outputs
 
     def schedule(self, now: float) -> tuple[StepPlan, list[SequenceOutput]]:

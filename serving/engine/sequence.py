@@ -185,7 +185,7 @@ class SequenceState:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one for every token, and frozen ones take three times as long to make
 class SequenceOutput:
     """What a step brings out for one sequence: either new tokens or the error that ended it.
 

@@ -85,7 +85,7 @@ class SampleRow:
         return state
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one for every token, and frozen ones take three times as long to make
 class Sampled:
     """A sampled token, with its log-probability when the row asked for it."""
 

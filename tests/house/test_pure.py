@@ -53,6 +53,11 @@ PURE = (
     "serving/api/sse.py",
     "serving/text/detokenizer.py",
     "serving/timeline.py",
+    "deploy/simulator/profiles.py",
+    "deploy/simulator/texts.py",
+    "deploy/simulator/traffic.py",
+    "deploy/simulator/outcomes.py",
+    "deploy/simulator/report.py",
 )
 IMPURE = {
     "asyncio", "concurrent", "datetime", "grpc", "multiprocessing", "os", "queue", "random", "select", "selectors",
