@@ -42,7 +42,7 @@ RECENT = 32  # newest steps of each kind, by which a new fit takes the pace over
 JUDGED = 256  # newest residuals that `error` is made of, of each kind
 
 
-class Pace:
+class StepPace:
     """How much longer than fitted the steps of one kind take just now: a running mean of ln(observed / fitted)."""
 
     __slots__ = ("mean", "residuals", "steps", "trust")
@@ -68,7 +68,7 @@ class StepFit:
         self._looseness = GUESSED if learned is None else LEARNED
         self._buckets: dict[int, deque[Sample]] = {}
         self._seen_at: dict[int, int] = {}
-        self._kinds = (Pace(), Pace())  # of steps without prompts, and with
+        self._kinds = (StepPace(), StepPace())  # of steps without prompts, and with
         self._pace = 0.0
         self._cheapest: tuple[StepLoad, float] | None = None
         self._fitted_to = 0  # steps
