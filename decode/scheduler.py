@@ -99,7 +99,8 @@ class DecodeScheduler:
     def _begin(self, now: float) -> None:
         """What has joined has just had its first token here: the pace of the others is counted from it."""
         for seq in self._joined:
-            seq.objectives.begin(len(seq.tokens), len(seq.order.generated), now)
+            here = seq.incoming.prefilled_here
+            seq.objectives.begin(len(seq.tokens), len(seq.order.generated), now, here=here)
         self._joined.clear()
 
     def fill(self, plan: StepPlan, now: float) -> None:

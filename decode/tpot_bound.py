@@ -37,14 +37,20 @@ class TpotBound(LeaseBound):
     The tightest is that of the sequences no less important than the new one, and its own. Objectives count that can be
     met: not those missed already, nor those that this worker could not meet for the sequence alone. A worker that holds
     nothing refuses nobody, and a text that has begun is never refused: to move it costs more than a slow token.
+
+    Where `prompts` are computed here only what decodes counts: chunks by slack hold the others back until there is
+    room, and by their due times, which a queue elsewhere might not.
     """
 
-    def __init__(self, cost: Callable[[], StepCost | None], share: float):
+    def __init__(self, cost: Callable[[], StepCost | None], share: float, *, prompts: bool = False):
         self.cost = cost
         self.share = share
+        self.prompts = prompts
 
     def check(self, order: LeaseOrder, held: Collection[SequenceState]) -> None:
         model = self.cost()
+        if self.prompts:
+            held = [seq for seq in held if len(seq.tokens) > seq.start]
         if model is None or not model.samples or order.generated or not held:
             return
         request = order.request

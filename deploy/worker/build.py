@@ -227,11 +227,12 @@ class ObjectivesParts:
 
 def objectives_parts(role: Role, config: EngineConfig, step_cost: Cost) -> ObjectivesParts:
     """The parts a worker of this role and configuration decides with, by its own step cost."""
-    share = MIXED_SHARE if role is Role.MIXED else DECODE_SHARE
+    mixed = role is Role.MIXED
+    bound = TpotBound(step_cost, MIXED_SHARE if mixed else DECODE_SHARE, prompts=mixed)
     return ObjectivesParts(
         order=SlackOrder(step_cost) if config.prefill_order == "slack" else FirstComeFirstServed(),
         chunks=SlackChunks(step_cost) if config.chunking == "slack" else FixedChunks(),
-        bound=TpotBound(step_cost, share) if config.tpot_admission else None,
+        bound=bound if config.tpot_admission else None,
     )
 
 

@@ -29,7 +29,7 @@ KEPT = 16  # newest steps of each bucket
 HALF_RANK = 5.0  # steps of a bucket after which an older one weighs half
 HALF_AGE = 4000.0  # steps without one of a bucket after which it weighs half,
 OLD = 0.1  # down to this share
-FIRST = 16  # steps that scale the prior one by one, before the first fit
+FIRST = 8  # steps of a kind whose plain mean is the pace
 REFIT_SECONDS = 1.0
 ROUNDS = 5  # of reweighting
 TUNING = 1.5  # standard deviations from which on Huber's weights fall
@@ -37,12 +37,12 @@ LEAST_SPREAD = 0.02  # of ln(observed / predicted): a clock and a scheduler are 
 GUESSED, LEARNED = 0.7, 0.25  # relative standard deviation of a prior's coefficients: from a model's size, from a fit
 FLOOR = 0.7  # of the cheapest cadence seen, below which nothing is predicted
 PACE = 0.12  # weight of the newest step in the machine's present pace
-JUMP = 0.5  # of ln(observed / predicted), what one step moves that at most
+JUMP = 0.3  # of ln(observed / predicted), what one step moves that at most
 RECENT = 32  # newest steps of each kind, by which a new fit takes the pace over
 JUDGED = 256  # newest residuals that `error` is made of, of each kind
 
 
-class Pace:
+class StepPace:
     """How much longer than fitted the steps of one kind take just now: a running mean of ln(observed / fitted)."""
 
     __slots__ = ("mean", "residuals", "steps", "trust")
@@ -68,7 +68,7 @@ class StepFit:
         self._looseness = GUESSED if learned is None else LEARNED
         self._buckets: dict[int, deque[Sample]] = {}
         self._seen_at: dict[int, int] = {}
-        self._kinds = (Pace(), Pace())  # of steps without prompts, and with
+        self._kinds = (StepPace(), StepPace())  # of steps without prompts, and with
         self._pace = 0.0
         self._cheapest: tuple[StepLoad, float] | None = None
         self._fitted_to = 0  # steps
@@ -104,18 +104,22 @@ class StepFit:
         if bucket is None:
             bucket = self._buckets[key] = deque(maxlen=KEPT)
         bucket.append(sample)
-        self.seen += 1
-        self._seen_at[key] = self.seen
         self._follow(sample, math.log(seconds / max(1e-12, self._fitted.seconds(load))), prompts)
+        self._seen_at[key] = self.seen
+        self.seen += 1  # last: who fits sees no step half observed
 
     def _follow(self, sample: Sample, ratio: float, prompts: bool) -> None:
-        """Move the pace towards the step's `ratio`, ln(observed / fitted); the first step sets it."""
+        """Move the pace towards the step's `ratio`, ln(observed / fitted): at first it is their plain mean."""
         kind, other = self._kinds[prompts], self._kinds[not prompts]
         kind.steps.append(sample)
         kind.residuals.append(ratio - self._pace)
         if kind.trust == 0.0:
             kind.mean = ratio if other.trust == 0.0 else self._pace
-        kind.mean += PACE * max(-JUMP, min(JUMP, ratio - kind.mean))
+        count = len(kind.steps)
+        if count < FIRST:
+            kind.mean += (ratio - kind.mean) / count
+        else:
+            kind.mean += PACE * max(-JUMP, min(JUMP, ratio - kind.mean))
         kind.trust += PACE * (1.0 - kind.trust)
         other.trust *= 1.0 - PACE
         self._pace = self._blended()
@@ -135,7 +139,10 @@ class StepFit:
         for kind in self._kinds:
             if kind.steps:
                 recent = np.array(list(kind.steps))
-                kind.mean += float(np.median(log_ratios(recent, fitted) - log_ratios(recent, before)))
+                ratios = log_ratios(recent, fitted)
+                kind.mean += float(np.median(ratios - log_ratios(recent, before)))
+                typical = float(np.median(ratios))
+                kind.mean = kind.mean if abs(kind.mean - typical) < JUMP else typical
         self._pace = self._blended()
         self._fitted = stated(fitted, error=self._error(), samples=len(rows))
         _, new, seen, sequences, context, seconds = rows[np.argsort(rows[:, 5])[len(rows) // 50]].tolist()

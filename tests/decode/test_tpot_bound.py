@@ -25,9 +25,13 @@ def row(tpot_ms: float | None = None, tokens: int = 10, **fields: Any) -> Sequen
 
 
 def refused(
-    held: list[SequenceState], tpot_ms: float | None = None, cost: StepCost | None = COST, **fields: Any
+    held: list[SequenceState],
+    tpot_ms: float | None = None,
+    cost: StepCost | None = COST,
+    prompts: bool = False,
+    **fields: Any,
 ) -> bool:
-    bound: LeaseBound = TpotBound(lambda: cost, share=1.0)
+    bound: LeaseBound = TpotBound(lambda: cost, share=1.0, prompts=prompts)
     try:
         bound.check(make_order([1] * 10, slo=Slo(tpot_ms=tpot_ms), **fields), held)
     except NoRoom as error:
@@ -87,6 +91,14 @@ def test_their_kv_is_taken_to_grow() -> None:
     assert refused([row(25.0, tokens=700, max_tokens=2000)], cost=cost, max_tokens=2000)
     assert not refused([row(25.0, tokens=700, max_tokens=2000)], cost=cost, max_tokens=1), "but not without end"
     assert HORIZON < 2000
+
+
+def test_prompts_that_are_computed_here_wait_for_their_turn() -> None:
+    held = [row(30.0) for _ in range(20)]
+    assert refused(held) and not refused(held, prompts=True)
+    for seq in held[:10]:
+        seq.tokens.append(0)
+    assert refused(held, prompts=True) and not refused(held[1:], prompts=True)
 
 
 @settings(max_examples=200, deadline=None)

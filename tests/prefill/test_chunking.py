@@ -39,6 +39,7 @@ class Step:
         self.kv.open(seq)
         seq.computed = len(seq.tokens)
         seq.tokens.append(0)
+        seq.incoming.prefilled_here = True
         self.decode.add(seq)
         self.decode.fill(StepPlan(BUDGET, 99), now)
 

