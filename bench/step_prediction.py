@@ -50,7 +50,7 @@ REGIMES = ("decodes alone", "prompts alone", "decodes and prompts")
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class ClosedLoop:
     """Clients that ask again and again: shortest and longest prompt, output, and pause between requests, in seconds."""
 
     clients: int
@@ -60,8 +60,8 @@ class Traffic:
     pause: float = 0.0
 
 
-CHATS = [Traffic(6, 32, 256, 96, pause=0.2)]
-LONG = [Traffic(12, 32, 256, 96, pause=0.2), Traffic(2, 1000, 1500, 32, pause=0.5)]
+CHATS = [ClosedLoop(6, 32, 256, 96, pause=0.2)]
+LONG = [ClosedLoop(12, 32, 256, 96, pause=0.2), ClosedLoop(2, 1000, 1500, 32, pause=0.5)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Served:
                 if answered is not None and not answered.done():
                     answered.set_result(None)
 
-    async def ask(self, traffic: Traffic) -> None:
+    async def ask(self, traffic: ClosedLoop) -> None:
         """One request, to its last token."""
         length = self.chance.randint(traffic.shortest, traffic.longest)
         prompt = tuple(self.chance.randrange(self.vocab) for _ in range(length))
@@ -146,12 +146,12 @@ class Served:
         finally:
             self.loop.end(seq)
 
-    async def client(self, traffic: Traffic) -> None:
+    async def client(self, traffic: ClosedLoop) -> None:
         while True:
             await self.ask(traffic)
             await asyncio.sleep(self.chance.expovariate(1 / traffic.pause) if traffic.pause else 0.0)
 
-    async def load(self, traffics: Sequence[Traffic], seconds: float) -> None:
+    async def load(self, traffics: Sequence[ClosedLoop], seconds: float) -> None:
         """Keep this traffic up for so long; the fit has its turn as heartbeats give it."""
         clients = [asyncio.create_task(self.client(one)) for one in traffics for _ in range(one.clients)]
         end = time.monotonic() + seconds

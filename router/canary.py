@@ -13,10 +13,10 @@ from enum import Enum
 from functools import partial
 from itertools import count, islice
 
+from router.candidate import Candidate, Dispatched
 from router.fleet import Fleet
 from router.leases import OUT_OF_REACH
 from router.placement import blames_link
-from router.policy import Candidate
 from router.request_state import RequestState
 from router.stalls import STEPS
 from serving.errors import Draining, MillraceError, NoRoom, Preempted, Retryable, WorkerLost
@@ -151,7 +151,8 @@ class _Trip:
             lease = await self.fleet.open(self.decode, self.state.request.request_id, self.state)
             try:
                 self.stage, self.blamed = Stage.PREFILL, self.prefill
-                async with self.fleet.prefill(self.prefill, self.state, lease, len(PROMPT)) as call:
+                reserved = self.fleet.reserve(self.prefill, Dispatched(prompt_tokens=len(PROMPT)))
+                async with self.fleet.prefill(self.prefill, self.state, lease, reserved) as call:
                     self.state.take((await call.first()).delta, self.fleet.clock())
                     self.stage, self.blamed = Stage.DECODE, None
                     await lease.next()

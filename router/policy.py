@@ -45,7 +45,7 @@ class Demand:
         return self.tokens >= worker.status.total_blocks * worker.status.block_size
 
 
-class Links(Protocol):
+class KVLinks(Protocol):
     """What is known of the ways from prefill to decode workers, by their instances."""
 
     def allows(self, prefill: str, decode: str, now: float) -> bool:
@@ -67,7 +67,7 @@ class FleetView:
 
     decode: Sequence[Candidate]
     prefill: Sequence[Candidate]
-    links: Links
+    links: KVLinks
 
     def prefills_for(self, worker: Candidate, now: float) -> list[Candidate]:
         """Who may compute the prompt for a decode by this worker; over a broken link if no other leads there."""
@@ -270,7 +270,7 @@ def able_to_prefill(demand: Demand, workers: Iterable[Candidate], avoid: Collect
 def view_for_prefill(
     demand: Demand,
     workers: Sequence[Candidate],
-    links: Links,
+    links: KVLinks,
     own: Candidate | None,
     avoid: Collection[str],
     *,

@@ -81,7 +81,7 @@ class Trust:
 
 
 class Ways:
-    """The ways from prefill to decode workers as policies see them (router.policy.Links): trusted, and at a cost."""
+    """The ways from prefill to decode workers as policies see them (router.policy.KVLinks): trusted, and at a cost."""
 
     def __init__(self, trust: Trust, costs: LinkCosts):
         self.trust = trust

@@ -172,12 +172,7 @@ def assemble(
         parts.runner,
         kv,
         schedulers,
-        StepLimits(
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=identity.max_model_len,
-            eos_token_ids=parts.eos_token_ids,
-        ),
+        step_limits(config, identity.max_model_len, parts.eos_token_ids),
         lock=locations.lock,
         clock=clock,
         trace=trace_writer(config.profile, identity.name),
@@ -204,6 +199,15 @@ def assemble(
     )
     costs = StepCostKeeper(meter, parts.learned)
     return Worker(context, prefill, decode, address=links.address, events=events, costs=costs, connector=connector)
+
+
+def step_limits(config: EngineConfig, max_model_len: int, eos_token_ids: frozenset[int]) -> StepLimits:
+    return StepLimits(
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        eos_token_ids=eos_token_ids,
+    )
 
 
 def both(first: Measured, second: Measured) -> Measured:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.step_prediction import REGIMES, Served, Step, Traffic, table, windows, write_trace
+from bench.step_prediction import REGIMES, ClosedLoop, Served, Step, table, windows, write_trace
 from serving.config import EngineConfig
 from serving.engine.plan import StepRecord
 from serving.loader.loading import load
@@ -47,8 +47,8 @@ def test_steps_are_told_apart_by_what_they_compute_and_when() -> None:
 
 @pytest.mark.thorough
 async def test_a_tiny_model_is_served_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.step_prediction.CHATS", [Traffic(2, 4, 20, 8, pause=0.01)])
-    monkeypatch.setattr("bench.step_prediction.LONG", [Traffic(1, 30, 60, 4)])
+    monkeypatch.setattr("bench.step_prediction.CHATS", [ClosedLoop(2, 4, 20, 8, pause=0.01)])
+    monkeypatch.setattr("bench.step_prediction.LONG", [ClosedLoop(1, 30, 60, 4)])
     monkeypatch.setattr("bench.step_prediction.CONTEXT", 100)
     served = Served(load(tiny_llama(tmp_path / "tiny"), "float32"), EngineConfig(kernels="torch"))
     changed = await served.serve(1.2)

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from router.breaker import BreakerConfig
+from router.candidate import Candidate
+from router.link_costs import LinkCosts
+from router.policy import Demand, FleetView, able_to_decode, able_to_prefill
+from router.trust import Trust, Ways
 from serving.errors import MillraceError, StaleLease, WorkerLost
 from serving.links import Deliver, LeaseEvent
 from serving.messages import (
@@ -48,6 +53,12 @@ def make_status(name: str = "w", role: Role = Role.MIXED, **fields: Any) -> Work
         "waiting_tokens": 0,
     }
     return WorkerStatus(**{**plain, **fields})
+
+
+def lease_view(demand: Demand, workers: Sequence[Candidate]) -> FleetView:
+    """The view of a router that trusts all of them."""
+    ways = Ways(Trust(BreakerConfig(), stall=10.0), LinkCosts())
+    return FleetView(able_to_decode(demand, workers), able_to_prefill(demand, workers), ways)
 
 
 HANG = "hang"  # a script's word for never answering

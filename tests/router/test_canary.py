@@ -9,11 +9,13 @@ import pytest
 
 from router.breaker import BreakerState
 from router.canary import TENANT, Canary
-from router.policy import Candidate
+from router.candidate import Candidate
 from serving.errors import Draining, InternalError, MillraceError, NoRoom, WorkerLost
 from serving.messages import Role
 from tests.router.conftest import World, expected, wanted
 from tests.router.scripted import HANG
+
+pytestmark = pytest.mark.usefixtures("ties_by_name")
 
 INTERVAL = 2.0
 PATIENCE = 0.5  # seconds of real time: what hangs is given up after so long

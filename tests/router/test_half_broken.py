@@ -15,6 +15,8 @@ from serving.messages import PROTOCOL, Role
 from tests.router.conftest import World, expected, wanted
 from tests.router.scripted import HANG, ScriptedWorker
 
+pytestmark = pytest.mark.usefixtures("ties_by_name")
+
 
 @pytest.fixture
 def split(world: World) -> World:

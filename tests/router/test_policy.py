@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.candidate import Candidate, Dispatched
-from router.link_costs import LinkCosts
 from router.policies import POLICIES, make_policy
 from router.policy import (
     Decision,
@@ -24,12 +23,11 @@ from router.policy import (
     SessionSticky,
     able_to_decode,
     able_to_prefill,
-    view_for_lease,
     view_for_prefill,
 )
 from serving.config import PlacementConfig
 from serving.messages import Build, Role
-from tests.router.scripted import make_status
+from tests.router.scripted import lease_view, make_status
 
 ROLE = st.sampled_from(list(Role))
 WORKERS = st.lists(
@@ -95,14 +93,14 @@ def ranking(name: str) -> RankingPolicy:
 
 
 def lease(policy: Policy, demand: Demand, workers: list[Candidate]) -> Decision | None:
-    return policy.choose(demand, view_for_lease(demand, workers, LinkCosts()), now=0.0)
+    return policy.choose(demand, lease_view(demand, workers), now=0.0)
 
 
 def prefill(
     policy: Policy, demand: Demand, workers: list[Candidate], own: str, avoid: set[str] | None = None, *, begun: bool
 ) -> Candidate | None:
     holder = next((worker for worker in workers if worker.status.instance == own), None)
-    view = view_for_prefill(demand, workers, LinkCosts(), holder, avoid or set(), begun=begun)
+    view = view_for_prefill(demand, workers, lease_view(demand, workers).links, holder, avoid or set(), begun=begun)
     decision = policy.choose(demand, view, now=0.0)
     return decision.prefill if decision is not None else None
 
@@ -113,7 +111,7 @@ def prefill(
 def test_a_decision_names_workers_that_may_take_the_request(
     name: str, workers: list[Candidate], demand: Demand
 ) -> None:
-    policy, view = make_policy(name), view_for_lease(demand, workers, LinkCosts())
+    policy, view = make_policy(name), lease_view(demand, workers)
     decision = policy.choose(demand, view, now=0.0)
     if decision is None:
         assert not view.decode and not view.prefill
