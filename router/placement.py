@@ -301,6 +301,7 @@ class Placement:
         self._placed: Placed | None = None  # what led to the lease, until its prefill is sent
         self._decodes = False  # its worker has decoded for it since it last began
         self._worker: Candidate | None = None  # that prefills
+        self._reserved: Reservation | None = None  # for it
         self._avoid: set[str] = set()  # prefill workers that failed, by instance
 
     async def lease(self) -> RouterLease:
@@ -325,12 +326,14 @@ class Placement:
             if placed is not None:
                 placed.release()
             placed = await self.placer.choose_prefill(self.state, self.held, self._avoid)
-        self._worker = placed.decision.prefill
+        self._worker, self._reserved = placed.decision.prefill, placed.reserved
         return self.placer.begin_prefill(placed, self.state, self.held)
 
     def prefilled(self, prefilled: Prefilled) -> Delta:
         """The prefill worker has done its work."""
         assert self._worker is not None
+        if self._reserved is not None:
+            self._reserved.release()  # what is left is its handoff
         self.placer.fleet.breakers.succeeded(self._worker.status.instance, self.placer.fleet.clock())
         return prefilled.delta
 
