@@ -17,7 +17,15 @@ from tests.house.source import imports, matching, start_closure, tree
 # workers and transports act. What merely describes (configuration, messages, specs) is not listed.
 PURE = (
     "router/breaker.py",
+    "router/block_keys.py",
+    "router/calibration.py",
+    "router/candidate.py",
+    "router/goodput.py",
+    "router/link_costs.py",
+    "router/output_lengths.py",
     "router/policy.py",
+    "router/policies.py",
+    "router/predict.py",
     "router/prefix_index.py",
     "router/registry.py",
     "router/request_state.py",
@@ -47,6 +55,7 @@ PURE = (
     "serving/engine/objectives.py",
     "serving/engine/offload.py",
     "serving/engine/step_*.py",
+    "serving/service_class.py",
     "serving/step_cost.py",
     "serving/sampling/randomness.py",
     "serving/api/choice.py",
