@@ -130,6 +130,8 @@ class Placer:
         while (decision := self.policy.choose(demand, view, self.fleet.clock())) and decision.decode is not None:
             if not state.generated and not self._worth(state, demand, decision):
                 return None, None, True
+            if state.generated and outgrown(demand, view.prefill):
+                decision = replace(decision, prefill=None)  # the decode worker itself, unless others have come by then
             worker, placed, granted = decision.decode, self.placed(decision, demand), False
             try:
                 lease = await self.fleet.open(worker, lease_id, state)

@@ -9,7 +9,8 @@ import argparse
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
@@ -158,9 +159,25 @@ class SimulationProgress:
             self._stream.flush()
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Requests that are placed anew say so, and here there are thousands of them."""
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+
+
 def run(options: argparse.Namespace) -> int:
     """Simulate and print; the process's exit code. Raises ValueError."""
-    logging.getLogger().setLevel(logging.CRITICAL)  # requests that are placed anew say so, thousands of them
+    with _quiet():
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     results: list[report.PolicyResult] = []
     studies = {policy: study_of(options, policy) for policy in options.policy.split(",")}
     first = next(iter(studies.values()))
