@@ -25,7 +25,7 @@ from router.request_state import RequestState
 from serving.errors import MillraceError, WorkerLost
 from serving.links import AuditLink, DecodeWorkerLink, PrefillLink
 from serving.messages import Audit, KVEvents, PoolReport, PrefillOrder, WorkerStatus
-from serving.service_class import SERVICE_CLASSES, ServiceClass
+from serving.service_class import SERVICE_CLASSES, STANDARD, ServiceClass
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class RouterConfig:
     """`patience`: seconds a request may wait for room or for a worker; `max_failures`: tries that may break.
 
     `policy` is one of router.policies.POLICIES. `prefix_index_bytes` bounds what the router remembers of the workers'
-    KV blocks, for policies that need it.
+    KV blocks, for policies that need it. `strict_disaggregation`: no worker computes prompts for its own decodes.
     """
 
     name: str = "router"
@@ -54,6 +54,8 @@ class RouterConfig:
     policy: str = "least_loaded"
     prefix_index_bytes: int = 64 << 20
     classes: Mapping[str, ServiceClass] = field(default_factory=lambda: SERVICE_CLASSES)
+    default_class: str = STANDARD
+    strict_disaggregation: bool = False
 
 
 class Fleet:

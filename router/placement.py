@@ -21,9 +21,11 @@ from router.output_lengths import OutputLengths
 from router.policy import (
     Decision,
     Demand,
+    FleetView,
     Policy,
     able_to_prefill,
     outgrown,
+    split_only,
     view_for_lease,
     view_for_prefill,
 )
@@ -42,13 +44,17 @@ from serving.errors import (
     Unavailable,
     WorkerLost,
 )
-from serving.messages import TPOT_BINS_MS, Build, WorkerStatus
-from serving.service_class import STANDARD, ServiceClass
+from serving.messages import TPOT_BINS_MS, Build, Delta, Prefilled, WorkerStatus
+from serving.service_class import ServiceClass
 
 HOPELESS = 0.1  # a chance to meet the TTFT objective below this counts as none
 JITTER = 0.25  # of retry_after, either way: clients that are refused together do not come back together
 MIN_RETRY = 0.1  # seconds
 NO_PREFILL = "no prefill worker is ready; start one, or look at /health"
+NO_SPLIT = (
+    "--strict-disaggregation: there is no prefill worker with another worker to decode for it; start them, or look at"
+    " /health"
+)
 NO_DECODE = "no decode worker is ready; start one, or look at /health"
 
 
@@ -99,9 +105,14 @@ class Placer:
                         return lease, placed
         except TimeoutError:
             if not full:
-                raise Unavailable(NO_DECODE, retry_after=2.0) from None
+                raise self._nobody(NO_DECODE) from None
             waited = f"no worker had room within {patience:g} s"
             raise Overloaded(waited, code="no_room", retry_after=1.0) from None
+
+    def _nobody(self, why: str) -> Unavailable:
+        """No worker was there to take a request."""
+        strict = self.fleet.config.strict_disaggregation
+        return Unavailable(NO_SPLIT if strict else why, code="no_split_placement" if strict else None, retry_after=2.0)
 
     def _claim(self, state: RequestState) -> Claim:
         """What the request asks for, as far as it keeps others back that ask for as much."""
@@ -109,7 +120,7 @@ class Placer:
         bin_ = bisect_left(TPOT_BINS_MS, request.slo.tpot_ms) if request.slo.tpot_ms is not None else None
         priority = CONTINUATION if state.generated else request.priority
         single = request.sampling.max_tokens - len(state.generated) == 1
-        return Claim(priority, request.tenant, state.tokens, (build, bin_, single))
+        return Claim(priority, request.tenant, state.tokens, (build, bin_, single), request.service_class)
 
     def _prefill_only(self, lease_id: str) -> tuple[RouterLease | None, Placed | None, bool]:
         """A single token needs no decode worker, but workers compute so many prompts at a time as they may hold."""
@@ -122,7 +133,7 @@ class Placer:
         """A lease on the first worker that grants one, in the policy's order; True if some were full."""
         full, workers = False, self.fleet.registry.candidates()
         demand = self._demand(state, workers, state.required_build)
-        view = view_for_lease(demand, workers, self.fleet.links)
+        view = self._allowed(view_for_lease(demand, workers, self.fleet.links))
         while (decision := self.policy.choose(demand, view, self.fleet.clock())) and decision.decode is not None:
             if not state.generated and not self._worth(state, demand, decision):
                 return None, None, True
@@ -132,11 +143,11 @@ class Placer:
                 state.build = Build(worker.status.fingerprint, worker.status.pairing)
                 granted = True
                 return lease, placed, False
-            except NoRoom:
-                full = True
-            except Draining:
-                pass  # its heartbeat will say so
+            except (NoRoom, Draining) as error:  # of a drain its heartbeat will say so
+                full = full or isinstance(error, NoRoom)
+                state.pass_over(worker.status.name, error)
             except (WorkerLost, StaleLease, Unauthorized) as error:  # gone, restarted meanwhile, or not one of ours
+                state.pass_over(worker.status.name, error)
                 self.fleet.blame(worker.status.instance, error)
             finally:
                 if not granted:
@@ -145,6 +156,10 @@ class Placer:
             if not view.decode:
                 break
         return None, None, full
+
+    def _allowed(self, view: FleetView) -> FleetView:
+        """Those placements that are allowed here, whatever the policy."""
+        return split_only(view, self.fleet.clock()) if self.fleet.config.strict_disaggregation else view
 
     def _worth(self, state: RequestState, demand: Demand, decision: Decision) -> bool:
         """False if a request of this class waits here rather than in that worker's queue.
@@ -166,9 +181,9 @@ class Placer:
         return known.backlog is None or predicted.queue <= known.backlog
 
     def service_class(self, state: RequestState) -> ServiceClass:
-        """The request's; one that is not configured here is as the standard one."""
-        classes = self.fleet.config.classes
-        return classes.get(state.request.service_class) or classes.get(STANDARD) or ServiceClass(name=STANDARD)
+        """The request's; one that is not configured here is as the default one."""
+        classes, default = self.fleet.config.classes, self.fleet.config.default_class
+        return classes.get(state.request.service_class) or classes.get(default) or ServiceClass(name=default)
 
     def placed(self, decision: Decision, demand: Demand) -> Placed:
         """What has been decided counts towards the load of the worker that will prefill."""
@@ -188,6 +203,8 @@ class Placer:
                     entry = self.fleet.registry.get(lease.fence.instance)
                     own, begun = entry.candidate if entry is not None else None, bool(state.generated)
                     view = view_for_prefill(demand, workers, self.fleet.links, own, avoid, begun=begun)
+                    if own is not None:
+                        view = self._allowed(view)
                     decision = self.policy.choose(demand, view, self.fleet.clock())
                     if decision is not None and decision.prefill is not None:
                         return self.placed(decision, demand)
@@ -196,7 +213,7 @@ class Placer:
                     avoid.clear()  # a worker that failed before is better than none
                     await self.fleet.change()
         except TimeoutError:
-            raise Unavailable(NO_PREFILL, retry_after=2.0) from None
+            raise self._nobody(NO_PREFILL) from None
 
     def stands(self, worker: Candidate | None) -> bool:
         """True if a worker that was chosen a moment ago can still be believed."""
@@ -229,7 +246,10 @@ class Placer:
         """A prefill as decided. From now on the router counts on its blocks there, and on the lease's worker."""
         worker, reserved = placed.decision.prefill, placed.reserved
         assert worker is not None and reserved is not None
-        state.attempts.append(Attempt(placed.decision, self.fleet.clock()))
+        attempt = Attempt(placed.decision, self.fleet.clock(), state.tokens - reserved.work.prompt_tokens)
+        attempt.downgraded = placed.decision.mixed and state.split_asked
+        state.attempts.append(attempt)
+        state.split_asked |= placed.decision.split
         if self.fleet.prefixes is not None:
             decoding = self.fleet.registry.get(lease.fence.instance)
             for status in [worker.status, *([decoding.status] if decoding is not None else [])]:
@@ -281,6 +301,7 @@ class Placement:
         """Room to decode: a new lease, or the one that is held, begun anew. Raises as Placer.open_lease; Retryable."""
         if self.held is None:
             self.held, self._placed = await self.placer.open_lease(self.state)
+            self.state.split_asked |= self._placed is not None and self._placed.decision.split
             self.state.failed_prefills = 0
             self._avoid = set()
         elif self._begun:
@@ -303,8 +324,14 @@ class Placement:
         self._worker = placed.decision.prefill
         return self.placer.begin_prefill(placed, self.state, self.held)
 
+    def prefilled(self, first: Prefilled) -> Delta:
+        """The first token has come."""
+        self.state.attempts[-1].begin(first)
+        return first.delta
+
     def failed(self, error: Retryable) -> int:
         """The try has failed. Where the lease is not to blame it is kept; how many tries of this kind have failed."""
+        self.state.fail(error)
         lease = self.held
         if lease is None or lease.failed.done() or self._worker is None:
             self.drop_lease()

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol
 
+from router.explain import ExplainLog, PlacementObserver
 from router.placement import Placement, Placer
 from router.request_state import RequestState
 from serving.errors import DeadlineExceeded, MillraceError, Retryable, Unavailable
@@ -34,12 +35,14 @@ class RouterObserver(Protocol):
 class Router:
     """Serves requests on a fleet of workers."""
 
-    def __init__(self, placer: Placer, observer: RouterObserver):
+    def __init__(self, placer: Placer, observer: RouterObserver, placements: PlacementObserver | None = None):
         self.placer = placer
         self.fleet = placer.fleet
         self.observer = observer
         self.clock = placer.fleet.clock
+        self.explained = ExplainLog(placer.fleet.config.classes, placements)
         self.running = 0  # requests between the first and last line of generate()
+        self.tokens = 0  # output tokens so far
 
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
         """Place, lease, prefill, decode; after a failure go on elsewhere from the tokens the client has.
@@ -53,7 +56,8 @@ class Router:
                     state.timeline.note(Moment.LEASED, self.clock())
                     async with await place.prefill() as prefill:
                         state.timeline.note(Moment.PREFILL_SENT, self.clock())
-                        yield self._take(state, (await prefill.first()).delta)
+                        self.explained.placed(state)
+                        yield self._take(state, place.prefilled(await prefill.first()))
                         while not state.finished:
                             yield self._take(state, await lease.next())
                 except Retryable as error:
@@ -66,6 +70,7 @@ class Router:
         state.timeline.note(Moment.ARRIVED, self.clock())
         failure: BaseException | None = None
         self.running += 1
+        self.explained.began(state)
         place = Placement(self.placer, state)
         try:
             yield state, place
@@ -76,6 +81,7 @@ class Router:
             place.drop_lease()
             self.running -= 1
             state.timeline.note(Moment.FINISHED, self.clock())
+            self.explained.ended(state, failure)
             self.observer.finished(state.request, state.timeline, state.last, failure)
             _log_end(state, failure)
 
@@ -85,6 +91,7 @@ class Router:
             self.observer.first_token(state.request, now - timeline.events[0][1], delta.cached_tokens)
         else:
             self.observer.tokens(now - timeline.last_token, len(delta.tokens))
+        self.tokens += len(delta.tokens)
         state.take(delta, now)
         self.placer.learn(state)
         return delta

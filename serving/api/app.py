@@ -1,10 +1,11 @@
 """The OpenAI-compatible HTTP API over a `generate` that it is given: the table of its endpoints.
 
-It knows neither router nor workers; health, audit and metrics come in as callables.
+It knows neither router nor workers; health, audit, metrics and placements come in from outside.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import orjson
@@ -13,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serving import __version__
+from serving.api.explain import SALT, RequestNames, explain
 from serving.api.failures import handle_failures
 from serving.api.generation import GenerationResponse, Service
 from serving.api.in_flight import InFlightRequests
@@ -20,8 +22,18 @@ from serving.api.middleware import AuthMiddleware
 from serving.api.openapi import describe_bodies, takes
 from serving.api.prepare import Preparer
 from serving.api.prompts import PromptReader
+from serving.api.rate_limit import RateLimiter
 from serving.api.schema import ChatCompletionBody, CompletionBody, DetokenizeBody, TokenizeBody
-from serving.api.settings import ApiConfig, ApiObserver, Health, ReadAudit, ServedModel, SilentObserver
+from serving.api.settings import (
+    ApiConfig,
+    ApiObserver,
+    Health,
+    NoPlacementLog,
+    PlacementLog,
+    ReadAudit,
+    ServedModel,
+    SilentObserver,
+)
 from serving.api.status import add_process_routes
 from serving.api.tokens import TokenEndpoints
 from serving.errors import NotFound, Unavailable
@@ -40,9 +52,12 @@ def create_app(
     metrics_text: Callable[[], bytes],
     observer: ApiObserver | None = None,
     in_flight: InFlightRequests | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    placements: PlacementLog | None = None,
 ) -> FastAPI:
     """The ASGI application. `app.state.in_flight` is the `InFlightRequests` through which a server drains it.
 
+    `clock` is the router's: deadlines are times on it.
     Raises `ValueError` when the tokenizer's chat template is not valid.
     """
     app = FastAPI(title="millrace", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -57,9 +72,14 @@ def create_app(
         config=config,
         in_flight=in_flight,
         observer=observer or SilentObserver(),
+        clock=clock,
+        limits=RateLimiter(config.rate_limit_requests, config.rate_limit_tokens),
+        placements=placements or NoPlacementLog(),
+        names=RequestNames(),
     )
     _add_generation(app, service, Preparer(served=served, config=config, prompts=prompts))
     _add_models(app, served)
+    _add_placements(app, service)
     _add_tokens(app, TokenEndpoints(tokenizer=tokenizer, served=served, prompts=prompts, config=config))
     _add_operations(app, in_flight, health, audit)
     add_process_routes(app, metrics_text)
@@ -74,11 +94,22 @@ def _json(content: object) -> Response:
 def _add_generation(app: FastAPI, service: Service, preparer: Preparer) -> None:
     @app.post("/v1/chat/completions", openapi_extra=takes(ChatCompletionBody))
     async def chat_completions(request: Request) -> Response:
-        return GenerationResponse(service, preparer.chat, request.state.ids)
+        return GenerationResponse(service, preparer.chat, request.headers, request.state)
 
     @app.post("/v1/completions", openapi_extra=takes(CompletionBody))
     async def completions(request: Request) -> Response:
-        return GenerationResponse(service, preparer.completion, request.state.ids)
+        return GenerationResponse(service, preparer.completion, request.headers, request.state)
+
+
+def _add_placements(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/requests/{name}/explain")
+    async def explain_request(name: str, request: Request) -> Response:
+        salt = request.headers.get(SALT, "")
+        return _json(explain(service.names, service.placements, name, request.state.key, salt))
+
+    @app.get("/v1/workers")
+    async def workers() -> Response:
+        return _json(service.placements.workers())
 
 
 def _add_models(app: FastAPI, served: ServedModel) -> None:

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
 from serving.api.body import parse_body
-from serving.api.plan import ChoiceRequest, Kind, RequestIds, ResponsePlan
+from serving.api.objectives import Objectives, Promise
+from serving.api.plan import Caller, ChoiceRequest, Kind, ResponsePlan
 from serving.api.prompts import Prompt, PromptReader, prompt_too_long
 from serving.api.schema import ChatCompletionBody, CompletionBody, SamplingBody
 from serving.api.settings import ApiConfig, ServedModel
 from serving.errors import ContextLengthExceeded, InvalidRequest
-from serving.messages import Request, SamplingParams, Slo
+from serving.messages import Request, SamplingParams
 
 
 class Preparer:
@@ -26,8 +27,9 @@ class Preparer:
         self._served = served
         self._config = config
         self._prompts = prompts
+        self._objectives = Objectives(config.service_classes, config.default_service_class)
 
-    def chat(self, body: bytes, ids: RequestIds) -> ResponsePlan:
+    def chat(self, body: bytes, caller: Caller) -> ResponsePlan:
         """Raises `InvalidRequest` or `NotFound`, naming the field."""
         fields = parse_body(ChatCompletionBody, body)
         model = self._prompts.model(fields.model)
@@ -36,13 +38,14 @@ class Preparer:
             "chat",
             fields,
             model,
-            f"chatcmpl-{ids.unique}",
+            f"chatcmpl-{caller.ids.unique}",
+            self._objectives.promise(fields, caller),
             prompts=[prompt],
             max_tokens=_chat_max_tokens(fields),
             logprobs=self._chat_logprobs(fields),
         )
 
-    def completion(self, body: bytes, ids: RequestIds) -> ResponsePlan:
+    def completion(self, body: bytes, caller: Caller) -> ResponsePlan:
         """Raises `InvalidRequest` or `NotFound`, naming the field."""
         fields = parse_body(CompletionBody, body)
         model = self._prompts.model(fields.model)
@@ -56,7 +59,8 @@ class Preparer:
             "completion",
             fields,
             model,
-            f"cmpl-{ids.unique}",
+            f"cmpl-{caller.ids.unique}",
+            self._objectives.promise(fields, caller),
             prompts=self._prompts.of_completion(fields.prompt, add_special_tokens=fields.add_special_tokens),
             max_tokens=fields.max_tokens,
             logprobs=fields.logprobs,
@@ -69,6 +73,7 @@ class Preparer:
         fields: SamplingBody,
         model: str,
         plan_id: str,
+        promise: Promise,
         *,
         prompts: Sequence[Prompt],
         max_tokens: int | None,
@@ -85,7 +90,7 @@ class Preparer:
             created=int(time.time()),
             model=model,
             fingerprint=self._served.fingerprint,
-            sequences=tuple(self._sequences(kind, fields, plan_id, prompts, max_tokens, logprobs, echo)),
+            sequences=tuple(self._sequences(kind, fields, plan_id, promise, prompts, max_tokens, logprobs, echo)),
             prompt_tokens=sum(len(prompt.tokens) for prompt in prompts),
             stream=bool(fields.stream),
             include_usage=options is not None and options.include_usage,
@@ -97,6 +102,7 @@ class Preparer:
             logprobs=logprobs,
             return_token_ids=bool(fields.return_token_ids),
             shows_output=max_tokens != 0,
+            deadline=promise.deadline,
         )
 
     def _sequences(
@@ -104,6 +110,7 @@ class Preparer:
         kind: Kind,
         fields: SamplingBody,
         plan_id: str,
+        promise: Promise,
         prompts: Sequence[Prompt],
         max_tokens: int | None,
         logprobs: int | None,
@@ -120,8 +127,12 @@ class Preparer:
                     request_id=plan_id if n * len(prompts) == 1 else f"{plan_id}-{index}",
                     prompt=prompt.tokens,
                     sampling=self._sampling(fields, max(room, 1), number, logprobs),
-                    slo=Slo(ttft_ms=fields.ttft_slo_ms, tpot_ms=fields.tpot_slo_ms),
+                    slo=promise.slo,
                     tenant=fields.cache_salt or "",
+                    deadline=promise.deadline,
+                    service_class=promise.service_class,
+                    priority=promise.priority,
+                    session=promise.session,
                     prompt_logprobs=logprobs if echo else None,
                 )
                 yield ChoiceRequest(index=index, prompt_number=position, request=request, prompt_text=text)

@@ -6,10 +6,11 @@ Plain data, made by `deploy` from the program's configuration.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from serving.messages import FinishReason
+from serving.service_class import SERVICE_CLASSES, STANDARD, ServiceClass
 
 Health = Callable[[], tuple[bool, str]]
 """True if the service can serve, and the reason if it cannot."""
@@ -47,12 +48,18 @@ class ApiConfig:
     max_logprobs: int = 20
     max_choices: int = 256  # sequences of one HTTP request: prompts times n
     retry_after_s: float = 5.0  # told to clients while draining
+    service_classes: Mapping[str, ServiceClass] = field(default_factory=lambda: SERVICE_CLASSES)
+    default_service_class: str = STANDARD
+    rate_limit_requests: int | None = None  # a minute, for each API key; None: any number
+    rate_limit_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not all(self.api_keys):
             raise ValueError("an API key must not be empty")
         if min(self.max_body_bytes, self.body_timeout_s, self.max_choices) <= 0:
             raise ValueError("max_body_bytes, body_timeout_s and max_choices must be positive")
+        if self.default_service_class not in self.service_classes:
+            raise ValueError(f"{self.default_service_class!r} is none of the service classes")
 
 
 class ApiObserver(Protocol):
@@ -66,6 +73,32 @@ class ApiObserver(Protocol):
 
     def request_finished(self, *, finish: FinishReason, prompt_tokens: int, completion_tokens: int) -> None:
         """It ended; called exactly once for each `request_started`."""
+
+
+class PlacementLog(Protocol):
+    """What the router knows of where requests went, by the id of each sequence, and of its workers; plain data."""
+
+    def placement(self, request_id: str) -> Mapping[str, str] | None:
+        """`prefill` and `decode`, the workers' names, and `reason`; `downgrade` where it is less than was asked for."""
+
+    def explain(self, request_id: str) -> Mapping[str, Any] | None:
+        """Everything that is known of a recent request, or of one in progress."""
+
+    def workers(self) -> Mapping[str, Any]:
+        """Every worker's state and load, and what became of requests, by class."""
+
+
+class NoPlacementLog:
+    """Knows of nothing."""
+
+    def placement(self, request_id: str) -> Mapping[str, str] | None:
+        return None
+
+    def explain(self, request_id: str) -> Mapping[str, Any] | None:
+        return None
+
+    def workers(self) -> Mapping[str, Any]:
+        return {}
 
 
 class SilentObserver:
