@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import command as bench
-from deploy import cache, quantize
+from deploy import cache, explain, quantize, top
 from serving import __version__
 from serving.config import (
     ClusterConfig,
@@ -29,12 +29,28 @@ from serving.config import (
 from serving.errors import MillraceError
 from serving.logs import setup_logging
 from serving.messages import Role
+from serving.service_config import ServiceConfig, check_default, read_service_classes
 
-CONFIGS = (ModelConfig, EngineConfig, HttpConfig, PlacementConfig, ClusterConfig, PoolConfig, KvCacheConfig)
+CONFIGS = (
+    ModelConfig,
+    EngineConfig,
+    HttpConfig,
+    ServiceConfig,
+    PlacementConfig,
+    ClusterConfig,
+    PoolConfig,
+    KvCacheConfig,
+)
 NODE_CONFIGS = (KvCacheConfig, HttpConfig, PlacementConfig, ClusterConfig)  # what a node of the KV pool reads
 
 # Commands that read none of the settings below.
-ALONE = {"bench": bench.run, "quantize": quantize.run, "cache": cache.run}
+ALONE = {
+    "bench": bench.run,
+    "quantize": quantize.run,
+    "cache": cache.run,
+    "explain": explain.run,
+    "top": top.run,
+}
 
 DESCRIPTION = """Disaggregated LLM serving: prefill, decode and KV cache as services behind an OpenAI-compatible API.
 
@@ -44,6 +60,7 @@ DESCRIPTION = """Disaggregated LLM serving: prefill, decode and KV cache as serv
   millrace serve --mixed 2 --kvcache 1    two workers that share what they computed through a KV pool
   millrace router | prefill | decode      one service alone, on any host
   millrace kvcache --ram 4GiB             a node of the KV pool alone; millrace cache stat shows what it holds
+  millrace explain ID | millrace top      why a request went where it went; a live view of the workers
   millrace bench                          measure this or any other OpenAI-compatible server
 """
 
@@ -56,6 +73,8 @@ COMMANDS = {
 }
 KVCACHE = "a node of the KV pool alone: prefixes that any worker computed, for all of them"
 CACHE = "show, drop or check what the nodes of a KV pool hold"
+EXPLAIN = "why a request went where it went, and how long everything took against what was predicted"
+TOP = "a live view of workers, queues and objectives met; q leaves"
 QUANTIZE = "write a model as INT8 weights and activations, in the compressed-tensors convention"
 MEASURE = "measure any OpenAI-compatible endpoint: latencies, throughput, goodput"
 
@@ -82,6 +101,8 @@ def make_parser() -> argparse.ArgumentParser:
     node.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     add_flags(node, *NODE_CONFIGS)
     cache.add_arguments(commands.add_parser("cache", help=CACHE, description=sentence(CACHE)))
+    explain.add_arguments(commands.add_parser("explain", help=EXPLAIN, description=sentence(EXPLAIN)))
+    top.add_arguments(commands.add_parser("top", help=TOP, description=sentence(TOP)))
     bench.add_arguments(commands.add_parser("bench", help=MEASURE, description=sentence(MEASURE)))
     quantize.add_arguments(commands.add_parser("quantize", help=QUANTIZE, description=sentence(QUANTIZE)))
     return parser
@@ -134,6 +155,9 @@ def _run(given: dict[str, Any]) -> int:
 
     file = load_file(given.get("config"), names(*CONFIGS))
     flags = {key: value for key, value in given.items() if key in names(*CONFIGS)}
+    service = build(ServiceConfig, file, os.environ, flags)
+    classes = read_service_classes(service.service_classes)
+    check_default(service.default_service_class, classes)
     settings = Settings(
         model=given.get("model"),
         model_config=build(ModelConfig, file, os.environ, flags),
@@ -143,6 +167,8 @@ def _run(given: dict[str, Any]) -> int:
         cluster=build(ClusterConfig, file, os.environ, flags),
         pool=build(PoolConfig, file, os.environ, flags),
         kvcache=build(KvCacheConfig, file, os.environ, flags),
+        service=service,
+        classes=classes,
     )
     setup_logging(settings.cluster.worker_name or given["command"], settings.http.log_level)
     return _start(given, settings, worker_flags(settings))

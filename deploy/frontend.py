@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.runtime.http_server import HttpServer
+from router.overview import RouterOverview
 from router.placement import Placer
 from router.router import Router
 from serving.api.app import create_app
@@ -26,6 +27,8 @@ from serving.config import HttpConfig
 from serving.errors import Unavailable
 from serving.messages import Audit, WorkerStatus
 from serving.metrics import RouterMetrics
+from serving.service_class import ServiceClass
+from serving.service_config import ServiceConfig
 from serving.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -39,26 +42,36 @@ class Frontend:
     """Router, API and their housekeeping over a fleet. `run()` returns once everyone accepted has been served."""
 
     def __init__(
-        self, placer: Placer, http: HttpConfig, served: ServedModel, tokenizer: Tokenizer, listening: socket.socket
+        self,
+        placer: Placer,
+        http: HttpConfig,
+        served: ServedModel,
+        tokenizer: Tokenizer,
+        listening: socket.socket,
+        *,
+        service: ServiceConfig,
     ):
         self.fleet = placer.fleet
         self.http = http
         self.served = served
         self.metrics = RouterMetrics(
-            served.names[0], self._statuses, lambda: placer.admission.waiting, self.fleet.pool_nodes.reports
+            served.names[0],
+            self._statuses,
+            lambda: placer.admission.waiting,
+            self.fleet.pool_nodes.reports,
+            classes=self.fleet.config.classes,
+            waiting_by_class=placer.admission.waiting_by_class,
         )
-        self.router = Router(placer, self.metrics)
+        self.router = Router(placer, self.metrics, self.metrics.placements)
         self.in_flight = InFlightRequests()
         self.leaving = asyncio.Event()
         app = create_app(
             self.router.generate,
             tokenizer=tokenizer,
             served=served,
-            config=ApiConfig(
-                api_keys=(http.api_key,) if http.api_key else (),
-                max_body_bytes=http.max_body_size,
-                body_timeout_s=http.body_timeout,
-            ),
+            config=api_config(http, service, self.fleet.config.classes),
+            clock=self.fleet.clock,
+            placements=RouterOverview(self.router),
             in_flight=self.in_flight,
             health=self.health,
             audit=self.audit,
@@ -143,6 +156,19 @@ class Frontend:
             if not self.router.running:
                 audits: list[Audit] = await self.router.audit()
                 self.metrics.note_audit(audits)
+
+
+def api_config(http: HttpConfig, service: ServiceConfig, classes: Mapping[str, ServiceClass]) -> ApiConfig:
+    """The API's part of the settings. An API key may be several, with commas between them."""
+    return ApiConfig(
+        api_keys=tuple(key for key in (http.api_key or "").split(",") if key),
+        max_body_bytes=http.max_body_size,
+        body_timeout_s=http.body_timeout,
+        service_classes=classes,
+        default_service_class=service.default_service_class,
+        rate_limit_requests=service.rate_limit_requests,
+        rate_limit_tokens=service.rate_limit_tokens,
+    )
 
 
 def served_model(

@@ -39,6 +39,8 @@ from serving.loader.loading import open_checkpoint
 from serving.messages import Role, WorkerStatus
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import Caller, listen, server
+from serving.service_class import ServiceClass
+from serving.service_config import ServiceConfig
 from serving.text.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -58,9 +60,14 @@ class Settings:
     cluster: ClusterConfig
     pool: PoolConfig
     kvcache: KvCacheConfig
+    service: ServiceConfig
+    classes: Mapping[str, ServiceClass]  # as the service's file says
 
     def router_config(self) -> RouterConfig:
         return RouterConfig(
+            classes=self.classes,
+            default_class=self.service.default_service_class,
+            strict_disaggregation=self.service.strict_disaggregation,
             patience=self.placement.queue_patience,
             max_waiting=self.placement.max_waiting,
             silence=self.placement.heartbeat_timeout,
@@ -101,7 +108,7 @@ async def serve_embedded(settings: Settings) -> int:
         served = served_model(
             path, config.served_model_name, identity.max_model_len, model.spec.vocab_size, identity.fingerprint
         )
-        front = Frontend(cluster.placer, settings.http, served, tokenizer, listening)
+        front = Frontend(cluster.placer, settings.http, served, tokenizer, listening, service=settings.service)
         front.leave_on_signals()
         crash = asyncio.create_task(cluster.workers[0].crashed.wait(), name="crash")
         crash.add_done_callback(lambda _: front.leaving.set())
@@ -161,7 +168,7 @@ def _frontend(placer: Placer, settings: Settings, path: Path, listening: socket.
     spec, _, _ = open_checkpoint(path)
     limit = min(spec.max_position, settings.model_config.max_model_len or spec.max_position)
     served = served_model(path, settings.model_config.served_model_name, limit, spec.vocab_size, None)
-    return Frontend(placer, settings.http, served, load_tokenizer(path), listening)
+    return Frontend(placer, settings.http, served, load_tokenizer(path), listening, service=settings.service)
 
 
 def _remote(status: WorkerStatus, key: str | None) -> RemoteWorker:

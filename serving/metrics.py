@@ -1,19 +1,22 @@
-"""The only user of prometheus_client: what the router counts and workers report, under vLLM's names with our prefix.
+"""What the router counts and workers report, for Prometheus, under vLLM's names with our prefix.
 
-`docs/metrics.md` documents every name here. Nothing is global: each service makes its own registry.
+`docs/metrics.md` documents every name here; what concerns service classes is in serving.class_metrics. Nothing is
+global: each service makes its own registry.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily as Counters
 from prometheus_client.core import GaugeMetricFamily as Gauges
 from prometheus_client.core import Metric
 
+from serving.class_metrics import ClassMetrics
 from serving.errors import MillraceError
 from serving.messages import Audit, Delta, FinishReason, PoolReport, PoolStat, Request, TierStat, WorkerStatus
+from serving.service_class import SERVICE_CLASSES
 from serving.timeline import Moment, Timeline
 
 Family = Counters | Gauges
@@ -99,6 +102,9 @@ class RouterMetrics:
         workers: Callable[[], Iterable[WorkerStatus]],
         waiting: Callable[[], int],
         pools: Callable[[], Iterable[PoolReport]] = tuple,
+        *,
+        classes: Collection[str] = tuple(SERVICE_CLASSES),
+        waiting_by_class: Callable[[], Mapping[str, int]] = dict,
     ):
         self.registry = CollectorRegistry()
         self.model = model_name
@@ -123,6 +129,7 @@ class RouterMetrics:
         self.registry.register(WorkerCollector(model_name, workers))
         self.registry.register(_RouterGauges(model_name, waiting, lambda: self.leaked))
         self.registry.register(PoolCollector(pools))
+        self.placements = ClassMetrics(self.registry, model_name, classes, waiting_by_class)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"millrace:{name}", text, ("model_name", *labels), registry=self.registry)

@@ -22,7 +22,7 @@ from serving.api.choice import Choice, ChoiceDelta
 from serving.api.explain import RequestNames
 from serving.api.failures import error_body
 from serving.api.in_flight import InFlightRequests
-from serving.api.plan import Caller, ResponsePlan
+from serving.api.plan import RequestHead, ResponsePlan
 from serving.api.rate_limit import RateLimiter
 from serving.api.results import ResultWriter
 from serving.api.settings import ApiConfig, ApiObserver, PlacementLog
@@ -74,24 +74,24 @@ class GenerationResponse(Response):
     """
 
     def __init__(
-        self, service: Service, prepare: Callable[[bytes, Caller], ResponsePlan], headers: Headers, state: State
+        self, service: Service, prepare: Callable[[bytes, RequestHead], ResponsePlan], headers: Headers, state: State
     ) -> None:
         super().__init__()
         self._service = service
         self._prepare = prepare
         self._headers = headers
-        self._caller = Caller(ids=state.ids, key=state.key, headers=headers, arrived=service.clock())
+        self._head = RequestHead(ids=state.ids, key=state.key, headers=headers, arrived=service.clock())
         self._answer_headers: dict[str, str] = state.answer_headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        service, key = self._service, self._caller.key
+        service, key = self._service, self._head.key
         with service.in_flight.enter():
             try:
                 self._limit(lambda now: service.limits.request(key, now))
                 body = await read_body(receive, self._headers, service.config)
-                plan = await off_loop(self._prepare, body, self._caller)
+                plan = await off_loop(self._prepare, body, self._head)
                 self._limit(lambda now: service.limits.spend(key, plan.most_tokens, now))
-                service.names.note(plan, self._caller.ids, key)
+                service.names.note(plan, self._head.ids, key)
                 choices = [Choice(plan, sequence, service.tokenizer) for sequence in plan.sequences]
                 answer = self._stream if plan.stream else self._collect
                 with self._refund(plan, choices):
@@ -105,7 +105,7 @@ class GenerationResponse(Response):
         try:
             take(now)
         finally:
-            self._answer_headers |= self._service.limits.headers(self._caller.key, now)
+            self._answer_headers |= self._service.limits.headers(self._head.key, now)
 
     @contextmanager
     def _refund(self, plan: ResponsePlan, choices: Sequence[Choice]) -> Iterator[None]:
@@ -114,7 +114,7 @@ class GenerationResponse(Response):
             yield
         finally:
             came = plan.prompt_tokens + sum(choice.completion_tokens for choice in choices)
-            self._service.limits.refund(self._caller.key, plan.most_tokens - came, self._service.clock())
+            self._service.limits.refund(self._head.key, plan.most_tokens - came, self._service.clock())
 
     def _tell_placement(self, plan: ResponsePlan) -> None:
         """The answer's headers say where the request went: its first sequence, where it has several."""

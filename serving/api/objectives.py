@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from serving.api.plan import Caller
+from serving.api.plan import RequestHead
 from serving.api.schema import DAY_MS, MOST_PRIORITY, SamplingBody
 from serving.errors import InvalidRequest
 from serving.messages import Slo
@@ -50,9 +50,9 @@ class Objectives:
         self._classes = classes
         self._default = classes[default]
 
-    def promise(self, fields: SamplingBody, caller: Caller) -> Promise:
+    def promise(self, fields: SamplingBody, head: RequestHead) -> Promise:
         """Raises InvalidRequest that names the field or header."""
-        headers = caller.headers
+        headers = head.headers
         known = self._class(fields.service_class, headers)
         ttft_ms = _first(fields.ttft_slo_ms, _number(headers, TTFT, DAY_MS), known.ttft_slo_ms)
         tpot_ms = _first(fields.tpot_slo_ms, _number(headers, TPOT, DAY_MS), known.tpot_slo_ms)
@@ -63,7 +63,7 @@ class Objectives:
             service_class=known.name,
             priority=known.priority + own,
             session=_session(headers.get(SESSION) or fields.prompt_cache_key or fields.user or ""),
-            deadline=None if seconds is None else caller.arrived + seconds,
+            deadline=None if seconds is None else head.arrived + seconds,
         )
 
     def _class(self, wanted: str | None, headers: Mapping[str, str]) -> ServiceClass:

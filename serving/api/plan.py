@@ -23,7 +23,7 @@ class RequestIds:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Caller:
+class RequestHead:
     """What an HTTP request says beside its body."""
 
     ids: RequestIds

@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 from serving.api.body import parse_body
 from serving.api.objectives import Objectives, Promise
-from serving.api.plan import Caller, ChoiceRequest, Kind, ResponsePlan
+from serving.api.plan import ChoiceRequest, Kind, RequestHead, ResponsePlan
 from serving.api.prompts import Prompt, PromptReader, prompt_too_long
 from serving.api.schema import ChatCompletionBody, CompletionBody, SamplingBody
 from serving.api.settings import ApiConfig, ServedModel
@@ -29,7 +29,7 @@ class Preparer:
         self._prompts = prompts
         self._objectives = Objectives(config.service_classes, config.default_service_class)
 
-    def chat(self, body: bytes, caller: Caller) -> ResponsePlan:
+    def chat(self, body: bytes, head: RequestHead) -> ResponsePlan:
         """Raises `InvalidRequest` or `NotFound`, naming the field."""
         fields = parse_body(ChatCompletionBody, body)
         model = self._prompts.model(fields.model)
@@ -38,14 +38,14 @@ class Preparer:
             "chat",
             fields,
             model,
-            f"chatcmpl-{caller.ids.unique}",
-            self._objectives.promise(fields, caller),
+            f"chatcmpl-{head.ids.unique}",
+            self._objectives.promise(fields, head),
             prompts=[prompt],
             max_tokens=_chat_max_tokens(fields),
             logprobs=self._chat_logprobs(fields),
         )
 
-    def completion(self, body: bytes, caller: Caller) -> ResponsePlan:
+    def completion(self, body: bytes, head: RequestHead) -> ResponsePlan:
         """Raises `InvalidRequest` or `NotFound`, naming the field."""
         fields = parse_body(CompletionBody, body)
         model = self._prompts.model(fields.model)
@@ -59,8 +59,8 @@ class Preparer:
             "completion",
             fields,
             model,
-            f"cmpl-{caller.ids.unique}",
-            self._objectives.promise(fields, caller),
+            f"cmpl-{head.ids.unique}",
+            self._objectives.promise(fields, head),
             prompts=self._prompts.of_completion(fields.prompt, add_special_tokens=fields.add_special_tokens),
             max_tokens=fields.max_tokens,
             logprobs=fields.logprobs,

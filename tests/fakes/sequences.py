@@ -16,7 +16,8 @@ def lease_id(lease: str = "r/1", epoch: int = 0, instance: str = "decode") -> Le
 
 def make_request(prompt: Sequence[int], *, request_id: str = "r", max_tokens: int = 8, **fields: Any) -> Request:
     """A greedy request; `fields` are of Request or of SamplingParams."""
-    own = {name: fields.pop(name) for name in ("tenant", "prompt_logprobs", "deadline") if name in fields}
+    names = ("tenant", "prompt_logprobs", "deadline", "slo", "priority", "service_class")
+    own = {name: fields.pop(name) for name in names if name in fields}
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, **fields)
     return Request(request_id=request_id, prompt=tuple(prompt), sampling=sampling, **own)
 

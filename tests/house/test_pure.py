@@ -16,6 +16,7 @@ from tests.house.source import imports, matching, start_closure, tree
 # Files that decide. The thin shells around them wait, measure and send: router/admission.py waits for a turn, the
 # workers and transports act. What merely describes (configuration, messages, specs) is not listed.
 PURE = (
+    "router/explain.py",
     "router/policy.py",
     "router/prefix_index.py",
     "router/registry.py",
@@ -41,6 +42,9 @@ PURE = (
     "serving/engine/plan.py",
     "serving/sampling/randomness.py",
     "serving/api/choice.py",
+    "serving/api/explain.py",
+    "serving/api/objectives.py",
+    "serving/api/rate_limit.py",
     "serving/api/sse.py",
     "serving/text/detokenizer.py",
     "serving/timeline.py",
