@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -65,7 +65,7 @@ def drawn(told: Told) -> Group:
         named = ", ".join(f"{each['worker']} ({each['error']})" for each in told["passed_over"])
         parts.append(Text(f"no room was given by {named}"))
     for number, attempt in enumerate(told["attempts"], 1):
-        parts += [Text(), attempt_table(number, attempt)]
+        parts += [Text(), Text(attempt_title(number, attempt)), attempt_table(attempt)]
         if attempt["error"]:
             parts.append(Text(f"  ended by {attempt['error']}", style="red"))
         if len(attempt["considered"]) > 1:
@@ -94,24 +94,34 @@ def summary(told: Told) -> str:
     )
 
 
-def attempt_table(number: int, attempt: Told) -> Table:
-    """Predicted against actual seconds."""
+def attempt_table(attempt: Told) -> Table:
+    """Predicted against actual seconds; what came alone, where the policy predicts nothing."""
+    predicted, actual = attempt["predicted"], attempt["actual"]
+    headings = ("actual",) if predicted is None else ("predicted", "actual", "off by")
+    table = plain_table(("",), headings)
+    for name, before, after in PARTS:
+        if predicted is not None:
+            table.add_row(
+                name, shown(predicted[before]), shown(actual[after]), off_by(predicted[before], actual[after])
+            )
+        elif actual[after] is not None:
+            table.add_row(name, shown(actual[after]))
+    expected, came = attempt["cached_tokens"]["expected"], attempt["cached_tokens"]["actual"]
+    known = "-" if came is None else str(came)
+    table.add_row("cached tokens", *((known,) if predicted is None else (str(expected), known)))
+    return table
+
+
+def plain_table(texts: Sequence[str], figures: Sequence[str]) -> Table:
+    """Columns of text, to the left, and of figures, to the right."""
+    from rich import box
     from rich.table import Table
 
-    table = Table(title=attempt_title(number, attempt), title_justify="left", title_style="")
-    table.add_column("")
-    for column in ("predicted", "actual", "off by"):
-        table.add_column(column, justify="right")
-    predicted, actual = attempt["predicted"] or {}, attempt["actual"]
-    for name, before, after in PARTS:
-        if predicted.get(before) is not None or actual.get(after) is not None:
-            table.add_row(
-                name, shown(predicted.get(before)), shown(actual[after]), off_by(predicted.get(before), actual[after])
-            )
-    cached = attempt["cached_tokens"]
-    table.add_row(
-        "cached tokens", str(cached["expected"]), "-" if cached["actual"] is None else str(cached["actual"]), ""
-    )
+    table = Table(box=box.SIMPLE, pad_edge=False, header_style="bold")
+    for heading in texts:
+        table.add_column(heading, no_wrap=True)
+    for heading in figures:
+        table.add_column(heading, justify="right", no_wrap=True)
     return table
 
 
@@ -122,15 +132,9 @@ def attempt_title(number: int, attempt: Told) -> str:
     return f"{number}. {where} ({attempt['reason']}{downgrade})"
 
 
-def considered_table(considered: list[Told]) -> Table:
+def considered_table(considered: Sequence[Told]) -> Table:
     """The placements that were looked at, the chosen one first."""
-    from rich.table import Table
-
-    table = Table(title="considered", title_justify="left", title_style="")
-    for column in ("prefill", "decode"):
-        table.add_column(column)
-    for column in ("score", "first token", "each after"):
-        table.add_column(column, justify="right")
+    table = plain_table(("considered", ""), ("score", "first token", "each after"))
     for each in considered:
         predicted = each["predicted"] or {}
         score = "-" if each["score"] is None else f"{each['score']:.3f}"

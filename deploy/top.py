@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from deploy.admin import Server, add_server_arguments
+from deploy.explain import plain_table
 from serving.errors import Unavailable
 
 if TYPE_CHECKING:
@@ -125,14 +126,9 @@ def rate(now: Answer, before: Answer | None, read: Any) -> str:
 
 
 def worker_table(now: Answer, before: Answer | None) -> Table:
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table()
-    for column in ("worker", "role", "state"):
-        table.add_column(column)
-    for column in ("leases", "queue", "KV", "step", "heard"):
-        table.add_column(column, justify="right")
+    table = plain_table(("worker", "role", "state", "KV"), ("leases", "queue", "step", "heard"))
     earlier = {worker["name"]: worker for worker in before["workers"]} if before is not None else {}
     for worker in sorted(now["workers"], key=lambda each: (each["role"], each["name"])):
         state = worker.get("breaker") or worker["state"]
@@ -140,9 +136,9 @@ def worker_table(now: Answer, before: Answer | None) -> Table:
             worker["name"],
             worker["role"],
             Text(state, style=STATES.get(state, "red")),
+            f"{bar(worker['kv_usage'])} {100 * worker['kv_usage']:3.0f} %",
             f"{worker['leases']}/{worker['max_seqs']}",
             f"{worker['queue_seconds']:.2f} s" if worker["queue_seconds"] else f"{worker['queued_tokens']} tokens",
-            f"{bar(worker['kv_usage'])} {100 * worker['kv_usage']:3.0f} %",
             step(worker, earlier.get(worker["name"])),
             f"{worker['heard_seconds']:.1f} s",
         )
@@ -158,12 +154,7 @@ def step(worker: Answer, earlier: Answer | None) -> str:
 
 
 def class_table(now: Answer, before: Answer | None) -> Table:
-    from rich.table import Table
-
-    table = Table()
-    table.add_column("class")
-    for column in ("waiting", "requests/s", "within objectives", "in all", "refused", "failed", "left"):
-        table.add_column(column, justify="right")
+    table = plain_table(("class",), ("waiting", "ended/s", "within SLO", "ever", "refused", "failed", "left"))
     for name, of_class in now["classes"].items():
         earlier = (before or {}).get("classes", {}).get(name)
         table.add_row(
