@@ -34,8 +34,7 @@ class Server:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"--url {url}: give an address such as {URL}")
         self.address = f"{parts.scheme}://{parts.netloc}"
-        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        self._connect = lambda: kind(str(parts.hostname), parts.port, timeout=ANSWER_SECONDS)
+        self._host, self._port, self._tls = parts.hostname, parts.port, parts.scheme == "https"
         self._root = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
 
@@ -44,6 +43,10 @@ class Server:
         """The server that the arguments name. Of several keys, the first is shown."""
         key = arguments.api_key or os.environ.get(KEY) or ""
         return Server(arguments.url, key.split(",")[0])
+
+    def _connect(self) -> HTTPConnection:
+        kind = HTTPSConnection if self._tls else HTTPConnection
+        return kind(self._host, self._port, timeout=ANSWER_SECONDS)
 
     def get(self, *steps: str, headers: dict[str, str] | None = None) -> Any:
         """The JSON at a path, of these steps. Raises Unavailable, Unauthorized, NotFound or InvalidRequest."""

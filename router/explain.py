@@ -129,14 +129,18 @@ class ExplainLog:
 
 
 def outcome_of(state: RequestState, error: BaseException | None) -> str:
-    """How it ended. Whoever leaves between two tokens has found a stop string; whoever is cancelled has hung up."""
+    """How it ended. Whoever leaves between two tokens has found a stop string.
+
+    Whoever is cancelled has hung up, or has been ended at its deadline.
+    """
     if state.finished or (isinstance(error, GeneratorExit) and state.generated):
         return COMPLETED
     if isinstance(error, MillraceError):
         if error.status in (429, 503) and not state.generated:
             return REFUSED
         return INVALID if error.status < 429 else FAILED
-    return FAILED if isinstance(error, Exception) else ABORTED
+    late = state.request.deadline is not None and state.timeline.events[-1][1] >= state.request.deadline
+    return FAILED if late or isinstance(error, Exception) else ABORTED
 
 
 def within_slo(state: RequestState) -> bool:

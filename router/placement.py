@@ -34,6 +34,7 @@ from router.prefill_call import PrefillCall
 from router.registry import Reservation
 from router.request_state import Attempt, RequestState
 from serving.errors import (
+    DeadlineExceeded,
     Draining,
     NoRoom,
     Overloaded,
@@ -104,10 +105,17 @@ class Placer:
                     if lease is not None:
                         return lease, placed
         except TimeoutError:
+            self._check_deadline(state)
             if not full:
                 raise self._nobody(NO_DECODE) from None
             waited = f"no worker had room within {patience:g} s"
             raise Overloaded(waited, code="no_room", retry_after=1.0) from None
+
+    def _check_deadline(self, state: RequestState) -> None:
+        """Raises DeadlineExceeded: then it was not the patience that ended."""
+        deadline = state.request.deadline
+        if deadline is not None and self.fleet.clock() >= deadline:
+            raise DeadlineExceeded("the request's deadline has passed", code="deadline") from None
 
     def _nobody(self, why: str) -> Unavailable:
         """No worker was there to take a request."""
@@ -213,6 +221,7 @@ class Placer:
                     avoid.clear()  # a worker that failed before is better than none
                     await self.fleet.change()
         except TimeoutError:
+            self._check_deadline(state)
             raise self._nobody(NO_PREFILL) from None
 
     def stands(self, worker: Candidate | None) -> bool:

@@ -79,7 +79,7 @@ class GenerationResponse(Response):
         super().__init__()
         self._service = service
         self._prepare = prepare
-        self._headers = headers
+        self._request_headers = headers
         self._head = RequestHead(ids=state.ids, key=state.key, headers=headers, arrived=service.clock())
         self._answer_headers: dict[str, str] = state.answer_headers
 
@@ -88,7 +88,7 @@ class GenerationResponse(Response):
         with service.in_flight.enter():
             try:
                 self._limit(lambda now: service.limits.request(key, now))
-                body = await read_body(receive, self._headers, service.config)
+                body = await read_body(receive, self._request_headers, service.config)
                 plan = await off_loop(self._prepare, body, self._head)
                 self._limit(lambda now: service.limits.spend(key, plan.most_tokens, now))
                 service.names.note(plan, self._head.ids, key)
@@ -264,7 +264,8 @@ async def _run_choice(service: Service, choice: Choice, sink: DeltaSink) -> None
             raise InternalError("the generation ended without a reason")
         finish = choice.finish
     except asyncio.CancelledError:
-        finish = FinishReason.ABORT
+        late = request.deadline is not None and service.clock() >= request.deadline
+        finish = FinishReason.ERROR if late else FinishReason.ABORT
         raise
     finally:
         observer.request_finished(

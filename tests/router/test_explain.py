@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +16,16 @@ from router.overview import RouterOverview
 from router.policy import Decision
 from router.request_state import RequestState
 from router.router import Router
-from serving.errors import InternalError, InvalidRequest, MillraceError, NoRoom, Overloaded, Unavailable, WorkerLost
+from serving.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    MillraceError,
+    NoRoom,
+    Overloaded,
+    Unavailable,
+    WorkerLost,
+)
 from serving.messages import Delta, FinishReason, Role, Slo
 from serving.step_cost import StepCost
 from serving.timeline import Moment
@@ -187,6 +197,20 @@ def test_how_a_request_with_tokens_ended(error: BaseException, outcome: str) -> 
     state.take(Delta(index=0, tokens=(5,)), 1.5)
     assert outcome_of(state, error) == outcome
     assert outcome_of(finished_state(), error) == "completed", "it had ended before"
+
+
+def test_whoever_is_cancelled_at_its_deadline_has_not_left() -> None:
+    state = ended_state(deadline=2.0)
+    assert outcome_of(state, asyncio.CancelledError()) == "aborted"
+    state.timeline.note(Moment.FINISHED, 2.0)
+    assert outcome_of(state, asyncio.CancelledError()) == "failed"
+
+
+async def test_a_deadline_that_passes_while_waiting_is_told_as_one(world: World) -> None:
+    """And not as patience that has ended."""
+    world.fleet.clock = time.monotonic
+    with pytest.raises(DeadlineExceeded):
+        await world.tokens(wanted(deadline=time.monotonic() + 0.05))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -42,6 +43,13 @@ def test_a_file_changes_fields_and_adds_classes(tmp_path: Path) -> None:
     )
     assert classes["batch"] == SERVICE_CLASSES["batch"]
     assert "gold" not in SERVICE_CLASSES, "the built-in ones stay as they are"
+
+
+def test_the_readmes_example_is_a_class() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    block = readme[readme.index("    [gold]") :].split("\n\n")[0]
+    gold = parse_service_classes(dedent(block), "README.md")["gold"]
+    assert (gold.ttft_slo_ms, gold.shed, gold.backlog) == (300.0, True, 0.5)
 
 
 @pytest.mark.parametrize(

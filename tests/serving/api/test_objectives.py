@@ -10,10 +10,10 @@ import pytest
 
 from serving.api.schema import MOST_PRIORITY
 from serving.errors import Overloaded
-from serving.messages import Request, Slo
+from serving.messages import FinishReason, Request, Slo
 from serving.service_class import SERVICE_CLASSES, ServiceClass
 from serving.text.tokenizer import Tokenizer
-from tests.fakes.generate import MODEL, ScriptedGenerate, app_of, calling, saying
+from tests.fakes.generate import MODEL, CountingObserver, ScriptedGenerate, app_of, calling, saying
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
@@ -124,13 +124,14 @@ async def test_a_request_that_hangs_ends_at_its_deadline(tokenizer: Tokenizer, s
         if index or not stream:
             await asyncio.Event().wait()
 
-    script = ScriptedGenerate(saying(tokenizer, "hello there"), before=hang)
-    async with calling(app_of(script, tokenizer)) as client:
+    script, observer = ScriptedGenerate(saying(tokenizer, "hello there"), before=hang), CountingObserver()
+    async with calling(app_of(script, tokenizer, observer=observer)) as client:
         headers = {"x-request-timeout": "0.05"}
         answer = await client.post(CHAT, json={**HELLO, "stream": stream, "max_tokens": 9}, headers=headers)
     assert answer.status_code == (200 if stream else 504)
     assert '"code":"deadline"' in answer.text and "[DONE]" not in answer.text
     assert len(script.closed) == 1
+    assert [finish for finish, _ in observer.finished] == [FinishReason.ERROR], "the client has not left"
 
 
 async def test_a_refusal_for_good_names_no_time(tokenizer: Tokenizer) -> None:
