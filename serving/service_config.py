@@ -6,7 +6,6 @@ A file of classes is TOML with a table for each; what it may not say is an error
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -60,7 +59,7 @@ class _Rule:
         if self.optional and value == NONE:
             return None
         kinds = (int,) if self.whole else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, kinds):
             also = f' or "{NONE}"' if self.optional else ""
             raise ValueError(f"must be a {'whole ' if self.whole else ''}number{also}, not {value!r}")
         if not self.least <= value <= self.most or (self.above and value == self.least):

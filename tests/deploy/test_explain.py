@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -226,8 +232,27 @@ def test_rates_are_of_the_time_between_two_frames() -> None:
 
 
 def test_a_router_that_began_anew_has_no_rates() -> None:
-    text = text_of(top.frame({**WORKERS, "at": 1.0, "tokens": 0}, WORKERS, "here"))
-    assert "- requests/s, - tokens/s" in text
+    for at in (1.0, 200.0):
+        text = text_of(top.frame({**WORKERS, "at": at, "tokens": 0, "classes": {}}, WORKERS, "here"))
+        assert "- requests/s, - tokens/s" in text
+
+
+def test_top_draws_until_q_and_leaves_the_terminal_as_it_was(url: str) -> None:
+    master, slave = pty.openpty()
+    before = termios.tcgetattr(slave)
+    command = [sys.executable, "-m", "deploy.cli", "top", "--url", url, "--interval", "0.1"]
+    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env={**os.environ, "TERM": "xterm"})
+    seen = b""
+    while seen.count(b"goodput") < 2:
+        seen += os.read(master, 65536)
+    os.write(master, b"q")
+    while process.poll() is None:
+        if select.select([master], [], [], 0.1)[0]:
+            seen += os.read(master, 65536)
+    assert process.returncode == 0
+    assert termios.tcgetattr(slave) == before
+    os.close(master)
+    os.close(slave)
 
 
 @pytest.mark.parametrize("share", [-1.0, 0.0, 0.04, 0.5, 1.0, 2.0])

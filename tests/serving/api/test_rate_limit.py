@@ -56,6 +56,7 @@ def test_whoever_waits_as_long_as_told_gets_it(capacity: int, used: int, wanted:
 def test_a_clock_that_steps_back_fills_nothing() -> None:
     bucket = TokenBucket(10.0, 10.0, 100.0)
     assert bucket.take(10, 100.0) and not bucket.take(1, 50.0) and not bucket.take(1, 100.0)
+    assert bucket.take(1, 106.0), "nor does it empty it"
 
 
 def test_keys_are_apart_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
