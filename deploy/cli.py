@@ -182,6 +182,8 @@ def _start(given: Mapping[str, Any], settings: Any, child_flags: tuple[str, ...]
     command = given["command"]
     if command == "serve":
         children = children_of(given)
+        if not children and settings.service.strict_disaggregation:
+            raise ValueError("--strict-disaggregation needs workers apart: --prefill N --decode M, say")
         if not children:
             return uvloop.run(serve_embedded(settings))
         return uvloop.run(serve_front(settings, children, child_flags, given["kvcache"], node_flags(settings)))

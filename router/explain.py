@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import orjson
 
-from router.policy import Considered
-from router.predict import Prediction
 from router.request_state import Attempt, RequestState
 from serving.errors import MillraceError
 from serving.timeline import Moment
@@ -55,7 +53,7 @@ class ExplainLog:
         self.capacity = capacity
         self.held = 0  # bytes
         self._running: dict[str, RequestState] = {}
-        self._ended: OrderedDict[str, bytes] = OrderedDict()
+        self._ended: OrderedDict[str, tuple[Mapping[str, str] | None, bytes]] = OrderedDict()  # where, and JSON
 
     def __len__(self) -> int:
         return len(self._ended)
@@ -83,7 +81,8 @@ class ExplainLog:
         counts.within_slo += within
         counts.tokens += len(state.generated)
         self._tell_observer(state, error, outcome, within)
-        self._keep(name, orjson.dumps(told(state, outcome, error)))
+        who = _who(state.attempts[-1]) if state.attempts else None
+        self._keep(name, who, orjson.dumps(told(state, outcome, error)))
 
     def _tell_observer(self, state: RequestState, error: BaseException | None, outcome: str, within: bool) -> None:
         if self.observer is None:
@@ -100,21 +99,21 @@ class ExplainLog:
             tpot = attempt.tpot / predicted.tpot if attempt.tpot is not None and predicted.tpot > 0 else None
             self.observer.predicted(ttft=ttft, tpot=tpot)
 
-    def _keep(self, name: str, explained: bytes) -> None:
-        self.held += len(explained) - len(self._ended.pop(name, b""))
-        self._ended[name] = explained
+    def _keep(self, name: str, who: Mapping[str, str] | None, explained: bytes) -> None:
+        self.held += len(explained) - len(self._ended.pop(name, (None, b""))[1])
+        self._ended[name] = who, explained
         while self.held > self.capacity:
-            self.held -= len(self._ended.popitem(last=False)[1])
+            self.held -= len(self._ended.popitem(last=False)[1][1])
 
     # ---- what is asked ---------------------------------------------------------------------------------------------
 
     def explain(self, request_id: str) -> Mapping[str, Any] | None:
         """All that is known of a request, as JSON has it; None if it is forgotten."""
         state = self._running.get(request_id)
+        explained = self._ended[request_id][1] if request_id in self._ended else None
         if state is not None:
-            return told(state, "running", None)
-        kept = self._ended.get(request_id)
-        found: Mapping[str, Any] | None = orjson.loads(kept) if kept is not None else None
+            explained = orjson.dumps(told(state, "running", None))
+        found: Mapping[str, Any] | None = orjson.loads(explained) if explained is not None else None
         return found
 
     def placement(self, request_id: str) -> Mapping[str, str] | None:
@@ -122,10 +121,7 @@ class ExplainLog:
         state = self._running.get(request_id)
         if state is not None:
             return _who(state.attempts[-1]) if state.attempts else None
-        found = self.explain(request_id)
-        if found is None or not found["attempts"]:
-            return None
-        return {name: found["attempts"][-1][name] for name in ("prefill", "decode", "reason", "downgrade")}
+        return self._ended[request_id][0] if request_id in self._ended else None
 
 
 def outcome_of(state: RequestState, error: BaseException | None) -> str:
@@ -152,7 +148,7 @@ def within_slo(state: RequestState) -> bool:
 
 
 def told(state: RequestState, outcome: str, error: BaseException | None) -> dict[str, Any]:
-    """A request in plain data. Seconds; no token and no text."""
+    """A request in what orjson writes: plain data, and dataclasses of those. Seconds; no token and no text."""
     request, timeline = state.request, state.timeline
     failure = f"{type(error).__name__}: {error.message}" if isinstance(error, MillraceError) else None
     return {
@@ -192,7 +188,7 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
     return {
         **_who(attempt),
         "error": attempt.error,
-        "predicted": _prediction(predicted),
+        "predicted": predicted,
         "actual": {
             "queue": attempt.queue_seconds,
             "prefill": attempt.compute_seconds,
@@ -202,18 +198,5 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
         },
         "cached_tokens": {"expected": attempt.expected_cached, "actual": attempt.cached_tokens},
         "output_tokens": attempt.tokens,
-        "considered": [_considered(each) for each in attempt.decision.considered],
+        "considered": attempt.decision.considered,
     }
-
-
-def _considered(each: Considered) -> dict[str, Any]:
-    return {
-        "prefill": each.prefill,
-        "decode": each.decode,
-        "score": each.score,
-        "predicted": _prediction(each.predicted),
-    }
-
-
-def _prediction(predicted: Prediction | None) -> dict[str, float] | None:
-    return asdict(predicted) if predicted is not None else None

@@ -235,11 +235,13 @@ def test_memory_is_bounded_and_the_oldest_go_first() -> None:
         log.ended(state, None)
         assert 0 < log.held <= 4000
     assert log.explain("r199") is not None and log.explain("r0") is None
-    assert log.held == sum(map(len, log._ended.values()))
+    assert log.held == sum(len(explained) for _, explained in log._ended.values())
     state = finished_state("r199")
     log.began(state)
     log.ended(state, None)
-    assert log.held == sum(map(len, log._ended.values())), "a name that is used again is held once"
+    assert log.held == sum(len(explained) for _, explained in log._ended.values()), (
+        "a name that is used again is held once"
+    )
 
 
 def test_classes_that_are_not_configured_are_counted_together() -> None:
