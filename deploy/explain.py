@@ -15,7 +15,7 @@ import orjson
 from deploy.admin import Server, add_server_arguments
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Console, Group
     from rich.table import Table
 
 Told = Mapping[str, Any]
@@ -45,9 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         sys.stdout.write(orjson.dumps(answer, option=orjson.OPT_INDENT_2).decode() + "\n")
         return 0
-    from rich.console import Console
-
-    console = Console()
+    console = plain_console()
     for sequence in answer["sequences"]:
         console.print(drawn(sequence))
     return 0
@@ -112,12 +110,19 @@ def attempt_table(attempt: Told) -> Table:
     return table
 
 
+def plain_console() -> Console:
+    """Prints names as they are, whatever brackets they have."""
+    from rich.console import Console
+
+    return Console(markup=False, emoji=False, highlight=False)
+
+
 def plain_table(texts: Sequence[str], figures: Sequence[str]) -> Table:
     """Columns of text, to the left, and of figures, to the right."""
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE, pad_edge=False, header_style="bold")
+    table = Table(box=box.SIMPLE, pad_edge=False, collapse_padding=True, header_style="bold")
     for heading in texts:
         table.add_column(heading, no_wrap=True)
     for heading in figures:

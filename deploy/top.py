@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from deploy.admin import Server, add_server_arguments
-from deploy.explain import plain_table
+from deploy.explain import plain_console, plain_table
 from serving.errors import Unavailable
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Answer = Mapping[str, Any]
 STATES = {"live": "green", "draining": "yellow", "suspect": "red"}
-BAR = 10  # characters
+BAR = 6  # characters
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,9 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.interval > 0:
         raise ValueError(f"--interval {arguments.interval:g}: give seconds above 0")
     server = Server.of(arguments)
-    from rich.console import Console
-
-    console = Console()
+    console = plain_console()
     if arguments.once or not sys.stdout.isatty():
         console.print(frame(server.get("v1", "workers"), None, server.address))
         return 0
@@ -128,21 +126,28 @@ def rate(now: Answer, before: Answer | None, read: Any) -> str:
 def worker_table(now: Answer, before: Answer | None) -> Table:
     from rich.text import Text
 
-    table = plain_table(("worker", "role", "state", "KV"), ("leases", "queue", "step", "heard"))
+    table = plain_table(("worker", "role", "state", "KV"), ("leases", "queue", "step"))
     earlier = {worker["name"]: worker for worker in before["workers"]} if before is not None else {}
     for worker in sorted(now["workers"], key=lambda each: (each["role"], each["name"])):
-        state = worker.get("breaker") or worker["state"]
+        breaker = worker.get("breaker", "closed")
+        state = worker["state"] if breaker == "closed" else breaker
         table.add_row(
             worker["name"],
             worker["role"],
             Text(state, style=STATES.get(state, "red")),
-            f"{bar(worker['kv_usage'])} {100 * worker['kv_usage']:3.0f} %",
+            f"{bar(worker['kv_usage'])} {100 * worker['kv_usage']:3.0f}%",
             f"{worker['leases']}/{worker['max_seqs']}",
-            f"{worker['queue_seconds']:.2f} s" if worker["queue_seconds"] else f"{worker['queued_tokens']} tokens",
+            queue(worker),
             step(worker, earlier.get(worker["name"])),
-            f"{worker['heard_seconds']:.1f} s",
         )
     return table
+
+
+def queue(worker: Answer) -> str:
+    """Seconds of prompts, or tokens where the worker cannot tell how long they take."""
+    if worker["queue_seconds"]:
+        return f"{worker['queue_seconds']:.2f} s"
+    return f"{worker['queued_tokens']:,} tokens" if worker["queued_tokens"] else "-"
 
 
 def step(worker: Answer, earlier: Answer | None) -> str:
@@ -176,6 +181,6 @@ def attained(now: Answer, before: Answer | None) -> str:
 
 
 def bar(share: float) -> str:
-    """0.5 → half of it is filled."""
+    """0.5 → `███░░░`."""
     filled = min(BAR, max(0, round(share * BAR)))
     return "█" * filled + "░" * (BAR - filled)

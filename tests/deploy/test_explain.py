@@ -20,7 +20,7 @@ from rich.console import Console
 from deploy import top
 from deploy.admin import Server
 from deploy.cli import main
-from deploy.explain import drawn, off_by, shown
+from deploy.explain import drawn, off_by, plain_console, shown
 from serving.errors import Unavailable
 
 PREDICTED: dict[str, Any] = {
@@ -227,7 +227,7 @@ def test_rates_are_of_the_time_between_two_frames() -> None:
     text = text_of(top.frame(later, WORKERS, "here"))
     assert "2.0 requests/s, 50.0 tokens/s" in text
     assert row(text, "gold") == ["1", "2.0", "50.0 %", "63.3 %", "1", "0", "0"]
-    assert row(text, "m-0")[:5] == ["mixed", "live", "█████░░░░░", "50 %", "4/128"] and "10.0 ms" in text
+    assert row(text, "m-0")[:5] == ["mixed", "live", "███░░░", "50%", "4/128"] and "10.0 ms" in text
     assert row(text, "batch")[2:4] == ["-", "-"], "none was offered"
 
 
@@ -261,5 +261,32 @@ def test_a_bar_has_one_length(share: float) -> None:
 
 
 def test_a_breaker_is_shown_where_there_is_one() -> None:
-    broken = {**WORKERS, "workers": [{**WORKER, "breaker": "open"}]}
-    assert "open" in row(text_of(top.frame(broken, None, "here")), "m-0")
+    for breaker, shown_as in (("open", "open"), ("half-open", "half-open"), ("closed", "live")):
+        broken = {**WORKERS, "workers": [{**WORKER, "breaker": breaker}]}
+        assert shown_as in row(text_of(top.frame(broken, None, "here")), "m-0")
+
+
+def test_names_with_brackets_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    odd = {**WORKERS, "workers": [{**WORKER, "name": "[red]:smile:"}]}
+    plain_console().print(top.frame(odd, None, "here"))
+    assert "[red]:smile:" in capsys.readouterr().out
+
+
+def test_a_frame_fits_a_terminal_of_eighty_columns() -> None:
+    """Nothing is cut short, even where rates and queues have many digits."""
+    busy = {
+        **WORKER,
+        "name": "prefill-10",
+        "role": "prefill",
+        "leases": 128,
+        "queue_seconds": 0.0,
+        "queued_tokens": 99_999,
+    }
+    earlier = {**WORKERS, "workers": [WORKER, busy]}
+    later = {
+        **earlier,
+        "at": 101.0,
+        "tokens": 99_999,
+        "classes": {"interactive": {**CLASS, "offered": 999, "refused": 999}},
+    }
+    assert "…" not in text_of(top.frame(later, earlier, "http://localhost:8000"), width=80)
