@@ -132,7 +132,7 @@ def outcome_of(state: RequestState, error: BaseException | None) -> str:
     if state.finished or (isinstance(error, GeneratorExit) and state.generated):
         return COMPLETED
     if isinstance(error, MillraceError):
-        if error.status in (429, 503) and not state.generated:
+        if error.status in (429, 503) and not state.attempts and not state.generated:
             return REFUSED
         return INVALID if error.status < 429 else FAILED
     late = state.request.deadline is not None and state.timeline.events[-1][1] >= state.request.deadline

@@ -37,7 +37,7 @@ class ClassMetrics:
         self.classes = frozenset(classes)
         self.offered = self._counter("requests_offered", "Requests that ended, by how", "class", "outcome")
         self.within = self._counter("requests_within_slo", "Requests that completed within their objectives", "class")
-        self.shed = self._counter("requests_shed", "Requests refused before any token, by why", "class", "code")
+        self.shed = self._counter("requests_shed", "Requests refused without a placement, by why", "class", "code")
         self.decisions = self._counter("placement_decisions", "Prefills sent, by why they went there", "reason")
         self.mixed = self._counter(
             "mixed_placements", "Prompts computed by their decode worker although prefill elsewhere was decided"

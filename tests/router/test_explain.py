@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from router.explain import ExplainLog, outcome_of, within_slo
+from router.explain import MOST_ATTEMPTS, ExplainLog, outcome_of, within_slo
 from router.goodput import Goodput
 from router.overview import RouterOverview
 from router.policy import Decision
 from router.request_state import RequestState
 from router.router import Router
 from serving.errors import (
+    CorruptChunk,
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
@@ -197,6 +198,15 @@ def test_how_a_request_with_tokens_ended(error: BaseException, outcome: str) -> 
     state.take(Delta(index=0, tokens=(5,)), 1.5)
     assert outcome_of(state, error) == outcome
     assert outcome_of(finished_state(), error) == "completed", "it had ended before"
+
+
+async def test_whoever_was_placed_and_gave_up_has_failed_and_was_not_refused(world: World, watching: Watching) -> None:
+    world.add("m").script.before_first = [CorruptChunk("x")] * 50
+    with pytest.raises(Unavailable):
+        await world.tokens(wanted())
+    (ending,) = watching.endings
+    assert ending["outcome"] == "failed"
+    assert len(explained(world)["attempts"]) <= MOST_ATTEMPTS
 
 
 def test_whoever_is_cancelled_at_its_deadline_has_not_left() -> None:

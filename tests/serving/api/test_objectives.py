@@ -7,9 +7,13 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from serving.api.schema import MOST_PRIORITY
-from serving.errors import Overloaded
+from serving.api.objectives import Objectives
+from serving.api.plan import RequestHead, RequestIds
+from serving.api.schema import DAY_MS, MOST_PRIORITY, SamplingBody
+from serving.errors import InvalidRequest, Overloaded
 from serving.messages import FinishReason, Request, Slo
 from serving.service_class import SERVICE_CLASSES, ServiceClass
 from serving.text.tokenizer import Tokenizer
@@ -145,3 +149,30 @@ async def test_a_refusal_for_good_names_no_time(tokenizer: Tokenizer) -> None:
         async with calling(app_of(script, tokenizer)) as client:
             answer = await client.post(CHAT, json=HELLO)
         assert (answer.status_code, answer.headers.get("retry-after")) == (429, shown)
+
+
+@given(
+    headers=st.fixed_dictionaries(
+        {},
+        optional={
+            "x-ttft-slo-ms": st.text(max_size=12) | st.floats().map(str) | st.integers().map(str),
+            "x-tpot-slo-ms": st.floats(0, 1e9).map(str),
+            "x-priority": st.text(max_size=6) | st.integers(-99, 99).map(str),
+            "x-request-timeout": st.text("0123456789.e-", max_size=8),
+            "x-service-class": st.sampled_from([*CLASSES, "golden", " gold "]),
+            "x-session-id": st.text(max_size=300),
+        },
+    )
+)
+def test_any_headers_make_a_promise_within_bounds_or_are_refused_by_name(headers: dict[str, str]) -> None:
+    head = RequestHead(ids=RequestIds(shown="r", unique="r"), headers=headers, arrived=50.0)
+    try:
+        promise = Objectives(CLASSES, "standard").promise(SamplingBody(), head)
+    except InvalidRequest as error:
+        assert error.param in headers
+        return
+    for objective in (promise.slo.ttft_ms, promise.slo.tpot_ms):
+        assert objective is None or 0 < objective <= DAY_MS
+    assert promise.deadline is None or 50.0 < promise.deadline <= 50.0 + 86_400
+    assert abs(promise.priority - CLASSES[promise.service_class].priority) <= MOST_PRIORITY
+    assert len(promise.session) <= 128
