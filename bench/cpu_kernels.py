@@ -12,79 +12,43 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 
+from bench.random_model import SHAPES, llama, random_model, weight_bytes
+from kvcache.memory.device import DeviceKV, token_bytes
 from serving.batch.ragged import RaggedBatch
+from serving.forward.cpu_forward import CpuForward
 from serving.kernels import cpu
 from serving.messages import SamplingParams
+from serving.model.decoder import Decoder
+from serving.model.spec import ModelSpec
 from serving.sampling.cpu_sampling import CpuSampling
 from serving.sampling.penalties import PenaltyState
 from serving.sampling.sampler import Sampler, SampleRow
 
 BLOCK = 16  # tokens a KV block
-SHAPE = cpu.DecoderShape(
-    hidden=576,
-    heads=9,
-    kv_heads=3,
-    head_dim=64,
-    rotary_dim=64,
-    intermediate=1536,
-    vocab=49152,
-    eps=1e-5,
-    attention_scale=64**-0.5,
-)
+VOCAB = SHAPES["smollm2"]["vocab_size"]
 
 
-def random_linear(kernels: cpu.Kernels, kind: cpu.Kind, outputs: int, inputs: int) -> cpu.PackedLinear:
-    weight = torch.randn(outputs, inputs) * inputs**-0.5
-    if kind is not cpu.Kind.INT8:
-        return kernels.pack(weight.to(kind.dtype))
-    scale = weight.abs().amax(dim=1) / 127
-    return kernels.pack((weight / scale[:, None]).round().to(torch.int8), scale=scale)
-
-
-def random_kv(kind: cpu.Kind, blocks: int) -> cpu.KvPlanes:
-    size = (blocks, BLOCK, SHAPE.kv_heads, SHAPE.head_dim)
-    if kind is not cpu.Kind.INT8:
-        return cpu.KvPlanes(k=torch.randn(size).to(kind.dtype), v=torch.randn(size).to(kind.dtype))
-    k, v = (torch.randint(-127, 128, size, dtype=torch.int8) for _ in range(2))
-    return cpu.KvPlanes(k=k, v=v, k_scale=torch.full(size[:3], 0.02), v_scale=torch.full(size[:3], 0.02))
-
-
-def random_decoder(kernels: cpu.Kernels, kind: cpu.Kind, kv_kind: cpu.Kind, layers: int, blocks: int) -> cpu.CpuDecoder:
-    s = SHAPE
-    qkv = (s.heads + 2 * s.kv_heads) * s.head_dim
-    angles = torch.arange(8192)[:, None] * 10000.0 ** (-torch.arange(0, s.rotary_dim, 2) / s.rotary_dim)
-    return cpu.CpuDecoder(
-        kernels,
-        s,
-        embedding=torch.randn(s.vocab, s.hidden).bfloat16(),
-        layers=[
-            cpu.CpuLayerWeights(
-                attention_norm=torch.ones(s.hidden),
-                mlp_norm=torch.ones(s.hidden),
-                qkv=random_linear(kernels, kind, qkv, s.hidden),
-                o=random_linear(kernels, kind, s.hidden, s.heads * s.head_dim),
-                gate_up=random_linear(kernels, kind, 2 * s.intermediate, s.hidden),
-                down=random_linear(kernels, kind, s.hidden, s.intermediate),
-            )
-            for _ in range(layers)
-        ],
-        final_norm=torch.ones(s.hidden),
-        head=random_linear(kernels, kind, s.vocab, s.hidden),
-        cos=angles.cos().contiguous(),
-        sin=angles.sin().contiguous(),
-        kv=[random_kv(kv_kind, blocks) for _ in range(layers)],
-    )
+def random_kv(spec: ModelSpec, dtype: str, blocks: int) -> DeviceKV:
+    """KV blocks that have been written: pages that never were would be read from the cache."""
+    device_kv = DeviceKV(spec.kv_layers(dtype), blocks, BLOCK)
+    for plane in chain.from_iterable(device_kv.planes):
+        if plane.dtype is torch.int8:
+            plane.random_(-127, 128)
+        else:
+            plane.normal_(std=0.02)
+    return device_kv
 
 
 def batch_of(sequences: int, new: int, context: int) -> RaggedBatch:
     """`sequences` of `new` tokens each, `context` tokens in KV once they are written."""
     width = -(-context // BLOCK)
     return RaggedBatch.build(
-        tokens=[[(7 * b + i) % SHAPE.vocab for i in range(new)] for b in range(sequences)],
+        tokens=[[(7 * b + i) % VOCAB for i in range(new)] for b in range(sequences)],
         starts=[context - new] * sequences,
         block_tables=[list(range(b * width, (b + 1) * width)) for b in range(sequences)],
         block_size=BLOCK,
@@ -112,26 +76,27 @@ def read_bandwidth(seconds: float) -> float:
 def multiply_rate(kernels: cpu.Kernels, kind: cpu.Kind, seconds: float) -> float:
     """Operations a second (two a multiply-add) of one large linear layer."""
     rows, outputs, inputs = 2048, 3072, 576
-    w, x, out = random_linear(kernels, kind, outputs, inputs), torch.randn(rows, inputs), torch.empty(rows, outputs)
+    weight = torch.randint(-127, 128, (outputs, inputs)).to(kind.dtype)
+    w = kernels.pack(weight, scale=torch.ones(outputs) if kind is cpu.Kind.INT8 else None)
+    x, out = torch.randn(rows, inputs), torch.empty(rows, outputs)
     return 2 * rows * outputs * inputs / timed(lambda: kernels.linear(x, w, out=out), seconds)[0]
 
 
-def report(decoder: cpu.CpuDecoder, kv_kind: cpu.Kind, bandwidth: float, rate: float, seconds: float) -> None:
+def report(model: Decoder, forward: CpuForward, kv_bytes: int, bandwidth: float, rate: float, seconds: float) -> None:
+    """`kv_bytes` are a token's, over all layers."""
+
     def row(name: str, batch: RaggedBatch, floor: float) -> None:
-        best, median = timed(partial(decoder.step, batch, logits=False, greedy=True), seconds)
+        best, median = timed(partial(forward.greedy, batch, None), seconds)
         times = f"min {best * 1e3:8.2f} ms  median {median * 1e3:8.2f} ms  floor {floor * 1e3:7.2f} ms"
         print(f"  {name:31} {times}  ({floor / best:4.0%} of the floor's speed)")
 
-    layers = len(decoder.layers)
-    per_token = 2 * SHAPE.kv_heads * SHAPE.head_dim * kv_kind.dtype.itemsize * layers
-    linears = [w for layer in decoder.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-    weight_bytes = sum(w.packed.nbytes for w in (*linears, decoder.head))
     for count in (1, 8, 32):
-        floor = (weight_bytes + count * 300 * per_token) / bandwidth
+        floor = (weight_bytes(model) + count * 300 * kv_bytes) / bandwidth
         row(f"decode batch {count:3}, context 300:", batch_of(count, 1, 300), floor)
-    dense = sum(w.outputs * w.inputs for w in linears)
+    spec = model.spec
+    dense = sum(weight.numel() for layer in model.layers for weight in layer.parameters() if weight.dim() == 2)
     for count in (256, 2048):
-        pairs = layers * SHAPE.heads * SHAPE.head_dim * count * (count + 1) / 2  # query-key pairs, twice each below
+        pairs = spec.layers * spec.heads * spec.head_dim * count * (count + 1) / 2  # query-key pairs, twice each below
         row(f"prefill {count:4} tokens:", batch_of(1, count, count), (2 * dense * count + 4 * pairs) / rate)
 
 
@@ -150,9 +115,9 @@ def report_sampling(kernels: cpu.Kernels, seconds: float) -> None:
     for name, params in kinds.items():
         times = []
         for count in (1, 8, 32):
-            logits = torch.randn(count, SHAPE.vocab) * 2.5
+            logits = torch.randn(count, VOCAB) * 2.5
             sampling = SamplingParams(max_tokens=1, **params)
-            rows = [SampleRow(sampling, at, (), (1,), (), PenaltyState((1,), SHAPE.vocab)) for at in range(count)]
+            rows = [SampleRow(sampling, at, (), (1,), (), PenaltyState((1,), VOCAB)) for at in range(count)]
             times.append(timed(partial(sampler, logits, rows), seconds / 4)[0])
         columns = (f"{count:2} rows {t * 1e3:6.3f} ms" for count, t in zip((1, 8, 32), times, strict=True))
         print(f"  {name:14} {'  '.join(columns)}")
@@ -174,16 +139,20 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     bandwidth = read_bandwidth(options.seconds)
     torch.set_num_threads(1)  # torch's waiting threads would take the cores from the kernels
-    kv_kind = cpu.Kind[options.kv.upper()]
+    kv_dtype = str(cpu.Kind[options.kv.upper()].dtype).removeprefix("torch.")
+    spec = llama(**SHAPES["smollm2"] | {"layers": options.layers})
     print(f"form {kernels.form}, {kernels.threads} threads, read bandwidth {bandwidth / 1e9:.0f} GB/s")
     print("sampling tokens, minima:")
     report_sampling(kernels, options.seconds)
     for name in options.weights:
         kind = cpu.Kind[name.upper()]
-        decoder = random_decoder(kernels, kind, kv_kind, options.layers, blocks=32 * 19 + 128)
+        dtype = torch.float32 if kind is cpu.Kind.F32 else torch.bfloat16
+        model = random_model(spec, name, dtype, torch.device("cpu"), kept="")
+        device_kv = random_kv(spec, kv_dtype, blocks=32 * 19 + 128)
+        forward = CpuForward(model, device_kv.planes, kernels, spec.max_position)
         rate = multiply_rate(kernels, kind, options.seconds)
         print(f"{name} weights, {options.kv} KV: large linear layers {rate / 1e9:.0f} GOP/s")
-        report(decoder, kv_kind, bandwidth, rate, options.seconds)
+        report(model, forward, token_bytes(device_kv.specs), bandwidth, rate, options.seconds)
 
 
 if __name__ == "__main__":

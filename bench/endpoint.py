@@ -49,20 +49,17 @@ class RequestShape:
 
     def body(self, prompt: Prompt, output_tokens: int) -> bytes:
         """The JSON of a streamed request for exactly `output_tokens` tokens."""
-        fields: dict[str, Any] = {"model": self.model}
-        if self.chat:
-            fields["messages"] = [{"role": "user", "content": prompt}]
-        else:
-            fields["prompt"] = prompt
-        fields |= {
+        asked = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
+        fields: dict[str, Any] = {
+            "model": self.model,
+            **asked,
             "max_tokens": output_tokens,
             "temperature": self.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
+            "ignore_eos": True if self.ignore_eos else None,
+            **self.extra,
         }
-        if self.ignore_eos:
-            fields["ignore_eos"] = True
-        fields |= self.extra
         return orjson.dumps({name: value for name, value in fields.items() if value is not None})
 
 

@@ -7,25 +7,24 @@ into a worker's KV blocks. Rounds take the transports in turn; medians are shown
 from __future__ import annotations
 
 import argparse
-import asyncio
-import sys
+import statistics
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 
-import numpy as np
 import uvloop
 
-from bench.far import FarProcess
-from bench.handoff import memcpy_seconds
+from bench.far import FarProcess, answer_cpu, memcpy_seconds
+from bench.report import aligned
 from bench.sink import BLOCK, smollm2_layers
 from kvcache.connector.block_io import part_bytes, read_blocks, write_part
 from kvcache.memory.device import DeviceKV, token_bytes
 from kvcache.pool.client import PoolClient
 from kvcache.pool.node import PoolNode
-from kvcache.pool.remote import dial
+from kvcache.pool.remote import RemoteNode
 from kvcache.pool.service import PoolService
-from kvcache.pool.store import BlockStore, StoreConfig
+from kvcache.pool.store import BlockStore
+from kvcache.pool.storeconfig import StoreConfig
 from kvcache.transfer.choice import chosen, lenders_on_demand
 from kvcache.transfer.lent_memory import GRPC
 from serving.malloc import keep_freed_memory
@@ -40,9 +39,7 @@ async def serve() -> None:
     node = PoolNode("node", BlockStore(StoreConfig(ram_bytes=4 << 30)), address=f"127.0.0.1:{port}")
     PoolService(node).add_to(grpc_server)
     await grpc_server.start()
-    print(port, flush=True)
-    while await asyncio.to_thread(sys.stdin.readline):
-        print(time.process_time(), flush=True)
+    await answer_cpu(port)
     await grpc_server.stop(0)
     await node.stop()
 
@@ -50,7 +47,7 @@ async def serve() -> None:
 @asynccontextmanager
 async def client(kind: str, address: str) -> AsyncGenerator[PoolClient, None]:
     lenders = lenders_on_demand(kind)
-    made = PoolClient(lambda node: dial(node, lenders=lenders), timeout=30.0)
+    made = PoolClient(lambda node: RemoteNode(node, lenders=lenders), timeout=30.0)
     made.set_nodes([address])
     yield made
     await made.close()
@@ -99,14 +96,13 @@ async def main() -> None:
         far.close()
     memcpy = memcpy_seconds(size)
     print(f"{blocks * BLOCK} tokens x {asked.layers} layers, {size / 1e6:.1f} MB, {asked.rounds} rounds, medians")
-    print(f"{'transport':10} {'ms':>7} {'GB/s':>6} {'of memcpy':>10} {'CPU ms here':>12} {'CPU ms there':>13}")
-    print(f"{'memcpy':10} {memcpy * 1e3:7.1f} {size / memcpy / 1e9:6.2f} {1.0:10.2f}")
+    rows = [["transport", "ms", "GB/s", "of memcpy", "CPU ms here", "CPU ms there"]]
+    rows.append(["memcpy", f"{memcpy * 1e3:.1f}", f"{size / memcpy / 1e9:.2f}", "1.00", "", ""])
     for kind, rounds in found.items():
-        took, here, there = (float(np.median(column)) for column in zip(*rounds, strict=True))
-        ratio = memcpy / took
-        print(
-            f"{kind:10} {took * 1e3:7.1f} {size / took / 1e9:6.2f} {ratio:10.2f} {here * 1e3:12.1f} {there * 1e3:13.1f}"
-        )
+        took, here, there = map(statistics.median, zip(*rounds, strict=True))
+        figures = [f"{took * 1e3:.1f}", f"{size / took / 1e9:.2f}", f"{memcpy / took:.2f}"]
+        rows.append([kind, *figures, f"{here * 1e3:.1f}", f"{there * 1e3:.1f}"])
+    print(aligned(rows))
 
 
 async def measured(

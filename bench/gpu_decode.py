@@ -21,25 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from bench.random_model import SHAPES, llama, random_model, weight_bytes
 from kvcache.memory.device import DeviceKV, token_bytes
 from serving.batch.ragged import RaggedBatch
 from serving.forward.cuda_graphs import GraphSizes
 from serving.forward.forward import Forward
-from serving.model.decoder import Decoder
-from serving.model.quantized_linear import hold_int8
-from serving.model.rope import Rope, default_frequencies
-from serving.model.spec import ModelSpec
 
 BLOCK = 16  # tokens a KV block
 PROMPT_TOKENS = 512  # kernels are tuned for up to so many rows, as a worker's are by default
 COPIED_BYTES = 1 << 30
-SIZES = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab_size", "max_position")
-SHAPES = {
-    "8b": dict(zip(SIZES, (4096, 32, 32, 8, 128, 14336, 128256, 131072), strict=True)),
-    "tiny": dict(zip(SIZES, (32, 2, 2, 1, 16, 64, 100, 1024), strict=True)),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,43 +50,6 @@ class Result:
     def share(self) -> float:
         """Of the roofline."""
         return self.step_bytes / self.copy_bytes_per_second / (self.step_ms / 1e3)
-
-
-def llama(**sizes: Any) -> ModelSpec:
-    """Llama 3's architecture in other sizes."""
-    rope = Rope(frequencies=default_frequencies(500000.0, sizes["head_dim"]))
-    return ModelSpec(architecture="llama", norm_eps=1e-5, rope=rope, **sizes)
-
-
-def random_model(spec: ModelSpec, weights: str, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """A decoder whose numbers stay of the size real ones have; with `weights` int8 all layers but the head are."""
-    with torch.device("meta"):
-        model = Decoder(spec)
-        if weights == "int8":
-            linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-            hold_int8(model, [name for name in linears if name != "head"])
-    for name, parameter in list(model.named_parameters()):
-        owner, leaf = name.rsplit(".", 1)
-        value = _random(leaf, parameter, spec.hidden, dtype, device)
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
-    model.tie_weights()
-    return model.eval().to(device)
-
-
-def _random(leaf: str, like: Tensor, hidden: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if like.dtype is torch.int8:
-        return torch.randint(-127, 128, like.shape, dtype=torch.int8, device=device)
-    if leaf == "scale":
-        return torch.full(like.shape, hidden**-0.5 / 73, device=device)  # 73: standard deviation of those integers
-    if like.dim() == 1:
-        return torch.ones(like.shape, dtype=dtype, device=device)
-    return torch.randn(like.shape, dtype=dtype, device=device).mul_(like.shape[1] ** -0.5)
-
-
-def weight_bytes(model: Decoder) -> int:
-    """Bytes of weights that a step reads."""
-    read = {id(p): p.nbytes for name, p in model.named_parameters() if name != "embed.weight"}
-    return sum(read.values()) + (model.embed.weight.nbytes if model.spec.tied_embeddings else 0)
 
 
 def decode(forward: Forward, batch: int, context: int, steps: int, blocks: int, device: torch.device) -> list[float]:

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 import uvloop
 
-from bench.far import FarProcess
+from bench.far import FarProcess, memcpy_seconds
+from bench.report import aligned
 from bench.sink import BLOCK, HandoffSink, smollm2_layers
 from kvcache.handoff.chunk import sealed_commit
 from kvcache.handoff.dialer import Dialer
@@ -167,46 +167,17 @@ class Bench:
         self.far.close()
 
 
-def memcpy_seconds(size: int) -> float:
-    """The best of many copies of so many bytes, by one thread."""
-    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
-
-    def once() -> float:
-        began = time.perf_counter()
-        np.copyto(target, source)
-        return time.perf_counter() - began
-
-    return min(once() for _ in range(9))
-
-
 def table(found: list[Figures], size: int, memcpy: float) -> str:
-    columns = ("transport", "ms", "GB/s", "of memcpy", "CPU s/GB out", "CPU s/GB in", "prefill ms", "with handoff", "")
-    rows = [columns, ("memcpy", f"{memcpy * 1e3:.1f}", f"{size / memcpy / 1e9:.2f}", "1.00", "", "", "", "", "")]
+    rows = [["transport", "ms", "GB/s", "of memcpy", "CPU s/GB out", "CPU s/GB in", "prefill ms", "with handoff", ""]]
+    rows.append(["memcpy", f"{memcpy * 1e3:.1f}", f"{size / memcpy / 1e9:.2f}", "1.00", "", "", "", "", ""])
     for figures in found:
         at_once, beside, alone = map(statistics.median, (figures.at_once, figures.beside, figures.alone))
         out, into = (statistics.median(cpu) / size * 1e9 for cpu in (figures.sender_cpu, figures.receiver_cpu))
         ratio = statistics.median(b / a for a, b in zip(figures.alone, figures.beside, strict=True))
-        rows.append(
-            (
-                figures.name,
-                f"{at_once * 1e3:.1f}",
-                f"{size / at_once / 1e9:.2f}",
-                f"{memcpy / at_once:.2f}",
-                f"{out:.2f}",
-                f"{into:.2f}",
-                f"{alone * 1e3:.0f}",
-                f"{beside * 1e3:.0f}",
-                f"{ratio:.3f}x",
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if n else cell.ljust(width)
-            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
+        once = [f"{at_once * 1e3:.1f}", f"{size / at_once / 1e9:.2f}", f"{memcpy / at_once:.2f}"]
+        rows.append([figures.name, *once, f"{out:.2f}", f"{into:.2f}", f"{alone * 1e3:.0f}", f"{beside * 1e3:.0f}"])
+        rows[-1].append(f"{ratio:.3f}x")
+    return aligned(rows)
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -172,9 +172,10 @@ def bench_rows(ceilings: Ceilings, repeats: int) -> None:
         x = [(bf16(rows, HIDDEN), bf16(rows, HIDDEN)) for _ in range(copies_of(rows * HIDDEN * 4))]
         gate_up = [bf16(rows, 2 * INTERMEDIATE) for _ in range(copies_of(rows * INTERMEDIATE * 4))]
 
-        spent = seconds_of(*(partial(gpu.add_rms_norm_quantize, *pair, weight, 1e-5) for pair in x), repeats=repeats)
+        norms = (partial(gpu.add_rms_norm, *pair, weight, 1e-5, quantized=True) for pair in x)
+        spent = seconds_of(*norms, repeats=repeats)
         bytes_line(f"add, RMSNorm, quantize, {rows} rows", spent, rows * HIDDEN * 7, ceilings)
-        spent = seconds_of(*(partial(gpu.silu_mul_quantize, one) for one in gate_up), repeats=repeats)
+        spent = seconds_of(*(partial(gpu.silu_mul, one, quantized=True) for one in gate_up), repeats=repeats)
         bytes_line(f"SiLU, multiply, quantize, {rows} rows", spent, rows * INTERMEDIATE * 5, ceilings)
 
 

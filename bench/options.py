@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,6 @@ OPEN_LOOP_SECONDS = 40.0  # of arrivals, when the number of requests is not give
 FEWEST_CLOSED_REQUESTS = 8
 FEWEST_OPEN_REQUESTS = 20
 PLOT_ENDINGS = (".html", ".svg")
-AS_GIVEN = (  # flags that are fields of BenchOptions as they are
-    *("num_requests", "warmups", "repeat", "seed", "model", "prompt_form", "tokenizer", "temperature"),
-    *("wait_ready", "timeout", "details"),
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +118,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--url", action="append", metavar="[NAME=]URL", help=f"a server; several are measured in turn ({DEFAULT_URL})")
     add("--baseline", metavar="NAME", help="the server that ratios are against (the first)")
     add("--model", help="model name in requests (the first of /v1/models)")
-    add("--endpoint", choices=("completions", "chat"), default="completions")
+    add("--endpoint", choices=("completions", "chat"), default="completions", help="(completions)")
     add("--api-key", help="sent as a bearer token")
     add("--header", action="append", default=[], metavar="NAME:VALUE", help="one more request header")
     add("--extra-body", default="{}", metavar="JSON", help="more request fields; null takes one out")
@@ -139,7 +135,7 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
     add("--duration", type=float, default=OPEN_LOOP_SECONDS, metavar="S", help="seconds of arrivals (40)")
     add("--warmups", type=int, default=1, metavar="N", help="requests sent first and not counted (1)")
     add("--repeat", type=int, default=1, metavar="N", help="rounds over all servers; medians are shown (1)")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, metavar="N", help="of lengths, prompts and arrivals (0)")
 
 
 def _add_workload_flags(parser: argparse.ArgumentParser) -> None:
@@ -153,7 +149,7 @@ def _add_workload_flags(parser: argparse.ArgumentParser) -> None:
     add("--trace", type=Path, metavar="FILE", help="JSONL of {arrival_s, prompt_tokens or prompt, output_tokens}")
     add("--prompt-form", choices=("auto", "ids", "text"), default="auto", help="how prompts are sent (auto)")
     add("--tokenizer", type=Path, metavar="PATH", help="tokenizer.json or its folder (asked of the server)")
-    add("--no-ignore-eos", action="store_true", help="let answers end where the model ends them")
+    add("--no-ignore-eos", dest="ignore_eos", action="store_false", help="let answers end where the model ends them")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (0)")
 
 
@@ -165,9 +161,9 @@ def _add_goal_and_output_flags(parser: argparse.ArgumentParser) -> None:
     add("--rate-tolerance", type=float, default=0.05, metavar="X", help="how fine --find-goodput searches (0.05)")
     add("--confirm", type=int, default=0, metavar="N", help="measure the rate found N more times (0)")
     add = parser.add_argument_group("output").add_argument
-    add("--json", type=Path, metavar="FILE", help="all figures as JSON")
+    add("--json", dest="json_file", type=Path, metavar="FILE", help="all figures as JSON")
     add("--details", action="store_true", help="with --json: every request too")
-    add("--plot", type=Path, metavar="FILE", help="a page with plots, .html or .svg")
+    add("--plot", dest="plot_file", type=Path, metavar="FILE", help="a page with plots, .html or .svg")
 
 
 def parse_options(args: argparse.Namespace) -> BenchOptions:
@@ -176,32 +172,28 @@ def parse_options(args: argparse.Namespace) -> BenchOptions:
     named = [target.name for target in targets if args.baseline in (target.name, target.url)]
     workload = _workload(args)
     points = _points(args, workload)
-    attainment = args.attainment
     search = None
     if args.find_goodput:
-        search = SearchLimits(
-            start=points[0].rate or 1.0,
-            attainment=attainment,
-            tolerance=args.rate_tolerance,
-            confirmations=args.confirm,
-        )
-    asked = {name: getattr(args, name) for name in AS_GIVEN}
-    return BenchOptions(
-        targets=targets,
-        baseline=named[0] if named else args.baseline or targets[0].name,
-        workload=workload,
-        points=points,
-        search=search,
-        slo=SloTargets(ttft_ms=args.ttft_slo_ms, tpot_ms=args.tpot_slo_ms, attainment=attainment),
-        seconds=args.duration,
-        chat=args.endpoint == "chat",
-        ignore_eos=not args.no_ignore_eos,
-        extra_body=_extra_body(args.extra_body),
-        headers=_headers(args.header, args.api_key),
-        json_file=args.json,
-        plot_file=args.plot,
-        **asked,
-    )
+        goal = {"attainment": args.attainment, "tolerance": args.rate_tolerance, "confirmations": args.confirm}
+        search = SearchLimits(start=points[0].rate or 1.0, **goal)
+    told = {
+        "targets": targets,
+        "baseline": named[0] if named else args.baseline or targets[0].name,
+        "workload": workload,
+        "points": points,
+        "search": search,
+        "slo": SloTargets(ttft_ms=args.ttft_slo_ms, tpot_ms=args.tpot_slo_ms, attainment=args.attainment),
+        "seconds": args.duration,
+        "chat": args.endpoint == "chat",
+        "extra_body": _extra_body(args.extra_body),
+        "headers": _headers(args.header, args.api_key),
+    }
+    return BenchOptions(**_fields_of(BenchOptions, args) | told)
+
+
+def _fields_of(kind: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """The flags that are fields of this dataclass, as they were given."""
+    return {field.name: getattr(args, field.name) for field in fields(kind) if hasattr(args, field.name)}
 
 
 def _targets(urls: list[str]) -> tuple[Target, ...]:
@@ -221,15 +213,9 @@ def _workload(args: argparse.Namespace) -> Workload:
         raise ValueError(f"--trace goes with --workload trace, not {kind}")
     if args.lengths and kind != "sharegpt":
         raise ValueError(f"--lengths goes with --workload sharegpt, not {kind}")
-    return Workload(
-        kind=kind,
-        input_len=args.input_len,
-        output_len=args.output_len,
-        prefix_share=args.prefix_share,
-        prefix_groups=args.prefix_groups,
-        pairs=tuple(read_pairs(args.lengths)) if args.lengths else (),
-        trace=read_trace(args.trace) if args.trace else (),
-    )
+    pairs = tuple(read_pairs(args.lengths)) if args.lengths else ()
+    trace = read_trace(args.trace) if args.trace else ()
+    return Workload(**_fields_of(Workload, args) | {"kind": kind, "pairs": pairs, "trace": trace})
 
 
 def _points(args: argparse.Namespace, workload: Workload) -> tuple[Point, ...]:

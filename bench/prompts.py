@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import orjson
 from tokenizers import Tokenizer
@@ -22,16 +21,6 @@ from bench.workload import Ask
 # Without a tokenizer to ask: ids that are ordinary tokens in every vocabulary of a language model worth measuring.
 PLAIN_IDS = tuple(range(1000, 16000))
 SHORT_PROBE, LONG_PROBE = 8, 72  # words
-
-
-class TokenCounter(Protocol):
-    """Something that tokenizes as the server does, without special tokens."""
-
-    async def encode(self, text: str) -> list[int]: ...
-
-    async def pool(self) -> tuple[int, ...]:
-        """Ids of ordinary tokens, to make prompts of."""
-        ...
 
 
 class LocalTokenizer:
@@ -90,15 +79,8 @@ class ServerTokenizer:
         return tuple(sorted(set(await self.encode(" " + " ".join(WORDS)))))
 
 
-class Prompts(Protocol):
-    """Writes prompts of a wanted length."""
-
-    @property
-    def note(self) -> str:
-        """What a reader of the results must know, or nothing."""
-        ...
-
-    def write(self, ask: Ask) -> Prompt: ...
+# What tokenizes as the server does, without special tokens; its `pool` are ordinary tokens to make prompts of.
+TokenCounter = LocalTokenizer | ServerTokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +114,10 @@ class TextPrompts:
         count = max(1, round((len(ask.pieces) - self.added_tokens) / self.tokens_per_word))
         size = len(self.words)
         return " ".join(self.words[piece % size] for piece in ask.pieces[:count])
+
+
+# What writes prompts of a wanted length; its `note` is what a reader of the results must know, or nothing.
+Prompts = IdPrompts | TextPrompts
 
 
 async def find_counter(endpoint: Endpoint, tokenizer: Path | None) -> TokenCounter | None:

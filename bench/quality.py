@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from bench.report import aligned
+from kvcache.memory.device import DeviceKV
 from serving.batch.ragged import RaggedBatch
 from serving.loader.loading import load, resolve
 from serving.model.decoder import Decoder
@@ -82,26 +83,14 @@ class Row:
     seconds: float
 
 
-def planes(model: Decoder, kv_dtype: str, tokens: int) -> list[tuple[Tensor, ...]]:
-    """An empty KV pool for one sequence of that many tokens."""
-    blocks = -(-tokens // BLOCK_SIZE)
-    return [
-        tuple(
-            torch.zeros(blocks, BLOCK_SIZE, *plane.shape, dtype=getattr(torch, plane.dtype)) for plane in layer.planes
-        )
-        for layer in model.spec.kv_layers(kv_dtype)
-    ]
-
-
 @torch.inference_mode()
 def score(model: Decoder, windows: Sequence[Sequence[int]], kv_dtype: str) -> Scores:
     """Reads each window alone, from an empty cache; its first token is not predicted."""
     logprobs, likeliest = [], []
     for window in windows:
-        kv = planes(model, kv_dtype, len(window))
-        batch = RaggedBatch.build(
-            tokens=[window], starts=[0], block_tables=[range(len(kv[0][0]))], block_size=BLOCK_SIZE
-        )
+        blocks = -(-len(window) // BLOCK_SIZE)
+        kv = DeviceKV(model.spec.kv_layers(kv_dtype), blocks, BLOCK_SIZE).planes
+        batch = RaggedBatch.build(tokens=[window], starts=[0], block_tables=[range(blocks)], block_size=BLOCK_SIZE)
         logits = model.logits(model(batch, kv)[:-1])
         targets = torch.tensor(window[1:])
         logprobs.append(logits.log_softmax(-1).gather(1, targets[:, None])[:, 0])

@@ -36,13 +36,14 @@ SPREADS = (("mean", "mean"), ("p50", "median"), ("p90", "p90"), ("p99", "p99"))
 Row = list[str]
 
 
-def aligned(rows: Sequence[Row]) -> str:
-    """Columns under each other: the first to the left, the others to the right."""
+def aligned(rows: Sequence[Sequence[str]], texts: int = 1) -> str:
+    """Columns under each other: the first `texts` to the left, figures to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
+        cells = zip(row, widths, strict=True)
+        padded = [cell.ljust(size) if at < texts else cell.rjust(size) for at, (cell, size) in enumerate(cells)]
+        lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)
 
 

@@ -9,12 +9,12 @@ import asyncio
 import base64
 import json
 import sys
-import time
 from collections.abc import Sequence
 
 import torch
 import uvloop
 
+from bench.far import answer_cpu
 from decode.service import DecodeService
 from kvcache.handoff.chunk import Chunk, Commit, split, verify
 from kvcache.handoff.local import LOCAL
@@ -35,7 +35,7 @@ def smollm2_layers(layers: int) -> tuple[LayerKV, ...]:
 
 
 class HandoffSink:
-    """The receiving half (kvcache.transports.Receiver): checks chunks and writes them into one pool, as a lease's."""
+    """The receiving half (kvcache.handoff.local.Receiver): checks chunks, writes them into KV blocks as a lease's."""
 
     def __init__(self, specs: Sequence[LayerKV], tokens: int, lenders: MemoryLenders | None = None):
         blocks = -(-tokens // BLOCK)
@@ -43,7 +43,6 @@ class HandoffSink:
         self.blocks = list(range(blocks))
         self.lenders = lenders or MemoryLenders()
         self.receiving = 0
-        self.taken = 0  # bytes
 
     async def begin(self, fence: LeaseId) -> int:
         """Everything is to be handed over."""
@@ -57,7 +56,6 @@ class HandoffSink:
         slots = self.device_kv.slots(self.blocks, chunk.start, chunk.end)
         for layer, parts in enumerate(split(chunk, self.device_kv), chunk.first_layer):
             self.device_kv.write(layer, slots, parts)
-        self.taken += len(chunk.payload)
 
     async def commit(self, commit: Commit, via: str = LOCAL) -> None:
         """Nothing follows."""
@@ -72,9 +70,7 @@ async def serve(layers: int, tokens: int, kv_transport: str) -> None:
     DecodeService(sink).add_to(grpc_server)  # type: ignore[arg-type]
     await grpc_server.start()
     found = {offer.kind: base64.b64encode(offer.details).decode() for offer in sink.lenders.offers}
-    print(json.dumps({"address": f"127.0.0.1:{port}", "transports": found}), flush=True)
-    while await asyncio.to_thread(sys.stdin.readline):
-        print(time.process_time(), flush=True)
+    await answer_cpu(json.dumps({"address": f"127.0.0.1:{port}", "transports": found}))
     await grpc_server.stop(0)
     sink.lenders.close()
 

@@ -76,14 +76,15 @@ def summarize(run: Run, slo: SloTargets) -> Summary:
     """All figures of a run. Latencies are of the requests that succeeded; the failed ones are counted by kind."""
     good = [outcome for outcome in run.outcomes if outcome.error is None]
     failed = [outcome for outcome in run.outcomes if outcome.error not in (None, "interrupted")]
+    metrics = _throughput(run, good, slo) | _latencies(good) | _client(run, good)
     return Summary(
         planned=run.planned,
         completed=len(good),
         errors=dict(Counter(str(outcome.error) for outcome in failed).most_common()),
         examples={str(outcome.error): outcome.detail for outcome in reversed(failed)},
         stopped=run.stopped,
-        metrics=_throughput(run, good, slo) | _latencies(good) | _client(run, good),
-        warnings=tuple(_warnings(run, good)),
+        metrics=metrics,
+        warnings=tuple(_warnings(run, good, metrics)),
     )
 
 
@@ -144,11 +145,11 @@ def _client(run: Run, good: Sequence[Outcome]) -> Metrics:
     return metrics
 
 
-def _warnings(run: Run, good: Sequence[Outcome]) -> list[str]:
+def _warnings(run: Run, good: Sequence[Outcome], metrics: Metrics) -> list[str]:
     warnings = []
     if run.duration > LONG_ENOUGH_S and run.client_cpu_s / run.duration > BUSY_CLIENT:
         warnings.append(f"the client itself used {run.client_cpu_s / run.duration:.0%} of a core: it may be the limit")
-    if good and (late := float(np.percentile([o.sent - o.scheduled for o in good], 99)) * 1e3) > LATE_SEND_MS:
+    if (late := metrics.get("p99_send_delay_ms", 0.0)) > LATE_SEND_MS:
         warnings.append(f"1 % of the requests left {late:.0f} ms late or more: the client could not keep the rate")
     short = [outcome for outcome in good if outcome.output_tokens < outcome.max_tokens]
     if short:
@@ -162,7 +163,7 @@ def _warnings(run: Run, good: Sequence[Outcome]) -> list[str]:
     differing = sum(o.reported is not None and o.token_ids not in (0, o.reported) for o in good)
     if differing:
         warnings.append(f"{differing} answers report another number of tokens than the ids they sent")
-    if good and (merged := sum(o.output_tokens for o in good) / sum(o.chunks for o in good)) > 1.05:
+    if (merged := metrics.get("tokens_per_chunk", 1.0)) > 1.05:
         warnings.append(f"a chunk carries {merged:.2f} tokens on average: ITL is the time between chunks")
     return warnings
 

@@ -46,7 +46,7 @@ class ServeProcess:
 
     def _answers(self) -> bool:
         try:
-            return bool(self.get("/health") is not None)
+            return bool(self.get("/health"))
         except OSError:
             return False
 
@@ -61,7 +61,7 @@ class ServeProcess:
         return Reading(
             threads={(pid, tid): used for pid in family(self.process.pid) for tid, used in cpu_seconds(pid).items()},
             steps=total(text, "millrace:engine_step_seconds_total"),
-            tokens=total(text, "vllm:generation_tokens_total") or total(text, "millrace:generation_tokens_total"),
+            tokens=total(text, "millrace:generation_tokens_total"),
         )
 
     def load(self, requests: int, concurrency: int, length: int, seed: int) -> None:

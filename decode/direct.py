@@ -35,12 +35,12 @@ class DirectLeases:
 
         0 where nothing comes from the pool, also for a stale fence: that is refused with the first chunk.
         """
-        seq = self._filling(fence)
-        if self.fetcher is None or seq is None:
+        lease = self._current(fence)
+        if self.fetcher is None or lease is None:
             return 0
-        arrival = await self.fetcher.find(seq.seq)
+        arrival = await self.fetcher.find(lease.seq)
         with self.lock:
-            lease = self._filling(fence)  # what was may be over: the pool has been asked meanwhile
+            lease = self._current(fence)  # what was may be over: the pool has been asked meanwhile
             if arrival is None or lease is None:
                 return 0
             size = self.fetcher.kv.block_size
@@ -49,7 +49,7 @@ class DirectLeases:
             self._fetches[fence.lease] = self.fetcher.begin(arrival)
             return lease.pooled.stop
 
-    def _filling(self, fence: LeaseId) -> Lease | None:
+    def _current(self, fence: LeaseId) -> Lease | None:
         try:
             return self.table.check(fence)
         except StaleLease:

@@ -6,8 +6,8 @@ A pure state machine: events in, state out, an illegal event raises. No torch, n
                │ ▲                  │
                └─┘ advance          └── advance: back to FILLING, for another prefill try
 
-A message must carry the lease's current fence (lease, epoch, instance); anything older, or from another life of the
-worker, raises StaleLease and changes nothing.
+A message must carry the lease's current fence (lease, epoch, instance); anything older, or for another instance of
+the worker, raises StaleLease and changes nothing.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Lease:
 
 @dataclass(slots=True)
 class LeaseTable:
-    """All leases of one worker life, `instance`; `layers` is the model's number of layers with KV."""
+    """All leases of one worker instance; `layers` is the model's number of layers with KV."""
 
     instance: str
     layers: int
@@ -99,9 +99,12 @@ class LeaseTable:
     def open(self, order: LeaseOrder, session: str, seq: SequenceState) -> Lease:
         """Enter a lease whose sequence holds its blocks. Raises StaleLease, InvalidRequest."""
         if order.lease.instance != self.instance:
-            raise StaleLease("the lease is for another life of this worker", code="instance")
+            raise StaleLease("the lease is for another instance of this worker", code="instance")
         if order.lease.lease in self.leases:
             raise InvalidRequest(f"lease {order.lease.lease} is already open", param="lease")
+        return self._enter(order, session, seq)
+
+    def _enter(self, order: LeaseOrder, session: str, seq: SequenceState) -> Lease:
         lease = Lease(order.lease, session, seq, [seq.computed] * self.layers)
         self.leases[order.lease.lease] = lease
         return lease
@@ -109,7 +112,7 @@ class LeaseTable:
     def check(self, fence: LeaseId) -> Lease:
         """The lease this fence opens. Raises StaleLease."""
         if fence.instance != self.instance:
-            raise StaleLease("a message for another life of this worker", code="instance")
+            raise StaleLease("a message for another instance of this worker", code="instance")
         lease = self.leases.get(fence.lease)
         if lease is None:
             raise StaleLease(f"lease {fence.lease} is not open here", code="lease")
@@ -126,15 +129,11 @@ class LeaseTable:
             raise StaleLease(f"lease {order.lease.lease} is not open here", code="lease")
         if order.lease.epoch <= lease.fence.epoch:
             raise StaleLease(f"epoch {order.lease.epoch} does not follow {lease.fence.epoch}", code="epoch")
-        lease = Lease(order.lease, lease.session, seq, [seq.computed] * self.layers)
-        self.leases[order.lease.lease] = lease
-        return lease
+        return self._enter(order, lease.session, seq)
 
     def commit(self, fence: LeaseId) -> Lease:
         """All KV is said to be here: from now on the lease decodes. Raises StaleLease, CorruptChunk."""
-        lease = self.check(fence)
-        if lease.state is not LeaseState.FILLING:
-            raise StaleLease("the lease is already running", code="state")
+        lease = self._filling(fence)
         if not lease.complete:
             raise CorruptChunk("the handoff ended with KV missing", code="incomplete")
         lease.state = LeaseState.RUNNING
@@ -142,11 +141,15 @@ class LeaseTable:
 
     def adopt(self, fence: LeaseId) -> Lease:
         """A prefill in this same worker computes the lease's own blocks: nothing will be handed over."""
+        lease = self._filling(fence)
+        lease.state = LeaseState.RUNNING
+        lease.pooled = range(0)
+        return lease
+
+    def _filling(self, fence: LeaseId) -> Lease:
         lease = self.check(fence)
         if lease.state is not LeaseState.FILLING:
             raise StaleLease("the lease is already running", code="state")
-        lease.state = LeaseState.RUNNING
-        lease.pooled = range(0)
         return lease
 
     def end(self, lease_id: str) -> Lease | None:

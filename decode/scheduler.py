@@ -1,4 +1,4 @@
-"""Which sequences decode in a step: all of them, oldest first, one token each; the youngest give way without blocks.
+"""Which sequences decode in a step: all of them, one token each; and which give way where blocks run out.
 
 Pure: no torch, no clock, no I/O.
 """
@@ -71,7 +71,11 @@ class DraftOrOverlap:
 
 
 class DecodeScheduler:
-    """The running batch, in order of arrival. With `speculation`, more than one token of a sequence may be tried."""
+    """The running batch: by priority, then in order of arrival. With `speculation` a step may try more than one token.
+
+    When blocks run out the first of the batch never gives way to another, so the oldest of the most important always
+    advances.
+    """
 
     def __init__(self, kv: KVBlocks, *, max_model_len: int, speculation: Speculation | None = None):
         self.kv = kv
@@ -80,21 +84,34 @@ class DecodeScheduler:
         self.choice = DraftOrOverlap() if speculation is not None else None
         self.running: list[SequenceState] = []
         self._lookups: dict[SequenceState, PromptLookup] = {}
+        self._joined: list[SequenceState] = []  # since the last step was planned
         self.preemptions = 0
 
     def add(self, seq: SequenceState) -> None:
         """A sequence whose KV is here up to its last token joins the batch."""
         assert seq.uncomputed == 1, f"{seq.uncomputed} tokens without KV, a decode step computes one"
-        self.running.append(seq)
+        priority, place = seq.objectives.priority, len(self.running)
+        while place and self.running[place - 1].objectives.priority > priority:
+            place -= 1
+        self.running.insert(place, seq)
+        self._joined.append(seq)
+
+    def _begin(self, now: float) -> None:
+        """What has joined has just had its first token here: the pace of the others is counted from it."""
+        for seq in self._joined:
+            here = seq.incoming.prefilled_here
+            seq.objectives.begin(len(seq.tokens), len(seq.order.generated), now, here=here)
+        self._joined.clear()
 
     def fill(self, plan: StepPlan, now: float) -> None:
+        self._begin(now)
         drafting = self.choice is None or not plan.can_overlap or not self.running or self.choice.begin()
         for seq in list(self.running):
             if plan.tokens < 1 or plan.seqs < 1:
                 break
             if seq in plan.preempted:
                 continue
-            if self._make_room(seq, plan):
+            if self._make_room(seq, plan, now):
                 draft = self._draft(seq, plan) if drafting else ()
                 plan.add(seq, 1 + len(draft), self, draft)
         if self.choice is not None and drafting:
@@ -102,6 +119,7 @@ class DecodeScheduler:
 
     def fill_ahead(self, plan: StepPlan, now: float) -> bool:
         """Add all sequences but those whose last token is being drawn, oldest first; False if one lacks blocks."""
+        self._begin(now)
         if self.choice is not None and not self.choice.begin_ahead():
             return False
         for seq in self.running:
@@ -128,7 +146,7 @@ class DecodeScheduler:
 
     def _draft(self, seq: SequenceState, plan: StepPlan) -> tuple[int, ...]:
         """Tokens to try beyond the next, when that pays and takes no tokens or blocks from other sequences."""
-        if self.speculation is None or not seq.draftable:
+        if self.speculation is None or seq.request.sampling.penalised:
             return ()
         lookup = self._lookups.setdefault(seq, PromptLookup())
         left = min(seq.request.sampling.max_tokens - seq.output_len - 1, self.max_model_len - len(seq.tokens) - 1)
@@ -137,24 +155,40 @@ class DecodeScheduler:
         room = min(left, held, plan.tokens - 1 - others)
         return tuple(self.speculation.draft(lookup, seq.tokens, room, len(self.running)))
 
-    def _make_room(self, seq: SequenceState, plan: StepPlan) -> bool:
-        """Grow `seq` by a block if it needs one, preempting from the youngest on; False if it had to go itself."""
+    def _make_room(self, seq: SequenceState, plan: StepPlan, now: float) -> bool:
+        """Grow `seq` by a block if it needs one, preempting others for it; False if it had to go itself."""
         while True:
             try:
                 self.kv.grow(seq)
                 return True
             except NoRoom:
-                youngest = self._youngest(seq)
-                self._preempt(youngest, plan)
-                if youngest is seq:
+                victim = self._victim(seq, now)
+                self._preempt(victim, plan)
+                if victim is seq:
                     return False
 
-    def _youngest(self, seq: SequenceState) -> SequenceState:
-        """The sequence that gives way to `seq`: where that lacks host memory, only one that holds some is of help."""
-        return next(other for other in reversed(self.running) if seq.offload is None or other.offload is not None)
+    def _victim(self, seq: SequenceState, now: float) -> SequenceState:
+        """Who gives way to `seq`, maybe itself; where that lacks host memory, only one that holds some is of help.
+
+        The least important; of those one whose objectives are missed or were never stated, then the one with the least
+        to compute again. Without objectives it is the youngest.
+        """
+
+        def rank(place: int) -> tuple[int, bool, int, int]:
+            other = self.running[place]
+            goals, tokens = other.objectives, len(other.tokens)
+            if not goals.stated:
+                return goals.priority, True, 0, place
+            return goals.priority, goals.late(tokens, now), -tokens, place
+
+        places = range(len(self.running))
+        able = [place for place in places if seq.offload is None or self.running[place].offload is not None]
+        others = [place for place in able if place] or able  # all but the first
+        return self.running[max(others, key=rank)]
 
     def _preempt(self, seq: SequenceState, plan: StepPlan) -> None:
         self.remove(seq)
+        plan.drop(seq)
         self.kv.release(seq)
         self.preemptions += 1
         plan.preempted.append(seq)

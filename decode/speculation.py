@@ -52,7 +52,7 @@ class PromptLookup:
 
 
 @dataclass(slots=True)
-class StepCost:
+class DraftCost:
     """Seconds of a step as a + b · tokens, fitted to the steps so far, old ones fading (weighted least squares)."""
 
     weight: float = 0.0
@@ -88,7 +88,7 @@ class Speculation:
 
     def __init__(self, limit: int):
         self.limit = limit
-        self.cost = StepCost()
+        self.cost = DraftCost()
         self.drafted = 0
         self.accepted = 0
 

@@ -11,9 +11,11 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from decode.deadlines import Deadlines
 from decode.direct import DirectLeases
 from decode.leases import Lease, LeaseTable
 from decode.scheduler import DecodeScheduler
+from decode.tpot_bound import LeaseBound, Unbound
 from kvcache.connector.direct_fetch import DirectFetcher
 from kvcache.handoff.chunk import Chunk, Commit, split, verify, verify_commit
 from kvcache.handoff.local import LOCAL
@@ -21,8 +23,9 @@ from kvcache.memory.device import token_bytes
 from kvcache.memory.kv_dtype import is_lossy
 from kvcache.transfer.lent_memory import MemoryLenders
 from kvcache.worker_context import WorkerContext
+from serving.engine.objectives import DEADLINE_PASSED
 from serving.engine.sequence import SequenceOutput, SequenceState
-from serving.errors import Draining, MillraceError, NoRoom, Retryable, StaleLease
+from serving.errors import DeadlineExceeded, Draining, MillraceError, NoRoom, Retryable, StaleLease
 from serving.links import Deliver, LeaseEvent
 from serving.messages import LeaseGrant, LeaseId, LeaseOrder
 
@@ -34,6 +37,7 @@ class DecodeWorker:
 
     `lenders` are offered beside the address: memory that handoffs may write to. `direct` brings prefixes straight from
     the KV pool. New leases leave as many blocks as are `wanted`: for a prompt that is computed here for another worker.
+    `bound` says which leases would slow the others down too much.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class DecodeWorker:
         lenders: MemoryLenders | None = None,
         direct: DirectFetcher | None = None,
         wanted: Callable[[], int] = lambda: 0,
+        bound: LeaseBound | None = None,
     ):
         self.context = context
         self.identity = context.identity
@@ -56,11 +61,15 @@ class DecodeWorker:
         self.address = address
         self.lenders = lenders or MemoryLenders()
         self.wanted = wanted
+        self.bound = bound or Unbound()
         self.table = LeaseTable(self.identity.instance, len(self.device_kv.specs))
         self.direct = DirectLeases(self.table, self.engine.lock, direct)
+        self.deadlines = Deadlines(self._expire)
         self.sessions: dict[str, RouterSession] = {}
         self.draining = False
         self.receiving = 0  # handoffs in progress
+        self.expired = 0  # leases ended because their deadline had passed
+        self.not_granted: Counter[str] = Counter()  # leases refused for want of room, by what was wanting
         self.refused: Counter[str] = Counter()  # KV chunks and commits refused, by reason
         self.received: Counter[str] = Counter()  # bytes of KV taken in, by transport
         self.handoffs: Counter[str] = Counter()  # handoffs committed, by transport
@@ -77,19 +86,29 @@ class DecodeWorker:
         return session
 
     def open(self, order: LeaseOrder, session: str) -> LeaseGrant:
-        """Hold room for the order's tokens. Raises Draining, NoRoom, StaleLease, ContextLengthExceeded."""
+        """Hold room for the order's tokens. Raises Draining, NoRoom, StaleLease, InvalidRequest, DeadlineExceeded."""
         if self.draining:
             raise Draining(f"{self.identity.name} is draining")
         with self.engine.lock:
-            if len(self.table.leases) >= self.engine.limits.max_num_seqs:
-                raise NoRoom(f"{self.identity.name} holds {len(self.table.leases)} sequences, its limit")
-            seq = self._hold(order, self.wanted())
+            try:
+                seq = self._hold_new(order)
+            except NoRoom as error:
+                self.not_granted[error.code or "blocks"] += 1
+                raise
             try:
                 lease = self.table.open(order, session, seq)
             except MillraceError:
                 self.kv.release(seq)
                 raise
+            self.deadlines.watch(order.lease.lease, order.ends_in)
             return self._grant(lease)
+
+    def _hold_new(self, order: LeaseOrder) -> SequenceState:
+        held = self.sequences()
+        if len(held) >= self.engine.limits.max_num_seqs:
+            raise NoRoom(f"{self.identity.name} holds {len(held)} sequences, its limit", code="sequences")
+        self.bound.check(order, held)
+        return self._hold(order, self.wanted())
 
     def advance(self, order: LeaseOrder) -> LeaseGrant:
         """Begin the lease anew for another prefill try. When it raises, the lease is gone."""
@@ -104,6 +123,7 @@ class DecodeWorker:
             except MillraceError:
                 self.end(order.lease.lease)
                 raise
+            self.deadlines.watch(order.lease.lease, order.ends_in)
             self.loop.wake()
             return self._grant(lease)
 
@@ -114,10 +134,20 @@ class DecodeWorker:
             if lease is not None:
                 self.engine.end(lease.seq)
                 self.direct.stop(lease_id)
+        self.deadlines.forget(lease_id)
         self._note_idle()
         self.loop.wake()
 
+    def _expire(self, lease_id: str) -> None:
+        """Its deadline has passed: nothing more is taken in or computed for it."""
+        lease = self.table.leases.get(lease_id)
+        if lease is not None:
+            self.expired += 1
+            self.deliver([SequenceOutput(lease.seq, error=DeadlineExceeded(DEADLINE_PASSED))])
+
     def _hold(self, order: LeaseOrder, spare: int = 0) -> SequenceState:
+        if order.ends_in is not None and order.ends_in <= 0.0:
+            raise DeadlineExceeded(DEADLINE_PASSED)
         seq = self.context.sequence(order, stays=True)
         self.kv.open(seq, headroom=len(self.table.leases) + spare)
         return seq
@@ -202,7 +232,7 @@ class DecodeWorker:
     # ---- tokens out --------------------------------------------------------------------------------------------
 
     def deliver(self, outputs: Sequence[SequenceOutput]) -> None:
-        """Send what a step brought out for leases, one message a router (serving.engine.loop.OutputListener).
+        """Send outputs of leases on, one message a router (serving.engine.loop.OutputListener). Errors end a lease.
 
         A lease that has ended or begun anew since the step began has another sequence, or none: it gets nothing.
         """
@@ -239,25 +269,19 @@ class DecodeWorker:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
         except TimeoutError:
-            left = list(self.table.leases.values())
+            error = Draining(f"{self.identity.name} is leaving")
+            left = [SequenceOutput(seq, error=error) for seq in self.sequences()]
             log.info("%d leases move to other workers", len(left))
-            for lease in left:
-                self.end(lease.fence.lease)
-            self._send_error(left, Draining(f"{self.identity.name} is leaving"))
+            self.deliver(left)
 
     def abandon(self, error: MillraceError) -> None:
         """The engine died: every lease ends with this error."""
         self.draining = True
-        left = list(self.table.leases.values())
-        for lease in left:
-            self.table.end(lease.fence.lease)
-            self.direct.stop(lease.fence.lease)
-        self._send_error(left, error)
-
-    def _send_error(self, leases: Sequence[Lease], error: MillraceError) -> None:
-        """Tell the routers why these leases have ended."""
         events: dict[str, list[LeaseEvent]] = {}
-        for lease in leases:
+        for lease in list(self.table.leases.values()):
+            self.table.end(lease.fence.lease)
+            self.deadlines.forget(lease.fence.lease)
+            self.direct.stop(lease.fence.lease)
             event = LeaseEvent(lease.fence.lease, lease.fence.epoch, error=error)
             events.setdefault(lease.session, []).append(event)
         self._send(events)
@@ -268,8 +292,15 @@ class DecodeWorker:
         return [lease.seq for lease in self.table.leases.values()]
 
     def counters(self) -> dict[str, float]:
-        """What KV came and how, for the heartbeat: running totals by metric, a slash, and the metric's label."""
-        totals = {"kv_chunks_refused": self.refused, "kv_received_bytes": self.received, "kv_handoffs": self.handoffs}
+        """What KV came and how, and leases refused: running totals by metric, a slash, and the metric's label."""
+        with self.engine.lock:  # chunks are refused on several threads
+            refused = dict(self.refused)
+        totals = {
+            "kv_chunks_refused": refused,
+            "kv_received_bytes": self.received,
+            "kv_handoffs": self.handoffs,
+            "leases_refused": self.not_granted,
+        }
         return {f"{name}/{of}": float(value) for name, by in totals.items() for of, value in by.items()}
 
     def orphans(self) -> int:

@@ -10,15 +10,15 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+from bench.report import aligned
 from deploy.runtime.heartbeats import addresses
 from kvcache.pool.block import KEY_BYTES
 from kvcache.pool.client import PoolClient
 from kvcache.pool.links import BlockSelection
 from kvcache.pool.models import push
-from kvcache.pool.remote import RemoteNode, dial
+from kvcache.pool.remote import RemoteNode
 from serving.config import ENV_PREFIX
 from serving.errors import MillraceError, Unauthorized, WorkerLost
 from serving.messages import PoolReport, TierStat
@@ -62,8 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     what = selection(arguments.namespace, arguments.key)
     if arguments.action == "evict" and what == BlockSelection() and not arguments.all:
         raise ValueError("evict which blocks? Give --namespace, --key, or --all")
-    work = {"stat": stat, "ls": ls, "evict": evict, "verify": verify}[arguments.action]
-    return asyncio.run(work(Pool(nodes, key), what))
+    return asyncio.run(ask(arguments.action, nodes, key, what))
 
 
 def selection(namespace: str | None, keys: Sequence[str]) -> BlockSelection:
@@ -82,29 +81,45 @@ def selection(namespace: str | None, keys: Sequence[str]) -> BlockSelection:
     return BlockSelection(namespace=namespace, keys=tuple(found))
 
 
-@dataclass(slots=True)
-class Pool:
-    """The nodes to ask. One that does not answer is told of at once, and remembered in `failed`."""
+async def ask(action: str, nodes: Sequence[str], key: str | None, what: BlockSelection) -> int:
+    """Do it with one node after another. 1 if any had a corrupt block, otherwise 2 if one did not answer."""
+    code, reports = 0, []
+    for address in nodes:
+        node = RemoteNode(address, key, ANSWER_SECONDS)
+        try:
+            if action == "stat":
+                reports.append(await node.report())
+            elif action == "ls":
+                await ls(address, node, what)
+            elif action == "evict":
+                print(f"{address}: {await node.evict(what):,} blocks dropped")
+            elif await verify(address, node):
+                code = CORRUPT
+        except MillraceError as error:
+            code = code or FAILED
+            print(f"millrace: {advice(address, error)}", file=sys.stderr)
+        finally:
+            await node.close()
+    if reports:
+        for rows in (tier_rows(reports), node_rows(reports), namespace_rows(reports)):
+            print(aligned(rows, texts=2) + "\n")
+    return code
 
-    nodes: list[str]
-    cluster_key: str | None
-    failed: bool = False
 
-    async def ask(self, work: Callable[[str, RemoteNode], Awaitable[None]]) -> None:
-        """Do the work with one node after another."""
-        for address in self.nodes:
-            node = dial(address, self.cluster_key, ANSWER_SECONDS)
-            try:
-                await work(address, node)
-            except MillraceError as error:
-                self.failed = True
-                print(f"millrace: {advice(address, error)}", file=sys.stderr)
-            finally:
-                await node.close()
+async def ls(address: str, node: RemoteNode, what: BlockSelection) -> None:
+    """One line a block: its key, namespace, tiers, size, age, and whether it is pinned."""
+    async for entry in node.entries(what):
+        tiers = "+".join(entry.tiers) or "-"
+        pinned = " pinned" if entry.pinned else ""
+        size, age = human_bytes(entry.bytes), human_seconds(entry.age_seconds)
+        print(f"{entry.key.hex()}  {entry.namespace:16}  {tiers:8}  {size:>9}  {age:>6}  {address}{pinned}")
 
-    @property
-    def exit_code(self) -> int:
-        return FAILED if self.failed else 0
+
+async def verify(address: str, node: RemoteNode) -> int:
+    """Blocks found corrupt."""
+    read, corrupt = await node.verify()
+    print(f"{address}: {read:,} blocks read, {corrupt:,} corrupt" + (" and dropped" if corrupt else ""))
+    return corrupt
 
 
 def advice(address: str, error: MillraceError) -> str:
@@ -122,7 +137,7 @@ async def push_model(model: str | None, nodes: Sequence[str], key: str | None, r
     from serving.checkpoint.hub import resolve
 
     path, name = resolve(model), model_name(model)
-    found = PoolClient(lambda address: dial(address, key), replication=replication, timeout=ANSWER_SECONDS)
+    found = PoolClient(lambda address: RemoteNode(address, key), replication=replication, timeout=ANSWER_SECONDS)
     found.set_nodes(await named_nodes(nodes, key))
     began = time.monotonic()
 
@@ -143,7 +158,7 @@ async def named_nodes(nodes: Sequence[str], key: str | None) -> list[str]:
     found = []
     for node in nodes:
         address = node.rpartition("@")[2]
-        link = dial(address, key, ANSWER_SECONDS)
+        link = RemoteNode(address, key, ANSWER_SECONDS)
         try:
             found.append(f"{(await link.report()).stat.name}@{address}")
         except MillraceError as error:
@@ -151,60 +166,6 @@ async def named_nodes(nodes: Sequence[str], key: str | None) -> list[str]:
         finally:
             await link.close()
     return found
-
-
-# ---- the four actions ----------------------------------------------------------------------------------------------
-
-
-async def stat(pool: Pool, what: BlockSelection) -> int:
-    """Tiers, then traffic, then namespaces of every node."""
-    reports: list[PoolReport] = []
-
-    async def ask(address: str, node: RemoteNode) -> None:
-        reports.append(await node.report())
-
-    await pool.ask(ask)
-    if reports:
-        print(table(tier_rows(reports), texts=2))
-        print(table(node_rows(reports), texts=2))
-        print(table(namespace_rows(reports), texts=2))
-    return pool.exit_code
-
-
-async def ls(pool: Pool, what: BlockSelection) -> int:
-    """One line a block: its key, namespace, tiers, size, age, and whether it is pinned."""
-
-    async def ask(address: str, node: RemoteNode) -> None:
-        async for entry in node.entries(what):
-            tiers = "+".join(entry.tiers) or "-"
-            pinned = " pinned" if entry.pinned else ""
-            size, age = human_bytes(entry.bytes), human_seconds(entry.age_seconds)
-            print(f"{entry.key.hex()}  {entry.namespace:16}  {tiers:8}  {size:>9}  {age:>6}  {address}{pinned}")
-
-    await pool.ask(ask)
-    return pool.exit_code
-
-
-async def evict(pool: Pool, what: BlockSelection) -> int:
-    async def ask(address: str, node: RemoteNode) -> None:
-        print(f"{address}: {await node.evict(what):,} blocks dropped")
-
-    await pool.ask(ask)
-    return pool.exit_code
-
-
-async def verify(pool: Pool, what: BlockSelection) -> int:
-    """1 if any node had a corrupt block, otherwise 2 if one could not be asked."""
-    bad = 0
-
-    async def ask(address: str, node: RemoteNode) -> None:
-        nonlocal bad
-        read, corrupt = await node.verify()
-        bad += corrupt
-        print(f"{address}: {read:,} blocks read, {corrupt:,} corrupt" + (" and dropped" if corrupt else ""))
-
-    await pool.ask(ask)
-    return CORRUPT if bad else pool.exit_code
 
 
 # ---- how it looks --------------------------------------------------------------------------------------------------
@@ -239,19 +200,6 @@ def namespace_rows(reports: Sequence[PoolReport]) -> list[list[str]]:
             quota = human_bytes(held.quota) if held.quota else "-"
             rows.append([report.stat.name, name, human_bytes(held.bytes), f"{held.blocks:,}", quota])
     return rows
-
-
-def table(rows: Sequence[Sequence[str]], texts: int) -> str:
-    """Rows under a header in aligned columns: the first `texts` to the left, figures to the right. Ends in a blank."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if column < texts else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines) + "\n"
 
 
 def mean_age(held: TierStat) -> str:

@@ -12,36 +12,13 @@ from typing import Any
 
 from bench import command as bench
 from deploy import cache, explain, quantize, top
+from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings, read_settings
 from serving import __version__
-from serving.config import (
-    ClusterConfig,
-    EngineConfig,
-    HttpConfig,
-    KvCacheConfig,
-    ModelConfig,
-    PlacementConfig,
-    PoolConfig,
-    add_flags,
-    build,
-    load_file,
-    names,
-)
+from serving.config import PlacementConfig, add_flags
 from serving.errors import MillraceError
 from serving.logs import setup_logging
 from serving.messages import Role
-from serving.service_config import ServiceConfig, check_default, read_service_classes
-
-CONFIGS = (
-    ModelConfig,
-    EngineConfig,
-    HttpConfig,
-    ServiceConfig,
-    PlacementConfig,
-    ClusterConfig,
-    PoolConfig,
-    KvCacheConfig,
-)
-NODE_CONFIGS = (KvCacheConfig, HttpConfig, PlacementConfig, ClusterConfig)  # what a node of the KV pool reads
+from serving.service_config import configured_classes
 
 # Commands that read none of the settings below.
 ALONE = {
@@ -71,6 +48,7 @@ COMMANDS = {
     "decode": "a decode worker alone",
     "mixed": "a worker that prefills and decodes, alone",
 }
+WORKERS = tuple(Role)  # commands that run one worker alone
 KVCACHE = "a node of the KV pool alone: prefixes that any worker computed, for all of them"
 CACHE = "show, drop or check what the nodes of a KV pool hold"
 EXPLAIN = "why a request went where it went, and how long everything took against what was predicted"
@@ -93,7 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
         command.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of any of the settings below")
         if name == "serve":
             _add_counts(command)
-        if name in ("prefill", "decode", "mixed"):
+        if name in WORKERS:
             command.add_argument("--parent", type=int, help=argparse.SUPPRESS)
         add_flags(command, *CONFIGS)
     node = commands.add_parser("kvcache", help=KVCACHE, description=sentence(KVCACHE))
@@ -139,7 +117,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = ALONE[parsed.command](parsed)
             sys.stdout.flush()
             return code
-        return _run(vars(parsed))
+        given = vars(parsed)
+        settings = read_settings(given)
+        check_heartbeats(settings.placement)
+        configured_classes(settings.service)
+        setup_logging(settings.cluster.worker_name or parsed.command, settings.http.log_level)
+        return _start(given, settings)
     except BrokenPipeError:  # the reader of our output has seen enough, as in `millrace cache ls | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the last flush fail
         return 128 + signal.SIGPIPE
@@ -150,62 +133,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _run(given: dict[str, Any]) -> int:
-    from deploy.serve import Settings
-
-    file = load_file(given.get("config"), names(*CONFIGS))
-    flags = {key: value for key, value in given.items() if key in names(*CONFIGS)}
-    service = build(ServiceConfig, file, os.environ, flags)
-    classes = read_service_classes(service.service_classes)
-    check_default(service.default_service_class, classes)
-    settings = Settings(
-        model=given.get("model"),
-        model_config=build(ModelConfig, file, os.environ, flags),
-        engine=build(EngineConfig, file, os.environ, flags),
-        http=build(HttpConfig, file, os.environ, flags),
-        placement=build(PlacementConfig, file, os.environ, flags),
-        cluster=build(ClusterConfig, file, os.environ, flags),
-        pool=build(PoolConfig, file, os.environ, flags),
-        kvcache=build(KvCacheConfig, file, os.environ, flags),
-        service=service,
-        classes=classes,
-    )
-    setup_logging(settings.cluster.worker_name or given["command"], settings.http.log_level)
-    return _start(given, settings, worker_flags(settings))
-
-
-def _start(given: Mapping[str, Any], settings: Any, child_flags: tuple[str, ...]) -> int:
+def _start(given: Mapping[str, Any], settings: Settings) -> int:
     import uvloop
 
+    command, parent = given["command"], given.get("parent")
+    if command == "kvcache":
+        from deploy.kvcache_process import KvcacheProcess
+
+        return uvloop.run(KvcacheProcess(settings, parent=parent).run())
+    if command in WORKERS:
+        from deploy.worker.process import WorkerProcess
+
+        return uvloop.run(WorkerProcess(Role(command), settings, parent=parent).run())
     from deploy.serve import serve_embedded, serve_front
 
-    command = given["command"]
-    if command == "serve":
-        children = children_of(given)
-        if not children and settings.service.strict_disaggregation:
+    children = children_of(given) if command == "serve" else {}
+    if command == "serve" and not children:
+        if settings.service.strict_disaggregation:
             raise ValueError("--strict-disaggregation needs workers apart: --prefill N --decode M, say")
-        if not children:
-            return uvloop.run(serve_embedded(settings))
-        return uvloop.run(serve_front(settings, children, child_flags, given["kvcache"], node_flags(settings)))
-    if command == "router":
-        return uvloop.run(serve_front(settings, {}, ()))
-    if command == "kvcache":
-        return uvloop.run(_node(settings, given.get("parent")))
-    return uvloop.run(_host(Role(command), settings, given.get("parent")))
-
-
-async def _node(settings: Any, parent: int | None) -> int:
-    from deploy.kvcache_process import KvcacheProcess
-
-    return await KvcacheProcess(
-        settings.kvcache, settings.cluster, settings.http, settings.placement, parent=parent
-    ).run()
-
-
-async def _host(role: Role, settings: Any, parent: int | None) -> int:
-    from deploy.worker.process import WorkerProcess
-
-    return await WorkerProcess(role, settings, parent=parent).run()
+        return uvloop.run(serve_embedded(settings))
+    return uvloop.run(serve_front(settings, children, given.get("kvcache", 0)))
 
 
 def children_of(given: Mapping[str, Any]) -> dict[Role, int]:
@@ -230,36 +177,15 @@ def check_counts(children: Mapping[Role, int]) -> None:
                 raise ValueError(f"--{role} {children[role]} needs --{other} too, or --mixed")
 
 
-def worker_flags(settings: Any) -> tuple[str, ...]:
-    """The settings of a worker as flags for a child process, but for those each child is given of its own."""
-    worker = config_flags(settings.model_config) + config_flags(settings.engine, but=("threads", "cpus"))
-    return (*common_flags(settings), *worker, *config_flags(settings.pool))
-
-
-def node_flags(settings: Any) -> tuple[str, ...]:
-    """The settings of a node of the KV pool as flags for a child process; each child is given a folder of its own."""
-    return (*common_flags(settings), *config_flags(settings.kvcache, but=("disk",)))
-
-
-def common_flags(settings: Any) -> tuple[str, ...]:
-    """What every child is told."""
-    flags: list[str] = ["--log-level", settings.http.log_level]
-    flags += ["--shutdown-timeout", str(settings.http.shutdown_timeout)]
-    flags += ["--heartbeat-interval", str(settings.placement.heartbeat_interval)]
-    return tuple(flags)
-
-
-def config_flags(config: Any, but: Sequence[str] = ()) -> list[str]:
-    """All settings of a config as flags."""
-    flags: list[str] = []
-    for name in names(type(config)):
-        value = getattr(config, name)
-        flag = "--" + name.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(flag if value else flag.replace("--", "--no-", 1))
-        elif value is not None and name not in but:
-            flags.append(f"{flag}={value}")  # in one, since a value may begin with a dash
-    return flags
+def check_heartbeats(placement: PlacementConfig) -> None:
+    """Raises ValueError for a timeout that one late heartbeat would pass."""
+    least = 2 * placement.heartbeat_interval
+    if not placement.heartbeat_timeout > least:
+        raise ValueError(
+            f"--heartbeat-timeout {placement.heartbeat_timeout:g} with --heartbeat-interval "
+            f"{placement.heartbeat_interval:g}: a worker would be taken for dead for one heartbeat that is late; give "
+            f"routers and workers a timeout above {least:g} s, or a shorter interval"
+        )
 
 
 if __name__ == "__main__":

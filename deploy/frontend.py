@@ -11,35 +11,41 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from deploy.runtime.http_server import HttpServer
+from router.canary import Canary
 from router.overview import RouterOverview
 from router.placement import Placer
 from router.router import Router
 from serving.api.app import create_app
 from serving.api.in_flight import InFlightRequests
-from serving.api.settings import ApiConfig, ServedModel
+from serving.api.settings import ServedModel
+from serving.background import BackgroundTasks
 from serving.config import HttpConfig
 from serving.errors import Unavailable
-from serving.messages import Audit, WorkerStatus
-from serving.metrics import RouterMetrics
-from serving.service_class import ServiceClass
+from serving.messages import WorkerStatus
+from serving.metrics import FaultFigures, RouterMetrics
 from serving.service_config import ServiceConfig
 from serving.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 LAST_WORDS_SECONDS = 2.0  # for the errors of requests that had to be ended to reach their clients
+MOST_PAIRS = 1024  # where there are more, /metrics tells of the broken ones alone
+SHOWN = 8  # broken pairs that /health names
 AUDIT_SECONDS = 2.0  # between looks for leaks, while nothing runs
-STALLED_SECONDS = 120.0  # an engine step this old means its worker is stuck
 
 
 class Frontend:
-    """Router, API and their housekeeping over a fleet. `run()` returns once everyone accepted has been served."""
+    """Router, API and their housekeeping over a fleet. `run()` returns once everyone accepted has been served.
+
+    `canary_interval` in seconds, 0 for no canary. `restarts` counts background tasks that broke.
+    """
 
     def __init__(
         self,
@@ -49,9 +55,13 @@ class Frontend:
         tokenizer: Tokenizer,
         listening: socket.socket,
         *,
-        service: ServiceConfig,
+        service: ServiceConfig | None = None,
+        canary_interval: float = 0.0,
+        restarts: Counter[str] | None = None,
     ):
         self.fleet = placer.fleet
+        self.background = BackgroundTasks(restarts)
+        self.canary = Canary(self.fleet, canary_interval) if canary_interval else None
         self.http = http
         self.served = served
         self.metrics = RouterMetrics(
@@ -59,47 +69,67 @@ class Frontend:
             self._statuses,
             lambda: placer.admission.waiting,
             self.fleet.pool_nodes.reports,
+            self._faults,
             classes=self.fleet.config.classes,
             waiting_by_class=placer.admission.waiting_by_class,
         )
         self.router = Router(placer, self.metrics, self.metrics.placements)
-        self.in_flight = InFlightRequests()
         self.leaving = asyncio.Event()
         app = create_app(
             self.router.generate,
             tokenizer=tokenizer,
             served=served,
-            config=api_config(http, service, self.fleet.config.classes),
+            config=http,
+            service_config=service,
+            classes=self.fleet.config.classes,
             clock=self.fleet.clock,
             placements=RouterOverview(self.router),
-            in_flight=self.in_flight,
             health=self.health,
             audit=self.audit,
             metrics_text=self.metrics.text,
             observer=self.metrics,
         )
+        self.in_flight: InFlightRequests = app.state.in_flight
         self.server = HttpServer(app, listening, send_timeout=http.send_timeout)
 
     def _statuses(self) -> list[WorkerStatus]:
         """Of the workers that can be believed: a dead one's last words are no measurement."""
         return [worker.status for worker in self.fleet.registry.candidates()]
 
+    def _faults(self) -> FaultFigures:
+        fleet, pairs = self.fleet, self.fleet.pair_health()
+        if len(pairs) > MOST_PAIRS:
+            pairs = {names: well for names, well in pairs.items() if not well}
+        return FaultFigures(
+            breakers={e.status.name: fleet.breakers.state(e.status.instance) for e in fleet.registry.workers.values()},
+            pairs=pairs,
+            probes=self.canary.outcomes if self.canary is not None else {},
+            restarts=self.background.restarts,
+            protocols_refused=fleet.protocols_refused,
+        )
+
     def health(self) -> tuple[bool, str]:
-        """True if a request sent now could be served, and the reason if not."""
+        """True if a request sent now could be served, and "ok", or what of it is broken; the reason if not."""
         if self.in_flight.draining:
             return False, "draining"
         able = [worker for worker in self.fleet.registry.candidates() if not worker.status.draining]
-        fit = [worker for worker in able if worker.status.stalled_seconds < STALLED_SECONDS]
+        fit = [worker for worker in self.fleet.candidates() if not worker.status.draining]
         if able and not fit:
             return False, "every worker is stuck in a step"
         if not any(worker.decodes for worker in fit):
             return False, "no decode worker is ready"
         if not any(worker.prefills for worker in fit):
             return False, "no prefill worker is ready"
-        return True, "ok"
+        pairs = self.fleet.pair_health()
+        broken = sorted(" to ".join(dict.fromkeys(names)) for names, well in pairs.items() if not well)
+        if not broken:
+            return True, "ok"
+        if self.canary is not None and len(broken) == len(pairs):
+            return False, f"no pair of workers gets a token through: {_some(broken)}"
+        return True, f"broken: {_some(broken)}"
 
     async def audit(self) -> Mapping[str, Any]:
-        """What every service holds, for /audit."""
+        """What every service holds, for /audit; the metrics are told of what leaked."""
         audits = await self.router.audit()
         self.metrics.note_audit(audits)
         return {
@@ -116,11 +146,12 @@ class Frontend:
     async def run(self) -> None:
         """Serve until told to leave, then drain. Start the fleet first."""
         await self.server.start()
-        tending = [
-            asyncio.create_task(self._tend(), name="expire"),
-            asyncio.create_task(self._watch_leaks(), name="audit"),
-            asyncio.create_task(self._announce(), name="announce"),
-        ]
+        background = self.background
+        background.every(min(1.0, self.fleet.config.silence / 4), "expire", self.fleet.expire)
+        background.start("audit", self._watch_leaks)
+        background.start("announce", self._announce)
+        if self.canary is not None:
+            background.start("canary", self.canary.run)
         await self.leaving.wait()
         log.info("no new requests; %d in progress may finish", self.in_flight.count)
         self.in_flight.begin_drain()
@@ -132,9 +163,7 @@ class Frontend:
             self.fleet.refuse_all(Unavailable("the server is shutting down", code="draining", retry_after=5.0))
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.in_flight.wait_idle(), LAST_WORDS_SECONDS)
-        for task in tending:
-            task.cancel()
-        await asyncio.gather(*tending, return_exceptions=True)
+        await background.stop()
         await self.server.stop()
 
     async def _announce(self) -> None:
@@ -144,31 +173,17 @@ class Frontend:
         host = "localhost" if self.http.host in ("0.0.0.0", "::", "127.0.0.1") else self.http.host  # noqa: S104
         log.info("ready: http://%s:%d/v1 serves %s", host, self.server.port, self.served.names[0])
 
-    async def _tend(self) -> None:
-        while True:
-            await asyncio.sleep(min(1.0, self.fleet.config.silence / 4))
-            self.fleet.expire()
-
     async def _watch_leaks(self) -> None:
         """While nothing runs, look for what has no owner."""
         while True:
             await asyncio.sleep(AUDIT_SECONDS)
             if not self.router.running:
-                audits: list[Audit] = await self.router.audit()
-                self.metrics.note_audit(audits)
+                await self.audit()
 
 
-def api_config(http: HttpConfig, service: ServiceConfig, classes: Mapping[str, ServiceClass]) -> ApiConfig:
-    """The API's part of the settings. An API key may be several, with commas between them."""
-    return ApiConfig(
-        api_keys=tuple(key for key in (http.api_key or "").split(",") if key),
-        max_body_bytes=http.max_body_size,
-        body_timeout_s=http.body_timeout,
-        service_classes=classes,
-        default_service_class=service.default_service_class,
-        rate_limit_requests=service.rate_limit_requests,
-        rate_limit_tokens=service.rate_limit_tokens,
-    )
+def _some(names: Sequence[str]) -> str:
+    """The first few, and how many more."""
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def served_model(

@@ -8,16 +8,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from contextlib import AsyncExitStack
 from pathlib import Path
 
-from deploy.runtime.heartbeats import Heartbeats
-from deploy.runtime.http_server import HttpServer, bind
+from deploy.runtime.addresses import announced, warn_if_open
+from deploy.runtime.heartbeats import Heartbeats, addresses
+from deploy.runtime.http_server import open_status_door
+from deploy.runtime.settings import Settings
 from kvcache.pool.disk import NAMESPACE
 from kvcache.pool.node import PoolNode
 from kvcache.pool.service import PoolService
-from kvcache.pool.store import BlockStore, StoreConfig
+from kvcache.pool.store import BlockStore
+from kvcache.pool.storeconfig import StoreConfig
 from serving.api.status import status_app
-from serving.config import ClusterConfig, HttpConfig, KvCacheConfig, PlacementConfig, parse_bytes
+from serving.background import BackgroundTasks
+from serving.config import KvCacheConfig, parse_bytes
 from serving.malloc import keep_freed_memory
 from serving.messages import PoolReport
 from serving.metrics import pool_metrics
@@ -33,19 +38,10 @@ log = logging.getLogger(__name__)
 class KvcacheProcess:
     """`run()` until a signal or the parent's end (with `parent` set); returns the exit code."""
 
-    def __init__(
-        self,
-        kvcache: KvCacheConfig,
-        cluster: ClusterConfig,
-        http: HttpConfig,
-        placement: PlacementConfig,
-        *,
-        parent: int | None = None,
-    ):
-        self.store_config = store_config(kvcache)
-        self.cluster = cluster
-        self.http = http
-        self.placement = placement
+    def __init__(self, settings: Settings, *, parent: int | None = None):
+        self.settings = settings
+        self.store_config = store_config(settings.kvcache)
+        self.cluster = settings.cluster
         self.parent = parent
         self._leaving = asyncio.Event()
         self._last: PoolReport | None = None
@@ -57,45 +53,42 @@ class KvcacheProcess:
         keep_freed_memory()
         grpc_server = server(self.cluster.cluster_key)
         port = listen(grpc_server, self.cluster.grpc_host, self.cluster.grpc_port)
-        address = self.cluster.advertise or f"{self.cluster.grpc_host}:{port}"
+        warn_if_open(self.cluster)
+        address = announced(self.cluster, port, addresses(self.cluster.routers))
         name = self.cluster.worker_name or address  # what its share of the keys is drawn by: the same at every start
         store = await asyncio.to_thread(BlockStore, self.store_config)
         node = PoolNode(name, store, address=address)
         service = PoolService(node)
         service.add_to(grpc_server)
-        status_door = await self._open_status_door(node)  # first what may fail
-        await grpc_server.start()
-        log.info("pool node %s listens on %s", name, address)
-        self._warn_of_names(name, port)
+        async with AsyncExitStack() as stack:
+            stack.callback(service.close)
+            stack.push_async_callback(grpc_server.stop, 1.0)
+            stack.push_async_callback(node.stop)
+            await self._open_status_door(node, stack)  # first what may fail
+            await grpc_server.start()
+            log.info("pool node %s listens on %s", name, address)
+            self._warn_of_names(name, port)
+            await self._serve(node)
+        log.info("pool node %s leaves", name)
+        return 0
+
+    async def _serve(self, node: PoolNode) -> None:
+        """Report to the routers until it is time to leave, then drain: calls in progress end."""
         heartbeats = Heartbeats(
             lambda caller, seconds: self._beat(node, caller, seconds),
             self.cluster,
-            self.placement,
+            self.settings.placement,
             parent=self.parent,
             orphaned=self._leaving.set,
         )
         beating = asyncio.create_task(heartbeats.run(), name="heartbeats")
-        watching = asyncio.create_task(self._watch(node), name="figures")
+        background = BackgroundTasks()
+        background.start("figures", lambda: self._watch(node))
         await self._leaving.wait()
-        await self._leave(node, heartbeats)
-        beating.cancel()
-        watching.cancel()
-        await asyncio.gather(beating, watching, return_exceptions=True)
-        if status_door is not None:
-            await status_door.stop()
-        await node.stop()
-        await grpc_server.stop(1.0)
-        service.close()
-        log.info("pool node %s leaves", name)
-        return 0
-
-    async def _leave(self, node: PoolNode, heartbeats: Heartbeats) -> None:
-        """Routers hear at once that we drain; then calls in progress end."""
         log.info("pool node %s drains", node.name)
-        draining = asyncio.create_task(node.drain(self.http.shutdown_timeout))
-        await asyncio.sleep(0)
-        await heartbeats.once()
-        await draining
+        await heartbeats.during(node.drain(self.settings.http.shutdown_timeout))
+        beating.cancel()
+        await asyncio.gather(beating, background.stop(), return_exceptions=True)
 
     async def _beat(self, node: PoolNode, caller: Caller, seconds: float) -> pb.HeartbeatReply:
         report = to_pb(await node.report(), pool.PoolStat)
@@ -107,30 +100,23 @@ class KvcacheProcess:
         """Keep the figures of our own /metrics fresh, whether or not a router is told of them."""
         while True:
             self._last = await node.report()
-            await asyncio.sleep(self.placement.heartbeat_interval)
+            await asyncio.sleep(self.settings.placement.heartbeat_interval)
 
     def _warn_of_names(self, name: str, port: int) -> None:
         """Its share of the keys is drawn by its name: under another one, most of what its disk holds is never found."""
         if self.store_config.disk_path is not None and name.endswith(f":{port}") and not self.cluster.grpc_port:
             log.warning("the name of this node is its port, another one after a restart: give it a --worker-name")
 
-    async def _open_status_door(self, node: PoolNode) -> HttpServer | None:
+    async def _open_status_door(self, node: PoolNode, stack: AsyncExitStack) -> None:
         if self.cluster.metrics_port is None:
-            return None
-
+            return
         self._last = first = await node.report()
-
-        def last() -> PoolReport:
-            return self._last or first
-
         app = status_app(
             health=lambda: (False, "draining") if node.draining else (True, "ok"),
-            metrics_text=pool_metrics(last),
+            metrics_text=pool_metrics(lambda: self._last or first),
             audit=lambda: {"calls": node.calls, "puts": node.puts},
         )
-        door = HttpServer(app, bind(self.http.host, self.cluster.metrics_port), send_timeout=self.http.send_timeout)
-        await door.start()
-        return door
+        await open_status_door(app, self.settings.http, self.cluster.metrics_port, stack)
 
 
 def store_config(config: KvCacheConfig) -> StoreConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from deploy.worker.build import WorkerLinks, build_worker
@@ -13,6 +13,7 @@ from router.fleet import Fleet, RouterConfig, WorkerLink
 from router.placement import Placer
 from router.policies import make_policy
 from router.router import Router, RouterObserver
+from serving.background import BackgroundTasks
 from serving.config import EngineConfig, ModelConfig, PoolConfig
 from serving.loader.loading import LoadedModel
 from serving.messages import Role, WorkerStatus
@@ -43,6 +44,8 @@ class LocalCluster:
         self.pool_nodes = dict(pool_nodes or {})  # the KV pool's nodes by address
         self.fleet = Fleet(router_config, self._link)
         self.placer = Placer(self.fleet, make_policy(router_config.policy))
+        self.restarts: Counter[str] = Counter()
+        self._background = BackgroundTasks(self.restarts)
 
     async def start(self) -> None:
         """Build and start the workers on the running event loop."""
@@ -52,30 +55,22 @@ class LocalCluster:
             if worker.decode is not None:
                 dialer.local[worker.address] = worker.decode
             worker.start()
-            self.tell_nodes(worker)
+            if worker.connector is not None:
+                worker.connector.set_nodes(self.pool_nodes)
         self.beat()
         self._start_beating()
 
     def _start_beating(self) -> None:
-        self._beating = asyncio.create_task(self._beat(), name="heartbeats")
+        self._background.every(self.heartbeat_interval, "heartbeats", self.beat)
 
     def router(self, observer: RouterObserver) -> Router:
         return Router(self.placer, observer)
 
     def _worker(self, role: Role, number: int, dialer: Dialer) -> Worker:
         name = f"{role}-{number}"
-        links = WorkerLinks(
-            address=f"local:{name}",
-            dialer=dialer,
-            pool=self.pool,
-            pool_link=self.pool_nodes.__getitem__,
-        )
+        pool_link = self.pool_nodes.__getitem__
+        links = WorkerLinks(address=f"local:{name}", dialer=dialer, pool=self.pool, pool_link=pool_link)
         return build_worker(role, self.model, self.model_config, self.engine_config, links, name=name)
-
-    def tell_nodes(self, worker: Worker) -> None:
-        """Which nodes the KV pool has, for its part in it."""
-        if worker.connector is not None:
-            worker.connector.set_nodes(self.pool_nodes)
 
     def _link(self, status: WorkerStatus) -> WorkerLink:
         return next(worker for worker in self.workers if worker.identity.instance == status.instance)
@@ -89,14 +84,8 @@ class LocalCluster:
                 self.fleet.heartbeat(status, None if since is None else worker.kv_events(since))
         self.fleet.expire()
 
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(self.heartbeat_interval)
-            self.beat()
-
     async def stop(self) -> None:
-        self._beating.cancel()
-        await asyncio.gather(self._beating, return_exceptions=True)
+        await self._background.stop()
         await self.fleet.close()
         for worker in self.workers:
             await worker.stop()

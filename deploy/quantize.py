@@ -52,11 +52,14 @@ def run(arguments: argparse.Namespace) -> int:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists already; name a folder that does not, or is empty")
     path = resolve(arguments.model)
-    if path.is_dir() and "quantization_config" in json.loads((path / "config.json").read_text(encoding="utf-8")):
+    config = json.loads((path / "config.json").read_text(encoding="utf-8")) if path.is_dir() else {}
+    if "quantization_config" in config:
         raise ValueError(f"{path} is quantized already")
     started = time.monotonic()
     loaded = load(path, arguments.dtype, quantization="int8")
-    config, companions = _of_folder(path) if path.is_dir() else _of_gguf(path)
+    companions: dict[str, str] = {}
+    if path.is_file():
+        config, companions = _of_gguf(path)
     out.mkdir(parents=True, exist_ok=True)
     write_model(loaded.model, config, out)
     for name, text in companions.items():
@@ -74,11 +77,6 @@ def _copy(source: Path, out: Path) -> None:
             shutil.copytree(source / name, out / name)
         elif (source / name).is_file():
             shutil.copy(source / name, out / name)
-
-
-def _of_folder(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    config: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    return config, {}
 
 
 def _of_gguf(path: Path) -> tuple[dict[str, Any], dict[str, str]]:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
-import os
 import secrets
 import socket
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
+from deploy.children import child_specs, node_specs
 from deploy.frontend import Frontend, served_model
 from deploy.kvcache_process import store_config
 from deploy.local import LocalCluster
-from deploy.runtime.cpu_binding import parse_cpus, use_cores
+from deploy.runtime.addresses import near, warn_if_open
+from deploy.runtime.cpu_binding import use_cores
 from deploy.runtime.http_server import bind
-from deploy.runtime.supervisor import ChildSpec, Supervisor
+from deploy.runtime.settings import Settings
+from deploy.runtime.supervisor import Supervisor
+from deploy.worker.model_cache import load_from
 from kvcache.pool.node import PoolNode
 from kvcache.pool.store import BlockStore
 from router.clients import RemoteWorker
@@ -26,75 +29,49 @@ from router.placement import Placer
 from router.policies import make_policy
 from router.service import RegistryService
 from serving.checkpoint.hub import resolve
-from serving.config import (
-    ClusterConfig,
-    EngineConfig,
-    HttpConfig,
-    KvCacheConfig,
-    ModelConfig,
-    PlacementConfig,
-    PoolConfig,
-)
 from serving.loader.loading import open_checkpoint
-from serving.messages import Role, WorkerStatus
+from serving.messages import Role
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import Caller, listen, server
-from serving.service_class import ServiceClass
-from serving.service_config import ServiceConfig
+from serving.service_config import configured_classes
 from serving.text.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
 ROUTER_PORT = 8100
+CANARY_SECONDS = 2.0  # without traffic, unless --canary-interval says otherwise
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """Everything a command may be configured with."""
-
-    model: str | None
-    model_config: ModelConfig
-    engine: EngineConfig
-    http: HttpConfig
-    placement: PlacementConfig
-    cluster: ClusterConfig
-    pool: PoolConfig
-    kvcache: KvCacheConfig
-    service: ServiceConfig
-    classes: Mapping[str, ServiceClass]  # as the service's file says
-
-    def router_config(self) -> RouterConfig:
-        return RouterConfig(
-            classes=self.classes,
-            default_class=self.service.default_service_class,
-            strict_disaggregation=self.service.strict_disaggregation,
-            patience=self.placement.queue_patience,
-            max_waiting=self.placement.max_waiting,
-            silence=self.placement.heartbeat_timeout,
-            policy=self.placement.routing_policy,
-            prefix_index_bytes=self.placement.prefix_index_memory,
-        )
+def router_config(settings: Settings) -> RouterConfig:
+    placement, service = settings.placement, settings.service
+    return RouterConfig(
+        patience=placement.queue_patience,
+        max_waiting=placement.max_waiting,
+        silence=placement.heartbeat_timeout,
+        policy=placement.routing_policy,
+        prefix_index_bytes=placement.prefix_index_memory,
+        classes=configured_classes(service),
+        default_class=service.default_service_class,
+        strict_disaggregation=service.strict_disaggregation,
+    )
 
 
 async def serve_embedded(settings: Settings) -> int:
     """One process: a mixed worker, the router and the API; with --disk, a node of the KV pool too."""
-    from serving.loader.loading import load
-
     listening = bind(settings.http.host, settings.http.port)
     use_cores(settings.engine.cpus, settings.engine.threads)
     path = resolve(settings.model)
     log.info("loading %s", path)
     config = settings.model_config
     model, tokenizer = await asyncio.gather(
-        asyncio.to_thread(load, path, config.dtype, config.device, config.quantization),
-        asyncio.to_thread(load_tokenizer, path),
+        asyncio.to_thread(load_from, path, config), asyncio.to_thread(load_tokenizer, path)
     )
     node = await own_node(settings)
     cluster = LocalCluster(
         model,
         config,
         settings.engine,
-        settings.router_config(),
+        router_config(settings),
         roles=[Role.MIXED],
         heartbeat_interval=settings.placement.heartbeat_interval,
         pool=settings.pool,
@@ -108,7 +85,17 @@ async def serve_embedded(settings: Settings) -> int:
         served = served_model(
             path, config.served_model_name, identity.max_model_len, model.spec.vocab_size, identity.fingerprint
         )
-        front = Frontend(cluster.placer, settings.http, served, tokenizer, listening, service=settings.service)
+        canary = settings.placement.canary_interval or 0.0
+        front = Frontend(
+            cluster.placer,
+            settings.http,
+            served,
+            tokenizer,
+            listening,
+            service=settings.service,
+            canary_interval=canary,
+            restarts=cluster.restarts,
+        )
         front.leave_on_signals()
         crash = asyncio.create_task(cluster.workers[0].crashed.wait(), name="crash")
         crash.add_done_callback(lambda _: front.leaving.set())
@@ -125,13 +112,7 @@ async def own_node(settings: Settings) -> PoolNode | None:
     return PoolNode("kvcache-0", store, address="local:kvcache-0")
 
 
-async def serve_front(
-    settings: Settings,
-    children: Mapping[Role, int],
-    child_flags: tuple[str, ...],
-    nodes: int = 0,
-    node_flags: tuple[str, ...] = (),
-) -> int:
+async def serve_front(settings: Settings, children: Mapping[Role, int], nodes: int) -> int:
     """A router and the API here; workers report over gRPC: our own children, and any others that know the key.
 
     So do the KV pool's nodes, of which `nodes` are children too.
@@ -139,8 +120,8 @@ async def serve_front(
     listening = bind(settings.http.host, settings.http.port)
     path = resolve(settings.model)
     key = settings.cluster.cluster_key or (secrets.token_hex(16) if children else None)
-    config = settings.router_config()
-    fleet = Fleet(config, lambda status: _remote(status, key))
+    config = router_config(settings)
+    fleet = Fleet(config, lambda status: RemoteWorker(Caller(status.address, key)))
     placer = Placer(fleet, make_policy(config.policy))
     door = server(key)
     stubs.add_RegistryServicer_to_server(RegistryService(fleet), door)
@@ -148,9 +129,9 @@ async def serve_front(
     port = listen(door, settings.cluster.grpc_host, wanted)
     await door.start()
     log.info("workers report to %s:%d", settings.cluster.grpc_host, port)
-    router = f"127.0.0.1:{port}"
-    specs = node_specs(nodes, router, settings, node_flags)
-    specs += child_specs(path, children, router, settings, child_flags)
+    warn_if_open(dataclasses.replace(settings.cluster, cluster_key=key))
+    router = f"{near(settings.cluster.grpc_host)}:{port}"
+    specs = node_specs(nodes, router, settings) + child_specs(path, children, router, settings)
     supervisor = Supervisor(specs, {"MILLRACE_CLUSTER_KEY": key or ""} if key else {})
     supervisor.start()
     try:
@@ -168,39 +149,14 @@ def _frontend(placer: Placer, settings: Settings, path: Path, listening: socket.
     spec, _, _ = open_checkpoint(path)
     limit = min(spec.max_position, settings.model_config.max_model_len or spec.max_position)
     served = served_model(path, settings.model_config.served_model_name, limit, spec.vocab_size, None)
-    return Frontend(placer, settings.http, served, load_tokenizer(path), listening, service=settings.service)
-
-
-def _remote(status: WorkerStatus, key: str | None) -> RemoteWorker:
-    return RemoteWorker(Caller(status.address, key))
-
-
-def child_specs(
-    path: Path, children: Mapping[Role, int], router: str, settings: Settings, flags: tuple[str, ...]
-) -> list[ChildSpec]:
-    """The commands of the children: our own model and worker flags, this router, an even share of the cores."""
-    total = sum(children.values())
-    cores = sorted(parse_cpus(settings.engine.cpus)) if settings.engine.cpus else None
-    threads = settings.engine.threads or max(1, len(cores or os.sched_getaffinity(0)) // max(1, total))
-    specs: list[ChildSpec] = []
-    for role, count in children.items():
-        for number in range(count):
-            name = f"{role}-{number}"
-            own = ["--routers", router, "--worker-name", name, "--parent", str(os.getpid()), "--threads", str(threads)]
-            if cores:
-                share = cores[len(specs) * len(cores) // total : (len(specs) + 1) * len(cores) // total] or cores
-                own += ["--cpus", ",".join(map(str, share))]
-            specs.append(ChildSpec(name=name, arguments=(role.value, str(path), *flags, *own)))
-    return specs
-
-
-def node_specs(count: int, router: str, settings: Settings, flags: tuple[str, ...]) -> list[ChildSpec]:
-    """The commands of the KV pool's nodes. They share the disk's path, not a folder of it."""
-    specs: list[ChildSpec] = []
-    for number in range(count):
-        name = f"kvcache-{number}"
-        own = ["--routers", router, "--worker-name", name, "--parent", str(os.getpid())]
-        if settings.kvcache.disk is not None:
-            own.append(f"--disk={Path(settings.kvcache.disk) / name}")
-        specs.append(ChildSpec(name=name, arguments=("kvcache", *flags, *own)))
-    return specs
+    given = settings.placement.canary_interval
+    canary = CANARY_SECONDS if given is None else given
+    return Frontend(
+        placer,
+        settings.http,
+        served,
+        load_tokenizer(path),
+        listening,
+        service=settings.service,
+        canary_interval=canary,
+    )

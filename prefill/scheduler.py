@@ -1,27 +1,38 @@
-"""Which prompts are computed in a step, and how much of each: first come, first served, in chunks.
+"""Which prompts are computed in a step, and how much of each: in the order they are due, in chunks that decodes allow.
 
-Pure: no torch, no clock, no I/O.
+Pure: no torch, no clock, no I/O. What the order and the chunks are is left to prefill.ordering and prefill.chunking.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from prefill.chunking import Chunking, FixedChunks
+from prefill.ordering import FirstComeFirstServed, PromptOrder
 from serving.engine.plan import KVBlocks, StepPlan, StepRecord
 from serving.engine.sequence import SequenceState
 from serving.errors import NoRoom
 
 
 class PrefillScheduler:
-    """The queue of prompts. `then` takes sequences that go on decoding in this worker (a mixed worker's batch)."""
+    """The queue of prompts. `then` takes sequences that go on decoding in this worker (a mixed worker's batch).
+
+    Without `order` and `chunks` it is first come, first served within the step's budget. A prompt that holds blocks
+    keeps them, whoever passes it.
+    """
 
     def __init__(
         self,
         kv: KVBlocks,
         then: Callable[[SequenceState], None] | None = None,
         measured: Callable[[StepRecord], None] | None = None,
+        *,
+        order: PromptOrder | None = None,
+        chunks: Chunking | None = None,
     ):
         self.kv = kv
+        self.order = order or FirstComeFirstServed()
+        self.chunks = chunks or FixedChunks()
         self.then = then
         self.on_measured = measured
         self.queue: list[SequenceState] = []
@@ -42,14 +53,23 @@ class PrefillScheduler:
         return 0
 
     def fill(self, plan: StepPlan, now: float) -> None:
+        if not self.queue or plan.tokens < 1 or plan.seqs < 1:
+            return
         full = False
+        self.chunks.begin(plan, now)
+        self.order.sort(self.queue, self.chunks.usual(plan), len(plan.work), now)
         for seq in self.queue:
             if plan.tokens < 1 or plan.seqs < 1:
                 return
             if seq.incoming.arrival is not None or (full and not seq.blocks):
                 continue  # the first prompt that waits for blocks gets the next ones freed
+            if self.chunks.most(seq, plan) < 1:
+                return
             if self._start(seq, now):
-                plan.add(seq, self.kv.make_room(seq, min(seq.uncomputed, plan.tokens)), self)
+                most = max(1, self.chunks.most(seq, plan))  # there may be less of it to compute now
+                count = self.kv.make_room(seq, min(seq.uncomputed, most))
+                self.chunks.took(seq, count)
+                plan.add(seq, count, self)
             else:
                 full = True  # but prompts that hold their blocks go on: theirs are the ones that will come free
         if not plan.work:
@@ -58,6 +78,7 @@ class PrefillScheduler:
     def fill_ahead(self, plan: StepPlan, now: float) -> bool:
         """Prompts are begun by ordinary steps alone: True while there is none, no room for one, or no turn."""
         full = False
+        self.order.sort(self.queue, plan.tokens, len(plan.work), now)
         for seq in self.queue if plan.tokens and plan.seqs else ():
             if seq.incoming.arrival is not None or (full and not seq.blocks):
                 continue
@@ -101,7 +122,7 @@ class PrefillScheduler:
         """Prompts are not drafted."""
 
     def measured(self, record: StepRecord) -> None:
-        """Chunks are as large as the step's budget, whatever they take; only fetches are weighed against it."""
+        """Fetches of prefixes are weighed against it; the order and the chunks go by the worker's model instead."""
         if self.on_measured is not None:
             self.on_measured(record)
 

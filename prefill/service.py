@@ -24,8 +24,7 @@ class PrefillService(stubs.PrefillServicer):
 
     async def Run(self, request: pb.PrefillOrder, context: aio.ServicerContext) -> AsyncIterator[pb.Prefilled]:
         order = from_pb(request, PrefillOrder)
-        async with answering(context):
-            with request_context(order.order.request.request_id):
-                async with aclosing(self.worker.run(order)) as results:  # type: ignore[type-var]
-                    async for prefilled in results:
-                        yield to_pb(prefilled, pb.Prefilled)
+        with request_context(order.order.request.request_id):
+            async with answering(context), aclosing(self.worker.run(order)) as results:
+                async for prefilled in results:
+                    yield to_pb(prefilled, pb.Prefilled)

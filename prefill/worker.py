@@ -7,17 +7,18 @@ decode worker for a text that has outgrown every prefill worker. It reaches deco
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from math import inf
 from typing import Protocol
 
 from kvcache.handoff.sender import Handoff
 from kvcache.memory.kv_dtype import choose_wire
 from kvcache.worker_context import WorkerContext
 from prefill.scheduler import PrefillScheduler
+from serving.engine.objectives import DEADLINE_PASSED
 from serving.engine.sequence import SequenceOutput, SequenceState
-from serving.errors import Draining, InvalidRequest, MillraceError, StaleLease, WorkerLost
+from serving.errors import DeadlineExceeded, Draining, InvalidRequest, MillraceError, StaleLease, WorkerLost
 from serving.kvspec import AUTO, LayerKV
 from serving.links import HandoffDialer, HandoffLink
 from serving.messages import LeaseGrant, LeaseId, Prefilled, PrefillOrder, Role
@@ -38,18 +39,6 @@ class Prefixes(Protocol):
 
     async def bring(self, seq: SequenceState, begun: Callable[[], None]) -> None:
         """Returns when no more comes; `begun` is called as soon as the sequence may be queued."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillRun:
-    """A prefill in progress, and what the engine brings out at its end."""
-
-    seq: SequenceState
-    first: asyncio.Future[SequenceOutput]
-
-    def end(self, output: SequenceOutput) -> None:
-        if not self.first.done():
-            self.first.set_result(output)
 
 
 class PrefillWorker:
@@ -80,30 +69,56 @@ class PrefillWorker:
         self.leases = leases
         self.prefixes = prefixes
         self.draining = False
+        self.expired = 0  # prefills ended because their deadline had passed
         self.bytes_sent = 0
-        self._runs: dict[int, PrefillRun] = {}  # by id of the sequence
+        self._runs: dict[SequenceState, asyncio.Future[SequenceOutput]] = {}  # what a prefill brings out at its end
         self._idle = asyncio.Event()
 
-    async def run(self, order: PrefillOrder) -> AsyncIterator[Prefilled]:
+    async def run(self, order: PrefillOrder) -> AsyncGenerator[Prefilled]:
         """Compute the order's tokens and draw the next one, then hand the KV over (serving.links.PrefillLink)."""
-        if not self._own(order):
-            if self.identity.role is Role.DECODE:
-                raise InvalidRequest(f"{self.identity.name} does not prefill for others")
-            if self.draining:
-                raise Draining(f"{self.identity.name} is draining")
-        async with self._running(order) as run:
-            if order.grant is None or run.seq.stays:
-                yield await self._first(run)
+        if order.order.ends_in is not None and order.order.ends_in <= 0.0:
+            self.expired += 1
+            raise DeadlineExceeded(DEADLINE_PASSED)
+        seq = self._sequence(order)
+        self._runs[seq] = asyncio.get_running_loop().create_future()
+        try:
+            if order.grant is None or seq.stays:
+                yield await self._first(seq)
                 return
             link = self.dialer.dial(order.grant)
             try:
-                async for prefilled in self._handing_over(run, order.grant, link):
-                    yield prefilled
+                async with aclosing(self._handing_over(seq, order.grant, link)) as results:
+                    async for prefilled in results:
+                        yield prefilled
             finally:
                 await link.close()
+        finally:
+            del self._runs[seq]
+            if not seq.stays:
+                self.loop.end(seq)
+            if not self._runs:
+                self._idle.set()
 
-    async def _handing_over(self, run: PrefillRun, grant: LeaseGrant, link: HandoffLink) -> AsyncIterator[Prefilled]:
-        seq, locations = run.seq, self.context.locations
+    def _sequence(self, order: PrefillOrder) -> SequenceState:
+        """The lease's own sequence, or a new one that is ended with the prefill. Raises InvalidRequest, Retryable.
+
+        The prompt of a worker's own lease was promised with it: even a leaving worker computes it. This also keeps
+        mixed workers from waiting for each other's blocks.
+        """
+        grant = order.grant
+        if grant is not None and grant.lease.instance == self.identity.instance and self.leases is not None:
+            return self.leases.adopt(grant.lease)
+        if self.identity.role is Role.DECODE:
+            raise InvalidRequest(f"{self.identity.name} does not prefill for others")
+        if self.draining:
+            raise Draining(f"{self.identity.name} is draining")
+        kv_dtype, layout = self._keeping(grant)
+        return self.context.sequence(order.order, stays=False, kv_dtype=kv_dtype, fingerprint=layout)
+
+    async def _handing_over(
+        self, seq: SequenceState, grant: LeaseGrant, link: HandoffLink
+    ) -> AsyncGenerator[Prefilled]:
+        locations = self.context.locations
         device_kv = locations.device.kept_as(seq.kv_dtype)
         layout, layers = self.layout(grant.kv_dtype)
         wire = choose_wire(device_kv.specs, layers, self.kv_wire)
@@ -112,7 +127,7 @@ class PrefillWorker:
         )
         seq.prefill.handoff = handoff
         sending = asyncio.create_task(handoff.send(), name=f"handoff-{grant.lease.lease}")
-        first = asyncio.create_task(self._first(run), name=f"prefill-{grant.lease.lease}")
+        first = asyncio.create_task(self._first(seq), name=f"prefill-{grant.lease.lease}")
         try:
             done, _ = await asyncio.wait([sending, first], return_when=asyncio.FIRST_COMPLETED)
             if sending in done:
@@ -120,8 +135,9 @@ class PrefillWorker:
             prefilled = await first
             yield prefilled
             if prefilled.delta.finish is None:
-                await sending
-                await handoff.commit(prefilled.delta.tokens[-1])
+                async with self._in_time(seq):
+                    await sending
+                    await handoff.commit(prefilled.delta.tokens[-1])
         except WorkerLost as error:
             if first.done() and not first.cancelled() and first.exception() is error:
                 raise  # our own engine; anything else is the other end's loss
@@ -133,25 +149,17 @@ class PrefillWorker:
                 task.cancel()
             await asyncio.gather(sending, first, return_exceptions=True)
 
-    def _own(self, order: PrefillOrder) -> bool:
-        """True if the lease is this worker's: its prompt was promised with it, so even a leaving worker computes it.
-
-        This also keeps mixed workers from waiting for each other's blocks.
-        """
-        grant = order.grant
-        return grant is not None and grant.lease.instance == self.identity.instance and self.leases is not None
-
-    async def _first(self, run: PrefillRun) -> Prefilled:
-        """Queue the sequence and wait for its first token. Raises what the engine reports."""
-        seq = run.seq
-        async with self._bringing(seq):
+    async def _first(self, seq: SequenceState) -> Prefilled:
+        """Queue the sequence and wait for its first token. Raises what the engine reports, DeadlineExceeded."""
+        first = self._runs[seq]
+        async with self._in_time(seq), self._bringing(seq):
             with self.engine.lock:
                 if seq.ended:
                     raise WorkerLost("the lease ended before its prefill began")
-                if not run.first.done():  # the engine may have died meanwhile
+                if not first.done():  # the engine may have died meanwhile
                     self.scheduler.add(seq)
             self.loop.wake(hurry=seq.incoming.arrival is None)
-            output = await run.first
+            output = await first
         if output.error is not None:
             raise output.error
         assert output.delta is not None
@@ -163,6 +171,19 @@ class PrefillWorker:
             queue_seconds=began - seq.prefill.waiting_since,
             compute_seconds=now - began,
         )
+
+    @asynccontextmanager
+    async def _in_time(self, seq: SequenceState) -> AsyncIterator[None]:
+        """Work that ends with DeadlineExceeded once the sequence's deadline passes. Nothing may be yielded within."""
+        left = seq.objectives.ends - self.engine.clock()
+        try:
+            async with asyncio.timeout(max(0.0, left) if left < inf else None) as timeout:
+                yield
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            self.expired += 1
+            raise DeadlineExceeded(DEADLINE_PASSED) from None
 
     @asynccontextmanager
     async def _bringing(self, seq: SequenceState) -> AsyncIterator[None]:
@@ -183,25 +204,6 @@ class PrefillWorker:
             if not bringing.cancelled():
                 bringing.result()
 
-    @asynccontextmanager
-    async def _running(self, order: PrefillOrder) -> AsyncIterator[PrefillRun]:
-        """A run of the lease's own sequence, or of a new one that is ended with the prefill."""
-        if self._own(order):
-            assert order.grant is not None and self.leases is not None
-            seq = self.leases.adopt(order.grant.lease)
-        else:
-            kv_dtype, layout = self._keeping(order.grant)
-            seq = self.context.sequence(order.order, stays=False, kv_dtype=kv_dtype, fingerprint=layout)
-        run = self._runs[id(seq)] = PrefillRun(seq, asyncio.get_running_loop().create_future())
-        try:
-            yield run
-        finally:
-            del self._runs[id(seq)]
-            if not seq.stays:
-                self.loop.end(seq)
-            if not self._runs:
-                self._idle.set()
-
     def _keeping(self, grant: LeaseGrant | None) -> tuple[str, str | None]:
         """The dtype of KV a prompt is computed over, and its layout's fingerprint: its decode worker's where possible.
 
@@ -217,9 +219,12 @@ class PrefillWorker:
         """Take the first tokens, and the errors, of prefills (serving.engine.loop.OutputListener)."""
         for output in outputs:
             if output.prefilled or not output.seq.stays:
-                run = self._runs.get(id(output.seq))
-                if run is not None:
-                    run.end(output)
+                self._end(output)
+
+    def _end(self, output: SequenceOutput) -> None:
+        first = self._runs.get(output.seq)
+        if first is not None and not first.done():
+            first.set_result(output)
 
     async def drain(self, seconds: float) -> None:
         """Take no new prompts but for our own leases; finish the queue and hand over all KV, until the time is up."""
@@ -227,17 +232,15 @@ class PrefillWorker:
         if not self._runs:
             return
         self._idle.clear()
-        try:
+        with suppress(TimeoutError):  # then the process leaves; routers see the broken calls and go elsewhere
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
-        except TimeoutError:
-            return  # the process leaves; routers see the broken calls and go elsewhere
 
     def abandon(self, error: MillraceError) -> None:
         """The engine died: every prefill that waits for it ends with this error."""
         self.draining = True
-        for run in self._runs.values():
-            run.end(SequenceOutput(run.seq, error=error))
+        for seq in self._runs:
+            self._end(SequenceOutput(seq, error=error))
 
     def sequences(self) -> list[SequenceState]:
-        return [run.seq for run in self._runs.values()]
+        return list(self._runs)

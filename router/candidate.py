@@ -44,13 +44,15 @@ NOTHING = Dispatched()
 class Candidate:
     """`made_at` is when the status was made, on the router's clock; `newer` is what the router has sent since then.
 
-    `leases` are the router's own that are open now, whatever the status says.
+    `leases` are the router's own that are open now, whatever the status says. `busy_until` is when the prompts it has
+    are computed, on the router's clock; None: as the status and what is newer say.
     """
 
     status: WorkerStatus
     newer: Dispatched = NOTHING
     leases: int = 0
     made_at: float = 0.0
+    busy_until: float | None = None
 
     @cached_property
     def prefills(self) -> bool:
@@ -111,6 +113,8 @@ class Candidate:
     @cached_property
     def prompts_left_at(self) -> float:
         """When the prompts that wait here now are computed, on the router's clock."""
+        if self.busy_until is not None:
+            return self.busy_until
         return self.made_at + max(0.0, self.status.waiting_seconds + self.newer.prompt_seconds)
 
     @cached_property

@@ -9,27 +9,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from router.breaker import BreakerConfig
 from router.candidate import Candidate, Dispatched
-from router.leases import OUT_OF_REACH, PrefillOnlyLease, RouterLease, Sessions, WorkerLease
+from router.leases import DECODE_LOST, OUT_OF_REACH, PrefillOnlyLease, RouterLease, Sessions, WorkerLease
 from router.link_costs import LinkCosts
 from router.policies import POLICIES
+from router.policy import pairs_of
 from router.pool_nodes import PoolNodes
-from router.prefill_call import PrefillCall
+from router.prefill_call import BROKEN_CALL, PrefillCall
 from router.prefix_index import PrefixIndex
 from router.registry import Registry, Reservation
 from router.request_state import RequestState
-from serving.errors import MillraceError, WorkerLost
+from router.trust import Trust, Ways
+from serving.errors import InvalidRequest, MillraceError, StaleLease, WorkerLost
 from serving.links import AuditLink, DecodeWorkerLink, PrefillLink
-from serving.messages import Audit, KVEvents, PoolReport, PrefillOrder, WorkerStatus
+from serving.messages import PROTOCOL, Audit, KVEvents, PoolReport, PrefillOrder, WorkerStatus
 from serving.service_class import SERVICE_CLASSES, STANDARD, ServiceClass
 
 log = logging.getLogger(__name__)
 
 RECHECK_SECONDS = 0.25  # room may come free at a worker through another router: look again this often
+STRANGERS = 100  # refused workers that the log tells of
+OLDEST_ECHO = 60.0  # seconds: a status that is said to be older, or from the future, carries another clock's time
 
 
 class WorkerLink(DecodeWorkerLink, PrefillLink, AuditLink, Protocol):
@@ -40,8 +45,10 @@ class WorkerLink(DecodeWorkerLink, PrefillLink, AuditLink, Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterConfig:
-    """`patience`: seconds a request may wait for room or for a worker; `max_failures`: tries that may break.
+    """`patience`: seconds a request may wait for room or for a worker; `max_failures`: tries in a row that may break.
 
+    Tries that fail faster than `retries_per_second`, and a share of the requests, wait, once the `retries_saved` are
+    spent (router.retry_budget). A step of `stall` seconds is taken for a stuck engine, unless its worker's are long.
     `policy` is one of router.policies.POLICIES. `prefix_index_bytes` bounds what the router remembers of the workers'
     KV blocks, for policies that need it. `strict_disaggregation`: no worker computes prompts for its own decodes.
     """
@@ -50,7 +57,11 @@ class RouterConfig:
     patience: float = 60.0
     max_waiting: int = 1024
     max_failures: int = 8
+    retries_per_second: float = 10.0
+    retries_saved: float = 100.0
     silence: float = 5.0  # seconds without a heartbeat until a worker is taken for dead
+    stall: float = 10.0
+    breaker: BreakerConfig = field(default_factory=BreakerConfig)
     policy: str = "least_loaded"
     prefix_index_bytes: int = 64 << 20
     classes: Mapping[str, ServiceClass] = field(default_factory=lambda: SERVICE_CLASSES)
@@ -72,27 +83,57 @@ class Fleet:
         self.clock = clock
         self.registry = Registry(config.silence)
         self.pool_nodes = PoolNodes(config.silence)
+        self.trust = Trust(config.breaker, config.stall)
+        self.breakers, self.links = self.trust.workers, self.trust.links
+        self.worked: dict[tuple[str, str], float] = {}  # when a token last came all the way through a pair
+        self.probing = 0  # leases that are tried or held for no request (router.canary)
+        self._strangers: set[str] = set()  # names of workers of another protocol that the log has told of
+        self.protocols_refused = 0  # heartbeats of workers of another protocol
         self.prefixes = PrefixIndex(config.prefix_index_bytes) if POLICIES[config.policy].needs_prefixes else None
         self.refused: MillraceError | None = None  # set once no request may go on
+        self.link_costs = LinkCosts()
+        self.ways = Ways(self.trust, self.link_costs)
         self._sessions = Sessions(config.name, clock)
-        self._links: dict[str, WorkerLink] = {}
+        self._worker_links: dict[str, WorkerLink] = {}
         self._prefills: dict[str, set[PrefillCall]] = {}  # in progress, by the worker's instance
         self._prefill_only: set[PrefillOnlyLease] = set()
-        self.links = LinkCosts()
         self._counted: dict[str, Reservation] = {}  # by lease
+        self._listened = clock()  # when it last heard a worker, or looked for silent ones
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ---- membership --------------------------------------------------------------------------------------------
 
-    def heartbeat(self, status: WorkerStatus, events: KVEvents | None = None) -> None:
-        """A worker reports, and with it what its KV cache has gained and lost; requests that wait look again."""
-        if self.registry.heartbeat(status, self.clock()):
+    def heartbeat(self, status: WorkerStatus, events: KVEvents | None = None, *, made_at: float | None = None) -> None:
+        """A worker reports, and with it what its KV cache has gained and lost; requests that wait look again.
+
+        `made_at`: when it did, on this router's clock; now, where that is not known. Raises InvalidRequest.
+        """
+        self.check_protocol(status.name, status.protocol)
+        now = self._listen()
+        made_at = now if made_at is None or not now - OLDEST_ECHO <= made_at <= now else made_at
+        if self.registry.heartbeat(status, now, made_at=made_at):
             state = "leaving" if status.draining else "here"
             log.info("%s worker %s (%s) is %s", status.role, status.name, status.address, state)
+        if self.trust.stalls.heard(status, now):
+            log.warning("worker %s does not get on with its work: it is given no more until it does", status.name)
+            self._relieve_stuck()
         if self.prefixes is not None and events is not None:
             self.prefixes.apply(status.instance, events)
         self.notify()
+
+    def check_protocol(self, name: str, protocol: int) -> None:
+        """Raises InvalidRequest for a worker that speaks another version of the protocol between services."""
+        if protocol != PROTOCOL:
+            self.protocols_refused += 1
+            error = (
+                f"worker {name} speaks protocol {protocol} and this router {PROTOCOL}: "
+                "run the same version of millrace on both"
+            )
+            if name not in self._strangers and len(self._strangers) < STRANGERS:
+                self._strangers.add(name)
+                log.warning("refused: %s", error)
+            raise InvalidRequest(error, param="protocol", code="protocol")
 
     def kv_events_since(self, instance: str) -> int | None:
         """The first KV event to ask the worker for; None where KV events are not followed."""
@@ -100,7 +141,7 @@ class Fleet:
 
     def pool_heartbeat(self, report: PoolReport) -> None:
         """A node of the KV pool reports. Requests do not wait for it: workers learn of it with their next heartbeat."""
-        if self.pool_nodes.heartbeat(report, self.clock()):
+        if self.pool_nodes.heartbeat(report, self._listen()):
             state = "leaving" if report.draining else "here"
             log.info("pool node %s (%s) is %s", report.stat.name, report.address, state)
             for address in self.pool_nodes.namesakes(report):
@@ -112,19 +153,75 @@ class Fleet:
 
     def expire(self) -> None:
         """Take silent workers and pool nodes for dead; call about once a second."""
-        for report in self.pool_nodes.expire(self.clock()):
+        now = self._listen()
+        for report in self.pool_nodes.expire(now):
             log.info(
                 "pool node %s (%s) is %s", report.stat.name, report.address, "gone" if report.draining else "silent"
             )
-        for instance in self.registry.expire(self.clock()):
+        for instance in self.registry.expire(now):
             self.suspect(instance, WorkerLost("no heartbeat"))
-        for instance in [known for known in self._links if self.registry.get(known) is None]:
-            link = self._links.pop(instance)
+        self._relieve_stuck()
+        self.trust.retain(self.registry.workers, now)
+        self.worked = {pair: at for pair, at in self.worked.items() if set(pair) <= self.registry.workers.keys()}
+        for instance in [known for known in self._worker_links if self.registry.get(known) is None]:
+            link = self._worker_links.pop(instance)
             self._prefills.pop(instance, None)
             self._later(link.close())
-        self.links.retain(self.registry.workers)
+        self.link_costs.retain(self.registry.workers)
         if self.prefixes is not None:
             self.prefixes.retain(self.registry.workers)
+
+    def _listen(self) -> float:
+        """Now. A router that was paused, or too busy to listen, first gives everybody time to be heard."""
+        now, before = self.clock(), self._listened
+        self._listened = now
+        if now - before > self.config.silence / 2:
+            log.warning("the router has not listened for %.1f s: nobody's silence meanwhile counts", now - before)
+            self.registry.excuse(now)
+            self.pool_nodes.excuse(now)
+        return now
+
+    def candidates(self) -> list[Candidate]:
+        """Workers that may be given work: heard of, reached, and not stuck."""
+        stuck, found = self.trust.stalls.all_stuck(), self.registry.candidates()
+        return [each for each in found if each.status.instance not in stuck] if stuck else found
+
+    def pairs(self) -> Iterator[tuple[Candidate, Candidate]]:
+        """The workers within reach that requests may be prefilled and decoded by."""
+        return pairs_of(self.registry.candidates())
+
+    def pair_health(self) -> dict[tuple[str, str], bool]:
+        """Every pair by the names of its prefill and decode worker: True if nothing is held against it."""
+        known = self.registry.workers
+        ill = {name for name, entry in known.items() if entry.suspect or not self.trust.well(name)}
+        barred = self.links.barred()
+        return {
+            (prefill.status.name, decode.status.name): not (
+                prefill.status.instance in ill
+                or decode.status.instance in ill
+                or (prefill.status.instance, decode.status.instance) in barred
+            )
+            for prefill, decode in pairs_of([Candidate(entry.status) for entry in known.values()])
+        }
+
+    def _relieve_stuck(self) -> None:
+        """What stuck workers hold goes elsewhere, where there is an elsewhere."""
+        for stuck in self.registry.candidates():
+            instance = stuck.status.instance
+            if self.trust.stalls.stuck(instance) and self._holds(instance) and self._replaceable(stuck):
+                self.suspect(instance, WorkerLost(f"the engine of {stuck.status.name} is stuck"))
+
+    def _holds(self, instance: str) -> bool:
+        """True if requests of this router are there."""
+        leases = any(lease.fence.instance == instance for lease in self._leases())
+        return leases or bool(self._prefills.get(instance))
+
+    def _replaceable(self, worker: Candidate) -> bool:
+        """True if other workers could do what this one does."""
+        others, status = [each for each in self.candidates() if not each.status.draining], worker.status
+        decodes = any(each.decodes and each.status.fingerprint == status.fingerprint for each in others)
+        prefills = any(each.prefills and each.status.pairing == status.pairing for each in others)
+        return (decodes or not worker.decodes) and prefills
 
     def suspect(self, instance: str, error: MillraceError) -> None:
         """A call to the worker broke: give it nothing until it reports again, and fail what it held."""
@@ -132,6 +229,7 @@ class Fleet:
         if entry is not None and not entry.suspect:
             log.warning("worker %s is out of reach: %s", entry.status.name, error.message)
         self.registry.suspect(instance)
+        self.breakers.failed(instance, self.clock())
         known = WorkerLost(error.message, code=OUT_OF_REACH)
         for call in list(self._prefills.get(instance, ())):
             call.lose(known)
@@ -140,9 +238,41 @@ class Fleet:
             self._later(closing)
 
     def blame(self, instance: str, error: MillraceError) -> None:
-        """A request has met this error there: suspect the worker, unless that is where the error comes from."""
-        if error.code != OUT_OF_REACH:
+        """A request has met this error there: suspect the worker, unless that is where the error comes from.
+
+        Nor where the call broke on this side: an order that cannot be sent would make every worker suspect in turn.
+        """
+        if error.code not in (OUT_OF_REACH, BROKEN_CALL):
             self.suspect(instance, error)
+
+    def blame_link(self, prefill: str, decode: str, error: MillraceError) -> None:
+        """KV did not get from one to the other: give the pair nothing for a while."""
+        if self.links.failed(prefill, decode, self.clock()):
+            ends = " to ".join(self.name(instance) for instance in (prefill, decode))
+            log.warning("the way from %s is left alone for a while: %s", ends, error.message)
+
+    def interrupt_handoffs(self, prefill: str, decode: str) -> None:
+        """Nothing gets from one to the other: requests whose KV is on its way need not wait to be told."""
+        for call in list(self._prefills.get(prefill, ())):
+            if call.handing_over and call.lease.fence.instance == decode:
+                call.lose(StaleLease("the canary did not get through either", code=DECODE_LOST))
+
+    def lost_lease(self, instance: str, error: MillraceError) -> None:
+        """A decode worker has lost a lease: give it less trust, unless that is where the error comes from."""
+        if error.code != OUT_OF_REACH:
+            self.breakers.failed(instance, self.clock())
+
+    def decoded(self, prefill: str, decode: str) -> None:
+        """A token has come all the way: prefilled there, handed over, decoded here."""
+        now = self.clock()
+        self.worked[prefill, decode] = now
+        self.links.succeeded(prefill, decode, now)
+        self.breakers.succeeded(decode, now)
+
+    def name(self, instance: str) -> str:
+        """The worker's name; of one that is gone, its instance."""
+        entry = self.registry.get(instance)
+        return entry.status.name if entry is not None else instance
 
     def refuse_all(self, error: MillraceError) -> None:
         """The router is leaving and cannot wait: every request still here ends with this error."""
@@ -171,6 +301,7 @@ class Fleet:
     async def open(self, worker: Candidate, lease_id: str, state: RequestState) -> WorkerLease:
         """A lease on the worker. Raises NoRoom, Draining, StaleLease, WorkerLost, InvalidRequest, Unauthorized."""
         status = worker.status
+        self.breakers.begin(status.instance, self.clock())
         reserved = self.reserve(worker, Dispatched(leases=1, context_tokens=state.tokens))
         try:
             lease = await self._sessions.open(self.link(status), status.instance, lease_id, state)
@@ -203,28 +334,35 @@ class Fleet:
 
     def prefill(self, worker: Candidate, state: RequestState, lease: RouterLease, reserved: Reservation) -> PrefillCall:
         """A prefill into the lease; what is reserved for it is released when it ends."""
-        running = self._prefills.setdefault(worker.status.instance, set())
+        instance = worker.status.instance
+        running = self._prefills.setdefault(instance, set())
 
         def ended() -> None:
             running.discard(call)
             reserved.release()
 
+        if instance != lease.fence.instance:
+            self.breakers.begin(instance, self.clock())
+            self.links.begin(instance, lease.fence.instance, self.clock())
         order = PrefillOrder(order=state.order(lease.fence, self.clock()), grant=lease.grant)
         call = PrefillCall(self.link(worker.status), order, lease, ended)
         running.add(call)
         return call
 
     def link(self, status: WorkerStatus) -> WorkerLink:
-        link = self._links.get(status.instance)
+        link = self._worker_links.get(status.instance)
         if link is None:
-            link = self._links[status.instance] = self.make_link(status)
+            link = self._worker_links[status.instance] = self.make_link(status)
         return link
 
     # ---- accounts ----------------------------------------------------------------------------------------------
 
     @property
     def open_leases(self) -> int:
-        return sum(len(session.leases) for session in self._sessions.established())
+        return len(self._leases())
+
+    def _leases(self) -> list[WorkerLease]:
+        return [lease for session in self._sessions.established() for lease in session.leases.values()]
 
     @property
     def prefill_only_leases(self) -> int:
@@ -253,6 +391,6 @@ class Fleet:
     async def close(self) -> None:
         await self._sessions.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for link in self._links.values():
+        for link in self._worker_links.values():
             await link.close()
-        self._links.clear()
+        self._worker_links.clear()

@@ -14,6 +14,7 @@ from serving.errors import MillraceError, WorkerLost
 from serving.links import DecodeSession, DecodeWorkerLink, LeaseEvent
 from serving.messages import Delta, LeaseGrant, LeaseId
 
+DECODE_LOST = "decode_lost"  # of StaleLease: the prefill worker cannot reach the decode worker
 OUT_OF_REACH = "out_of_reach"  # an error that repeats what is known: its worker is suspect, or was until just now
 
 

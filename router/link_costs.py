@@ -56,9 +56,6 @@ class LinkCosts:
     def seconds(self, prefill: str, decode: str, tokens: int) -> float:
         return self._pairs.get((prefill, decode), self._all).seconds(tokens)
 
-    def allows(self, prefill: str, decode: str, now: float) -> bool:
-        return True
-
     def retain(self, instances: Collection[str]) -> None:
         """All other workers are gone."""
         for pair in [pair for pair in self._pairs if not (pair[0] in instances and pair[1] in instances)]:

@@ -16,47 +16,37 @@ from kvcache.blocks.prefix import extend_keys, root_key
 from router.admission import CONTINUATION, AdmissionQueue, Claim
 from router.candidate import Candidate, Dispatched
 from router.fleet import Fleet
-from router.leases import RouterLease
+from router.leases import DECODE_LOST, RouterLease
 from router.output_lengths import OutputLengths
 from router.policy import (
     Decision,
     Demand,
     FleetView,
     Policy,
+    able_to_decode,
     able_to_prefill,
     outgrown,
     split_only,
-    view_for_lease,
     view_for_prefill,
 )
-from router.predict import within
 from router.prefill_call import PrefillCall
+from router.refusals import NO_DECODE, NO_PREFILL, check_deadline, check_hope, no_room, nobody_ready
 from router.registry import Reservation
 from router.request_state import Attempt, RequestState
 from serving.errors import (
-    DeadlineExceeded,
+    CorruptChunk,
     Draining,
     NoRoom,
-    Overloaded,
     Preempted,
     Retryable,
     StaleLease,
     Unauthorized,
-    Unavailable,
     WorkerLost,
 )
 from serving.messages import TPOT_BINS_MS, Build, Delta, Prefilled, WorkerStatus
 from serving.service_class import ServiceClass
 
-HOPELESS = 0.1  # a chance to meet the TTFT objective below this counts as none
-JITTER = 0.25  # of retry_after, either way: clients that are refused together do not come back together
-MIN_RETRY = 0.1  # seconds
-NO_PREFILL = "no prefill worker is ready; start one, or look at /health"
-NO_SPLIT = (
-    "--strict-disaggregation: there is no prefill worker with another worker to decode for it; start them, or look at"
-    " /health"
-)
-NO_DECODE = "no decode worker is ready; start one, or look at /health"
+LINK_CODES = (DECODE_LOST, "layout", "range", "incomplete")  # of StaleLease, where the handoff itself fails
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,22 +95,9 @@ class Placer:
                     if lease is not None:
                         return lease, placed
         except TimeoutError:
-            self._check_deadline(state)
-            if not full:
-                raise self._nobody(NO_DECODE) from None
-            waited = f"no worker had room within {patience:g} s"
-            raise Overloaded(waited, code="no_room", retry_after=1.0) from None
-
-    def _check_deadline(self, state: RequestState) -> None:
-        """Raises DeadlineExceeded: then it was not the patience that ended."""
-        deadline = state.request.deadline
-        if deadline is not None and self.fleet.clock() >= deadline:
-            raise DeadlineExceeded("the request's deadline has passed", code="deadline") from None
-
-    def _nobody(self, why: str) -> Unavailable:
-        """No worker was there to take a request."""
-        strict = self.fleet.config.strict_disaggregation
-        return Unavailable(NO_SPLIT if strict else why, code="no_split_placement" if strict else None, retry_after=2.0)
+            check_deadline(state, self.fleet.clock())
+            strict = self.fleet.config.strict_disaggregation
+            raise (no_room(patience) if full else nobody_ready(NO_DECODE, strict=strict)) from None
 
     def _claim(self, state: RequestState) -> Claim:
         """What the request asks for, as far as it keeps others back that ask for as much."""
@@ -132,16 +109,17 @@ class Placer:
 
     def _prefill_only(self, lease_id: str) -> tuple[RouterLease | None, Placed | None, bool]:
         """A single token needs no decode worker, but workers compute so many prompts at a time as they may hold."""
-        most = sum(worker.status.max_seqs for worker in self.fleet.registry.candidates() if worker.prefills)
+        most = sum(worker.status.max_seqs for worker in self.fleet.candidates() if worker.prefills)
         if most and self.fleet.prefill_only_leases >= most:
             return None, None, True
         return self.fleet.prefill_only(lease_id), None, False
 
     async def _try_all(self, lease_id: str, state: RequestState) -> tuple[RouterLease | None, Placed | None, bool]:
-        """A lease on the first worker that grants one, in the policy's order; True if some were full."""
-        full, workers = False, self.fleet.registry.candidates()
+        """A lease on the first trusted worker that grants one, in the policy's order; True if some were full."""
+        full, workers, now = False, self.fleet.candidates(), self.fleet.clock()
         demand = self._demand(state, workers, state.required_build)
-        view = self._allowed(view_for_lease(demand, workers, self.fleet.links))
+        trusted = self.fleet.trust.decoders(able_to_decode(demand, workers), workers, now)
+        view = self._allowed(FleetView(trusted, able_to_prefill(demand, workers), self.fleet.ways))
         while (decision := self.policy.choose(demand, view, self.fleet.clock())) and decision.decode is not None:
             if not state.generated and not self._worth(state, demand, decision):
                 return None, None, True
@@ -177,15 +155,8 @@ class Placer:
         predicted, known = decision.predicted, self.service_class(state)
         if predicted is None:
             return True
-        left = demand.first_token_in
-        if known.shed and left is not None and within(left, predicted.ttft, predicted.error) < HOPELESS:
-            alone = predicted.ttft * predicted.prefill / max(1e-9, predicted.queue + predicted.prefill)
-            spare = 1.0 + JITTER * (state.salt % 1000 / 500 - 1.0)
-            raise Overloaded(
-                f"the first token would come after about {predicted.ttft:.2g} s, {left:.2g} s are left of ttft_slo_ms",
-                code="slo",
-                retry_after=max(MIN_RETRY, (predicted.ttft - left) * spare) if alone <= left else None,
-            )
+        if known.shed:
+            check_hope(predicted, demand.first_token_in, state.salt)
         return known.backlog is None or predicted.queue <= known.backlog
 
     def service_class(self, state: RequestState) -> ServiceClass:
@@ -206,23 +177,42 @@ class Placer:
         try:
             async with asyncio.timeout(self._patience(state)):
                 while True:
-                    workers = self.fleet.registry.candidates()
-                    demand = self._demand(state, workers, state.build)
-                    entry = self.fleet.registry.get(lease.fence.instance)
-                    own, begun = entry.candidate if entry is not None else None, bool(state.generated)
-                    view = view_for_prefill(demand, workers, self.fleet.links, own, avoid, begun=begun)
-                    if own is not None:
-                        view = self._allowed(view)
-                    decision = self.policy.choose(demand, view, self.fleet.clock())
-                    if decision is not None and decision.prefill is not None:
-                        return self.placed(decision, demand)
+                    placed = self._choose_prefill(state, lease.fence.instance, avoid)
+                    if placed is not None:
+                        return placed
                     if lease.failed.done():
                         raise lease.failed.result()
                     avoid.clear()  # a worker that failed before is better than none
                     await self.fleet.change()
         except TimeoutError:
-            self._check_deadline(state)
-            raise self._nobody(NO_PREFILL) from None
+            check_deadline(state, self.fleet.clock())
+            raise nobody_ready(NO_PREFILL, strict=self.fleet.config.strict_disaggregation) from None
+
+    def _choose_prefill(self, state: RequestState, instance: str, avoid: set[str]) -> Placed | None:
+        """The policy's choice of trusted workers for a lease at `instance`; or of those barred, the soonest free."""
+        workers, trust, now = self.fleet.candidates(), self.fleet.trust, self.fleet.clock()
+        demand, begun = self._demand(state, workers, state.build), bool(state.generated)
+        entry = self.fleet.registry.get(instance)
+        own = entry.candidate if entry is not None else None
+        barred = trust.barred(instance, workers, now)
+        for kept_out in (barred, barred - trust.soonest(instance, able_to_prefill(demand, workers))):
+            view = view_for_prefill(demand, workers, self.fleet.ways, own, avoid | kept_out, begun=begun)
+            view = self._allowed(view) if own is not None else view
+            decision = self.policy.choose(demand, view, now)
+            if decision is not None and decision.prefill is not None:
+                return self.placed(decision, demand)
+            if not barred:
+                break
+        return None
+
+    def better_elsewhere(self, state: RequestState, lease: RouterLease) -> bool:
+        """True if no trusted prefill worker reaches the lease's worker, and one reaches another worker of its build."""
+        now, trust, workers = self.fleet.clock(), self.fleet.trust, self.fleet.candidates()
+        able = able_to_decode(self._demand(state, workers, state.required_build), workers)
+        fed = [
+            worker.status.instance for worker in trust.decoders(able, workers, now) if trust.fed(worker, workers, now)
+        ]
+        return bool(fed) and lease.fence.instance not in fed
 
     def stands(self, worker: Candidate | None) -> bool:
         """True if a worker that was chosen a moment ago can still be believed."""
@@ -240,14 +230,15 @@ class Placer:
         elif attempt.second_at == attempt.last_at and prefill is not decode and prefill is not None is not decode:
             waited = attempt.second_at - (attempt.first_at or 0.0)
             step = decision.predicted.step if decision.predicted is not None else 0.0
-            self.fleet.links.observed(prefill.status.instance, decode.status.instance, state.tokens, waited - step)
+            costs = self.fleet.link_costs
+            costs.observed(prefill.status.instance, decode.status.instance, state.tokens, waited - step)
         if ended:
             self.policy.observed(decision, tpot=attempt.tpot)
             self.outputs.ended(state.request.service_class, len(state.generated))
 
     def _outgrown(self, state: RequestState) -> bool:
         """True if a text has begun that no worker which prefills could go on with."""
-        workers = self.fleet.registry.candidates()
+        workers = self.fleet.candidates()
         demand = Demand(tokens=state.tokens, build=state.required_build)
         return bool(state.generated) and outgrown(demand, able_to_prefill(demand, workers))
 
@@ -303,7 +294,9 @@ class Placement:
         self.held: RouterLease | None = None
         self._begun = False  # a prefill into the lease has failed: it has to begin anew
         self._placed: Placed | None = None  # what led to the lease, until its prefill is sent
+        self._decodes = False  # its worker has decoded for it since it last began
         self._worker: Candidate | None = None  # that prefills
+        self._reserved: Reservation | None = None  # for it
         self._avoid: set[str] = set()  # prefill workers that failed, by instance
 
     async def lease(self) -> RouterLease:
@@ -311,7 +304,6 @@ class Placement:
         if self.held is None:
             self.held, self._placed = await self.placer.open_lease(self.state)
             self.state.split_asked |= self._placed is not None and self._placed.decision.split
-            self.state.failed_prefills = 0
             self._avoid = set()
         elif self._begun:
             try:
@@ -330,32 +322,52 @@ class Placement:
             if placed is not None:
                 placed.release()
             placed = await self.placer.choose_prefill(self.state, self.held, self._avoid)
-        self._worker = placed.decision.prefill
+        self._worker, self._reserved = placed.decision.prefill, placed.reserved
         return self.placer.begin_prefill(placed, self.state, self.held)
 
-    def prefilled(self, first: Prefilled) -> Delta:
-        """The first token has come."""
-        self.state.attempts[-1].begin(first)
-        return first.delta
+    def prefilled(self, prefilled: Prefilled) -> Delta:
+        """The prefill worker has done its work."""
+        assert self._worker is not None
+        self.state.attempts[-1].begin(prefilled)
+        if self._reserved is not None:
+            self._reserved.release()  # what is left is its handoff
+        self.placer.fleet.breakers.succeeded(self._worker.status.instance, self.placer.fleet.clock())
+        return prefilled.delta
 
-    def failed(self, error: Retryable) -> int:
-        """The try has failed. Where the lease is not to blame it is kept; how many tries of this kind have failed."""
+    def decoded(self, delta: Delta) -> Delta:
+        """The whole way works, from prefill to decode: the text is getting on."""
+        if not self._decodes:
+            assert self._worker is not None and self.held is not None
+            self._decodes = True
+            self.state.failures = 0
+            self.placer.fleet.decoded(self._worker.status.instance, self.held.fence.instance)
+        return delta
+
+    def failed(self, error: Retryable) -> None:
+        """The try has failed: whoever is to blame is, and where the lease is not it is kept."""
         self.state.fail(error)
-        lease = self.held
-        if lease is None or lease.failed.done() or self._worker is None:
+        lease, worker, fleet = self.held, self._worker, self.placer.fleet
+        echo = self._begun and lease is None  # what the lease could not begin anew after has been counted
+        self.state.failures += not (echo or isinstance(error, Preempted | Draining))
+        self._decodes = False
+        if lease is None or lease.failed.done() or worker is None:
+            if lease is not None and isinstance(error, WorkerLost):
+                fleet.lost_lease(lease.fence.instance, error)
             self.drop_lease()
-            self.state.failed_leases += not isinstance(error, Preempted)
-            return self.state.failed_leases
+            return
         self._begun = True
-        instance = self._worker.status.instance
+        instance, decode = worker.status.instance, lease.fence.instance
         if isinstance(error, WorkerLost):
-            self.placer.fleet.blame(instance, error)
-        if isinstance(error, Draining):
-            self.placer.fleet.registry.leaves(instance)
-        if isinstance(error, WorkerLost | Draining):
-            self._avoid.add(instance)
-        self.state.failed_prefills += 1
-        return self.state.failed_prefills
+            fleet.blame(instance, error)
+        elif isinstance(error, Draining):
+            fleet.registry.leaves(instance)
+        elif blames_link(error):
+            fleet.blame_link(instance, decode, error)
+        else:
+            return
+        self._avoid.add(instance)
+        if blames_link(error) and self.placer.better_elsewhere(self.state, lease):
+            self.drop_lease()
 
     def drop_lease(self) -> None:
         """Give the lease up, if one is held; its worker frees everything within a step."""
@@ -365,6 +377,11 @@ class Placement:
             placed.release()
         if lease is not None:
             self.placer.fleet.close_lease(lease)
+
+
+def blames_link(error: Retryable) -> bool:
+    """True if KV did not get from the prefill worker to the decode worker as it should: neither alone is to blame."""
+    return isinstance(error, CorruptChunk) or (isinstance(error, StaleLease) and error.code in LINK_CODES)
 
 
 def block_keys(state: RequestState, status: WorkerStatus) -> list[bytes]:

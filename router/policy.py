@@ -5,7 +5,7 @@ Pure: what is known of the workers comes in, a decision goes out. No torch, no c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import ClassVar, Protocol
@@ -45,7 +45,7 @@ class Demand:
         return self.tokens >= worker.status.total_blocks * worker.status.block_size
 
 
-class Links(Protocol):
+class KVLinks(Protocol):
     """What is known of the ways from prefill to decode workers, by their instances."""
 
     def allows(self, prefill: str, decode: str, now: float) -> bool:
@@ -67,7 +67,7 @@ class FleetView:
 
     decode: Sequence[Candidate]
     prefill: Sequence[Candidate]
-    links: Links
+    links: KVLinks
 
     def prefills_for(self, worker: Candidate, now: float) -> list[Candidate]:
         """Who may compute the prompt for a decode by this worker; over a broken link if no other leads there."""
@@ -178,17 +178,18 @@ class RoundRobin(RankingPolicy):
     reason = "round_robin"
 
     def __init__(self) -> None:
-        self._turns = count()
+        self._decodes = count()
+        self._prefills = count()
 
     def decode_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
-        return self._turned(demand, workers)
+        return self._turned(demand, workers, next(self._decodes))
 
     def prefill_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
-        return self._turned(demand, workers)
+        return self._turned(demand, workers, next(self._prefills))
 
-    def _turned(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
+    def _turned(self, demand: Demand, workers: Sequence[Candidate], turn: int) -> list[Candidate]:
         ordered = sorted(workers, key=lambda worker: worker.status.name)
-        first = next(self._turns) % len(ordered) if ordered else 0
+        first = turn % len(ordered) if ordered else 0
         return sorted(ordered[first:] + ordered[:first], key=lambda w: (demand.streams(w), w.load >= 1.0))
 
 
@@ -278,15 +279,10 @@ def able_to_prefill(demand: Demand, workers: Iterable[Candidate], avoid: Collect
     )
 
 
-def view_for_lease(demand: Demand, workers: Sequence[Candidate], links: Links) -> FleetView:
-    """Who may take a request that has no place yet."""
-    return FleetView(able_to_decode(demand, workers), able_to_prefill(demand, workers), links)
-
-
 def view_for_prefill(
     demand: Demand,
     workers: Sequence[Candidate],
-    links: Links,
+    links: KVLinks,
     own: Candidate | None,
     avoid: Collection[str],
     *,
@@ -320,6 +316,19 @@ def split_only(view: FleetView, now: float) -> FleetView:
         decode = decode + [worker for worker in view.decode if worker.prefills]
     apart = FleetView(decode, prefill, view.links)
     return replace(apart, decode=[worker for worker in decode if apart.prefills_for(worker, now)])
+
+
+def pairs_of(workers: Iterable[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:
+    """The prefill and decode workers that a request may be given to together; a mixed worker is a pair of its own."""
+    staying = [worker for worker in workers if not worker.status.draining]
+    prefills: dict[str, list[Candidate]] = {}
+    for worker in staying:
+        if worker.prefills:
+            prefills.setdefault(worker.status.pairing, []).append(worker)
+    for decode in staying:
+        if decode.decodes:
+            for prefill in [decode] if decode.prefills else prefills.get(decode.status.pairing, ()):
+                yield prefill, decode
 
 
 def outgrown(demand: Demand, able: Collection[Candidate]) -> bool:

@@ -54,6 +54,10 @@ class PoolNodes:
             return []
         return [one.address for one in usable if one.stat.name == report.stat.name and one.address != report.address]
 
+    def excuse(self, now: float) -> None:
+        """Nobody was listening until now: every node has a whole silence to be heard in."""
+        self._heard = {address: _Heard(heard.report, now) for address, heard in self._heard.items()}
+
     def expire(self, now: float) -> list[PoolReport]:
         """Nodes that have fallen silent, as they last were; they are forgotten."""
         gone = [heard.report for heard in self._heard.values() if now - heard.at > self.silence]

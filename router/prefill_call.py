@@ -16,6 +16,8 @@ from serving.messages import Prefilled, PrefillOrder
 
 log = logging.getLogger(__name__)
 
+BROKEN_CALL = "broken_call"  # an order or a reply that cannot be read: no worker may be held to be dead for that
+
 
 class PrefillCall:
     """A prefill into `lease`. A context manager: leaving it cancels the prefill. `ended` is called once, at its end."""
@@ -45,7 +47,13 @@ class PrefillCall:
         error = task.exception() if not task.cancelled() else None if self._leaving else asyncio.CancelledError()
         if error is not None:
             log.error("a prefill call broke", exc_info=error)
-            self.lose(WorkerLost(f"the prefill call broke: {error!r}"))
+            ours = not isinstance(error, asyncio.CancelledError)  # a closed channel cancels its calls
+            self.lose(WorkerLost(f"the prefill call broke: {error!r}", code=BROKEN_CALL if ours else None))
+
+    @property
+    def handing_over(self) -> bool:
+        """True while the first token is here and the KV is not known to have arrived."""
+        return self._first.done() and not self._task.done()
 
     def lose(self, error: MillraceError) -> None:
         """The worker is out of reach: waits for its first token, or for its KV, end with this error."""

@@ -21,6 +21,7 @@ class RegisteredWorker:
     """A registered worker. `suspect` since a call to it broke; a later heartbeat clears it.
 
     `leases` are this router's that are open on it. What the router has sent since the status was made is kept apart.
+    `busy_until` is when the prompts that it has been given are computed, on the router's clock.
     """
 
     status: WorkerStatus
@@ -28,9 +29,14 @@ class RegisteredWorker:
     made_at: float
     suspect: bool = False
     leases: int = 0
-    _sent: deque[tuple[float, Dispatched]] = field(default_factory=deque)
     newer: Dispatched = NOTHING
+    busy_until: float = 0.0
+    _sent: deque[tuple[float, Dispatched]] = field(default_factory=deque)
+    _prompts: deque[Reservation] = field(default_factory=deque)  # sent since the status was made
     _candidate: Candidate | None = None
+
+    def __post_init__(self) -> None:
+        self.busy_until = self.made_at + self.status.waiting_seconds
 
     def sent(self, work: Dispatched, now: float) -> None:
         """The router has sent this work, or knows that it is over where `work` is negative."""
@@ -39,6 +45,17 @@ class RegisteredWorker:
         self.newer += work
         self._candidate = None
 
+    def begun(self, prompt: Reservation) -> None:
+        """A prompt joins the worker's queue."""
+        self.busy_until = prompt.until = max(self.busy_until, prompt.at) + prompt.work.prompt_seconds
+        self._prompts.append(prompt)
+
+    def computed(self, prompt: Reservation, now: float) -> None:
+        """A prompt has left the queue: those behind it are as early, or as late, as it was."""
+        if prompt in self._prompts:
+            self._prompts.remove(prompt)
+            self.busy_until = max(now, self.busy_until - (prompt.until - now))
+
     def report(self, status: WorkerStatus, now: float, made_at: float) -> None:
         """A heartbeat: what was sent before its status was made is part of it."""
         self.status, self.seen, self.made_at, self.suspect = status, now, made_at, False
@@ -46,6 +63,11 @@ class RegisteredWorker:
             self.newer += -self._sent.popleft()[1]
         if not self._sent:
             self.newer = NOTHING
+        while self._prompts and self._prompts[0].at < made_at - FLIGHT_SECONDS:
+            self._prompts.popleft()
+        self.busy_until = made_at + status.waiting_seconds
+        for prompt in self._prompts:
+            self.busy_until = prompt.until = max(self.busy_until, prompt.at) + prompt.work.prompt_seconds
         self._candidate = None
 
     def leaves(self) -> None:
@@ -56,7 +78,7 @@ class RegisteredWorker:
     def candidate(self) -> Candidate:
         """The worker as policies see it, made anew when something has changed."""
         if self._candidate is None:
-            self._candidate = Candidate(self.status, self.newer, self.leases, self.made_at)
+            self._candidate = Candidate(self.status, self.newer, self.leases, self.made_at, self.busy_until)
         return self._candidate
 
 
@@ -67,14 +89,19 @@ class Reservation:
         self.worker = worker
         self.work = work
         self.clock = clock
+        self.at = self.until = clock()  # until: when its prompt is predicted to be computed
         if worker is not None:
-            worker.sent(work, clock())
+            worker.sent(work, self.at)
+            if work.prompt_seconds:
+                worker.begun(self)
 
     def release(self) -> None:
         """The work is over, or was not sent. Safe to repeat."""
         worker, self.worker = self.worker, None
         if worker is not None:
-            worker.sent(-self.work, self.clock())
+            now = self.clock()
+            worker.sent(-self.work, now)
+            worker.computed(self, now)
 
 
 class Registry:
@@ -116,6 +143,11 @@ class Registry:
         worker = self.workers.get(instance)
         if worker is not None:
             worker.leaves()
+
+    def excuse(self, now: float) -> None:
+        """Nobody was listening until now: every worker has a whole silence to be heard in."""
+        for worker in self.workers.values():
+            worker.seen = now
 
     def expire(self, now: float) -> list[str]:
         """Instances that have just fallen silent; long-silent ones are forgotten."""

@@ -67,8 +67,7 @@ class RequestState:
     build: Build | None = None
     timeline: Timeline = field(default_factory=Timeline)
     last: Delta | None = None
-    failed_leases: int = 0  # leases that were lost; preempted ones are not counted
-    failed_prefills: int = 0  # prefills into the present lease that failed
+    failures: int = 0  # tries that broke since a worker last decoded for it; planned moves are not counted
     attempts: list[Attempt] = field(default_factory=list)  # the last is the present one
     passed_over: list[tuple[str, str]] = field(default_factory=list)  # workers that gave no lease, and why
     split_asked: bool = False  # prefill and decode by two workers was decided at some time

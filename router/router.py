@@ -5,6 +5,7 @@ It knows neither HTTP nor how workers are reached: placement finds room, links c
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ from typing import Protocol
 from router.explain import ExplainLog, PlacementObserver
 from router.placement import Placement, Placer
 from router.request_state import RequestState
+from router.retry_budget import RetryBudget, RetryConfig
 from serving.errors import DeadlineExceeded, MillraceError, Retryable, Unavailable
 from serving.logs import request_context
 from serving.messages import Audit, Delta, Request
@@ -41,6 +43,9 @@ class Router:
         self.observer = observer
         self.clock = placer.fleet.clock
         self.explained = ExplainLog(placer.fleet.config.classes, placements)
+        config = self.fleet.config
+        budget = RetryConfig(per_second=config.retries_per_second, most=config.retries_saved)
+        self.retries = RetryBudget(budget, self.clock())
         self.running = 0  # requests between the first and last line of generate()
         self.tokens = 0  # output tokens so far
 
@@ -59,15 +64,17 @@ class Router:
                         self.explained.placed(state)
                         yield self._take(state, place.prefilled(await prefill.first()))
                         while not state.finished:
-                            yield self._take(state, await lease.next())
+                            yield self._take(state, place.decoded(await lease.next()))
                 except Retryable as error:
-                    self._retry(state, error, failures=place.failed(error))
+                    place.failed(error)
+                    await self._retry(state, error)
 
     @asynccontextmanager
     async def _running(self, request: Request) -> AsyncIterator[tuple[RequestState, Placement]]:
         """The request counts as running, and its end is observed and logged, whatever it is; its place is given up."""
         state = RequestState(request=request)
         state.timeline.note(Moment.ARRIVED, self.clock())
+        self.retries.request(self.clock())
         failure: BaseException | None = None
         self.running += 1
         self.explained.began(state)
@@ -96,16 +103,21 @@ class Router:
         self.placer.learn(state)
         return delta
 
-    def _retry(self, state: RequestState, error: Retryable, failures: int) -> None:
-        """A try has failed: count it, and go on unless there were too many or time is up."""
-        state.timeline.note(Moment.REPLACED, self.clock())
+    async def _retry(self, state: RequestState, error: Retryable) -> None:
+        """A try has failed: go on, unless too many have in a row or time is up; later, where retries are too many."""
+        now, failures, deadline = self.clock(), state.failures, state.request.deadline
+        state.timeline.note(Moment.REPLACED, now)
         self.observer.replaced(error)
         with request_context(state.request.request_id):
             log.warning("placing again after %s: %s", type(error).__name__, error.message)
         if failures > self.fleet.config.max_failures:
             raise Unavailable(f"gave up after {failures} failed placements; the last: {error.message}") from error
-        if state.request.deadline is not None and self.clock() > state.request.deadline:
+        pause = self.retries.retry(now) if failures > 1 else 0.0  # whoever has lost a worker moves at once
+        if deadline is not None and now + pause > deadline:
             raise DeadlineExceeded("the request's deadline has passed") from error
+        if pause > self.fleet.config.patience:
+            raise Unavailable("too many placements fail", code="retry_budget", retry_after=pause) from error
+        await asyncio.sleep(pause)
 
     async def audit(self) -> list[Audit]:
         """What the router and every worker it reaches hold."""
@@ -115,7 +127,7 @@ class Router:
             "prefills": self.fleet.running_prefills,
             "waiting": self.placer.admission.waiting,
         }
-        leaked = {"leases": max(0, counts["leases"] - self.running)}
+        leaked = {"leases": max(0, counts["leases"] - self.running - self.fleet.probing)}
         return [Audit(service=self.fleet.config.name, counts=counts, leaked=leaked), *await self.fleet.audits()]
 
 

@@ -21,8 +21,10 @@ class RegistryService(stubs.RegistryServicer):
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: aio.ServicerContext) -> pb.HeartbeatReply:
         async with answering(context):
+            self.fleet.check_protocol(request.status.name, request.status.protocol)  # before anything else is read
             events = from_pb(request.kv_events, KVEvents) if request.HasField("kv_events") else None
-            self.fleet.heartbeat(from_pb(request.status, WorkerStatus), events)
+            made_at = request.router_time if request.HasField("router_time") else None
+            self.fleet.heartbeat(from_pb(request.status, WorkerStatus), events, made_at=made_at)
         reply = self._reply()
         since = self.fleet.kv_events_since(request.status.instance)
         if since is not None:
@@ -39,4 +41,7 @@ class RegistryService(stubs.RegistryServicer):
         return self._reply()
 
     def _reply(self) -> pb.HeartbeatReply:
-        return pb.HeartbeatReply(router=self.fleet.config.name, pool_nodes=self.fleet.pool_nodes.nodes())
+        fleet = self.fleet
+        return pb.HeartbeatReply(
+            router=fleet.config.name, pool_nodes=fleet.pool_nodes.nodes(), router_time=fleet.clock()
+        )

@@ -7,6 +7,7 @@ and nothing changes a config after it is built. Sizes in bytes may be written `5
 from __future__ import annotations
 
 import argparse
+import configparser
 import dataclasses
 import re
 import tomllib
@@ -77,6 +78,21 @@ class EngineConfig:
     )
     max_num_seqs: int = option(128, "sequences a worker holds at most", least=1)
     max_num_batched_tokens: int = option(512, "tokens a step computes at most: longer prompts go in chunks", least=1)
+    chunking: str = option(
+        "slack",
+        "how many prompt tokens a step computes beside running sequences; slack: as many as let these keep their TPOT"
+        " objectives, where they have some; fixed: always what --max-num-batched-tokens leaves",
+        choices=("slack", "fixed"),
+    )
+    prefill_order: str = option(
+        "slack",
+        "in which order prompts are computed; slack: by priority and by when they are due, where they have objectives;"
+        " fcfs: first come, first served",
+        choices=("slack", "fcfs"),
+    )
+    tpot_admission: bool = option(
+        True, "refuse sequences beside which the running ones could not keep their TPOT objectives"
+    )
     enable_prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings")
     num_speculative_tokens: int = option(
         4,
@@ -145,8 +161,16 @@ class PlacementConfig:
     prefix_index_memory: int = option(
         64 << 20, "bytes the router may use for what it knows of workers' cached blocks, such as 64MiB", least=1
     )
+    canary_interval: float | None = option(
+        None,
+        "seconds without traffic after which the router sends a token of its own through a pair of workers, to see"
+        " that it works; 0: never; default: 2 where workers are other processes, never in one process",
+        least=0,
+    )
     heartbeat_interval: float = option(1.0, "seconds between a worker's heartbeats", least=0.01)
-    heartbeat_timeout: float = option(5.0, "seconds of silence after which a worker is taken for dead", least=0.01)
+    heartbeat_timeout: float = option(
+        5.0, "seconds of silence after which a worker is taken for dead; more than two heartbeat intervals", least=0.01
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,12 +317,10 @@ def _as_kind(kind: type, value: Any) -> Any:
 
 
 def _to_bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    if str(value).lower() not in words:
+    state = configparser.ConfigParser.BOOLEAN_STATES.get(str(value).lower())
+    if state is None:
         raise ValueError(f"{value!r} is not true or false")
-    return words[str(value).lower()]
+    return state
 
 
 def _fields(config: type[C]) -> Iterator[tuple[str, type, Any]]:
@@ -317,16 +339,10 @@ def add_flags(parser: argparse.ArgumentParser, *configs: type) -> None:
             text = field.metadata["help"].replace("%", "%%")
             if field.default is not None and not field.metadata["secret"]:
                 text += f" (default: {field.default})"
+            form: dict[str, Any] = {"metavar": kind.__name__.upper(), "choices": field.metadata["choices"]}
             if kind is bool:
-                group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
-            else:
-                group.add_argument(
-                    flag,
-                    default=argparse.SUPPRESS,
-                    help=text,
-                    metavar=kind.__name__.upper(),
-                    choices=field.metadata["choices"],
-                )
+                form = {"action": argparse.BooleanOptionalAction}
+            group.add_argument(flag, default=argparse.SUPPRESS, help=text, **form)
 
 
 def load_file(path: Path | None, known: Sequence[str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@
         ├── NoRoom                     RESOURCE_EXHAUSTED   no blocks, or too many sequences, now
         ├── Draining                   UNAVAILABLE          the worker takes no new work
         ├── WorkerLost                 UNAVAILABLE          the worker died or stopped answering
-        ├── Preempted                  ABORTED              its blocks went to an older request
+        ├── Preempted                  ABORTED              its blocks went to another request
         ├── StaleLease                 FAILED_PRECONDITION  fence: lease, epoch or instance does not match
         └── CorruptChunk               DATA_LOSS            digest of a KV chunk does not match its bytes
 
@@ -38,9 +38,12 @@ class MillraceError(Exception):
     status: ClassVar[int] = 500
     grpc_code: ClassVar[str] = "INTERNAL"
     kind: ClassVar[str] = "server_error"
+    by_name: ClassVar[dict[str, type[MillraceError]]] = {}
+    """Every class of the tree: how an error keeps its type across a process boundary."""
 
     def __init_subclass__(cls, *, status: int | None = None, grpc_code: str | None = None, kind: str | None = None):
         super().__init_subclass__()
+        cls.by_name[cls.__name__] = cls
         cls.status = status or cls.status
         cls.grpc_code = grpc_code or cls.grpc_code
         cls.kind = kind or cls.kind
@@ -53,6 +56,9 @@ class MillraceError(Exception):
         self.param = param  # the request field at fault, as a path such as `messages[0].role`
         self.code = code  # a short machine-readable reason
         self.retry_after = retry_after  # seconds
+
+
+MillraceError.by_name["MillraceError"] = MillraceError
 
 
 class InvalidRequest(MillraceError, status=400, grpc_code="INVALID_ARGUMENT", kind="invalid_request_error"):
@@ -118,14 +124,3 @@ class StaleLease(Retryable, grpc_code="FAILED_PRECONDITION"): ...
 
 
 class CorruptChunk(Retryable, grpc_code="DATA_LOSS"): ...
-
-
-def leaves() -> dict[str, type[MillraceError]]:
-    """Every error class by its name: how an error keeps its type across a process boundary."""
-    found: dict[str, type[MillraceError]] = {}
-    todo: list[type[MillraceError]] = [MillraceError]
-    while todo:
-        kind = todo.pop()
-        found[kind.__name__] = kind
-        todo.extend(kind.__subclasses__())
-    return found

@@ -43,6 +43,11 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; k >= 0: the chosen token's and the k best
 
+    @property
+    def penalised(self) -> bool:
+        """True if each draw changes the scores of the next: counts of the tokens so far are needed."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slo:

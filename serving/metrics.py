@@ -6,17 +6,20 @@ global: each service makes its own registry.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily as Counters
 from prometheus_client.core import GaugeMetricFamily as Gauges
 from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from serving.class_metrics import ClassMetrics
 from serving.errors import MillraceError
 from serving.messages import Audit, Delta, FinishReason, PoolReport, PoolStat, Request, TierStat, WorkerStatus
 from serving.service_class import SERVICE_CLASSES
+from serving.step_cost import StepCost
 from serving.timeline import Moment, Timeline
 
 Family = Counters | Gauges
@@ -27,7 +30,14 @@ _TPOT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.
 _E2E = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 _LENGTH = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
-LEAKS = ("leases", "blocks", "host_extents", "tasks", "streams")  # what an audit may find that no request owns
+_UNMEASURED = StepCost(fixed=0.0, token=0.0, error=0.0)
+
+
+def _cost(status: WorkerStatus) -> StepCost:
+    return status.step_cost or _UNMEASURED
+
+
+LEAKS = ("leases", "blocks", "host_extents", "tasks")  # what an audit may find that no request owns
 
 _WORKER_GAUGES: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
     "num_requests_running": ("Sequences in the running batch", lambda s: s.running),
@@ -35,6 +45,15 @@ _WORKER_GAUGES: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
     "kv_cache_usage_perc": ("Share of KV blocks in use, 0 to 1", lambda s: 1 - s.free_blocks / max(1, s.total_blocks)),
     "worker_stalled_seconds": ("Age of the engine step in progress", lambda s: s.stalled_seconds),
     "worker_draining": ("1 while the worker takes no new work", lambda s: float(s.draining)),
+    "worker_waiting_seconds": ("Predicted time of the prompts that wait", lambda s: s.waiting_seconds),
+    "worker_prompt_share": ("Share of recent step time in steps with prompt tokens, 0 to 1", lambda s: s.prompt_share),
+    "step_cost_fixed_seconds": ("A step, whatever it computes", lambda s: _cost(s).fixed),
+    "step_cost_token_seconds": ("Each new token of a step", lambda s: _cost(s).token),
+    "step_cost_pair_seconds": ("Each pair of a new token and one it attends to", lambda s: _cost(s).pair),
+    "step_cost_sequence_seconds": ("Each sequence of a step", lambda s: _cost(s).sequence),
+    "step_cost_context_seconds": ("Each token whose KV a step reads", lambda s: _cost(s).context),
+    "step_cost_error": ("Standard deviation of ln(observed / predicted) of steps", lambda s: _cost(s).error),
+    "step_cost_samples": ("Steps the cost is fitted to, 0 while it is a guess", lambda s: _cost(s).samples),
 }
 _WORKER_COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache",
@@ -45,14 +64,15 @@ _WORKER_COUNTERS = {
     "kvcache_dropped_blocks": "New blocks not offered to the KV pool: too many were on their way",
     "kvcache_timeouts": "Prompts that waited for the KV pool as long as they may",
     "kvcache_not_worth": "Prefixes in the KV pool that were computed, because that was quicker",
-    "kvcache_corrupt": "Pieces from the KV pool refused on arrival",
+    "kvcache_corrupt": "Parts from the KV pool refused on arrival",
     "kvcache_direct_tokens": "Prompt tokens that decode workers brought from the KV pool themselves",
     "kvcache_direct_fallbacks": "Handoffs asked for prompt tokens that the KV pool did not bring, or not in time",
     "kvcache_failures": "Calls to nodes of the KV pool that failed",
     "host_kv_bytes_out": "Bytes of KV moved from the device to host memory",
     "host_kv_bytes_in": "Bytes of KV streamed back from host memory",
-    "num_preemptions": "Sequences that lost their blocks to older ones",
+    "num_preemptions": "Sequences that lost their blocks to others",
     "kv_transfer_bytes": "Bytes of KV sent to decode workers",
+    "deadlines_exceeded": "Leases and prefills that workers ended because their deadline had passed",
     "spec_decode_num_draft_tokens": "Tokens guessed ahead",
     "spec_decode_num_accepted_tokens": "Tokens guessed ahead that were right",
     "engine_steps": "Steps the engine has run",
@@ -86,11 +106,24 @@ _NODES: dict[str, tuple[type[Family], str, Callable[[PoolStat], float]]] = {
 }
 # Counters of workers that come apart by a label: `name/value of the label`.
 _WORKER_LABELLED = {
+    "worker_background_restarts": ("Background tasks of a worker that broke and began again, by task", "task"),
     "kv_chunks_refused": ("KV chunks and commits of handoffs refused, by why", "reason"),
     "kv_received_bytes": ("Bytes of KV taken in from prefill workers, by transport", "transport"),
     "kvcache_fetched_bytes": ("Bytes that came from the KV pool, by transport", "transport"),
     "kv_handoffs": ("Handoffs completed, by transport", "transport"),
+    "leases_refused": ("Leases that workers refused for want of room, by what was wanting", "reason"),
 }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FaultFigures:
+    """What a router holds against its workers, by their names, and what it had to begin again."""
+
+    breakers: Mapping[str, int] = field(default_factory=dict)  # 0 closed, 1 half-open, 2 open
+    pairs: Mapping[tuple[str, str], bool] = field(default_factory=dict)  # (prefill, decode): True if well
+    probes: Mapping[str, int] = field(default_factory=dict)  # of the canary, by outcome
+    restarts: Mapping[str, int] = field(default_factory=dict)  # of background tasks
+    protocols_refused: int = 0  # heartbeats
 
 
 class RouterMetrics:
@@ -102,13 +135,13 @@ class RouterMetrics:
         workers: Callable[[], Iterable[WorkerStatus]],
         waiting: Callable[[], int],
         pools: Callable[[], Iterable[PoolReport]] = tuple,
+        faults: Callable[[], FaultFigures] = FaultFigures,
         *,
         classes: Collection[str] = tuple(SERVICE_CLASSES),
         waiting_by_class: Callable[[], Mapping[str, int]] = dict,
     ):
         self.registry = CollectorRegistry()
         self.model = model_name
-        self.leaked: dict[str, int] = {}
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests served")
         self.generation_tokens = self._counter("generation_tokens", "Output tokens produced")
         self.cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens whose KV was reused")
@@ -126,13 +159,20 @@ class RouterMetrics:
         self.prefill = self._histogram("request_prefill_time_seconds", "Prefill order to first token", _E2E)
         self.prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens a request", _LENGTH)
         self.output_length = self._histogram("request_generation_tokens", "Output tokens a request", _LENGTH)
+        self._gauge("router_queue_requests", "Requests waiting for room").set_function(waiting)
+        self.leaked = {
+            kind: self._gauge(f"leaked_{kind}", "Held by no request: 0 unless something leaked") for kind in LEAKS
+        }
         self.registry.register(WorkerCollector(model_name, workers))
-        self.registry.register(_RouterGauges(model_name, waiting, lambda: self.leaked))
         self.registry.register(PoolCollector(pools))
         self.placements = ClassMetrics(self.registry, model_name, classes, waiting_by_class)
+        self.registry.register(FaultCollector(model_name, faults))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"millrace:{name}", text, ("model_name", *labels), registry=self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"millrace:{name}", text, ("model_name",), registry=self.registry).labels(self.model)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         made = Histogram(f"millrace:{name}", text, ("model_name",), registry=self.registry, buckets=buckets)
@@ -166,10 +206,10 @@ class RouterMetrics:
             if seconds is not None:
                 histogram.observe(seconds)
 
-    def request_started(self, *, prompt_tokens: int, max_tokens: int) -> None:
+    def request_started(self, *, prompt_tokens: int) -> None:
         self.prompt_length.observe(prompt_tokens)
 
-    def request_finished(self, *, finish: FinishReason, prompt_tokens: int, completion_tokens: int) -> None:
+    def request_finished(self, *, finish: FinishReason, completion_tokens: int) -> None:
         """How a sequence ended for the client: the API sees stop strings and hang-ups, the router does not."""
         self.success.labels(self.model, finish.value).inc()
         self.output_length.observe(completion_tokens)
@@ -177,13 +217,10 @@ class RouterMetrics:
     def request_refused(self, *, status: int) -> None:
         self.refused.labels(self.model, str(status)).inc()
 
-    def note_audit(self, audits: Iterable[Audit]) -> None:
+    def note_audit(self, audits: Sequence[Audit]) -> None:
         """Keep the counts of what an audit found that no request owns."""
-        leaked = dict.fromkeys(LEAKS, 0)
-        for audit in audits:
-            for name, count in audit.leaked.items():
-                leaked[name] = leaked.get(name, 0) + count
-        self.leaked = leaked
+        for kind, gauge in self.leaked.items():
+            gauge.set(sum(audit.leaked.get(kind, 0) for audit in audits))
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -196,7 +233,7 @@ def _family(kind: type[Family], name: str, text: str, labels: tuple[str, ...], s
     return family
 
 
-class WorkerCollector:
+class WorkerCollector(Collector):
     """Gauges and counters of workers, as of their last heartbeat."""
 
     def __init__(self, model_name: str, workers: Callable[[], Iterable[WorkerStatus]]):
@@ -220,7 +257,7 @@ class WorkerCollector:
             yield _family(Counters, name, text, (*labels, label), counts)
 
 
-class PoolCollector:
+class PoolCollector(Collector):
     """Gauges and counters of the KV pool's nodes, as of their last heartbeat. They know of no model."""
 
     def __init__(self, reports: Callable[[], Iterable[PoolReport]]):
@@ -235,31 +272,41 @@ class PoolCollector:
             yield _family(kind, name, text, ("node",), (((stat.name,), of_node(stat)) for stat in stats))
 
 
-class _RouterGauges:
-    """What the router itself holds: requests waiting for room, and leaks its last audit found."""
+class FaultCollector:
+    """Breakers, pairs of workers, the canary and background tasks of a router."""
 
-    def __init__(self, model_name: str, waiting: Callable[[], int], leaked: Callable[[], dict[str, int]]):
+    def __init__(self, model_name: str, faults: Callable[[], FaultFigures]):
         self.model = model_name
-        self.waiting = waiting
-        self.leaked = leaked
+        self.faults = faults
 
     def collect(self) -> Iterator[Metric]:
-        held = {"router_queue_requests": ("Requests waiting for room", self.waiting())}
-        text = "Held by no request: 0 unless something leaked"
-        held |= {f"leaked_{kind}": (text, self.leaked().get(kind, 0)) for kind in LEAKS}
-        for name, (text, count) in held.items():
-            yield _family(Gauges, name, text, ("model_name",), [((self.model,), count)])
+        now, model = self.faults(), self.model
+        by_engine, by_pair = ("model_name", "engine"), ("model_name", "prefill", "decode")
+        text = "Breaker of a worker: 0 closed, 1 half-open, 2 open"
+        yield _family(Gauges, "worker_breaker", text, by_engine, (((model, who), s) for who, s in now.breakers.items()))
+        text = "1 while nothing is held against a pair of workers, else 0"
+        yield _family(Gauges, "pair_up", text, by_pair, (((model, *pair), well) for pair, well in now.pairs.items()))
+        text = "Tokens the canary has sent, by outcome"
+        probes = (((model, how), number) for how, number in now.probes.items())
+        yield _family(Counters, "canary_probes", text, ("model_name", "outcome"), probes)
+        text = "Background tasks of the router that broke and began again, by task"
+        restarts = (((model, task), number) for task, number in now.restarts.items())
+        yield _family(Counters, "background_restarts", text, ("model_name", "task"), restarts)
+        text = "Heartbeats refused because the worker speaks another protocol"
+        yield _family(Counters, "protocol_refused", text, ("model_name",), [((model,), now.protocols_refused)])
 
 
 def worker_metrics(model_name: str, status: Callable[[], WorkerStatus]) -> Callable[[], bytes]:
     """The /metrics of a worker on its own."""
-    registry = CollectorRegistry()
-    registry.register(WorkerCollector(model_name, lambda: [status()]))
-    return lambda: generate_latest(registry)
+    return _text_of(WorkerCollector(model_name, lambda: [status()]))
 
 
 def pool_metrics(report: Callable[[], PoolReport]) -> Callable[[], bytes]:
     """The /metrics of a pool node on its own."""
+    return _text_of(PoolCollector(lambda: [report()]))
+
+
+def _text_of(collector: Collector) -> Callable[[], bytes]:
     registry = CollectorRegistry()
-    registry.register(PoolCollector(lambda: [report()]))
+    registry.register(collector)
     return lambda: generate_latest(registry)

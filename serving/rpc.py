@@ -57,24 +57,11 @@ class _KeyCheck(aio.ServerInterceptor):  # type: ignore[misc]
         handler = await continuation(details)
         if handler is None or hmac.compare_digest(str(given).encode(), self.expected):
             return handler
-        return _refusing(handler)
+        return grpc.stream_stream_rpc_method_handler(_refuse)  # which reads no request: it fits calls of every kind
 
 
-def _refusing(handler: Any) -> Any:
-    """A handler of the same kind that only refuses."""
-
-    async def refuse(request: Any, context: aio.ServicerContext) -> None:
-        await _abort(
-            context, Unauthorized("the cluster key is missing or wrong; start every service with the same one")
-        )
-
-    shapes = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }
-    return shapes[handler.request_streaming, handler.response_streaming](refuse)
+async def _refuse(requests: Any, context: aio.ServicerContext) -> None:
+    await _abort(context, Unauthorized("the cluster key is missing or wrong; start every service with the same one"))
 
 
 def server(cluster_key: str | None = None) -> aio.Server:

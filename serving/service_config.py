@@ -79,6 +79,13 @@ _RULES: Mapping[str, _Rule] = {
 }
 
 
+def configured_classes(config: ServiceConfig) -> Mapping[str, ServiceClass]:
+    """The classes by name, the default one among them. Raises ConfigError."""
+    classes = read_service_classes(config.service_classes)
+    check_default(config.default_service_class, classes)
+    return classes
+
+
 def read_service_classes(path: str | None) -> Mapping[str, ServiceClass]:
     """The classes by name: the built-in ones, with what the file says of them and beside them. Raises ConfigError."""
     if path is None:

@@ -8,6 +8,7 @@ Pure data and arithmetic; seconds and tokens. The form is the design's:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -73,6 +74,27 @@ class StepCost:
         read = steps * start + count * (steps + 1) / 2  # Σ over the steps of the context at their end
         each = self.fixed + self.sequence + beside
         return steps * each + self.token * count + self.pair * pairs(start, count) + self.context * read
+
+    def queue_seconds(self, prompts: Iterable[tuple[int, int]], chunk: int, beside: StepLoad | None = None) -> float:
+        """Prompts, each from a position to its end, one after the other in steps of `chunk` of their tokens.
+
+        A step's tokens go on into the next prompt where one ends. Each step also computes `beside`: what decodes.
+        """
+        chunk = max(1, chunk)
+        total, sequences, seen, read = 0, 0, 0.0, 0.0
+        for start, end in prompts:
+            count = end - start
+            if count <= 0:
+                continue
+            first = min(count, chunk - total % chunk)
+            more, last = divmod(count - first, chunk)
+            sequences += 1 + more + (last > 0)
+            read += start + first + more * (start + first) + chunk * more * (more + 1) / 2 + (end if last else 0)
+            seen += pairs(start, count)
+            total += count
+        steps = math.ceil(total / chunk)
+        each = self.seconds(beside if beside is not None else StepLoad())
+        return steps * each + self.token * total + self.pair * seen + self.sequence * sequences + self.context * read
 
     def chunk_within(self, seconds: float, start: int, beside: StepLoad, most: int) -> int:
         """The most tokens of a prompt, from `start` on, that a step beside a load can compute in so many seconds.

@@ -16,7 +16,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from serving.errors import InternalError, MillraceError, leaves
+from serving.errors import InternalError, MillraceError
 from serving.links import LeaseEvent
 from serving.messages import (
     Delta,
@@ -85,7 +85,7 @@ def _fields_from_pb(message: Message, kind: type) -> dict[str, Any]:
 @cache
 def _codecs(kind: type, target: Descriptor) -> tuple[_FieldCodec, ...]:
     """How the fields of a dataclass cross that have one form on both sides."""
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, localns={})  # not the class's own names: a field may be called `bytes`
     different = _DIFFERENT[kind].names if kind in _DIFFERENT else ()
     found = []
     for name in (field.name for field in dataclasses.fields(kind) if field.name not in different):
@@ -243,7 +243,7 @@ def error_to_pb(error: MillraceError) -> pb.Error:
 def error_from_pb(message: pb.Error) -> MillraceError:
     """An error of the same class as was sent; an unknown class (a newer peer) becomes InternalError."""
     told = {name: getattr(message, name) for name in ("param", "code", "retry_after") if message.HasField(name)}
-    return leaves().get(message.kind, InternalError)(message.message, **told)
+    return MillraceError.by_name.get(message.kind, InternalError)(message.message, **told)
 
 
 def event_to_pb(event: LeaseEvent) -> pb.LeaseEvent:

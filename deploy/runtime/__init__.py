@@ -1,1 +1,1 @@
-"""What every process needs beside its work: heartbeats, an HTTP server, child processes, CPU binding."""
+"""What every process needs beside its work: settings, heartbeats, an HTTP server, child processes, CPU binding."""

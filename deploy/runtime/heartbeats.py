@@ -8,10 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterable
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from functools import partial
 
+from serving.background import BackgroundTasks
 from serving.config import ClusterConfig, PlacementConfig
-from serving.errors import MillraceError, Unauthorized
+from serving.errors import InvalidRequest, MillraceError, Unauthorized
 from serving.proto import millrace_pb2 as pb
 from serving.rpc import Caller, asking
 
@@ -22,9 +26,10 @@ Send = Callable[[Caller, float], Awaitable[pb.HeartbeatReply]]
 
 
 class Heartbeats:
-    """`run()` beats until cancelled. With `parent` set, `orphaned` is called once that process is gone.
+    """`run()` beats until cancelled, to each router at its own pace: one that is dead slows no other.
 
-    `on_pool_nodes` is told the pool's nodes, those any router knows and `fixed_nodes`, whenever they change.
+    With `parent` set, `orphaned` is called once that process is gone. `on_pool_nodes` is told the pool's nodes, those
+    any router knows and `fixed_nodes`, whenever they change. Mistakes of our own are counted in `restarts`.
     """
 
     def __init__(
@@ -37,6 +42,7 @@ class Heartbeats:
         on_pool_nodes: Callable[[list[str]], None] | None = None,
         parent: int | None = None,
         orphaned: Callable[[], None] = lambda: None,
+        restarts: Counter[str] | None = None,
     ):
         self.send = send
         self.interval = placement.heartbeat_interval
@@ -44,20 +50,22 @@ class Heartbeats:
         self.on_pool_nodes = on_pool_nodes
         self.parent = parent
         self.orphaned = orphaned
+        self._background = BackgroundTasks(restarts)
         self._callers = [Caller(address, cluster.cluster_key) for address in addresses(cluster.routers)]
         self._heard: dict[str, tuple[str, ...]] = {}  # the pool's nodes by the router that told us
         self._told: list[str] = []
+        self._refusals: dict[str, str] = {}  # what a router refuses us for, until it takes us
 
     async def run(self) -> None:
         try:
             self._tell()
-            while True:
-                await self.once()
-                if self.parent is not None and os.getppid() != self.parent:
-                    log.warning("the process that started this one is gone")
-                    self.orphaned()
-                await asyncio.sleep(self.interval)
+            for caller in self._callers:
+                self._background.start("heartbeats", partial(self._keep_beating, caller))
+            if self.parent is not None:
+                self._background.start("parent", self._watch_parent)
+            await asyncio.Event().wait()
         finally:
+            await self._background.stop()
             for caller in self._callers:
                 await caller.close()
 
@@ -65,24 +73,75 @@ class Heartbeats:
         """Tell every router now."""
         await asyncio.gather(*(self._beat(caller) for caller in self._callers))
 
+    async def during(self, drain: Coroutine[None, None, None]) -> None:
+        """Begin the drain, tell every router at once that it has begun, and see it through."""
+        draining = asyncio.create_task(drain)
+        await asyncio.sleep(0)
+        await self.once()
+        await draining
+
+    async def _keep_beating(self, caller: Caller) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            began = clock()
+            await self._beat(caller)
+            await asyncio.sleep(max(0.0, self.interval - (clock() - began)))
+
+    async def _watch_parent(self) -> None:
+        while True:
+            await asyncio.sleep(self.interval)
+            if os.getppid() != self.parent:
+                break
+        log.warning("the process that started this one is gone")
+        self.orphaned()
+
     async def _beat(self, caller: Caller) -> None:
         """A router that does not answer keeps its last word: its nodes may well be there."""
         try:
             with asking(caller.address):
                 reply = await self.send(caller, max(1.0, self.interval))
-        except Unauthorized as error:
-            log.error("router %s refuses us: %s", caller.address, error.message)
+        except (Unauthorized, InvalidRequest) as error:
+            self._refused(caller.address, error)
         except MillraceError as error:
             log.debug("router %s does not answer: %s", caller.address, error.message)
         else:
+            self._refusals.pop(caller.address, None)
             self._heard[caller.address] = tuple(reply.pool_nodes)
             self._tell()
+
+    def _refused(self, router: str, error: MillraceError) -> None:
+        """Say why once; the next heartbeat asks again, as the router may be another by then."""
+        if self._refusals.get(router) != error.message:
+            self._refusals[router] = error.message
+            log.error("router %s refuses us: %s", router, error.message)
 
     def _tell(self) -> None:
         nodes = sorted({*self.fixed_nodes, *(node for heard in self._heard.values() for node in heard)})
         if self.on_pool_nodes is not None and nodes != self._told:
             self._told = nodes
             self.on_pool_nodes(list(nodes))
+
+
+class RouterClocks:
+    """What the clock of each router says now: its last reply's, and what has passed here since."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self.clock = clock
+        self._told: dict[str, tuple[float, float]] = {}  # by router: its time, and ours when that came
+
+    def told(self, router: str, router_time: float) -> None:
+        self._told[router] = (router_time, self.clock())
+
+    def forget(self, router: str) -> None:
+        """It did not answer: it may be another one, with another clock, when it does."""
+        self._told.pop(router, None)
+
+    def now(self, router: str) -> float | None:
+        """Its time, late by as long as the reply was on its way; None before it has answered."""
+        if router not in self._told:
+            return None
+        router_time, then = self._told[router]
+        return router_time + self.clock() - then
 
 
 def addresses(text: str | None) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from typing import cast
 
@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from deploy.runtime.http_connection import HttpConnection
+from serving.config import HttpConfig
 
 
 class _Server(uvicorn.Server):
@@ -68,3 +69,10 @@ class HttpServer:
     async def stop(self) -> None:
         self._server.should_exit = True
         await self._task
+
+
+async def open_status_door(app: FastAPI, http: HttpConfig, port: int, stack: AsyncExitStack) -> None:
+    """Serve the app of a process that has no API, until the stack closes."""
+    door = HttpServer(app, bind(http.host, port), send_timeout=http.send_timeout)
+    await door.start()
+    stack.push_async_callback(door.stop)

@@ -41,10 +41,11 @@ class Supervisor:
         self.environ = {**own, **environ}  # our settings reach children as flags; the API's port and key are not theirs
         self.processes: dict[str, asyncio.subprocess.Process] = {}
         self._stopping = False
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by the child that each keeps running
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._keep(child), name=f"keep-{child.name}") for child in self.children]
+        for child in self.children:
+            self._tasks[child.name] = asyncio.create_task(self._keep(child), name=f"keep-{child.name}")
 
     async def _keep(self, child: ChildSpec) -> None:
         """Run the child, again and again, until we stop."""
@@ -71,27 +72,20 @@ class Supervisor:
     async def stop(self, seconds: float) -> None:
         """Ask every child to leave, and kill those that have not within this time."""
         self._stopping = True
-        for process in self.processes.values():
-            if process.returncode is None:
-                process.send_signal(signal.SIGTERM)
-        waiting = [task for task in self._tasks if not task.done()]
-        sleeping = [task for task in waiting if not self._runs(task)]
-        for task in sleeping:
-            task.cancel()
-        if waiting:
-            await asyncio.wait(waiting, timeout=seconds)
+        running = {name: process for name, process in self.processes.items() if process.returncode is None}
+        for process in running.values():
+            process.send_signal(signal.SIGTERM)
+        for name, task in self._tasks.items():
+            if name not in running:  # it waits to start its child again
+                task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks.values(), timeout=seconds)
         for name, process in self.processes.items():
             if process.returncode is None:
                 log.warning("%s did not leave in %.0f s and is killed", name, seconds)
                 process.kill()
                 await process.wait()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _runs(self, task: asyncio.Task[None]) -> bool:
-        """True if the task's child is a living process, False if it waits to be started again."""
-        name = task.get_name().removeprefix("keep-")
-        process = self.processes.get(name)
-        return process is not None and process.returncode is None
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
 
 def _ending(code: int) -> str:

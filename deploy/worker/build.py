@@ -18,7 +18,9 @@ from pathlib import Path
 
 from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculation
+from decode.tpot_bound import DECODE_SHARE, MIXED_SHARE, LeaseBound, TpotBound
 from decode.worker import DecodeWorker
+from deploy.worker.step_costs import StepCostFile, StepCostKeeper, step_cost_file
 from deploy.worker.worker import Worker
 from kvcache.blocks.allocator import BlockAllocator
 from kvcache.blocks.events import KVEventLog
@@ -26,20 +28,25 @@ from kvcache.blocks.manager import KVCacheManager
 from kvcache.blocks.offload import OffloadManager, plan_host
 from kvcache.connector.connector import PoolConnector, pool_client, write_back_to
 from kvcache.connector.fetch_cost import FetchCost
-from kvcache.memory.device import DeviceKV, blocks_in
+from kvcache.memory.device import DeviceKV, blocks_in, token_bytes
 from kvcache.memory.host import HostKV
 from kvcache.memory.locations import KVLocations
 from kvcache.pool.links import PoolLink
 from kvcache.transfer.lent_memory import MemoryLenders
 from kvcache.worker_context import WorkerContext
+from prefill.chunking import Chunking, FixedChunks, SlackChunks
+from prefill.ordering import Cost, FirstComeFirstServed, PromptOrder, SlackOrder
 from prefill.scheduler import PrefillScheduler
 from prefill.worker import Layout, PrefillWorker
 from serving.config import EngineConfig, ModelConfig, PoolConfig
-from serving.engine.engine import Runner, StepLimits
+from serving.engine.engine import Engine, Runner, StepLimits
 from serving.engine.loop import EngineLoop
 from serving.engine.overlap import engine_for
-from serving.engine.plan import Scheduler
+from serving.engine.plan import Scheduler, StepRecord
 from serving.engine.runner import ModelRunner
+from serving.engine.step_fit import StepFit
+from serving.engine.step_meter import StepMeter
+from serving.engine.step_prior import UNKNOWN, guessed_cost
 from serving.engine.tracing import TraceWriter
 from serving.forward.choose import make_forward, make_sampler
 from serving.forward.forward import Forward
@@ -47,6 +54,9 @@ from serving.kvspec import LayerKV
 from serving.links import HandoffDialer
 from serving.loader.loading import LoadedModel
 from serving.messages import Role, WorkerIdentity
+from serving.step_cost import StepCost
+
+Measured = Callable[[StepRecord], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,11 +76,13 @@ class WorkerLinks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelParts:
-    """What a worker needs of its model: `layout` as PrefillWorker takes it."""
+    """What a worker needs of its model: `layout` as PrefillWorker takes it, and what is known of its steps' cost."""
 
     runner: Runner
     eos_token_ids: frozenset[int]
     layout: Layout
+    guess: StepCost = UNKNOWN  # what its steps take, from its size
+    learned: StepCostFile | None = None  # and what earlier workers of its kind have learned
 
 
 def build_worker(
@@ -116,7 +128,14 @@ def build_worker(
         others["int8"] = forward.over(device_kv.kept_as("int8").planes)
     runner = ModelRunner(forward, spec, config.block_size, model_config.device, host_kv, make_sampler(forward), others)
     eos = frozenset(spec.eos_token_ids)
-    parts = ModelParts(runner=runner, eos_token_ids=eos, layout=layout)
+    guess = guessed_cost(
+        spec,
+        weight_bytes=sum(weight.nbytes for weight in model.model.parameters()),
+        kv_bytes=token_bytes(specs),
+        device=model_config.device,
+    )
+    learned = step_cost_file(identity.fingerprint, forward.form, role, config.threads, model_config.device)
+    parts = ModelParts(runner=runner, eos_token_ids=eos, layout=layout, guess=guess, learned=learned)
     return assemble(identity, config, KVLocations(device_kv, host_kv, threading.RLock()), parts, links)
 
 
@@ -128,10 +147,12 @@ def assemble(
     links: WorkerLinks,
     *,
     clock: Callable[[], float] = time.monotonic,
+    engine_loop: Callable[[Engine], EngineLoop] = EngineLoop,
 ) -> Worker:
-    """A worker around a runner and the memories its KV lies in, whose lock becomes the engine's."""
+    """A worker around a runner and the memories its KV lies in, whose lock the engine takes; a loop runs its steps."""
     device_kv, host, role = locations.device, locations.host, identity.role
     events, cost = KVEventLog(), FetchCost()
+    meter = StepMeter(StepFit(parts.guess, parts.learned.read() if parts.learned is not None else None))
     allocator = BlockAllocator(
         device_kv.num_blocks, device_kv.block_size, caching=config.enable_prefix_caching, events=events
     )
@@ -140,25 +161,23 @@ def assemble(
     storing = write_back_to(client, links.pool, allocator, offload, locations) if client is not None else None
     kv = KVCacheManager(allocator, identity.fingerprint, offload, storing)
     speculation = Speculation(config.num_speculative_tokens) if config.num_speculative_tokens > 0 else None
+    slo = objectives_parts(role, config, meter.cost)
     decoding = DecodeScheduler(kv, max_model_len=identity.max_model_len, speculation=speculation)
-    prefilling = PrefillScheduler(kv, decoding.add, cost.stepped)
+    prefilling = PrefillScheduler(
+        kv, decoding.add, both(cost.stepped, meter.stepped), order=slo.order, chunks=slo.chunks
+    )
     # The role is this list: decode goes first, prompts get the rest of the step.
     schedulers: list[Scheduler] = [prefilling] if role is Role.PREFILL else [decoding, prefilling]
     engine = engine_for(str(device_kv.planes[0][0].device))(
         parts.runner,
         kv,
         schedulers,
-        StepLimits(
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=identity.max_model_len,
-            eos_token_ids=parts.eos_token_ids,
-        ),
+        step_limits(config, identity.max_model_len, parts.eos_token_ids),
         lock=locations.lock,
         clock=clock,
         trace=trace_writer(config.profile, identity.name),
     )
-    context = WorkerContext(identity=identity, loop=EngineLoop(engine), kv=kv, locations=locations)
+    context = WorkerContext(identity=identity, loop=engine_loop(engine), kv=kv, locations=locations)
     connector: PoolConnector | None = None
     if client is not None and storing is not None:
         connector = PoolConnector(client, storing, links.pool, kv, locations, cost, lambda: bool(prefilling.queue))
@@ -166,7 +185,9 @@ def assemble(
     if role is not Role.PREFILL:
         direct = connector.direct if connector is not None else None
         wanted = prefilling.wanted_blocks
-        decode = DecodeWorker(context, decoding, links.address, lenders=links.lenders, direct=direct, wanted=wanted)
+        decode = DecodeWorker(
+            *(context, decoding, links.address), lenders=links.lenders, direct=direct, wanted=wanted, bound=slo.bound
+        )
     prefill = PrefillWorker(
         context,
         prefilling,
@@ -176,7 +197,47 @@ def assemble(
         leases=decode,
         prefixes=connector,
     )
-    return Worker(context, prefill, decode, address=links.address, events=events, connector=connector)
+    costs = StepCostKeeper(meter, parts.learned)
+    return Worker(context, prefill, decode, address=links.address, events=events, costs=costs, connector=connector)
+
+
+def step_limits(config: EngineConfig, max_model_len: int, eos_token_ids: frozenset[int]) -> StepLimits:
+    return StepLimits(
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        eos_token_ids=eos_token_ids,
+    )
+
+
+def both(first: Measured, second: Measured) -> Measured:
+    """Tells two of each step."""
+
+    def measured(record: StepRecord) -> None:
+        first(record)
+        second(record)
+
+    return measured
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectivesParts:
+    """What decides by requests' objectives in a worker; each may be switched off."""
+
+    order: PromptOrder
+    chunks: Chunking
+    bound: LeaseBound | None
+
+
+def objectives_parts(role: Role, config: EngineConfig, step_cost: Cost) -> ObjectivesParts:
+    """The parts a worker of this role and configuration decides with, by its own step cost."""
+    mixed = role is Role.MIXED
+    bound = TpotBound(step_cost, MIXED_SHARE if mixed else DECODE_SHARE, prompts=mixed)
+    return ObjectivesParts(
+        order=SlackOrder(step_cost) if config.prefill_order == "slack" else FirstComeFirstServed(),
+        chunks=SlackChunks(step_cost) if config.chunking == "slack" else FixedChunks(),
+        bound=bound if config.tpot_admission else None,
+    )
 
 
 def context_limit(model: LoadedModel, config: ModelConfig, kv_tokens: int) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from deploy.runtime.heartbeats import addresses
 from kvcache.pool.client import PoolClient
 from kvcache.pool.models import pull, push
-from kvcache.pool.remote import dial
+from kvcache.pool.remote import RemoteNode
 from kvcache.transfer.choice import lenders_on_demand
 from serving.config import ClusterConfig, ModelConfig, PoolConfig
 from serving.errors import CorruptChunk, MillraceError, NotFound
@@ -118,7 +118,7 @@ async def client(pool: PoolConfig, cluster: ClusterConfig) -> AsyncIterator[Pool
     """A client of the pool whose nodes the configuration names and the routers know."""
     lenders = lenders_on_demand("auto")
     made = PoolClient(
-        partial(dial, cluster_key=cluster.cluster_key, lenders=lenders),
+        partial(RemoteNode, cluster_key=cluster.cluster_key, lenders=lenders),
         replication=pool.replication,
         timeout=pool.kvcache_timeout,
     )

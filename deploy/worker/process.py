@@ -7,12 +7,13 @@ import logging
 import signal
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Protocol
 
 from decode.service import DecodeService
+from deploy.runtime.addresses import announced, warn_if_open
 from deploy.runtime.cpu_binding import use_cores
-from deploy.runtime.heartbeats import Heartbeats, addresses
-from deploy.runtime.http_server import HttpServer, bind
+from deploy.runtime.heartbeats import Heartbeats, RouterClocks, addresses
+from deploy.runtime.http_server import open_status_door
+from deploy.runtime.settings import Settings
 from deploy.worker.build import WorkerLinks, build_worker
 from deploy.worker.model_cache import ModelCache
 from deploy.worker.worker import Worker
@@ -22,7 +23,6 @@ from kvcache.transfer.choice import lenders_for, lenders_on_demand
 from kvcache.transfer.lent_memory import MemoryLenders
 from prefill.service import PrefillService
 from serving.api.status import status_app
-from serving.config import ClusterConfig, EngineConfig, HttpConfig, ModelConfig, PlacementConfig, PoolConfig
 from serving.loader.loading import LoadedModel
 from serving.malloc import keep_freed_memory
 from serving.messages import Role
@@ -47,35 +47,17 @@ class WorkerService(stubs.WorkerServicer):
         return pb.AuditReply(audits=[to_pb(self.worker.audit_now(), pb.Audit)])
 
 
-class WorkerSettings(Protocol):
-    """What a worker's command is configured with (deploy.serve.Settings)."""
-
-    @property
-    def model(self) -> str | None: ...
-    @property
-    def model_config(self) -> ModelConfig: ...
-    @property
-    def engine(self) -> EngineConfig: ...
-    @property
-    def cluster(self) -> ClusterConfig: ...
-    @property
-    def http(self) -> HttpConfig: ...
-    @property
-    def placement(self) -> PlacementConfig: ...
-    @property
-    def pool(self) -> PoolConfig: ...
-
-
 class WorkerProcess:
     """`run()` until a signal, a crash, or the parent's end (with `parent` set); returns the exit code."""
 
-    def __init__(self, role: Role, settings: WorkerSettings, *, parent: int | None = None):
+    def __init__(self, role: Role, settings: Settings, *, parent: int | None = None):
         self.role = role
         self.settings = settings
         self.cluster = settings.cluster
         self.parent = parent
         self._leaving = asyncio.Event()
         self._kv_events_since: dict[str, int | None] = {}  # by router
+        self._clocks = RouterClocks()
 
     async def run(self) -> int:
         settings, cluster = self.settings, self.cluster
@@ -87,9 +69,10 @@ class WorkerProcess:
         model = await cache.load()
         grpc_server = server(cluster.cluster_key)
         port = listen(grpc_server, cluster.grpc_host, cluster.grpc_port)
+        warn_if_open(cluster)
         keep_freed_memory()
         async with AsyncExitStack() as stack:
-            worker = await self._build(model, cluster.advertise or f"{cluster.grpc_host}:{port}", stack)
+            worker = await self._build(model, announced(cluster, port, addresses(cluster.routers)), stack)
             stack.push_async_callback(grpc_server.stop, 1.0)
             stubs.add_WorkerServicer_to_server(WorkerService(worker), grpc_server)
             if worker.decode is not None:
@@ -116,7 +99,7 @@ class WorkerProcess:
             dialer=dialer,
             lenders=lenders,
             pool=self.settings.pool,
-            pool_link=lambda node: RemoteNode(Caller(node, key), lenders=pool_lenders),
+            pool_link=lambda node: RemoteNode(node, key, lenders=pool_lenders),
         )
         worker = build_worker(
             self.role, model, self.settings.model_config, self.settings.engine, links, name=self.cluster.worker_name
@@ -136,6 +119,7 @@ class WorkerProcess:
             on_pool_nodes=partial(_set_pool_nodes, worker),
             parent=self.parent,
             orphaned=self._leaving.set,
+            restarts=worker.restarts,
         )
         crash = asyncio.create_task(worker.crashed.wait(), name="crash")
         crash.add_done_callback(lambda _: self._leaving.set())
@@ -143,46 +127,38 @@ class WorkerProcess:
         storing = asyncio.create_task(cache.store(), name="store-model")
         await self._leaving.wait()
         if not worker.loop.crashed:
-            await self._leave(worker, heartbeats)
+            log.info("%s drains", worker.identity.name)
+            await heartbeats.during(worker.drain(self.settings.http.shutdown_timeout))
+            log.info("%s leaves", worker.identity.name)
         for task in (crash, beating, storing):
             task.cancel()
         await asyncio.gather(crash, beating, storing, return_exceptions=True)
 
-    async def _leave(self, worker: Worker, heartbeats: Heartbeats) -> None:
-        """Tell routers at once that the worker drains; then what is here ends or moves."""
-        log.info("%s drains", worker.identity.name)
-        draining = asyncio.create_task(worker.drain(self.settings.http.shutdown_timeout))
-        await asyncio.sleep(0)
-        await heartbeats.once()
-        await draining
-        log.info("%s leaves", worker.identity.name)
-
     async def _open_status_door(self, worker: Worker, stack: AsyncExitStack) -> None:
-        settings, port = self.settings, self.cluster.metrics_port
-        if port is None:
+        if self.cluster.metrics_port is None:
             return
+        name = self.settings.model_config.served_model_name or worker.identity.model
         app = status_app(
             health=lambda: health_of(worker),
-            metrics_text=worker_metrics(
-                settings.model_config.served_model_name or worker.identity.model, worker.status
-            ),
+            metrics_text=worker_metrics(name, worker.status),
             audit=lambda: worker.audit_now().counts,
         )
-        door = HttpServer(app, bind(settings.http.host, port), send_timeout=settings.http.send_timeout)
-        await door.start()
-        stack.push_async_callback(door.stop)
+        await open_status_door(app, self.settings.http, self.cluster.metrics_port, stack)
 
     async def _beat(self, worker: Worker, caller: Caller, seconds: float) -> pb.HeartbeatReply:
-        stub = stubs.RegistryStub(caller.channel)
-        reply: pb.HeartbeatReply = await stub.Heartbeat(
-            self._report(worker, caller.address), metadata=caller.metadata, timeout=seconds
-        )
-        self._kv_events_since[caller.address] = reply.kv_events_since if reply.HasField("kv_events_since") else None
+        stub, router = stubs.RegistryStub(caller.channel), caller.address
+        report = self._report(worker, router)
+        self._clocks.forget(router)  # unless it answers
+        reply: pb.HeartbeatReply = await stub.Heartbeat(report, metadata=caller.metadata, timeout=seconds)
+        self._clocks.told(router, reply.router_time)
+        self._kv_events_since[router] = reply.kv_events_since if reply.HasField("kv_events_since") else None
         return reply
 
     def _report(self, worker: Worker, router: str) -> pb.HeartbeatRequest:
-        """The worker's status, and the KV events this router has asked for with its last reply."""
-        request = pb.HeartbeatRequest(status=to_pb(worker.status(), pb.WorkerStatus))
+        """The worker's status, when it was made, and the KV events this router has asked for with its last reply."""
+        request = pb.HeartbeatRequest(
+            router_time=self._clocks.now(router), status=to_pb(worker.status(), pb.WorkerStatus)
+        )
         since = self._kv_events_since.get(router)
         if since is not None:
             request.kv_events.CopyFrom(to_pb(worker.kv_events(since), pb.KVEvents))

@@ -7,16 +7,21 @@ but computes prompts only of its own texts that have outgrown every prefill work
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from decode.worker import DecodeWorker, RouterSession
+from deploy.worker.step_costs import StepCostKeeper
 from kvcache.blocks.events import KVEventLog
 from kvcache.connector.connector import PoolConnector
 from kvcache.worker_context import WorkerContext
 from prefill.worker import PrefillWorker
+from serving.engine.sequence import SequenceState
 from serving.errors import InvalidRequest, MillraceError, WorkerLost
 from serving.links import Deliver
-from serving.messages import Audit, KVEvents, Prefilled, PrefillOrder, WorkerStatus
+from serving.messages import TPOT_BINS_MS, Audit, KVEvents, Prefilled, PrefillOrder, WorkerStatus
+from serving.step_cost import StepLoad
 
 FLUSH_SECONDS = 5.0  # a leaving worker gives what it computed so long to reach the KV pool
 
@@ -35,6 +40,7 @@ class Worker:
         *,
         address: str,
         events: KVEventLog,
+        costs: StepCostKeeper,
         connector: PoolConnector | None = None,
     ):
         self.context = context
@@ -46,7 +52,9 @@ class Worker:
         self.decode = decode
         self.address = address
         self.events = events
+        self.costs = costs
         self.connector = connector
+        self.restarts: Counter[str] = Counter()  # of background tasks that broke, by name
         self.crashed = asyncio.Event()  # the engine has died: the process must leave
 
     # ---- links -------------------------------------------------------------------------------------------------
@@ -70,7 +78,8 @@ class Worker:
     def start(self) -> None:
         self.loop.start(self._sides(), self._crashed)
         if self.connector is not None:
-            self.connector.start()
+            self.connector.start(self.restarts)
+        self.costs.start()
 
     async def drain(self, seconds: float) -> None:
         """Take no new work, finish or hand back what there is, and see all KV handed over."""
@@ -85,6 +94,7 @@ class Worker:
         if self.connector is not None:
             await self.connector.stop()
         await self.loop.stop()
+        await self.costs.stop()
         if self.engine.trace is not None:
             self.engine.trace.close()
 
@@ -104,33 +114,11 @@ class Worker:
         return any(side.draining for side in self._sides())
 
     def status(self) -> WorkerStatus:
-        """The heartbeat."""
-        identity, totals, blocks = self.identity, self.engine.totals, self.kv.allocator
-        decoding = self.decode.scheduler if self.decode is not None else None
-        host, queue = self.context.locations.host, self.prefill.scheduler
-        counters = {
-            "prefix_cache_queries": float(self.kv.queries),
-            "prefix_cache_hits": float(self.kv.hits),
-            "num_preemptions": float(decoding.preemptions if decoding is not None else 0),
-            "engine_steps": float(totals.steps),
-            "engine_tokens": float(totals.tokens),
-            "engine_step_seconds": totals.step_seconds,
-            "engine_forward_seconds": totals.forward_seconds,
-            "engine_sample_seconds": totals.sample_seconds,
-            "engine_python_seconds": totals.python_seconds,
-            "engine_kv_wait_seconds": totals.waited_seconds,
-            "kv_transfer_bytes": float(self.prefill.bytes_sent),
-        }
-        if decoding is not None and decoding.speculation is not None:
-            counters["spec_decode_num_draft_tokens"] = float(decoding.speculation.drafted)
-            counters["spec_decode_num_accepted_tokens"] = float(decoding.speculation.accepted)
-        if self.connector is not None:
-            counters.update(self.connector.counters())
-        if host is not None:
-            counters["host_kv_bytes_out"] = float(host.bytes_out)
-            counters["host_kv_bytes_in"] = float(host.bytes_in)
-        if self.decode is not None:
-            counters.update(self.decode.counters())
+        """The heartbeat. It gives the fit of the steps' cost its turn, too."""
+        identity, limits, blocks = self.identity, self.engine.limits, self.kv.allocator
+        self.costs.meter.fit.refit(self.engine.clock())
+        running = list(self.decode.scheduler.running) if self.decode is not None else []
+        context = sum(len(seq.tokens) for seq in running)
         return WorkerStatus(
             instance=identity.instance,
             name=identity.name,
@@ -143,15 +131,63 @@ class Worker:
             block_size=blocks.block_size,
             total_blocks=blocks.num_blocks,
             free_blocks=blocks.available,
-            max_seqs=self.engine.limits.max_num_seqs,
-            running=len(decoding.running) if decoding is not None else 0,
-            waiting=len(queue.queue),
-            waiting_tokens=queue.waiting_tokens,
+            max_seqs=limits.max_num_seqs,
+            running=len(running),
+            waiting=len(self.prefill.scheduler.queue),
+            waiting_tokens=self.prefill.scheduler.waiting_tokens,
+            waiting_seconds=self._waiting_seconds(len(running), context),
+            leases=len(self.decode.table.leases) if self.decode is not None else 0,
+            context_tokens=context,
+            tpot_counts=tpot_counts(running) if self.decode is not None else (),
+            prompt_share=self.costs.meter.prompt_share,
+            step_cost=self.costs.meter.cost(),
+            max_batched_tokens=limits.max_num_batched_tokens,
             draining=self.draining,
             stalled_seconds=self.engine.stalled_seconds,
             long_rope_after=identity.long_rope_after,
-            counters=counters,
+            counters=self._counters(),
         )
+
+    def _waiting_seconds(self, decodes: int, context: int) -> float:
+        """What the queued prompts are predicted to take beside so many decodes, which read so much context.
+
+        Each step computes as many tokens of prompts as its budget leaves: the decodes take one token each.
+        """
+        queued = [(seq.computed, len(seq.tokens)) for seq in list(self.prefill.scheduler.queue)]
+        beside = StepLoad(decodes, context, decodes, context)
+        return self.costs.meter.cost().queue_seconds(
+            queued, self.engine.limits.max_num_batched_tokens - decodes, beside
+        )
+
+    def _counters(self) -> dict[str, float]:
+        """Running totals by metric (serving.metrics)."""
+        totals, host = self.engine.totals, self.context.locations.host
+        decoding = self.decode.scheduler if self.decode is not None else None
+        counters = {
+            "prefix_cache_queries": float(self.kv.queries),
+            "prefix_cache_hits": float(self.kv.hits),
+            "num_preemptions": float(decoding.preemptions if decoding is not None else 0),
+            "engine_steps": float(totals.steps),
+            "engine_tokens": float(totals.tokens),
+            "engine_step_seconds": totals.step_seconds,
+            "engine_forward_seconds": totals.forward_seconds,
+            "engine_sample_seconds": totals.sample_seconds,
+            "engine_python_seconds": totals.python_seconds,
+            "engine_kv_wait_seconds": totals.waited_seconds,
+            "kv_transfer_bytes": float(self.prefill.bytes_sent),
+            "deadlines_exceeded": float(self.prefill.expired + (self.decode.expired if self.decode is not None else 0)),
+        }
+        if decoding is not None and decoding.speculation is not None:
+            counters["spec_decode_num_draft_tokens"] = float(decoding.speculation.drafted)
+            counters["spec_decode_num_accepted_tokens"] = float(decoding.speculation.accepted)
+        if self.connector is not None:
+            counters.update(self.connector.counters())
+        if host is not None:
+            counters["host_kv_bytes_out"] = float(host.bytes_out)
+            counters["host_kv_bytes_in"] = float(host.bytes_in)
+        if self.decode is not None:
+            counters.update(self.decode.counters())
+        return counters
 
     def kv_events(self, since: int) -> KVEvents:
         """The block keys stored and removed since event number `since` (kvcache.blocks.events)."""
@@ -183,3 +219,12 @@ class Worker:
                 extents = connector.extents() if connector is not None else ()
                 leaked["host_extents"] = host.unaccounted(owned.values(), extents)
         return Audit(service=self.identity.name, counts=counts, leaked=leaked)
+
+
+def tpot_counts(running: Sequence[SequenceState]) -> tuple[int, ...]:
+    """How many of the sequences have a TPOT objective in each bin of TPOT_BINS_MS; those without are in the last."""
+    counts = [0] * (len(TPOT_BINS_MS) + 1)
+    for seq in running:
+        objective = seq.request.slo.tpot_ms
+        counts[len(TPOT_BINS_MS) if objective is None else bisect_left(TPOT_BINS_MS, objective)] += 1
+    return tuple(counts)

@@ -13,24 +13,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
+from kvcache.blocks.events import KVEventLog
 from serving.errors import NoRoom
 
 
-class BlockEvents(Protocol):
-    """Is told which keys can be matched; called on the thread that uses the allocator (kvcache.blocks.events)."""
-
-    def stored(self, key: bytes) -> None: ...
-    def removed(self, key: bytes) -> None: ...
-
-
 class BlockAllocator:
-    """`num_blocks` blocks of `block_size` tokens. With `caching` off, freed blocks are never matched again."""
+    """`num_blocks` blocks of `block_size` tokens. With `caching` off, freed blocks are never matched again.
 
-    def __init__(self, num_blocks: int, block_size: int, *, caching: bool = True, events: BlockEvents | None = None):
+    `events` is told which keys can be matched, on the thread that uses the allocator.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, caching: bool = True, events: KVEventLog | None = None):
         if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"a pool needs at least one block of one token, not {num_blocks} of {block_size}")
+            raise ValueError(f"KV memory needs at least one block of one token, not {num_blocks} of {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.caching = caching
@@ -68,10 +64,13 @@ class BlockAllocator:
                 del self._cached[block]
             self._references[block] += 1
 
-    def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks with one reference each, evicting cached ones as needed. Raises NoRoom, taking none."""
-        if count > self.available:
-            raise NoRoom(f"{count} KV blocks asked for, {self.available} available")
+    def allocate(self, count: int, *, headroom: int = 0) -> list[int]:
+        """Take `count` blocks with one reference each, evicting cached ones as needed.
+
+        Raises NoRoom, taking none, where `headroom` blocks would not stay available.
+        """
+        if count + headroom > self.available:
+            raise NoRoom(f"{count} KV blocks and {headroom} spare asked for, {self.available} available")
         blocks = [self._take() for _ in range(count)]
         for block in blocks:
             self._references[block] = 1
@@ -109,18 +108,8 @@ class BlockAllocator:
             if self._events is not None:
                 self._events.stored(key)
 
-    def clear(self) -> None:
-        """Forget every cached block; held ones lose their keys and are not matched again."""
-        if self._events is not None:
-            for key in self._block_of:
-                self._events.removed(key)
-        self._free.extend(self._cached)
-        self._cached.clear()
-        self._key_of.clear()
-        self._block_of.clear()
-
     def check(self, tables: Iterable[Sequence[int]]) -> int:
-        """How many references `tables` do not explain: 0 unless some leaked. Raises AssertionError on a broken pool."""
+        """How many references `tables` do not explain: 0 unless some leaked. Raises AssertionError if broken."""
         counted = [0] * self.num_blocks
         for table in tables:
             for block in table:

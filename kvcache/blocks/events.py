@@ -15,7 +15,7 @@ LOG_EVENTS = 65_536
 
 
 class KVEventLog:
-    """The last `limit` events, numbered from 0, and the keys present now (kvcache.blocks.allocator.BlockEvents)."""
+    """The last `limit` events, numbered from 0, and the keys present now."""
 
     def __init__(self, limit: int = LOG_EVENTS):
         self._events: deque[tuple[bytes, bool]] = deque(maxlen=limit)  # a key, and True if it was stored

@@ -82,11 +82,7 @@ class KVCacheManager:
         needed = self.blocks_for(len(seq.tokens) + 1) - len(matched)
         self.allocator.acquire(matched)
         try:
-            self._want(needed + headroom)
-            if needed + headroom > self.allocator.available:
-                available = self.allocator.available
-                raise NoRoom(f"{needed} more KV blocks and {headroom} spare needed, {available} available")
-            fresh = self.allocator.allocate(needed)
+            fresh = self._pressing(lambda: self.allocator.allocate(needed, headroom=headroom))
         except NoRoom:
             self.allocator.release(matched)
             raise
@@ -114,8 +110,7 @@ class KVCacheManager:
             return
         needed = self.blocks_for(len(seq.tokens)) - len(seq.blocks)
         if needed > 0:
-            self._want(needed)
-            seq.blocks.extend(self.allocator.allocate(needed))
+            seq.blocks.extend(self._pressing(lambda: self.allocator.allocate(needed)))
 
     def make_room(self, seq: SequenceState, count: int) -> int:
         """How many of the next `count` tokens a step may compute; all, unless the device holds only part of it."""
@@ -126,7 +121,12 @@ class KVCacheManager:
         return self._pressing(lambda: host.make_room(seq, count))
 
     def publish(self, seq: SequenceState) -> None:
-        """Make the sequence's full, computed blocks reusable; on the host, by others alone."""
+        """Make the sequence's full, computed blocks reusable; on the host, by others alone.
+
+        Not those of a sequence some of whose KV has come with loss: another's text would change by it.
+        """
+        if seq.incoming.lossy:
+            return
         full = self._settled(seq)
         if full <= seq.prefix.published or not self.allocator.caching:
             return
@@ -191,10 +191,6 @@ class KVCacheManager:
                 raise
         self.listener.give_up()
         return take()
-
-    def _want(self, blocks: int) -> None:
-        if blocks > self.allocator.available and self.listener is not None:
-            self.listener.give_up()
 
     def _match(self, seq: SequenceState) -> list[int]:
         return [] if self.is_too_long(seq) else self.allocator.match(self.shareable_keys(seq))

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kvcache.memory.device import DeviceKV
-from kvcache.memory.host_copy import Bytes, cells_of, take_blocks
+from kvcache.memory.host_copy import cells_of
 from kvcache.pool.block import PoolBlock, block_of
 
 
@@ -22,21 +21,15 @@ def part_bytes(device_kv: DeviceKV) -> list[int]:
 
 
 def read_blocks(device_kv: DeviceKV, blocks: Sequence[int], keys: Sequence[bytes], namespace: str) -> list[PoolBlock]:
-    """Copies of these blocks under these keys, one for one, their digests computed."""
+    """Copies of these blocks, one at least, under these keys, one for one, their digests computed."""
+    slots = device_kv.slots(blocks, 0, len(blocks) * device_kv.block_size)
     sizes = part_bytes(device_kv)
-    rows = _rows(device_kv, blocks, sum(sizes))
-    return [block_of(key, namespace, sizes, row.data) for key, row in zip(keys, rows, strict=True)]
-
-
-def _rows(device_kv: DeviceKV, blocks: Sequence[int], size: int) -> Bytes:
-    """The bytes of each block."""
-    made, start = np.empty((len(blocks), size), dtype=np.uint8), 0
-    for plane in (plane for planes in device_kv.planes for plane in planes):
-        taken = _taken(plane, blocks)
-        end = start + taken.shape[1]
-        made[:, start:end] = taken
+    rows, start = np.empty((len(blocks), sum(sizes)), dtype=np.uint8), 0
+    for plane in (plane for layer in range(len(sizes)) for plane in device_kv.read(layer, slots)):
+        end = start + plane.numel() // len(blocks)
+        rows[:, start:end] = plane.numpy().reshape(len(blocks), -1)
         start = end
-    return made
+    return [block_of(key, namespace, sizes, row.data) for key, row in zip(keys, rows, strict=True)]
 
 
 def write_part(device_kv: DeviceKV, layer: int, blocks: Sequence[int], payload: bytes | memoryview) -> None:
@@ -45,23 +38,11 @@ def write_part(device_kv: DeviceKV, layer: int, blocks: Sequence[int], payload: 
     start = 0
     for plane, spec in zip(device_kv.planes[layer], device_kv.specs[layer].planes, strict=True):
         width = spec.token_bytes * device_kv.block_size
-        piece = rows[:, start : start + width]
+        part = rows[:, start : start + width]
         if plane.device.type == "cpu":
             cells = cells_of(plane)
-            cells[list(blocks)] = piece.view(cells.dtype).reshape(len(blocks), *cells.shape[1:])
+            cells[list(blocks)] = part.view(cells.dtype).reshape(len(blocks), *cells.shape[1:])
         else:
-            values = torch.from_numpy(piece.copy()).view(plane.dtype).view(len(blocks), *plane.shape[1:])
+            values = torch.from_numpy(part.copy()).view(plane.dtype).view(len(blocks), *plane.shape[1:])
             plane.index_copy_(0, torch.tensor(blocks, device=plane.device), values.to(plane.device))
         start += width
-
-
-def _taken(plane: Tensor, blocks: Sequence[int]) -> Bytes:
-    """Copies of these blocks of a plane, uint8 [blocks, bytes of a block]."""
-    if plane.device.type == "cpu":
-        cells = cells_of(plane)
-        out = np.empty((len(blocks), *cells.shape[1:]), dtype=cells.dtype)
-        take_blocks(cells, list(blocks), out)
-        return out.view(np.uint8).reshape(len(blocks), cells[0].nbytes)
-    chosen = plane[torch.tensor(blocks, device=plane.device)]
-    taken: Bytes = chosen.reshape(len(blocks), -1).view(torch.uint8).cpu().numpy()
-    return taken

@@ -6,7 +6,7 @@ With no node known it does nothing and costs nothing.
 from __future__ import annotations
 
 import asyncio
-import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
@@ -20,10 +20,9 @@ from kvcache.connector.write_back import BlockMemory, WriteBack
 from kvcache.memory.locations import KVLocations
 from kvcache.pool.client import PoolClient
 from kvcache.pool.links import PoolLink
+from serving.background import BackgroundTasks
 from serving.config import PoolConfig
 from serving.engine.sequence import SequenceState
-
-log = logging.getLogger(__name__)
 
 
 class PoolConnector:
@@ -44,43 +43,26 @@ class PoolConnector:
     ):
         self.client = client
         self.write_back = write_back
-        self.prefixes = PrefixFetcher(
-            client,
-            kv,
-            locations,
-            cost,
-            wait=config.kvcache_wait,
-            always=config.kvcache_fetch == "always",
-            found=write_back.found,
-        )
+        wait, always = config.kvcache_wait, config.kvcache_fetch == "always"
+        self.prefixes = PrefixFetcher(client, kv, locations, cost, wait=wait, always=always, found=write_back.found)
         self.fetches = config.kvcache_fetch != "never"
         self.direct: DirectFetcher | None = None  # brings prefixes into leases
         if self.fetches and config.kvcache_direct != "never":
             always = config.kvcache_direct == "always"
-            self.direct = DirectFetcher(
-                client, kv, locations, DirectCost(cost), wait=config.kvcache_wait, always=always
-            )
+            self.direct = DirectFetcher(client, kv, locations, DirectCost(cost), wait=wait, always=always)
         self.busy = busy
-        self._task: asyncio.Task[None] | None = None
-
-    @property
-    def stores(self) -> bool:
-        return self.write_back.stores
+        self._background = BackgroundTasks()
 
     def set_nodes(self, addresses: Iterable[str]) -> None:
         self.client.set_nodes(addresses)
 
-    def start(self) -> None:
-        storing = self.write_back.run(lambda: self.busy() or self.prefixes.asking > 0)
-        self._task = asyncio.create_task(storing, name="write-back")
-        self._task.add_done_callback(self._storing_ended)
+    def start(self, restarts: Counter[str] | None = None) -> None:
+        """Store from now on. Should that break it begins again, which is counted in `restarts`."""
+        self._background = BackgroundTasks(restarts)
+        self._background.start("write-back", lambda: self.write_back.run(self._gives_way))
 
-    def _storing_ended(self, task: asyncio.Task[None]) -> None:
-        """Should it ever break, nothing more is stored, and no block stays held for it."""
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            log.error("storing blocks in the KV pool broke; this worker stores no more", exc_info=error)
-            self.write_back.close()
+    def _gives_way(self) -> bool:
+        return self.busy() or self.prefixes.asking > 0
 
     async def bring(self, seq: SequenceState, begun: Callable[[], None]) -> None:
         """Fill the sequence's leading blocks with what the pool has (kvcache.connector.prefix_fetch)."""
@@ -94,9 +76,7 @@ class PoolConnector:
                 await self.write_back.wait_idle()
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._background.stop()
         self.write_back.close()
         await self.client.close()
 

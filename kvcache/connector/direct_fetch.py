@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from kvcache.blocks.manager import KVCacheManager
 from kvcache.connector.block_io import part_bytes
@@ -106,13 +107,13 @@ class DirectFetcher(PrefixFetcher):
         return sum(part_bytes(self.device_kv))
 
 
+@dataclass(frozen=True, slots=True)
 class DirectFetch:
     """A fetch on its way. `over` is set once all has come, or no more will."""
 
-    def __init__(self, arrival: PrefixArrival, task: asyncio.Task[None], over: asyncio.Event):
-        self.arrival = arrival
-        self.task = task
-        self.over = over
+    arrival: PrefixArrival
+    task: asyncio.Task[None]
+    over: asyncio.Event
 
     def stop(self) -> None:
         """From now on nothing is written. Safe to repeat."""

@@ -67,9 +67,10 @@ class BlockOffer:
     namespace: str
     kv_dtype: str  # what the block holds
 
-    def goes_with(self, other: BlockOffer) -> bool:
-        mine, theirs = (self.memory, self.namespace, self.kv_dtype), (other.memory, other.namespace, other.kv_dtype)
-        return mine == theirs
+    @property
+    def batch(self) -> tuple[BlockMemory, str, str]:
+        """What the blocks of one batch have in common."""
+        return self.memory, self.namespace, self.kv_dtype
 
 
 class WriteBack:
@@ -116,7 +117,7 @@ class WriteBack:
 
     def offer(self, seq: SequenceState, first: int, last: int) -> None:
         """The blocks first..last (exclusive) of the sequence have just become full."""
-        if seq.incoming.lossy or not self.stores or not self.writer.nodes:
+        if not self.stores or not self.writer.nodes:
             return
         if not seq.incoming.prefilled_here:  # the prefill worker offers what it has computed
             first = max(first, seq.start // self.device.device_kv.block_size)
@@ -183,7 +184,17 @@ class WriteBack:
         await self._idle.wait()
 
     async def run(self, busy: Callable[[], bool]) -> None:
-        """Store what is offered, until cancelled. `busy` is True while prompts wait to be computed."""
+        """Store what is offered, until cancelled. `busy` is True while prompts wait to be computed.
+
+        A run that broke may be followed by another: it lets go of what the last one was sending.
+        """
+        with self.lock:
+            self._release(self._sending)
+            self._sending = []
+        if self._waiting:
+            self._news.set()
+        else:
+            self._idle.set()
         while True:
             await self._news.wait()
             self._news.clear()
@@ -235,7 +246,7 @@ class WriteBack:
         """The next blocks of one namespace, memory and kind, about BATCH_BYTES in all."""
         count = max(1, BATCH_BYTES // sum(part_bytes(self.device.device_kv)))
         batch: list[BlockOffer] = []
-        while self._waiting and len(batch) < count and self._waiting[0].goes_with((batch or self._waiting)[0]):
+        while self._waiting and len(batch) < count and self._waiting[0].batch == (batch or self._waiting)[0].batch:
             batch.append(self._waiting.popleft())
         return batch
 

@@ -81,8 +81,9 @@ def encode(
 
     By default KV goes as it is stored here, with all its heads. Layers of one chunk that is cut must all have heads.
     """
-    slots = device_kv.slots(blocks, start, end)
-    if _as_stored(device_kv, layers, wire, head_slice):
+    slots, wire = device_kv.slots(blocks, start, end), wire or Wire(AS_STORED, device_kv.specs)
+    asked = slice(layers.start, layers.stop)
+    if head_slice is None and wire.layers[asked] == device_kv.specs[asked]:
         payload = _read(device_kv, layers, slots)
     else:
         parts = [part.flatten() for layer in layers for part in _laid_out(device_kv, layer, slots, wire, head_slice)]
@@ -92,7 +93,7 @@ def encode(
     bare = Chunk(
         lease=lease,
         layout=layout,
-        encoding=AS_STORED if wire is None else wire.encoding,
+        encoding=wire.encoding,
         first_layer=layers.start,
         last_layer=layers.stop,
         first_head=heads.start,
@@ -103,12 +104,6 @@ def encode(
         digest=b"",
     )
     return sealed(bare)
-
-
-def _as_stored(device_kv: DeviceKV, layers: range, wire: Wire | None, head_slice: HeadSlice | None) -> bool:
-    """True if the layers travel as they are stored."""
-    asked = slice(layers.start, layers.stop)
-    return head_slice is None and (wire is None or wire.layers[asked] == device_kv.specs[asked])
 
 
 def _read(device_kv: DeviceKV, layers: range, slots: TokenSlots) -> Bytes:
@@ -122,14 +117,12 @@ def _read(device_kv: DeviceKV, layers: range, slots: TokenSlots) -> Bytes:
 
 
 def _laid_out(
-    device_kv: DeviceKV, layer: int, slots: TokenSlots, wire: Wire | None, head_slice: HeadSlice | None
+    device_kv: DeviceKV, layer: int, slots: TokenSlots, wire: Wire, head_slice: HeadSlice | None
 ) -> list[Tensor]:
     """A layer's planes as they are to travel: uint8 [tokens, token_bytes]."""
     planes, source = device_kv.read(layer, slots), device_kv.specs[layer]
     if head_slice is not None and source.heads is not None:
         planes, source = _cut(planes, source, head_slice.heads)
-    if wire is None:
-        return planes
     target = wire.layers[layer]
     return converted(planes, source, target if source.heads is None else with_heads(target, source.heads))
 

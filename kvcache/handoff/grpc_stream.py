@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from asyncio import Future, Task
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from kvcache.handoff.chunk import Chunk, Commit
-from kvcache.handoff.messages import PUSH, PushFrame, chunk_frame, commit_frame, framing
+from kvcache.handoff.messages import PUSH, PushFrame, chunk_frame, framing
 from kvcache.transfer.framing import Frame
 from kvcache.transfer.remote_write import BufferSender, RemoteWriter
 from serving.errors import MillraceError, WorkerLost
@@ -40,11 +41,20 @@ class _Written:
 class GrpcHandoff:
     """One handoff over a stream (serving.links.HandoffLink). After a refusal the next call here raises it.
 
-    Without a `fence` the other end is not asked what it brings itself: all is handed over.
+    Without a `fence` the other end is not asked what it brings itself: all is handed over. `closed` is called once, at
+    its end.
     """
 
-    def __init__(self, caller: Caller, writer: RemoteWriter | None = None, fence: LeaseId | None = None):
+    def __init__(
+        self,
+        caller: Caller,
+        writer: RemoteWriter | None = None,
+        fence: LeaseId | None = None,
+        *,
+        closed: Callable[[], None] = lambda: None,
+    ):
         self.caller = caller
+        self.closed: Callable[[], None] | None = closed
         self.fence = fence
         self._buffers = BufferSender(writer, caller.address)
         self._start = 0  # the first token to hand over
@@ -77,13 +87,21 @@ class GrpcHandoff:
 
     async def commit(self, commit: Commit) -> range | None:
         self._lacking = asyncio.get_running_loop().create_future()
-        await self._put(commit_frame(commit))
+        await self._put(Frame(pb.PushMessage(commit=to_pb(commit, pb.Commit))))
         answers: list[Future[Any]] = [self._lacking, self._outcome]
         await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
         return self._outcome.result() if self._outcome.done() else self._lacking.result()
 
     async def close(self) -> None:
         """End the stream in order if its writes have settled or, without a writer, it was answered; else cancel it."""
+        try:
+            await self._end()
+        finally:
+            if self.closed is not None:
+                closed, self.closed = self.closed, None
+                closed()
+
+    async def _end(self) -> None:
         if await self._buffers.settle() if self._buffers.kind else self._outcome.done():
             await self._part()
         self._call.cancel()

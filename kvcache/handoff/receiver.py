@@ -6,8 +6,9 @@ otherwise break it, and the reason would be lost.
 
 from __future__ import annotations
 
+from kvcache.handoff.chunk import Commit
 from kvcache.handoff.local import Receiver
-from kvcache.handoff.messages import PushFrame, chunk_from_pb, commit_from_pb
+from kvcache.handoff.messages import PushFrame, chunk_from_pb
 from kvcache.transfer.lent_memory import GRPC, LentBuffers, MemoryLenders
 from serving.errors import InvalidRequest, MillraceError
 from serving.messages import LeaseId
@@ -53,7 +54,7 @@ class IncomingHandoff:
                 welcome.start = await self.receiver.begin(from_pb(message.hello.lease, LeaseId))
             return pb.PushReply(welcome=welcome)
         if part == "commit":
-            lacking = await self.receiver.commit(commit_from_pb(message.commit), self.via)
+            lacking = await self.receiver.commit(from_pb(message.commit, Commit), self.via)
             if lacking:
                 return pb.PushReply(lacking=pb.TokenRange(start=lacking.start, end=lacking.stop))
             return pb.PushReply(committed=True)

@@ -142,9 +142,9 @@ class Handoff:
     def _encode(self, layers: range, start: int, end: int) -> list[Chunk]:
         """These tokens as a chunk, or as one for each memory they lie in."""
 
-        def encoded(place: KVLocation) -> Chunk:
-            where = (place.blocks, place.start, place.end)
-            return encode(place.device_kv, self.fence, self.layout, layers, *where, wire=self.wire)
+        def encoded(location: KVLocation) -> Chunk:
+            where = (location.blocks, location.start, location.end)
+            return encode(location.device_kv, self.fence, self.layout, layers, *where, wire=self.wire)
 
         chunks = self.locations.read(self.seq, start, end, encoded)
         self.bytes_sent += sum(len(chunk.payload) for chunk in chunks)

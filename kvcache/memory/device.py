@@ -9,15 +9,16 @@ float KV may hold INT8 instead, for a sequence whose decode worker keeps that: e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvcache.memory.host_copy import Bytes, cells_of, shaped, take_blocks
+from kvcache.memory.host_copy import Bytes, Cells, cells_of, shaped, take_blocks
 from kvcache.memory.kv_dtype import stored_as
 from serving.kvspec import AUTO, ITEM_BYTES, SCALE, LayerKV, Plane
 
@@ -113,11 +114,19 @@ class TokenSlots:
         places = torch.from_numpy(self.blocks)[:, None] * self.block_size + torch.arange(self.block_size)
         return places.flatten()[self.offset : self.offset + self.tokens]
 
-    def stretches(self) -> tuple[int, int, int]:
-        """Tokens in a first block that is not taken from its beginning, in blocks taken whole, in a last one."""
+    def stretches(self, rows: Cells) -> Iterator[tuple[Any, Cells]]:
+        """Where in cells, and which of the tokens' `rows`: in a first block that is not taken from its beginning, in
+        blocks taken whole (an array of them, rows by block), in a last one."""
         head = min(self.block_size - self.offset, self.tokens) if self.offset else 0
         tail = (self.tokens - head) % self.block_size
-        return head, self.tokens - head - tail, tail
+        whole = self.blocks[int(head > 0) : len(self.blocks) - int(tail > 0)]
+        if head:
+            yield (self.blocks[0], slice(self.offset, self.offset + head)), rows[:head]
+        if len(whole):
+            between = rows[head : self.tokens - tail]
+            yield whole, between.reshape(len(whole), self.block_size, *rows.shape[1:])
+        if tail:
+            yield (self.blocks[-1], slice(tail)), rows[-tail:]
 
 
 def _take(plane: Tensor, slots: TokenSlots, out: Bytes) -> None:
@@ -127,29 +136,18 @@ def _take(plane: Tensor, slots: TokenSlots, out: Bytes) -> None:
         out[:] = rows.view(slots.tokens, -1).view(torch.uint8).cpu().numpy().reshape(-1)
         return
     cells = cells_of(plane)
-    into = shaped(out, cells)
-    head, whole, tail = slots.stretches()
-    if head:
-        into[:head] = cells[slots.blocks[0], slots.offset : slots.offset + head]
-    if whole:
-        first, end = int(head > 0), int(head > 0) + whole // slots.block_size
-        take_blocks(cells, slots.blocks[first:end], into[head : head + whole].reshape(end - first, *cells.shape[1:]))
-    if tail:
-        into[-tail:] = cells[slots.blocks[-1], :tail]
+    for where, into in slots.stretches(shaped(out, cells)):
+        if isinstance(where, np.ndarray):
+            take_blocks(cells, where, into)
+        else:
+            into[...] = cells[where]
 
 
 def _put(plane: Tensor, slots: TokenSlots, rows: Bytes) -> None:
     """The inverse of `_take`, in host memory."""
     cells = cells_of(plane)
-    given = shaped(rows, cells)
-    head, whole, tail = slots.stretches()
-    if head:
-        cells[slots.blocks[0], slots.offset : slots.offset + head] = given[:head]
-    if whole:
-        first, end = int(head > 0), int(head > 0) + whole // slots.block_size
-        cells[slots.blocks[first:end]] = given[head : head + whole].reshape(end - first, *cells.shape[1:])
-    if tail:
-        cells[slots.blocks[-1], :tail] = given[-tail:]
+    for where, given in slots.stretches(shaped(rows, cells)):
+        cells[where] = given
 
 
 def _has_room(spec: LayerKV, target: LayerKV) -> bool:
@@ -178,7 +176,7 @@ def _within(spec: LayerKV, planes: Sequence[Tensor], target: LayerKV) -> tuple[T
 
 
 def _zeros(shape: tuple[int, ...], dtype: str, device: torch.device) -> Tensor:
-    """Zeros; in host memory they take up room only once they are written, so a large pool costs nothing to make."""
+    """Zeros; in host memory they take up room only once they are written, so many blocks cost nothing to make."""
     kind: torch.dtype = getattr(torch, dtype)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=kind, device=device)

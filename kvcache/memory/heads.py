@@ -6,6 +6,7 @@ Pure numbers: it moves no bytes and imports no torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from serving.kvspec import LayerKV
 
@@ -43,20 +44,17 @@ def slice_map(kv_heads: int, from_size: int, to_size: int) -> tuple[tuple[HeadSl
 
 def _slices(kv_heads: int, from_size: int, rank: int, to_size: int) -> tuple[HeadSlice, ...]:
     wanted = heads_of(kv_heads, rank, to_size)
-    head_slices: list[HeadSlice] = []
-    for head in wanted:
+
+    def sender_of(head: int) -> int:
         holders = [sender for sender in range(from_size) if head in heads_of(kv_heads, sender, from_size)]
-        sender = holders[rank % len(holders)]
-        local, place = head - heads_of(kv_heads, sender, from_size).start, head - wanted.start
-        if head_slices and head_slices[-1].rank == sender:
-            last = head_slices.pop()
-            head_slice = replace(
-                last, heads=range(last.heads.start, local + 1), place=range(last.place.start, place + 1)
-            )
-        else:
-            head_slice = HeadSlice(sender, range(local, local + 1), range(place, place + 1), len(wanted))
-        head_slices.append(head_slice)
-    return tuple(head_slices)
+        return holders[rank % len(holders)]
+
+    def head_slice(sender: int, heads: list[int]) -> HeadSlice:
+        here, there = heads_of(kv_heads, sender, from_size).start, wanted.start
+        first, end = heads[0], heads[-1] + 1
+        return HeadSlice(sender, range(first - here, end - here), range(first - there, end - there), len(wanted))
+
+    return tuple(head_slice(sender, list(heads)) for sender, heads in groupby(wanted, sender_of))
 
 
 def with_heads(layer: LayerKV, count: int) -> LayerKV:

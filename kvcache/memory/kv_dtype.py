@@ -89,10 +89,8 @@ def convertible(source: LayerKV, target: LayerKV) -> bool:
     ours = {plane.name: plane for plane in _values(source)}
     return theirs.keys() == ours.keys() and all(
         plane.shape == ours[name].shape
-        and (
-            (_is_number(plane, target) and _is_number(ours[name], source))
-            or (plane == ours[name] and not _is_number(plane, target) and not _is_number(ours[name], source))
-        )
+        and _is_number(plane, target) == _is_number(ours[name], source)
+        and (_is_number(plane, target) or plane == ours[name])
         for name, plane in theirs.items()
     )
 

@@ -48,7 +48,7 @@ class KVLocations:
         """
         found = []
         while start < end:
-            location = self._place(seq, start, end)
+            location = self._located(seq, start, end)
             self._wait(location)
             copied = copy(location)
             if not self._moved(seq, location):
@@ -65,7 +65,7 @@ class KVLocations:
             seq.offload.arrive()
         begin, end = start, start + len(parts[0][0])
         while begin < end:
-            location = self._place(seq, begin, end)
+            location = self._located(seq, begin, end)
             self._wait(location)
             slots = location.device_kv.slots(location.blocks, location.start, location.end)
             rows = slice(location.start - start, location.end - start)
@@ -73,7 +73,7 @@ class KVLocations:
                 location.device_kv.write(index, slots, [plane[rows] for plane in planes])
             begin = location.end
 
-    def _place(self, seq: SequenceState, start: int, end: int) -> KVLocation:
+    def _located(self, seq: SequenceState, start: int, end: int) -> KVLocation:
         """Where token `start` lies, and as many after it as lie in the same memory."""
         device = self.device.kept_as(seq.kv_dtype)
         if self.host is None or seq.offload is None:

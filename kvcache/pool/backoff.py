@@ -47,8 +47,5 @@ class Backoff:
         return False
 
     def answered(self, node: str) -> None:
-        self._paused.pop(node, None)
-
-    def forget(self, node: str) -> None:
-        """The node has left the pool."""
+        """It may be asked from now on, by all."""
         self._paused.pop(node, None)

@@ -7,7 +7,7 @@ weights a block has one part. No torch, no clock.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -19,10 +19,13 @@ KEY_BYTES = 32
 DIGEST_BYTES = 16
 DEFAULT_NAMESPACE = "default"
 
+SlabPart = tuple[int, bytes, memoryview]
+"""Which of the blocks asked for, the digest of its part, and the part's bytes."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PoolBlock:
-    """`payload` is the parts one after another, `sizes` their bytes, `digests` 16 bytes for each, in order.
+class BlockHeader:
+    """A block but for its payload: `sizes` are its parts' bytes, `digests` 16 bytes for each, in order.
 
     `namespace` says whose quota the block counts against; the key alone says what it is.
     """
@@ -31,19 +34,38 @@ class PoolBlock:
     namespace: str
     sizes: tuple[int, ...]
     digests: bytes
-    payload: bytes | memoryview
 
     @property
     def parts(self) -> int:
         return len(self.sizes)
 
+    def digest(self, index: int) -> bytes:
+        return self.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+
+    def verify(self, first: int, last: int, data: bytes | memoryview) -> None:
+        """Raises CorruptChunk unless `data` is parts first..last (exclusive), each as its maker wrote it."""
+        sizes = self.sizes[first:last]
+        if len(data) != sum(sizes):
+            raise CorruptChunk("a block's parts do not add up to its bytes", code="length")
+        for index, part in enumerate(cut(data, sizes), first):
+            self.verify_part(index, part)
+
+    def verify_part(self, index: int, data: bytes | memoryview) -> None:
+        """Raises CorruptChunk unless `data` is this part as its maker wrote it."""
+        if part_digest(self.key, index, len(self.sizes), data) != self.digest(index):
+            raise CorruptChunk(f"part {index} of a block does not match its digest", code="digest")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolBlock(BlockHeader):
+    """`payload` is the parts one after another."""
+
+    payload: bytes | memoryview
+
     def part(self, index: int) -> memoryview:
         """The bytes of one part; no copy."""
         start = sum(self.sizes[:index])
         return memoryview(self.payload)[start : start + self.sizes[index]]
-
-    def digest(self, index: int) -> bytes:
-        return self.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,13 +83,26 @@ class Slab:
     payload: bytes | memoryview
     via: str = "local"
 
-    def parts(self) -> Iterator[tuple[int, bytes, memoryview]]:
-        """(index, digest, bytes) of each."""
-        start = 0
-        view = memoryview(self.payload)
-        for i, (index, size) in enumerate(zip(self.indices, self.sizes, strict=True)):
-            yield index, self.digests[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES], view[start : start + size]
-            start += size
+    @staticmethod
+    def of(part: int, found: Sequence[SlabPart], via: str = "local") -> Slab:
+        """A slab of these, as `parts` tells them, with a copy of their bytes."""
+        indices, digests, parts = zip(*found, strict=True)
+        sizes, payload = tuple(map(len, parts)), b"".join(parts)
+        return Slab(part=part, indices=indices, sizes=sizes, digests=b"".join(digests), payload=payload, via=via)
+
+    def parts(self) -> Iterator[SlabPart]:
+        """What there is of each block; no copy."""
+        starts = range(0, DIGEST_BYTES * len(self.indices), DIGEST_BYTES)
+        digests = (self.digests[start : start + DIGEST_BYTES] for start in starts)
+        return zip(self.indices, digests, cut(self.payload, self.sizes), strict=True)
+
+
+def cut(payload: bytes | memoryview, sizes: Iterable[int]) -> Iterator[memoryview]:
+    """What lies one after another in the payload; no copy."""
+    view, start = memoryview(payload), 0
+    for size in sizes:
+        yield view[start : start + size]
+        start += size
 
 
 def part_digest(key: bytes, part: int, parts: int, data: bytes | memoryview) -> bytes:
@@ -84,32 +119,19 @@ def make_block(key: bytes, namespace: str, parts: list[bytes | memoryview]) -> P
 
 def block_of(key: bytes, namespace: str, sizes: Sequence[int], payload: bytes | memoryview) -> PoolBlock:
     """A block whose parts, of these sizes, lie one after another in `payload`, with their digests computed."""
-    view, start, digests = memoryview(payload), 0, []
-    for part, size in enumerate(sizes):
-        digests.append(part_digest(key, part, len(sizes), view[start : start + size]))
-        start += size
+    digests = [part_digest(key, part, len(sizes), data) for part, data in enumerate(cut(payload, sizes))]
     return PoolBlock(key=key, namespace=namespace, sizes=tuple(sizes), digests=b"".join(digests), payload=payload)
 
 
-def check_shape(block: PoolBlock) -> None:
-    """Raises CorruptChunk when the fields contradict one another, for use before slicing by them."""
+def verify_block(block: PoolBlock) -> None:
+    """Raises CorruptChunk unless the fields agree and every part is what its maker wrote for this key."""
     if len(block.key) != KEY_BYTES:
         raise CorruptChunk(f"a block's key has {len(block.key)} bytes instead of {KEY_BYTES}", code="key")
-    if not block.sizes or any(size < 0 for size in block.sizes) or sum(block.sizes) != len(block.payload):
-        raise CorruptChunk("a block's parts do not add up to its bytes", code="length")
+    if not block.sizes or any(size < 0 for size in block.sizes):
+        raise CorruptChunk("a block has no parts, or one of less than no bytes", code="length")
     if len(block.digests) != DIGEST_BYTES * len(block.sizes):
         raise CorruptChunk("a block has not one digest for each part", code="digest")
-
-
-def verify_block(block: PoolBlock) -> None:
-    """Raises CorruptChunk unless every part is what its maker wrote for this key."""
-    check_shape(block)
-    start = 0
-    view = memoryview(block.payload)
-    for i, size in enumerate(block.sizes):
-        if part_digest(block.key, i, block.parts, view[start : start + size]) != block.digest(i):
-            raise CorruptChunk(f"part {i} of a pool block does not match its digest", code="digest")
-        start += size
+    block.verify(0, block.parts, block.payload)
 
 
 def namespace_of(tenant: str) -> str:

@@ -5,8 +5,10 @@ Pure. Not thread-safe; the store's lock guards it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 from kvcache.pool.eviction import BlockRecord
 from kvcache.pool.links import BlockSelection
@@ -29,26 +31,24 @@ class BlockIndex:
     def __init__(self) -> None:
         self.totals: dict[str, NamespaceTotal] = {}
         self._records: dict[bytes, BlockRecord] = {}
-        self._changes: list[tuple[str, list[bytes]]] = []
+        self._changes: list[tuple[str, bytes]] = []
 
-    def add(self, record: BlockRecord, *, tell: bool = True) -> None:
+    def add(self, record: BlockRecord) -> None:
         assert record.key not in self._records, "a block is indexed once"
         self._records[record.key] = record
         total = self.totals.setdefault(record.namespace, NamespaceTotal())
         total.bytes += record.size
         total.blocks += 1
-        if tell:
-            self._note("stored", record.key)
+        self._changes.append(("stored", record.key))
 
-    def remove(self, key: bytes, *, tell: bool = True) -> None:
+    def remove(self, key: bytes) -> None:
         record = self._records.pop(key)
         total = self.totals[record.namespace]
         total.bytes -= record.size
         total.blocks -= 1
         if not total.blocks:
             del self.totals[record.namespace]
-        if tell:
-            self._note("evicted", key)
+        self._changes.append(("evicted", key))
 
     def get(self, key: bytes) -> BlockRecord | None:
         return self._records.get(key)
@@ -66,18 +66,7 @@ class BlockIndex:
     def take_changes(self) -> list[Change]:
         """What was added and removed since the last call, in that order."""
         changes, self._changes = self._changes, []
-        return [(kind, tuple(keys)) for kind, keys in changes]
+        return [(kind, tuple(key for _, key in run)) for kind, run in groupby(changes, itemgetter(0))]
 
     def __contains__(self, key: object) -> bool:
         return key in self._records
-
-    def __iter__(self) -> Iterator[BlockRecord]:
-        return iter(self._records.values())
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def _note(self, kind: str, key: bytes) -> None:
-        if not self._changes or self._changes[-1][0] != kind:
-            self._changes.append((kind, []))
-        self._changes[-1][1].append(key)

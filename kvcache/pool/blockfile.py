@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from kvcache.pool.block import DIGEST_BYTES, PoolBlock, part_digest
+from kvcache.pool.block import DIGEST_BYTES, BlockHeader, PoolBlock, part_digest
 from serving.errors import CorruptChunk
 
 FORMAT_VERSION = 1
@@ -20,36 +20,14 @@ _FIXED = struct.Struct("<8sHHIQ32s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BlockHeader:
+class FileHeader(BlockHeader):
     """What a file says of its block; `start` is where the payload begins, in bytes."""
 
-    key: bytes
-    namespace: str
-    sizes: tuple[int, ...]
-    digests: bytes
     start: int
-
-    @property
-    def parts(self) -> int:
-        return len(self.sizes)
-
-    def digest(self, part: int) -> bytes:
-        return self.digests[part * DIGEST_BYTES : (part + 1) * DIGEST_BYTES]
 
     def span(self, first: int, last: int) -> tuple[int, int]:
         """(offset in the file, bytes) of parts first..last (exclusive)."""
         return self.start + sum(self.sizes[:first]), sum(self.sizes[first:last])
-
-    def verify(self, first: int, last: int, data: bytes) -> None:
-        """Raises CorruptChunk unless `data` is parts first..last (exclusive), each as its maker wrote it."""
-        if len(data) != sum(self.sizes[first:last]):
-            raise CorruptChunk("a block on disk ends too early", code="length")
-        view, start = memoryview(data), 0
-        for part in range(first, last):
-            size = self.sizes[part]
-            if part_digest(self.key, part, self.parts, view[start : start + size]) != self.digest(part):
-                raise CorruptChunk(f"part {part} of a block on disk does not match its digest", code="digest")
-            start += size
 
 
 def stored_bytes(block: PoolBlock) -> int:
@@ -78,7 +56,7 @@ def header_bytes(start: bytes, file_bytes: int) -> int:
     return length
 
 
-def decode_header(head: bytes, key: bytes, file_bytes: int) -> BlockHeader:
+def decode_header(head: bytes, key: bytes, file_bytes: int) -> FileHeader:
     """The header in the first bytes of a file of `file_bytes`, which should hold block `key`. Raises CorruptChunk."""
     end = header_bytes(head, file_bytes)
     _, _, namespace_bytes, parts, payload_bytes, found = _FIXED.unpack_from(head)
@@ -87,7 +65,7 @@ def decode_header(head: bytes, key: bytes, file_bytes: int) -> BlockHeader:
         raise CorruptChunk("a block's file has a damaged header", code="header")
     sizes_at = _FIXED.size + namespace_bytes
     digests_at = sizes_at + 4 * parts
-    header = BlockHeader(
+    header = FileHeader(
         key=found,
         namespace=head[_FIXED.size : sizes_at].decode(),
         sizes=struct.unpack_from(f"<{parts}I", head, sizes_at),

@@ -9,14 +9,14 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvcache.pool.backoff import Backoff
 from kvcache.pool.block import PoolBlock, Slab
-from kvcache.pool.fetch import Fetch, as_generator
+from kvcache.pool.fetch import Fetch
 from kvcache.pool.links import BlockSelection, PoolLink
 from kvcache.pool.rendezvous import RendezvousHash
 from kvcache.pool.wire import batches
@@ -29,27 +29,13 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class ClientStats:
-    """Running totals. A failure is counted by its reason; seconds are sums over the calls of each kind."""
+    """Running totals. A failure is counted by its reason."""
 
-    lookups: int = 0
-    keys: int = 0  # looked up
-    hits: int = 0  # of those, in the prefix that was found
-    gets: int = 0
-    puts: int = 0
     stored: int = 0  # blocks that nodes took
     bytes_in: Counter[str] = field(default_factory=Counter)  # by transport
     bytes_out: int = 0
     corrupt: int = 0  # parts refused on arrival
     failures: Counter[str] = field(default_factory=Counter)
-    lookup_seconds: float = 0.0
-    get_seconds: float = 0.0  # from the call to the last slab, the caller's own time between slabs included
-    put_seconds: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _Peer:
-    link: PoolLink
-    calls: int = 0
 
 
 class PoolClient:
@@ -73,8 +59,9 @@ class PoolClient:
         self.stats = ClientStats()
         self.rendezvous = RendezvousHash()
         self._backoff = Backoff()
-        self._peers: dict[str, _Peer] = {}
-        self._retired: set[_Peer] = set()  # no longer nodes of ours, but calls to them are in progress
+        self._links: dict[str, PoolLink] = {}
+        self._retired: set[PoolLink] = set()  # no longer nodes of ours, but calls to them are in progress
+        self._calls: Counter[PoolLink] = Counter()  # in progress
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
@@ -85,7 +72,7 @@ class PoolClient:
     @property
     def calls(self) -> int:
         """Calls to nodes in progress."""
-        return sum(peer.calls for peer in (*self._peers.values(), *self._retired))
+        return self._calls.total()
 
     def set_nodes(self, nodes: Iterable[str]) -> None:
         """These are the pool from now on, as `host:port` or `name@host:port` (see RendezvousHash).
@@ -93,17 +80,16 @@ class PoolClient:
         Calls in progress with others end by themselves.
         """
         self.rendezvous = RendezvousHash(nodes)
-        for address in [known for known in self._peers if known not in self.rendezvous.nodes]:
-            self._backoff.forget(address)
-            peer = self._peers.pop(address)
-            self._retired.add(peer)
-            self._close_unused(peer)
+        for address in [known for known in self._links if known not in self.rendezvous.nodes]:
+            self._backoff.answered(address)  # should it come back
+            link = self._links.pop(address)
+            self._retired.add(link)
+            self._close_unused(link)
 
     # ---- the four calls ----------------------------------------------------------------------------------------
 
     async def lookup(self, keys: Sequence[bytes], pin_seconds: float = 0.0) -> int:
         """How many of the leading keys some node has; those are kept at least so long. One round trip."""
-        began = self.clock()
         found = [False] * len(keys)
 
         async def ask(address: str, indices: list[int]) -> None:
@@ -112,15 +98,8 @@ class PoolClient:
             for index, yes in zip(indices, here or (), strict=False):
                 found[index] = found[index] or yes
 
-        async with asyncio.TaskGroup() as group:
-            for address, indices in self._shares(keys).items():
-                group.create_task(ask(address, indices), name=f"lookup-{address}")
-        hits = found.index(False) if False in found else len(found)
-        self.stats.lookups += 1
-        self.stats.keys += len(keys)
-        self.stats.hits += hits
-        self.stats.lookup_seconds += self.clock() - began
-        return hits
+        await self._each_owner(keys, ask)
+        return found.index(False) if False in found else len(found)
 
     async def get(
         self, keys: Sequence[bytes], first_part: int = 0, last_part: int = 0, *, parts: int
@@ -130,10 +109,8 @@ class PoolClient:
         Indices are positions in `keys`. Of each key the parts come in ascending order; keys of different nodes
         overtake each other. A key that no node has is left out. Leave it early only through `aclose`.
         """
-        began = self.clock()
         owners = [self.rendezvous.owners(key, self.replication) for key in keys]
         fetch = Fetch(keys, owners, first_part, last_part or parts, parts, self._stream)
-        self.stats.gets += 1
         try:
             async with aclosing(fetch.slabs()) as slabs:
                 async for slab in slabs:
@@ -141,51 +118,42 @@ class PoolClient:
                     yield slab
         finally:
             self.stats.corrupt += fetch.corrupt
-            self.stats.get_seconds += self.clock() - began
 
     async def put(self, blocks: Sequence[PoolBlock]) -> None:
         """Offer blocks to all their owners. What is not taken is counted, and lost to the pool."""
-        began = self.clock()
-        async with asyncio.TaskGroup() as group:
-            for address, indices in self._shares([block.key for block in blocks]).items():
-                share = [blocks[index] for index in indices]
-                group.create_task(self._put(address, share), name=f"put-{address}")
-        self.stats.puts += 1
-        self.stats.put_seconds += self.clock() - began
+
+        async def offer(address: str, indices: list[int]) -> None:
+            for batch in batches(blocks[index] for index in indices):
+                taken = await self._ask(address, lambda link: link.put(batch))  # noqa: B023 - it is called at once
+                if taken is None:
+                    return
+                self.stats.stored += taken
+                self.stats.bytes_out += sum(len(block.payload) for block in batch)
+
+        await self._each_owner([block.key for block in blocks], offer)
 
     async def evict(self, keys: Sequence[bytes]) -> bool:
         """Have all their owners drop these blocks; True if all of them have answered."""
-        shares = self._shares(keys).items()
-        asked = (self._evict(address, [keys[index] for index in indices]) for address, indices in shares)
-        return all(await asyncio.gather(*asked))
 
-    async def _evict(self, address: str, keys: Sequence[bytes]) -> bool:
-        """True if the node answered."""
-        return await self._ask(address, lambda link: link.evict(BlockSelection(keys=tuple(keys)))) is not None
+        async def drop(address: str, indices: list[int]) -> bool:
+            chosen = BlockSelection(keys=tuple(keys[index] for index in indices))
+            return await self._ask(address, lambda link: link.evict(chosen)) is not None
 
-    async def _put(self, address: str, blocks: list[PoolBlock]) -> None:
-        for batch in batches(blocks):
-            if not await self._put_batch(address, batch):
-                return
-
-    async def _put_batch(self, address: str, batch: list[PoolBlock]) -> bool:
-        """True if the node answered."""
-        taken = await self._ask(address, lambda link: link.put(batch))
-        if taken is None:
-            return False
-        self.stats.stored += taken
-        self.stats.bytes_out += sum(len(block.payload) for block in batch)
-        return True
+        return all(await self._each_owner(keys, drop))
 
     # ---- nodes -------------------------------------------------------------------------------------------------
 
-    def _shares(self, keys: Sequence[bytes]) -> dict[str, list[int]]:
-        """Indices of the keys by the nodes that own them."""
+    async def _each_owner(
+        self, keys: Sequence[bytes], call: Callable[[str, list[int]], Coroutine[Any, Any, T]]
+    ) -> list[T]:
+        """What the call gives for each node that owns some of the keys, and their indices; all at a time."""
         shares: dict[str, list[int]] = {}
         for index, key in enumerate(keys):
             for address in self.rendezvous.owners(key, self.replication):
                 shares.setdefault(address, []).append(index)
-        return shares
+        async with asyncio.TaskGroup() as group:
+            calls = [group.create_task(call(*share), name=f"pool-{share[0]}") for share in shares.items()]
+        return [made.result() for made in calls]
 
     async def _ask(self, address: str, call: Callable[[PoolLink], Awaitable[T]]) -> T | None:
         """The node's answer; None if it gives none, which is counted."""
@@ -207,7 +175,7 @@ class PoolClient:
             return
         try:
             with self._link(address) as link:
-                async with aclosing(as_generator(link.get(keys, first, last))) as slabs:
+                async with aclosing(link.get(keys, first, last)) as slabs:
                     while True:
                         async with asyncio.timeout(self.timeout):
                             slab = await anext(slabs, None)
@@ -230,28 +198,29 @@ class PoolClient:
 
     @contextmanager
     def _link(self, address: str) -> Iterator[PoolLink]:
-        peer = self._peers.get(address)
-        if peer is None:
-            peer = self._peers[address] = _Peer(self.make_link(address))
-        peer.calls += 1
+        if address not in self._links:
+            self._links[address] = self.make_link(address)
+        link = self._links[address]
+        self._calls[link] += 1
         try:
-            yield peer.link
+            yield link
         finally:
-            peer.calls -= 1
-            self._close_unused(peer)
+            self._calls[link] -= 1
+            self._close_unused(link)
 
-    def _close_unused(self, peer: _Peer) -> None:
+    def _close_unused(self, link: PoolLink) -> None:
         """Close the link of a node that has left the pool once the last call has ended."""
-        if peer.calls == 0 and peer in self._retired:
-            self._retired.discard(peer)
-            task = asyncio.get_running_loop().create_task(peer.link.close(), name="close-pool-link")
+        if link in self._retired and not self._calls[link]:
+            self._retired.discard(link)
+            del self._calls[link]
+            task = asyncio.get_running_loop().create_task(link.close(), name="close-pool-link")
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
         """Calls in progress find their links closed."""
-        peers = [*self._peers.values(), *self._retired]
-        self._peers.clear()
+        links = [*self._links.values(), *self._retired]
+        self._links.clear()
         self._retired.clear()
         self.rendezvous = RendezvousHash()
-        await asyncio.gather(*(peer.link.close() for peer in peers), *self._closing)
+        await asyncio.gather(*(link.close() for link in links), *self._closing)

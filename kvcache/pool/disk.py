@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvcache.pool.block import KEY_BYTES, PoolBlock
-from kvcache.pool.blockfile import FIRST_READ, FORMAT_VERSION, BlockHeader, decode_header, encode_header, header_bytes
+from kvcache.pool.blockfile import FIRST_READ, FORMAT_VERSION, FileHeader, decode_header, encode_header, header_bytes
 from serving.errors import CorruptChunk
 
 NAMESPACE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # names a folder as it is
@@ -46,18 +46,22 @@ class FoundFile:
 class PartRange:
     """Parts first..last (exclusive) of a block, verified; `payload` is those parts alone."""
 
-    header: BlockHeader
+    header: FileHeader
     first: int
     last: int
     payload: bytes
+
+    def part(self, index: int) -> memoryview:
+        """The bytes of one part; no copy."""
+        start = sum(self.header.sizes[self.first : index])
+        return memoryview(self.payload)[start : start + self.header.sizes[index]]
 
 
 class BlockFolder:
     """Raises ValueError when another node uses the folder, when it is not one of this format, or cannot be made one."""
 
-    def __init__(self, root: Path, *, fsync: bool = False):
+    def __init__(self, root: Path):
         self._root = root
-        self._fsync = fsync
         self._numbers = itertools.count()
         self._folders = threading.Lock()  # no empty folder is removed while a file is about to come into it
         with _advising(root):
@@ -89,16 +93,16 @@ class BlockFolder:
         return sorted(found.values(), key=lambda file: file.written_at)
 
     def write(self, block: PoolBlock) -> None:
-        """The file is there as a whole or not at all, whenever the process dies. Raises OSError."""
+        """The file is there as a whole or not at all, whenever the process dies. Raises OSError.
+
+        A power failure may lose or damage the last ones, and the damage is found when they are read.
+        """
         path = self._path(block.key, block.namespace)
         aside = self._root / "aside" / str(next(self._numbers))
         try:
             with aside.open("xb") as file:
                 file.write(encode_header(block))
                 file.write(block.payload)
-                if self._fsync:
-                    file.flush()
-                    os.fsync(file.fileno())
             with self._folders:
                 try:
                     aside.rename(path)
@@ -108,8 +112,6 @@ class BlockFolder:
         except OSError:
             aside.unlink(missing_ok=True)
             raise
-        if self._fsync:
-            _sync_folder(path.parent)
 
     def read(self, key: bytes, namespace: str, first: int = 0, last: int = 0, most: int | None = None) -> PartRange:
         """Parts first..last (0: all) of a block, fewer if they would be more than `most` bytes, but at least one.
@@ -240,7 +242,7 @@ def _opened(path: Path) -> Iterator[int]:
         raise
 
 
-def _last_part(header: BlockHeader, first: int, last: int, most: int | None) -> int:
+def _last_part(header: FileHeader, first: int, last: int, most: int | None) -> int:
     last = max(first, min(last or header.parts, header.parts))
     if most is None:
         return last
@@ -260,11 +262,3 @@ def _read_all(descriptor: int, offset: int, length: int) -> bytes:
             break
         data += more
     return data
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,11 +6,12 @@ Pure: it counts blocks by name and size, and `now` is handed in. Not thread-safe
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Container, Iterator
+from dataclasses import asdict, dataclass
 from heapq import heappop, heappush
+from typing import Generic, TypeVar
 
-from kvcache.pool.links import TierStat
+from serving.messages import TierStat
 
 
 @dataclass(slots=True)
@@ -22,6 +23,9 @@ class BlockRecord:
     size: int
     stored_at: float
     used: int = 0
+
+
+R = TypeVar("R", bound=BlockRecord)
 
 
 @dataclass(slots=True)
@@ -39,21 +43,6 @@ class TierCounters:
     def add(self, other: TierCounters) -> None:
         for name in self.__slots__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Quotas:
-    """Bytes that each namespace keeps: inserts of other namespaces never push it below.
-
-    `scale` is the part of it that holds in this tier.
-    """
-
-    by_namespace: Mapping[str, int] = field(default_factory=dict)
-    default: int = 0
-    scale: float = 1.0
-
-    def of(self, namespace: str) -> int:
-        return int(self.by_namespace.get(namespace, self.default) * self.scale)
 
 
 class Pins:
@@ -84,36 +73,37 @@ class Pins:
         return len(self._until)
 
 
-class _Group:
+class _Group(Generic[R]):
     """Blocks that compete with one another: those of a namespace with a quota, or of all namespaces without one."""
 
     def __init__(self, quota: int):
-        self.records: OrderedDict[bytes, BlockRecord] = OrderedDict()  # least recently used first
+        self.records: OrderedDict[bytes, R] = OrderedDict()  # least recently used first
         self.quota = quota
         self.bytes = 0
 
-    def victim(self, pinned: Container[bytes]) -> BlockRecord | None:
+    def victim(self, pinned: Container[bytes]) -> R | None:
         """The block that was used longest ago and is not pinned."""
         return next((record for key, record in self.records.items() if key not in pinned), None)
 
 
-class QuotaLru:
-    """Never more than `capacity` bytes. A namespace within its quota loses nothing to another's inserts.
+class QuotaLru(Generic[R]):
+    """Never more than `capacity` bytes. A namespace within its quota loses nothing to another's inserts. `quota_of` a
+    namespace are bytes of this tier, 0 for none.
 
     Of what namespaces hold beyond their quotas, the block that was used longest ago is evicted. An insert that finds no
     room that way takes it from its own namespace, or is refused.
     """
 
-    def __init__(self, capacity: int, quotas: Quotas):
+    def __init__(self, capacity: int, quota_of: Callable[[str], int] = lambda namespace: 0):
         self.capacity = capacity
+        self.quota_of = quota_of
         self.bytes = 0
         self.counters = TierCounters()
-        self._quotas = quotas
-        self._records: dict[bytes, BlockRecord] = {}
-        self._groups: dict[str, _Group] = {}
+        self._records: dict[bytes, R] = {}
+        self._groups: dict[str, _Group[R]] = {}
         self._uses = 0
 
-    def get(self, key: bytes) -> BlockRecord | None:
+    def get(self, key: bytes) -> R | None:
         return self._records.get(key)
 
     def __contains__(self, key: object) -> bool:
@@ -122,7 +112,7 @@ class QuotaLru:
     def __len__(self) -> int:
         return len(self._records)
 
-    def __iter__(self) -> Iterator[BlockRecord]:
+    def __iter__(self) -> Iterator[R]:
         return iter(self._records.values())
 
     def touch(self, key: bytes) -> None:
@@ -135,45 +125,38 @@ class QuotaLru:
             self._group(record.namespace).records.move_to_end(key)
 
     def admit(
-        self,
-        key: bytes,
-        namespace: str,
-        size: int,
-        *,
-        stored_at: float,
-        now: float,
-        pinned: Container[bytes] = (),
-        capacity: int | None = None,
-    ) -> list[BlockRecord] | None:
+        self, record: R, now: float, pinned: Container[bytes] = (), capacity: int | None = None
+    ) -> list[R] | None:
         """Take a new block in; what had to go for it, or None, and nothing has gone, if that makes no room.
 
-        `capacity` is what there is for once, where that is less than usual.
+        The record is this tier's alone. `capacity` is what there is for once, where that is less than usual.
         """
-        assert size > 0 and key not in self._records, "a block is admitted once"
+        size = record.size
+        assert size > 0 and record.key not in self._records, "a block is admitted once"
         capacity = self.capacity if capacity is None else capacity
         if size > capacity:
             return None
-        own = self._group(namespace)
+        own = self._group(record.namespace)
         own.bytes += size  # the newcomer competes as part of what its namespace holds
-        gone: list[BlockRecord] = []
+        gone: list[R] = []
         while self.bytes + size > capacity:
             victim = self._victim(own, pinned)
             if victim is None:
                 own.bytes -= size
-                self._tidy(namespace)
-                for record in gone:
-                    self._insert(record)
+                self._tidy(record.namespace)
+                for other in gone:
+                    self._insert(other)
                 return None
             self._take_out(victim)
             gone.append(victim)
         own.bytes -= size
-        self._uses += 1
-        self._insert(BlockRecord(key, namespace, size, stored_at, self._uses))
+        record.used = self._uses = self._uses + 1
+        self._insert(record)
         self.counters.evictions += len(gone)
-        self.counters.eviction_age_seconds += sum(now - record.stored_at for record in gone)
+        self.counters.eviction_age_seconds += sum(now - other.stored_at for other in gone)
         return gone
 
-    def remove(self, key: bytes) -> BlockRecord | None:
+    def remove(self, key: bytes) -> R | None:
         """Take a block out for another reason than want of room."""
         record = self._records.get(key)
         if record is not None:
@@ -183,7 +166,7 @@ class QuotaLru:
     def stat(self) -> TierStat:
         return TierStat(capacity=self.capacity, bytes=self.bytes, blocks=len(self._records), **asdict(self.counters))
 
-    def _victim(self, own: _Group, pinned: Container[bytes]) -> BlockRecord | None:
+    def _victim(self, own: _Group[R], pinned: Container[bytes]) -> R | None:
         beyond = [
             record
             for group in self._groups.values()
@@ -193,24 +176,24 @@ class QuotaLru:
         ]
         return min(beyond, key=lambda record: record.used) if beyond else own.victim(pinned)
 
-    def _group(self, namespace: str) -> _Group:
+    def _group(self, namespace: str) -> _Group[R]:
         name = self._name(namespace)
         if name not in self._groups:
-            self._groups[name] = _Group(self._quotas.of(namespace))
+            self._groups[name] = _Group(self.quota_of(namespace))
         return self._groups[name]
 
     def _name(self, namespace: str) -> str:
         """Namespaces without a quota share a group, under a name that no namespace can have."""
-        return namespace if self._quotas.of(namespace) else ""
+        return namespace if self.quota_of(namespace) else ""
 
-    def _insert(self, record: BlockRecord) -> None:
+    def _insert(self, record: R) -> None:
         group = self._group(record.namespace)
         group.records[record.key] = record
         group.bytes += record.size
         self._records[record.key] = record
         self.bytes += record.size
 
-    def _take_out(self, record: BlockRecord) -> None:
+    def _take_out(self, record: R) -> None:
         group = self._group(record.namespace)
         del group.records[record.key]
         group.bytes -= record.size

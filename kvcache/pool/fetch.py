@@ -6,11 +6,11 @@ It knows owners only as addresses to stream from. No part leaves here whose dige
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from kvcache.pool.block import DIGEST_BYTES, Slab, part_digest
+from kvcache.pool.block import DIGEST_BYTES, Slab, SlabPart, part_digest
 
 WINDOW = 4  # slabs that may wait for the reader: bounds memory, keeps the wire busy
 
@@ -92,7 +92,7 @@ class Fetch:
         """
         if not is_whole(slab, len(indices)):
             return None, max(1, len(slab.indices))
-        good: list[tuple[int, bytes, memoryview]] = []
+        good: list[SlabPart] = []
         corrupt = 0
         for place, digest, data in slab.parts():
             index = indices[place]
@@ -103,7 +103,11 @@ class Fetch:
                 continue
             self._next[index] += 1
             good.append((index, digest, data))
-        return picked(slab, good), corrupt
+        if not good:
+            return None, corrupt
+        if len(good) < len(slab.indices):
+            return Slab.of(slab.part, good, slab.via), corrupt
+        return replace(slab, indices=tuple(index for index, _, _ in good)), corrupt  # no bytes are copied
 
 
 def is_whole(slab: Slab, keys: int) -> bool:
@@ -115,26 +119,3 @@ def is_whole(slab: Slab, keys: int) -> bool:
         and all(size >= 0 for size in slab.sizes)
         and all(0 <= index < keys for index in slab.indices)
     )
-
-
-def picked(slab: Slab, parts: list[tuple[int, bytes, memoryview]]) -> Slab | None:
-    """A slab of only these of its parts; no bytes are copied if those are all."""
-    if not parts:
-        return None
-    indices = tuple(index for index, _, _ in parts)
-    if len(parts) == len(slab.indices):
-        return replace(slab, indices=indices)
-    return Slab(
-        part=slab.part,
-        indices=indices,
-        sizes=tuple(len(data) for _, _, data in parts),
-        digests=b"".join(digest for _, digest, _ in parts),
-        payload=b"".join(data for _, _, data in parts),
-        via=slab.via,
-    )
-
-
-def as_generator(stream: AsyncIterator[Slab]) -> AsyncGenerator[Slab, None]:
-    """A link's stream as a generator, which has to be closed if it is left early."""
-    assert isinstance(stream, AsyncGenerator)
-    return stream

@@ -5,14 +5,12 @@ Calls raise errors of `serving.errors`: WorkerLost for a broken connection, Over
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvcache.pool.block import PoolBlock, Slab
-from serving.messages import NamespaceStat, PoolStat, Tier, TierStat
-
-__all__ = ["BlockEntry", "BlockSelection", "NamespaceStat", "PoolEvent", "PoolLink", "PoolStat", "Tier", "TierStat"]
+from serving.messages import PoolReport, Tier
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +39,7 @@ class BlockSelection:
     """Which blocks an eviction or a listing means: all of them, a namespace's, or just these keys."""
 
     namespace: str | None = None
-    keys: tuple[bytes, ...] = field(default=())
+    keys: tuple[bytes, ...] = ()
 
 
 class PoolLink(Protocol):
@@ -55,7 +53,7 @@ class PoolLink(Protocol):
         """Which of the keys are here, in any tier; those found are kept at least so long."""
         ...
 
-    def get(self, keys: Sequence[bytes], first_part: int, last_part: int) -> AsyncIterator[Slab]:
+    def get(self, keys: Sequence[bytes], first_part: int, last_part: int) -> AsyncGenerator[Slab, None]:
         """Parts first_part..last_part (exclusive; 0 as last_part: all) of the blocks, part by part.
 
         A key that is not here, or found corrupt, is left out of every slab from then on.
@@ -66,15 +64,15 @@ class PoolLink(Protocol):
         """Drop these blocks from every tier, pinned ones excepted; how many."""
         ...
 
-    async def stat(self) -> PoolStat: ...
+    async def report(self) -> PoolReport: ...
 
-    def entries(self, what: BlockSelection) -> AsyncIterator[BlockEntry]: ...
+    def entries(self, what: BlockSelection) -> AsyncGenerator[BlockEntry, None]: ...
 
     async def verify(self) -> tuple[int, int]:
         """Read everything in every tier: (blocks read, blocks found corrupt and dropped)."""
         ...
 
-    def events(self) -> AsyncIterator[PoolEvent]:
+    def events(self) -> AsyncGenerator[PoolEvent, None]:
         """First one "stored" event with every key, then changes as they happen."""
         ...
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path, PurePath
 
 from kvcache.pool.block import KEY_BYTES, PoolBlock, make_block
@@ -158,18 +159,12 @@ def _contents_of(file: Path) -> Iterator[bytes]:
 
 
 def _next_blocks(contents: Iterator[bytes]) -> list[PoolBlock]:
-    return [
-        make_block(content_key(data), NAMESPACE, [data]) for _, data in zip(range(BATCH_BLOCKS), contents, strict=False)
-    ]
+    return [make_block(content_key(data), NAMESPACE, [data]) for data in islice(contents, BATCH_BLOCKS)]
 
 
 async def _contents(pool: PoolClient, keys: Sequence[bytes], model: str) -> list[bytes]:
     """The bytes under these keys, in order, each checked against its key."""
-    found: dict[int, bytes] = {}
-    async with aclosing(pool.get(keys, parts=1)) as slabs:
-        async for slab in slabs:
-            for index, _, data in slab.parts():
-                found[index] = bytes(data)
+    found = await _parts(pool, keys)
     if len(found) < len(keys):
         raise NotFound(f"the KV pool has only part of {model}")
     ordered = [found[index] for index in range(len(keys))]
@@ -179,7 +174,13 @@ async def _contents(pool: PoolClient, keys: Sequence[bytes], model: str) -> list
 
 
 async def _whole(pool: PoolClient, key: bytes, model: str) -> bytes:
-    async with aclosing(pool.get([key], parts=1)) as slabs:
-        async for slab in slabs:
-            return bytes(slab.payload)
-    raise NotFound(f"the KV pool does not have {model}; store it with `millrace cache push`")
+    found = await _parts(pool, [key])
+    if not found:
+        raise NotFound(f"the KV pool does not have {model}; store it with `millrace cache push`")
+    return found[0]
+
+
+async def _parts(pool: PoolClient, keys: Sequence[bytes]) -> dict[int, bytes]:
+    """What the pool has under these keys, by their indices."""
+    async with aclosing(pool.get(keys, parts=1)) as slabs:
+        return {index: bytes(data) async for slab in slabs for index, _, data in slab.parts()}

@@ -8,17 +8,18 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
 from typing import TypeVar
 
 from kvcache.pool.block import PoolBlock, Slab
-from kvcache.pool.links import BlockEntry, BlockSelection, PoolEvent, PoolStat
+from kvcache.pool.block_index import Change
+from kvcache.pool.links import BlockEntry, BlockSelection, PoolEvent
 from kvcache.pool.store import BlockStore
 from serving.errors import Draining, Overloaded, WorkerLost
-from serving.messages import PoolReport
+from serving.messages import PoolReport, PoolStat
 
 READERS = 4  # threads that look up and read
 WRITERS = 2  # threads that store, so that reading never waits behind writing; two more do what operators ask for
@@ -68,7 +69,7 @@ class PoolNode:
     async def lookup(self, keys: Sequence[bytes], pin_seconds: float = 0.0) -> list[bool]:
         return await self._run(self._reading, self.store.lookup, keys, pin_seconds)
 
-    async def get(self, keys: Sequence[bytes], first_part: int, last_part: int) -> AsyncIterator[Slab]:
+    async def get(self, keys: Sequence[bytes], first_part: int, last_part: int) -> AsyncGenerator[Slab, None]:
         with self._counted():
             slabs = _SlabReader(self.store.read(keys, first_part, last_part))
             ahead = self._start(self._reading, slabs.read)
@@ -84,7 +85,7 @@ class PoolNode:
     async def evict(self, what: BlockSelection) -> int:
         return await self._run(self._administering, self.store.evict, what)
 
-    async def entries(self, what: BlockSelection) -> AsyncIterator[BlockEntry]:
+    async def entries(self, what: BlockSelection) -> AsyncGenerator[BlockEntry, None]:
         for entry in await self._run(self._administering, self.store.entries, what):
             yield entry
 
@@ -103,12 +104,9 @@ class PoolNode:
 
     # ---- what there is, and what changes -----------------------------------------------------------------------
 
-    async def stat(self) -> PoolStat:
-        return await self._run(self._reading, self._stat)
-
     async def report(self) -> PoolReport:
         """The heartbeat."""
-        return PoolReport(stat=await self.stat(), address=self.address, draining=self.draining)
+        return PoolReport(stat=await self._run(self._reading, self._stat), address=self.address, draining=self.draining)
 
     def _stat(self) -> PoolStat:
         store = self.store
@@ -125,26 +123,22 @@ class PoolNode:
             backlog=store.backlog,
         )
 
-    async def events(self) -> AsyncIterator[PoolEvent]:
+    async def events(self) -> AsyncGenerator[PoolEvent, None]:
         """Ends when the node closes. Changes made while the keys were listed are told twice, which does no harm."""
-        listener = _Listener(self._event_room)
-        self._listeners.add(listener)
-        sequence = 0
-        try:
-            while True:
-                listener.start()
-                keys: tuple[bytes, ...] = tuple(await self._run(self._administering, self.store.keys))
-                change: tuple[str, tuple[bytes, ...]] | None = ("stored", keys)
+        numbers = count()
+        while True:
+            listener = _Listener(self._event_room)
+            self._listeners.add(listener)
+            try:
+                change: Change | None = ("stored", tuple(await self._run(self._administering, self.store.keys)))
                 while change is not None:
-                    yield PoolEvent(kind=change[0], keys=change[1], sequence=sequence)
-                    sequence += 1
+                    yield PoolEvent(kind=change[0], keys=change[1], sequence=next(numbers))
                     change = await listener.change()
-                if listener.closed:
-                    return
-                yield PoolEvent(kind="cleared", keys=(), sequence=sequence)
-                sequence += 1
-        finally:
-            self._listeners.discard(listener)
+            finally:
+                self._listeners.discard(listener)
+            if self._closed:
+                return
+            yield PoolEvent(kind="cleared", keys=(), sequence=next(numbers))
 
     def _changed(self, kind: str, keys: tuple[bytes, ...]) -> None:
         """The store calls from any thread."""
@@ -160,10 +154,8 @@ class PoolNode:
         """Take no more blocks; wait for calls in progress, for so long at most."""
         self.draining = True
         self._leaving.set()
-        try:
+        with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), seconds)
-        except TimeoutError:
-            return
 
     async def close(self) -> None:
         """A link is closed by its client; the node itself goes on."""
@@ -175,7 +167,7 @@ class PoolNode:
         self._closed = True
         self._leaving.set()
         for listener in self._listeners:
-            listener.close()
+            listener.end()
         for threads in (self._reading, self._writing, self._administering, self._verifying):
             await asyncio.to_thread(threads.shutdown)
         await asyncio.to_thread(self.store.close)
@@ -205,7 +197,7 @@ class PoolNode:
 class _SlabReader:
     """One read of the store, a slab at a time. It may be closed while a thread still reads."""
 
-    def __init__(self, slabs: Iterator[Slab]):
+    def __init__(self, slabs: Generator[Slab, None, None]):
         self._slabs = slabs
         self._lock = threading.Lock()
 
@@ -216,45 +208,32 @@ class _SlabReader:
     def close(self) -> None:
         """Close the store's iterator, in a thread that reads."""
         with self._lock:
-            close = getattr(self._slabs, "close", None)
-            if close is not None:
-                close()
+            self._slabs.close()
 
 
 class _Listener:
-    """The changes one stream of events has not sent yet."""
+    """The changes one stream of events has not sent yet, of `room` keys at most."""
 
     def __init__(self, room: int):
-        self.room = room
-        self.closed = False
-        self._late = False
-        self._keys = 0
-        self._changes: deque[tuple[str, tuple[bytes, ...]]] = deque()
-        self._news = asyncio.Event()
-
-    def start(self) -> None:
-        """Forget all earlier changes."""
-        self._late, self._keys = False, 0
-        self._changes.clear()
+        self._room = room
+        self._changes: asyncio.Queue[Change | None] = asyncio.Queue()
 
     def add(self, kind: str, keys: tuple[bytes, ...]) -> None:
-        self._late = self._late or self._keys + len(keys) > self.room
-        if not self._late:
-            self._keys += len(keys)
-            self._changes.append((kind, keys))
-        self._news.set()
+        self._room -= len(keys)
+        if self._room < 0:
+            self.end()
+        else:
+            self._changes.put_nowait((kind, keys))
 
-    def close(self) -> None:
-        self.closed = True
-        self._news.set()
+    def end(self) -> None:
+        """Too many came to keep, or the node closes."""
+        while not self._changes.empty():
+            self._changes.get_nowait()
+        self._changes.put_nowait(None)
 
-    async def change(self) -> tuple[str, tuple[bytes, ...]] | None:
-        """The next change; None when too many came to keep, or the node closes."""
-        while not (self._changes or self._late or self.closed):
-            self._news.clear()
-            await self._news.wait()
-        if self._late or self.closed:
-            return None
-        kind, keys = self._changes.popleft()
-        self._keys -= len(keys)
-        return kind, keys
+    async def change(self) -> Change | None:
+        """The next change; None at the end."""
+        change = await self._changes.get()
+        if change is not None:
+            self._room += len(change[1])
+        return change

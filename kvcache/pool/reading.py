@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from kvcache.pool.block import PoolBlock, Slab, part_digest
+from kvcache.pool.block import PoolBlock, Slab, SlabPart
 from kvcache.pool.disk import PartRange
 from kvcache.pool.eviction import BlockRecord, TierCounters
-from kvcache.pool.links import Tier
 from kvcache.pool.tiers import BlockLocation
 from serving.errors import CorruptChunk
+from serving.messages import Tier
 
 SLAB_BYTES = 2 << 20  # of a slab at most, unless a single part has more: what a lent buffer holds
 READ_AHEAD_BYTES = 8 << 20  # of all files of one read together: the first slab waits for so much
@@ -25,36 +24,25 @@ LEAST_READ_BYTES = 1 << 17  # of one file at a time
 log = logging.getLogger("millrace.kvcache")
 
 
-@dataclass(frozen=True, slots=True)
-class BlockPart:
-    """One part of one block, verified."""
-
-    digest: bytes
-    data: memoryview
+BlockPart = tuple[bytes, memoryview]
+"""The digest and the bytes of one part, verified."""
 
 
 class MemorySource:
-    """A block in memory. Parts are asked for in order, from `first` on."""
+    """A block in memory."""
 
     tier = Tier.RAM
 
-    def __init__(self, block: PoolBlock, first: int):
+    def __init__(self, block: PoolBlock):
         self.block = block
-        self._view = memoryview(block.payload)
-        self._start = sum(block.sizes[:first])
 
     def read(self, part: int) -> BlockPart | None:
         """None when the block has no such part. Raises CorruptChunk."""
-        block = self.block
-        if part >= len(block.sizes):
+        if part >= self.block.parts:
             return None
-        end = self._start + block.sizes[part]
-        data = self._view[self._start : end]
-        self._start = end
-        digest = block.digest(part)
-        if part_digest(block.key, part, block.parts, data) != digest:
-            raise CorruptChunk(f"part {part} of a block in memory does not match its digest", code="digest")
-        return BlockPart(digest, data)
+        data = self.block.part(part)
+        self.block.verify_part(part, data)
+        return self.block.digest(part), data
 
 
 class FileSource:
@@ -74,21 +62,14 @@ class FileSource:
         self._read = read
         self._keep = keep
         self._ranges: list[PartRange] = []
-        self._start = 0  # of the next part in the last range
 
     def read(self, part: int) -> BlockPart | None:
         """None when the block has no such part. Raises CorruptChunk, and OSError when the file cannot be read now."""
         if not self._ranges or part >= self._ranges[-1].last:
             found = self._read(part, self._last, self._most)
             self._ranges = [*self._ranges, found] if self._keep else [found]
-            self._start = 0
         found = self._ranges[-1]
-        if part >= found.last:
-            return None
-        end = self._start + found.header.sizes[part]
-        data = memoryview(found.payload)[self._start : end]
-        self._start = end
-        return BlockPart(found.header.digest(part), data)
+        return (found.header.digest(part), found.part(part)) if part < found.last else None
 
     def take_whole(self) -> PoolBlock | None:
         """The block, once, when every part of it has been read and kept, and was of one and the same file."""
@@ -127,7 +108,7 @@ class ReadBackend(Protocol):
 
 
 class Reader:
-    """One read of parts first..last (exclusive; 0: all) of some blocks; `places` says where each is, in order.
+    """One read of parts first..last (exclusive; 0: all) of some blocks; `locations` says where each is, in order.
 
     What is read whole from disk is offered for promotion, the first `keep_bytes` of it. `tallies` is what there is to
     count, by tier.
@@ -136,7 +117,7 @@ class Reader:
     def __init__(
         self,
         backend: ReadBackend,
-        places: Sequence[BlockLocation],
+        locations: Sequence[BlockLocation],
         first: int,
         last: int,
         *,
@@ -149,39 +130,42 @@ class Reader:
         self._last = last
         self._keep_bytes = keep_bytes
         self._clock = clock
-        files = sum(place.block is None and place.record is not None for place in places)
+        files = sum(location.block is None and location.record is not None for location in locations)
         self._most = max(LEAST_READ_BYTES, READ_AHEAD_BYTES // max(1, files))
-        self._sources = [self._source(place, first) for place in places]
-        self._counted = [False] * len(places)
+        self._sources = [self._source(location, first) for location in locations]
+        self._counted = [False] * len(locations)
 
     def slabs(self) -> Iterator[Slab]:
         """Part by part; a block that has no more, or cannot be read, is left out from then on."""
         part = self._first
         left = [index for index, source in enumerate(self._sources) if source is not None]
         while left and (not self._last or part < self._last):
-            batch, indices, left = _Batch(part), left, []
+            batch: list[SlabPart] = []
+            size, indices, left = 0, left, []
             for index in indices:
                 found = self._read(index, part)
                 if found is None:
                     self._sources[index] = None
                     continue
                 left.append(index)
-                if batch.indices and batch.bytes + len(found.data) > SLAB_BYTES:
-                    yield batch.slab()
-                    batch = _Batch(part)
-                batch.add(index, found)
-            if batch.indices:
-                yield batch.slab()
+                digest, data = found
+                if batch and size + len(data) > SLAB_BYTES:
+                    yield Slab.of(part, batch)
+                    batch, size = [], 0
+                batch.append((index, digest, data))
+                size += len(data)
+            if batch:
+                yield Slab.of(part, batch)
             part += 1
 
-    def _source(self, place: BlockLocation, first: int) -> MemorySource | FileSource | None:
-        if place.block is not None:
-            return MemorySource(place.block, first)
-        if place.record is None:
+    def _source(self, location: BlockLocation, first: int) -> MemorySource | FileSource | None:
+        if location.block is not None:
+            return MemorySource(location.block)
+        if location.record is None:
             return None
-        self._keep_bytes -= place.record.size
-        read = partial(self._backend.read_file, place.record)
-        return FileSource(place.record, self._last, self._most, read, keep=first == 0 and self._keep_bytes >= 0)
+        self._keep_bytes -= location.record.size
+        read = partial(self._backend.read_file, location.record)
+        return FileSource(location.record, self._last, self._most, read, keep=first == 0 and self._keep_bytes >= 0)
 
     def _read(self, index: int, part: int) -> BlockPart | None:
         """The next part of a block, from the first tier that has it undamaged."""
@@ -196,14 +180,14 @@ class Reader:
                 log.warning("a block of the KV pool cannot be read: %s", error)
                 return None
             if found is not None:
-                self._count(index, source, found, self._clock() - started)
+                self._count(index, source, len(found[1]), self._clock() - started)
             return found
         return None
 
-    def _count(self, index: int, source: MemorySource | FileSource, found: BlockPart, seconds: float) -> None:
+    def _count(self, index: int, source: MemorySource | FileSource, size: int, seconds: float) -> None:
         tally = self.tallies[source.tier]
         tally.hits += not self._counted[index]
-        tally.bytes_read += len(found.data)
+        tally.bytes_read += size
         tally.read_seconds += seconds
         self._counted[index] = True
         if isinstance(source, FileSource) and (block := source.take_whole()) is not None:
@@ -213,27 +197,3 @@ class Reader:
         if isinstance(source, MemorySource):
             return self._backend.drop_damaged_block(source.block, why)
         return self._backend.drop_damaged_file(source.record, why)
-
-
-@dataclass(slots=True)
-class _Batch:
-    """A slab in the making."""
-
-    part: int
-    bytes: int = 0
-    indices: list[int] = field(default_factory=list)
-    parts: list[BlockPart] = field(default_factory=list)
-
-    def add(self, index: int, part: BlockPart) -> None:
-        self.indices.append(index)
-        self.parts.append(part)
-        self.bytes += len(part.data)
-
-    def slab(self) -> Slab:
-        return Slab(
-            part=self.part,
-            indices=tuple(self.indices),
-            sizes=tuple(len(part.data) for part in self.parts),
-            digests=b"".join(part.digest for part in self.parts),
-            payload=b"".join(part.data for part in self.parts),
-        )

@@ -5,21 +5,21 @@ The in-process form is the node itself (kvcache.pool.node).
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
 
 from kvcache.pool.block import PoolBlock, Slab
-from kvcache.pool.links import BlockEntry, BlockSelection, PoolEvent, PoolStat
+from kvcache.pool.links import BlockEntry, BlockSelection, PoolEvent
 from kvcache.pool.wire import (
     GET,
     PUT,
     UNREADABLE,
     SlabFrame,
     batches,
-    entry_from_pb,
-    event_from_pb,
     put_frame,
     put_framing,
-    selection_to_pb,
     slab_framing,
     slab_of,
 )
@@ -30,18 +30,29 @@ from serving.messages import PoolReport
 from serving.proto import pool_pb2 as pb
 from serving.proto import pool_pb2_grpc as stubs
 from serving.rpc import Caller, asking
-from serving.wire import from_pb
+from serving.wire import from_pb, to_pb
 
 CALL_SECONDS = 5.0
 LONG_SECONDS = 120.0  # a stream of slabs or entries, an eviction: the reader sees progress, and may stop
 VERIFY_SECONDS = 3600.0  # reads a whole disk
 
+T = TypeVar("T")
+
 
 class RemoteNode:
-    """`seconds` is the deadline of calls that are answered at once; `lenders` are lent to nodes."""
+    """The node at host:port, to which nothing is sent before the first call.
 
-    def __init__(self, caller: Caller, seconds: float = CALL_SECONDS, lenders: MemoryLenders | None = None):
-        self.caller = caller
+    `seconds` is the deadline of calls that are answered at once; `lenders` are lent to it.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        cluster_key: str | None = None,
+        seconds: float = CALL_SECONDS,
+        lenders: MemoryLenders | None = None,
+    ):
+        self.caller = caller = Caller(address, cluster_key)
         self.seconds = seconds
         self._for_gets = PeerLender(lenders)
         self._for_puts = PeerLender(lenders, only=SHM)  # the memory of one host alone can be read by another process
@@ -68,8 +79,7 @@ class RemoteNode:
         """Unless the node has answered it may still read: what it finds then, a digest tells."""
         answered = False
         try:
-            with asking(self.caller.address):
-                reply = await self._put(put_frame(blocks, lent), metadata=self.caller.metadata, timeout=LONG_SECONDS)
+            reply = await self._ask(self._put, put_frame(blocks, lent), LONG_SECONDS)
             answered = True
         finally:
             lent.give_back(settled=answered)
@@ -77,25 +87,19 @@ class RemoteNode:
 
     async def lookup(self, keys: Sequence[bytes], pin_seconds: float = 0.0) -> list[bool]:
         request = pb.LookupRequest(keys=keys, pin_seconds=pin_seconds)
-        with asking(self.caller.address):
-            reply = await self._stub.Lookup(request, metadata=self.caller.metadata, timeout=self.seconds)
-        return list(reply.found)
+        return list((await self._ask(self._stub.Lookup, request, self.seconds)).found)
 
-    async def get(self, keys: Sequence[bytes], first_part: int, last_part: int) -> AsyncIterator[Slab]:
+    async def get(self, keys: Sequence[bytes], first_part: int, last_part: int) -> AsyncGenerator[Slab, None]:
         request = pb.GetRequest(keys=keys, first_part=first_part, last_part=last_part)
         lent = await self._for_gets.lend()
         if lent:
             request.transport, request.offer = lent.offer.kind, lent.offer.details
             request.buffers.extend(lent.addresses)
             request.buffer_size = lent.size
-        settled = False
-        try:
-            call = self._get(metadata=self.caller.metadata, timeout=LONG_SECONDS)
-        except BaseException:
-            lent.give_back(settled=True)
-            raise
+        call, settled = None, True
         try:
             with asking(self.caller.address):
+                call, settled = self._get(metadata=self.caller.metadata, timeout=LONG_SECONDS), False
                 await call.write(pb.GetMessage(request=request))
                 async for frame in call:
                     if frame.message.end:
@@ -107,7 +111,8 @@ class RemoteNode:
                     yield slab
             settled = True  # the node has ended its stream: it writes no more
         finally:
-            call.cancel()
+            if call is not None:
+                call.cancel()
             lent.give_back(settled=settled)
 
     def _taken(self, frame: SlabFrame, lent: LentBuffers) -> Slab:
@@ -120,50 +125,37 @@ class RemoteNode:
         return slab_of(message, payload)
 
     async def evict(self, what: BlockSelection) -> int:
-        with asking(self.caller.address):
-            reply = await self._stub.Evict(selection_to_pb(what), metadata=self.caller.metadata, timeout=LONG_SECONDS)
-        return int(reply.blocks)
-
-    async def stat(self) -> PoolStat:
-        return (await self.report()).stat
+        return int((await self._ask(self._stub.Evict, to_pb(what, pb.Selection), LONG_SECONDS)).blocks)
 
     async def report(self) -> PoolReport:
-        with asking(self.caller.address):
-            reply = await self._stub.Stat(pb.StatRequest(), metadata=self.caller.metadata, timeout=self.seconds)
-        return from_pb(reply, PoolReport)
+        return from_pb(await self._ask(self._stub.Stat, pb.StatRequest(), self.seconds), PoolReport)
 
-    async def entries(self, what: BlockSelection) -> AsyncIterator[BlockEntry]:
-        call = self._stub.List(selection_to_pb(what), metadata=self.caller.metadata, timeout=LONG_SECONDS)
-        try:
-            with asking(self.caller.address):
-                async for message in call:
-                    yield entry_from_pb(message)
-        finally:
-            call.cancel()
+    def entries(self, what: BlockSelection) -> AsyncGenerator[BlockEntry, None]:
+        return self._stream(self._stub.List, to_pb(what, pb.Selection), BlockEntry, LONG_SECONDS)
 
     async def verify(self) -> tuple[int, int]:
-        with asking(self.caller.address):
-            reply = await self._stub.Verify(pb.VerifyRequest(), metadata=self.caller.metadata, timeout=VERIFY_SECONDS)
+        reply = await self._ask(self._stub.Verify, pb.VerifyRequest(), VERIFY_SECONDS)
         return int(reply.read), int(reply.corrupt)
 
-    async def events(self) -> AsyncIterator[PoolEvent]:
-        call = self._stub.Events(pb.EventsRequest(), metadata=self.caller.metadata)
-        try:
-            with asking(self.caller.address):
-                async for message in call:
-                    yield event_from_pb(message)
-        finally:
-            call.cancel()
+    def events(self) -> AsyncGenerator[PoolEvent, None]:
+        return self._stream(self._stub.Events, pb.EventsRequest(), PoolEvent, None)
 
     async def close(self) -> None:
         await self.caller.close()
 
+    async def _ask(self, method: Any, request: Any, seconds: float) -> Any:
+        """The answer to one message."""
+        with asking(self.caller.address):
+            return await method(request, metadata=self.caller.metadata, timeout=seconds)
 
-def dial(
-    address: str,
-    cluster_key: str | None = None,
-    seconds: float = CALL_SECONDS,
-    lenders: MemoryLenders | None = None,
-) -> RemoteNode:
-    """The node at host:port. Nothing is sent before the first call."""
-    return RemoteNode(Caller(address, cluster_key), seconds, lenders)
+    async def _stream(
+        self, method: Any, request: Message, kind: type[T], seconds: float | None
+    ) -> AsyncGenerator[T, None]:
+        """The messages that answer one, as dataclasses of this kind."""
+        with asking(self.caller.address):
+            call = method(request, metadata=self.caller.metadata, timeout=seconds)
+            try:
+                async for message in call:
+                    yield from_pb(message, kind)
+            finally:
+                call.cancel()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import TypeVar, cast
 
 import grpc
 from grpc import aio
 
 from kvcache.pool.block import Slab
+from kvcache.pool.links import BlockSelection
 from kvcache.pool.node import PoolNode
 from kvcache.pool.wire import (
     END,
@@ -19,10 +19,7 @@ from kvcache.pool.wire import (
     PutFrame,
     SlabFrame,
     blocks_of,
-    entry_to_pb,
-    event_to_pb,
     put_framing,
-    selection_from_pb,
     slab_frame,
     slab_framing,
 )
@@ -33,9 +30,7 @@ from serving.messages import TransportOffer
 from serving.proto import pool_pb2 as pb
 from serving.proto import pool_pb2_grpc as stubs
 from serving.rpc import answering, handle
-from serving.wire import to_pb
-
-T = TypeVar("T")
+from serving.wire import from_pb, to_pb
 
 
 class PoolService(stubs.PoolServicer):
@@ -86,9 +81,9 @@ class PoolService(stubs.PoolServicer):
             freeing = asyncio.create_task(_take_freed(messages, buffers), name="get-freed")
             try:
                 await buffers.connect()
-                slabs = self.node.get(tuple(request.keys), request.first_part, request.last_part)
-                async with closing(slabs) as sent:
-                    async for slab in sent:
+                found = self.node.get(tuple(request.keys), request.first_part, request.last_part)
+                async with aclosing(found) as slabs:
+                    async for slab in slabs:
                         yield await _sent(slab, buffers)
                 if request.buffers:  # a message on its way to a stream that is over would break it
                     yield END
@@ -100,7 +95,7 @@ class PoolService(stubs.PoolServicer):
 
     async def Evict(self, request: pb.Selection, context: aio.ServicerContext) -> pb.EvictReply:
         async with answering(context):
-            blocks = await self.node.evict(selection_from_pb(request))
+            blocks = await self.node.evict(from_pb(request, BlockSelection))
         return pb.EvictReply(blocks=blocks)
 
     async def Stat(self, request: pb.StatRequest, context: aio.ServicerContext) -> pb.PoolStat:
@@ -109,9 +104,9 @@ class PoolService(stubs.PoolServicer):
         return to_pb(report, pb.PoolStat)
 
     async def List(self, request: pb.Selection, context: aio.ServicerContext) -> AsyncIterator[pb.PoolEntry]:
-        async with answering(context), closing(self.node.entries(selection_from_pb(request))) as entries:
-            async for entry in entries:
-                yield entry_to_pb(entry)
+        async with answering(context), aclosing(self.node.entries(from_pb(request, BlockSelection))) as found:
+            async for entry in found:
+                yield to_pb(entry, pb.PoolEntry)
 
     async def Verify(self, request: pb.VerifyRequest, context: aio.ServicerContext) -> pb.VerifyReply:
         async with answering(context):
@@ -119,9 +114,9 @@ class PoolService(stubs.PoolServicer):
         return pb.VerifyReply(read=read, corrupt=corrupt)
 
     async def Events(self, request: pb.EventsRequest, context: aio.ServicerContext) -> AsyncIterator[pb.PoolEvent]:
-        async with answering(context), closing(self.node.events()) as events:
+        async with answering(context), aclosing(self.node.events()) as events:
             async for event in events:
-                yield event_to_pb(event)
+                yield to_pb(event, pb.PoolEvent)
 
 
 async def _take_freed(messages: AsyncIterator[pb.GetMessage], buffers: BufferSender) -> None:
@@ -138,8 +133,3 @@ async def _sent(slab: Slab, buffers: BufferSender) -> SlabFrame:
         if await buffers.arrived(buffers.write(buffer, slab.payload)):
             return slab_frame(slab, buffer)
     return slab_frame(slab)
-
-
-def closing(stream: AsyncIterator[T]) -> aclosing[AsyncGenerator[T, None]]:
-    """Close a stream of the node as soon as its caller is gone."""
-    return aclosing(cast("AsyncGenerator[T, None]", stream))

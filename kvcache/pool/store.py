@@ -10,23 +10,23 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, takewhile
 
 from kvcache.pool.block import PoolBlock, Slab, verify_block
+from kvcache.pool.block_index import NamespaceTotal
 from kvcache.pool.disk import NAMESPACE, BlockFolder, PartRange
 from kvcache.pool.disk_writer import DiskWriter
 from kvcache.pool.eviction import BlockRecord
-from kvcache.pool.links import BlockEntry, BlockSelection, NamespaceStat, Tier, TierStat
-from kvcache.pool.reading import SLAB_BYTES, Reader
+from kvcache.pool.links import BlockEntry, BlockSelection
+from kvcache.pool.reading import Reader
 from kvcache.pool.storeconfig import StoreConfig
 from kvcache.pool.tiers import BlockLocation, Tiers
 from serving.errors import CorruptChunk, Draining, InvalidRequest, Overloaded
-
-__all__ = ["SLAB_BYTES", "BlockStore", "StoreConfig"]
+from serving.messages import NamespaceStat, Tier, TierStat
 
 FLUSH_SECONDS = 20.0  # that closing spends on writing to disk
 MOST_PROMOTED_BYTES = 1 << 29  # by one read
@@ -59,7 +59,7 @@ class BlockStore:
         self._folder: BlockFolder | None = None
         self._writer: DiskWriter | None = None
         if config.disk_path is not None:
-            self._folder = self._loaded(BlockFolder(config.disk_path, fsync=config.fsync))
+            self._folder = self._loaded(BlockFolder(config.disk_path))
             self._writer = DiskWriter(
                 self._changed,
                 following=lambda: next(iter(self._tiers.waiting.values()), None),
@@ -72,8 +72,9 @@ class BlockStore:
         now, epoch = self._clock(), time.time()
         for file in folder.scan():
             stored_at = now - max(0.0, epoch - file.written_at)
-            for record in self._tiers.load(file.key, file.namespace, max(1, file.bytes), stored_at, now):
+            for record in self._tiers.load(BlockRecord(file.key, file.namespace, max(1, file.bytes), stored_at), now):
                 folder.remove(record.key, record.namespace)
+        self._tiers.index.take_changes()  # nothing of it has come or gone since there were listeners
         return folder
 
     # ---- storing -----------------------------------------------------------------------------------------------
@@ -173,21 +174,21 @@ class BlockStore:
             self.found += sum(found)
         return found
 
-    def read(self, keys: Sequence[bytes], first_part: int, last_part: int) -> Iterator[Slab]:
+    def read(self, keys: Sequence[bytes], first_part: int, last_part: int) -> Generator[Slab, None, None]:
         """Parts first_part..last_part (exclusive; 0: all) of a chain's blocks, part by part.
 
-        Slabs have at most SLAB_BYTES, or one part. A key that is not here, or whose bytes are found wrong in every
-        tier, is left out from then on.
+        Slabs are cut by reading.Reader. A key that is not here, or whose bytes are found wrong in every tier, is left
+        out from then on.
         """
         with self._lock:
-            places = self._tiers.use(keys)
+            locations = self._tiers.use(keys)
         keep_bytes = min(self.config.ram_bytes, MOST_PROMOTED_BYTES)
-        reader = Reader(self, places, first_part, last_part, keep_bytes=keep_bytes, clock=self._clock)
+        reader = Reader(self, locations, first_part, last_part, keep_bytes=keep_bytes, clock=self._clock)
         try:
             yield from reader.slabs()
         finally:
             with self._lock:
-                self._tiers.ram.lru.counters.add(reader.tallies[Tier.RAM])
+                self._tiers.ram.counters.add(reader.tallies[Tier.RAM])
                 self._tiers.disk.counters.add(reader.tallies[Tier.DISK])
 
     def verify(self, stopped: Callable[[], bool] = lambda: False) -> tuple[int, int]:
@@ -196,7 +197,7 @@ class BlockStore:
         A disk may take an hour, so it is asked before each copy whether to go on.
         """
         with self._lock:
-            blocks = list(self._tiers.ram)
+            blocks = [record.block for record in self._tiers.ram]
             files = [record for record in self._tiers.disk if record.key not in self._tiers.waiting]
         copies = chain(
             (partial(self._damaged_block, block) for block in blocks),
@@ -238,20 +239,20 @@ class BlockStore:
     def drop_damaged_block(self, block: PoolBlock, why: CorruptChunk) -> BlockLocation:
         with self._changes_told():
             ours = self._tiers.drop_damaged_block(block)
-            place = self._tiers.place(block.key)
+            location = self._tiers.location(block.key)
         if ours:
             log.warning("a block of the KV pool was dropped from ram: %s", why)
-        return place
+        return location
 
     def drop_damaged_file(self, record: BlockRecord, why: CorruptChunk) -> BlockLocation:
         with self._changes_told():
             ours = self._tiers.drop_damaged_file(record)
             self._leaving.update([record.key] if ours else [])
-            place = self._tiers.place(record.key)
+            location = self._tiers.location(record.key)
         if ours:
             log.warning("a block of the KV pool was dropped from disk: %s", why)
             self._remove_files([record])
-        return place
+        return location
 
     # ---- administration ----------------------------------------------------------------------------------------
 
@@ -285,21 +286,19 @@ class BlockStore:
     def tier_stats(self) -> dict[Tier, TierStat]:
         """The tiers there are."""
         with self._lock:
-            tiers = {Tier.RAM: self._tiers.ram.lru, Tier.DISK: self._tiers.disk}
-            return {tier: lru.stat() for tier, lru in tiers.items() if lru.capacity}
+            stats = {Tier.RAM: self._tiers.ram.stat(), Tier.DISK: self._tiers.disk.stat()}
+            return {tier: stat for tier, stat in stats.items() if stat.capacity}
 
     def namespace_stats(self) -> dict[str, NamespaceStat]:
         """Namespaces that hold blocks or have a quota of their own; a block in two tiers counts once."""
         quotas = self.config.quotas
         with self._lock:
-            totals = self._tiers.index.totals
+            totals = {**dict.fromkeys(quotas, NamespaceTotal()), **self._tiers.index.totals}
             return {
                 name: NamespaceStat(
-                    bytes=totals[name].bytes if name in totals else 0,
-                    blocks=totals[name].blocks if name in totals else 0,
-                    quota=quotas.get(name, self.config.default_quota),
+                    bytes=held.bytes, blocks=held.blocks, quota=quotas.get(name, self.config.default_quota)
                 )
-                for name in sorted({*totals, *quotas})
+                for name, held in sorted(totals.items())
             }
 
     @property

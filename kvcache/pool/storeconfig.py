@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from kvcache.pool.eviction import QuotaLru, Quotas
+from kvcache.pool.eviction import QuotaLru
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +25,6 @@ class StoreConfig:
     quotas: Mapping[str, int] = field(default_factory=dict)
     default_quota: int = 0
     backlog: int = 256
-    fsync: bool = False  # survive a power failure, not only the death of the process
 
     def __post_init__(self) -> None:
         if min(self.ram_bytes, self.disk_bytes, self.default_quota, *self.quotas.values()) < 0:
@@ -49,7 +48,7 @@ class StoreConfig:
         """Capacity of the lowest tier, which decides whether a block is lost."""
         return self.disk_bytes or self.ram_bytes
 
-    def lru(self, capacity: int) -> QuotaLru:
+    def lru(self, capacity: int) -> QuotaLru[Any]:
         """An empty tier. RAM above a bigger disk keeps its share of each quota, the disk all of it."""
-        scale = min(1.0, capacity / self.lowest_bytes)
-        return QuotaLru(capacity, Quotas(by_namespace=self.quotas, default=self.default_quota, scale=scale))
+        share = min(1.0, capacity / self.lowest_bytes)
+        return QuotaLru(capacity, lambda namespace: int(self.quotas.get(namespace, self.default_quota) * share))

@@ -6,15 +6,15 @@ Pure: `now` is handed in, and files are written, read and removed by the store. 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from kvcache.pool.block import PoolBlock
 from kvcache.pool.block_index import BlockIndex
 from kvcache.pool.blockfile import stored_bytes
-from kvcache.pool.eviction import BlockRecord, Pins
-from kvcache.pool.links import BlockEntry, Tier
-from kvcache.pool.ram import RamTier
+from kvcache.pool.eviction import BlockRecord, Pins, QuotaLru
+from kvcache.pool.links import BlockEntry
 from kvcache.pool.storeconfig import StoreConfig
+from serving.messages import Tier
 
 UNLIMITED = 1 << 62
 
@@ -27,6 +27,13 @@ class BlockLocation:
     record: BlockRecord | None
 
 
+@dataclass(slots=True)
+class RamRecord(BlockRecord):
+    """A block in RAM with its bytes."""
+
+    block: PoolBlock = field(kw_only=True)
+
+
 class Tiers:
     """RAM and disk; a tier that is not there has no capacity.
 
@@ -37,8 +44,8 @@ class Tiers:
 
     def __init__(self, config: StoreConfig):
         self.config = config
-        self.ram = RamTier(config.lru(config.ram_bytes))
-        self.disk = config.lru(config.disk_bytes)
+        self.ram: QuotaLru[RamRecord] = config.lru(config.ram_bytes)
+        self.disk: QuotaLru[BlockRecord] = config.lru(config.disk_bytes)
         self.waiting: dict[bytes, PoolBlock] = {}
         self.pins = Pins()
         self.index = BlockIndex()
@@ -63,14 +70,14 @@ class Tiers:
             self.index.add(BlockRecord(block.key, block.namespace, stored_bytes(block), now))
         return in_ram or to_disk
 
-    def load(self, key: bytes, namespace: str, size: int, stored_at: float, now: float) -> list[BlockRecord]:
+    def load(self, file: BlockRecord, now: float) -> list[BlockRecord]:
         """A file that was there at the start: those that have no room now, itself perhaps."""
-        gone = self.disk.admit(key, namespace, size, stored_at=stored_at, now=now)
+        gone = self.disk.admit(file, now)
         if gone is None:
-            return [BlockRecord(key, namespace, size, stored_at)]
-        self.index.add(BlockRecord(key, namespace, size, stored_at), tell=False)
+            return [file]
+        self.index.add(replace(file))
         for record in gone:
-            self.index.remove(record.key, tell=False)
+            self.index.remove(record.key)
         return gone
 
     def promote(self, block: PoolBlock, now: float) -> None:
@@ -80,12 +87,20 @@ class Tiers:
             self._into_ram(block, record.stored_at, now)
 
     def _into_ram(self, block: PoolBlock, stored_at: float, now: float) -> bool:
-        gone = self.ram.put(block, stored_at=stored_at, now=now, pinned=self.pins)
-        for victim in gone or ():
+        """True if it is there now. `stored_at` is when the node got it, earlier than `now` if it comes up from disk."""
+        if block.key in self.ram:
+            self.ram.touch(block.key)
+            return True
+        record = RamRecord(block.key, block.namespace, stored_bytes(block), stored_at, block=block)
+        gone = self.ram.admit(record, now, self.pins)
+        if gone is None:
+            return False
+        self.ram.counters.bytes_written += len(block.payload)
+        for victim in gone:
             if self._goes_down(victim.key):
-                self.waiting[victim.key] = victim
+                self.waiting[victim.key] = victim.block
             self._settle(victim.key)
-        return gone is not None
+        return True
 
     def _goes_down(self, key: bytes) -> bool:
         """True if a block that leaves RAM has to be written. With "through" it has been, but its file may have been
@@ -105,15 +120,7 @@ class Tiers:
         assert known is not None, "what waits is indexed"
         if full:
             self.disk.remove(block.key)
-        gone = self.disk.admit(
-            known.key,
-            known.namespace,
-            known.size,
-            stored_at=known.stored_at,
-            now=now,
-            pinned=self.pins,
-            capacity=self.disk.bytes if full else None,
-        )
+        gone = self.disk.admit(replace(known), now, self.pins, self.disk.bytes if full else None)
         if gone is None:
             del self.waiting[block.key]
         for key in [block.key, *(record.key for record in gone or ())]:
@@ -139,21 +146,25 @@ class Tiers:
     def write_all(self) -> None:
         """Everything that is in RAM alone has to go to disk now."""
         if self.disk.capacity:
-            for block in self.ram:
-                if block.key not in self.disk:
-                    self.waiting[block.key] = block
+            for record in self.ram:
+                if record.key not in self.disk:
+                    self.waiting[record.key] = record.block
 
     # ---- blocks that are asked for -----------------------------------------------------------------------------
 
     def use(self, keys: Sequence[bytes]) -> list[BlockLocation]:
         """Where each of a chain's blocks can be read; counts as a use of those that are here, in every tier."""
         for key in reversed(keys):
-            self.ram.lru.touch(key)
+            self.ram.touch(key)
             self.disk.touch(key)
-        return [self.place(key) for key in keys]
+        return [self.location(key) for key in keys]
 
-    def place(self, key: bytes) -> BlockLocation:
-        return BlockLocation(self.ram.get(key) or self.waiting.get(key), self.disk.get(key))
+    def location(self, key: bytes) -> BlockLocation:
+        return BlockLocation(self._in_ram(key) or self.waiting.get(key), self.disk.get(key))
+
+    def _in_ram(self, key: bytes) -> PoolBlock | None:
+        record = self.ram.get(key)
+        return None if record is None else record.block
 
     def entries(self, chosen: Iterable[BlockRecord], now: float) -> list[BlockEntry]:
         return [
@@ -186,13 +197,13 @@ class Tiers:
     def drop_damaged_block(self, block: PoolBlock) -> bool:
         """A block in memory is not what it should be; a file of it, written before, may still be. False if the block
         has been dropped anyway."""
-        in_ram, waits = self.ram.get(block.key) is block, self.waiting.get(block.key) is block
+        in_ram, waits = self._in_ram(block.key) is block, self.waiting.get(block.key) is block
         if in_ram:
             self.ram.remove(block.key)
         if waits:
             del self.waiting[block.key]
             self.disk.remove(block.key)  # that file holds the same bytes, or will
-        self.ram.lru.counters.corrupt += in_ram or waits
+        self.ram.counters.corrupt += in_ram or waits
         self._settle(block.key)
         return in_ram or waits
 

@@ -1,14 +1,13 @@
-"""The pool's messages to protobuf and back, and their framing: blocks of a put, slabs of a get, listings and events.
+"""The pool's messages that carry payloads to protobuf and back, and their framing: blocks of a put, slabs of a get.
 
-What nodes report of themselves is in serving/wire.py, since routers read it too.
+All others cross as serving/wire.py has it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvcache.pool.block import PoolBlock, Slab
-from kvcache.pool.links import BlockEntry, BlockSelection, PoolEvent, Tier
+from kvcache.pool.block import PoolBlock, Slab, cut
 from kvcache.transfer.framing import Frame, Framing
 from kvcache.transfer.lent_memory import GRPC, TRANSFER_BYTES, LentBuffers, TransferUnavailable
 from kvcache.transfer.shared_memory import mapped
@@ -47,27 +46,17 @@ def blocks_of(frame: PutFrame) -> list[PoolBlock]:
     to the payload.
     """
     message = frame.message
-    payload = _read(message) if message.HasField("address") else frame.payload
-    blocks, start = [], 0
-    for block in message.blocks:
-        end = start + sum(block.sizes)
-        blocks.append(
-            PoolBlock(
-                key=block.key,
-                namespace=block.namespace,
-                sizes=tuple(block.sizes),
-                digests=block.digests,
-                payload=bytes(payload[start:end]),
-            )
-        )
-        start = end
-    if start != len(payload):
+    sizes = [sum(block.sizes) for block in message.blocks]
+    payload = _read(message, sum(sizes)) if message.HasField("address") else frame.payload
+    if sum(sizes) != len(payload):
         raise CorruptChunk("the blocks of a put do not add up to its bytes", code="length")
-    return blocks
+    return [
+        PoolBlock(key=b.key, namespace=b.namespace, sizes=tuple(b.sizes), digests=b.digests, payload=bytes(data))
+        for b, data in zip(message.blocks, cut(payload, sizes), strict=True)
+    ]
 
 
-def _read(message: pb.PutRequest) -> memoryview:
-    size = sum(sum(block.sizes) for block in message.blocks)
+def _read(message: pb.PutRequest, size: int) -> memoryview:
     try:
         memory = mapped(message.memory)
     except TransferUnavailable as error:
@@ -96,66 +85,13 @@ def batches(blocks: Iterable[PoolBlock]) -> Iterator[list[PoolBlock]]:
 
 def slab_frame(slab: Slab, buffer: int | None = None) -> SlabFrame:
     """With its bytes, or, if they lie in one of the asker's buffers, with that buffer's number."""
-    message = pb.Slab(
-        part=slab.part,
-        indices=slab.indices,
-        sizes=slab.sizes,
-        digests=slab.digests,
-        buffer=buffer,
-        buffer_bytes=0 if buffer is None else len(slab.payload),
-    )
-    return Frame(message, (slab.payload,) if buffer is None else ())
+    message = pb.Slab(part=slab.part, indices=slab.indices, sizes=slab.sizes, digests=slab.digests)
+    if buffer is None:
+        return Frame(message, (slab.payload,))
+    message.buffer, message.buffer_bytes = buffer, len(slab.payload)
+    return Frame(message)
 
 
 def slab_of(message: pb.Slab, payload: bytes | memoryview, via: str = GRPC) -> Slab:
-    return Slab(
-        part=message.part,
-        indices=tuple(message.indices),
-        sizes=tuple(message.sizes),
-        digests=message.digests,
-        payload=payload,
-        via=via,
-    )
-
-
-# ---- listings and events ---------------------------------------------------------------------------------------------
-
-
-def selection_to_pb(what: BlockSelection) -> pb.Selection:
-    return pb.Selection(namespace=what.namespace, keys=what.keys)
-
-
-def selection_from_pb(message: pb.Selection) -> BlockSelection:
-    return BlockSelection(
-        namespace=message.namespace if message.HasField("namespace") else None, keys=tuple(message.keys)
-    )
-
-
-def entry_to_pb(entry: BlockEntry) -> pb.PoolEntry:
-    return pb.PoolEntry(
-        key=entry.key,
-        namespace=entry.namespace,
-        bytes=entry.bytes,
-        tiers=[tier.value for tier in entry.tiers],
-        age_seconds=entry.age_seconds,
-        pinned=entry.pinned,
-    )
-
-
-def entry_from_pb(message: pb.PoolEntry) -> BlockEntry:
-    return BlockEntry(
-        key=message.key,
-        namespace=message.namespace,
-        bytes=message.bytes,
-        tiers=tuple(Tier(tier) for tier in message.tiers),
-        age_seconds=message.age_seconds,
-        pinned=message.pinned,
-    )
-
-
-def event_to_pb(event: PoolEvent) -> pb.PoolEvent:
-    return pb.PoolEvent(kind=event.kind, keys=event.keys, sequence=event.sequence)
-
-
-def event_from_pb(message: pb.PoolEvent) -> PoolEvent:
-    return PoolEvent(kind=message.kind, keys=tuple(message.keys), sequence=message.sequence)
+    indices, sizes = tuple(message.indices), tuple(message.sizes)
+    return Slab(part=message.part, indices=indices, sizes=sizes, digests=message.digests, payload=payload, via=via)

@@ -60,19 +60,10 @@ class MemoryLender:
         first = self._first_address + part * TRANSFER_BYTES
         return LentBuffers(self, part, tuple(range(first, first + TRANSFER_BYTES, BUFFER_BYTES)), BUFFER_BYTES)
 
-    def read(self, lent: LentBuffers, index: int, length: int) -> bytes | memoryview:
-        """A copy of a buffer's first bytes; empty for a buffer that does not exist."""
-        if not (index < len(lent.addresses) and length <= lent.size):
-            return b""
-        start = lent.addresses[index] - self._first_address
-        return self.memory[start : start + length].copy().data
-
-    def fill(self, lent: LentBuffers, parts: Iterable[bytes | memoryview]) -> None:
-        """Copy the parts, TRANSFER_BYTES at most, to the first buffer and on, for another process to read."""
-        at = lent.addresses[0] - self._first_address
-        for part in parts:
-            self.memory[at : at + len(part)] = np.frombuffer(part, dtype=np.uint8)
-            at += len(part)
+    def at(self, address: int, length: int) -> Bytes:
+        """The memory from this address on; no copy."""
+        start = address - self._first_address
+        return self.memory[start : start + length]
 
     def take_back(self, lent: LentBuffers, *, settled: bool) -> None:
         self.lending.take_back(lent.part, time.monotonic(), settled=settled)
@@ -102,12 +93,18 @@ class LentBuffers:
         return self.lender.offer if self.lender is not None else TransportOffer(kind="", details=b"")
 
     def read(self, index: int, length: int) -> bytes | memoryview:
-        """See MemoryLender.read. What was not lent holds nothing, which its digest then tells."""
-        return self.lender.read(self, index, length) if self.lender is not None else b""
+        """A copy of a buffer's first bytes. What was not lent holds nothing, which its digest then tells."""
+        if self.lender is None or index >= len(self.addresses) or length > self.size:
+            return b""
+        return self.lender.at(self.addresses[index], length).copy().data
 
     def fill(self, parts: Iterable[bytes | memoryview]) -> None:
+        """Copy the parts, TRANSFER_BYTES at most, to the first buffer and on, for another process to read."""
         assert self.lender is not None, "only lent buffers are filled"
-        self.lender.fill(self, parts)
+        address = self.addresses[0]
+        for part in parts:
+            self.lender.at(address, len(part))[:] = np.frombuffer(part, dtype=np.uint8)
+            address += len(part)
 
     def give_back(self, *, settled: bool) -> None:
         """The transfer is over. Unless `settled`, its sender may still write. Further calls do nothing."""
@@ -150,7 +147,7 @@ class MemoryLenders:
 
     def lend(self, kind: str) -> LentBuffers:
         """Buffers of a lender that has been made; none if it has not, or all are lent."""
-        lender = self._made.get(kind)
+        lender = self.of(kind)
         return lender.lend() if lender is not None else LentBuffers()
 
     async def made(self, kind: str) -> MemoryLender | None:

@@ -25,9 +25,7 @@ log = logging.getLogger(__name__)
 
 KIND = "nixl"
 POLL_SECONDS = 0.0002  # between looks at writes in progress
-TURN_SECONDS = (
-    0.001  # between turns given to writes that arrive; those that need none (shared memory, RDMA) do not wait
-)
+TURN_SECONDS = 0.001  # between turns given to writes that arrive; shared memory and RDMA need none, and do not wait
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 -- nothing is written there, only its room is looked at
 LEAST_SHARED_BYTES = 32 << 20  # UCX takes four MiB there; it has been seen to crash the process with 16 left
 MOST_PEERS = 64  # remote agents remembered; beyond, the one met longest ago is forgotten
@@ -100,9 +98,7 @@ class Agent:
             except self._errors as error:
                 done.set_exception(TransferUnavailable(f"NIXL: {type(error).__name__}: {error}"))
 
-        with self._news:
-            self._jobs.append(run)
-            self._news.notify()
+        self._do(run)
         return done
 
     def meet(self, metadata: bytes) -> Future[str]:
@@ -113,10 +109,13 @@ class Agent:
         """Copy the payload to `memory[offset:]`, and from there to the peer's address; done when it all lies there."""
         write = _Write(peer, offset, address, payload, Future())
         write.done.set_running_or_notify_cancel()
-        with self._news:
-            self._jobs.append(lambda: self._post(write))
-            self._news.notify()
+        self._do(lambda: self._post(write))
         return write.done
+
+    def _do(self, job: Callable[[], None]) -> None:
+        with self._news:
+            self._jobs.append(job)
+            self._news.notify()
 
     def expecting(self, more: int) -> None:
         """So many more transfers may write here from now on; fewer when negative."""
@@ -145,7 +144,7 @@ class Agent:
             for job in jobs:
                 job()
             if self._flying:
-                self._flying = [write for write in self._flying if not self._landed(write)]
+                self._flying = [write for write in self._flying if not self._over(write, self._look)]
             elif self._expecting > 0:
                 self._agent.get_new_notifs()  # none are sent: the call gives arriving writes their turn
         self._stop()
@@ -202,38 +201,31 @@ class Agent:
             log.debug("NIXL does not let go of %s: %s", peer, error)
 
     def _post(self, write: _Write) -> None:
-        size = len(write.payload)
-        np.copyto(self.memory[write.offset : write.offset + size], np.frombuffer(write.payload, dtype=np.uint8))
-        try:
-            here = self._agent.get_xfer_descs([(self.base + write.offset, size, 0)], "DRAM")
-            there = self._agent.get_xfer_descs([(write.address, size, 0)], "DRAM")
-            write.handle = self._agent.initialize_xfer("WRITE", here, there, write.peer)
-            state = self._agent.transfer(write.handle)
-        except self._errors as error:
-            self._failed(write, error)
-            return
-        if not self._ended(write, state):
+        if not self._over(write, self._begin):
             self._flying.append(write)
 
-    def _landed(self, write: _Write) -> bool:
-        """True if the write is over; its future then has the result."""
+    def _begin(self, write: _Write) -> str:
+        size = len(write.payload)
+        np.copyto(self.memory[write.offset : write.offset + size], np.frombuffer(write.payload, dtype=np.uint8))
+        here = self._agent.get_xfer_descs([(self.base + write.offset, size, 0)], "DRAM")
+        there = self._agent.get_xfer_descs([(write.address, size, 0)], "DRAM")
+        write.handle = self._agent.initialize_xfer("WRITE", here, there, write.peer)
+        return str(self._agent.transfer(write.handle))
+
+    def _look(self, write: _Write) -> str:
+        return str(self._agent.check_xfer_state(write.handle))
+
+    def _over(self, write: _Write, state_of: Callable[[_Write], str]) -> bool:
+        """True if the write is over; its future then has the result. After a failure its peer is met anew."""
         try:
-            return self._ended(write, self._agent.check_xfer_state(write.handle))
+            if (state := state_of(write)) == "PROC":
+                return False
+            self._agent.release_xfer_handle(write.handle)
+            if state != "DONE":
+                raise RuntimeError(f"a write ended as {state}")
         except self._errors as error:
-            self._failed(write, error)
-            return True
-
-    def _ended(self, write: _Write, state: str) -> bool:
-        if state == "PROC":
-            return False
-        self._agent.release_xfer_handle(write.handle)
-        if state == "DONE":
-            write.done.set_result(None)
+            self._forget(write.peer)
+            write.done.set_exception(TransferUnavailable(f"NIXL: {type(error).__name__}: {error}"))
         else:
-            self._failed(write, RuntimeError(f"a write ended as {state}"))
+            write.done.set_result(None)
         return True
-
-    def _failed(self, write: _Write, error: Exception) -> None:
-        """The peer is met anew before anything else is written to it."""
-        self._forget(write.peer)
-        write.done.set_exception(TransferUnavailable(f"NIXL: {type(error).__name__}: {error}"))

@@ -56,8 +56,6 @@ class NixlLender(MemoryLender):
 class NixlWriters:
     """The sending half of a process (remote_write.RemoteWriters). NIXL starts with the first transfer."""
 
-    kind = KIND
-
     def __init__(self) -> None:
         self.lending = Lending(TRANSFERS, REST_SECONDS)
         self._agent: Agent | None = None

@@ -25,7 +25,6 @@ class RemoteWriter(Protocol):
 
     async def connect(self) -> None:
         """Make the other end's memory reachable. Raises TransferUnavailable."""
-        ...
 
     def write(self, buffer: int, address: int, payload: bytes | memoryview) -> Future[None]:
         """Begin to copy the payload to the address; done when all of it is there. Fails with TransferUnavailable.
@@ -42,17 +41,15 @@ class RemoteWriter(Protocol):
 class RemoteWriters(Protocol):
     """What a process writes through: one for all its transfers of a kind."""
 
-    kind: str
-
     def prepare(self) -> None:
         """Start what takes a while, unless that has happened. What fails now will fail again when it is needed."""
-        ...
 
     def writer(self, offer: TransportOffer) -> RemoteWriter:
         """A writer to the memory on offer. Raises TransferUnavailable if it is known that none leads there."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let go of what is shared by transfers."""
 
 
 def writer_to(writers: Mapping[str, RemoteWriters], offers: Iterable[TransportOffer]) -> RemoteWriter | None:

@@ -105,8 +105,6 @@ class SharedMemoryLender(MemoryLender):
 class SharedMemoryWriters:
     """The sending half of a process (kvcache.transfer.remote_write.RemoteWriters)."""
 
-    kind = KIND
-
     def prepare(self) -> None:
         """There is nothing to start."""
 

@@ -6,7 +6,7 @@ It knows neither router nor workers; health, audit, metrics and placements come 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import orjson
 from fastapi import FastAPI
@@ -19,25 +19,20 @@ from serving.api.failures import handle_failures
 from serving.api.generation import GenerationResponse, Service
 from serving.api.in_flight import InFlightRequests
 from serving.api.middleware import AuthMiddleware
+from serving.api.objectives import PromiseReader
 from serving.api.openapi import describe_bodies, takes
 from serving.api.prepare import Preparer
 from serving.api.prompts import PromptReader
 from serving.api.rate_limit import RateLimiter
 from serving.api.schema import ChatCompletionBody, CompletionBody, DetokenizeBody, TokenizeBody
-from serving.api.settings import (
-    ApiConfig,
-    ApiObserver,
-    Health,
-    NoPlacementLog,
-    PlacementLog,
-    ReadAudit,
-    ServedModel,
-    SilentObserver,
-)
+from serving.api.settings import ApiObserver, Health, NoPlacementLog, PlacementLog, ReadAudit, ServedModel
 from serving.api.status import add_process_routes
 from serving.api.tokens import TokenEndpoints
+from serving.config import HttpConfig
 from serving.errors import NotFound, Unavailable
 from serving.messages import Generate
+from serving.service_class import SERVICE_CLASSES, ServiceClass
+from serving.service_config import ServiceConfig
 from serving.text.tokenizer import Tokenizer
 
 
@@ -46,12 +41,13 @@ def create_app(
     *,
     tokenizer: Tokenizer,
     served: ServedModel,
-    config: ApiConfig,
+    config: HttpConfig,
     health: Health,
     audit: ReadAudit,
     metrics_text: Callable[[], bytes],
-    observer: ApiObserver | None = None,
-    in_flight: InFlightRequests | None = None,
+    observer: ApiObserver,
+    service_config: ServiceConfig | None = None,
+    classes: Mapping[str, ServiceClass] = SERVICE_CLASSES,
     clock: Callable[[], float] = time.monotonic,
     placements: PlacementLog | None = None,
 ) -> FastAPI:
@@ -61,23 +57,24 @@ def create_app(
     Raises `ValueError` when the tokenizer's chat template is not valid.
     """
     app = FastAPI(title="millrace", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    in_flight = in_flight or InFlightRequests(retry_after_s=config.retry_after_s)
-    app.state.in_flight = in_flight
-    app.add_middleware(AuthMiddleware, api_keys=config.api_keys)
+    in_flight = app.state.in_flight = InFlightRequests()
+    app.add_middleware(AuthMiddleware, api_key=config.api_key)
     handle_failures(app)
     prompts = PromptReader(tokenizer=tokenizer, served=served)
+    service_config = service_config or ServiceConfig()
     service = Service(
         generate=generate,
         tokenizer=tokenizer,
         config=config,
         in_flight=in_flight,
-        observer=observer or SilentObserver(),
+        observer=observer,
         clock=clock,
-        limits=RateLimiter(config.rate_limit_requests, config.rate_limit_tokens),
+        limits=RateLimiter(service_config.rate_limit_requests, service_config.rate_limit_tokens),
         placements=placements or NoPlacementLog(),
         names=RequestNames(),
     )
-    _add_generation(app, service, Preparer(served=served, config=config, prompts=prompts))
+    objectives = PromiseReader(classes, service_config.default_service_class)
+    _add_generation(app, service, Preparer(served=served, prompts=prompts, objectives=objectives))
     _add_models(app, served)
     _add_placements(app, service)
     _add_tokens(app, TokenEndpoints(tokenizer=tokenizer, served=served, prompts=prompts, config=config))
@@ -153,7 +150,7 @@ def _add_operations(app: FastAPI, in_flight: InFlightRequests, health: Health, a
         able, reason = health()
         if not able:
             raise Unavailable(reason, code="unhealthy")
-        return _json({"status": "ok"})
+        return _json({"status": "ok"} if reason == "ok" else {"status": "degraded", "detail": reason})
 
     @app.get("/ping")
     @app.post("/ping", include_in_schema=False)

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Receive
 
-from serving.api.settings import ApiConfig
+from serving.config import HttpConfig
 from serving.errors import InvalidRequest, PayloadTooLarge, RequestTimeout
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -55,21 +55,21 @@ def check_headers(headers: Headers) -> None:
         raise HTTPException(415, f"the content encoding {encoding!r} is not supported")
 
 
-async def read_body(receive: Receive, headers: Headers, config: ApiConfig) -> bytes:
-    """The whole body, of at most `max_body_bytes`, received within `body_timeout_s`.
+async def read_body(receive: Receive, headers: Headers, config: HttpConfig) -> bytes:
+    """The whole body, of at most `max_body_size` bytes, received within `body_timeout` seconds.
 
     Raises HTTPException as `check_headers`, `PayloadTooLarge` on the first byte too many, or at once when the
     announced length is, `RequestTimeout`, and `ClientGoneError`.
     """
     check_headers(headers)
-    limit, timeout_s = config.max_body_bytes, config.body_timeout_s
+    limit, timeout = config.max_body_size, config.body_timeout
     announced = headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit:
         raise _too_large(limit)
     received: list[bytes] = []
     size = 0
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout):
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
@@ -81,7 +81,7 @@ async def read_body(receive: Receive, headers: Headers, config: ApiConfig) -> by
                 if not message.get("more_body", False):
                     return b"".join(received)
     except TimeoutError as error:
-        raise RequestTimeout(f"the body did not arrive within {timeout_s:g} s", code="body_timeout") from error
+        raise RequestTimeout(f"the body did not arrive within {timeout:g} s", code="body_timeout") from error
 
 
 def _too_large(limit: int) -> PayloadTooLarge:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from serving.api.logprobs import LogprobEntry
 from serving.api.plan import ChoiceRequest, ResponsePlan
 from serving.errors import InternalError
-from serving.messages import Delta, FinishReason, TokenLogprob
+from serving.messages import Delta, FinishReason
 from serving.text.detokenizer import Detokenizer, MatchedText, StopMatcher
 from serving.text.tokenizer import Tokenizer
 
@@ -126,12 +126,9 @@ class Choice:
             return []
         if len(delta.prompt_logprobs) != len(self.request.prompt):
             raise InternalError("the log-probabilities of the prompt are not one for each token")
-        return self._prompt_entries(delta.prompt_logprobs)
-
-    def _prompt_entries(self, logprobs: tuple[TokenLogprob | None, ...]) -> list[LogprobEntry]:
         reader = Detokenizer(self._tokenizer, skip_special_tokens=self._plan.skip_special_tokens, continues=False)
         entries, start = [], 0
-        for token, logprob in zip(self.request.prompt, logprobs, strict=True):
+        for token, logprob in zip(self.request.prompt, delta.prompt_logprobs, strict=True):
             entries.append(LogprobEntry(token, logprob, start))
             start += len(reader.push(token))
         return entries

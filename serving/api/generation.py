@@ -25,8 +25,9 @@ from serving.api.in_flight import InFlightRequests
 from serving.api.plan import RequestHead, ResponsePlan
 from serving.api.rate_limit import RateLimiter
 from serving.api.results import ResultWriter
-from serving.api.settings import ApiConfig, ApiObserver, PlacementLog
+from serving.api.settings import ApiObserver, PlacementLog
 from serving.api.sse import SseWriter, error_frame
+from serving.config import HttpConfig
 from serving.errors import DeadlineExceeded, InternalError, MillraceError
 from serving.messages import Delta, FinishReason, Generate
 from serving.text.tokenizer import Tokenizer
@@ -51,7 +52,7 @@ class Service:
 
     generate: Generate
     tokenizer: Tokenizer
-    config: ApiConfig
+    config: HttpConfig
     in_flight: InFlightRequests
     observer: ApiObserver
     clock: Callable[[], float]  # the router's
@@ -85,8 +86,8 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service, key = self._service, self._head.key
-        with service.in_flight.enter():
-            try:
+        try:
+            with service.in_flight.enter():
                 self._limit(lambda now: service.limits.request(key, now))
                 body = await read_body(receive, self._request_headers, service.config)
                 plan = await off_loop(self._prepare, body, self._head)
@@ -96,8 +97,11 @@ class GenerationResponse(Response):
                 answer = self._stream if plan.stream else self._collect
                 with self._refund(plan, choices):
                     await until_hang_up(receive, answer(plan, choices, scope, receive, send))
-            except ClientGoneError:
-                return
+        except ClientGoneError:
+            return
+        except MillraceError as error:
+            service.observer.request_refused(status=error.status)
+            raise
 
     def _limit(self, take: Callable[[float], None]) -> None:
         """Raises RateLimited; the headers of the answer say what is left either way."""
@@ -148,15 +152,15 @@ class GenerationResponse(Response):
         try:
             async with until_deadline(plan.deadline, self._service.clock):
                 await run_choices(self._service, choices, stream.add)
-            await stream.finish()
+            await stream.end(writer.end())
         except MillraceError as error:
             if not stream.started:
                 self._tell_placement(plan)
                 raise
-            await stream.fail(error)
+            await stream.end(error_frame(error_body(error)))
         except Exception:
             if stream.started:
-                await stream.fail(InternalError("the server failed on this request"))
+                await stream.end(error_frame(error_body(InternalError("the server failed on this request"))))
             raise
 
 
@@ -184,15 +188,8 @@ class EventStream:
                 await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM[:]})
                 self.started = True
 
-    async def fail(self, error: MillraceError) -> None:
-        """End the stream with an error event."""
-        await self._close(error_frame(error_body(error)))
-
-    async def finish(self) -> None:
-        """End a stream whose choices have all ended."""
-        await self._close(self._writer.end())
-
-    async def _close(self, frames: bytes) -> None:
+    async def end(self, frames: bytes) -> None:
+        """End the stream with these."""
         await self._send({"type": "http.response.body", "body": frames, "more_body": False})
 
 
@@ -251,7 +248,7 @@ async def run_choices(service: Service, choices: Sequence[Choice], sink: DeltaSi
 async def _run_choice(service: Service, choice: Choice, sink: DeltaSink) -> None:
     """Generate one sequence to its end; the observer is told of the end exactly once."""
     request, observer = choice.request, service.observer
-    observer.request_started(prompt_tokens=len(request.prompt), max_tokens=request.sampling.max_tokens)
+    observer.request_started(prompt_tokens=len(request.prompt))
     finish = FinishReason.ERROR
     try:
         # `generate` gives asynchronous generators; leaving one early is what cancels its request everywhere.
@@ -268,6 +265,4 @@ async def _run_choice(service: Service, choice: Choice, sink: DeltaSink) -> None
         finish = FinishReason.ERROR if late else FinishReason.ABORT
         raise
     finally:
-        observer.request_finished(
-            finish=finish, prompt_tokens=len(request.prompt), completion_tokens=choice.completion_tokens
-        )
+        observer.request_finished(finish=finish, completion_tokens=choice.completion_tokens)

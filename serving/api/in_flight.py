@@ -11,14 +11,15 @@ from contextlib import contextmanager
 
 from serving.errors import Unavailable
 
+RETRY_AFTER = 5.0  # seconds, told to clients while the server drains
+
 
 class InFlightRequests:
     """One for each app; used from its event loop only."""
 
-    def __init__(self, *, retry_after_s: float = 5.0) -> None:
+    def __init__(self) -> None:
         self.count = 0
         self.draining = False
-        self._retry_after_s = retry_after_s
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -26,7 +27,7 @@ class InFlightRequests:
     def enter(self) -> Iterator[None]:
         """Count one request in. Raises `Unavailable` once draining has begun."""
         if self.draining:
-            raise Unavailable("the server is shutting down", code="draining", retry_after=self._retry_after_s)
+            raise Unavailable("the server is shutting down", code="draining", retry_after=RETRY_AFTER)
         self.count += 1
         self._idle.clear()
         try:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import Sequence
 from hashlib import sha256
 from uuid import uuid4
 
@@ -24,16 +23,17 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class AuthMiddleware:
-    """Without keys it only gives ids: `request.state.ids`, and the header x-request-id.
+    """Without a key it only gives ids: `request.state.ids`, and the header x-request-id. A key may be several, with
+    commas between them.
 
     `request.state.key` tells API keys apart without showing them. What an endpoint writes into
     `request.state.answer_headers` before its answer begins goes out with it, be that an error or not.
     """
 
-    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str] = ()) -> None:
+    def __init__(self, app: ASGIApp, *, api_key: str | None = None) -> None:
         self._app = app
         # Digests have one length, so a comparison says nothing about the length of a key either.
-        self._keys = [sha256(key.encode()).digest() for key in api_keys]
+        self._keys = [sha256(key.encode()).digest() for key in (api_key or "").split(",") if key]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -43,7 +43,7 @@ class Promise:
     deadline: float | None
 
 
-class Objectives:
+class PromiseReader:
     """Reads promises, given the classes there are and the name of the one that requests without one are of."""
 
     def __init__(self, classes: Mapping[str, ServiceClass], default: str):

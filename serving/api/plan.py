@@ -66,6 +66,10 @@ class ResponsePlan:
     deadline: float | None = None  # seconds on the router's clock
 
     @property
+    def is_chat(self) -> bool:
+        return self.kind == "chat"
+
+    @property
     def most_tokens(self) -> int:
         """What it may come to: every prompt once, and all the outputs."""
         return self.prompt_tokens + sum(sequence.request.sampling.max_tokens for sequence in self.sequences)

@@ -8,42 +8,58 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from serving.api.body import parse_body
-from serving.api.objectives import Objectives, Promise
+from serving.api.objectives import Promise, PromiseReader
 from serving.api.plan import ChoiceRequest, Kind, RequestHead, ResponsePlan
-from serving.api.prompts import Prompt, PromptReader, prompt_too_long
-from serving.api.schema import ChatCompletionBody, CompletionBody, SamplingBody
-from serving.api.settings import ApiConfig, ServedModel
+from serving.api.prompts import Prompt, PromptReader, check_token_ids, prompt_too_long
+from serving.api.schema import ChatCompletionBody, CompletionBody, SamplingBody, StreamOptions
+from serving.api.settings import ServedModel
 from serving.errors import ContextLengthExceeded, InvalidRequest
 from serving.messages import Request, SamplingParams
 
+DEFAULT_COMPLETION_TOKENS = 16  # of a text completion, as in OpenAI's API and vLLM; a chat has the rest of the context
+MAX_LOGPROBS = 20
+MAX_CHOICES = 256  # sequences of one HTTP request: prompts times n
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """What the two endpoints have under different names, or by different rules."""
+
+    kind: Kind
+    id: str  # of the response
+    promise: Promise
+    prompts: Sequence[Prompt]
+    max_tokens: int | None
+    logprobs: int | None
+    echo: bool = False
+
 
 class Preparer:
-    """Turns bodies into plans for one model, tokenizer and set of limits. Safe to use from several threads."""
+    """Turns bodies into plans for one model and tokenizer. Safe to use from several threads."""
 
-    def __init__(self, *, served: ServedModel, config: ApiConfig, prompts: PromptReader) -> None:
+    def __init__(self, *, served: ServedModel, prompts: PromptReader, objectives: PromiseReader) -> None:
         self._served = served
-        self._config = config
         self._prompts = prompts
-        self._objectives = Objectives(config.service_classes, config.default_service_class)
+        self._objectives = objectives
 
     def chat(self, body: bytes, head: RequestHead) -> ResponsePlan:
         """Raises `InvalidRequest` or `NotFound`, naming the field."""
         fields = parse_body(ChatCompletionBody, body)
         model = self._prompts.model(fields.model)
         prompt = self._prompts.of_messages(fields.messages, fields, add_special_tokens=fields.add_special_tokens)
-        return self._plan(
-            "chat",
-            fields,
-            model,
-            f"chatcmpl-{head.ids.unique}",
-            self._objectives.promise(fields, head),
+        asked = _Asked(
+            kind="chat",
+            id=f"chatcmpl-{head.ids.unique}",
+            promise=self._objectives.promise(fields, head),
             prompts=[prompt],
             max_tokens=_chat_max_tokens(fields),
-            logprobs=self._chat_logprobs(fields),
+            logprobs=_chat_logprobs(fields),
         )
+        return self._plan(fields, model, asked)
 
     def completion(self, body: bytes, head: RequestHead) -> ResponsePlan:
         """Raises `InvalidRequest` or `NotFound`, naming the field."""
@@ -53,106 +69,75 @@ class Preparer:
             raise InvalidRequest("best_of is not supported unless it equals n", param="best_of")
         if fields.max_tokens == 0 and not fields.echo:
             raise InvalidRequest("max_tokens must be at least 1 unless the prompt is echoed", param="max_tokens")
-        if fields.logprobs is not None and fields.logprobs > self._config.max_logprobs:
-            raise InvalidRequest(f"logprobs must be at most {self._config.max_logprobs}", param="logprobs")
-        return self._plan(
-            "completion",
-            fields,
-            model,
-            f"cmpl-{head.ids.unique}",
-            self._objectives.promise(fields, head),
+        if fields.logprobs is not None and fields.logprobs > MAX_LOGPROBS:
+            raise InvalidRequest(f"logprobs must be at most {MAX_LOGPROBS}", param="logprobs")
+        asked = _Asked(
+            kind="completion",
+            id=f"cmpl-{head.ids.unique}",
+            promise=self._objectives.promise(fields, head),
             prompts=self._prompts.of_completion(fields.prompt, add_special_tokens=fields.add_special_tokens),
             max_tokens=fields.max_tokens,
             logprobs=fields.logprobs,
             echo=bool(fields.echo),
         )
+        return self._plan(fields, model, asked)
 
-    def _plan(
-        self,
-        kind: Kind,
-        fields: SamplingBody,
-        model: str,
-        plan_id: str,
-        promise: Promise,
-        *,
-        prompts: Sequence[Prompt],
-        max_tokens: int | None,
-        logprobs: int | None,
-        echo: bool = False,
-    ) -> ResponsePlan:
-        self._check_choices(fields.n or 1, len(prompts))
+    def _plan(self, fields: SamplingBody, model: str, asked: _Asked) -> ResponsePlan:
+        _check_choices(fields.n or 1, len(asked.prompts))
         if fields.stream_options is not None and not fields.stream:
             raise InvalidRequest("stream_options is only allowed with stream: true", param="stream_options")
-        options = fields.stream_options
+        options = fields.stream_options or StreamOptions()
         return ResponsePlan(
-            kind=kind,
-            id=plan_id,
+            kind=asked.kind,
+            id=asked.id,
             created=int(time.time()),
             model=model,
             fingerprint=self._served.fingerprint,
-            sequences=tuple(self._sequences(kind, fields, plan_id, promise, prompts, max_tokens, logprobs, echo)),
-            prompt_tokens=sum(len(prompt.tokens) for prompt in prompts),
+            sequences=tuple(self._sequences(fields, asked)),
+            prompt_tokens=sum(len(prompt.tokens) for prompt in asked.prompts),
             stream=bool(fields.stream),
-            include_usage=options is not None and options.include_usage,
-            continuous_usage=options is not None and options.continuous_usage_stats,
+            include_usage=options.include_usage,
+            continuous_usage=options.continuous_usage_stats,
             stops=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
             include_stop=fields.include_stop_str_in_output,
             skip_special_tokens=fields.skip_special_tokens,
             min_tokens=fields.min_tokens,
-            logprobs=logprobs,
+            logprobs=asked.logprobs,
             return_token_ids=bool(fields.return_token_ids),
-            shows_output=max_tokens != 0,
-            deadline=promise.deadline,
+            shows_output=asked.max_tokens != 0,
+            deadline=asked.promise.deadline,
         )
 
-    def _sequences(
-        self,
-        kind: Kind,
-        fields: SamplingBody,
-        plan_id: str,
-        promise: Promise,
-        prompts: Sequence[Prompt],
-        max_tokens: int | None,
-        logprobs: int | None,
-        echo: bool,
-    ) -> Iterator[ChoiceRequest]:
+    def _sequences(self, fields: SamplingBody, asked: _Asked) -> Iterator[ChoiceRequest]:
         """The choices in order: all of the first prompt, then all of the second."""
         n = fields.n or 1
-        for position, prompt in enumerate(prompts):
-            room = self._room(prompt, kind, max_tokens)
-            text = self._prompts.text_of(prompt, fields.skip_special_tokens) if echo else None
+        for position, prompt in enumerate(asked.prompts):
+            room = self._room(prompt, asked)
+            text = self._prompts.text_of(prompt, fields.skip_special_tokens) if asked.echo else None
             for number in range(n):
                 index = position * n + number
                 request = Request(
-                    request_id=plan_id if n * len(prompts) == 1 else f"{plan_id}-{index}",
+                    request_id=asked.id if n * len(asked.prompts) == 1 else f"{asked.id}-{index}",
                     prompt=prompt.tokens,
-                    sampling=self._sampling(fields, max(room, 1), number, logprobs),
-                    slo=promise.slo,
+                    sampling=self._sampling(fields, max(room, 1), number, asked.logprobs),
+                    slo=asked.promise.slo,
                     tenant=fields.cache_salt or "",
-                    deadline=promise.deadline,
-                    service_class=promise.service_class,
-                    priority=promise.priority,
-                    session=promise.session,
-                    prompt_logprobs=logprobs if echo else None,
+                    deadline=asked.promise.deadline,
+                    service_class=asked.promise.service_class,
+                    priority=asked.promise.priority,
+                    session=asked.promise.session,
+                    prompt_logprobs=asked.logprobs if asked.echo else None,
                 )
                 yield ChoiceRequest(index=index, prompt_number=position, request=request, prompt_text=text)
 
-    def _check_choices(self, n: int, prompts: int) -> None:
-        limit = self._config.max_choices
-        if n > limit:
-            raise InvalidRequest(f"n must be at most {limit}", param="n")
-        if n * prompts > limit:
-            raise InvalidRequest(f"{prompts} prompts times n = {n} is more than {limit} choices", param="prompt")
-
-    def _room(self, prompt: Prompt, kind: Kind, max_tokens: int | None) -> int:
+    def _room(self, prompt: Prompt, asked: _Asked) -> int:
         """Output tokens at most: as asked if that fits, else the default or what is left of the context."""
-        context, count = self._served.max_model_len, len(prompt.tokens)
+        context, count, max_tokens = self._served.max_model_len, len(prompt.tokens), asked.max_tokens
         room = context - count
         if room < 1:
             raise prompt_too_long(count, context, prompt.param)
         if max_tokens is None:
-            default = self._config.default_max_tokens if kind == "chat" else self._config.default_completion_tokens
-            return room if default is None else min(default, room)
+            return room if asked.kind == "chat" else min(DEFAULT_COMPLETION_TOKENS, room)
         if max_tokens > room:
             raise ContextLengthExceeded(
                 f"the prompt has {count} tokens and max_tokens is {max_tokens}: {max_tokens - room} tokens more than "
@@ -168,6 +153,7 @@ class Preparer:
                 f"min_tokens = {fields.min_tokens} is more than the {max_tokens} output tokens allowed",
                 param="min_tokens",
             )
+        check_token_ids(fields.stop_token_ids or [], "stop_token_ids", self._served.vocab_size)
         return SamplingParams(
             max_tokens=max_tokens,
             seed=secrets.randbits(64) if fields.seed is None else choice_seed(fields.seed, number),
@@ -180,7 +166,7 @@ class Preparer:
             frequency_penalty=fields.frequency_penalty or 0.0,
             logit_bias=self._logit_bias(fields.logit_bias or {}),
             min_tokens=fields.min_tokens,
-            stop_token_ids=self._stop_token_ids(fields.stop_token_ids or []),
+            stop_token_ids=tuple(dict.fromkeys(fields.stop_token_ids or ())),
             ignore_eos=fields.ignore_eos,
             logprobs=logprobs,
         )
@@ -193,20 +179,21 @@ class Preparer:
             pairs.append((int(key), bias))
         return tuple(pairs)
 
-    def _stop_token_ids(self, ids: list[int]) -> tuple[int, ...]:
-        for position, token in enumerate(ids):
-            if not 0 <= token < self._served.vocab_size:
-                where = f"stop_token_ids[{position}]"
-                raise InvalidRequest(f"{where}: {token} is not a token id of this model", param=where)
-        return tuple(dict.fromkeys(ids))
 
-    def _chat_logprobs(self, fields: ChatCompletionBody) -> int | None:
-        if fields.top_logprobs is not None:
-            if not fields.logprobs:
-                raise InvalidRequest("top_logprobs is only allowed with logprobs: true", param="top_logprobs")
-            if fields.top_logprobs > self._config.max_logprobs:
-                raise InvalidRequest(f"top_logprobs must be at most {self._config.max_logprobs}", param="top_logprobs")
-        return (fields.top_logprobs or 0) if fields.logprobs else None
+def _check_choices(n: int, prompts: int) -> None:
+    if n > MAX_CHOICES:
+        raise InvalidRequest(f"n must be at most {MAX_CHOICES}", param="n")
+    if n * prompts > MAX_CHOICES:
+        raise InvalidRequest(f"{prompts} prompts times n = {n} is more than {MAX_CHOICES} choices", param="prompt")
+
+
+def _chat_logprobs(fields: ChatCompletionBody) -> int | None:
+    if fields.top_logprobs is not None:
+        if not fields.logprobs:
+            raise InvalidRequest("top_logprobs is only allowed with logprobs: true", param="top_logprobs")
+        if fields.top_logprobs > MAX_LOGPROBS:
+            raise InvalidRequest(f"top_logprobs must be at most {MAX_LOGPROBS}", param="top_logprobs")
+    return (fields.top_logprobs or 0) if fields.logprobs else None
 
 
 def _chat_max_tokens(fields: ChatCompletionBody) -> int | None:

@@ -28,38 +28,32 @@ class ResultWriter:
 
     def body(self) -> bytes:
         """The JSON of the complete response."""
-        is_chat = self._plan.kind == "chat"
-        shape = self._chat_choice if is_chat else self._completion_choice
+        kind = "chat.completion" if self._plan.is_chat else "text_completion"
         result = {
-            **head_of(self._plan, "chat.completion" if is_chat else "text_completion"),
-            "choices": [shape(choice, self._outputs[choice.index]) for choice in self._choices],
+            **head_of(self._plan, kind),
+            "choices": [self._shown(choice, self._outputs[choice.index]) for choice in self._choices],
             "usage": usage_of(self._plan, self._choices),
         }
-        if is_chat and self._plan.return_token_ids:
+        if self._plan.is_chat and self._plan.return_token_ids:
             result["prompt_token_ids"] = self._choices[0].request.prompt
         return orjson.dumps(result)
 
-    def _chat_choice(self, choice: Choice, outputs: list[ChoiceDelta]) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(output.text for output in outputs), "refusal": None}
-        return {"index": choice.index, "message": message, **self._ending(choice, outputs)}
-
-    def _completion_choice(self, choice: Choice, outputs: list[ChoiceDelta]) -> dict[str, Any]:
-        text = "".join(output.text for output in outputs)
-        shown: dict[str, Any] = {"index": choice.index, "text": text, **self._ending(choice, outputs)}
-        if self._plan.return_token_ids:
-            shown["prompt_token_ids"] = choice.request.prompt
-        return shown
-
-    def _ending(self, choice: Choice, outputs: list[ChoiceDelta]) -> dict[str, Any]:
+    def _shown(self, choice: Choice, outputs: list[ChoiceDelta]) -> dict[str, Any]:
+        plan, text = self._plan, "".join(output.text for output in outputs)
+        message = {"message": {"role": "assistant", "content": text, "refusal": None}}
         logprobs = None
-        if self._plan.logprobs is not None:
-            render = chat_logprobs if self._plan.kind == "chat" else completion_logprobs
+        if plan.logprobs is not None:
+            render = chat_logprobs if plan.is_chat else completion_logprobs
             logprobs = render([entry for output in outputs for entry in output.entries], self._tokenizer)
         shown: dict[str, Any] = {
+            "index": choice.index,
+            **(message if plan.is_chat else {"text": text}),
             "logprobs": logprobs,
             "finish_reason": choice.finish,
             "stop_reason": outputs[-1].stop_reason,
         }
-        if self._plan.return_token_ids:
+        if plan.return_token_ids:
             shown["token_ids"] = [token for output in outputs for token in output.tokens]
+            if not plan.is_chat:
+                shown["prompt_token_ids"] = choice.request.prompt
         return shown

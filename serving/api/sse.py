@@ -50,7 +50,7 @@ class SseWriter:
         self._plan = plan
         self._choices = choices
         self._tokenizer = tokenizer
-        is_chat = plan.kind == "chat"
+        is_chat = plan.is_chat
         self._render_logprobs = chat_logprobs if is_chat else completion_logprobs
         kind = "chat.completion.chunk" if is_chat else "text_completion"
         self._open = b"data: " + orjson.dumps(head_of(plan, kind))[:-1] + b',"choices":['

@@ -11,7 +11,8 @@ from serving.api.body import parse_body, read_body
 from serving.api.generation import off_loop
 from serving.api.prompts import PromptReader, check_token_ids
 from serving.api.schema import DetokenizeBody, TokenizeBody
-from serving.api.settings import ApiConfig, ServedModel
+from serving.api.settings import ServedModel
+from serving.config import HttpConfig
 from serving.errors import InvalidRequest
 from serving.text.tokenizer import Tokenizer
 
@@ -19,7 +20,7 @@ from serving.text.tokenizer import Tokenizer
 class TokenEndpoints:
     """Both methods raise `InvalidRequest` or `NotFound`, naming the field."""
 
-    def __init__(self, *, tokenizer: Tokenizer, served: ServedModel, prompts: PromptReader, config: ApiConfig) -> None:
+    def __init__(self, *, tokenizer: Tokenizer, served: ServedModel, prompts: PromptReader, config: HttpConfig) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._served = served

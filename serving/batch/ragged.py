@@ -38,7 +38,6 @@ class OffloadedKV(Protocol):
 
     def segments(self) -> Iterator[KVSegment]:
         """What a layer's window sees of them, in order. Each layer asks once, first to last, and takes all of them."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,30 +90,22 @@ class RaggedBatch:
         owners = np.repeat(np.arange(len(lens)), lens)
         blocks = tables[owners, numbers - absent].astype(np.int64)
         rows = query_start[1:] - 1 if logits_rows is None else list(logits_rows)
-        arrays = [
-            np.fromiter(chain.from_iterable(tokens), np.int64, total),
-            positions,
-            blocks * block_size + offsets,
-            query_start,
-            np.array(context, dtype=np.int32),
-            tables,
-            np.array(rows, dtype=np.int64),
-        ]
+        arrays = {
+            "tokens": np.fromiter(chain.from_iterable(tokens), np.int64, total),
+            "positions": positions,
+            "slots": blocks * block_size + offsets,
+            "query_start": query_start,
+            "context_lens": np.array(context, dtype=np.int32),
+            "block_tables": tables,
+            "logits_rows": np.array(rows, dtype=np.int64),
+        }
         if long_rope is not None and any(long_rope):
-            arrays.append(np.repeat(np.array(long_rope, dtype=np.bool_), lens))
-        on_device = all_on_device(arrays, device)
+            arrays["long_rope"] = np.repeat(np.array(long_rope, dtype=np.bool_), lens)
         return RaggedBatch(
-            tokens=on_device[0],
-            positions=on_device[1],
-            slots=on_device[2],
-            query_start=on_device[3],
-            context_lens=on_device[4],
-            block_tables=on_device[5],
+            **dict(zip(arrays, all_on_device(list(arrays.values()), device), strict=True)),
             block_size=block_size,
             query_lens=tuple(lens),
             context_lens_list=context,
-            logits_rows=on_device[6],
-            long_rope=on_device[7] if len(on_device) > 7 else None,
             offloaded=offloaded,
             barrier=barrier,
         )

@@ -25,26 +25,21 @@ class Checkpoint(Protocol):
     @property
     def container(self) -> Container:
         """The file format, which decides how tensors are named."""
-        ...
 
     @property
     def names(self) -> frozenset[str]:
         """Every tensor's name."""
-        ...
 
     @property
     def files(self) -> tuple[Path, ...]:
         """The files that hold them, in a fixed order."""
-        ...
 
     @property
     def int8_names(self) -> frozenset[str]:
         """The tensors stored as plain 8-bit integers, whose scales are tensors of their own."""
-        ...
 
     def read(self, name: str) -> Tensor:
         """The whole tensor on the CPU as it is stored; where blocks are quantized, dequantized to float32."""
-        ...
 
 
 class SafetensorsFolder:
@@ -55,14 +50,7 @@ class SafetensorsFolder:
     def __init__(self, folder: Path) -> None:
         """Raises ValueError when the folder holds no safetensors, or a file is missing or damaged."""
         self._where = _locate(folder)
-        self._open: dict[Path, Any] = {}
-        for file in self.files:
-            try:
-                self._open[file] = safe_open(file, framework="pt", device="cpu")
-            except FileNotFoundError:
-                raise ValueError(f"{folder} lists {file.name}, which is not there; download the model again") from None
-            except SafetensorError as damage:
-                raise ValueError(f"{file} is not a valid safetensors file ({damage}); download it again") from damage
+        self._open = {file: _opened(file) for file in self.files}
 
     @property
     def names(self) -> frozenset[str]:
@@ -107,11 +95,16 @@ def _locate(folder: Path) -> dict[str, Path]:
         if any(folder.glob("pytorch_model*.bin")):
             hint = "; its pytorch_model.bin is not read: save the model again with safe_serialization"
         raise ValueError(f"{folder} holds no model.safetensors{hint}")
+    return dict.fromkeys(_opened(single).keys(), single)
+
+
+def _opened(file: Path) -> Any:
     try:
-        with safe_open(single, framework="pt", device="cpu") as file:
-            return dict.fromkeys(file.keys(), single)
+        return safe_open(file, framework="pt", device="cpu")
+    except FileNotFoundError:
+        raise ValueError(f"{file.parent} lists {file.name}, which is not there; download the model again") from None
     except SafetensorError as damage:
-        raise ValueError(f"{single} is not a valid safetensors file ({damage}); download it again") from damage
+        raise ValueError(f"{file} is not a valid safetensors file ({damage}); download it again") from damage
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -15,11 +15,12 @@ from serving.model.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One checkpoint tensor that becomes rows of a parameter."""
+    """One checkpoint tensor that becomes rows of a parameter, or is written from them."""
 
     name: str
     transposed: bool = False  # GPT-2 stores [in, out]
     paired_heads: int = 0  # GGUF's llama stores each of that many heads with the two halves of a rope pair adjacent
+    rows: int | None = None  # how many are written; None: all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +110,7 @@ def sources(
     spec: ModelSpec,
     parameters: Iterable[str],
     present: Collection[str],
-    container: Literal["safetensors", "gguf"] = "safetensors",
+    container: Literal["safetensors", "gguf"],
     *,
     all_used: bool = True,
 ) -> dict[str, tuple[Part, ...]]:
@@ -136,16 +137,7 @@ def sources(
     return found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Destination:
-    """One checkpoint tensor that rows of a parameter are written to; `rows` None is all of them."""
-
-    name: str
-    rows: int | None = None
-    transposed: bool = False
-
-
-def destinations(spec: ModelSpec, parameters: Iterable[str]) -> dict[str, tuple[Destination, ...]]:
+def destinations(spec: ModelSpec, parameters: Iterable[str]) -> dict[str, tuple[Part, ...]]:
     """Where each of the decoder's `parameters` goes in a Hugging Face checkpoint, its rows dealt out in this order.
 
     `sources` reads back what is written so.
@@ -159,7 +151,7 @@ def destinations(spec: ModelSpec, parameters: Iterable[str]) -> dict[str, tuple[
         group = groups[-1 if spec.architecture == "phi3" else 0]  # Phi-3 keeps in one what others keep apart
         counts = rows[module] if len(group) > 1 else (None,)
         found[name] = tuple(
-            Destination(name=f"{prefix}{source}.{leaf}", rows=count, transposed=_transposed(module, leaf, scheme))
+            Part(name=f"{prefix}{source}.{leaf}", rows=count, transposed=_transposed(module, leaf, scheme))
             for source, count in zip(group, counts, strict=True)
         )
     return found

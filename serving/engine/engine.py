@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from serving.batch.layer_barrier import LayerBarrier
-from serving.engine.plan import KVBlocks, Scheduler, StepPlan, StepRecord, StepTotals, Work
+from serving.engine.plan import KVBlocks, PlannedLoad, Scheduler, StepPlan, StepRecord, StepTotals, Work
 from serving.engine.sequence import SequenceOutput, SequenceState
 from serving.engine.tracing import TraceWriter
 from serving.errors import Preempted
 from serving.messages import FinishReason, TokenLogprob
 from serving.sampling.sampler import Sampled, SamplingFailed
+from serving.step_cost import StepLoad
 
 LayerDone = Callable[[Sequence[Work], int], None]
 """Called, on any thread, when a layer's KV of this work is written: for each layer in order, once for each work."""
@@ -57,6 +58,16 @@ Lock = AbstractContextManager[object]
 """Guards a worker's sequences and blocks; the same thread may take it again."""
 
 
+@dataclass(frozen=True, slots=True)
+class BegunStep:
+    """A step that is planned and not accounted for. Seconds on the engine's clock."""
+
+    plan: StepPlan
+    began: float
+    load: PlannedLoad
+    planning_seconds: float
+
+
 class Runner(Protocol):
     """What the engine asks of the thing that computes (serving.engine.runner.ModelRunner)."""
 
@@ -91,6 +102,7 @@ class Engine:
         self.flying: list[SequenceState] = []  # sequences of the steps begun and not accounted for, step by step
         self.barrier: LayerBarrier | None = None  # where that step may wait
         self.step_began: float | None = None
+        self.step_ended: float | None = None  # the one before, unless the engine has slept since
         self.totals = StepTotals()
 
     def step(self, layer_done: LayerDone | None = None) -> list[SequenceOutput] | None:
@@ -98,8 +110,14 @@ class Engine:
         began = self.clock()
         plan, outputs = self.schedule(began)
         if not plan.work:
-            return outputs or None
+            return self._nothing(outputs)
         return outputs + self._step(plan, began, layer_done)
+
+    def _nothing(self, outputs: list[SequenceOutput]) -> list[SequenceOutput] | None:
+        """What a call brings out that has planned no work: with None the engine's thread sleeps."""
+        if not outputs:
+            self.step_ended = None
+        return outputs or None
 
     def settle(self) -> list[SequenceOutput]:
         """Finish what has been begun ahead of its time: no step begins after this."""
@@ -107,13 +125,20 @@ class Engine:
 
     def _step(self, plan: StepPlan, began: float, layer_done: LayerDone | None) -> list[SequenceOutput]:
         """The rest of a step, once it is planned."""
+        step = self.begun(plan, began)
+        return self.finish(step, self.runner.run(plan.work, layer_done))
+
+    def begun(self, plan: StepPlan, began: float) -> BegunStep:
+        """The planned work, not empty, is about to run: `finish` this with what came of it."""
         self.step_began = began
-        context = sum(len(work.seq.tokens) for work in plan.work)
-        scheduled = self.clock()
-        result = self.runner.run(plan.work, layer_done)
-        outputs = self.postprocess(plan, result)
+        load = plan.load()
+        return BegunStep(plan, began, load, self.clock() - began)
+
+    def finish(self, step: BegunStep, result: RunResult) -> list[SequenceOutput]:
+        """Account for a step that has run; what it brought out."""
+        outputs = self.postprocess(step.plan, result)
         self.step_began = None
-        self._record(plan, context, began, scheduled - began, self.clock() - began, result.times)
+        self._record(step.plan, step.load, step.began, self.clock(), step.planning_seconds, result.times)
         return outputs
 
     def schedule(self, now: float) -> tuple[StepPlan, list[SequenceOutput]]:
@@ -219,25 +244,28 @@ class Engine:
     def _record(
         self,
         plan: StepPlan,
-        context: int,
+        load: PlannedLoad,
         began: float,
+        ended: float,
         schedule_seconds: float,
-        step_seconds: float,
         times: RunTimes,
         hidden_seconds: float = 0.0,
     ) -> None:
+        left = any(work.left for work in plan.work)
+        waited = plan.barrier.waited_seconds if plan.barrier is not None else 0.0
+        before, self.step_ended = self.step_ended, ended
         record = StepRecord(
             began=began,
-            sequences=len(plan.work),
-            new_tokens=sum(work.count for work in plan.work if not work.left),
-            context_tokens=context,
+            load=StepLoad() if left else load.step,
+            prompt_tokens=0 if left else load.prompt_tokens,
             schedule_seconds=schedule_seconds,
             batch_seconds=times.batch,
             forward_seconds=times.forward,
             sample_seconds=times.sample,
-            step_seconds=step_seconds,
-            waited_seconds=plan.barrier.waited_seconds if plan.barrier is not None else 0.0,
+            step_seconds=ended - began,
+            waited_seconds=waited,
             hidden_seconds=hidden_seconds,
+            cadence_seconds=max(0.0, ended - (began if before is None else before) - waited),
         )
         self.totals.add(record)
         if record.new_tokens:

@@ -17,9 +17,7 @@ from serving.batch.device_copy import on_device
 from serving.engine.engine import RunResult, RunTimes
 from serving.engine.overlap import Launched
 from serving.engine.plan import Work
-from serving.messages import SamplingParams
-from serving.sampling.penalties import penalised
-from serving.sampling.sampler import REASONS, Sampled, SampleRow, SamplingBackend, SamplingFailed
+from serving.sampling.sampler import SampleRow, SamplingBackend, sampled
 from serving.sampling.torch_sampling import TorchSampling, sample_on_device
 
 
@@ -67,18 +65,8 @@ def to_host(tokens: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     return host, copied
 
 
-def sampled(token: int) -> Sampled | SamplingFailed:
-    """What a forward's best-scored token, or a selection's choice, stands for."""
-    return Sampled(token) if token >= 0 else SamplingFailed(REASONS[token])
-
-
-def overlappable(params: SamplingParams) -> bool:
-    """True if a draw needs no earlier token and nothing on the host: no history, no log-probabilities."""
-    return params.logprobs is None and not penalised(params)
-
-
-def draw(selection: SamplingBackend, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """What `selection` chooses of `logits` [R, V], int64 [R] on their device; it waits for that where it must."""
-    if type(selection) is TorchSampling:
+def draw(backend: SamplingBackend, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """What `backend` chooses of `logits` [R, V], int64 [R] on their device; it waits for that where it must."""
+    if type(backend) is TorchSampling:
         return sample_on_device(logits, rows)
-    return on_device(selection.sample(logits, rows), torch.int64, logits.device)
+    return on_device(backend.sample(logits, rows), torch.int64, logits.device)

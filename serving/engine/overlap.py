@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from serving.engine.engine import Engine, LayerDone, Runner, RunResult, RunTimes
-from serving.engine.plan import StepPlan, Work
+from serving.engine.plan import PlannedLoad, StepPlan, Work
 from serving.engine.sequence import SequenceOutput, SequenceState
 
 
@@ -55,7 +55,7 @@ class Flight:
 
     plan: StepPlan
     launched: Launched
-    context: int  # tokens of KV it reads
+    load: PlannedLoad
     planning_seconds: float
     follows: bool  # another, which ran when this one began
 
@@ -75,7 +75,7 @@ class OverlapEngine(Engine):
         if flight is None:
             plan, outputs = self.schedule(began)
             if not plan.work:
-                return outputs or None
+                return self._nothing(outputs)
             if not self._overlaps(plan):
                 return outputs + self._step(plan, began, layer_done)
             self.step_began = began
@@ -103,10 +103,9 @@ class OverlapEngine(Engine):
         return self._launch(plan, flight.launched, began)
 
     def _launch(self, plan: StepPlan, after: Launched | None, began: float) -> Flight:
-        # What the step before this one draws is read too, though it is not known yet.
-        context = sum(len(work.seq.tokens) + work.seq.in_flight - 1 for work in plan.work)
+        load = plan.load()
         planned = self.clock()
-        return Flight(plan, self.runner.launch(plan.work, after), context, planned - began, after is not None)
+        return Flight(plan, self.runner.launch(plan.work, after), load, planned - began, after is not None)
 
     def _account(self, flight: Flight, following: Flight | None) -> list[SequenceOutput]:
         """Wait for a step's tokens, and do with them what is done after any step."""
@@ -134,7 +133,7 @@ class OverlapEngine(Engine):
             hidden += schedule_seconds + times.batch
             schedule_seconds = 0.0
             times = RunTimes(0.0, min(times.forward, ended - began), times.sample)
-        self._record(flight.plan, flight.context, began, schedule_seconds, ended - began, times, hidden)
+        self._record(flight.plan, flight.load, began, ended, schedule_seconds, times, hidden)
 
 
 def engine_for(device: str) -> type[Engine]:

@@ -10,9 +10,10 @@ from typing import Protocol
 
 from serving.batch.layer_barrier import LayerBarrier
 from serving.engine.sequence import SequenceState
+from serving.step_cost import StepLoad, pairs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one for every token, and frozen ones take three times as long to make
 class Work:
     """`count` tokens of `seq`, from position `seq.computed`; `by` is told when the step is done.
 
@@ -53,9 +54,22 @@ class Work:
         )
 
     @property
+    def of_prompt(self) -> bool:
+        """True if it computes tokens the sequence was opened with; else those are computed, and it decodes."""
+        return len(self.seq.tokens) == self.seq.start
+
+    @property
     def completes(self) -> bool:
         """True if the step computes the sequence's last token: a new one is drawn after it and each drafted one."""
         return self.seq.computed + self.count == len(self.seq.tokens) + len(self.draft)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLoad:
+    """A step's load, and how many of its new tokens are of prompts."""
+
+    step: StepLoad
+    prompt_tokens: int
 
 
 @dataclass(slots=True)
@@ -77,6 +91,19 @@ class StepPlan:
     def barrier(self) -> LayerBarrier | None:
         return self.work[0].barrier if self.work else None
 
+    def load(self) -> PlannedLoad:
+        """What the step computes, once it has begun: a sequence of the step before counts as one token longer."""
+        new = prompt = context = 0
+        seen = 0.0
+        for work in self.work:
+            seq, count = work.seq, work.count
+            start = seq.computed + seq.in_flight - 1
+            new += count
+            context += start + count
+            seen += pairs(start, count)
+            prompt += count if work.of_prompt else 0
+        return PlannedLoad(StepLoad(new, seen, len(self.work), context), prompt)
+
     def add(
         self,
         seq: SequenceState,
@@ -92,6 +119,15 @@ class StepPlan:
         self.work.append(Work(seq, count, by, draft, barrier))
         self.tokens -= count
         self.seqs -= 1
+
+    def drop(self, seq: SequenceState) -> None:
+        """The sequence is no part of the step after all, if it was."""
+        for i, work in enumerate(self.work):
+            if work.seq is seq:
+                del self.work[i]
+                self.tokens += work.count
+                self.seqs += 1
+                return
 
 
 class Scheduler(Protocol):
@@ -140,12 +176,15 @@ class KVBlocks(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """Counts, and seconds on the engine's clock. What is neither forward nor sample is Python."""
+    """Counts, and seconds on the engine's clock. What is neither forward nor sample is Python.
+
+    `cadence_seconds` are what the step adds to a busy engine's time: from the end of the step before, where the engine
+    has not slept since, to its own end, without what it waited for KV.
+    """
 
     began: float
-    sequences: int
-    new_tokens: int
-    context_tokens: int  # tokens of KV read, summed over the batch
+    load: StepLoad  # nothing where the step left the barrier
+    prompt_tokens: int = 0  # of the new tokens
     schedule_seconds: float
     batch_seconds: float  # building the ragged batch
     forward_seconds: float  # in the model
@@ -153,6 +192,11 @@ class StepRecord:
     step_seconds: float
     waited_seconds: float = 0.0  # of those in the model, for KV on its way from elsewhere
     hidden_seconds: float = 0.0  # Python for this step while another computed: no part of the others
+    cadence_seconds: float = 0.0
+
+    @property
+    def new_tokens(self) -> int:
+        return self.load.new_tokens
 
     @property
     def busy_seconds(self) -> float:

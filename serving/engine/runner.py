@@ -18,7 +18,7 @@ from torch import Tensor
 
 from serving.batch.ragged import OffloadedKV, RaggedBatch
 from serving.engine.engine import LayerDone, RunResult, RunTimes
-from serving.engine.launched import LaunchedStep, draw, overlappable, sampled
+from serving.engine.launched import LaunchedStep, draw
 from serving.engine.offload import OffloadMove, OffloadState
 from serving.engine.overlap import Launched, OverlapRunner
 from serving.engine.plan import Work
@@ -28,7 +28,7 @@ from serving.forward.forward import Forward
 from serving.kvspec import AUTO
 from serving.messages import TokenLogprob
 from serving.model.spec import ModelSpec
-from serving.sampling.penalties import PenaltyState, penalised
+from serving.sampling.penalties import PenaltyState
 from serving.sampling.sampler import (
     GREEDY_BELOW,
     Sampled,
@@ -36,6 +36,7 @@ from serving.sampling.sampler import (
     SampleRow,
     SamplingBackend,
     SamplingFailed,
+    sampled,
 )
 from serving.sampling.torch_sampling import TorchSampling
 
@@ -90,7 +91,9 @@ class ModelRunner(OverlapRunner):
         return joined(parts)
 
     def can_overlap(self, seq: SequenceState) -> bool:
-        return seq.request.prompt_logprobs is None and overlappable(seq.request.sampling)
+        """True if a draw needs no earlier token and nothing on the host: no history, no log-probabilities."""
+        params = seq.request.sampling
+        return seq.request.prompt_logprobs is None and params.logprobs is None and not params.penalised
 
     @torch.inference_mode()
     def launch(self, work: Sequence[Work], after: Launched | None) -> Launched:
@@ -112,19 +115,11 @@ class ModelRunner(OverlapRunner):
         if all(_greedy(item.seq) for item in work):
             tokens = self.forward.greedy(batch, None)
         else:
-            draws = [self._row_ahead(item.seq, row is not None) for item, row in zip(work, rows, strict=True)]
+            # Without penalties, only how many tokens there are matters: with the one that `after` draws, where it does.
+            lengths = [item.seq.output_len + (row is not None) for item, row in zip(work, rows, strict=True)]
+            draws = [self._row(item.seq, range(length)) for item, length in zip(work, lengths, strict=True)]
             tokens = draw(self.sampler.backend, self.forward.logits(batch, None), draws)
         return LaunchedStep(work, tokens, began, built)
-
-    def _row_ahead(self, seq: SequenceState, unknown: int) -> SampleRow:
-        """The draw after the sequence's tokens and so many that are not known yet."""
-        return SampleRow(
-            params=seq.request.sampling,
-            position=len(seq.tokens) + unknown,
-            output_tokens=range(seq.output_len + unknown),  # without penalties, only how many there are matters
-            prompt_tokens=seq.request.prompt,
-            eos_token_ids=self.eos_token_ids,
-        )
 
     def _compute_offloaded(self, item: Work, layer_done: LayerDone | None) -> RunResult:
         """One sequence that has KV in host memory."""
@@ -181,8 +176,12 @@ class ModelRunner(OverlapRunner):
                     drawn[i].append(SamplingFailed(error.message))
             first += len(span)
             if item.completes and not drawn[i]:
+                seq = item.seq
+                if seq.penalties is None and seq.request.sampling.penalised:
+                    seq.penalties = PenaltyState(seq.request.prompt, self.vocab_size, self.device)
                 for drafted in range(len(item.draft) + 1):
-                    wanted.append(self._row(item, drafted))
+                    output = [*seq.output, *item.draft[:drafted]] if drafted else seq.output
+                    wanted.append(self._row(seq, output))
                     owners.append(drawn[i])
                     picks.append(first - 1 - len(item.draft) + drafted)
         if wanted:
@@ -191,15 +190,12 @@ class ModelRunner(OverlapRunner):
                 owner.append(sample)
         return drawn, prompt
 
-    def _row(self, item: Work, drafted: int) -> SampleRow:
-        """The draw after the sequence's tokens and so many of its drafted ones."""
-        seq = item.seq
-        if seq.penalties is None and penalised(seq.request.sampling):
-            seq.penalties = PenaltyState(seq.request.prompt, self.vocab_size, self.device)
+    def _row(self, seq: SequenceState, output: Sequence[int]) -> SampleRow:
+        """The draw after the sequence's prompt and this output, which may be longer than what it has."""
         return SampleRow(
             params=seq.request.sampling,
-            position=len(seq.tokens) + drafted,
-            output_tokens=[*seq.output, *item.draft[:drafted]] if drafted else seq.output,
+            position=seq.prompt_len + len(output),
+            output_tokens=output,
             prompt_tokens=seq.request.prompt,
             eos_token_ids=self.eos_token_ids,
             state=seq.penalties,
@@ -237,7 +233,7 @@ def _greedy(seq: SequenceState) -> bool:
         params.temperature < GREEDY_BELOW
         and params.logprobs is None
         and not params.logit_bias
-        and not penalised(params)
+        and not params.penalised
         and seq.output_len >= params.min_tokens
     )
 
@@ -269,7 +265,7 @@ def logits_rows(work: Sequence[Work], all_rows: frozenset[int]) -> list[range]:
     return rows
 
 
-def prompt_logprobs(item: Work, logits: Tensor, selection: SamplingBackend) -> list[TokenLogprob | None]:
+def prompt_logprobs(item: Work, logits: Tensor, backend: SamplingBackend) -> list[TokenLogprob | None]:
     """Log-probabilities of the prompt tokens that these rows predict; the first token of a prompt has none.
 
     Row r predicts the token after position computed + r.
@@ -282,5 +278,5 @@ def prompt_logprobs(item: Work, logits: Tensor, selection: SamplingBackend) -> l
     found: list[TokenLogprob | None] = [None] if seq.computed == 0 else []
     targets = seq.tokens[seq.computed + 1 : min(seq.computed + item.count + 1, seq.prompt_len)]
     if targets:
-        found += selection.logprobs(logits[: len(targets)], targets, k)
+        found += backend.logprobs(logits[: len(targets)], targets, k)
     return found

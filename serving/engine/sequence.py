@@ -9,10 +9,11 @@ Plain state, guarded by the engine's lock. No torch, no clock.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING, Protocol, overload
 
 from serving.batch.layer_barrier import LayerBarrier
+from serving.engine.objectives import Objectives
 from serving.engine.offload import OffloadState
 from serving.errors import MillraceError
 from serving.kvspec import AUTO
@@ -93,6 +94,7 @@ class PrefillState:
     handoff: LayerSink | None = None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class SequenceState:
     """See the module's legend. `stays` says whether decoding goes on in this worker after prefill.
 
@@ -100,55 +102,37 @@ class SequenceState:
     of their own.
     """
 
-    __slots__ = (
-        "blocks",
-        "cached",
-        "computed",
-        "ended",
-        "in_flight",
-        "incoming",
-        "kv_dtype",
-        "long_rope",
-        "offload",
-        "order",
-        "penalties",
-        "prefill",
-        "prefix",
-        "prompt_logprobs",
-        "request",
-        "start",
-        "stays",
-        "tokens",
-    )
+    order: LeaseOrder
+    _: KW_ONLY
+    root: InitVar[bytes]
+    stays: bool
+    long_rope: bool = False
+    now: InitVar[float] = 0.0
+    kv_dtype: str = AUTO  # what its blocks hold; `root` is of the same
+    request: Request = field(init=False)
+    tokens: list[int] = field(init=False)
+    start: int = field(init=False)
+    computed: int = 0
+    cached: int = 0  # tokens whose KV was found, not computed
+    in_flight: int = 0  # steps begun and not accounted for that it is part of: its blocks must outlive them
+    ended: bool = False
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    offload: OffloadState | None = None  # KV in host memory: `blocks` begin after it
+    penalties: PenaltyState | None = None  # can be rebuilt from the tokens at any time
+    prefix: PrefixKeys = field(init=False)
+    incoming: IncomingKV = field(init=False)
+    prefill: PrefillState = field(init=False)
+    objectives: Objectives = field(init=False)
 
-    def __init__(
-        self,
-        order: LeaseOrder,
-        *,
-        root: bytes,
-        stays: bool,
-        long_rope: bool = False,
-        now: float = 0.0,
-        kv_dtype: str = AUTO,
-    ):
-        self.order = order
-        self.request: Request = order.request
-        self.tokens: list[int] = [*order.request.prompt, *order.generated]
+    def __post_init__(self, root: bytes, now: float) -> None:
+        self.request = self.order.request
+        self.tokens = [*self.request.prompt, *self.order.generated]
         self.start = len(self.tokens)
-        self.stays = stays
-        self.long_rope = long_rope
-        self.kv_dtype = kv_dtype  # what its blocks hold; `root` is of the same
-        self.computed = 0
-        self.cached = 0  # tokens whose KV was found, not computed
-        self.in_flight = 0  # steps begun and not accounted for that it is part of: its blocks must outlive them
-        self.ended = False
-        self.prompt_logprobs: list[TokenLogprob | None] = []
-        self.blocks: list[int] = []
-        self.offload: OffloadState | None = None  # KV in host memory: `blocks` begin after it
         self.prefix = PrefixKeys(root)
-        self.incoming = IncomingKV(prefilled_here=not stays)
+        self.incoming = IncomingKV(prefilled_here=not self.stays)
         self.prefill = PrefillState(now)
-        self.penalties: PenaltyState | None = None  # can be rebuilt from the tokens at any time
+        self.objectives = Objectives.of(self.order, now)
 
     @property
     def prompt_len(self) -> int:
@@ -162,12 +146,6 @@ class SequenceState:
     @property
     def output_len(self) -> int:
         return len(self.tokens) - self.prompt_len
-
-    @property
-    def draftable(self) -> bool:
-        """True if tokens may be drafted: not where each draw changes the scores of the next."""
-        params = self.request.sampling
-        return params.repetition_penalty == 1.0 and not params.presence_penalty and not params.frequency_penalty
 
     @property
     def held_blocks(self) -> int:
@@ -207,7 +185,7 @@ class SequenceState:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one for every token, and frozen ones take three times as long to make
 class SequenceOutput:
     """What a step brings out for one sequence: either new tokens or the error that ended it.
 

@@ -25,17 +25,13 @@ class TraceWriter:
         """A step as four spans in a row under one: schedule, forward, sample, account."""
         begin = record.began
         counts = {
-            "sequences": record.sequences,
-            "new_tokens": record.new_tokens,
-            "context_tokens": record.context_tokens,
+            "sequences": record.load.sequences,
+            "new_tokens": record.load.new_tokens,
+            "context_tokens": round(record.load.context_tokens),
         }
         self._span("step", begin, record.step_seconds, counts)
-        for name, seconds in (
-            ("schedule", record.schedule_seconds),
-            ("batch", record.batch_seconds),
-            ("forward", record.forward_seconds),
-            ("sample", record.sample_seconds),
-        ):
+        for name in ("schedule", "batch", "forward", "sample"):
+            seconds = getattr(record, f"{name}_seconds")
             self._span(name, begin, seconds, {})
             begin += seconds
         self._span("account", begin, record.began + record.step_seconds - begin, {})

@@ -12,6 +12,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ Size = tuple[int, int]  # (sequences, tokens of context)
 
 WARM_UP_STEPS = 2  # before a capture: kernels are compiled and tuned in the first, libraries make room in both
 PADDING_SLOT = -1  # a row with this slot writes no KV
+PADDING = {"tokens": 0, "positions": 0, "slots": PADDING_SLOT, "context_lens": 0}  # what rows that pad a step hold
 LOG_EVERY = 10  # captures between lines of the log
 
 
@@ -77,10 +79,12 @@ class StaticBatch:
     def __init__(self, sizes: GraphSizes, block_size: int, device: torch.device | str) -> None:
         most, width = sizes.sequences[-1], -(-sizes.contexts[-1] // block_size)
         self.block_size = block_size
-        self.tokens = torch.zeros(most, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(most, dtype=torch.int64, device=device)
-        self.slots = torch.full((most,), PADDING_SLOT, dtype=torch.int64, device=device)
-        self.context_lens = torch.zeros(most, dtype=torch.int32, device=device)
+        self.rows: dict[str, Any] = {
+            name: torch.full(
+                (most,), value, dtype=torch.int32 if name == "context_lens" else torch.int64, device=device
+            )
+            for name, value in PADDING.items()
+        }
         self.block_tables = torch.zeros((most, width), dtype=torch.int32, device=device)
         self.query_start = torch.arange(most + 1, dtype=torch.int32, device=device)
         self.logits_rows = torch.arange(most, dtype=torch.int64, device=device)
@@ -95,35 +99,24 @@ class StaticBatch:
         width = min(batch.block_tables.shape[1], -(-size[1] // self.block_size))
         assert count <= size[0] and max(batch.context_lens_list) <= size[1], f"{count} sequences do not fit {size}"
         assert batch.block_size == self.block_size
-        self.tokens[:count].copy_(batch.tokens)
-        self.positions[:count].copy_(batch.positions)
-        self.slots[:count].copy_(batch.slots)
-        self.context_lens[:count].copy_(batch.context_lens)
+        for name, rows in self.rows.items():
+            rows[:count].copy_(getattr(batch, name))
         self.block_tables[:count, :width].copy_(batch.block_tables[:, :width])
-        self._pad(count)
+        self.pad(count)
 
-    def clear(self) -> None:
-        """Make every row padding."""
-        self._pad(0)
-
-    def _pad(self, first: int) -> None:
-        """What is left in the block tables of padding is not read: it has no context."""
+    def pad(self, first: int) -> None:
+        """Make the rows from `first` on padding. Their block tables stay as they are: without context none is read."""
         if first < self._used:
-            self.tokens[first : self._used].zero_()
-            self.positions[first : self._used].zero_()
-            self.slots[first : self._used].fill_(PADDING_SLOT)
-            self.context_lens[first : self._used].zero_()
+            for name, rows in self.rows.items():
+                rows[first : self._used].fill_(PADDING[name])
         self._used = first
 
     def view(self, size: Size) -> RaggedBatch:
         """The step a graph of this size is captured over: its contexts are all the longest it may be replayed with."""
         n, context = size
         return RaggedBatch(
-            tokens=self.tokens[:n],
-            positions=self.positions[:n],
-            slots=self.slots[:n],
+            **{name: rows[:n] for name, rows in self.rows.items()},
             query_start=self.query_start[: n + 1],
-            context_lens=self.context_lens[:n],
             block_tables=self.block_tables[:n, : -(-context // self.block_size)],
             block_size=self.block_size,
             query_lens=(1,) * n,
@@ -176,7 +169,7 @@ class CudaGraphs:
                 log.info("capturing CUDA graphs: %d of %d", number, len(sizes))
 
     def _capture(self, size: Size) -> None:
-        self.static.clear()
+        self.static.pad(0)
         batch = self.static.view(size)
         current, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         side.wait_stream(current)

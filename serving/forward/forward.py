@@ -32,21 +32,18 @@ class Forward(Protocol):
 
     def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         """Logits [R, V] float32 for `batch.logits_rows`, in memory of the caller's own."""
-        ...
 
     def over(self, planes: Sequence[Planes]) -> Forward:
         """The same computation over other KV planes, of any number of blocks and KV dtype; weights are shared.
 
         The two compute one after the other. Raises ValueError for planes this form cannot take.
         """
-        ...
 
     def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         """The token [R] int64 of the highest logit for each of `batch.logits_rows`, the lowest id among equals.
 
         -1 where that logit is not finite.
         """
-        ...
 
 
 class EagerForward:

@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from copy import copy
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from serving.batch.ragged import RaggedBatch
-from serving.forward.cpu_forward import rotary_tables
 from serving.forward.cuda_graphs import PADDING_SLOT, CudaGraphs, GraphSizes
 from serving.forward.forward import EagerForward, Forward, best_tokens
 from serving.forward.layer_events import LayerDone
+from serving.forward.llama_shape import layer_weights, linear_weights, norm_weight, rotary_tables, unlike_llama
 from serving.kernels import gpu
-from serving.kernels.gpu.decoder import LinearWeights, TritonDecoder, TritonLayerWeights
-from serving.model.decoder import Attention, Decoder, GatedMlp, Layer, Planes, RmsNorm
+from serving.kernels.gpu.decoder import TritonDecoder
+from serving.model.decoder import Decoder, Planes
 from serving.model.quantized_linear import QuantizedLinear
 
 log = logging.getLogger(__name__)
@@ -39,20 +39,17 @@ class TritonForward:
 
     def __init__(self, model: Decoder, planes: Sequence[Planes], max_position: int) -> None:
         spec = model.spec
-        assert model.rotary is not None and spec.rope is not None
         self.model = model
         self.device = model.embed.weight.device
         self.block_size = planes[0][0].shape[1]
         self.kernels = TritonDecoder(
             embedding=model.embed.weight.detach(),
-            layers=[_layer(layer) for layer in model.layers],
-            final_norm=_weight(model.norm),
-            head=_linear(model.head),
+            layers=[layer_weights(layer, norm_weight, linear_weights, linear_weights) for layer in model.layers],
+            final_norm=norm_weight(model.norm),
+            head=linear_weights(model.head),
             eps=spec.norm_eps,
             head_dim=spec.head_dim,
-            rotation=torch.stack(
-                rotary_tables(spec.rope.frequencies, spec.rope.magnitude, max_position, device=self.device)
-            ),
+            rotation=torch.stack(rotary_tables(spec.rope, max_position, self.device)),
             planes=planes,
         )
         self.graphs: CudaGraphs | None = None
@@ -140,8 +137,8 @@ def silent_step(counts: Sequence[int], block_size: int, device: torch.device) ->
 def supports(model: Decoder, dtype: str, kv: Planes) -> str | None:
     """Why the kernels cannot run this model over planes like these, or None if they can."""
     spec, kind = model.spec, getattr(torch, dtype)
-    if spec.norm != "rms" or spec.mlp != "gated_silu" or spec.rope is None or spec.learned_positions:
-        return f"{spec.architecture} is not of the Llama shape"
+    if reason := unlike_llama(spec):
+        return reason
     if not gpu.supports_rows(max(spec.hidden, spec.intermediate), kind):
         return f"the kernels do not compute rows of {max(spec.hidden, spec.intermediate)} in {dtype}"
     if not gpu.supports_rotary(spec.head_dim, kv[0].dtype):
@@ -155,35 +152,3 @@ def supports(model: Decoder, dtype: str, kv: Planes) -> str | None:
         if isinstance(module, QuantizedLinear) and not gpu.supports_linear(module.in_features, module.out_features):
             return f"the kernels do not multiply {name}'s {module.in_features} inputs in INT8"
     return None
-
-
-def _layer(layer: nn.Module) -> TritonLayerWeights:
-    assert isinstance(layer, Layer) and isinstance(layer.attention, Attention) and isinstance(layer.mlp, GatedMlp)
-    attention, mlp = layer.attention, layer.mlp
-    norms = None
-    if attention.q_norm is not None and attention.k_norm is not None:
-        norms = (_weight(attention.q_norm), _weight(attention.k_norm))
-    return TritonLayerWeights(
-        attention_norm=_weight(layer.attention_norm),
-        mlp_norm=_weight(layer.mlp_norm),
-        qkv=_linear(attention.qkv),
-        o=_linear(attention.o),
-        gate_up=_linear(mlp.gate_up),
-        down=_linear(mlp.down),
-        head_norms=norms,
-        window=attention.window,
-    )
-
-
-def _weight(norm: nn.Module) -> Tensor:
-    assert isinstance(norm, RmsNorm)
-    return norm.weight.detach()
-
-
-def _linear(linear: nn.Module) -> LinearWeights:
-    assert isinstance(linear, nn.Linear | QuantizedLinear)
-    return LinearWeights(
-        weight=linear.weight.detach(),
-        scale=linear.scale.detach() if isinstance(linear, QuantizedLinear) else None,
-        bias=None if linear.bias is None else linear.bias.detach(),
-    )

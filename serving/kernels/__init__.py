@@ -11,14 +11,11 @@ from torch import Tensor
 from serving.batch.ragged import RaggedBatch
 from serving.kernels import int8, reference
 from serving.kernels.offloaded_attention import offloaded_attention
-from serving.kernels.reference import gelu, gelu_tanh, layer_norm, relu, rms_norm, rope, silu_mul
+from serving.kernels.reference import layer_norm, rms_norm, rope, silu_mul
 
 __all__ = [
-    "gelu",
-    "gelu_tanh",
     "layer_norm",
     "paged_attention",
-    "relu",
     "rms_norm",
     "rope",
     "silu_mul",

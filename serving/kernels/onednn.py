@@ -31,9 +31,8 @@ def use_onednn(model: nn.Module) -> None:
     """
     if not available():
         return
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                fast = OneDnnLinear(child.in_features, child.out_features, child.bias is not None, device="meta")
-                fast.weight, fast.bias = child.weight, child.bias
-                setattr(parent, name, fast)
+    for name, child in list(model.named_modules()):
+        if type(child) is nn.Linear:
+            fast = OneDnnLinear(child.in_features, child.out_features, child.bias is not None, device="meta")
+            fast.weight, fast.bias = child.weight, child.bias
+            model.set_submodule(name, fast)

@@ -49,20 +49,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def gelu(x: Tensor) -> Tensor:
-    """GELU by the error function (arXiv 1606.08415)."""
-    return F.gelu(x)
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU by its tanh approximation, as GPT-2 was trained with."""
-    return F.gelu(x, approximate="tanh")
-
-
-def relu(x: Tensor) -> Tensor:
-    return F.relu(x)
-
-
 def write_kv(k: Tensor, v: Tensor, k_plane: Tensor, v_plane: Tensor, slots: Tensor) -> None:
     """Store k and v [T, Hkv, D] at `slots` [T] of planes [num_blocks, block_size, Hkv, D], of any strides and dtype."""
     blocks, offsets = slots // k_plane.shape[1], slots % k_plane.shape[1]

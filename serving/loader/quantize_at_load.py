@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from serving.checkpoint.fingerprint import extended
+from serving.kernels.cpu.build import cache_folder
 from serving.model.decoder import Decoder
 from serving.quantization.apply import apply_scales, find_scales
 from serving.quantization.scheme import Int8Scheme, Scales
@@ -60,11 +61,6 @@ def calibration_parts() -> list[str]:
     """Stories, facts, talk, lists, code and numbers. A changed text changes every scale, and so every fingerprint."""
     text = files("serving.quantization").joinpath("calibration.txt").read_text(encoding="utf-8")
     return text.split("-----\n")
-
-
-def cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(root) / "millrace"
 
 
 def packed(found: dict[str, Scales]) -> bytes:

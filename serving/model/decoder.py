@@ -10,9 +10,11 @@ pairs of dimensions, R rows whose logits are wanted, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from serving import kernels
 from serving.batch.ragged import RaggedBatch
@@ -22,7 +24,11 @@ from serving.model.spec import ModelSpec
 Rotation = tuple[Tensor, Tensor]  # cos and sin, each [T, P] float32
 Planes = tuple[Tensor, ...]  # a layer's KV, each [num_blocks, block_size, ...]: see `ModelSpec.kv_layers`
 
-ACTIVATIONS = {"gelu": kernels.gelu, "gelu_tanh": kernels.gelu_tanh, "relu": kernels.relu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,  # by the error function (arXiv 1606.08415)
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),  # as GPT-2 was trained with
+    "relu": F.relu,
+}
 
 
 class Decoder(nn.Module):

@@ -31,28 +31,20 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return int8.linear(x, self.weight, self.scale, self.bias)
 
-    def dequantized(self) -> Tensor:
-        """The weight it stands for, float32 [out, in]."""
-        return self.weight.float() * self.scale[:, None]
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-
 
 def hold_int8(model: nn.Module, names: Sequence[str]) -> None:
     """Replace the linear modules `names` of a model built on meta, so that INT8 tensors can be loaded into them."""
     for name in names:
-        owner, _, leaf = name.rpartition(".")
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         outputs, inputs = linear.weight.shape
         weight = torch.empty(outputs, inputs, dtype=torch.int8, device="meta")
         scale = torch.empty(outputs, device="meta")
-        setattr(model.get_submodule(owner), leaf, QuantizedLinear(weight, scale, linear.bias))
+        model.set_submodule(name, QuantizedLinear(weight, scale, linear.bias))
 
 
 def own_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     """The parameters of quantized layers that keep a type of their own, whatever the model's is."""
     quantized = [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
-    weights = {f"{name}.weight": torch.int8 for name in quantized}
-    return weights | {f"{name}.scale": torch.float32 for name in quantized}
+    own = {"weight": torch.int8, "scale": torch.float32}
+    return {f"{name}.{leaf}": dtype for name in quantized for leaf, dtype in own.items()}

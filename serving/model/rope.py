@@ -52,10 +52,11 @@ def from_parameters(
         if kind == "llama3":
             return Rope(frequencies=_llama3(base, parameters))
         original = int(parameters.get("original_max_position_embeddings") or original_max_position or max_position)
+        factor = float(parameters.get("factor") or max_position / original)
         if kind == "yarn":
-            return _yarn(base, parameters, theta, rotary_dim, max_position, original)
+            return _yarn(base, parameters, theta, factor, original)
         if kind in ("longrope", "su"):
-            return _longrope(base, parameters, max_position, original)
+            return _longrope(base, parameters, factor, original)
     except KeyError as missing:
         raise ValueError(f"rope scaling {kind!r} needs {missing} in the model's config.json") from None
     raise ValueError(
@@ -112,16 +113,9 @@ def _llama3(base: tuple[float, ...], parameters: Mapping[str, Any]) -> tuple[flo
     return tuple(scaled(frequency) for frequency in base)
 
 
-def _yarn(
-    base: tuple[float, ...],
-    parameters: Mapping[str, Any],
-    theta: float,
-    rotary_dim: int,
-    max_position: int,
-    original: int,
-) -> Rope:
+def _yarn(base: tuple[float, ...], parameters: Mapping[str, Any], theta: float, factor: float, original: int) -> Rope:
     """YaRN (arXiv 2309.00071): a linear ramp over the pairs between keeping and dividing by the factor."""
-    factor = float(parameters.get("factor") or max_position / original)
+    rotary_dim = 2 * len(base)
 
     def pair_turning(turns: float) -> float:
         return rotary_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -154,8 +148,7 @@ def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
     return scale(float(one)) / scale(float(all_dims)) if one and all_dims else scale(1.0)
 
 
-def _longrope(base: tuple[float, ...], parameters: Mapping[str, Any], max_position: int, original: int) -> Rope:
-    factor = float(parameters.get("factor") or max_position / original)
+def _longrope(base: tuple[float, ...], parameters: Mapping[str, Any], factor: float, original: int) -> Rope:
     given = parameters.get("attention_factor")
     return divided(
         base,

@@ -9,7 +9,7 @@ rows of up theirs (down, where the gate multiplies: a plain activation does not 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from serving.model.decoder import Decoder, GatedMlp, Layer, LayerNorm, RmsNorm
 from serving.model.quantized_linear import QuantizedLinear
 from serving.quantization.calibrate import LayerInputs, activations
-from serving.quantization.scheme import Int8Scheme, Scales, ScalesByModule
+from serving.quantization.scheme import Int8Scheme, Scales
 from serving.quantization.search import clipped_scales, rounded, smoothing
 
 
@@ -108,7 +108,7 @@ def _unfold(row: Tensor, site: LinearSite) -> Tensor:
 
 
 @torch.no_grad()
-def apply_scales(model: Decoder, scheme: Int8Scheme, found: ScalesByModule) -> Decoder:
+def apply_scales(model: Decoder, scheme: Int8Scheme, found: Mapping[str, Scales]) -> Decoder:
     """Replace in place the layers that `scheme` quantizes, by scales `found` for just this model; returns it.
 
     Raises ValueError when the scales do not fit the model.
@@ -117,7 +117,7 @@ def apply_scales(model: Decoder, scheme: Int8Scheme, found: ScalesByModule) -> D
     if {site.name for site in wanted} != set(found):
         raise ValueError("these scales were found for other layers than this scheme quantizes")
     for site in wanted:  # a layer comes after the one that feeds it, which is then quantized already
-        _replace(model, site.name, _quantized(model.get_submodule(site.name), found[site.name]))
+        model.set_submodule(site.name, _quantized(model.get_submodule(site.name), found[site.name]))
         given = found[site.name].smoothing
         if given is not None:
             _absorb(model, site, given.to(model.norm.weight.device))
@@ -156,8 +156,3 @@ def _absorb(model: Decoder, site: LinearSite, divisor: Tensor) -> None:
 
 def _divide(values: Tensor, divisor: Tensor) -> None:
     values.copy_(values.float() / divisor)
-
-
-def _replace(model: Decoder, name: str, module: nn.Module) -> None:
-    owner, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(owner), leaf, module)

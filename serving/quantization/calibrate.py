@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -34,15 +36,12 @@ def activations(
     batch, planes = _one_batch(model, sequences)
     chosen = _rows(sequences, rows)
 
-    def keeper(name: str) -> object:
-        def keep(module: nn.Module, given: tuple[Tensor, ...]) -> None:
-            kept[name] = _recorded(given[0], chosen)
-
-        return keep
+    def keep(name: str, module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        kept[name] = _recorded(given[0], chosen)
 
     with ExitStack() as stack:
         for name in names:
-            handle = model.get_submodule(name).register_forward_pre_hook(keeper(name))  # type: ignore[arg-type]
+            handle = model.get_submodule(name).register_forward_pre_hook(partial(keep, name))
             stack.callback(handle.remove)
         hidden = model(batch, planes)
         if "head" in names:
@@ -57,20 +56,15 @@ def _recorded(x: Tensor, chosen: Tensor) -> LayerInputs:
 def _one_batch(model: Decoder, sequences: Sequence[Sequence[int]]) -> tuple[RaggedBatch, list[tuple[Tensor, ...]]]:
     """All sequences as one batch, and KV tensors [blocks, BLOCK_SIZE, Hkv, D] that hold just them."""
     reference = model.norm.weight
-    tables: list[list[int]] = []
-    blocks = 0
-    for sequence in sequences:
-        count = -(-len(sequence) // BLOCK_SIZE)
-        tables.append(list(range(blocks, blocks + count)))
-        blocks += count
-    shape = (blocks, BLOCK_SIZE, model.spec.kv_heads, model.spec.head_dim)
+    borders = list(accumulate((-(-len(sequence) // BLOCK_SIZE) for sequence in sequences), initial=0))
+    shape = (borders[-1], BLOCK_SIZE, model.spec.kv_heads, model.spec.head_dim)
     planes: list[tuple[Tensor, ...]] = [
         (reference.new_zeros(shape), reference.new_zeros(shape)) for _ in range(model.spec.layers)
     ]
     batch = RaggedBatch.build(
         tokens=sequences,
         starts=[0] * len(sequences),
-        block_tables=tables,
+        block_tables=[range(first, end) for first, end in pairwise(borders)],
         block_size=BLOCK_SIZE,
         long_rope=[model.spec.rope_is_long(len(sequence)) for sequence in sequences],
         device=reference.device,

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from serving.checkpoint.weights import Destination, destinations
+from serving.checkpoint.weights import destinations
 from serving.model.decoder import Decoder
 from serving.model.quantization_config import int8_config
 from serving.model.quantized_linear import QuantizedLinear
@@ -59,8 +59,7 @@ def stored_tensors(model: Decoder) -> dict[str, Tensor]:
 def _ignored(model: Decoder) -> list[str]:
     """The linear modules that are not INT8, by their names in the checkpoint."""
     kept = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    parts: list[Destination] = [part for found in destinations(model.spec, kept).values() for part in found]
-    return [part.name.removesuffix(".weight") for part in parts]
+    return [part.name.removesuffix(".weight") for parts in destinations(model.spec, kept).values() for part in parts]
 
 
 def config_from_spec(spec: ModelSpec, theta: float) -> dict[str, Any]:

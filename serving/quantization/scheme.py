@@ -6,7 +6,6 @@ Knows names of a decoder's modules, not the modules.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -42,6 +41,3 @@ class Scales:
 
     smoothing: Tensor | None  # [in]
     scale: Tensor  # [out]
-
-
-ScalesByModule = Mapping[str, Scales]

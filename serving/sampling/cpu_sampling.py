@@ -12,7 +12,7 @@ from torch import Tensor
 from serving.errors import InternalError
 from serving.kernels import cpu
 from serving.messages import TokenLogprob
-from serving.sampling.penalties import PenaltyState, penalised
+from serving.sampling.penalties import PenaltyState
 from serving.sampling.sampler import NOT_NUMBERS, REASONS, SampleRow
 
 
@@ -52,7 +52,7 @@ class _Edits:
         if row.edited:
             self._change(params.logit_bias)
             self._change([(token, float("-inf")) for token in row.masked_tokens])
-            if penalised(params):
+            if params.penalised:
                 history = row.counted(self.vocab)
                 self.histories.append(history)
                 counts, seen = history.counts.data_ptr(), history.seen.data_ptr()

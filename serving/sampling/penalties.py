@@ -36,41 +36,22 @@ class PenaltyState:
         self._seen: Tensor | NDArray[np.bool_] = self.seen.numpy() if host else self.seen
         self.seen.index_fill_(0, on_device(prompt_tokens, torch.int64, device), True)
 
-    @classmethod
-    def rebuild(
-        cls,
-        prompt_tokens: Sequence[int],
-        output_tokens: Sequence[int],
-        vocab_size: int,
-        device: torch.device | str = "cpu",
-    ) -> PenaltyState:
-        """The state after `output_tokens`, the same to the bit as if they had been appended one by one."""
-        state = cls(prompt_tokens, vocab_size, device)
-        state.follow(output_tokens)
-        return state
-
-    def append(self, token: int) -> None:
-        """Count one more output token."""
-        self._counts[token] += 1
-        self._seen[token] = True
-        self.length += 1
-
     def follow(self, output_tokens: Sequence[int]) -> None:
-        """Count the tokens of `output_tokens` that are not counted yet; the others must be those counted before."""
+        """Count the tokens of `output_tokens` that are not counted yet; the others must be those counted before.
+
+        The result is the same to the bit whether they come one by one or at once.
+        """
         assert len(output_tokens) >= self.length, "the sequence lost tokens that were already counted"
         new = len(output_tokens) - self.length
         if new == 1:
-            self.append(output_tokens[-1])
+            token = output_tokens[-1]
+            self._counts[token] += 1
+            self._seen[token] = True
         elif new:
             ids = on_device(output_tokens[self.length :], torch.int64, self.counts.device)
             self.counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.float32))
             self.seen.index_fill_(0, ids, True)
-            self.length = len(output_tokens)
-
-
-def penalised(params: SamplingParams) -> bool:
-    """True if these parameters need token counts."""
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        self.length = len(output_tokens)
 
 
 def add_bias(logits: Tensor, biases: Sequence[tuple[tuple[int, float], ...]]) -> None:

@@ -1,9 +1,9 @@
-"""Random numbers as a pure function of (seed, position, stream): there is no state to carry from token to token.
+"""Random numbers as a pure function of (seed, position): there is no state to carry from token to token.
 
 So any worker can sample the token at any position of any request. No torch here, and no clock.
 
 The construction is Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3",
-SC 2011: a keyed bijection of a 128-bit counter. The seed is the key; the counter is (position, stream).
+SC 2011: a keyed bijection of a 128-bit counter. The seed is the key; the counter is (position, 0).
 """
 
 from __future__ import annotations
@@ -33,14 +33,11 @@ def philox(counter: Words, key: tuple[NDArray[np.uint64], NDArray[np.uint64]]) -
     return c0, c1, c2, c3
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int], stream: int = 0) -> NDArray[np.float64]:
-    """For each (seed, position) pair a number in [0, 1) with 53 random bits, float64 [len(seeds)].
-
-    Seeds and positions are unsigned 64-bit, `stream` unsigned 32-bit: other streams are independent at one position.
-    """
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+    """For each pair of a seed and a position, unsigned 64 bits, a number in [0, 1) with 53 random bits, float64 [N]."""
     seed, position = np.array(seeds, dtype=np.uint64), np.array(positions, dtype=np.uint64)
     low, half = np.uint64(LOW32), np.uint64(32)
-    lane, zero = np.full_like(position, stream), np.zeros_like(position)
-    first, second, _, _ = philox((position & low, position >> half, lane, zero), (seed & low, seed >> half))
+    zero = np.zeros_like(position)
+    first, second, _, _ = philox((position & low, position >> half, zero, zero), (seed & low, seed >> half))
     mantissa = (first >> np.uint64(5)) * np.uint64(2**26) + (second >> np.uint64(6))
     return mantissa.astype(np.float64) * 2.0**-53

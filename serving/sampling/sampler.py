@@ -27,7 +27,7 @@ from torch import Tensor
 from serving.batch.device_copy import on_device
 from serving.errors import InternalError
 from serving.messages import SamplingParams, TokenLogprob
-from serving.sampling.penalties import PenaltyState, penalised
+from serving.sampling.penalties import PenaltyState
 
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy, as in vLLM
 
@@ -76,17 +76,16 @@ class SampleRow:
     @property
     def edited(self) -> bool:
         """True if the logits are changed before sampling."""
-        return bool(self.params.logit_bias) or self.stops_masked or penalised(self.params)
+        return bool(self.params.logit_bias) or self.stops_masked or self.params.penalised
 
     def counted(self, vocab: int, device: torch.device | str = "cpu") -> PenaltyState:
-        """The history as penalties need it: `state`, brought up to the output so far, or a new one."""
-        if self.state is None:
-            return PenaltyState.rebuild(self.prompt_tokens, self.output_tokens, vocab, device)
-        self.state.follow(self.output_tokens)
-        return self.state
+        """The history as penalties need it: `state` or a new one, brought up to the output so far."""
+        state = self.state or PenaltyState(self.prompt_tokens, vocab, device)
+        state.follow(self.output_tokens)
+        return state
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one for every token, and frozen ones take three times as long to make
 class Sampled:
     """A sampled token, with its log-probability when the row asked for it."""
 
@@ -102,6 +101,11 @@ class SamplingFailed:
 
     def error(self) -> InternalError:
         return InternalError(self.reason)
+
+
+def sampled(token: int) -> Sampled | SamplingFailed:
+    """What a backend's or a forward's token, or the negative number instead, stands for."""
+    return Sampled(token) if token >= 0 else SamplingFailed(REASONS[token])
 
 
 class SamplingBackend(Protocol):
@@ -136,7 +140,7 @@ class Sampler:
         if not rows:
             return []
         tokens = self.backend.sample(logits, rows)
-        results = [Sampled(token) if token >= 0 else SamplingFailed(REASONS[token]) for token in tokens]
+        results = [sampled(token) for token in tokens]
         self._add_logprobs(results, logits, tokens, rows)
         return results
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from serving.batch.device_copy import all_on_device, on_device
 from serving.errors import InternalError
 from serving.messages import TokenLogprob
-from serving.sampling.penalties import add_bias, mask, penalise, penalised
+from serving.sampling.penalties import add_bias, mask, penalise
 from serving.sampling.randomness import uniforms
 from serving.sampling.sampler import ALL_MASKED, NOT_NUMBERS, REASONS, SampleRow, take
 
@@ -90,7 +90,7 @@ def edit_logits(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     logits = logits.clone()
     add_bias(logits, [row.params.logit_bias for row in rows])
     mask(logits, [row.masked_tokens for row in rows])
-    counted = [r for r, row in enumerate(rows) if penalised(row.params)]
+    counted = [r for r, row in enumerate(rows) if row.params.penalised]
     if not counted:
         return logits
     states = [rows[r].counted(logits.shape[1], logits.device) for r in counted]

@@ -16,7 +16,7 @@ from serving.text.tokenizer import Tokenizer, strip_leading
 class Detokenizer:
     """Turns token ids into text that never ends in half a character.
 
-    The pieces and `finish()` concatenate to `Tokenizer.decode` of the same tokens with the same options, for every
+    What `push` and `finish` return adds up to `Tokenizer.decode` of the same tokens with the same options, for every
     sequence of tokens: bytes that turn out to be no UTF-8 come out as U+FFFD as soon as that is certain. Constant
     time for each token.
     """
@@ -100,9 +100,9 @@ class StopMatcher:
 
     def skip(self, text: str) -> MatchedText:
         """Like `push`, for text in which no stop string counts: no match begins, continues or ends in it."""
-        piece = MatchedText(self._held + text)
+        matched = MatchedText(self._held + text)
         self._reset()
-        return piece
+        return matched
 
     def finish(self) -> str:
         """What was held back, when no text follows."""

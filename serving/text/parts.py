@@ -35,18 +35,11 @@ def byte_level_bpe(
     With `single_digits` the text is first cut around every digit.
     """
     backend = tokenizers.Tokenizer(models.BPE(vocab=dict(vocab), merges=merges, ignore_merges=ignore_merges))
-    plain = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=True)
-    if single_digits:
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
-    elif split is None:
-        backend.pre_tokenizer = plain
-    else:
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(tokenizers.Regex(split), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False),
-            ]
-        )
+    cuts: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Digits(individual_digits=True)] if single_digits else []
+    if split is not None:
+        cuts.append(pre_tokenizers.Split(tokenizers.Regex(split), behavior="isolated"))
+    into_bytes = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=split is None)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, into_bytes]) if cuts else into_bytes
     backend.decoder = decoders.ByteLevel()
     return backend
 

@@ -28,7 +28,7 @@ class Tokenizer:
         self._backend = backend
         self.bytes_of = TokenBytes(backend)
         self.special_tokens = dict(parts.special_tokens)
-        self.chat_templates = dict(parts.chat_templates)
+        self.chat_template = parts.chat_templates.get("default")  # Jinja source; None when the model has none
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         roles = {role: backend.token_to_id(token) for role, token in parts.special_tokens.items()}
@@ -36,11 +36,6 @@ class Tokenizer:
         self.eos_id: int | None = roles.get("eos_token")
         marked = {token_id for token_id, token in added.items() if token.special}
         self.special_ids: frozenset[int] = frozenset(marked | {i for i in roles.values() if i is not None})
-
-    @property
-    def chat_template(self) -> str | None:
-        """The Jinja source of the default chat template, None when the model has none."""
-        return self.chat_templates.get("default")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`; `add_special_tokens` adds what the model expects around a text, such as BOS.

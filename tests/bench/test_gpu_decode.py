@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu_decode import SHAPES, llama, main, parse, random_model, weight_bytes
+from bench.gpu_decode import main, parse
+from bench.random_model import SHAPES, llama, random_model, weight_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = llama(**SHAPES["tiny"])

@@ -83,9 +83,9 @@ def repeating(kv: KVCacheManager, number: int) -> SequenceState:
     return handed_over(kv, None, make_sequence(kv, [number, 1, 2, 3, number, 1, 2], max_tokens=20))
 
 
-def test_guesses_come_from_the_text_and_stay_within_the_budgets() -> None:
+def test_drafts_come_from_the_text_and_stay_within_the_budgets() -> None:
     kv = make_kv(20, 32)
-    scheduler = make_decoding(kv, guesses=3)
+    scheduler = make_decoding(kv, drafts=3)
     seq = repeating(kv, 0)
     seq.tokens[-1] = 3
     scheduler.add(seq)
@@ -95,20 +95,20 @@ def test_guesses_come_from_the_text_and_stay_within_the_budgets() -> None:
         assert [(work.count, work.draft) for work in plan.work] == [(1 + len(draft), draft)]
 
 
-def test_guesses_end_where_the_request_does() -> None:
+def test_drafts_end_where_the_request_does() -> None:
     kv = make_kv(20, 32)
-    scheduler = make_decoding(kv, guesses=9)
+    scheduler = make_decoding(kv, drafts=9)
     seq = handed_over(kv, None, make_sequence(kv, [0, 1, 2, 3, 0, 1, 2], max_tokens=3))
     seq.tokens[-1] = 3
     scheduler.add(seq)
     plan = StepPlan(99, 9)
     scheduler.fill(plan, 0.0)
-    assert plan.work[0].draft == (0,), "one of its two tokens to go is drawn after the guess"
+    assert plan.work[0].draft == (0,), "one of its two tokens to go is drawn after the draft"
 
 
-def test_guesses_leave_the_others_their_turn() -> None:
+def test_drafts_leave_the_others_their_turn() -> None:
     kv = make_kv(20, 32)
-    scheduler = make_decoding(kv, guesses=9)
+    scheduler = make_decoding(kv, drafts=9)
     sequences = [repeating(kv, number) for number in (4, 5, 6)]
     for seq in sequences:
         seq.tokens[-1] = 3
@@ -118,9 +118,9 @@ def test_guesses_leave_the_others_their_turn() -> None:
     assert [work.count for work in plan.work] == [3, 1, 1]
 
 
-def test_guesses_leave_the_others_their_blocks() -> None:
+def test_drafts_leave_the_others_their_blocks() -> None:
     kv = make_kv(5, 4, caching=False)
-    scheduler = make_decoding(kv, guesses=3)
+    scheduler = make_decoding(kv, drafts=3)
     old, young = repeating(kv, 4), repeating(kv, 5)
     assert kv.allocator.available == 1
     old.tokens[-1] = 3
@@ -152,10 +152,10 @@ def test_removing_a_stranger_changes_nothing() -> None:
 class Batch:
     """A decode worker under random load; what is preempted comes back with the tokens it has, as by a router."""
 
-    def __init__(self, seed: int, size: int, blocks: int, tokens: int, seqs: int, guesses: int):
+    def __init__(self, seed: int, size: int, blocks: int, tokens: int, seqs: int, drafts: int):
         self.choice = random.Random(seed)
         self.kv = make_kv(blocks, size)
-        self.scheduler = make_decoding(self.kv, guesses=guesses)
+        self.scheduler = make_decoding(self.kv, drafts=drafts)
         self.engine: Engine
         self.engine, self.runner = make_engine(self.kv, [self.scheduler], tokens=tokens, seqs=seqs)
         self.runner.during = self.meddle
@@ -242,12 +242,12 @@ class Batch:
     blocks=st.integers(3, 9),
     tokens=st.integers(1, 5),
     seqs=st.integers(1, 5),
-    guesses=st.integers(0, 4),
+    drafts=st.integers(0, 4),
 )
 def test_random_batches_end_every_sequence_once_with_its_own_tokens(
-    seed: int, size: int, blocks: int, tokens: int, seqs: int, guesses: int
+    seed: int, size: int, blocks: int, tokens: int, seqs: int, drafts: int
 ) -> None:
-    batch = Batch(seed, size, blocks, tokens, seqs, guesses)
+    batch = Batch(seed, size, blocks, tokens, seqs, drafts)
     prompts = {seq.request.request_id: seq for seq in batch.waiting}
     for _ in range(3000):
         batch.admit()

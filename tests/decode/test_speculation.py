@@ -1,4 +1,4 @@
-"""Guessing ahead: what is guessed, when it is thought to pay, and that both are functions of what was seen."""
+"""Drafting: what is drafted, when it is thought to pay, and that both are functions of what was seen."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode.speculation import RARE, SIZES, PromptLookup, Speculation, StepCost
+from decode.speculation import RARE, SIZES, DraftCost, PromptLookup, Speculation
 
 tokens = st.lists(st.integers(0, 3), max_size=60)
 
@@ -23,13 +23,13 @@ def slowly(tokens: list[int], count: int) -> list[int]:
 
 
 @given(tokens, st.integers(1, 6))
-def test_a_guess_is_what_followed_last_time(found: list[int], count: int) -> None:
+def test_a_draft_is_what_followed_last_time(found: list[int], count: int) -> None:
     assert PromptLookup().draft(found, count) == slowly(found, count)
 
 
 @given(tokens, st.lists(st.integers(1, 5), max_size=30))
 def test_taking_tokens_in_bit_by_bit_changes_nothing(found: list[int], steps: list[int]) -> None:
-    """A worker that takes a sequence over guesses as the one before it did."""
+    """A worker that takes a sequence over drafts as the one before it did."""
     lookup, seen = PromptLookup(), 0
     for step in steps:
         seen = min(len(found), seen + step)
@@ -38,48 +38,48 @@ def test_taking_tokens_in_bit_by_bit_changes_nothing(found: list[int], steps: li
 
 @given(st.floats(1e-4, 1e-1), st.floats(1e-6, 1e-2), st.integers(1, 64))
 def test_the_cost_of_a_token_is_found_from_steps(base: float, slope: float, batch: int) -> None:
-    cost = StepCost()
+    cost = DraftCost()
     for size in (1, 2, 4, 8, 16, 32) * 3:
         cost.observe(size, base + slope * size)
     assert cost.token_share(batch) == pytest.approx(slope * batch / (base + slope * batch), rel=1e-3, abs=1e-4)
 
 
 def test_nothing_is_known_from_steps_of_one_size() -> None:
-    cost = StepCost()
+    cost = DraftCost()
     for _ in range(20):
         cost.observe(8, 0.01)
     assert cost.token_share(8) == 1.0
 
 
 def cheap(limit: int = 4) -> Speculation:
-    """Steps that cost the same however many tokens they have: guessing is free."""
+    """Steps that cost the same however many tokens they have: drafting is free."""
     made = Speculation(limit)
     for size in (1, 2, 8, 32):
         made.cost.observe(size, 0.01)
     return made
 
 
-def test_it_guesses_as_long_as_that_is_free_and_within_the_room() -> None:
+def test_it_drafts_as_long_as_that_is_free_and_within_the_room() -> None:
     made, repeating = cheap(), [1, 2, 3, 4] * 4
     assert made.draft(PromptLookup(), repeating, room=10, batch=1) == [1, 2, 3, 4]
     assert made.draft(PromptLookup(), repeating, room=2, batch=1) == [1, 2]
     assert made.draft(PromptLookup(), repeating, room=0, batch=1) == []
 
 
-def test_it_stops_when_its_guesses_fail_and_looks_again_later() -> None:
+def test_it_stops_when_its_drafts_fail_and_looks_again_later() -> None:
     made, lookup, repeating = Speculation(4), PromptLookup(), [1, 2, 3, 4] * 4
     for size in (1, 2, 8, 32):
         made.cost.observe(size, 0.01 + 0.01 * size)  # at one token half of a step's time is the token's
     for _ in range(20):
         made.verified(lookup, 4, 0)
-    guesses = [made.draft(lookup, repeating, room=10, batch=1) for _ in range(3 * RARE)]
-    tried = [i for i, guess in enumerate(guesses) if guess]
-    assert all(len(guesses[i]) == 1 for i in tried), "a trial costs one token"
+    drafts = [made.draft(lookup, repeating, room=10, batch=1) for _ in range(3 * RARE)]
+    tried = [i for i, draft in enumerate(drafts) if draft]
+    assert all(len(drafts[i]) == 1 for i in tried), "a trial costs one token"
     assert len(tried) == 3
     assert (made.drafted, made.accepted) == (80, 0)
 
 
-def test_large_batches_need_better_guesses() -> None:
+def test_large_batches_need_better_drafts() -> None:
     made, lookup, repeating = Speculation(4), PromptLookup(accepted=0.6), [1, 2, 3, 4] * 4
     for size in (1, 2, 8, 32):
         made.cost.observe(size, 0.01 + 0.001 * size)

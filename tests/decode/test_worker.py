@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -257,3 +259,22 @@ async def test_kv_that_lost_bits_on_its_way_is_known_as_such(kv_wire: str) -> No
     assert seq.incoming.lossy == (kv_wire == "int8")
     await session.close()
     assert worker.idle()
+
+
+async def test_refusals_are_counted_and_read_under_one_lock() -> None:
+    """Chunks are refused on several threads; a heartbeat that read the counts meanwhile broke."""
+    worker = Worker(Role.DECODE)
+    held: list[bool] = []
+
+    class Watched(Counter[str]):
+        def keys(self) -> Any:
+            held.append(worker.engine.lock._is_owned())  # type: ignore[attr-defined]
+            return super().keys()
+
+        def __iter__(self) -> Any:
+            held.append(worker.engine.lock._is_owned())  # type: ignore[attr-defined]
+            return super().__iter__()
+
+    worker.decode.refused = Watched({"digest": 2})
+    assert worker.decode.counters()["kv_chunks_refused/digest"] == 2.0
+    assert held and all(held)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,19 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy import cli
-from deploy.cli import (
-    COMMANDS,
-    CONFIGS,
-    NODE_CONFIGS,
-    check_counts,
-    children_of,
-    main,
-    make_parser,
-    node_flags,
-    worker_flags,
-)
-from deploy.frontend import api_config
-from deploy.serve import child_specs, node_specs
+from deploy.children import child_specs, node_flags, node_specs, worker_flags
+from deploy.cli import COMMANDS, check_counts, check_heartbeats, children_of, main, make_parser
+from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings
+from deploy.serve import router_config
 from serving.config import (
     ClusterConfig,
     EngineConfig,
@@ -57,12 +47,11 @@ class Started:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.given: dict[str, Any] = {}
         self.settings: Any = None
-        self.child_flags: tuple[str, ...] = ()
         monkeypatch.setattr(cli, "_start", self.start)
         monkeypatch.setattr(cli, "setup_logging", lambda service, level: None)
 
-    def start(self, given: dict[str, Any], settings: Any, child_flags: tuple[str, ...]) -> int:
-        self.given, self.settings, self.child_flags = dict(given), settings, child_flags
+    def start(self, given: dict[str, Any], settings: Settings) -> int:
+        self.given, self.settings = dict(given), settings
         return 0
 
 
@@ -214,15 +203,24 @@ def drawn(config: type, **special: st.SearchStrategy[Any]) -> st.SearchStrategy[
     return st.builds(config, **{**strategies, **special})
 
 
-def settings_of(model: ModelConfig, engine: EngineConfig, http: HttpConfig, placement: PlacementConfig) -> Any:
-    rest = {"cluster": ClusterConfig(), "pool": PoolConfig(), "kvcache": KvCacheConfig()}
-    return SimpleNamespace(model_config=model, engine=engine, http=http, placement=placement, **rest)
+def settings_of(**groups: Any) -> Settings:
+    """These groups of settings; the others as they are by default."""
+    defaults = {
+        "model_config": ModelConfig(),
+        "engine": EngineConfig(),
+        "http": HttpConfig(),
+        "placement": PlacementConfig(),
+        "cluster": ClusterConfig(),
+        "pool": PoolConfig(),
+        "kvcache": KvCacheConfig(),
+    }
+    return Settings(model=None, **{**defaults, **groups})
 
 
 PARSER = make_parser()
 
 
-def as_a_child(flags: tuple[str, ...], config: type, command: tuple[str, ...] = ("decode", "model")) -> Any:
+def as_a_child(flags: list[str], config: type, command: tuple[str, ...] = ("decode", "model")) -> Any:
     given = vars(PARSER.parse_args([*command, *flags]))
     return build(config, {}, {}, {key: value for key, value in given.items() if key in names(config)})
 
@@ -245,8 +243,7 @@ def test_a_childs_flags_say_what_its_parent_was_told(
     kvcache: KvCacheConfig,
 ) -> None:
     model = dataclasses.replace(model, device="cpu")
-    made = settings_of(model, engine, http, placement)
-    made.pool, made.kvcache = pool, kvcache
+    made = settings_of(model_config=model, engine=engine, http=http, placement=placement, pool=pool, kvcache=kvcache)
     flags = worker_flags(made)
     assert as_a_child(flags, PoolConfig) == pool
     own_folder = dataclasses.replace(kvcache, disk=None)
@@ -256,17 +253,30 @@ def test_a_childs_flags_say_what_its_parent_was_told(
     assert as_a_child(flags, EngineConfig) == own
     there = as_a_child(flags, HttpConfig)
     assert (there.log_level, there.shutdown_timeout) == (http.log_level, http.shutdown_timeout)
-    assert as_a_child(flags, PlacementConfig).heartbeat_interval == placement.heartbeat_interval
+    beats = as_a_child(flags, PlacementConfig)
+    assert (beats.heartbeat_interval, beats.heartbeat_timeout) == (
+        placement.heartbeat_interval,
+        placement.heartbeat_timeout,
+    )
+
+
+@pytest.mark.parametrize(("interval", "timeout"), [("3", "5"), ("1", "2"), ("5", "5")])
+def test_intervals_that_one_late_heartbeat_would_break_are_refused_with_what_to_do(
+    interval: str, timeout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["router", "model", "--heartbeat-interval", interval, "--heartbeat-timeout", timeout]) == 2
+    told = capsys.readouterr().err
+    assert "--heartbeat-timeout" in told and f"above {2 * float(interval):g} s" in told
+    check_heartbeats(PlacementConfig(heartbeat_interval=3.0, heartbeat_timeout=10.0))
 
 
 def test_a_childs_flags_hold_no_secret() -> None:
-    made = settings_of(ModelConfig(), EngineConfig(), HttpConfig(api_key="hunter2"), PlacementConfig())
-    made.cluster = ClusterConfig(cluster_key="hunter2")
+    made = settings_of(http=HttpConfig(api_key="hunter2"), cluster=ClusterConfig(cluster_key="hunter2"))
     assert "hunter2" not in " ".join(worker_flags(made)), "a command line can be read by everyone on the host"
 
 
 def test_a_name_may_begin_with_a_dash() -> None:
-    made = settings_of(ModelConfig(served_model_name="-tiny"), EngineConfig(), HttpConfig(), PlacementConfig())
+    made = settings_of(model_config=ModelConfig(served_model_name="-tiny"))
     try:
         assert as_a_child(worker_flags(made), ModelConfig).served_model_name == "-tiny"
     except SystemExit:
@@ -274,8 +284,8 @@ def test_a_name_may_begin_with_a_dash() -> None:
 
 
 def test_every_child_is_named_told_its_router_and_given_its_share() -> None:
-    made = settings_of(ModelConfig(), EngineConfig(threads=3), HttpConfig(), PlacementConfig())
-    specs = child_specs(Path("model"), {Role.PREFILL: 2, Role.DECODE: 1}, "127.0.0.1:7", made, ("--dtype", "float32"))
+    made = settings_of(model_config=ModelConfig(dtype="float32"), engine=EngineConfig(threads=3))
+    specs = child_specs(Path("model"), {Role.PREFILL: 2, Role.DECODE: 1}, "127.0.0.1:7", made)
     assert [spec.name for spec in specs] == ["prefill-0", "prefill-1", "decode-0"]
     for spec in specs:
         given = make_parser().parse_args(spec.arguments)
@@ -285,9 +295,8 @@ def test_every_child_is_named_told_its_router_and_given_its_share() -> None:
 
 
 def test_every_pool_node_has_a_name_and_a_folder_of_its_own() -> None:
-    made = settings_of(ModelConfig(), EngineConfig(), HttpConfig(), PlacementConfig())
-    made.kvcache = KvCacheConfig(ram=7, disk="/blocks")
-    specs = node_specs(2, "127.0.0.1:7", made, node_flags(made))
+    made = settings_of(kvcache=KvCacheConfig(ram=7, disk="/blocks"))
+    specs = node_specs(2, "127.0.0.1:7", made)
     assert [spec.name for spec in specs] == ["kvcache-0", "kvcache-1"]
     for spec in specs:
         given = make_parser().parse_args(spec.arguments)
@@ -300,6 +309,14 @@ def test_the_help_of_a_pool_node_names_its_settings(capsys: pytest.CaptureFixtur
         main(["kvcache", "--help"])
     text = capsys.readouterr().out
     assert [name for name in names(*NODE_CONFIGS) if "--" + name.replace("_", "-") not in text] == []
+
+
+def test_a_pool_node_does_not_wait_for_torch() -> None:
+    program = (
+        "import sys; from deploy.cli import main; main(['kvcache', '--ram', '0']); sys.exit('torch' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0 and "--ram 0" in ended.stderr
 
 
 def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
@@ -320,12 +337,11 @@ def test_service_classes_and_limits_reach_router_and_api(started: Started, tmp_p
     file.write_text("[gold]\nttft_slo_ms = 300\n")
     flags = ["--service-classes", str(file), "--default-service-class", "gold", "--strict-disaggregation"]
     assert main(["router", *flags, "--rate-limit-requests", "60", "--api-key", "a,b"]) == 0
-    config = started.settings.router_config()
+    settings = started.settings
+    config = router_config(settings)
     assert config.classes["gold"].ttft_slo_ms == 300.0 and "standard" in config.classes
     assert (config.default_class, config.strict_disaggregation) == ("gold", True)
-    api = api_config(started.settings.http, started.settings.service, config.classes)
-    assert (api.api_keys, api.default_service_class) == (("a", "b"), "gold")
-    assert (api.rate_limit_requests, api.rate_limit_tokens) == (60, None)
+    assert (settings.service.rate_limit_requests, settings.service.rate_limit_tokens) == (60, None)
 
 
 @pytest.mark.parametrize(

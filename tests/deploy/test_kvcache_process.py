@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ import pytest
 from deploy import cache
 from deploy.cli import make_parser
 from deploy.kvcache_process import KvcacheProcess, parse_quotas, store_config
+from deploy.runtime.settings import read_settings
 from kvcache.pool.client import PoolClient
-from kvcache.pool.remote import dial
+from kvcache.pool.remote import RemoteNode
 from router.fleet import Fleet, RouterConfig
 from router.service import RegistryService
-from serving.config import ClusterConfig, ConfigError, HttpConfig, KvCacheConfig, PlacementConfig
+from serving.config import ClusterConfig, ConfigError, KvCacheConfig
 from serving.messages import PoolReport
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import listen, server
@@ -90,7 +92,7 @@ async def node(router: Router, *flags: str) -> AsyncIterator[asyncio.subprocess.
 @pytest.mark.thorough
 async def test_a_node_registers_serves_leaves_in_order_and_keeps_its_blocks(router: Router, tmp_path: Path) -> None:
     flags = ("--disk", str(tmp_path / "blocks"), "--disk-size", "64MiB", "--quota", "default=1MiB")
-    client = PoolClient(partial(dial, cluster_key=KEY), timeout=10.0)
+    client = PoolClient(partial(RemoteNode, cluster_key=KEY), timeout=10.0)
     async with node(router, *flags) as process:
         report = await router.heard()
         assert router.fleet.pool_nodes.nodes() == [f"kvcache-0@{report.address}"]
@@ -155,7 +157,7 @@ def test_a_corrupt_block_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys
 
         async def close(self) -> None: ...
 
-    monkeypatch.setattr(cache, "dial", lambda *given: Checked())
+    monkeypatch.setattr(cache, "RemoteNode", lambda *given: Checked())
     parsed = make_parser().parse_args(["cache", "verify", "--nodes", "a:1"])
     assert cache.run(parsed) == 1
     assert capsys.readouterr().out == "a:1: 12 blocks read, 3 corrupt and dropped\n"
@@ -200,7 +202,6 @@ def test_figures_are_read_by_people() -> None:
         "1.5 h",
         "2.0 d",
     ]
-    assert cache.table([["name", "n"], ["a", "10"]], texts=1) == "name   n\na     10\n"
 
 
 # ---- settings ------------------------------------------------------------------------------------------------------
@@ -245,9 +246,8 @@ def test_an_empty_name_is_no_folder() -> None:
 
 
 def host(*, cluster: ClusterConfig, disk: str | None = None) -> KvcacheProcess:
-    return KvcacheProcess(
-        KvCacheConfig(ram=1 << 20, disk=disk), cluster, HttpConfig(), PlacementConfig(heartbeat_interval=0.01)
-    )
+    made = read_settings({"heartbeat_interval": 0.01})
+    return KvcacheProcess(replace(made, cluster=cluster, kvcache=KvCacheConfig(ram=1 << 20, disk=disk)))
 
 
 async def test_a_nodes_own_figures_are_fresh_without_any_router() -> None:

@@ -15,8 +15,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from serving.api.app import create_app
-from serving.api.settings import ApiConfig, ServedModel
+from serving.api.settings import ServedModel
+from serving.config import HttpConfig
 from serving.messages import Delta, FinishReason, Request, TokenLogprob
+from serving.service_config import ServiceConfig
 from serving.text.tokenizer import Tokenizer, load_tokenizer
 from tests.tiny import write_tokenizer
 
@@ -37,12 +39,16 @@ class CountingObserver:
     def __init__(self) -> None:
         self.started: list[int] = []
         self.finished: list[tuple[FinishReason, int]] = []
+        self.refused: list[int] = []
 
-    def request_started(self, *, prompt_tokens: int, max_tokens: int) -> None:
-        self.started.append(max_tokens)
+    def request_started(self, *, prompt_tokens: int) -> None:
+        self.started.append(prompt_tokens)
 
-    def request_finished(self, *, finish: FinishReason, prompt_tokens: int, completion_tokens: int) -> None:
+    def request_finished(self, *, finish: FinishReason, completion_tokens: int) -> None:
         self.finished.append((finish, completion_tokens))
+
+    def request_refused(self, *, status: int) -> None:
+        self.refused.append(status)
 
 
 @dataclass
@@ -106,16 +112,19 @@ def saying(tokenizer: Tokenizer, text: str) -> Callable[[Request], list[int]]:
 
 
 def app_of(script: ScriptedGenerate, tokenizer: Tokenizer, **options: Any) -> FastAPI:
-    """The API before `script`. Options are those of `create_app`, or of `ApiConfig`."""
-    config = {name: options.pop(name) for name in list(options) if name in ApiConfig.__dataclass_fields__}
+    """The API before `script`. Options are those of `create_app`, or of `HttpConfig` or `ServiceConfig`."""
+    config = {name: options.pop(name) for name in list(options) if name in HttpConfig.__dataclass_fields__}
+    service = {name: options.pop(name) for name in list(options) if name in ServiceConfig.__dataclass_fields__}
     given: dict[str, Any] = {
         "served": ServedModel(
             names=(MODEL, "tiny-alias"), max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, created=1_700_000_000
         ),
-        "config": ApiConfig(**config),
+        "config": HttpConfig(**config),
+        "service_config": ServiceConfig(**service),
         "health": lambda: (True, ""),
         "audit": _empty_audit,
         "metrics_text": lambda: b"# nothing\n",
+        "observer": CountingObserver(),
     }
     return create_app(script.generate, tokenizer=tokenizer, **{**given, **options})
 

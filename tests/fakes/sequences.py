@@ -9,6 +9,8 @@ from kvcache.blocks.manager import KVCacheManager
 from serving.engine.sequence import SequenceState
 from serving.messages import LeaseId, LeaseOrder, Request, SamplingParams
 
+OWN = ("tenant", "prompt_logprobs", "deadline", "slo", "priority", "service_class")  # of Request, not its sampling
+
 
 def lease_id(lease: str = "r/1", epoch: int = 0, instance: str = "decode") -> LeaseId:
     return LeaseId(lease=lease, epoch=epoch, instance=instance)
@@ -16,8 +18,7 @@ def lease_id(lease: str = "r/1", epoch: int = 0, instance: str = "decode") -> Le
 
 def make_request(prompt: Sequence[int], *, request_id: str = "r", max_tokens: int = 8, **fields: Any) -> Request:
     """A greedy request; `fields` are of Request or of SamplingParams."""
-    names = ("tenant", "prompt_logprobs", "deadline", "slo", "priority", "service_class")
-    own = {name: fields.pop(name) for name in names if name in fields}
+    own = {name: fields.pop(name) for name in OWN if name in fields}
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, **fields)
     return Request(request_id=request_id, prompt=tuple(prompt), sampling=sampling, **own)
 
@@ -25,7 +26,10 @@ def make_request(prompt: Sequence[int], *, request_id: str = "r", max_tokens: in
 def make_order(
     prompt: Sequence[int], *, lease: LeaseId | None = None, generated: Sequence[int] = (), **fields: Any
 ) -> LeaseOrder:
-    return LeaseOrder(lease=lease or lease_id(), request=make_request(prompt, **fields), generated=tuple(generated))
+    """`fields` as make_request's, and of LeaseOrder."""
+    times = {name: fields.pop(name) for name in ("first_token_in", "ends_in") if name in fields}
+    request = make_request(prompt, **fields)
+    return LeaseOrder(lease=lease or lease_id(), request=request, generated=tuple(generated), **times)
 
 
 def make_sequence(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,15 @@ from tests.tiny import tiny_llama
 @pytest.fixture(scope="session", autouse=True)
 def few_threads() -> None:
     torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_step_costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Workers of this process learn from no earlier run of the tests, and leave nothing to a later one."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("step-costs")
+        patch.setattr("deploy.worker.step_costs.cache_folder", lambda: folder)
+        yield
 
 
 @pytest.fixture(scope="session")

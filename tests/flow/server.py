@@ -56,6 +56,8 @@ class MillraceServer:
             "--host",
             "127.0.0.1",
         ]
+        if "--canary-interval" not in arguments:  # tests count what workers do
+            command += ["--canary-interval", "0"]
         repository = str(Path(__file__).resolve().parents[2])
         self.process = subprocess.Popen(
             command,

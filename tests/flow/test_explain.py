@@ -7,16 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from deploy.frontend import api_config
 from router.fleet import RouterConfig
 from router.overview import RouterOverview
 from serving.api.app import create_app
 from serving.api.settings import ServedModel
 from serving.config import HttpConfig
-from serving.service_class import SERVICE_CLASSES
-from serving.service_config import ServiceConfig
 from serving.text.tokenizer import load_tokenizer
-from tests.fakes.generate import calling
+from tests.fakes.generate import CountingObserver, calling
 from tests.fakes.sequences import make_request
 from tests.flow.conftest import Cluster, ClusterMaker
 from tests.flow.reference import prompts
@@ -56,7 +53,8 @@ def serve(cluster: Cluster, folder: Path) -> object:
         cluster.router.generate,
         tokenizer=load_tokenizer(folder),
         served=ServedModel(names=("tiny",), max_model_len=256, vocab_size=384, created=1),
-        config=api_config(HttpConfig(api_key="one,two"), ServiceConfig(), SERVICE_CLASSES),
+        config=HttpConfig(api_key="one,two"),
+        observer=CountingObserver(),
         health=lambda: (True, ""),
         audit=no_audit,
         metrics_text=lambda: b"",

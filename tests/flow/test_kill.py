@@ -1,6 +1,7 @@
 """kill -9 of workers at every stage of a request: the client's text is that of an undisturbed run, nothing is left.
 
-Greedy and seeded-sampled, streaming and not, are asked at once; the victim is one of two workers of its role.
+Greedy and seeded-sampled, streaming and not, are asked at once; the victim is one of two workers of its role. Stages
+at which KV of the lost try was on its way or written are run in every form of computing, the others in one of them.
 """
 
 from __future__ import annotations
@@ -46,15 +47,19 @@ class Form:
 
 
 FORMS = {
-    "torch float32": Form(("--kernels", "torch", "--dtype", "float32"), layers=8, hidden=256, tokens=120),
     "compiled bfloat16": Form(("--kernels", "compiled", "--dtype", "bfloat16"), layers=16, hidden=512, tokens=250),
+    "torch float32": Form(("--kernels", "torch", "--dtype", "float32"), layers=8, hidden=256, tokens=120),
     "compiled int8": Form(
         ("--kernels", "compiled", "--kv-cache-dtype", "int8"), layers=16, hidden=512, tokens=250, quantized=True
     ),
 }
 
+in_every_form = pytest.mark.parametrize("form", list(FORMS), indirect=True, scope="module")
+in_bfloat16 = pytest.mark.parametrize("form", ["compiled bfloat16"], indirect=True, scope="module")
+in_int8 = pytest.mark.parametrize("form", ["compiled int8"], indirect=True, scope="module")
 
-@pytest.fixture(scope="module", params=list(FORMS))
+
+@pytest.fixture(scope="module")
 def form(request: pytest.FixtureRequest) -> Form:
     return FORMS[request.param]
 
@@ -139,6 +144,7 @@ def leases(server: MillraceServer) -> int:
     return int(server.audit()["services"][0]["held"]["leases"])
 
 
+@in_bfloat16
 def test_prefill_worker_dies_with_the_request_queued(
     server: MillraceServer, client: Client, form: Form, undisturbed: Outcomes
 ) -> None:
@@ -156,6 +162,7 @@ def test_prefill_worker_dies_with_the_request_queued(
     server.wait_idle(5.0)
 
 
+@in_int8
 def test_prefill_worker_dies_computing(
     server: MillraceServer, client: Client, form: Form, undisturbed: Outcomes
 ) -> None:
@@ -166,6 +173,7 @@ def test_prefill_worker_dies_computing(
     disturb(server, client, form, undisturbed, harm)
 
 
+@in_every_form
 def test_prefill_worker_dies_in_the_middle_of_its_handoff(
     server: MillraceServer, client: Client, form: Form, undisturbed: Outcomes
 ) -> None:
@@ -184,6 +192,7 @@ def test_prefill_worker_dies_in_the_middle_of_its_handoff(
     disturb(server, client, form, undisturbed, harm)
 
 
+@in_int8
 def test_decode_worker_dies_before_its_first_token(
     server: MillraceServer, client: Client, form: Form, undisturbed: Outcomes
 ) -> None:
@@ -194,6 +203,7 @@ def test_decode_worker_dies_before_its_first_token(
     disturb(server, client, form, undisturbed, harm)
 
 
+@in_every_form
 def test_decode_worker_dies_after_the_tenth_token(
     server: MillraceServer, client: Client, form: Form, undisturbed: Outcomes
 ) -> None:
@@ -204,6 +214,7 @@ def test_decode_worker_dies_after_the_tenth_token(
     disturb(server, client, form, undisturbed, harm)
 
 
+@in_bfloat16
 def test_both_decode_workers_die_and_come_back(
     server: MillraceServer, client: Client, form: Form, undisturbed: Outcomes
 ) -> None:

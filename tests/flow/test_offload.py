@@ -25,7 +25,7 @@ KERNELS = [
     pytest.param(
         "compiled",
         id="compiled",
-        marks=pytest.mark.skipif(not cpu.available(), reason="the compiled kernels cannot be built here"),
+        marks=pytest.mark.skipif(cpu.shared_library() is None, reason="the compiled kernels cannot be built here"),
     ),
 ]
 
@@ -122,7 +122,7 @@ async def test_what_fits_neither_is_refused(make_cluster: ClusterMaker) -> None:
 
 @pytest.mark.slow
 @pytest.mark.real
-@pytest.mark.skipif(not cpu.available(), reason="the compiled kernels cannot be built here")
+@pytest.mark.skipif(cpu.shared_library() is None, reason="the compiled kernels cannot be built here")
 async def test_smollm2_reads_6000_tokens_with_device_kv_for_1500(make_cluster: ClusterMaker) -> None:
     try:
         path = resolve(None)
@@ -134,9 +134,9 @@ async def test_smollm2_reads_6000_tokens_with_device_kv_for_1500(make_cluster: C
     model, request = load(path), asked("long", prompt, 32, ignore_eos=True)
     roomy, small = {"num_kv_blocks": 400}, {"num_kv_blocks": 1500 // 16, "host_kv_memory": 256 << 20}
     found = []
-    for placement, settings in (("embedded", roomy), ("embedded", small), ("split-grpc", small)):
-        async with make_cluster(placement, model=model, **settings) as cluster:
+    for settings in (roomy, small):  # tests/flow/test_offload_split.py does the same with workers apart
+        async with make_cluster("embedded", model=model, **settings) as cluster:
             found.append(await cluster.tokens(request))
             assert settings is roomy or moved(cluster) >= 4500
             assert cluster.seen.replacements == []
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]

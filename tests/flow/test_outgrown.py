@@ -117,12 +117,17 @@ async def test_a_text_goes_on_from_any_token(
         assert [type(error) for error in cluster.seen.replacements] == [Preempted]
 
 
-async def test_a_prompt_no_prefill_worker_holds_is_refused_before_any_token(tiny_model: LoadedModel) -> None:
+@pytest.mark.parametrize("kind", [UnequalLocal, UnequalRemote])
+async def test_a_prompt_no_prefill_worker_holds_is_refused_before_any_token(
+    tiny_model: LoadedModel, kind: type[UnequalLocal | UnequalRemote]
+) -> None:
     """Decode workers compute what they must, not what they could."""
-    async with split(tiny_model, decode=1) as cluster:
+    async with split(tiny_model, decode=1, kind=kind) as cluster:
         with pytest.raises(ContextLengthExceeded) as refused:
-            await cluster.tokens(request(0, prompts(1, shortest=LIMIT, longest=LIMIT)[0]))
-        assert refused.value.param == "prompt" and str(LIMIT) in refused.value.message
+            await cluster.tokens(request(0, prompts(1, shortest=200, longest=200)[0]))
+        assert refused.value.status == 400 and refused.value.param == "prompt"
+        assert str(LIMIT) in refused.value.message and "200" in refused.value.message
+        assert len(await cluster.tokens(request(1, prompts(1, shortest=LIMIT - 10, longest=LIMIT - 10)[0], 5))) == 5
 
 
 async def test_a_decode_worker_computes_no_prompt_of_anothers_lease(tiny_model: LoadedModel) -> None:

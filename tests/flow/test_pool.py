@@ -57,7 +57,7 @@ async def cluster(
         yield made
         for worker in started.workers:
             assert worker.connector is not None
-            if worker.connector.stores:
+            if worker.connector.write_back.stores:
                 await worker.connector.flush(10)
         await made.idle()
 
@@ -79,7 +79,7 @@ async def served(workers: Cluster, request: Request) -> tuple[list[int], int]:
 
 def flip_a_bit_of_each(store: BlockStore) -> int:
     """As failing memory would; how many blocks were there."""
-    blocks = list(store._tiers.ram)
+    blocks = [record.block for record in store._tiers.ram]
     for block in blocks:
         payload = bytearray(block.payload)
         payload[len(payload) // 3] ^= 1
@@ -315,7 +315,7 @@ async def test_storing_that_breaks_holds_nothing(tiny_model: LoadedModel, pool: 
         assert worker.connector is not None
         worker.connector.write_back.writer.put = broken  # type: ignore[method-assign]
         await served(workers, ask(prompt))
-        while worker.connector.stores:
+        while worker.connector.write_back.stores:
             await asyncio.sleep(0.001)
         await workers.idle()
         await served(workers, ask(another))

@@ -1,4 +1,4 @@
-"""Guessing ahead changes no token: greedy or sampled, alone or in a batch, embedded or split, with tokens to spare."""
+"""Drafting changes no token: greedy or sampled, alone or in a batch, embedded or split, with tokens to spare."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ async def test_the_tokens_are_the_same(make_cluster: ClusterMaker, placement: st
     async with make_cluster(placement, num_speculative_tokens=5) as cluster:
         alone = await cluster.tokens(wanted[0])
         together = await asyncio.gather(*(cluster.tokens(request) for request in wanted))
-        assert accepted(cluster) > 0, "something was meant to be guessed right"
+        assert accepted(cluster) > 0, "something was meant to be drafted right"
     assert alone == expected[0]
     assert together == expected
 
 
-async def test_a_stop_token_among_right_guesses_ends_the_text(make_cluster: ClusterMaker) -> None:
+async def test_a_stop_token_among_right_drafts_ends_the_text(make_cluster: ClusterMaker) -> None:
     wanted = requests(6, temperature=0.8, stop_token_ids=(22,))
     async with make_cluster("embedded", num_speculative_tokens=0) as cluster:
         expected = [await cluster.tokens(request) for request in wanted]
@@ -51,8 +51,8 @@ async def test_a_stop_token_among_right_guesses_ends_the_text(make_cluster: Clus
     assert any(len(tokens) < 50 for tokens in expected)
 
 
-async def test_guessing_stops_at_the_end_of_the_context_and_of_the_pool(make_cluster: ClusterMaker) -> None:
-    """Sequences that fill the whole pool: no guess may need a block, or a position, that is not there."""
+async def test_drafting_stops_at_the_end_of_the_context_and_of_the_pool(make_cluster: ClusterMaker) -> None:
+    """Sequences that fill the whole pool: no draft may need a block, or a position, that is not there."""
     wanted = requests(3, temperature=0.0, max_tokens=400)
     for speculative in (0, 8):
         async with make_cluster(

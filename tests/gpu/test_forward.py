@@ -1,24 +1,23 @@
 """A worker's forward on a GPU: graphs give what launching gives, layers are told of, and a step waits for nothing.
 
-What it computes is compared with the model's modules in tests/serving/engine/test_triton_forward, which runs here too.
+What it computes is compared with the model's modules in tests/serving/forward/test_triton_forward, which runs here too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from bench.random_model import llama, random_model
 from kvcache.memory.device import DeviceKV
 from serving.batch.ragged import RaggedBatch
 from serving.forward.cuda_graphs import GraphSizes
 from serving.messages import SamplingParams
-from serving.model.spec import ModelSpec
 from serving.sampling.sampler import SampleRow
 from serving.sampling.torch_sampling import sample_on_device
 
@@ -42,23 +41,15 @@ SHAPE = {
 }
 
 
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    pytest.importorskip("triton")
-    from bench import gpu_decode
-
-    return gpu_decode
-
-
 @pytest.fixture(scope="module", params=["int8", "bfloat16"])
-def forwards(bench: ModuleType, request: pytest.FixtureRequest) -> list[Any]:
+def forwards(request: pytest.FixtureRequest) -> list[Any]:
     """Two of the same model, each over KV of its own; the first replays graphs, the second launches."""
+    pytest.importorskip("triton")
     from serving.forward.triton_forward import TritonForward
 
     torch.manual_seed(0)
-    spec = bench.llama(max_position=LIMIT, **SHAPE)
-    assert isinstance(spec, ModelSpec)
-    model = bench.random_model(spec, request.param, torch.bfloat16, CUDA)
+    spec = llama(max_position=LIMIT, **SHAPE)
+    model = random_model(spec, request.param, torch.bfloat16, CUDA)
     made = []
     for sizes in (SIZES, None):
         pool = DeviceKV(spec.kv_layers("int8" if request.param == "int8" else "bfloat16"), BLOCKS, BLOCK, CUDA)

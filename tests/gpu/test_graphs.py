@@ -34,7 +34,7 @@ class TinyLayer:
 
     def __call__(self, batch: RaggedBatch) -> tuple[Tensor]:
         self.calls += 1
-        x = self.gpu.rms_norm_quantize(self.embed[batch.tokens], self.norm, 1e-5)
+        x, _ = self.gpu.add_rms_norm(self.embed[batch.tokens], None, self.norm, 1e-5, quantized=True)
         qkv = self.gpu.int8_linear(*x, self.qkv, self.scales).view(len(batch.tokens), 8, 64)
         angle = batch.positions[:, None] / torch.arange(1, 33, device=CUDA)
         q = self.gpu.rope_write_kv(qkv, angle.cos(), angle.sin(), batch.slots, *self.planes)

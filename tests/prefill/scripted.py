@@ -62,7 +62,7 @@ class ScriptedRunner(Runner):
         return RunResult(drawn, {}, RunTimes(0.0, 0.0, 0.0))
 
     def _advance(self, work: Work) -> list[Sampled | SamplingFailed]:
-        """Write the KV of the new tokens, guessed ones too, read all up to them, and draw after the last."""
+        """Write the KV of the new tokens, drafted ones too, read all up to them, and draw after the last."""
         seq = work.seq
         self._move(seq)
         known = [*seq.tokens[: seq.computed], *work.tokens]
@@ -117,15 +117,15 @@ def make_kv(blocks: int, block_size: int, *, caching: bool = True, host: Offload
 
 
 class Eager(Speculation):
-    """Guesses whenever there is anything to guess, paying or not."""
+    """Drafts whenever there is anything to draft, paying or not."""
 
     def draft(self, lookup: PromptLookup, tokens: Sequence[int], room: int, batch: int) -> list[int]:
         return lookup.draft(tokens, min(self.limit, room)) if room > 0 else []
 
 
-def make_decoding(kv: KVCacheManager, *, guesses: int = 0) -> DecodeScheduler:
+def make_decoding(kv: KVCacheManager, *, drafts: int = 0) -> DecodeScheduler:
     limit = kv.allocator.num_blocks * kv.block_size
-    return DecodeScheduler(kv, max_model_len=limit, speculation=Eager(guesses) if guesses else None)
+    return DecodeScheduler(kv, max_model_len=limit, speculation=Eager(drafts) if drafts else None)
 
 
 def step_limits(kv: KVCacheManager, tokens: int, seqs: int, max_model_len: int | None) -> StepLimits:

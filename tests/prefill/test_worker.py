@@ -241,10 +241,11 @@ async def test_leaving_a_run_frees_everything(worker: Prefill, when: str) -> Non
 
 async def test_closing_the_iterator_after_the_first_token_cancels_the_handoff(worker: Prefill) -> None:
     worker.link.gate.clear()
-    async with aclosing(worker.prefill.run(order())) as run:  # type: ignore[type-var]
+    async with aclosing(worker.prefill.run(order())) as run:
         async for prefilled in run:
             assert prefilled.delta.finish is None
             break
+    assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("handoff")], "it reads freed blocks"
     assert worker.link.closed == 1 and worker.link.committed == [] and worker.idle()
 
 

@@ -74,6 +74,13 @@ class World:
         for worker in self.workers.values():
             self.fleet.heartbeat(worker.status)
 
+    def let_pass(self, seconds: float) -> None:
+        """Time in which the router does its housekeeping, and no worker reports."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, self.now + 1.0)
+            self.fleet.expire()
+
     async def tokens(self, request: Request) -> list[int]:
         """All tokens of a request, each at its place."""
         found: list[int] = []

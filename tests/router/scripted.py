@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from router.breaker import BreakerConfig
+from router.candidate import Candidate
+from router.link_costs import LinkCosts
+from router.policy import Demand, FleetView, able_to_decode, able_to_prefill
+from router.trust import Trust, Ways
 from serving.errors import MillraceError, StaleLease, WorkerLost
 from serving.links import Deliver, LeaseEvent
 from serving.messages import (
@@ -48,6 +53,12 @@ def make_status(name: str = "w", role: Role = Role.MIXED, **fields: Any) -> Work
         "waiting_tokens": 0,
     }
     return WorkerStatus(**{**plain, **fields})
+
+
+def lease_view(demand: Demand, workers: Sequence[Candidate]) -> FleetView:
+    """The view of a router that trusts all of them."""
+    ways = Ways(Trust(BreakerConfig(), stall=10.0), LinkCosts())
+    return FleetView(able_to_decode(demand, workers), able_to_prefill(demand, workers), ways)
 
 
 HANG = "hang"  # a script's word for never answering
@@ -177,6 +188,7 @@ class ScriptedWorker:
         self.cancelled: Counter[str] = Counter()
         self.runs = 0  # prefills in progress
         self.orders: list[PrefillOrder] = []
+        self.unreachable: set[str] = set()  # addresses of decode workers that its KV does not get to
         self.audit_error: MillraceError | None = None
         self.link_closed = 0
         self.closing = asyncio.Event()
@@ -232,6 +244,8 @@ class ScriptedWorker:
             if delta.finish is None:
                 await self.play(self.script.after_first)
                 assert order.grant is not None
+                if order.grant.address in self.unreachable:
+                    raise StaleLease("the decode worker cannot be reached", code="decode_lost")
                 self.others[order.grant.address].lease(order.grant.lease).commit([*tokens, *delta.tokens])
                 await self.play(self.script.committed)
         finally:

@@ -78,10 +78,9 @@ async def test_a_silent_worker_is_given_nothing_and_its_leases_go_elsewhere(worl
     silent.script.decode = [(2, HANG)]
     running = asyncio.create_task(world.tokens(wanted()))
     await world.settled()
-    world.now += 4
+    world.let_pass(4)
     other = world.add("b")
-    world.now += 2
-    world.fleet.expire()
+    world.let_pass(2)
     assert await finished(running) == expected(wanted())
     assert other.opened and silent.opened
     silent.lose_sessions()  # whatever it still holds is its own affair here
@@ -90,8 +89,7 @@ async def test_a_silent_worker_is_given_nothing_and_its_leases_go_elsewhere(worl
 async def test_a_forgotten_workers_link_is_closed(world: World) -> None:
     worker = world.add("a")
     await world.tokens(wanted())
-    world.now += 16
-    world.fleet.expire()
+    world.let_pass(16)
     await world.settled()
     assert worker.link_closed == 1 and world.fleet.registry.workers == {}
 
@@ -158,9 +156,9 @@ async def test_a_worker_that_stops_answering_while_a_lease_is_opened_is_given_up
     world.add("a").script.open = [HANG]
     running = asyncio.create_task(world.tokens(wanted()))
     await world.settled()
-    world.now += 6
+    world.let_pass(4)
     world.add("b")
-    world.fleet.expire()
+    world.let_pass(2)
     assert await finished(running) == expected(wanted())
 
 
@@ -170,9 +168,9 @@ async def test_a_worker_that_stops_answering_while_a_lease_begins_anew_is_given_
     running = asyncio.create_task(world.tokens(wanted()))
     await world.settled()
     assert not running.done()
-    world.now += 6
+    world.let_pass(4)
     world.add("b")
-    world.fleet.expire()
+    world.let_pass(2)
     assert await finished(running) == expected(wanted())
 
 
@@ -181,9 +179,9 @@ async def test_a_worker_that_never_welcomes_holds_nobody_up() -> None:
     world.add("a").script.connect = [HANG]
     first = asyncio.create_task(world.tokens(wanted("1")))
     await world.settled()
-    world.now += 6
+    world.let_pass(4)
     world.add("b")
-    world.fleet.expire()
+    world.let_pass(2)
     second = asyncio.create_task(world.tokens(wanted("2")))
     try:
         assert await finished(second) == expected(wanted("2"))
@@ -199,10 +197,10 @@ async def test_a_prefill_worker_that_falls_silent_is_given_up() -> None:
     world.add("d", Role.DECODE)
     running = asyncio.create_task(world.tokens(wanted()))
     await world.settled()
-    world.now += 6
+    world.let_pass(4)
     world.add("p1", Role.PREFILL)
     world.fleet.heartbeat(world.workers["d"].status)
-    world.fleet.expire()
+    world.let_pass(2)
     assert await finished(running) == expected(wanted())
 
 
@@ -297,8 +295,7 @@ async def test_a_worker_that_was_forgotten_and_comes_back_has_its_counts_right()
     worker = world.add("a")
     deltas = world.router.generate(wanted(max_tokens=50))
     await anext(aiter(deltas))
-    world.now += 100
-    world.fleet.expire()
+    world.let_pass(100)
     assert world.fleet.registry.workers == {}
     world.fleet.heartbeat(worker.status)
     await deltas.aclose()  # type: ignore[attr-defined]

@@ -15,11 +15,11 @@ from router.candidate import Candidate, Dispatched
 from router.goodput import Goodput
 from router.link_costs import LinkCosts
 from router.output_lengths import OutputLengths
-from router.policy import Decision, Demand, view_for_lease
+from router.policy import Decision, Demand
 from router.predict import Prediction, others_lost, prompt_seconds, within
 from serving.messages import TPOT_BINS_MS, Role, Slo
 from serving.step_cost import StepCost, StepLoad, pairs
-from tests.router.scripted import make_status
+from tests.router.scripted import lease_view, make_status
 
 COST = StepCost(fixed=0.004, token=0.0005, pair=1e-8, sequence=0.0005, context=1e-7, error=0.2, samples=100)
 
@@ -46,7 +46,7 @@ def worker(name: str, role: Role = Role.MIXED, **fields: Any) -> Candidate:
 
 
 def choose(demand: Demand, *workers: Candidate, policy: Goodput | None = None, now: float = 0.0) -> Decision:
-    decision = (policy or Goodput()).choose(demand, view_for_lease(demand, workers, LinkCosts()), now)
+    decision = (policy or Goodput()).choose(demand, lease_view(demand, workers), now)
     assert decision is not None
     return decision
 
@@ -165,7 +165,7 @@ def test_near_ties_are_spread_over_requests() -> None:
 def test_a_single_token_needs_a_prefill_worker_only() -> None:
     free, queued = worker("f", Role.PREFILL), worker("q", Role.PREFILL, waiting_seconds=1.0)
     demand = wanting(output=1)
-    decision = Goodput().choose(demand, view_for_lease(demand, [free, queued], LinkCosts()), 0.0)
+    decision = Goodput().choose(demand, lease_view(demand, [free, queued]), 0.0)
     assert decision is not None and decision.decode is None and decision.prefill is free
 
 
@@ -190,7 +190,7 @@ def test_predictions_are_finite_and_never_negative(fleet: list[tuple[int, float,
         for n, (rows, seconds, role) in enumerate(fleet)
     ]
     demand = wanting()
-    decision = Goodput().choose(demand, view_for_lease(demand, workers, LinkCosts()), 0.0)
+    decision = Goodput().choose(demand, lease_view(demand, workers), 0.0)
     if decision is None or decision.predicted is None:
         return
     predicted: Prediction = decision.predicted
@@ -202,11 +202,11 @@ def test_a_choice_among_many_workers_is_quick() -> None:
     """At most a millisecond with 256 workers on a quiet machine; ten here, since tests share theirs."""
     roles = list(Role)
     workers = [worker(f"w{n}", roles[n % 3], rows=n % 50 if n % 3 else 0) for n in range(256)]
-    policy, links, best = Goodput(), LinkCosts(), 1.0
+    policy, best = Goodput(), 1.0
     for n in range(50):
         demand = wanting(salt=n)
         began = time.perf_counter()
-        policy.choose(demand, view_for_lease(demand, workers, links), 0.0)
+        policy.choose(demand, lease_view(demand, workers), 0.0)
         best = min(best, time.perf_counter() - began)
     assert best < 0.01
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,10 @@ from kvcache.blocks.events import KVEventLog
 from kvcache.blocks.prefix import extend_keys, root_key
 from router.placement import block_keys
 from router.request_state import RequestState
-from serving.messages import Role
+from serving.errors import NoRoom, Overloaded
+from serving.messages import Request, Role, Slo
+from serving.service_class import SERVICE_CLASSES, ServiceClass
+from serving.step_cost import StepCost
 from tests.router.conftest import World, expected, wanted
 from tests.router.scripted import ScriptedWorker, make_status
 
@@ -135,4 +140,65 @@ async def test_a_worker_that_reports_nonsense_spoils_no_request() -> None:
     request = wanted("1", prompt=(*SHARED, 7))
     assert await world.tokens(request) == expected(request)
     assert sent(fine) == ["1"]
+    await world.fleet.close()
+
+
+# ---- what a class is promised ---------------------------------------------------------------------------------------
+
+COST = StepCost(fixed=0.001, token=0.001, samples=100, error=0.1)
+
+
+def classed(name: str, ttft_ms: float | None = None, **fields: Any) -> Request:
+    request = wanted(name, **fields)
+    known = SERVICE_CLASSES[name.split("-")[0]]
+    slo = Slo(ttft_ms=ttft_ms if ttft_ms is not None else known.ttft_slo_ms, tpot_ms=known.tpot_slo_ms)
+    return replace(request, service_class=known.name, priority=known.priority, slo=slo)
+
+
+async def test_a_request_that_is_late_everywhere_is_refused_at_once_and_told_when_to_come_back() -> None:
+    world = World(policy="goodput")
+    world.add("a", step_cost=COST, waiting_seconds=6.0, waiting_tokens=6000)
+    world.add("b", step_cost=COST, waiting_seconds=9.0, waiting_tokens=9000)
+    with pytest.raises(Overloaded) as refused:
+        await world.tokens(classed("interactive"))
+    assert refused.value.code == "slo" and refused.value.retry_after is not None
+    assert 3.0 < refused.value.retry_after < 7.0, "about when the shorter queue will do"
+    for kind in ("standard", "batch"):
+        standing = replace(classed(kind), slo=Slo(ttft_ms=1000.0))
+        if kind == "standard":
+            assert await world.tokens(standing) == expected(standing), "of a class that waits its turn"
+    assert world.held() == {}
+    await world.fleet.close()
+
+
+async def test_a_prompt_that_alone_takes_too_long_is_not_told_to_come_back() -> None:
+    world = World(policy="goodput")
+    world.add("a", step_cost=replace(COST, token=0.1))
+    with pytest.raises(Overloaded) as refused:
+        await world.tokens(classed("interactive", prompt=tuple(range(3, 103))))
+    assert refused.value.retry_after is None
+    await world.fleet.close()
+
+
+async def test_a_class_with_a_backlog_waits_at_the_router_while_queues_are_long() -> None:
+    world = World(policy="goodput")
+    world.add("a", step_cost=COST, waiting_seconds=3.0, waiting_tokens=3000)
+    batch = asyncio.create_task(world.tokens(classed("batch")))
+    await world.settled()
+    assert world.placer.admission.waiting == 1 and not world.workers["a"].opened
+    standard = classed("standard")
+    assert await world.tokens(standard) == expected(standard), "others are not held up"
+    world.workers["a"].change(waiting_seconds=0.2, waiting_tokens=200)
+    world.beat()
+    assert await batch == expected(classed("batch"))
+    await world.fleet.close()
+
+
+async def test_patience_is_that_of_the_class() -> None:
+    classes = {**SERVICE_CLASSES, "hasty": ServiceClass(name="hasty", patience=0.05)}
+    world = World(policy="goodput", classes=classes)
+    world.add("a", step_cost=COST).script.open = [NoRoom("full")] * 100
+    with pytest.raises(Overloaded) as refused:
+        await world.tokens(replace(wanted("r"), service_class="hasty"))
+    assert refused.value.code == "no_room" and "0.05 s" in refused.value.message
     await world.fleet.close()

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.candidate import Candidate, Dispatched
-from router.link_costs import LinkCosts
 from router.policies import POLICIES, make_policy
 from router.policy import (
     Decision,
@@ -24,12 +23,11 @@ from router.policy import (
     SessionSticky,
     able_to_decode,
     able_to_prefill,
-    view_for_lease,
     view_for_prefill,
 )
 from serving.config import PlacementConfig
 from serving.messages import Build, Role
-from tests.router.scripted import make_status
+from tests.router.scripted import lease_view, make_status
 
 ROLE = st.sampled_from(list(Role))
 WORKERS = st.lists(
@@ -95,14 +93,14 @@ def ranking(name: str) -> RankingPolicy:
 
 
 def lease(policy: Policy, demand: Demand, workers: list[Candidate]) -> Decision | None:
-    return policy.choose(demand, view_for_lease(demand, workers, LinkCosts()), now=0.0)
+    return policy.choose(demand, lease_view(demand, workers), now=0.0)
 
 
 def prefill(
     policy: Policy, demand: Demand, workers: list[Candidate], own: str, avoid: set[str] | None = None, *, begun: bool
 ) -> Candidate | None:
     holder = next((worker for worker in workers if worker.status.instance == own), None)
-    view = view_for_prefill(demand, workers, LinkCosts(), holder, avoid or set(), begun=begun)
+    view = view_for_prefill(demand, workers, lease_view(demand, workers).links, holder, avoid or set(), begun=begun)
     decision = policy.choose(demand, view, now=0.0)
     return decision.prefill if decision is not None else None
 
@@ -113,7 +111,7 @@ def prefill(
 def test_a_decision_names_workers_that_may_take_the_request(
     name: str, workers: list[Candidate], demand: Demand
 ) -> None:
-    policy, view = make_policy(name), view_for_lease(demand, workers, LinkCosts())
+    policy, view = make_policy(name), lease_view(demand, workers)
     decision = policy.choose(demand, view, now=0.0)
     if decision is None:
         assert not view.decode and not view.prefill
@@ -262,6 +260,16 @@ def test_round_robin_takes_every_worker_in_turn_but_full_ones_last() -> None:
     assert order == ["a", "b", "c", "a", "b", "c"]
     workers[1] = Candidate(make_status("a", running=8))
     assert [policy.decode_order(Demand(tokens=1), workers)[0].status.name for _ in range(3)] == ["b", "b", "c"]
+
+
+def test_round_robin_turns_prefill_and_decode_workers_apart() -> None:
+    workers = [Candidate(make_status(f"{role}{n}", role)) for role in (Role.PREFILL, Role.DECODE) for n in range(2)]
+    policy, seen = RoundRobin(), set()
+    for _ in range(4):
+        decision = lease(policy, Demand(tokens=1), workers)
+        assert decision is not None and decision.decode is not None and decision.prefill is not None
+        seen |= {decision.decode.status.name, decision.prefill.status.name}
+    assert len(seen) == 4
 
 
 def test_a_session_stays_while_there_is_room_and_others_do_not_move_when_a_worker_leaves() -> None:

@@ -9,7 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serving.errors import CorruptChunk, NoRoom
 from serving.messages import Audit, Delta, FinishReason, PoolReport, PoolStat, Tier, TierStat, WorkerStatus
-from serving.metrics import RouterMetrics, pool_metrics, worker_metrics
+from serving.metrics import FaultFigures, RouterMetrics, pool_metrics, worker_metrics
+from serving.step_cost import StepCost
 from serving.timeline import Moment, Timeline
 from tests.fakes.sequences import make_request
 from tests.router.scripted import make_status
@@ -82,8 +83,8 @@ def test_a_failed_request_leaves_its_error_and_no_latency() -> None:
 
 def test_endings_refusals_and_repetitions_are_told_apart() -> None:
     told = Told()
-    told.metrics.request_started(prompt_tokens=7, max_tokens=9)
-    told.metrics.request_finished(finish=FinishReason.ABORT, prompt_tokens=7, completion_tokens=4)
+    told.metrics.request_started(prompt_tokens=7)
+    told.metrics.request_finished(finish=FinishReason.ABORT, completion_tokens=4)
     told.metrics.request_refused(status=429)
     told.metrics.replaced(CorruptChunk("harmed", code="digest"))
     told.metrics.replaced(NoRoom("full"))
@@ -108,6 +109,16 @@ def test_workers_are_told_apart_by_name() -> None:
         told.value("kv_handoffs_total", "one", "nixl") == 3
         and told.value("kv_received_bytes_total", "one", "grpc") == 7
     )
+
+
+def test_what_a_workers_steps_cost_is_told() -> None:
+    cost = StepCost(fixed=1e-3, token=2e-4, pair=3e-8, sequence=4e-5, context=5e-7, error=0.12, samples=60)
+    told = Told([make_status("one", step_cost=cost, waiting_seconds=2.5, prompt_share=0.4), make_status("two")])
+    for name in ("fixed", "token", "pair", "sequence", "context"):
+        assert told.value(f"step_cost_{name}_seconds", "one") == getattr(cost, name)
+        assert told.value(f"step_cost_{name}_seconds", "two") == 0.0
+    assert (told.value("step_cost_error", "one"), told.value("step_cost_samples", "one")) == (0.12, 60)
+    assert (told.value("worker_waiting_seconds", "one"), told.value("worker_prompt_share", "one")) == (2.5, 0.4)
 
 
 def test_the_queue_and_the_leaks_are_told() -> None:
@@ -170,3 +181,24 @@ def test_the_pools_nodes_are_told_by_tier() -> None:
         assert (found["pool_pinned", (name,)], found["pool_backlog", (name,)]) == (2, 3)
     alone = pool_metrics(lambda: pool_report("one"))
     assert samples(alone()) == {key: value for key, value in found.items() if key[1] and key[1][0] == "one"}
+
+
+def test_what_a_router_holds_against_its_workers_is_shown() -> None:
+    figures = FaultFigures(
+        breakers={"p0": 2, "d0": 0},
+        pairs={("p0", "d0"): False, ("m", "m"): True},
+        probes={"ok": 3, "failed": 1},
+        restarts={"expire": 2},
+        protocols_refused=4,
+    )
+    shown = samples(RouterMetrics("tiny", lambda: [], lambda: 0, faults=lambda: figures).text())
+    assert shown["worker_breaker", ("p0",)] == 2 and shown["worker_breaker", ("d0",)] == 0
+    assert shown["pair_up", ("d0", "p0")] == 0 and shown["pair_up", ("m", "m")] == 1
+    assert shown["canary_probes_total", ("failed",)] == 1
+    assert shown["background_restarts_total", ("expire",)] == 2
+    assert shown["protocol_refused_total", ()] == 4
+
+
+def test_a_workers_restarts_come_apart_by_task() -> None:
+    status = make_status("w", counters={"worker_background_restarts/write-back": 2.0})
+    assert Told([status]).value("worker_background_restarts_total", "w", "write-back") == 2

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 import pytest
 from grpc import aio
 
-from serving.errors import InvalidRequest, MillraceError, Unauthorized, WorkerLost, leaves
+from serving.errors import InvalidRequest, MillraceError, Unauthorized, WorkerLost
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import Caller, answering, asking, server
 
 KEY = "sesame"
-OWN = {name: kind for name, kind in leaves().items() if kind.__module__ == "serving.errors"}
+OWN = {name: kind for name, kind in MillraceError.by_name.items() if kind.__module__ == "serving.errors"}
 
 
 class Answers(stubs.PrefillServicer, stubs.RegistryServicer, stubs.DecodeServicer):

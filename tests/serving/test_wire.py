@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving import wire
-from serving.errors import InternalError, MillraceError, NoRoom, leaves
+from serving.errors import InternalError, MillraceError, NoRoom
 from serving.links import LeaseEvent
 from serving.messages import (
     Audit,
@@ -60,6 +60,8 @@ SCALARS = {
 WIDER = {
     "SamplingParams.seed": st.integers(0, 2**64 - 1),
     "Request.deadline": st.none(),  # on the router's clock, which no other process can read
+    "Request.priority": st.integers(-(2**31), 2**31 - 1),
+    "Request.session": st.just(""),  # the router alone places by it
     "Audit.counts": COUNTS,
     "Audit.leaked": COUNTS,
 }
@@ -88,7 +90,8 @@ def any_of(annotation: Any) -> st.SearchStrategy[Any]:
 
 
 OWN = sorted(
-    (kind for kind in leaves().values() if kind.__module__ == "serving.errors"), key=lambda kind: kind.__name__
+    (kind for kind in MillraceError.by_name.values() if kind.__module__ == "serving.errors"),
+    key=lambda kind: kind.__name__,
 )
 ERROR = st.builds(
     lambda kind, text, param, code, after: kind(text, param=param, code=code, retry_after=after),

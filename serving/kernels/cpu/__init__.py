@@ -16,7 +16,7 @@ import ctypes
 import logging
 from collections.abc import Callable
 
-from serving.kernels.cpu.decoder import CpuDecoder, CpuLayerWeights, CpuStepOutput, DecoderShape, KvPlanes
+from serving.kernels.cpu.decoder import CpuDecoder, DecoderShape, KvPlanes
 from serving.kernels.cpu.extension import Kernels, default_threads, forms, open_library
 from serving.kernels.cpu.sampling import ORDER, Logprobs, logprobs, sample
 from serving.kernels.cpu.structures import Finish, Kind
@@ -25,8 +25,6 @@ from serving.kernels.cpu.weights import PackedLinear, interleave
 __all__ = [
     "ORDER",
     "CpuDecoder",
-    "CpuLayerWeights",
-    "CpuStepOutput",
     "DecoderShape",
     "Finish",
     "Kernels",
@@ -34,7 +32,6 @@ __all__ = [
     "KvPlanes",
     "Logprobs",
     "PackedLinear",
-    "available",
     "default_threads",
     "forms",
     "interleave",
@@ -55,11 +52,6 @@ def shared_library(progress: Callable[[str], None] = _log.info) -> ctypes.CDLL |
     if "library" not in _opened:
         _opened["library"] = open_library(progress)
     return _opened["library"]
-
-
-def available() -> bool:
-    """True if the kernels can run here. The first call may compile them."""
-    return shared_library() is not None
 
 
 def load(

@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-enum Kind { KIND_NONE = 0, KIND_INT8 = 1, KIND_BF16 = 2, KIND_F32 = 3 };
+enum Kind { KIND_INT8 = 1, KIND_BF16 = 2, KIND_F32 = 3 };
 
 // A linear layer's packed weight: panels of 32 output channels, each [ceil(k / per)][32][per] with per = 4 / element
 // bytes, so that one 32-bit word holds the inputs a dot-product instruction takes at once. Padding is zero.
@@ -14,7 +14,6 @@ struct Linear {
     int32_t kind;
     int32_t outputs;
     int32_t inputs;
-    int32_t unused;
     const void* packed;
     const float* scale;   // [outputs], int8 only
     const float* bias;    // [outputs] or null
@@ -72,7 +71,6 @@ struct Layer {
     Linear down;
     KvPlanes kv;
     int32_t window;  // tokens a query sees, itself included; 0 means all
-    int32_t unused;
 };
 
 // A decoder of the Llama shape.
@@ -85,8 +83,6 @@ struct Model {
     int32_t embedding_kind;  // KIND_BF16 or KIND_F32
     float eps;
     float attention_scale;
-    float embedding_scale;
-    int32_t unused;
     const Layer* layer;      // [layers]
     const float* cos;        // [positions, rotary_dim / 2]
     const float* sin;
@@ -107,7 +103,6 @@ struct LayerBarrier {
 struct Results {
     float* logits;      // [R, vocab]
     int64_t* greedy;    // [R]: the best token, the lowest id among equals
-    float* hidden;      // [T, hidden]: the last layer's residual stream
     int32_t* progress;  // one int32: layers whose KV of this step is written, stored with release order
-    LayerBarrier* barrier;         // where the step waits for each layer's earlier KV before it counts or reads it
+    LayerBarrier* barrier;  // where the step waits for each layer's earlier KV before it counts or reads it
 };

@@ -211,43 +211,28 @@ INLINE void write_out(const float* acc, float total, long dim, float* out) {
     for (; d < dim; ++d) out[d] = acc[d] * inverse;
 }
 
-// All chunks of an item on one thread. out [item tokens, heads * head_dim] starts at the item's first token.
-void attend_item(const KvPlanes& kv, const AttentionShape& shape, const Item& item, const int32_t* q,
-                 const Coming& coming, AttentionScratch& s, float* out) {
-    const long group = group_of(kv, shape), each = item.segment.tokens * group, dim = padded_dim(kv);
-    const long rows = item.heads * each;
-    take_queries(kv, shape, item, q, s);
-    for (long i = 0; i < rows * dim; ++i) s.acc[i] = 0.0f;
-    for (long r = 0; r < rows; ++r) s.top[r] = -__builtin_inff(), s.total[r] = 0.0f;
-    for (long c = first_chunk(shape, item), end = chunks_end(item); c < end; ++c)
-        attend_chunk(kv, shape, item, c, c + 1 < end ? Coming{&item, c + 1} : coming, s, Parts{});
-    for (long r = 0; r < rows; ++r) {
-        const long token = r % each / group, head = (item.head + r / each) * group + r % group;
-        write_out(s.acc + r * dim, s.total[r], kv.head_dim, out + (token * shape.heads + head) * kv.head_dim);
-    }
-}
-
-// An item over the chunks of one range, joined in order to the state that earlier ranges left: the same additions
-// as in attend_item, whose chunks follow one another. Every head's rows of the state lie `heads` strides apart.
-void attend_range_item(const KVRange& range, const AttentionShape& shape, const Item& item, const int32_t* q,
-                         AttentionScratch& s) {
+// All chunks of an item that lie in `range`, on one thread, joined in order to the state that earlier ranges left: the
+// same additions whether one range holds all chunks or several follow one another. Row 0 of the range's state and
+// output is row `row0` of the batch; every head's rows of the state lie `heads` strides apart.
+void attend_item(const KVRange& range, const AttentionShape& shape, const Item& item, const int32_t* q,
+                 const Coming& coming, AttentionScratch& s, long row0 = 0) {
     const KvPlanes& kv = range.kv;
     const long group = group_of(kv, shape), each = item.segment.tokens * group, dim = padded_dim(kv);
     const auto place = [&](long r) {
         const long token = r % each / group, head = (item.head + r / each) * group + r % group;
-        return (item.segment.row + token) * shape.heads + head;
+        return (item.segment.row - row0 + token) * shape.heads + head;
     };
     const long rows = item.heads * each, stride = dim + STATE_EXTRA;
     take_queries(kv, shape, item, q, s);
     for (long r = 0; r < rows; ++r) {
-        const float* from = range.state + place(r) * stride;
-        for (long d = 0; d < dim; ++d) s.acc[r * dim + d] = range.begins ? 0.0f : from[d];
-        s.top[r] = range.begins ? -__builtin_inff() : from[dim];
-        s.total[r] = range.begins ? 0.0f : from[dim + 1];
+        const float* from = range.begins ? nullptr : range.state + place(r) * stride;
+        for (long d = 0; d < dim; ++d) s.acc[r * dim + d] = from ? from[d] : 0.0f;
+        s.top[r] = from ? from[dim] : -__builtin_inff();
+        s.total[r] = from ? from[dim + 1] : 0.0f;
     }
     const long end = range.chunks ? least(range.chunks, chunks_end(item)) : chunks_end(item);
     for (long c = first_chunk(shape, item); c < end; ++c)
-        attend_chunk(kv, shape, item, c, c + 1 < end ? Coming{&item, c + 1} : Coming{nullptr, 0}, s, Parts{});
+        attend_chunk(kv, shape, item, c, c + 1 < end ? Coming{&item, c + 1} : coming, s, Parts{});
     for (long r = 0; r < rows; ++r) {
         if (range.out) {
             write_out(s.acc + r * dim, s.total[r], kv.head_dim, range.out + place(r) * kv.head_dim);

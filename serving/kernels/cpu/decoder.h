@@ -19,6 +19,10 @@ INLINE long widest_window(const Model& model) {
     return widest;
 }
 
+INLINE Rows rows_for(const Linear& next, const RowBuffers& to) {
+    return {to.words, to.scale, words_of(next.kind, next.inputs)};
+}
+
 struct Step {
     ThreadTeam* team;
     const Model& model;
@@ -35,8 +39,30 @@ struct Step {
     ThreadScratch* local;  // [threads]
     int* counters;         // [layers + 1]
 
-    Step(ThreadTeam* team, const Model& model, const Batch& batch, const Results& results, Arena& arena);
-    void run(int thread);
+    Step(ThreadTeam* team, const Model& model, const Batch& batch, const Results& results, Arena& arena)
+        : team(team), model(model), batch(batch), results(results), threads(team_threads(team)),
+          sizes(sizes_of(model)) {
+        const long tokens = batch.tokens_count;
+        const bool rows_mode = tokens >= ROWS_MODE_TOKENS * threads;
+        blocks = rows_mode ? round_up((tokens + ITEM_TOKENS - 1) / ITEM_TOKENS, threads) : 0;
+        block_rows = rows_mode ? (tokens + blocks - 1) / blocks : 0;
+        x = arena.take<float>(tokens * model.hidden);
+        q = arena.take<int32_t>(tokens * sizes.q_words);
+        shared = take_rows(arena, sizes, most(rows_mode ? 0 : tokens, batch.logits_count));
+        counters = arena.take<int>(model.layers + 1);
+        local = arena.take<ThreadScratch>(threads);
+        plan = plan_items(arena, batch, model.layer[0].kv, {model.heads, widest_window(model), 0.0f}, threads);
+        for (int t = 0; t < threads; ++t) {
+            ThreadScratch s;
+            take_attention(arena, ITEM_TOKENS, sizes.group, sizes.head_words, sizes.padded_head, s.attention);
+            s.rows = take_rows(arena, sizes, rows_mode ? block_rows : REDUNDANT_ROWS);
+            s.normed = arena.take<float>(most(sizes.widest, sizes.padded_head));
+            s.best = arena.take<Best>(batch.logits_count);
+            if (arena.base) local[t] = s;
+        }
+        if (arena.base)
+            for (long i = 0; i <= model.layers; ++i) counters[i] = 0;
+    }
 
     AttentionShape shape(const Layer& layer) const { return {model.heads, layer.window, model.attention_scale}; }
     Rotary rotary(const Layer& layer) const {
@@ -47,257 +73,212 @@ struct Step {
         if (thread == 0 && results.progress) __atomic_store_n(results.progress, int32_t(layers_done), __ATOMIC_RELEASE);
     }
 
-    bool arrived(long layer, int thread) const;
-
-    void embed(long row0, long row1) const;
-    void normed(const float* weight, const Linear& next, long row0, long row1, const Rows& a, long base,
-                float* row) const;
-    void encoded(const float* values, long ld, const Linear& next, long row0, long row1, const Rows& a) const;
-    void rotate_rows(const Layer& layer, long row0, long row1, float* qkv, long base) const;
-    void attend_block(const Layer& layer, long row0, long row1, ThreadScratch& s) const;
-    void block_to_attention(const Layer& layer, long row0, long row1, ThreadScratch& s) const;
-    void block_from_attention(const Layer& layer, long row0, long row1, ThreadScratch& s) const;
-    bool wanted(long row0, long row1) const;
-    bool by_rows(int thread);
-
-    template <class Encode>
-    Rows prepare(const Linear& next, int thread, Encode rows);
-    void encode_attended(const Layer& layer, long row0, long row1, const Rows& a, ThreadScratch& s) const;
-    void panels(const Linear& w, const Rows& a, long rows, const Target& target, int thread) const;
-    bool layer_by_panels(const Layer& layer, long index, int thread);
-    void logits(int thread);
-};
-
-Step::Step(ThreadTeam* team, const Model& model, const Batch& batch, const Results& results, Arena& arena)
-    : team(team), model(model), batch(batch), results(results), threads(team_threads(team)), sizes(sizes_of(model)) {
-    const long tokens = batch.tokens_count;
-    const bool rows_mode = tokens >= ROWS_MODE_TOKENS * threads;
-    blocks = rows_mode ? round_up((tokens + ITEM_TOKENS - 1) / ITEM_TOKENS, threads) : 0;
-    block_rows = rows_mode ? (tokens + blocks - 1) / blocks : 0;
-    x = results.hidden ? results.hidden : arena.take<float>(tokens * model.hidden);
-    q = arena.take<int32_t>(tokens * sizes.q_words);
-    shared = take_rows(arena, sizes, most(rows_mode ? 0 : tokens, batch.logits_count));
-    counters = arena.take<int>(model.layers + 1);
-    local = arena.take<ThreadScratch>(threads);
-    plan = plan_items(arena, batch, model.layer[0].kv, {model.heads, widest_window(model), 0.0f}, threads);
-    for (int t = 0; t < threads; ++t) {
-        ThreadScratch s;
-        take_attention(arena, ITEM_TOKENS, sizes.group, sizes.head_words, sizes.padded_head, s.attention);
-        s.rows = take_rows(arena, sizes, rows_mode ? block_rows : REDUNDANT_ROWS);
-        s.normed = arena.take<float>(most(sizes.widest, sizes.padded_head));
-        s.best = arena.take<Best>(batch.logits_count);
-        if (arena.base) local[t] = s;
-    }
-    if (arena.base)
-        for (long i = 0; i <= model.layers; ++i) counters[i] = 0;
-}
-
-INLINE Rows rows_for(const Linear& next, const RowBuffers& to) {
-    return {to.words, to.scale, words_of(next.kind, next.inputs)};
-}
-
-// Once every thread has written the layer's new KV: whether the rest of it is there too. One thread waits, for all.
-bool Step::arrived(long layer, int thread) const {
-    if (!results.barrier) return true;
-    if (thread == 0) team_wait_at(results.barrier, layer);
-    team_barrier(team);
-    return !results.barrier->left;
-}
-
-// ---- rows ----------------------------------------------------------------------------------------------------------
-
-void Step::embed(long row0, long row1) const {
-    const long n = model.hidden;
-    for (long row = row0; row < row1; ++row) {
-        const long at = batch.tokens[row] * n;
-        float* out = x_row(row);
-        const float* wide = static_cast<const float*>(model.embedding) + at;
-        const uint16_t* narrow = static_cast<const uint16_t*>(model.embedding) + at;
-        const bool is_wide = model.embedding_kind == KIND_F32;
-        for (long i = 0; i < n; ++i) out[i] = (is_wide ? wide[i] : from_bf16(narrow[i])) * model.embedding_scale;
-    }
-}
-
-// Rows of x, normed, as input of `next`; `base` is the batch row that row 0 of `a` stands for.
-void Step::normed(const float* weight, const Linear& next, long row0, long row1, const Rows& a, long base,
-                  float* row) const {
-    for (long i = row0; i < row1; ++i) {
-        rms_norm(x_row(i), weight, model.hidden, model.eps, row);
-        encode_row(next.kind, row, next.inputs, a.row(i - base), a.scale + (i - base));
-    }
-}
-
-void Step::encoded(const float* values, long ld, const Linear& next, long row0, long row1, const Rows& a) const {
-    for (long i = row0; i < row1; ++i) encode_row(next.kind, values + i * ld, next.inputs, a.row(i), a.scale + i);
-}
-
-void Step::rotate_rows(const Layer& layer, long row0, long row1, float* qkv, long base) const {
-    const long words = model.heads * words_of(product_kind(layer.kv), layer.kv.head_dim);
-    for (long row = row0; row < row1; ++row)
-        rotate_and_write(rotary(layer), layer.kv, qkv + (row - base) * layer.qkv.outputs, batch.positions[row],
-                         batch.slots[row], q + row * words);
-}
-
-// ---- cut by rows ---------------------------------------------------------------------------------------------------
-
-void Step::attend_block(const Layer& layer, long row0, long row1, ThreadScratch& s) const {
-    const long width = model.heads * layer.kv.head_dim;
-    each_segment(batch, row0, row1, [&](const Segment& segment) {
-        const long heads = item_heads(layer.kv, segment.tokens);
-        for (long head = 0; head < layer.kv.kv_heads; head += heads)
-            attend_item(layer.kv, shape(layer), {segment, head, heads}, q, {nullptr, 0}, s.attention,
-                        s.rows.attn + (segment.row - row0) * width);
-    });
-}
-
-void Step::block_to_attention(const Layer& layer, long row0, long row1, ThreadScratch& s) const {
-    const Rows a = rows_for(layer.qkv, s.rows);
-    normed(layer.attention_norm, layer.qkv, row0, row1, a, row0, s.normed);
-    linear_block(layer.qkv, a, 0, row1 - row0, 0, panels_of(layer.qkv), {FINISH_STORE, s.rows.qkv, layer.qkv.outputs});
-    rotate_rows(layer, row0, row1, s.rows.qkv, row0);
-}
-
-void Step::block_from_attention(const Layer& layer, long row0, long row1, ThreadScratch& s) const {
-    const long rows = row1 - row0;
-    attend_block(layer, row0, row1, s);
-    const Rows attended = rows_for(layer.o, s.rows);
-    encoded(s.rows.attn, model.heads * layer.kv.head_dim, layer.o, 0, rows, attended);
-    linear_block(layer.o, attended, 0, rows, 0, panels_of(layer.o), {FINISH_ADD, x_row(row0), model.hidden});
-    const Rows a = rows_for(layer.gate_up, s.rows);
-    normed(layer.mlp_norm, layer.gate_up, row0, row1, a, row0, s.normed);
-    linear_block(layer.gate_up, a, 0, rows, 0, panels_of(layer.gate_up), {FINISH_SWIGLU, s.rows.h, sizes.h_width});
-    const Rows gated = rows_for(layer.down, s.rows);
-    encoded(s.rows.h, sizes.h_width, layer.down, 0, rows, gated);
-    linear_block(layer.down, gated, 0, rows, 0, panels_of(layer.down), {FINISH_ADD, x_row(row0), model.hidden});
-}
-
-// True if the last layer's output of these rows is read; their KV is written by then.
-bool Step::wanted(long row0, long row1) const {
-    if (results.hidden) return true;
-    for (long i = 0; i < batch.logits_count; ++i)
-        if (batch.logits_rows[i] >= row0 && batch.logits_rows[i] < row1) return true;
-    return false;
-}
-
-// False where the step left at the barrier, as layer_by_panels.
-bool Step::by_rows(int thread) {
-    ThreadScratch& s = local[thread];
-    for (long index = 0; index <= model.layers; ++index) {
-        // The last rows of a prompt see the most keys, so their blocks go first.
-        for (long taken = next(counters + index); taken < blocks; taken = next(counters + index)) {
-            const long row0 = (blocks - 1 - taken) * block_rows;
-            const long row1 = least(row0 + block_rows, batch.tokens_count);
-            if (row0 >= row1 || (index == model.layers && !wanted(row0, row1))) continue;
-            if (index == 0)
-                embed(row0, row1);
-            else
-                block_from_attention(model.layer[index - 1], row0, row1, s);
-            if (index < model.layers) block_to_attention(model.layer[index], row0, row1, s);
-        }
+    // Once every thread has written the layer's new KV: whether the rest of it is there too. One thread waits, for all.
+    bool arrived(long layer, int thread) const {
+        if (!results.barrier) return true;
+        if (thread == 0) team_wait_at(results.barrier, layer);
         team_barrier(team);
-        if (index == model.layers) break;
-        if (!arrived(index, thread)) return false;
-        report(index + 1, thread);
+        return !results.barrier->left;
     }
-    return true;
-}
 
-// ---- cut by panels -------------------------------------------------------------------------------------------------
+    // ---- rows -------------------------------------------------------------------------------------------------------
 
-// rows(row0, row1, a, scratch) encodes rows of `a` for `next`; returns all T, once every thread may read them.
-template <class Encode>
-Rows Step::prepare(const Linear& next, int thread, Encode rows) {
-    const long tokens = batch.tokens_count;
-    if (tokens <= REDUNDANT_ROWS) {
-        const Rows a = rows_for(next, local[thread].rows);
-        rows(0, tokens, a, local[thread]);
+    void embed(long row0, long row1) const {
+        const long n = model.hidden;
+        for (long row = row0; row < row1; ++row) {
+            const long at = batch.tokens[row] * n;
+            float* out = x_row(row);
+            const float* wide = static_cast<const float*>(model.embedding) + at;
+            const uint16_t* narrow = static_cast<const uint16_t*>(model.embedding) + at;
+            const bool is_wide = model.embedding_kind == KIND_F32;
+            for (long i = 0; i < n; ++i) out[i] = is_wide ? wide[i] : from_bf16(narrow[i]);
+        }
+    }
+
+    // Rows of x, normed, as input of `next`; `base` is the batch row that row 0 of `a` stands for.
+    void normed(const float* weight, const Linear& next, long row0, long row1, const Rows& a, long base,
+                float* row) const {
+        for (long i = row0; i < row1; ++i) {
+            rms_norm(x_row(i), weight, model.hidden, model.eps, row);
+            encode_row(next.kind, row, next.inputs, a.row(i - base), a.scale + (i - base));
+        }
+    }
+
+    void encoded(const float* values, long ld, const Linear& next, long row0, long row1, const Rows& a) const {
+        for (long i = row0; i < row1; ++i) encode_row(next.kind, values + i * ld, next.inputs, a.row(i), a.scale + i);
+    }
+
+    void rotate_rows(const Layer& layer, long row0, long row1, float* qkv, long base) const {
+        const long words = model.heads * words_of(product_kind(layer.kv), layer.kv.head_dim);
+        for (long row = row0; row < row1; ++row)
+            rotate_and_write(rotary(layer), layer.kv, qkv + (row - base) * layer.qkv.outputs, batch.positions[row],
+                             batch.slots[row], q + row * words);
+    }
+
+    // ---- cut by rows ------------------------------------------------------------------------------------------------
+
+    void attend_block(const Layer& layer, long row0, long row1, ThreadScratch& s) const {
+        const KVRange all = {layer.kv, 0, 1, nullptr, s.rows.attn};
+        each_segment(batch, row0, row1, [&](const Segment& segment) {
+            const long heads = item_heads(layer.kv, segment.tokens);
+            for (long head = 0; head < layer.kv.kv_heads; head += heads)
+                attend_item(all, shape(layer), {segment, head, heads}, q, {nullptr, 0}, s.attention, row0);
+        });
+    }
+
+    void block_to_attention(const Layer& layer, long row0, long row1, ThreadScratch& s) const {
+        const Rows a = rows_for(layer.qkv, s.rows);
+        normed(layer.attention_norm, layer.qkv, row0, row1, a, row0, s.normed);
+        linear_block(layer.qkv, a, 0, row1 - row0, 0, panels_of(layer.qkv),
+                     {FINISH_STORE, s.rows.qkv, layer.qkv.outputs});
+        rotate_rows(layer, row0, row1, s.rows.qkv, row0);
+    }
+
+    void block_from_attention(const Layer& layer, long row0, long row1, ThreadScratch& s) const {
+        const long rows = row1 - row0;
+        attend_block(layer, row0, row1, s);
+        const Rows attended = rows_for(layer.o, s.rows);
+        encoded(s.rows.attn, model.heads * layer.kv.head_dim, layer.o, 0, rows, attended);
+        linear_block(layer.o, attended, 0, rows, 0, panels_of(layer.o), {FINISH_ADD, x_row(row0), model.hidden});
+        const Rows a = rows_for(layer.gate_up, s.rows);
+        normed(layer.mlp_norm, layer.gate_up, row0, row1, a, row0, s.normed);
+        linear_block(layer.gate_up, a, 0, rows, 0, panels_of(layer.gate_up), {FINISH_SWIGLU, s.rows.h, sizes.h_width});
+        const Rows gated = rows_for(layer.down, s.rows);
+        encoded(s.rows.h, sizes.h_width, layer.down, 0, rows, gated);
+        linear_block(layer.down, gated, 0, rows, 0, panels_of(layer.down), {FINISH_ADD, x_row(row0), model.hidden});
+    }
+
+    // True if the last layer's output of these rows is read; their KV is written by then.
+    bool wanted(long row0, long row1) const {
+        for (long i = 0; i < batch.logits_count; ++i)
+            if (batch.logits_rows[i] >= row0 && batch.logits_rows[i] < row1) return true;
+        return false;
+    }
+
+    // False where the step left at the barrier, as layer_by_panels.
+    bool by_rows(int thread) {
+        ThreadScratch& s = local[thread];
+        for (long index = 0; index <= model.layers; ++index) {
+            // The last rows of a prompt see the most keys, so their blocks go first.
+            for (long taken = next(counters + index); taken < blocks; taken = next(counters + index)) {
+                const long row0 = (blocks - 1 - taken) * block_rows;
+                const long row1 = least(row0 + block_rows, batch.tokens_count);
+                if (row0 >= row1 || (index == model.layers && !wanted(row0, row1))) continue;
+                if (index == 0)
+                    embed(row0, row1);
+                else
+                    block_from_attention(model.layer[index - 1], row0, row1, s);
+                if (index < model.layers) block_to_attention(model.layer[index], row0, row1, s);
+            }
+            team_barrier(team);
+            if (index == model.layers) break;
+            if (!arrived(index, thread)) return false;
+            report(index + 1, thread);
+        }
+        return true;
+    }
+
+    // ---- cut by panels ----------------------------------------------------------------------------------------------
+
+    // rows(row0, row1, a, scratch) encodes rows of `a` for `next`; returns all T, once every thread may read them.
+    template <class Encode>
+    Rows prepare(const Linear& next, int thread, Encode rows) {
+        const long tokens = batch.tokens_count;
+        if (tokens <= REDUNDANT_ROWS) {
+            const Rows a = rows_for(next, local[thread].rows);
+            rows(0, tokens, a, local[thread]);
+            return a;
+        }
+        const Rows a = rows_for(next, shared);
+        const Span mine = share(tokens, thread, threads);
+        rows(mine.first, mine.last, a, local[thread]);
+        team_barrier(team);
         return a;
     }
-    const Rows a = rows_for(next, shared);
-    rows(tokens * thread / threads, tokens * (thread + 1) / threads, a, local[thread]);
-    team_barrier(team);
-    return a;
-}
 
-// Each thread multiplies its own range of panels; the barrier after it makes the outputs everyone's.
-void Step::panels(const Linear& w, const Rows& a, long rows, const Target& target, int thread) const {
-    const long count = panels_of(w);
-    linear_block(w, a, 0, rows, count * thread / threads, count * (thread + 1) / threads, target);
-    team_barrier(team);
-}
-
-bool Step::layer_by_panels(const Layer& layer, long index, int thread) {
-    const long tokens = batch.tokens_count;
-    const auto norm = [&](const float* weight, const Linear& next) {
-        return prepare(next, thread, [&](long row0, long row1, const Rows& a, ThreadScratch& s) {
-            normed(weight, next, row0, row1, a, 0, s.normed);
-        });
-    };
-    const Rows entering = norm(layer.attention_norm, layer.qkv);
-    panels(layer.qkv, entering, tokens, {FINISH_STORE, shared.qkv, layer.qkv.outputs}, thread);
-    rotate_rows(layer, tokens * thread / threads, tokens * (thread + 1) / threads, shared.qkv, 0);
-    team_barrier(team);
-    if (!arrived(index, thread)) return false;
-    report(index + 1, thread);
-    attend_items(layer.kv, shape(layer), plan, q, counters + index, local[thread].attention, shared.attn);
-    team_barrier(team);
-    const Rows attended = prepare(layer.o, thread, [&](long row0, long row1, const Rows& a, ThreadScratch& s) {
-        encode_attended(layer, row0, row1, a, s);
-    });
-    panels(layer.o, attended, tokens, {FINISH_ADD, x, model.hidden}, thread);
-    const Rows halfway = norm(layer.mlp_norm, layer.gate_up);
-    panels(layer.gate_up, halfway, tokens, {FINISH_SWIGLU, shared.h, sizes.h_width}, thread);
-    const Rows gated = prepare(layer.down, thread, [&](long row0, long row1, const Rows& a, ThreadScratch&) {
-        encoded(shared.h, sizes.h_width, layer.down, row0, row1, a);
-    });
-    panels(layer.down, gated, tokens, {FINISH_ADD, x, model.hidden}, thread);
-    return true;
-}
-
-// Rows of attention's output, whose split chunks are joined here: into the thread's own copy when every thread does
-// all rows, for two threads must not write one buffer.
-void Step::encode_attended(const Layer& layer, long row0, long row1, const Rows& a, ThreadScratch& s) const {
-    const long width = model.heads * layer.kv.head_dim;
-    float* from = shared.attn;
-    if (plan.split && batch.tokens_count <= REDUNDANT_ROWS) from = s.rows.attn;
-    join_rows(layer.kv, shape(layer), plan, row0, row1, s.normed, from);
-    encoded(from, width, layer.o, row0, row1, a);
-}
-
-// ---- logits and the whole ------------------------------------------------------------------------------------------
-
-void Step::logits(int thread) {
-    const long rows = batch.logits_count;
-    if (rows == 0) return;
-    const Rows a = rows_for(model.head, shared);
-    for (long i = rows * thread / threads; i < rows * (thread + 1) / threads; ++i) {
-        const long row = batch.logits_rows[i];
-        normed(model.final_norm, model.head, row, row + 1, a, row - i, local[thread].normed);
-    }
-    for (long i = 0; i < rows; ++i) local[thread].best[i] = {-__builtin_inff(), 0};
-    team_barrier(team);
-    panels(model.head, a, rows, {FINISH_LOGITS, results.logits, model.head.outputs, local[thread].best}, thread);
-    if (thread != 0 || !results.greedy) return;
-    for (long i = 0; i < rows; ++i) {
-        Best best = local[0].best[i];
-        for (int t = 1; t < threads; ++t)
-            if (local[t].best[i].value > best.value) best = local[t].best[i];
-        // no score above -inf, or one beyond all numbers: the caller must not take id 0 for a choice
-        const bool finite = best.value > -__builtin_inff() && best.value < __builtin_inff();
-        results.greedy[i] = finite ? best.token : -1;
-    }
-}
-
-void Step::run(int thread) {
-    if (blocks) {
-        if (!by_rows(thread)) return;
-    } else {
-        embed(batch.tokens_count * thread / threads, batch.tokens_count * (thread + 1) / threads);
+    // Each thread multiplies its own range of panels; the barrier after it makes the outputs everyone's.
+    void panels(const Linear& w, const Rows& a, long rows, const Target& target, int thread) const {
+        const Span mine = share(panels_of(w), thread, threads);
+        linear_block(w, a, 0, rows, mine.first, mine.last, target);
         team_barrier(team);
-        for (long i = 0; i < model.layers; ++i)
-            if (!layer_by_panels(model.layer[i], i, thread)) return;
     }
-    logits(thread);
-}
+
+    bool layer_by_panels(const Layer& layer, long index, int thread) {
+        const long tokens = batch.tokens_count;
+        const Span mine = share(tokens, thread, threads);
+        const auto norm = [&](const float* weight, const Linear& next) {
+            return prepare(next, thread, [&](long row0, long row1, const Rows& a, ThreadScratch& s) {
+                normed(weight, next, row0, row1, a, 0, s.normed);
+            });
+        };
+        const Rows entering = norm(layer.attention_norm, layer.qkv);
+        panels(layer.qkv, entering, tokens, {FINISH_STORE, shared.qkv, layer.qkv.outputs}, thread);
+        rotate_rows(layer, mine.first, mine.last, shared.qkv, 0);
+        team_barrier(team);
+        if (!arrived(index, thread)) return false;
+        report(index + 1, thread);
+        attend_items(layer.kv, shape(layer), plan, q, counters + index, local[thread].attention, shared.attn);
+        team_barrier(team);
+        const Rows attended = prepare(layer.o, thread, [&](long row0, long row1, const Rows& a, ThreadScratch& s) {
+            encode_attended(layer, row0, row1, a, s);
+        });
+        panels(layer.o, attended, tokens, {FINISH_ADD, x, model.hidden}, thread);
+        const Rows halfway = norm(layer.mlp_norm, layer.gate_up);
+        panels(layer.gate_up, halfway, tokens, {FINISH_SWIGLU, shared.h, sizes.h_width}, thread);
+        const Rows gated = prepare(layer.down, thread, [&](long row0, long row1, const Rows& a, ThreadScratch&) {
+            encoded(shared.h, sizes.h_width, layer.down, row0, row1, a);
+        });
+        panels(layer.down, gated, tokens, {FINISH_ADD, x, model.hidden}, thread);
+        return true;
+    }
+
+    // Rows of attention's output, whose split chunks are joined here: into the thread's own copy when every thread does
+    // all rows, for two threads must not write one buffer.
+    void encode_attended(const Layer& layer, long row0, long row1, const Rows& a, ThreadScratch& s) const {
+        const long width = model.heads * layer.kv.head_dim;
+        float* from = shared.attn;
+        if (plan.split && batch.tokens_count <= REDUNDANT_ROWS) from = s.rows.attn;
+        join_rows(layer.kv, shape(layer), plan, row0, row1, s.normed, from);
+        encoded(from, width, layer.o, row0, row1, a);
+    }
+
+    // ---- logits and the whole ---------------------------------------------------------------------------------------
+
+    void logits(int thread) {
+        const long rows = batch.logits_count;
+        if (rows == 0) return;
+        const Rows a = rows_for(model.head, shared);
+        const Span mine = share(rows, thread, threads);
+        for (long i = mine.first; i < mine.last; ++i) {
+            const long row = batch.logits_rows[i];
+            normed(model.final_norm, model.head, row, row + 1, a, row - i, local[thread].normed);
+        }
+        for (long i = 0; i < rows; ++i) local[thread].best[i] = {-__builtin_inff(), 0};
+        team_barrier(team);
+        panels(model.head, a, rows, {FINISH_LOGITS, results.logits, model.head.outputs, local[thread].best}, thread);
+        if (thread != 0 || !results.greedy) return;
+        for (long i = 0; i < rows; ++i) {
+            Best best = local[0].best[i];
+            for (int t = 1; t < threads; ++t)
+                if (local[t].best[i].value > best.value) best = local[t].best[i];
+            // no score above -inf, or one beyond all numbers: the caller must not take id 0 for a choice
+            const bool finite = best.value > -__builtin_inff() && best.value < __builtin_inff();
+            results.greedy[i] = finite ? best.token : -1;
+        }
+    }
+
+    void run(int thread) {
+        if (blocks) {
+            if (!by_rows(thread)) return;
+        } else {
+            const Span mine = share(batch.tokens_count, thread, threads);
+            embed(mine.first, mine.last);
+            team_barrier(team);
+            for (long i = 0; i < model.layers; ++i)
+                if (!layer_by_panels(model.layer[i], i, thread)) return;
+        }
+        logits(thread);
+    }
+};
 
 }  // namespace

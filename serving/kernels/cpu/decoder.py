@@ -8,15 +8,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import Structure
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 from torch import Tensor
 
 from serving.batch.ragged import RaggedBatch
 from serving.kernels.cpu.extension import Kernels
-from serving.kernels.cpu.structures import BatchC, Kind, KvPlanesC, KVRangeC, LayerC, ModelC, ResultsC
-from serving.kernels.cpu.weights import PANEL, PackedLinear, address
+from serving.kernels.cpu.structures import STRUCTURES, Kind
+from serving.kernels.cpu.weights import HALF, PANEL, PackedLinear, address
+from serving.kernels.layer_weights import LayerWeights
 
 CHUNK = 128  # keys, as in chunk.h
 STATE_EXTRA = 32  # floats, as in attention.h
@@ -29,30 +30,12 @@ class DecoderShape:
     heads: int
     kv_heads: int
     head_dim: int
-    rotary_dim: int  # leading dimensions of a head that rotate, in halves
     intermediate: int
     vocab: int
     eps: float
-    attention_scale: float
-    embedding_scale: float = 1.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CpuLayerWeights:
-    """Norm weights are float32. `gate_up` is packed from `interleave(gate, up)`."""
-
-    attention_norm: Tensor  # [hidden]
-    mlp_norm: Tensor  # [hidden]
-    qkv: PackedLinear  # outputs: query heads, then key heads, then value heads
-    o: PackedLinear
-    gate_up: PackedLinear
-    down: PackedLinear
-    q_norm: Tensor | None = None  # [head_dim]
-    k_norm: Tensor | None = None
-    window: int = 0  # tokens a query sees, itself included; 0 means all
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class KvPlanes:
     """One layer's paged KV: k and v [num_blocks, block_size, kv_heads, head_dim], int8, bfloat16 or float32.
 
@@ -72,7 +55,7 @@ class KvPlanes:
         scales = [scale for scale in (self.k_scale, self.v_scale) if scale is not None]
         if kind is Kind.INT8 and len(scales) < 2:
             raise ValueError("int8 KV needs a scale plane for keys and one for values")
-        return KvPlanesC(
+        return STRUCTURES["KvPlanes"](
             kind=kind,
             block_size=block_size,
             kv_heads=kv_heads,
@@ -111,96 +94,73 @@ class KVRange:
     begins: bool  # True for the first range
 
 
-@dataclass(frozen=True, slots=True)
-class CpuStepOutput:
-    logits: Tensor | None  # [R, vocab] float32
-    greedy: Tensor | None  # [R] int64, the lowest id among equal logits
-
-
+@dataclass(eq=False)
 class CpuDecoder:
     """Holds the weights, their C tables and the KV planes; `step` runs one ragged batch through all layers.
 
     A token's result depends on nothing but its own sequence: not on the rest of the batch, on how a prompt was cut into
     steps, or on the number of threads. Different forms (instruction sets) may differ in the last bits.
+
+    Norm weights are float32, and `gate_up` is packed from `interleave(gate, up)`.
     """
 
-    def __init__(
-        self,
-        kernels: Kernels,
-        shape: DecoderShape,
-        *,
-        embedding: Tensor,  # [vocab, hidden] bfloat16 or float32
-        layers: Sequence[CpuLayerWeights],
-        final_norm: Tensor,  # [hidden] float32
-        head: PackedLinear,
-        cos: Tensor,  # [positions, rotary_dim / 2] float32
-        sin: Tensor,
-        kv: Sequence[KvPlanes],
-    ):
-        _check(shape, embedding, layers, final_norm, cos, sin, kv)
-        self.kernels = kernels
-        self.shape = shape
-        self.embedding, self.layers, self.final_norm, self.head = embedding, tuple(layers), final_norm, head
-        self.planes = tuple(kv)
-        self._tables = (cos, sin)  # the C side holds addresses
-        self._positions = cos.shape[0]
-        self._layers = (LayerC * len(layers))(*(_layer(w, planes) for w, planes in zip(layers, kv, strict=True)))
-        self._model = ModelC(
-            layers=len(layers),
-            hidden=shape.hidden,
-            heads=shape.heads,
-            rotary_dim=shape.rotary_dim,
-            intermediate=shape.intermediate,
-            embedding_kind=Kind.of(embedding.dtype),
-            eps=shape.eps,
-            attention_scale=shape.attention_scale,
-            embedding_scale=shape.embedding_scale,
+    kernels: Kernels
+    shape: DecoderShape
+    _: KW_ONLY
+    embedding: Tensor  # [vocab, hidden] bfloat16 or float32
+    layers: Sequence[LayerWeights[PackedLinear]]
+    final_norm: Tensor  # [hidden] float32
+    head: PackedLinear
+    cos: Tensor  # [positions, pairs] float32: that many leading dimensions of a head rotate, in halves
+    sin: Tensor
+    kv: Sequence[KvPlanes]
+
+    def __post_init__(self) -> None:
+        self._check()
+        self.layers, self.kv = tuple(self.layers), tuple(self.kv)  # the C side holds addresses
+        self._layers = (STRUCTURES["Layer"] * len(self.layers))(*map(_layer, self.layers, self.kv))
+        self._model = STRUCTURES["Model"](
+            layers=len(self.layers),
+            hidden=self.shape.hidden,
+            heads=self.shape.heads,
+            rotary_dim=2 * self.cos.shape[1],
+            intermediate=self.shape.intermediate,
+            embedding_kind=Kind.of(self.embedding.dtype),
+            eps=self.shape.eps,
+            attention_scale=self.shape.head_dim**-0.5,
             layer=ctypes.addressof(self._layers),
-            cos=address(cos),
-            sin=address(sin),
-            embedding=address(embedding),
-            final_norm=address(final_norm),
-            head=head.as_c(),
+            head=self.head.as_c(),
+            **{name: address(getattr(self, name)) for name in ("cos", "sin", "embedding", "final_norm")},
         )
 
-    def step(
-        self,
-        batch: RaggedBatch,
-        *,
-        logits: bool = True,
-        greedy: bool = False,
-        hidden: Tensor | None = None,
-        progress: Tensor | None = None,
-    ) -> CpuStepOutput:
-        """Writes the batch's KV and returns what was asked for of its R logits rows.
+    def step(self, batch: RaggedBatch, *, greedy: bool = False, progress: Tensor | None = None) -> Tensor:
+        """Writes the batch's KV and returns logits [R, vocab] float32 for its R logits rows.
 
-        `hidden` [T, hidden] float32 receives the last layer's residual stream. `progress`, one int32, counts the layers
-        whose KV of this step is written; another thread may watch it. Raises ValueError past the last known position.
-        Where the step has left the batch's barrier, what it returns means nothing.
+        With `greedy` their best tokens instead, [R] int64, the lowest id among equal logits. `progress`, one int32,
+        counts the layers whose KV of this step is written; another thread may watch it. Raises ValueError past the last
+        known position. Where the step has left the batch's barrier, what it returns means nothing.
         """
         self.check(batch)
         rows = batch.logits_rows.shape[0]
-        out = CpuStepOutput(
-            torch.empty(rows, self.shape.vocab) if logits else None,
-            torch.empty(rows, dtype=torch.int64) if greedy else None,
+        out = torch.empty(rows, dtype=torch.int64) if greedy else torch.empty(rows, self.shape.vocab)
+        results = STRUCTURES["Results"](
+            progress=address(progress),
+            barrier=None if batch.barrier is None else batch.barrier.address,
+            **{"greedy" if greedy else "logits": out.data_ptr()},
         )
-        barrier = None if batch.barrier is None else batch.barrier.address
-        results = ResultsC(address(out.logits), address(out.greedy), address(hidden), address(progress), barrier)
-        self.kernels.library.millrace_step(self.kernels.context, self._model, _batch(batch), results)
+        self.kernels.run("step", self._model, _batch(batch), results)
         return out
 
     def over(self, kv: Sequence[KvPlanes]) -> CpuDecoder:
         """The same decoder, its weights shared, over other KV planes."""
-        cos, sin = self._tables
-        weights = {"embedding": self.embedding, "final_norm": self.final_norm, "cos": cos, "sin": sin}
-        return CpuDecoder(self.kernels, self.shape, layers=self.layers, head=self.head, kv=kv, **weights)
+        return replace(self, kv=kv)
 
     def check(self, batch: RaggedBatch) -> None:
         """Raises ValueError for what the rotary table does not hold."""
         if batch.long_rope is not None:
             raise ValueError("the fused step holds one rotary table: LongRoPE batches take the model's own path")
-        if max(batch.context_lens_list) > self._positions:
-            raise ValueError(f"context of {max(batch.context_lens_list)} tokens, rotary table of {self._positions}")
+        if max(batch.context_lens_list) > len(self.cos):
+            raise ValueError(f"context of {max(batch.context_lens_list)} tokens, rotary table of {len(self.cos)}")
 
     def rotate_and_write(self, layer: int, batch: RaggedBatch, qkv: Tensor) -> Tensor:
         """One layer's q/k norm, rotary embedding and KV write: qkv [T, (heads + 2 kv_heads) · head_dim] float32.
@@ -208,15 +168,14 @@ class CpuDecoder:
         Returns the queries [T, heads, head_dim] float32, rounded to what they are multiplied as.
         """
         q = torch.empty(qkv.shape[0], self.shape.heads, self.shape.head_dim)
-        call = self.kernels.library.millrace_rotate_and_write
-        call(self.kernels.context, self._model, layer, _batch(batch), qkv.contiguous().data_ptr(), q.data_ptr())
+        qkv = qkv.contiguous()
+        self.kernels.run("rotate_and_write", self._model, layer, _batch(batch), qkv.data_ptr(), q.data_ptr())
         return q
 
     def attention(self, layer: int, batch: RaggedBatch, q: Tensor) -> Tensor:
         """Causal attention of q [T, heads, head_dim] float32 over one layer's written KV; same shape out."""
         q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
-        call = self.kernels.library.millrace_attention
-        call(self.kernels.context, self._model, layer, _batch(batch), q.data_ptr(), out.data_ptr())
+        self.kernels.run("attention", self._model, layer, _batch(batch), q.data_ptr(), out.data_ptr())
         return out
 
     def attention_state(self, tokens: int) -> Tensor:
@@ -237,50 +196,45 @@ class CpuDecoder:
         view = _batch(batch)
         view.context_lens, view.block_tables = context_lens.data_ptr(), kv_range.table.data_ptr()
         view.table_width = kv_range.table.shape[0]
-        c = KVRangeC(kv_range.planes.as_c(), chunks, kv_range.begins, state.data_ptr(), address(out))
-        call = self.kernels.library.millrace_attend_range
-        call(self.kernels.context, self._model, layer, view, c, q.data_ptr())
+        c = STRUCTURES["KVRange"](kv_range.planes.as_c(), chunks, kv_range.begins, state.data_ptr(), address(out))
+        self.kernels.run("attend_range", self._model, layer, view, c, q.data_ptr())
+
+    def _check(self) -> None:
+        """Raises ValueError for what the kernels cannot read: they see addresses only."""
+        shape, embedding, kv = self.shape, self.embedding, self.kv
+        if len(self.layers) != len(kv) or not kv:
+            raise ValueError(f"{len(self.layers)} layers of weights and {len(kv)} of KV planes")
+        if len({(planes.k.shape[1:], planes.k.dtype) for planes in kv}) != 1:
+            raise ValueError("the fused step needs KV planes of one shape in all layers")
+        if kv[0].k.shape[2:] != (shape.kv_heads, shape.head_dim) or shape.heads % shape.kv_heads:
+            raise ValueError(f"KV planes {tuple(kv[0].k.shape)} do not hold {shape.kv_heads} heads of {shape.head_dim}")
+        if embedding.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"the embedding must be bfloat16 or float32, not {embedding.dtype}")
+        plain = [self.final_norm, self.cos, self.sin]
+        qkv, gate_up = (shape.heads + 2 * shape.kv_heads) * shape.head_dim, -(-shape.intermediate // HALF) * PANEL
+        for w in self.layers:
+            plain += [w.attention_norm, w.mlp_norm, *(w.head_norms or ())]
+            outputs = [linear.outputs for linear in (w.qkv, w.o, w.gate_up, w.down)]
+            if outputs != [qkv, shape.hidden, gate_up, shape.hidden] or w.down.inputs != shape.intermediate:
+                raise ValueError(f"a layer's projections do not fit {shape}")
+        if any(one.dtype != torch.float32 or not one.is_contiguous() for one in plain) or not embedding.is_contiguous():
+            raise ValueError("norm weights and rotary tables must be contiguous float32, the embedding contiguous")
 
 
-def _layer(w: CpuLayerWeights, planes: KvPlanes) -> Structure:
-    norms = {name: address(getattr(w, name)) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")}
+def _layer(w: LayerWeights[PackedLinear], planes: KvPlanes) -> Structure:
+    q_norm, k_norm = w.head_norms or (None, None)
+    norms = {"attention_norm": w.attention_norm, "mlp_norm": w.mlp_norm, "q_norm": q_norm, "k_norm": k_norm}
     linears = {name: getattr(w, name).as_c() for name in ("qkv", "o", "gate_up", "down")}
-    return LayerC(**norms, **linears, kv=planes.as_c(), window=w.window)
+    return STRUCTURES["Layer"](
+        **{name: address(norm) for name, norm in norms.items()}, **linears, kv=planes.as_c(), window=w.window or 0
+    )
 
 
 def _batch(batch: RaggedBatch) -> Structure:
-    return BatchC(
+    return STRUCTURES["Batch"](
         tokens_count=batch.tokens.shape[0],
         sequences=len(batch.query_lens),
         table_width=batch.block_tables.shape[1],
         logits_count=batch.logits_rows.shape[0],
         **{name: getattr(batch, name).data_ptr() for name in BATCH_ARRAYS},
     )
-
-
-def _check(
-    shape: DecoderShape,
-    embedding: Tensor,
-    layers: Sequence[CpuLayerWeights],
-    final_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    kv: Sequence[KvPlanes],
-) -> None:
-    """Raises ValueError for what the kernels cannot read: they see addresses only."""
-    if len(layers) != len(kv) or not layers:
-        raise ValueError(f"{len(layers)} layers of weights and {len(kv)} of KV planes")
-    if len({(planes.k.shape[1:], planes.k.dtype) for planes in kv}) != 1:
-        raise ValueError("the fused step needs KV planes of one shape in all layers")
-    if kv[0].k.shape[2:] != (shape.kv_heads, shape.head_dim) or shape.heads % shape.kv_heads:
-        raise ValueError(f"KV planes {tuple(kv[0].k.shape)} do not hold {shape.kv_heads} heads of {shape.head_dim}")
-    if embedding.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"the embedding must be bfloat16 or float32, not {embedding.dtype}")
-    plain = [final_norm, cos, sin]
-    for w in layers:
-        plain += [one for one in (w.attention_norm, w.mlp_norm, w.q_norm, w.k_norm) if one is not None]
-        expected = ((shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.hidden, shape.hidden)
-        if (w.qkv.outputs, w.o.outputs, w.down.outputs) != expected or w.down.inputs != shape.intermediate:
-            raise ValueError(f"a layer's projections do not fit {shape}")
-    if any(one.dtype != torch.float32 or not one.is_contiguous() for one in (*plain,)) or not embedding.is_contiguous():
-        raise ValueError("norm weights and rotary tables must be contiguous float32, the embedding contiguous")

@@ -10,19 +10,15 @@ import logging
 import os
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from serving.kernels.cpu import weights
 from serving.kernels.cpu.build import BuildError, build, find_compiler
-from serving.kernels.cpu.structures import Finish, declare
-from serving.kernels.cpu.weights import PackedLinear
+from serving.kernels.cpu.structures import Finish, Kind, declare, operations
+from serving.kernels.cpu.weights import HALF, PANEL, PackedLinear, pad
 
 log = logging.getLogger("millrace.kernels")
-
-_SPIN_MICROSECONDS = 50  # how long idle threads wait awake for the next call: a decode step follows within that
 
 
 def default_threads() -> int:
@@ -37,14 +33,10 @@ def open_library(progress: Callable[[str], None] = log.info) -> ctypes.CDLL | No
         log.warning("no C++ compiler found: the CPU runs the slower torch kernels")
         return None
     try:
-        return open_built(build(compiler, progress))
+        library = ctypes.CDLL(str(build(compiler, progress)))
     except (BuildError, OSError) as error:
         log.warning("the CPU kernels cannot be built, the CPU runs the slower torch kernels: %s", error)
         return None
-
-
-def open_built(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
     declare(library)
     return library
 
@@ -72,16 +64,40 @@ class Kernels:
         self.library = library
         self.form = form or known[0]
         self.threads = threads or default_threads()
-        self.context = library.millrace_create(self.form.encode(), self.threads, _SPIN_MICROSECONDS)
+        self.context = library.millrace_create(self.threads)
+        self._operations = operations(library, self.form)
         self._close = weakref.finalize(self, library.millrace_destroy, self.context)
 
     def close(self) -> None:
         """Ends the threads. Nothing may be called afterwards."""
         self._close()
 
+    def run(self, operation: str, *arguments: object) -> None:
+        """One of `structures.OPERATIONS`. Its arguments must stay alive until it returns."""
+        self._operations[operation](self.context, *arguments)
+
     def pack(self, weight: Tensor, *, scale: Tensor | None = None, bias: Tensor | None = None) -> PackedLinear:
-        """Weight [outputs, inputs] int8 (with scale [outputs]), bfloat16 or float32, packed once for many calls."""
-        return weights.pack(self.library, weight, scale=scale, bias=bias)
+        """`weight` [outputs, inputs] in panels, once for many calls.
+
+        `scale` [outputs] belongs to int8 weights and to no others (ValueError).
+        """
+        kind = Kind.of(weight.dtype)
+        if (scale is not None) != (kind is Kind.INT8):
+            raise ValueError("int8 weights, and only they, come with one scale per output channel")
+        outputs, inputs = weight.shape
+        padded, words = -(-outputs // PANEL) * PANEL, -(-inputs * weight.itemsize // 4)
+        packed = torch.zeros(padded // PANEL, words, PANEL, dtype=torch.int32)
+        source = weight.contiguous()
+        self.library.millrace_pack(source.data_ptr(), outputs, inputs, weight.itemsize, packed.data_ptr())
+        return PackedLinear(
+            kind=kind,
+            outputs=outputs,
+            inputs=inputs,
+            packed=packed,
+            scale=None if scale is None else pad(scale.float().reshape(outputs), padded),
+            sums=None if scale is None else pad(weight.sum(dim=1, dtype=torch.int32) * 128, padded),
+            bias=None if bias is None else pad(bias.float(), padded),
+        )
 
     def linear(self, x: Tensor, w: PackedLinear, *, finish: Finish = Finish.STORE, out: Tensor | None = None) -> Tensor:
         """x [M, inputs] float32 to float32 [M, outputs], or [M, padded outputs / 2] with the SwiGLU finish.
@@ -91,17 +107,17 @@ class Kernels:
         rows = x.shape[0]
         if x.shape[1] != w.inputs or x.dtype != torch.float32:
             raise ValueError(f"x must be float32 [M, {w.inputs}], got {x.dtype} {tuple(x.shape)}")
-        columns = w.packed.shape[0] * weights.HALF if finish is Finish.SWIGLU else w.outputs
+        columns = w.packed.shape[0] * HALF if finish is Finish.SWIGLU else w.outputs
         if out is None:
             out = torch.empty(rows, columns)
         assert out.shape == (rows, columns) and out.is_contiguous()
         x = x.contiguous()
-        self.library.millrace_linear(self.context, w.as_c(), int(finish), x.data_ptr(), rows, out.data_ptr())
+        self.run("linear", w.as_c(), int(finish), x.data_ptr(), rows, out.data_ptr())
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x²) + eps) · weight over the last dimension of x [M, n] float32."""
         x, weight, out = x.contiguous(), weight.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
         rows, n = x.shape
-        self.library.millrace_rms_norm(self.context, x.data_ptr(), weight.data_ptr(), rows, n, eps, out.data_ptr())
+        self.run("rms_norm", x.data_ptr(), weight.data_ptr(), rows, n, eps, out.data_ptr())
         return out

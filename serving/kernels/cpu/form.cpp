@@ -1,38 +1,77 @@
-// One form of the kernels: compiled once per instruction set, with MILLRACE_FORM naming it.
+// One form of the kernels: compiled once per instruction set, with MILLRACE_FORM naming it. Each KERNEL is a function
+// millrace_<name>_<form> that Python calls by address; its signature for ctypes is in structures.py.
 #include "form.h"
 
 #include "decoder.h"
 #include "sample.h"
 
+#define JOINED(name, form) millrace_##name##_##form
+#define NAMED(name, form) JOINED(name, form)
+#define KERNEL(name) extern "C" __attribute__((visibility("default"))) void NAMED(name, MILLRACE_FORM)
+
 namespace {
-
-struct Span {
-    long first, last;
-};
-
-INLINE Span share(long count, int thread, int threads) {
-    return {count * thread / threads, count * (thread + 1) / threads};
-}
 
 // Up to this many rows each byte of weight is read by one thread only; beyond, threads take blocks of rows.
 constexpr long PANEL_ROWS = 64;
 
-void linear(ThreadTeam* team, Scratch& scratch, const Linear& w, int finish, const float* x, long rows, float* out) {
-    const int threads = team_threads(team);
+// What a call for one layer's attention works with, besides its items.
+struct AttentionCall {
+    AttentionShape shape;
+    int kind, threads;
+    long words, rows;  // of an encoded query; queries times heads
+    int32_t* encoded;
+    int* counter;
+    AttentionScratch* scratch;
+
+    // `take_items(arena)` takes the items' room.
+    template <class TakeItems>
+    AttentionCall(Context& c, const Model& m, const Layer& layer, const KvPlanes& kv, const Batch& batch,
+                  TakeItems take_items)
+        : shape{m.heads, layer.window, m.attention_scale}, kind(product_kind(kv)), threads(team_threads(c.team)),
+          words(words_of(kind, kv.head_dim)), rows(batch.tokens_count * m.heads) {
+        const auto lay_out = [&](Arena arena) {
+            encoded = arena.take<int32_t>(rows * words);
+            counter = arena.take<int>(1);
+            scratch = arena.take<AttentionScratch>(threads);
+            take_items(arena, shape, threads);
+            for (int t = 0; t < threads; ++t) {
+                AttentionScratch s;
+                take_attention(arena, ITEM_TOKENS, group_of(kv, shape), words, padded_dim(kv), s);
+                if (arena.base) scratch[t] = s;
+            }
+            return arena.used;
+        };
+        lay_out({c.scratch.reserve(lay_out({nullptr}))});
+        *counter = 0;
+    }
+
+    // This thread's share of q [T, heads, head_dim].
+    void encode(const float* q, long head_dim, int thread) const {
+        const Span mine = share(rows, thread, threads);
+        for (long i = mine.first; i < mine.last; ++i)
+            encode_row(kind, q + i * head_dim, head_dim, encoded + i * words, nullptr);
+    }
+};
+
+}  // namespace
+
+KERNEL(linear)(Context& c, const Linear& w, int finish, const float* x, long rows, float* out) {
+    const Turn turn(c);
+    const int threads = team_threads(c.team);
     const long words = words_of(w.kind, w.inputs), count = panels_of(w);
     const long ld = finish == FINISH_SWIGLU ? count * PANEL / 2 : w.outputs;
     Arena measure = {nullptr};
     measure.take<int32_t>(rows * words);
     measure.take<float>(rows);
-    Arena arena = {scratch.reserve(measure.used)};
+    Arena arena = {c.scratch.reserve(measure.used)};
     int32_t* const encoded = arena.take<int32_t>(rows * words);
     const Rows a = {encoded, arena.take<float>(rows), words};
     const Target target = {Finish(finish), out, ld};
-    team_each(team, [&](int thread) {
+    team_each(c.team, [&](int thread) {
         const Span mine = share(rows, thread, threads);
         for (long i = mine.first; i < mine.last; ++i)
             encode_row(w.kind, x + i * w.inputs, w.inputs, a.row(i), a.scale + i);
-        team_barrier(team);
+        team_barrier(c.team);
         const Span panels = share(count, thread, threads);
         if (rows <= PANEL_ROWS) return linear_block(w, a, 0, rows, panels.first, panels.last, target);
         for (long row = thread * PANEL_ROWS; row < rows; row += threads * PANEL_ROWS)
@@ -40,22 +79,24 @@ void linear(ThreadTeam* team, Scratch& scratch, const Linear& w, int finish, con
     });
 }
 
-void norm_rows(ThreadTeam* team, const float* x, const float* weight, long rows, long n, float eps, float* out) {
-    team_each(team, [&](int thread) {
-        const Span mine = share(rows, thread, team_threads(team));
+KERNEL(rms_norm)(Context& c, const float* x, const float* weight, long rows, long n, float eps, float* out) {
+    const Turn turn(c);
+    team_each(c.team, [&](int thread) {
+        const Span mine = share(rows, thread, team_threads(c.team));
         for (long i = mine.first; i < mine.last; ++i) rms_norm(x + i * n, weight, n, eps, out + i * n);
     });
 }
 
 // Decodes the encoded queries again, so that q [T, heads, head_dim] float32 can be looked at and handed to `attention`.
-void rotate_rows(ThreadTeam* team, Scratch& scratch, const Model& m, const Layer& layer, const Batch& batch,
-                 const float* qkv, float* q) {
+KERNEL(rotate_and_write)(Context& c, const Model& m, int index, const Batch& batch, const float* qkv, float* q) {
+    const Turn turn(c);
+    const Layer& layer = m.layer[index];
     const long width = layer.qkv.outputs, dim = layer.kv.head_dim, words = words_of(product_kind(layer.kv), dim);
-    const int threads = team_threads(team), kind = product_kind(layer.kv);
+    const int threads = team_threads(c.team), kind = product_kind(layer.kv);
     const long each = round_up(width, 16) + m.heads * words;
-    float* const local = reinterpret_cast<float*>(scratch.reserve(threads * each * 4));
+    float* const local = reinterpret_cast<float*>(c.scratch.reserve(threads * each * 4));
     const Rotary rotary = {m.heads, m.rotary_dim, layer.q_norm, layer.k_norm, m.eps, m.cos, m.sin};
-    team_each(team, [&](int thread) {
+    team_each(c.team, [&](int thread) {
         float* row = local + thread * each;
         int32_t* encoded = reinterpret_cast<int32_t*>(row + round_up(width, 16));
         const Span mine = share(batch.tokens_count, thread, threads);
@@ -71,100 +112,60 @@ void rotate_rows(ThreadTeam* team, Scratch& scratch, const Model& m, const Layer
     });
 }
 
-// What a call for one layer's attention works with, besides its items.
-struct AttentionCall {
-    AttentionShape shape;
-    int kind, threads;
-    long words, rows;  // of an encoded query; queries times heads
-    int32_t* encoded;
-    int* counter;
-    AttentionScratch* scratch;
-
-    // `take_items(arena)` takes the items' room.
-    template <class TakeItems>
-    AttentionCall(ThreadTeam* team, Scratch& room, const Model& m, const Layer& layer, const KvPlanes& kv,
-                  const Batch& batch, TakeItems take_items)
-        : shape{m.heads, layer.window, m.attention_scale}, kind(product_kind(kv)), threads(team_threads(team)),
-          words(words_of(kind, kv.head_dim)), rows(batch.tokens_count * m.heads) {
-        const auto lay_out = [&](Arena arena) {
-            encoded = arena.take<int32_t>(rows * words);
-            counter = arena.take<int>(1);
-            scratch = arena.take<AttentionScratch>(threads);
-            take_items(arena, shape, threads);
-            for (int t = 0; t < threads; ++t) {
-                AttentionScratch s;
-                take_attention(arena, ITEM_TOKENS, group_of(kv, shape), words, padded_dim(kv), s);
-                if (arena.base) scratch[t] = s;
-            }
-            return arena.used;
-        };
-        lay_out({room.reserve(lay_out({nullptr}))});
-        *counter = 0;
-    }
-
-    // This thread's share of q [T, heads, head_dim].
-    void encode(const float* q, long head_dim, int thread) const {
-        const Span mine = share(rows, thread, threads);
-        for (long i = mine.first; i < mine.last; ++i)
-            encode_row(kind, q + i * head_dim, head_dim, encoded + i * words, nullptr);
-    }
-};
-
-void attention(ThreadTeam* team, Scratch& scratch, const Model& m, const Layer& layer, const Batch& batch,
-               const float* q, float* out) {
+KERNEL(attention)(Context& c, const Model& m, int index, const Batch& batch, const float* q, float* out) {
+    const Turn turn(c);
+    const Layer& layer = m.layer[index];
     const KvPlanes& kv = layer.kv;
     ItemPlan plan;
     const auto take_items = [&](Arena& arena, const AttentionShape& shape, int threads) {
         plan = plan_items(arena, batch, kv, shape, threads);
     };
-    const AttentionCall call(team, scratch, m, layer, kv, batch, take_items);
-    team_each(team, [&](int thread) {
+    const AttentionCall call(c, m, layer, kv, batch, take_items);
+    team_each(c.team, [&](int thread) {
         call.encode(q, kv.head_dim, thread);
-        team_barrier(team);
+        team_barrier(c.team);
         AttentionScratch& s = call.scratch[thread];
         attend_items(kv, call.shape, plan, call.encoded, call.counter, s, out);
-        team_barrier(team);
+        team_barrier(c.team);
         const Span tokens = share(batch.tokens_count, thread, call.threads);
         join_rows(kv, call.shape, plan, tokens.first, tokens.last, s.part, out);
     });
 }
 
 // Shared out by segments and heads, never by chunks: the thread that has an item joins its chunks in order.
-void attend_range(ThreadTeam* team, Scratch& scratch, const Model& m, const Layer& layer, const Batch& batch,
-                  const KVRange& range, const float* q) {
+KERNEL(attend_range)(Context& c, const Model& m, int index, const Batch& batch, const KVRange& range, const float* q) {
+    const Turn turn(c);
+    const Layer& layer = m.layer[index];
     const KvPlanes& kv = range.kv;
     const long most_items = (batch.tokens_count / ITEM_TOKENS + batch.sequences) * kv.kv_heads;
     Item* items;
     const auto take_items = [&](Arena& arena, const AttentionShape&, int) { items = arena.take<Item>(most_items); };
-    const AttentionCall call(team, scratch, m, layer, kv, batch, take_items);
+    const AttentionCall call(c, m, layer, kv, batch, take_items);
     long count = 0;
     each_segment(batch, 0, batch.tokens_count, [&](const Segment& segment) {
         for (long head = 0; head < kv.kv_heads; ++head) items[count++] = {segment, head, 1};
     });
-    team_each(team, [&](int thread) {
+    team_each(c.team, [&](int thread) {
         call.encode(q, kv.head_dim, thread);
-        team_barrier(team);
+        team_barrier(c.team);
         for (long i = next(call.counter); i < count; i = next(call.counter))
-            attend_range_item(range, call.shape, items[i], call.encoded, call.scratch[thread]);
+            attend_item(range, call.shape, items[i], call.encoded, {nullptr, 0}, call.scratch[thread]);
     });
 }
 
-void step(ThreadTeam* team, Scratch& scratch, const Model& model, const Batch& batch, const Results& results) {
+KERNEL(step)(Context& c, const Model& model, const Batch& batch, const Results& results) {
+    const Turn turn(c);
     Arena measure = {nullptr};
-    (void)Step(team, model, batch, results, measure);
-    Arena arena = {scratch.reserve(measure.used)};
-    Step step(team, model, batch, results, arena);
-    team_each(team, [&](int thread) { step.run(thread); });
+    (void)Step(c.team, model, batch, results, measure);
+    Arena arena = {c.scratch.reserve(measure.used)};
+    Step step(c.team, model, batch, results, arena);
+    team_each(c.team, [&](int thread) { step.run(thread); });
 }
 
-}  // namespace
+KERNEL(sample)(Context& c, const Samples& all) {
+    each_row(c, all.rows, all.vocab, [&](long row, SampleScratch& s) { all.tokens[row] = sample_row(all, row, s); });
+}
 
-#define PASTE(a, b) a##b
-#define NAME(a, b) PASTE(a, b)
-#define TEXT_(a) #a
-#define TEXT(a) TEXT_(a)
-
-extern "C" const Form NAME(millrace_form_, MILLRACE_FORM) = {
-    TEXT(MILLRACE_FORM), UNSIGNED_SHIFT, linear, norm_rows, rotate_rows, attention, attend_range, step,
-    sample, logprobs,
-};
+KERNEL(logprobs)(Context& c, const Logprobs& all) {
+    each_row(c, all.rows, all.vocab, [&](long row, SampleScratch& s) { logprobs_row(all, row, s); });
+}

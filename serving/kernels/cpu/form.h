@@ -1,4 +1,4 @@
-// What each form of the kernels offers to exports.cpp: one table of functions per instruction set.
+// What every call works with: a team of threads and its scratch. exports.cpp makes it, form.cpp computes with it.
 #pragma once
 
 #include "abi.h"
@@ -12,17 +12,18 @@ struct Scratch {
     char* reserve(long bytes);
 };
 
-struct Form {
-    const char* name;
-    int unsigned_shift;  // what int8 activations carry, and `sums` in Linear must undo
-    void (*linear)(ThreadTeam*, Scratch&, const Linear&, int finish, const float* x, long rows, float* out);
-    void (*rms_norm)(ThreadTeam*, const float* x, const float* weight, long rows, long n, float eps, float* out);
-    void (*rotate_and_write)(ThreadTeam*, Scratch&, const Model&, const Layer&, const Batch&, const float* qkv,
-                             float* q);
-    void (*attention)(ThreadTeam*, Scratch&, const Model&, const Layer&, const Batch&, const float* q, float* out);
-    void (*attend_range)(ThreadTeam*, Scratch&, const Model&, const Layer&, const Batch&, const KVRange&,
-                         const float* q);
-    void (*step)(ThreadTeam*, Scratch&, const Model&, const Batch&, const Results&);
-    void (*sample)(ThreadTeam*, Scratch&, const Samples&);
-    void (*logprobs)(ThreadTeam*, Scratch&, const Logprobs&);
+struct Context {
+    ThreadTeam* team;
+    Scratch scratch;
 };
+
+namespace {
+
+// While it lives nobody else works with the context: callers on several threads take turns.
+struct Turn {
+    ThreadTeam* team;
+    explicit Turn(const Context& c) : team(c.team) { team_begin(team); }
+    ~Turn() { team_end(team); }
+};
+
+}  // namespace

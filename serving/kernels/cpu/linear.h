@@ -5,6 +5,8 @@
 // words, B panels of 32 columns.
 #pragma once
 
+#include <utility>
+
 #include "abi.h"
 #include "vector.h"
 
@@ -120,27 +122,16 @@ void tile(const int32_t* a, long lda, const int32_t* b, long apart, long words, 
 
 typedef void (*Tile)(const int32_t*, long, const int32_t*, long, long, int32_t*, long);
 
+// The tile of so many rows; of more than PAIR_ROWS there is only that of one panel.
+template <class Dot, int PANELS, int... ROWS_LESS_1>
+INLINE Tile pick(long rows, std::integer_sequence<int, ROWS_LESS_1...>) {
+    static constexpr Tile tiles[] = {tile<Dot, ROWS_LESS_1 + 1, (ROWS_LESS_1 < PAIR_ROWS ? PANELS : 1)>...};
+    return tiles[rows - 1];
+}
+
 template <class Dot, int PANELS>
 INLINE Tile pick(long rows) {
-    switch (rows) {
-        case 1: return tile<Dot, 1, PANELS>;
-        case 2: return tile<Dot, 2, PANELS>;
-#if defined(__AVX2__)
-        case 3: return tile<Dot, 3, PANELS>;
-#endif
-#if defined(__AVX512F__)
-        case 4: return tile<Dot, 4, PANELS>;
-        case 5: return tile<Dot, 5, PANELS>;
-        case 6: return tile<Dot, 6, PANELS>;
-        case 7: return tile<Dot, 7, 1>;
-        case 8: return tile<Dot, 8, 1>;
-        case 9: return tile<Dot, 9, 1>;
-        case 10: return tile<Dot, 10, 1>;
-        case 11: return tile<Dot, 11, 1>;
-        case 12: return tile<Dot, 12, 1>;
-#endif
-    }
-    __builtin_unreachable();
+    return pick<Dot, PANELS>(rows, std::make_integer_sequence<int, TILE_ROWS>());
 }
 
 Tile tile_for(int kind, long rows) {

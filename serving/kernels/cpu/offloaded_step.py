@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from serving.batch.ragged import RaggedBatch
-from serving.kernels.cpu.decoder import CpuDecoder, CpuLayerWeights, KvPlanes, KVRange
+from serving.kernels.cpu.decoder import CpuDecoder, KvPlanes, KVRange
 from serving.kernels.cpu.structures import Finish
-
-PLANES = ("k", "v", "k_scale", "v_scale")  # INT8 has all of them, other kinds the first two
+from serving.kernels.cpu.weights import PackedLinear
+from serving.kernels.layer_weights import LayerWeights
 
 
 def offloaded_step(decoder: CpuDecoder, batch: RaggedBatch, layer_done: Callable[[int], None] | None = None) -> Tensor:
-    """`decoder.step(batch).logits` for a batch with `offloaded` KV: [R, vocab] float32. Raises ValueError as `step`.
+    """`decoder.step(batch)` for a batch with `offloaded` KV: [R, vocab] float32. Raises ValueError as `step`.
 
     `layer_done(layer)` is called when that layer's KV for this batch is complete.
     """
     decoder.check(batch)
     kernels, shape = decoder.kernels, decoder.shape
-    x = decoder.embedding[batch.tokens].float() * shape.embedding_scale
+    x = decoder.embedding[batch.tokens].float()
     for index, layer in enumerate(decoder.layers):
         qkv = kernels.linear(kernels.rms_norm(x, layer.attention_norm, shape.eps), layer.qkv)
         q = decoder.rotate_and_write(index, batch, qkv)
@@ -46,18 +46,18 @@ def _attend(decoder: CpuDecoder, index: int, batch: RaggedBatch, q: Tensor) -> T
     state, out = decoder.attention_state(q.shape[0]), torch.empty_like(q)
     begins = True
     for segment in batch.offloaded.segments():
-        planes = KvPlanes(**dict(zip(PLANES, segment.planes, strict=False)))
+        planes = KvPlanes(*segment.planes)
         blocks = torch.arange(segment.planes[0].shape[0], dtype=torch.int32)
         kv_range = KVRange(planes=planes, table=blocks, first=segment.first, tokens=segment.tokens, begins=begins)
         decoder.attend_range(index, batch, q, kv_range, state, None)
         begins = False
-    own, table = decoder.planes[index], batch.block_tables[0]
+    own, table = decoder.kv[index], batch.block_tables[0]
     last = KVRange(planes=own, table=table, first=batch.offloaded.tokens, tokens=None, begins=begins)
     decoder.attend_range(index, batch, q, last, state, out)
     return out
 
 
-def _add_mlp(decoder: CpuDecoder, layer: CpuLayerWeights, x: Tensor) -> None:
+def _add_mlp(decoder: CpuDecoder, layer: LayerWeights[PackedLinear], x: Tensor) -> None:
     """x += down(silu(gate) * up) of the normed x."""
     kernels = decoder.kernels
     gated = kernels.linear(kernels.rms_norm(x, layer.mlp_norm, decoder.shape.eps), layer.gate_up, finish=Finish.SWIGLU)

@@ -44,7 +44,6 @@ struct Logprobs {
     int32_t rows;
     int32_t vocab;
     int32_t best;            // K, at most V
-    int32_t unused;
     const int64_t* chosen;   // [R] tokens
     double* whole;           // [R] log of the sum of exp(logit): logits less this are log-probabilities. NaN for a bad row
     float* of_chosen;        // [R] log-probabilities

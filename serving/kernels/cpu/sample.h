@@ -8,7 +8,7 @@
 
 #include <math.h>
 
-#include "orders.h"
+#include "form.h"
 #include "rank.h"
 #include "workspace.h"
 
@@ -157,8 +157,9 @@ void logprobs_row(const Logprobs& all, long row, SampleScratch& s) {
 
 // each(row, scratch) for every row, by whichever thread is free; one row is not worth waking another thread.
 template <class Each>
-void each_row(ThreadTeam* team, Scratch& scratch, long rows, long vocab, Each each) {
-    const long threads = least(team_threads(team), rows);
+void each_row(Context& c, long rows, long vocab, Each each) {
+    const Turn turn(c);
+    const long threads = least(team_threads(c.team), rows);
     struct {
         int* counter;
         SampleScratch* scratch;
@@ -172,25 +173,16 @@ void each_row(ThreadTeam* team, Scratch& scratch, long rows, long vocab, Each ea
         }
         return arena.used;
     };
-    lay_out({scratch.reserve(lay_out({nullptr}))});
+    lay_out({c.scratch.reserve(lay_out({nullptr}))});
     *mine.counter = 0;
     const auto work = [&](int thread) {
         if (thread >= threads) return;
         for (long row = next(mine.counter); row < rows; row = next(mine.counter)) each(row, mine.scratch[thread]);
     };
     if (threads > 1)
-        team_each(team, work);
+        team_each(c.team, work);
     else
         work(0);
-}
-
-void sample(ThreadTeam* team, Scratch& scratch, const Samples& all) {
-    each_row(team, scratch, all.rows, all.vocab,
-             [&](long row, SampleScratch& s) { all.tokens[row] = sample_row(all, row, s); });
-}
-
-void logprobs(ThreadTeam* team, Scratch& scratch, const Logprobs& all) {
-    each_row(team, scratch, all.rows, all.vocab, [&](long row, SampleScratch& s) { logprobs_row(all, row, s); });
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serving.kernels.cpu.extension import Kernels
-from serving.kernels.cpu.structures import LogprobsC, SamplesC
+from serving.kernels.cpu.structures import STRUCTURES
 
 ORDER = Struct("4Q2d4f4i")
 """One row's order, `Order` of orders.h: seed, position, addresses of counts and seen (0 without penalties), top_p,
@@ -39,8 +39,8 @@ def sample(
     tokens = (ctypes.c_int64 * count)()
     arrays: tuple[array[Any], ...] = (array("B", b"".join(orders)), array("i", ids), array("f", changes))
     places = [one.buffer_info()[0] for one in arrays]
-    call = SamplesC(logits.data_ptr(), logits.stride(0), count, vocab, *places, ctypes.addressof(tokens))
-    kernels.library.millrace_sample(kernels.context, call)
+    call = STRUCTURES["Samples"](logits.data_ptr(), logits.stride(0), count, vocab, *places, ctypes.addressof(tokens))
+    kernels.run("sample", call)
     return list(tokens)
 
 
@@ -66,8 +66,8 @@ def logprobs(kernels: Kernels, logits: Tensor, chosen: Sequence[int], k: int) ->
     whole, of_chosen = np.empty(count), np.zeros(count, dtype=np.float32)
     ids, best = np.zeros((count, k), dtype=np.int32), np.zeros((count, k), dtype=np.float32)
     places = [array.ctypes.data for array in (tokens, whole, of_chosen, ids, best)]
-    wanted = LogprobsC(logits.data_ptr(), logits.stride(0), count, vocab, k, 0, *places)
-    kernels.library.millrace_logprobs(kernels.context, wanted)
+    wanted = STRUCTURES["Logprobs"](logits.data_ptr(), logits.stride(0), count, vocab, k, *places)
+    kernels.run("logprobs", wanted)
     ranked = np.argsort(-best, axis=-1, kind="stable")  # they come in order of id, and equals stay in it
     values = (np.take_along_axis(best, ranked, -1) - whole[:, None]).astype(np.float32)
     return Logprobs(np.isnan(whole), of_chosen, np.take_along_axis(ids, ranked, -1).astype(np.int64), values)

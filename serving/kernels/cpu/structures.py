@@ -1,10 +1,11 @@
-"""The C structures of abi.h and orders.h for ctypes, read from those headers, and the C signatures of exports.cpp."""
+"""The C structures of abi.h and orders.h for ctypes, read from those headers, and the signatures of its functions."""
 
 from __future__ import annotations
 
 import ctypes
 import re
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from collections.abc import Callable
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_long, c_void_p
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,6 @@ class Kind(IntEnum):
     @property
     def dtype(self) -> torch.dtype:
         return _DTYPES[self]
-
-    @property
-    def item_bytes(self) -> int:
-        return _DTYPES[self].itemsize
 
     @staticmethod
     def of(dtype: torch.dtype) -> Kind:
@@ -63,37 +60,33 @@ def _read_structures() -> dict[str, type[Structure]]:
     return known
 
 
-_STRUCTURES = _read_structures()
-LinearC = _STRUCTURES["Linear"]
-KvPlanesC = _STRUCTURES["KvPlanes"]
-BatchC = _STRUCTURES["Batch"]
-KVRangeC = _STRUCTURES["KVRange"]
-LayerC = _STRUCTURES["Layer"]
-ModelC = _STRUCTURES["Model"]
-ResultsC = _STRUCTURES["Results"]
-SamplesC = _STRUCTURES["Samples"]
-LogprobsC = _STRUCTURES["Logprobs"]
+STRUCTURES = _read_structures()
+_LAYER: list[object] = [POINTER(STRUCTURES["Model"]), c_int, POINTER(STRUCTURES["Batch"])]
+OPERATIONS: dict[str, list[object]] = {
+    "linear": [POINTER(STRUCTURES["Linear"]), c_int, c_void_p, c_long, c_void_p],
+    "rms_norm": [c_void_p, c_void_p, c_long, c_long, c_float, c_void_p],
+    "rotate_and_write": [*_LAYER, c_void_p, c_void_p],
+    "attention": [*_LAYER, c_void_p, c_void_p],
+    "attend_range": [*_LAYER, POINTER(STRUCTURES["KVRange"]), c_void_p],
+    "step": [POINTER(STRUCTURES["Model"]), POINTER(STRUCTURES["Batch"]), POINTER(STRUCTURES["Results"])],
+    "sample": [POINTER(STRUCTURES["Samples"])],
+    "logprobs": [POINTER(STRUCTURES["Logprobs"])],
+}
+"""What the operations of a form take after the context; see KERNEL in form.cpp."""
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Gives the library's functions their C signatures."""
-    pointer, integer, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_long
-    layer_call = [pointer, POINTER(ModelC), integer, POINTER(BatchC)]
-    signatures: dict[str, tuple[object, list[object]]] = {
-        "millrace_form_name": (ctypes.c_char_p, [integer]),
-        "millrace_create": (pointer, [ctypes.c_char_p, integer, integer]),
-        "millrace_destroy": (None, [pointer]),
-        "millrace_pack": (None, [pointer, long, long, integer, pointer]),
-        "millrace_linear": (None, [pointer, POINTER(LinearC), integer, pointer, long, pointer]),
-        "millrace_rms_norm": (None, [pointer, pointer, pointer, long, long, c_float, pointer]),
-        "millrace_rotate_and_write": (None, [*layer_call, pointer, pointer]),
-        "millrace_attention": (None, [*layer_call, pointer, pointer]),
-        "millrace_attend_range": (None, [*layer_call, POINTER(KVRangeC), pointer]),
-        "millrace_step": (None, [pointer, POINTER(ModelC), POINTER(BatchC), POINTER(ResultsC)]),
-        "millrace_sample": (None, [pointer, POINTER(SamplesC)]),
-        "millrace_logprobs": (None, [pointer, POINTER(LogprobsC)]),
-    }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
-        function.restype = result
-        function.argtypes = arguments
+    """Gives the functions of exports.cpp their C signatures."""
+    library.millrace_form_name.restype, library.millrace_form_name.argtypes = c_char_p, [c_int]
+    library.millrace_create.restype, library.millrace_create.argtypes = c_void_p, [c_int]
+    library.millrace_destroy.restype, library.millrace_destroy.argtypes = None, [c_void_p]
+    library.millrace_pack.restype = None
+    library.millrace_pack.argtypes = [c_void_p, c_long, c_long, c_int, c_void_p]
+
+
+def operations(library: ctypes.CDLL, form: str) -> dict[str, Callable[..., None]]:
+    """A form's functions by name. Each takes the context first."""
+    found = {name: getattr(library, f"millrace_{name}_{form}") for name in OPERATIONS}
+    for name, function in found.items():
+        function.restype, function.argtypes = None, [c_void_p, *OPERATIONS[name]]
+    return found

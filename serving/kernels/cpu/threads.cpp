@@ -23,12 +23,12 @@
 
 namespace {
 constexpr int SPINS_BEFORE_SLEEP = 500;  // some 10 microseconds; yielding instead starves both threads on a busy host
+constexpr std::chrono::microseconds IDLE_SPIN{50};      // awake for the next job: a decode step follows within that
 constexpr std::chrono::microseconds BARRIER_PAUSE{50};  // between looks: the threads that write the KV need the cores
 }
 
 struct ThreadTeam {
     int threads = 1;
-    int spin_microseconds = 50;
     void (*job)(void*, int) = nullptr;
     void* context = nullptr;
     bool closing = false;
@@ -44,7 +44,7 @@ struct ThreadTeam {
     std::condition_variable met;
 
     void wait_for_job(unsigned seen) {
-        const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(spin_microseconds);
+        const auto until = std::chrono::steady_clock::now() + IDLE_SPIN;
         while (std::chrono::steady_clock::now() < until)
             for (int i = 0; i < 64; ++i) {
                 if (epoch.load(std::memory_order_acquire) != seen) return;
@@ -75,10 +75,9 @@ struct ThreadTeam {
     }
 };
 
-ThreadTeam* team_create(int threads, int spin_microseconds) {
+ThreadTeam* team_create(int threads) {
     ThreadTeam* team = new ThreadTeam;
     team->threads = threads < 1 ? 1 : threads;
-    team->spin_microseconds = spin_microseconds;
     for (int i = 1; i < team->threads; ++i) team->workers.emplace_back([team, i] { team->work(i); });
     return team;
 }
@@ -90,10 +89,13 @@ void team_destroy(ThreadTeam* team) {
     delete team;
 }
 
+void team_begin(ThreadTeam* team) { team->turn.lock(); }
+
+void team_end(ThreadTeam* team) { team->turn.unlock(); }
+
 int team_threads(const ThreadTeam* team) { return team->threads; }
 
 void team_run(ThreadTeam* team, void (*job)(void*, int), void* context) {
-    std::lock_guard<std::mutex> lock(team->turn);
     team->job = job;
     team->context = context;
     if (team->threads > 1) team->publish();

@@ -4,12 +4,15 @@
 struct LayerBarrier;
 struct ThreadTeam;
 
-ThreadTeam* team_create(int threads, int spin_microseconds);
+ThreadTeam* team_create(int threads);
 void team_destroy(ThreadTeam* team);
 int team_threads(const ThreadTeam* team);
 
-// Calls job(context, thread) once on every thread, 0 being the caller, and returns when all have. Callers on several
-// threads take turns.
+// A caller works with the team between these two; others wait for their turn.
+void team_begin(ThreadTeam* team);
+void team_end(ThreadTeam* team);
+
+// Calls job(context, thread) once on every thread, 0 being the caller, and returns when all have.
 void team_run(ThreadTeam* team, void (*job)(void* context, int thread), void* context);
 
 // Inside a job: returns once every thread of the team has come here.

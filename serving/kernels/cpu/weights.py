@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from ctypes import Structure
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from serving.kernels.cpu.structures import Kind, LinearC
+from serving.kernels.cpu.structures import STRUCTURES, Kind
 
 PANEL = 32  # output channels a panel
 HALF = PANEL // 2
@@ -34,36 +33,11 @@ class PackedLinear:
     def as_c(self) -> Structure:
         """`Linear` of abi.h."""
         arrays = {name: address(getattr(self, name)) for name in ("packed", "scale", "bias", "sums")}
-        return LinearC(kind=self.kind, outputs=self.outputs, inputs=self.inputs, **arrays)
+        return STRUCTURES["Linear"](kind=self.kind, outputs=self.outputs, inputs=self.inputs, **arrays)
 
 
 def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def pack(
-    library: ctypes.CDLL, weight: Tensor, *, scale: Tensor | None = None, bias: Tensor | None = None
-) -> PackedLinear:
-    """Packs `weight` [outputs, inputs]. `scale` [outputs] belongs to int8 weights and to no others (ValueError)."""
-    kind = Kind.of(weight.dtype)
-    if (scale is not None) != (kind is Kind.INT8):
-        raise ValueError("int8 weights, and only they, come with one scale per output channel")
-    outputs, inputs = weight.shape
-    padded = -(-outputs // PANEL) * PANEL
-    words = -(-inputs * kind.item_bytes // 4)
-    packed = torch.zeros(padded // PANEL, words, PANEL, dtype=torch.int32)
-    source = weight.contiguous()
-    library.millrace_pack(source.data_ptr(), outputs, inputs, kind.item_bytes, packed.data_ptr())
-    sums = None if scale is None else _pad(weight.sum(dim=1, dtype=torch.int32) * 128, padded)
-    return PackedLinear(
-        kind=kind,
-        outputs=outputs,
-        inputs=inputs,
-        packed=packed,
-        scale=None if scale is None else _pad(scale.float().reshape(outputs), padded),
-        sums=sums,
-        bias=None if bias is None else _pad(bias.float(), padded),
-    )
 
 
 def interleave(gate: Tensor, up: Tensor) -> Tensor:
@@ -73,5 +47,6 @@ def interleave(gate: Tensor, up: Tensor) -> Tensor:
     return torch.stack([part.view(-1, HALF, *part.shape[1:]) for part in pair], dim=1).flatten(0, 2)
 
 
-def _pad(vector: Tensor, length: int) -> Tensor:
+def pad(vector: Tensor, length: int) -> Tensor:
+    """The vector with zeros behind it."""
     return F.pad(vector, (0, length - vector.shape[0])).contiguous()

@@ -22,6 +22,15 @@ struct Arena {
     }
 };
 
+// What one thread does of `count` like things.
+struct Span {
+    long first, last;
+};
+
+INLINE Span share(long count, int thread, int threads) {
+    return {count * thread / threads, count * (thread + 1) / threads};
+}
+
 // Buffers of consecutive rows between linear layers.
 struct RowBuffers {
     int32_t* words;  // encoded input of the next linear layer
@@ -39,26 +48,23 @@ struct ThreadScratch {
 };
 
 struct Sizes {
-    long hidden, q_width, qkv_width, h_width, widest;  // in elements
-    long q_words;                                      // of one token's encoded queries
-    long group, padded_head, head_words;               // largest over layers
+    long q_width, qkv_width, h_width, widest;  // in elements
+    long q_words;                              // of one token's encoded queries
+    long group, padded_head, head_words;
 };
 
+// Every layer has the sizes of the first: `CpuDecoder` makes sure of it.
 INLINE Sizes sizes_of(const Model& m) {
+    const Layer& layer = m.layer[0];
     Sizes s = {};
-    s.hidden = m.hidden;
-    for (long i = 0; i < m.layers; ++i) {
-        const Layer& layer = m.layer[i];
-        const long words = words_of(product_kind(layer.kv), layer.kv.head_dim);
-        s.q_width = most(s.q_width, m.heads * layer.kv.head_dim);
-        s.qkv_width = most(s.qkv_width, layer.qkv.outputs);
-        s.h_width = most(s.h_width, panels_of(layer.gate_up) * PANEL / 2);
-        s.q_words = most(s.q_words, m.heads * words);
-        s.head_words = most(s.head_words, words);
-        s.group = most(s.group, m.heads / layer.kv.kv_heads);
-        s.padded_head = most(s.padded_head, padded_dim(layer.kv));
-    }
-    s.widest = most(s.hidden, most(s.q_width, s.h_width));
+    s.q_width = m.heads * layer.kv.head_dim;
+    s.qkv_width = layer.qkv.outputs;
+    s.h_width = panels_of(layer.gate_up) * PANEL / 2;
+    s.widest = most(m.hidden, most(s.q_width, s.h_width));
+    s.head_words = words_of(product_kind(layer.kv), layer.kv.head_dim);
+    s.q_words = m.heads * s.head_words;
+    s.group = m.heads / layer.kv.kv_heads;
+    s.padded_head = padded_dim(layer.kv);
     return s;
 }
 
@@ -161,6 +167,7 @@ INLINE Coming take_unit(const AttentionShape& shape, const ItemPlan& plan, int* 
 // its next unit before it works on one, so as to fetch the keys and values it will need.
 INLINE void attend_items(const KvPlanes& kv, const AttentionShape& shape, const ItemPlan& plan, const int32_t* q,
                          int* counter, AttentionScratch& s, float* out) {
+    const KVRange all = {kv, 0, 1, nullptr, out};
     Coming unit = take_unit(shape, plan, counter);
     while (unit.item) {
         const Item& item = *unit.item;
@@ -171,7 +178,7 @@ INLINE void attend_items(const KvPlanes& kv, const AttentionShape& shape, const 
             parts += (unit.chunk - first_chunk(shape, item)) * plan.stride;
             attend_chunk(kv, shape, item, unit.chunk, coming, s, Parts{parts, plan.chunks * plan.stride});
         } else {
-            attend_item(kv, shape, item, q, coming, s, out + item.segment.row * shape.heads * kv.head_dim);
+            attend_item(all, shape, item, q, coming, s);
         }
         unit = coming;
     }

@@ -1,12 +1,12 @@
 """The decoder's operations as Triton kernels, for CUDA devices; importing this needs triton, the extra `gpu`.
 
-`rms_norm`, `silu_mul` and `paged_attention` mean what their namesakes in `serving.kernels.reference` mean; the others
-fuse some of its operations, or compute in int8. The `supports_` functions say what they can do.
+`silu_mul` and `paged_attention` mean what their namesakes in `serving.kernels.reference` mean; the others fuse some of
+its operations, or compute in int8. The `supports_` functions say what they can do.
 """
 
 from serving.kernels.gpu.attention import paged_attention
 from serving.kernels.gpu.attention import supported as supports_attention
-from serving.kernels.gpu.launch import INTERPRETED, runs_on
+from serving.kernels.gpu.launch import INTERPRETED
 from serving.kernels.gpu.linear import int8_linear, tune
 from serving.kernels.gpu.linear import supported as supports_linear
 from serving.kernels.gpu.rotary import rope_write_kv
@@ -14,12 +14,8 @@ from serving.kernels.gpu.rotary import supported as supports_rotary
 from serving.kernels.gpu.rows import (
     Quantized,
     add_rms_norm,
-    add_rms_norm_quantize,
     quantize,
-    rms_norm,
-    rms_norm_quantize,
     silu_mul,
-    silu_mul_quantize,
 )
 from serving.kernels.gpu.rows import supported as supports_rows
 
@@ -27,16 +23,11 @@ __all__ = [
     "INTERPRETED",
     "Quantized",
     "add_rms_norm",
-    "add_rms_norm_quantize",
     "int8_linear",
     "paged_attention",
     "quantize",
-    "rms_norm",
-    "rms_norm_quantize",
     "rope_write_kv",
-    "runs_on",
     "silu_mul",
-    "silu_mul_quantize",
     "supports_attention",
     "supports_linear",
     "supports_rotary",

@@ -9,8 +9,7 @@ logits are wanted, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,41 +22,16 @@ from serving.kernels.gpu.rotary import rope_write_kv
 from serving.kernels.gpu.rows import (
     Quantized,
     add_rms_norm,
-    add_rms_norm_quantize,
     quantize,
-    rms_norm,
-    rms_norm_quantize,
     silu_mul,
-    silu_mul_quantize,
 )
+from serving.kernels.layer_weights import LayerWeights, LinearWeights
 
 Activation = Tensor | Quantized
 Written = Callable[[int], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearWeights:
-    """weight [N, K] of the decoder's type, or int8 with a float32 scale [N] for each output; bias [N]."""
-
-    weight: Tensor
-    scale: Tensor | None = None
-    bias: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TritonLayerWeights:
-    """Rows of `qkv` are the heads of q, then of k, then of v; those of `gate_up` gate's, then up's."""
-
-    attention_norm: Tensor  # [H]
-    mlp_norm: Tensor  # [H]
-    qkv: LinearWeights
-    o: LinearWeights
-    gate_up: LinearWeights
-    down: LinearWeights
-    head_norms: tuple[Tensor, Tensor] | None = None  # [D] for q and for k
-    window: int | None = None
-
-
+@dataclass(frozen=True, kw_only=True)
 class TritonDecoder:
     """Computes one step at a time over `planes`: k and v of each layer, with int8 also their scales.
 
@@ -65,35 +39,25 @@ class TritonDecoder:
     holds cos and sin of each position's angles; a batch with other angles passes them to `logits`.
     """
 
-    def __init__(
-        self,
-        *,
-        embedding: Tensor,
-        layers: Sequence[TritonLayerWeights],
-        final_norm: Tensor,
-        head: LinearWeights,
-        eps: float,
-        head_dim: int,
-        rotation: Tensor,  # [2, positions, P]
-        planes: Sequence[tuple[Tensor, ...]],
-    ) -> None:
-        assert len(layers) == len(planes)
-        self.embedding = embedding
-        self.layers = list(layers)
-        self.final_norm = final_norm
-        self.head = head
-        self.eps = eps
-        self.head_dim = head_dim
-        self.rotation = rotation
-        self.planes = list(planes)
-        self.dtype = embedding.dtype
+    embedding: Tensor
+    layers: Sequence[LayerWeights[LinearWeights]]
+    final_norm: Tensor
+    head: LinearWeights
+    eps: float
+    head_dim: int
+    rotation: Tensor  # [2, positions, P]
+    planes: Sequence[tuple[Tensor, ...]]
+
+    def __post_init__(self) -> None:
+        assert len(self.layers) == len(self.planes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
 
     def over(self, planes: Sequence[tuple[Tensor, ...]]) -> TritonDecoder:
         """The same decoder, its weights shared, over other KV planes."""
-        assert len(planes) == len(self.layers)
-        other = copy(self)
-        other.planes = list(planes)
-        return other
+        return replace(self, planes=planes)
 
     def logits(
         self, batch: RaggedBatch, *, angles: tuple[Tensor, Tensor] | None = None, written: Written | None = None
@@ -104,20 +68,26 @@ class TritonDecoder:
         batch's barrier, what is returned means nothing.
         """
         cos, sin = angles or self.rotation.index_select(1, batch.positions).unbind()
+        scale = self.head_dim**-0.5
         x_TH = F.embedding(batch.tokens, self.embedding)
         branch_TH: Tensor | None = None  # of the layer before, yet to be added
-        for index, layer in enumerate(self.layers):
+        for index, (layer, planes) in enumerate(zip(self.layers, self.planes, strict=True)):
             if batch.barrier is not None and not batch.barrier.passes(index):
                 return x_TH.new_zeros((len(batch.logits_rows), len(self.head.weight)), dtype=torch.float32)
             normed, x_TH = self._normed(x_TH, branch_TH, layer.attention_norm, layer.qkv)
-            attended_TH = self._attention(normed, layer, self.planes[index], batch, cos, sin, index, written)
+            qkv_TND = self._linear(normed, layer.qkv).view(len(batch.tokens), -1, self.head_dim)
+            q_TND = rope_write_kv(qkv_TND, cos, sin, batch.slots, *planes, norms=layer.head_norms, eps=self.eps)
+            if written is not None:
+                written(index)
+            k_plane, v_plane, *scales = planes
+            attended_TH = paged_attention(q_TND, k_plane, v_plane, batch, scale, layer.window, *scales).flatten(1)
             if index == len(self.layers) - 1 and len(batch.logits_rows) != len(x_TH):
                 # Rows without logits have written their KV: nothing more is asked of them.
                 attended_TH, x_TH = attended_TH[batch.logits_rows], x_TH[batch.logits_rows]
             branch_TH = self._linear(attended_TH, layer.o)
             normed, x_TH = self._normed(x_TH, branch_TH, layer.mlp_norm, layer.gate_up)
             gate_up = self._linear(normed, layer.gate_up)
-            inner = silu_mul(gate_up) if layer.down.scale is None else silu_mul_quantize(gate_up)
+            inner = silu_mul(gate_up, quantized=layer.down.scale is not None)
             branch_TH = self._linear(inner, layer.down)
         return self._head_logits(self._normed(x_TH, branch_TH, self.final_norm, self.head)[0])
 
@@ -130,47 +100,24 @@ class TritonDecoder:
             if linear.scale is not None:
                 tune(linear.weight, linear.scale, linear.bias, most_rows, dtype)
 
-    def _attention(
-        self,
-        normed: Activation,
-        layer: TritonLayerWeights,
-        planes: tuple[Tensor, ...],
-        batch: RaggedBatch,
-        cos: Tensor,
-        sin: Tensor,
-        index: int,
-        written: Written | None,
-    ) -> Tensor:
-        qkv_TND = self._linear(normed, layer.qkv).view(len(batch.tokens), -1, self.head_dim)
-        q = rope_write_kv(qkv_TND, cos, sin, batch.slots, *planes, norms=layer.head_norms, eps=self.eps)
-        if written is not None:
-            written(index)
-        k_plane, v_plane, *scales = planes
-        return paged_attention(q, k_plane, v_plane, batch, self.head_dim**-0.5, layer.window, *scales).flatten(1)
-
     def _normed(
         self, x_TH: Tensor, branch_TH: Tensor | None, weight: Tensor, into: LinearWeights
     ) -> tuple[Activation, Tensor]:
         """rms_norm(x + branch) as `into` takes it, and the sum."""
-        if branch_TH is None:
-            norm = rms_norm if into.scale is None else rms_norm_quantize
-            return norm(x_TH, weight, self.eps), x_TH
-        add_norm = add_rms_norm if into.scale is None else add_rms_norm_quantize
-        return add_norm(branch_TH, x_TH, weight, self.eps)
+        return add_rms_norm(x_TH, branch_TH, weight, self.eps, quantized=into.scale is not None)
 
-    def _linear(self, x: Activation, linear: LinearWeights) -> Tensor:
+    def _linear(self, x: Activation, linear: LinearWeights, out_dtype: torch.dtype | None = None) -> Tensor:
         if linear.scale is None:
             assert isinstance(x, Tensor)
             return F.linear(x, linear.weight, linear.bias)
         values, scales = x if isinstance(x, Quantized) else quantize(x)
-        return int8_linear(values, scales, linear.weight, linear.scale, linear.bias, self.dtype)
+        return int8_linear(values, scales, linear.weight, linear.scale, linear.bias, out_dtype or self.dtype)
 
     def _head_logits(self, x: Activation) -> Tensor:
         """The head's outputs in float32, unrounded where the device can: logits rounded to 8 bits of mantissa tie."""
-        weight, scale = self.head.weight, self.head.scale
-        if scale is not None:
-            values, scales = x if isinstance(x, Quantized) else quantize(x)
-            return int8_linear(values, scales, weight, scale, None, torch.float32)
+        weight = self.head.weight
+        if self.head.scale is not None:
+            return self._linear(x, self.head, torch.float32)
         assert isinstance(x, Tensor)
         if weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16):
             return torch.mm(x.to(weight.dtype), weight.t(), out_dtype=torch.float32)

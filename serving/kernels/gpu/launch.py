@@ -25,13 +25,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MULTIPROCESSORS_UNKNOWN = 132  # what splits are chosen for where there is no device to ask: the interpreter
 
 
-def kernel(function: Callable[..., Any]) -> Any:
-    """`triton.jit` with a type that checkers can follow."""
-    return triton.jit(function)
-
-
 def kernel_of_any(*numbers: str) -> Callable[[Callable[..., Any]], Any]:
-    """`kernel` that is the same whatever the arguments of these names are.
+    """`triton.jit`, with a type that checkers can follow, of a kernel that is the same whatever these arguments are.
 
     Else it would be compiled anew, in the middle of serving, for a 1 and for multiples of 16. These are the numbers
     that differ from step to step.
@@ -41,6 +36,9 @@ def kernel_of_any(*numbers: str) -> Callable[[Callable[..., Any]], Any]:
         return triton.jit(function, do_not_specialize=list(numbers))
 
     return decorate
+
+
+kernel = kernel_of_any()  # one that may be compiled anew for any of its arguments
 
 
 def runs_on(device: torch.device) -> bool:

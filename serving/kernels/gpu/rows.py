@@ -45,63 +45,15 @@ def supported(width: int, dtype: torch.dtype) -> bool:
     return 0 < width <= WIDEST and dtype in FLOATS
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., W] / sqrt(mean(x²) + eps) * weight [W], in float32, returned in x's dtype (float32, bf16 or fp16).
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, quantized: bool = False
+) -> tuple[Tensor | Quantized, Tensor]:
+    """(rms_norm(s), s) with s = x + residual, or x itself without one.
 
-    x may have two strides, as a slice of heads has. ValueError for other layouts, types or shapes.
+    All are [..., W] of one dtype (float32, bf16 or fp16), the weight [W]; norms are computed in float32. With
+    `quantized` it is `quantize` of the norm, which is not written itself. Without residual x may have two strides, as a
+    slice of heads has. ValueError for other layouts, types or shapes.
     """
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _run_norm(x, None, weight, eps, out)
-    return out
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(s), s) with s = x + residual, all [..., W] of one dtype; see `rms_norm`."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return out, _run_norm(x, residual, weight, eps, out)
-
-
-def rms_norm_quantize(x: Tensor, weight: Tensor, eps: float) -> Quantized:
-    """quantize(rms_norm(x)) without writing the normed row."""
-    out = _empty(x, x.shape[-1])
-    _run_norm(x, None, weight, eps, out)
-    return out
-
-
-def add_rms_norm_quantize(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Quantized, Tensor]:
-    """(quantize(rms_norm(s)), s) with s = x + residual, all [..., W] of one dtype."""
-    out = _empty(x, x.shape[-1])
-    return out, _run_norm(x, residual, weight, eps, out)
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up for gate_up [..., 2W], gate first. Returns [..., W] in its dtype (float32, bf16 or fp16)."""
-    width = gate_up.shape[-1] // 2
-    out = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device)
-    _run_silu(gate_up, out)
-    return out
-
-
-def silu_mul_quantize(gate_up: Tensor) -> Quantized:
-    """quantize(silu_mul(gate_up)) for gate_up [..., 2W] without writing the product."""
-    out = _empty(gate_up, gate_up.shape[-1] // 2)
-    _run_silu(gate_up, out)
-    return out
-
-
-def quantize(x: Tensor) -> Quantized:
-    """Symmetric int8 of each row of x [..., W] (float32, bf16 or fp16)."""
-    width = x.shape[-1]
-    _check(x, width)
-    out = _empty(x, width)
-    if x.numel():
-        rows, grid, tile = _tiles(x, width)
-        _quantize_rows[grid](x, *out, rows, width, *_strides(x), **tile)
-    return out
-
-
-def _run_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | Quantized) -> Tensor:
-    """Write `out`, and return x + residual, or x where there is no residual."""
     width = x.shape[-1]
     _check(x, width)
     require_device(x, weight)
@@ -112,6 +64,7 @@ def _run_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, ou
         require(x.is_contiguous() and residual.is_contiguous(), "x and residual must be contiguous")
         require_device(x, residual)
         summed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out: Tensor | Quantized = _quantized(x, width) if quantized else x.new_empty(x.shape)
     if x.numel():
         rows, grid, tile = _tiles(x, width)
         _norm_rows[grid](
@@ -125,20 +78,37 @@ def _run_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, ou
             *_strides(x),
             eps,
             ADD=residual is not None,
-            QUANTIZE=isinstance(out, Quantized),
+            QUANTIZE=quantized,
             **tile,
         )
-    return summed
+    return out, summed
 
 
-def _run_silu(gate_up: Tensor, out: Tensor | Quantized) -> None:
+def silu_mul(gate_up: Tensor, *, quantized: bool = False) -> Tensor | Quantized:
+    """silu(gate) * up for gate_up [..., 2W], gate first: [..., W] in its dtype (float32, bf16 or fp16).
+
+    With `quantized` it is `quantize` of the product, which is not written itself.
+    """
     require(gate_up.shape[-1] % 2 == 0, "gate_up must have an even width")
     width = gate_up.shape[-1] // 2
     _check(gate_up, width)
+    out: Tensor | Quantized = _quantized(gate_up, width) if quantized else gate_up.new_empty(*gate_up.shape[:-1], width)
     if gate_up.numel():
         rows, grid, tile = _tiles(gate_up, width)
-        quantized, targets = isinstance(out, Quantized), _targets(gate_up, out)
+        targets = _targets(gate_up, out)
         _silu_rows[grid](gate_up, *targets, rows, width, *_strides(gate_up), QUANTIZE=quantized, **tile)
+    return out
+
+
+def quantize(x: Tensor) -> Quantized:
+    """Symmetric int8 of each row of x [..., W] (float32, bf16 or fp16)."""
+    width = x.shape[-1]
+    _check(x, width)
+    out = _quantized(x, width)
+    if x.numel():
+        rows, grid, tile = _tiles(x, width)
+        _quantize_rows[grid](x, *out, rows, width, *_strides(x), **tile)
+    return out
 
 
 def _targets(unused: Tensor, out: Tensor | Quantized) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,7 +139,8 @@ def _tiles(x: Tensor, width: int) -> tuple[int, tuple[int], dict[str, int]]:
     return rows, (triton.cdiv(rows, tall),), {"ROWS": tall, "BLOCK": block, "num_warps": warps}
 
 
-def _empty(x: Tensor, width: int) -> Quantized:
+def _quantized(x: Tensor, width: int) -> Quantized:
+    """Room for rows of this width in place of x's."""
     values = torch.empty((*x.shape[:-1], width), dtype=torch.int8, device=x.device)
     return Quantized(values, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device))
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from grpc import aio
 
-from deploy.runtime.heartbeats import Heartbeats, addresses
+from deploy.runtime.heartbeats import Heartbeats, RouterClocks, addresses
 from serving.config import ClusterConfig, PlacementConfig
+from serving.errors import InvalidRequest
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
-from serving.rpc import Caller, listen, server
+from serving.rpc import Caller, answering, listen, server
+from tests.fakes.clock import ManualClock
 
 KEY = "key"
 
@@ -105,3 +108,71 @@ async def test_whose_parent_is_gone_is_told_so(gone: bool) -> None:
 
 def test_addresses_are_read_as_people_write_them() -> None:
     assert addresses(" a:1, b:2 ,,") == ["a:1", "b:2"] and addresses(None) == addresses("") == []
+
+
+class SilentRouter(ScriptedRouter):
+    """Takes heartbeats and never answers."""
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: object) -> pb.HeartbeatReply:
+        self.beats += 1
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+async def test_a_dead_router_does_not_slow_the_heartbeats_to_the_others() -> None:
+    dead, friend = SilentRouter([]), ScriptedRouter([])
+    routers = f"{await dead.start()},{await friend.start()}"
+    running = asyncio.create_task(beating(routers).run())
+    await until(lambda: dead.beats == 1)
+    began = asyncio.get_running_loop().time()
+    await until(lambda: friend.beats > 20)
+    assert dead.beats == 1 and asyncio.get_running_loop().time() - began < 1.0
+    await stop(running)
+    for router in (dead, friend):
+        await router.server.stop(0)
+
+
+async def test_a_refusal_is_told_once_and_the_router_asked_again(caplog: Any) -> None:
+    class Refusing(ScriptedRouter):
+        async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatReply:
+            async with answering(context):
+                self.beats += 1
+                if self.beats <= 5:
+                    raise InvalidRequest("worker w speaks protocol 1 and this router 2", code="protocol")
+            return pb.HeartbeatReply(pool_nodes=["a:1"])
+
+    router, told = Refusing([]), []
+    running = asyncio.create_task(beating(await router.start(), on_pool_nodes=told.append).run())
+    await until(lambda: bool(told))
+    assert caplog.text.count("refuses us: worker w speaks protocol 1") == 1 and router.beats >= 6
+    await stop(running)
+    await router.server.stop(0)
+
+
+async def test_a_mistake_of_ours_ends_no_heartbeats() -> None:
+    router, restarts, calls = ScriptedRouter([]), Counter[str](), []
+
+    async def careless(caller: Caller, seconds: float) -> pb.HeartbeatReply:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("dictionary changed size during iteration")
+        return await send(caller, seconds)
+
+    cluster = ClusterConfig(routers=await router.start(), cluster_key=KEY)
+    heartbeats = Heartbeats(careless, cluster, PlacementConfig(heartbeat_interval=0.01), restarts=restarts)
+    running = asyncio.create_task(heartbeats.run())
+    await until(lambda: router.beats > 5)
+    assert restarts == {"heartbeats": 1}
+    await stop(running)
+    await router.server.stop(0)
+
+
+def test_a_routers_clock_goes_on_with_ours() -> None:
+    clock = ManualClock()
+    clocks = RouterClocks(clock)
+    assert clocks.now("a:1") is None
+    clocks.told("a:1", 5000.0)
+    clock.now += 0.75
+    assert clocks.now("a:1") == 5000.75
+    clocks.forget("a:1")
+    assert clocks.now("a:1") is None, "who answers next may be another, with another clock"

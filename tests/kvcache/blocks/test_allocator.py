@@ -80,12 +80,6 @@ class PoolMachine(RuleBasedStateMachine):
         if self.caching and block not in self.key_of and key not in self.key_of.values():
             self.key_of[block] = key
 
-    @rule()
-    def clear(self) -> None:
-        self.allocator.clear()
-        self.key_of.clear()
-        self.cached.clear()
-
     @invariant()
     def agrees_with_the_model(self) -> None:
         assert self.allocator.check(self.tables) == 0

@@ -73,7 +73,7 @@ class LogMachine(RuleBasedStateMachine):
 TestLog = LogMachine.TestCase
 
 
-@given(st.lists(st.sampled_from(["take", "publish", "release", "clear"]), max_size=60), st.data())
+@given(st.lists(st.sampled_from(["take", "publish", "release"]), max_size=60), st.data())
 def test_the_log_holds_exactly_the_keys_an_allocator_matches(acts: list[str], data: st.DataObject) -> None:
     log, follower = KVEventLog(limit=4), Follower()
     allocator = BlockAllocator(3, 4, events=log)
@@ -85,8 +85,6 @@ def test_the_log_holds_exactly_the_keys_an_allocator_matches(acts: list[str], da
             allocator.publish(data.draw(st.sampled_from(held)), data.draw(st.sampled_from(KEYS[::2])))
         elif act == "release" and held:
             allocator.release([held.pop()])
-        elif act == "clear":
-            allocator.clear()
         if data.draw(st.booleans()):
             follower.follow(log.since(follower.next))
     follower.follow(log.since(follower.next))

@@ -7,14 +7,13 @@ from hypothesis import strategies as st
 
 from kvcache.connector.fetch_cost import PROBE_EVERY, FetchCost
 from serving.engine.plan import StepRecord
+from serving.step_cost import StepLoad
 
 
 def step(tokens: int, seconds: float) -> StepRecord:
     return StepRecord(
         began=0.0,
-        sequences=1,
-        new_tokens=tokens,
-        context_tokens=tokens,
+        load=StepLoad.of(0, tokens),
         schedule_seconds=0.0,
         batch_seconds=0.0,
         forward_seconds=seconds,

@@ -79,7 +79,8 @@ def in_pool(prompt: list[int], count: int) -> dict[bytes, PoolBlock]:
     seq = make_sequence(other.kv, prompt)
     other.kv.open(seq)
     keys = other.kv.shareable_keys(seq)[:count]
-    return {block.key: block for block in read_blocks(other.device_kv, seq.blocks[: len(keys)], keys, "default")}
+    blocks = read_blocks(other.device_kv, seq.blocks[: len(keys)], keys, "default") if keys else []
+    return {block.key: block for block in blocks}
 
 
 @settings(max_examples=60, deadline=None)

@@ -29,6 +29,7 @@ class Writer:
 
     def __init__(self) -> None:
         self.taken: list[PoolBlock] = []
+        self.mistakes = 0  # calls that break
         self.open = asyncio.Event()
         self.open.set()
 
@@ -38,6 +39,9 @@ class Writer:
 
     async def put(self, blocks: Sequence[PoolBlock]) -> None:
         await self.open.wait()
+        if self.mistakes:
+            self.mistakes -= 1
+            raise ZeroDivisionError("a mistake")
         self.taken += blocks
 
 
@@ -72,6 +76,10 @@ class World:
         seq.computed = tokens + output
         self.kv.publish(seq)
         return seq
+
+    def forget(self) -> None:
+        """Evict every cached block."""
+        self.blocks.release(self.blocks.allocate(self.blocks.available))
 
     async def stop(self) -> None:
         self.running.cancel()
@@ -158,10 +166,10 @@ async def test_known_blocks_are_not_offered_again_until_the_pool_lacks_them() ->
     world = World()
     world.kv.release(world.computed(16))
     await world.back.wait_idle()
-    world.blocks.clear()
+    world.forget()
     world.kv.release(world.computed(16))
     assert world.back.table(world.back.device) == []
-    world.blocks.clear()
+    world.forget()
     keys = [block.key for block in world.writer.taken]
     world.back.found(keys[2:], here=False)
     world.kv.release(world.computed(16))
@@ -244,5 +252,21 @@ async def test_what_has_lost_bits_on_its_way_is_not_given_to_others() -> None:
     world.kv.publish(seq)
     await world.back.wait_idle()
     assert world.back.table(world.back.device) == [] and world.writer.taken == []
+    again = make_sequence(world.kv, list(range(21)))
+    assert world.kv.known_blocks(again) == 0, "nor is it found in this worker"
     world.kv.release(seq)
+    await world.stop()
+
+
+async def test_storing_that_broke_goes_on_with_what_waits_and_holds_nothing_of_before() -> None:
+    world = World()
+    world.writer.mistakes = 1
+    world.computed(32)
+    world.computed(32, seed=1, tenant="of another batch")
+    with pytest.raises(ZeroDivisionError):
+        await world.running
+    world.running = asyncio.create_task(world.back.run(lambda: world.busy))
+    async with asyncio.timeout(5):
+        await world.back.wait_idle()
+    assert len(world.writer.taken) == 8 and world.back.table(world.back.device) == []
     await world.stop()

@@ -20,7 +20,7 @@ from kvcache.handoff.dialer import Dialer
 from kvcache.handoff.grpc_stream import GrpcHandoff
 from kvcache.handoff.sender import Handoff
 from kvcache.memory.device import Bytes
-from kvcache.transfer.lent_memory import MemoryLender
+from kvcache.transfer.lent_memory import LentBuffers, MemoryLender
 from serving.errors import CorruptChunk, MillraceError, StaleLease, WorkerLost
 from serving.links import HandoffLink
 from serving.messages import LeaseGrant, Role, TransportOffer
@@ -211,15 +211,14 @@ async def test_a_write_that_comes_late_is_found_by_the_digest(
     buffers_world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A buffer that is overwritten after its chunk was announced: refused, and the next handoff is not harmed."""
-    lender = buffers_world.lender
-    read = lender.read
+    read = LentBuffers.read
 
-    def late(lent: object, index: int, length: int) -> bytes:
+    def late(lent: LentBuffers, index: int, length: int) -> bytes | memoryview:
         buffers_world.memory[:] ^= 1
-        return read(lent, index, length)  # type: ignore[arg-type]
+        return read(lent, index, length)
 
     with monkeypatch.context() as patch:
-        patch.setattr(lender, "read", late)
+        patch.setattr(LentBuffers, "read", late)
         with pytest.raises(CorruptChunk) as raised:
             await buffers_world.push(buffers_world.chunk())
     assert raised.value.code == "digest" and buffers_world.worker.decode.refused == {"digest": 1}

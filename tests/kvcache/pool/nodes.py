@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from hashlib import sha256
 from typing import Any
 
 from kvcache.pool.block import DEFAULT_NAMESPACE, PoolBlock, Slab, make_block
 from kvcache.pool.links import PoolLink
 from kvcache.pool.node import PoolNode
-from kvcache.pool.remote import dial
+from kvcache.pool.remote import RemoteNode
 from kvcache.pool.service import PoolService
-from kvcache.pool.store import BlockStore, StoreConfig
+from kvcache.pool.store import BlockStore
+from kvcache.pool.storeconfig import StoreConfig
 from kvcache.transfer.choice import lenders_on_demand
 from serving.rpc import listen, server
 
@@ -42,7 +43,7 @@ class GatedStore(BlockStore):
         self.after: int | None = None
         self.gate = threading.Event()
 
-    def read(self, keys: Sequence[bytes], first_part: int, last_part: int) -> Iterator[Slab]:
+    def read(self, keys: Sequence[bytes], first_part: int, last_part: int) -> Generator[Slab, None, None]:
         for number, slab in enumerate(super().read(keys, first_part, last_part)):
             if number == self.after:
                 assert self.gate.wait(10)
@@ -70,7 +71,7 @@ class Served:
             self.node.address = f"127.0.0.1:{listen(self.server, '127.0.0.1', self.port)}"
             await self.server.start()
             self.lenders = lenders_on_demand(self.kind)
-            self.link = dial(self.node.address, KEY, lenders=self.lenders)
+            self.link = RemoteNode(self.node.address, KEY, lenders=self.lenders)
         self.address = self.node.address
         return self
 
@@ -119,4 +120,4 @@ class Cluster:
     def link(self, address: str) -> PoolLink:
         if self.kind == "local":
             return self.by_address[address].node
-        return dial(address, KEY, lenders=self.lenders)
+        return RemoteNode(address, KEY, lenders=self.lenders)

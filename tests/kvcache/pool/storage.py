@@ -14,8 +14,10 @@ import pytest
 from kvcache.pool.block import PoolBlock, make_block, part_digest
 from kvcache.pool.blockfile import stored_bytes
 from kvcache.pool.disk import BlockFolder
-from kvcache.pool.links import BlockSelection, Tier
-from kvcache.pool.store import BlockStore, StoreConfig
+from kvcache.pool.links import BlockSelection
+from kvcache.pool.store import BlockStore
+from kvcache.pool.storeconfig import StoreConfig
+from serving.messages import Tier
 
 Open = Callable[..., BlockStore]
 

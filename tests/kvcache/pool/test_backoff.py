@@ -52,5 +52,5 @@ def test_a_probe_that_never_reports_back_does_not_shut_the_node_out() -> None:
 
 def test_a_node_that_left_and_came_back_starts_anew() -> None:
     pauses = failing()
-    pauses.forget("a")
+    pauses.answered("a")
     assert pauses.may_ask("a", 0.1)

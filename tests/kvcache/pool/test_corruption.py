@@ -15,7 +15,8 @@ import pytest
 from kvcache.pool.block import DIGEST_BYTES, PoolBlock, Slab
 from kvcache.pool.client import PoolClient
 from kvcache.pool.links import PoolLink
-from kvcache.pool.store import BlockStore, StoreConfig
+from kvcache.pool.store import BlockStore
+from kvcache.pool.storeconfig import StoreConfig
 from serving.errors import CorruptChunk
 from tests.kvcache.corruptions import BYTE_HARM, flipped
 from tests.kvcache.pool.nodes import KINDS, Cluster
@@ -63,7 +64,9 @@ def test_in_memory() -> None:
         ram = store._tiers.ram
         for number in harmed:
             payload = bytes(chance.choice(SAME_LENGTH)(blocks[number].payload, chance))
-            object.__setattr__(ram._blocks[key_of(number)], "payload", payload)
+            record = ram.get(key_of(number))
+            assert record is not None
+            object.__setattr__(record.block, "payload", payload)
         assert whole_ones(store, blocks) == [number not in harmed for number in range(400)]
         assert sum(stat.corrupt for stat in store.tier_stats().values()) == len(harmed)
         assert store.lookup([key_of(number) for number in harmed]) == [False] * len(harmed)

@@ -35,9 +35,8 @@ def read(folder: BlockFolder, block: PoolBlock, first: int = 0, last: int = 0, m
     return folder.read(block.key, block.namespace, first, last, most).payload
 
 
-@pytest.mark.parametrize("fsync", [False, True])
-def test_what_was_written_comes_back(tmp_path: Path, fsync: bool) -> None:
-    folder = BlockFolder(tmp_path, fsync=fsync)
+def test_what_was_written_comes_back(tmp_path: Path) -> None:
+    folder = BlockFolder(tmp_path)
     for number, parts in enumerate((1, 3, 30)):
         block = block_of(number, parts=parts, size=1000, namespace=f"tenant.{number}")
         folder.write(block)

@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvcache.pool.links import Tier
-from kvcache.pool.store import BlockStore, StoreConfig
+from kvcache.pool.store import BlockStore
+from kvcache.pool.storeconfig import StoreConfig
 from serving.errors import Overloaded
+from serving.messages import Tier
 from tests.house.source import ROOT
 from tests.kvcache.pool.storage import block_of, whole_ones
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.pool.eviction import Pins, QuotaLru, Quotas
+from kvcache.pool.eviction import BlockRecord, Pins, QuotaLru
+from kvcache.pool.storeconfig import StoreConfig
 from tests.kvcache.pool.storage import key_of
 
 NAMESPACES = ("a", "b", "c", "d")
@@ -16,18 +20,22 @@ INSERTS = st.lists(
 QUOTAS = st.fixed_dictionaries({}, optional={name: st.integers(0, 60) for name in NAMESPACES})
 
 
+def quotas_of(by_namespace: Mapping[str, int], default: int = 0) -> Callable[[str], int]:
+    return lambda namespace: by_namespace.get(namespace, default)
+
+
 def bytes_of(lru: QuotaLru) -> dict[str, int]:
     return {name: sum(record.size for record in lru if record.namespace == name) for name in NAMESPACES}
 
 
 def admit(lru: QuotaLru, number: int, namespace: str, size: int, pins: Pins | None = None) -> list[bytes] | None:
-    gone = lru.admit(key_of(number), namespace, size, stored_at=0.0, now=1.0, pinned=pins or ())
+    gone = lru.admit(BlockRecord(key_of(number), namespace, size, stored_at=0.0), 1.0, pins or ())
     return None if gone is None else [record.key for record in gone]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "touch", "remove"]), st.integers(0, 7)), max_size=80))
 def test_what_was_used_longest_ago_goes_first(steps: list[tuple[str, int]]) -> None:
-    lru, order = QuotaLru(5, Quotas()), list[int]()
+    lru, order = QuotaLru(5), list[int]()
     for step, number in steps:
         if step == "add" and number not in order:
             gone = [order.pop(0)] if len(order) == 5 else []
@@ -47,7 +55,7 @@ def test_what_was_used_longest_ago_goes_first(steps: list[tuple[str, int]]) -> N
 def test_nobody_is_pushed_below_his_quota_and_nothing_grows_beyond_capacity(
     inserts: list[tuple[str, int, int, bool]], quotas: dict[str, int], default: int
 ) -> None:
-    lru = QuotaLru(100, Quotas(by_namespace=quotas, default=default))
+    lru = QuotaLru(100, quotas_of(quotas, default))
     pins = Pins()
     for namespace, number, size, pin in inserts:
         if key_of(number) in lru:
@@ -68,7 +76,7 @@ def test_nobody_is_pushed_below_his_quota_and_nothing_grows_beyond_capacity(
 
 
 def test_a_flood_leaves_the_quota_and_takes_the_rest() -> None:
-    lru = QuotaLru(1000, Quotas(by_namespace={"a": 300}))
+    lru = QuotaLru(1000, quotas_of({"a": 300}))
     for number in range(100):
         admit(lru, number, "a", 10)
     assert bytes_of(lru)["a"] == 1000
@@ -86,7 +94,7 @@ def test_a_flood_leaves_the_quota_and_takes_the_rest() -> None:
 
 
 def test_beyond_quotas_the_stalest_block_goes_whosever_it_is() -> None:
-    lru = QuotaLru(60, Quotas(by_namespace={"a": 10, "b": 10}))
+    lru = QuotaLru(60, quotas_of({"a": 10, "b": 10}))
     for number, namespace in enumerate("abcabc"):
         admit(lru, number, namespace, 10)
     lru.touch(key_of(0))
@@ -97,7 +105,7 @@ def test_beyond_quotas_the_stalest_block_goes_whosever_it_is() -> None:
 
 
 def test_who_has_no_claim_to_room_is_refused_and_nothing_goes_for_him() -> None:
-    lru = QuotaLru(40, Quotas(by_namespace={"a": 20, "b": 20}))
+    lru = QuotaLru(40, quotas_of({"a": 20, "b": 20}))
     for number, namespace in enumerate("aabb"):
         admit(lru, number, namespace, 10)
     assert admit(lru, 10, "c", 10) is None
@@ -108,7 +116,7 @@ def test_who_has_no_claim_to_room_is_refused_and_nothing_goes_for_him() -> None:
 
 
 def test_an_insert_that_cannot_succeed_puts_back_what_it_had_taken() -> None:
-    lru = QuotaLru(40, Quotas())
+    lru = QuotaLru(40)
     pins = Pins()
     for number in range(4):
         admit(lru, number, "a", 10)
@@ -119,7 +127,7 @@ def test_an_insert_that_cannot_succeed_puts_back_what_it_had_taken() -> None:
 
 
 def test_pins_in_one_queue_do_not_hide_the_other() -> None:
-    lru = QuotaLru(100, Quotas())
+    lru = QuotaLru(100)
     pins = Pins()
     for number in range(10):
         admit(lru, number, "a", 10)
@@ -132,8 +140,9 @@ def test_pins_in_one_queue_do_not_hide_the_other() -> None:
 
 
 def test_the_quota_of_a_smaller_tier_is_a_share() -> None:
-    quotas = Quotas(by_namespace={"a": 100}, default=10, scale=0.5)
-    assert quotas.of("a") == 50 and quotas.of("b") == 5
+    config = StoreConfig(ram_bytes=500, disk_path=Path("pool"), disk_bytes=1000, quotas={"a": 100}, default_quota=10)
+    assert [config.lru(500).quota_of(name) for name in "ab"] == [50, 5]
+    assert [config.lru(1000).quota_of(name) for name in "ab"] == [100, 10]
 
 
 def test_a_pin_lasts_as_long_as_the_longest_that_was_asked_for() -> None:
@@ -153,16 +162,16 @@ def test_a_pin_lasts_as_long_as_the_longest_that_was_asked_for() -> None:
 
 
 def test_evictions_are_counted_with_their_age() -> None:
-    lru = QuotaLru(20, Quotas())
+    lru = QuotaLru(20)
     for number, time in enumerate((1.0, 2.0, 4.0, 8.0)):
-        lru.admit(key_of(number), "a", 10, stored_at=time, now=time)
+        lru.admit(BlockRecord(key_of(number), "a", 10, stored_at=time), time)
     stat = lru.stat()
     assert stat.evictions == 2
     assert stat.eviction_age_seconds == pytest.approx((4.0 - 1.0) + (8.0 - 2.0))
 
 
 def test_thousands_of_namespaces_leave_nothing_behind() -> None:
-    lru = QuotaLru(50, Quotas(default=5))
+    lru = QuotaLru(50, quotas_of({}, 5))
     for number in range(2000):
         admit(lru, number, f"tenant-{number}", 5)
     assert len(lru._groups) <= 11

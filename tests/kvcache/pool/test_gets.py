@@ -11,7 +11,7 @@ import pytest
 from kvcache.pool.block import Slab
 from kvcache.pool.client import PoolClient
 from kvcache.pool.reading import SLAB_BYTES
-from kvcache.pool.remote import RemoteNode, dial
+from kvcache.pool.remote import RemoteNode
 from kvcache.transfer.choice import lenders_on_demand
 from kvcache.transfer.lent_memory import BUFFERS, LentBuffers, MemoryLender, MemoryLenders, TransferUnavailable
 from kvcache.transfer.remote_write import BufferSender
@@ -56,7 +56,7 @@ def lendable(lenders: MemoryLenders, kind: str = "shm") -> int:
 @pytest.mark.parametrize("kind", BESIDE)
 async def test_more_slabs_than_buffers_all_come_that_way(served: Served, kind: str) -> None:
     lenders = lenders_on_demand(kind)
-    link = dial(served.address, KEY, lenders=lenders)
+    link = RemoteNode(served.address, KEY, lenders=lenders)
     for _ in range(2):
         slabs = await fetched(link)
         assert right(slabs) and {slab.via for slab in slabs} == {kind}
@@ -75,7 +75,7 @@ async def test_where_one_way_leads_nowhere_the_next_is_taken(served: Served) -> 
             self.offer = replace(self.offer, details=bytes(len(self.offer.details)))
 
     lenders = MemoryLenders({"elsewhere": Elsewhere, "shm": SharedMemoryLender})
-    link = dial(served.address, KEY, lenders=lenders)
+    link = RemoteNode(served.address, KEY, lenders=lenders)
     ways = []
     for _ in range(3):
         slabs = await fetched(link)
@@ -91,7 +91,7 @@ async def test_what_cannot_be_lent_is_done_without(served: Served) -> None:
         raise TransferUnavailable("no memory")
 
     lenders = MemoryLenders({"shm": broken})
-    link = dial(served.address, KEY, lenders=lenders)
+    link = RemoteNode(served.address, KEY, lenders=lenders)
     slabs = await fetched(link)
     assert right(slabs) and {slab.via for slab in slabs} == {"grpc"}
     await link.close()
@@ -127,15 +127,16 @@ async def test_the_buffers_of_a_get_left_early_rest(served: Served) -> None:
 async def test_a_slab_overwritten_in_its_buffer_is_found_by_its_digests(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = PoolClient(lambda address: dial(address, KEY, lenders=served.lenders))
+    client = PoolClient(lambda address: RemoteNode(address, KEY, lenders=served.lenders))
     client.set_nodes([served.address])
-    read = SharedMemoryLender.read
+    read = LentBuffers.read
 
-    def late(self: SharedMemoryLender, lent: LentBuffers, index: int, length: int) -> bytes | memoryview:
-        self.segment.memory[lent.addresses[index] + 5] ^= 1
-        return read(self, lent, index, length)
+    def late(lent: LentBuffers, index: int, length: int) -> bytes | memoryview:
+        assert isinstance(lent.lender, SharedMemoryLender)
+        lent.lender.segment.memory[lent.addresses[index] + 5] ^= 1
+        return read(lent, index, length)
 
-    monkeypatch.setattr(SharedMemoryLender, "read", late)
+    monkeypatch.setattr(LentBuffers, "read", late)
     keys = [key(number) for number in range(COUNT)]
     slabs = [slab async for slab in client.get(keys, parts=PARTS)]
     found = {(index, slab.part): bytes(data) for slab in slabs for index, _, data in slab.parts()}

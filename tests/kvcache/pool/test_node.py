@@ -13,8 +13,9 @@ import pytest
 
 from kvcache.pool import node as nodes
 from kvcache.pool.block import PoolBlock
-from kvcache.pool.links import BlockSelection, PoolEvent, Tier
+from kvcache.pool.links import BlockSelection, PoolEvent
 from serving.errors import CorruptChunk, Draining, Overloaded
+from serving.messages import Tier
 from tests.kvcache.pool.nodes import KINDS, PARTS, Served, block, content, key
 
 
@@ -67,7 +68,7 @@ async def test_a_corrupt_block_is_refused_on_arrival(served: Served) -> None:
         await served.link.put([bad])
     assert refused.value.code == "digest"
     assert await served.link.lookup([key(1)]) == [False]
-    assert (await served.link.stat()).refused == 1
+    assert (await served.link.report()).stat.refused == 1
 
 
 async def test_evicting_by_key_and_by_namespace(served: Served) -> None:
@@ -100,7 +101,7 @@ async def test_the_figures_are_the_stores(served: Served) -> None:
     await served.link.put([block(1), block(2)])
     await served.link.lookup([key(1), key(9)])
     await parts(served, [1])
-    stat = await served.link.stat()
+    stat = (await served.link.report()).stat
     assert (stat.name, stat.stored, stat.lookups, stat.found) == ("node", 2, 2, 1)
     assert stat.instance == served.node.instance
     ram = stat.tiers[Tier.RAM]
@@ -123,7 +124,7 @@ async def take(events: Any, count: int) -> list[PoolEvent]:
 
 async def test_events_begin_with_what_is_here_and_go_on_with_what_changes(served: Served) -> None:
     await served.link.put([block(1)])
-    async with aclosing(served.link.events()) as events:  # type: ignore[type-var]
+    async with aclosing(served.link.events()) as events:
         assert await take(events, 1) == [PoolEvent(kind="stored", keys=(key(1),), sequence=0)]
         await served.link.put([block(2)])
         await served.link.evict(BlockSelection(keys=(key(1),)))
@@ -138,7 +139,7 @@ async def test_events_begin_with_what_is_here_and_go_on_with_what_changes(served
 
 async def test_a_listener_that_is_too_slow_starts_anew(served: Served) -> None:
     served.node._event_room = 2
-    async with aclosing(served.node.events()) as events:  # type: ignore[type-var]
+    async with aclosing(served.node.events()) as events:
         assert await take(events, 1) == [PoolEvent(kind="stored", keys=(), sequence=0)]
         for number in range(4):
             await served.link.put([block(number)])
@@ -196,7 +197,7 @@ async def test_too_many_puts_at_once_are_refused(served: Served, monkeypatch: py
 
 async def test_leaving_a_get_early_frees_the_reader(served: Served) -> None:
     await served.link.put([block(1)])
-    async with aclosing(served.link.get([key(1)], 0, 0)) as slabs:  # type: ignore[type-var]
+    async with aclosing(served.link.get([key(1)], 0, 0)) as slabs:
         await anext(slabs)
     async with asyncio.timeout(10):
         while served.node.calls:

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from kvcache.pool import wire
 from kvcache.pool.block import PoolBlock, Slab
-from kvcache.pool.links import BlockEntry, BlockSelection, PoolEvent, Tier
-from kvcache.pool.remote import RemoteNode, dial
+from kvcache.pool.links import BlockEntry, BlockSelection, PoolEvent
+from kvcache.pool.remote import RemoteNode
 from kvcache.pool.wire import put_framing, slab_framing
 from kvcache.transfer.lent_memory import LentBuffers
 from serving.errors import Unauthorized, WorkerLost
-from serving.messages import NamespaceStat, PoolReport, PoolStat, TierStat
+from serving.messages import NamespaceStat, PoolReport, PoolStat, Tier, TierStat
 from serving.proto import pool_pb2 as pb
 from serving.wire import from_pb, to_pb
 from tests.kvcache.pool.nodes import KEY, Served, block, key
@@ -31,7 +31,7 @@ async def served() -> AsyncIterator[Served]:
 
 async def every_call(link: RemoteNode, error: type[Exception]) -> None:
     """All of them fail like this."""
-    calls = [link.put([block(1)]), link.lookup([key(1)]), link.evict(BlockSelection()), link.stat(), link.verify()]
+    calls = [link.put([block(1)]), link.lookup([key(1)]), link.evict(BlockSelection()), link.report(), link.verify()]
     for call in calls:
         with pytest.raises(error):
             await call
@@ -42,7 +42,7 @@ async def every_call(link: RemoteNode, error: type[Exception]) -> None:
 
 @pytest.mark.parametrize("wrong", [None, "wrong"])
 async def test_without_the_key_no_door_opens(served: Served, wrong: str | None) -> None:
-    stranger = dial(served.address, wrong)
+    stranger = RemoteNode(served.address, wrong)
     await every_call(stranger, Unauthorized)
     await stranger.close()
     assert served.store.stored == 0
@@ -50,7 +50,7 @@ async def test_without_the_key_no_door_opens(served: Served, wrong: str | None) 
 
 async def test_nobody_there_is_a_lost_node(served: Served) -> None:
     await served.kill()
-    link = dial(served.address, KEY)
+    link = RemoteNode(served.address, KEY)
     await every_call(link, WorkerLost)
     await link.close()
 
@@ -61,7 +61,7 @@ async def test_an_answer_that_takes_too_long_is_a_lost_node(served: Served, monk
         return []
 
     monkeypatch.setattr(served.store, "lookup", stuck)
-    link = dial(served.address, KEY, 0.05)
+    link = RemoteNode(served.address, KEY, 0.05)
     with pytest.raises(WorkerLost) as lost:
         await link.lookup([key(1)])
     assert lost.value.code == "DEADLINE_EXCEEDED"
@@ -176,6 +176,6 @@ def test_every_field_crosses_the_wire(
     assert wire.blocks_of(put_framing.decode(put_framing.encode(wire.put_frame(blocks, LentBuffers())))) == blocks
     frame = slab_framing.decode(slab_framing.encode(wire.slab_frame(slab)))
     assert wire.slab_of(frame.message, frame.payload, slab.via) == slab
-    assert wire.selection_from_pb(wire.selection_to_pb(what)) == what
-    assert wire.entry_from_pb(wire.entry_to_pb(entry)) == entry
-    assert wire.event_from_pb(wire.event_to_pb(event)) == event
+    assert from_pb(to_pb(what, pb.Selection), BlockSelection) == what
+    assert from_pb(to_pb(entry, pb.PoolEntry), BlockEntry) == entry
+    assert from_pb(to_pb(event, pb.PoolEvent), PoolEvent) == event

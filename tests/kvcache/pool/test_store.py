@@ -10,10 +10,10 @@ import pytest
 
 from kvcache.pool.block import PoolBlock, make_block
 from kvcache.pool.disk import BlockFolder
-from kvcache.pool.links import BlockSelection, Tier
-from kvcache.pool.reading import LEAST_READ_BYTES
-from kvcache.pool.store import SLAB_BYTES
+from kvcache.pool.links import BlockSelection
+from kvcache.pool.reading import LEAST_READ_BYTES, SLAB_BYTES
 from serving.errors import CorruptChunk, InvalidRequest, Overloaded
+from serving.messages import Tier
 from tests.kvcache.pool.storage import (
     ONE,
     Gate,

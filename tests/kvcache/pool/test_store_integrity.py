@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from kvcache.pool.block import PoolBlock
-from kvcache.pool.links import BlockSelection, Tier
+from kvcache.pool.links import BlockSelection
 from kvcache.pool.reading import LEAST_READ_BYTES
 from kvcache.pool.store import BlockStore
+from serving.messages import Tier
 from tests.kvcache.pool.storage import (
     Open,
     block_of,
@@ -42,9 +43,9 @@ DAMAGE: dict[str, Damage] = {
 
 def damage_in_ram(store: BlockStore, block: PoolBlock, at: int = -1) -> None:
     """Flip a bit of the block where it lies in RAM."""
-    ram = store._tiers.ram
-    assert block.key in ram
-    ram._blocks[block.key] = damaged(block, at)
+    record = store._tiers.ram.get(block.key)
+    assert record is not None
+    record.block = damaged(block, at)
 
 
 @pytest.mark.parametrize("name", DAMAGE)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvcache.pool.links import BlockSelection, NamespaceStat, Tier
-from kvcache.pool.store import StoreConfig
+from kvcache.pool.links import BlockSelection
+from kvcache.pool.storeconfig import StoreConfig
 from serving.errors import Draining
+from serving.messages import NamespaceStat, Tier
 from tests.kvcache.pool.storage import (
     ONE,
     Open,

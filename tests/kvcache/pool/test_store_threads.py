@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvcache.pool.links import BlockSelection, Tier
+from kvcache.pool.links import BlockSelection
 from kvcache.pool.store import BlockStore
 from serving.errors import Overloaded
+from serving.messages import Tier
 from tests.kvcache.pool.storage import Open, block_of, drained, listened, opened, whole_ones
 
 __all__ = ["opened"]  # a fixture
@@ -55,7 +56,7 @@ def test_threads_read_nothing_wrong_and_leave_a_consistent_store(opened: Open, w
     assert all(stat.bytes <= stat.capacity and stat.corrupt == 0 for stat in stats.values())
     assert {key for key, kind in told.items() if kind == "stored"} == set(store.keys())
     entries = store.entries(BlockSelection())
-    assert {entry.key for entry in entries if Tier.RAM in entry.tiers} == {block.key for block in store._tiers.ram}
+    assert {entry.key for entry in entries if Tier.RAM in entry.tiers} == {record.key for record in store._tiers.ram}
     assert sum(entry.bytes for entry in entries) == sum(stat.bytes for stat in store.namespace_stats().values())
     read, bad = store.verify()
     assert (read, bad) == (sum(stat.blocks for stat in stats.values()), 0)

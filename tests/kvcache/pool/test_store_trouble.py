@@ -12,8 +12,8 @@ import pytest
 
 from kvcache.pool.block import PoolBlock
 from kvcache.pool.disk import BlockFolder
-from kvcache.pool.links import Tier
 from kvcache.pool.store import WARN_SECONDS
+from serving.messages import Tier
 from tests.kvcache.pool.storage import ONE, Open, block_of, drained, key_of, listened, opened, tiers_of, whole_ones
 
 __all__ = ["opened"]  # a fixture

@@ -92,7 +92,7 @@ async def test_a_request_is_found_by_both_its_names_with_all_its_sequences(token
 
 async def test_nobody_reads_anothers(tokenizer: Tokenizer) -> None:
     """Neither with another key, nor without the salt; nor does a name that others use hide one's own."""
-    api = Api(tokenizer, api_keys=("one", "two"))
+    api = Api(tokenizer, api_key="one,two")
     await api.post("one", "same", cache_salt="s")
     assert (await api.explain("same", "one", "s")).status_code == 200
     assert (await api.explain("same", "")).status_code == 401
@@ -105,7 +105,7 @@ async def test_nobody_reads_anothers(tokenizer: Tokenizer) -> None:
 
 
 async def test_workers_are_behind_the_key(tokenizer: Tokenizer) -> None:
-    api = Api(tokenizer, api_keys=("one",))
+    api = Api(tokenizer, api_key="one")
     async with calling(api.app) as client:
         assert (await client.get("/v1/workers")).status_code == 401
         shown = await client.get("/v1/workers", headers={"authorization": "Bearer one"})

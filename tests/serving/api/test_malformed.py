@@ -39,7 +39,7 @@ def test_the_table_is_a_table() -> None:
 @pytest.mark.parametrize("case", key_cases(model=MODEL, key=KEY), ids=lambda case: case.name)
 async def test_without_the_key(case: Case, tokenizer: Tokenizer) -> None:
     script = ScriptedGenerate(saying(tokenizer, "x"))
-    async with calling(app_of(script, tokenizer, api_keys=("another", KEY))) as client:
+    async with calling(app_of(script, tokenizer, api_key=KEY)) as client:
         case.check(await case.send(client))
     assert script.started == []
 
@@ -58,7 +58,7 @@ async def test_all_of_them_over_one_real_socket(tokenizer: Tokenizer) -> None:
 
 
 async def test_endless_upload_is_refused_before_it_is_read(tokenizer: Tokenizer) -> None:
-    app = app_of(ScriptedGenerate(saying(tokenizer, "x")), tokenizer, max_body_bytes=100_000)
+    app = app_of(ScriptedGenerate(saying(tokenizer, "x")), tokenizer, max_body_size=100_000)
     taken = 0
     taken_at_answer: list[int] = []
 
@@ -79,7 +79,7 @@ async def test_endless_upload_is_refused_before_it_is_read(tokenizer: Tokenizer)
 
 
 async def test_an_announced_length_is_refused_unread(tokenizer: Tokenizer) -> None:
-    app = app_of(ScriptedGenerate(saying(tokenizer, "x")), tokenizer, max_body_bytes=100_000)
+    app = app_of(ScriptedGenerate(saying(tokenizer, "x")), tokenizer, max_body_size=100_000)
     order: list[object] = []
 
     async def receive() -> Message:
@@ -98,7 +98,7 @@ async def test_an_announced_length_is_refused_unread(tokenizer: Tokenizer) -> No
 async def test_endless_upload_over_a_socket(tokenizer: Tokenizer) -> None:
     script = ScriptedGenerate(saying(tokenizer, "x"))
     async with (
-        listening(app_of(script, tokenizer, max_body_bytes=100_000)) as port,
+        listening(app_of(script, tokenizer, max_body_size=100_000)) as port,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
     ):
         response, _ = await endless_upload(client)
@@ -106,7 +106,7 @@ async def test_endless_upload_over_a_socket(tokenizer: Tokenizer) -> None:
 
 
 async def test_slow_drip(tokenizer: Tokenizer) -> None:
-    app = app_of(ScriptedGenerate(saying(tokenizer, "x")), tokenizer, body_timeout_s=0.2)
+    app = app_of(ScriptedGenerate(saying(tokenizer, "x")), tokenizer, body_timeout=0.2)
     async with listening(app) as port:
         answer = await slow_drip(port)
         assert app.state.in_flight.count == 0

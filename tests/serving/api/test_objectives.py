@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.api.objectives import Objectives
+from serving.api.objectives import PromiseReader
 from serving.api.plan import RequestHead, RequestIds
 from serving.api.schema import DAY_MS, MOST_PRIORITY, SamplingBody
 from serving.errors import InvalidRequest, Overloaded
@@ -33,7 +33,7 @@ class Asked:
     def __init__(self, tokenizer: Tokenizer, **options: Any):
         self.now = 1000.0
         self.script = ScriptedGenerate(saying(tokenizer, "x"))
-        options = {"service_classes": CLASSES, "clock": lambda: self.now, **options}
+        options = {"classes": CLASSES, "clock": lambda: self.now, **options}
         self.app = app_of(self.script, tokenizer, **options)
 
     async def post(self, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
@@ -167,7 +167,7 @@ async def test_a_refusal_for_good_names_no_time(tokenizer: Tokenizer) -> None:
 def test_any_headers_make_a_promise_within_bounds_or_are_refused_by_name(headers: dict[str, str]) -> None:
     head = RequestHead(ids=RequestIds(shown="r", unique="r"), headers=headers, arrived=50.0)
     try:
-        promise = Objectives(CLASSES, "standard").promise(SamplingBody(), head)
+        promise = PromiseReader(CLASSES, "standard").promise(SamplingBody(), head)
     except InvalidRequest as error:
         assert error.param in headers
         return

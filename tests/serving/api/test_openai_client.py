@@ -177,7 +177,7 @@ async def test_errors_become_the_clients_exceptions(tokenizer: Tokenizer) -> Non
     async def refuse(request: Request, index: int) -> None:
         raise Overloaded("the queue is full", retry_after=2.2)
 
-    app = app_of(ScriptedGenerate(saying(tokenizer, "x"), before=refuse), tokenizer, api_keys=(KEY,))
+    app = app_of(ScriptedGenerate(saying(tokenizer, "x"), before=refuse), tokenizer, api_key=KEY)
     async with listening(app) as port, client_at(port) as client:
         for stream in (False, True):  # a stream that never began is refused with a status of its own
             with pytest.raises(openai.RateLimitError) as limited:

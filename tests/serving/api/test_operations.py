@@ -19,7 +19,7 @@ HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
 
 
 async def test_open_endpoints_need_no_key_and_the_others_do(tokenizer: Tokenizer) -> None:
-    app = app_of(ScriptedGenerate(saying(tokenizer, "x")), tokenizer, api_keys=(KEY,))
+    app = app_of(ScriptedGenerate(saying(tokenizer, "x")), tokenizer, api_key=KEY)
     async with calling(app) as client:
         for path in ("/health", "/live", "/ping", "/version", "/metrics"):
             assert (await client.get(path)).status_code == 200, path

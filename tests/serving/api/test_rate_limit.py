@@ -120,7 +120,7 @@ class Api:
 
 
 async def test_requests_beyond_the_limit_of_their_key_get_a_429(tokenizer: Tokenizer) -> None:
-    api = Api(tokenizer, rate_limit_requests=2, api_keys=("one", "two"))
+    api = Api(tokenizer, rate_limit_requests=2, api_key="one,two")
     first = await api.post("one")
     assert first.status_code == 200
     assert first.headers["x-ratelimit-limit-requests"] == "2"

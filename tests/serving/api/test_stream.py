@@ -94,6 +94,7 @@ async def test_the_error_of_one_choice_ends_all(tokenizer: Tokenizer) -> None:
         assert response.json()["error"]["message"] == "no worker is left"
     assert len(script.closed) == len(script.started) == 6
     assert sorted(finish for finish, _ in observer.finished) == ["abort"] * 4 + ["error"] * 2
+    assert observer.refused == [503, 503]
 
 
 async def test_every_ending_is_told_once(tokenizer: Tokenizer) -> None:

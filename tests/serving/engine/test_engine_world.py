@@ -16,11 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache.blocks.manager import KVCacheManager
+from prefill.chunking import SlackChunks
+from prefill.ordering import SlackOrder
 from prefill.scheduler import PrefillScheduler
 from serving.engine.engine import Engine
 from serving.engine.sequence import SequenceOutput, SequenceState
 from serving.errors import NoRoom, Preempted
-from serving.messages import Request
+from serving.messages import Request, Slo
+from serving.step_cost import StepCost
 from tests.fakes.sequences import make_request, make_sequence
 from tests.prefill.scripted import (
     VOCAB,
@@ -32,6 +35,8 @@ from tests.prefill.scripted import (
     written_out,
 )
 from tests.serving.engine.scripted_overlap import LateRunner, make_ahead_engine
+
+COST = StepCost(fixed=0.01, token=0.05, pair=0.001, sequence=0.1, context=0.01, samples=100)  # up to a second a step
 
 
 @dataclass
@@ -47,17 +52,30 @@ class Job:
 
 class World:
     def __init__(
-        self, seed: int, size: int, blocks: int, tokens: int, seqs: int, caching: bool, guesses: int, ahead: bool
+        self,
+        seed: int,
+        size: int,
+        blocks: int,
+        tokens: int,
+        seqs: int,
+        caching: bool,
+        drafts: int,
+        ahead: bool,
+        goals: bool = False,
     ):
         self.choice = random.Random(seed)
         self.kv: KVCacheManager = make_kv(blocks, size, caching=caching)
         self.longest = blocks * size
-        self.decode = make_decoding(self.kv, guesses=guesses)
-        self.prefill = PrefillScheduler(self.kv, then=self.decode.add)
+        self.decode = make_decoding(self.kv, drafts=drafts)
+        self.goals = goals
+        parts: dict[str, Any] = {"order": SlackOrder(lambda: COST), "chunks": SlackChunks(lambda: COST)}
+        self.prefill = PrefillScheduler(self.kv, then=self.decode.add, **(parts if goals else {}))
         self.engine: Engine
         self.runner: ScriptedRunner
         make = make_ahead_engine if ahead else make_engine
         self.engine, self.runner = make(self.kv, [self.decode, self.prefill], tokens=tokens, seqs=seqs)
+        self.now = 0.0
+        self.engine.clock = lambda: self.now
         self.runner.during = lambda work: self.hang_up(0.04)
         if isinstance(self.runner, LateRunner):
             self.runner.opaque = {str(number) for number in range(10) if self.choice.random() < 0.1}
@@ -71,7 +89,11 @@ class World:
         kind = self.choice.choice(("local", "local", "passing", "arriving"))
         stops = (self.choice.randrange(VOCAB),) if self.choice.random() < 0.5 else ()
         longest = self.choice.randrange(2, 15)
-        return Job(make_request(prompt, request_id=str(number), max_tokens=longest, stop_token_ids=stops), kind)
+        fields: dict[str, Any] = {}
+        if self.goals and self.choice.random() < 0.7:
+            fields = {"priority": self.choice.randrange(3), "slo": Slo(tpot_ms=self.choice.choice((None, 5.0, 2000.0)))}
+        request = make_request(prompt, request_id=str(number), max_tokens=longest, stop_token_ids=stops, **fields)
+        return Job(request, kind)
 
     def sequences(self) -> list[SequenceState]:
         return [job.seq for job in self.jobs if job.seq is not None]
@@ -88,8 +110,13 @@ class World:
             "request_id": job.request.request_id,
             "max_tokens": sampling.max_tokens,
             "stop_token_ids": sampling.stop_token_ids,
+            "priority": job.request.priority,
+            "slo": job.request.slo,
+            "first_token_in": self.choice.uniform(-1.0, 9.0) if self.goals and self.choice.random() < 0.5 else None,
+            "generated": job.output,
+            "now": self.now,
         }
-        seq = make_sequence(self.kv, job.request.prompt, generated=job.output, stays=job.kind != "passing", **fields)
+        seq = make_sequence(self.kv, job.request.prompt, stays=job.kind != "passing", **fields)
         if job.kind != "passing":
             try:
                 self.kv.open(seq, headroom=sum(seq.stays for seq in self.sequences()))
@@ -129,6 +156,7 @@ class World:
     # ---- what comes out ----
 
     def step(self) -> None:
+        self.now += self.choice.random() if self.goals else 0.0
         older = list(self.decode.running)
         for output in self.engine.step() or []:
             job = self.jobs[int(output.seq.request.request_id)]
@@ -156,7 +184,9 @@ class World:
         if output.error is not None:
             assert isinstance(output.error, Preempted)
             staying = [seq for seq in older if seq in self.decode.running]
-            assert all(older.index(seq) < older.index(output.seq) for seq in staying), "the oldest gave way first"
+            if not self.goals:
+                assert all(older.index(seq) < older.index(output.seq) for seq in staying), "the oldest gave way first"
+            assert older[0] is not output.seq or not staying, "the first gave way to another"
             job.seq = None
             self.waiting.insert(0, job)
             return
@@ -176,13 +206,14 @@ class World:
     tokens=st.integers(1, 9),
     seqs=st.integers(1, 5),
     caching=st.booleans(),
-    guesses=st.integers(0, 4),
+    drafts=st.integers(0, 4),
 )
 @pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("goals", [False, True], ids=["plain", "with objectives"])
 def test_everyone_is_served_exactly_once(
-    ahead: bool, seed: int, size: int, blocks: int, tokens: int, seqs: int, caching: bool, guesses: int
+    goals: bool, ahead: bool, seed: int, size: int, blocks: int, tokens: int, seqs: int, caching: bool, drafts: int
 ) -> None:
-    world = World(seed, size, blocks, tokens, seqs, caching, guesses, ahead)
+    world = World(seed, size, blocks, tokens, seqs, caching, drafts, ahead, goals)
     for _ in range(5000):
         world.place()
         world.hang_up(0.01)

@@ -91,14 +91,14 @@ def test_what_overlaps_needs_neither_earlier_tokens_nor_the_hosts_attention() ->
         request = Request(request_id="r", prompt=(1,), sampling=params, prompt_logprobs=prompt_logprobs)
         return ModelRunner.can_overlap(object.__new__(ModelRunner), sequence(request))
 
-    for fields in FORESEEN:
+    for fields in OVERLAPPABLE:
         assert overlappable(sampling(**fields)), fields
-    for fields in UNFORESEEN:
+    for fields in NOT_OVERLAPPABLE:
         assert not overlappable(sampling(**fields)), fields
     assert not overlappable(sampling(), prompt_logprobs=0)
 
 
-FORESEEN: list[dict[str, object]] = [
+OVERLAPPABLE: list[dict[str, object]] = [
     {},
     {"top_p": 0.5},
     {"temperature": 0.8, "seed": 5},
@@ -108,7 +108,7 @@ FORESEEN: list[dict[str, object]] = [
     {"temperature": 0.8, "top_p": 0.9},
     {"temperature": 0.8, "top_k": 9},
 ]
-UNFORESEEN: list[dict[str, object]] = [
+NOT_OVERLAPPABLE: list[dict[str, object]] = [
     {"logprobs": 1},
     {"presence_penalty": 0.5},
     {"repetition_penalty": 1.1},
@@ -205,11 +205,12 @@ def some_requests(choice: random.Random, kinds: Sequence[dict[str, object]]) -> 
 
 
 GREEDY: list[dict[str, object]] = [{}]
-MIXED = [*FORESEEN, *FORESEEN, *UNFORESEEN]
+MIXED = [*OVERLAPPABLE, *OVERLAPPABLE, *NOT_OVERLAPPABLE]
 
 
 @pytest.mark.parametrize(
-    ("seed", "kinds"), [(0, GREEDY), (1, GREEDY), (2, FORESEEN), (3, FORESEEN), (4, FORESEEN), (5, MIXED), (6, MIXED)]
+    ("seed", "kinds"),
+    [(0, GREEDY), (1, GREEDY), (2, OVERLAPPABLE), (3, OVERLAPPABLE), (4, OVERLAPPABLE), (5, MIXED), (6, MIXED)],
 )
 def test_texts_are_the_same(model: LoadedModel, seed: int, kinds: list[dict[str, object]]) -> None:
     arrivals = some_requests(random.Random(seed), kinds)

@@ -87,7 +87,7 @@ def make_kv(blocks: int = 8, extents: int = 10) -> KVCacheManager:
     return KVCacheManager(BlockAllocator(blocks, 2), "model", OffloadManager(plan))
 
 
-def test_spilled_sequences_are_computed_after_the_others_and_apart() -> None:
+def test_offloaded_sequences_are_computed_after_the_others_and_apart() -> None:
     kv = make_kv()
     long = make_sequence(kv, list(range(3, 33)), stays=True, prompt_logprobs=0)
     kv.open(long)

@@ -24,9 +24,9 @@ from tests.serving.engine.scripted_overlap import LateRunner, make_ahead_engine
 class Mixed:
     """A mixed worker's engine that runs ahead; sequences are decoding after `add`."""
 
-    def __init__(self, kv: KVCacheManager | None = None, *, guesses: int = 0, **budgets: int):
+    def __init__(self, kv: KVCacheManager | None = None, *, drafts: int = 0, **budgets: int):
         self.kv = kv or make_kv(30, 4)
-        self.decode = make_decoding(self.kv, guesses=guesses)
+        self.decode = make_decoding(self.kv, drafts=drafts)
         self.prefill = PrefillScheduler(self.kv, then=self.decode.add)
         self.engine: OverlapEngine
         self.runner: LateRunner
@@ -205,7 +205,7 @@ def test_work_with_strings_attached_is_not_plain(mixed: Mixed, what: str) -> Non
     assert not work.decodes_one
 
 
-def test_a_prompts_last_token_is_not_plain_and_guesses_are_not(mixed: Mixed) -> None:
+def test_a_prompts_last_token_is_not_plain_and_drafts_are_not(mixed: Mixed) -> None:
     seq = make_sequence(mixed.kv, [1])
     assert not Work(seq, 1, mixed.decode).decodes_one
     assert not Work(mixed.handed_over([1]), 2, mixed.decode, draft=(3,)).decodes_one
@@ -278,9 +278,9 @@ def test_settling_brings_out_what_was_begun(mixed: Mixed) -> None:
     assert [kind for kind, _ in mixed.runner.events].count("launch") == 2, "and begins nothing more"
 
 
-def test_steps_guess_or_begin_ahead() -> None:
-    """Guessing is tried first; here it is never measured against anything, so that afterwards steps begin ahead."""
-    mixed = Mixed(make_kv(60, 4), guesses=3)
+def test_steps_draft_or_begin_ahead() -> None:
+    """Drafting is tried first; here it is never measured against anything, so that afterwards steps begin ahead."""
+    mixed = Mixed(make_kv(60, 4), drafts=3)
     mixed.handed_over([1, 2, 1, 2, 1, 2], max_tokens=200)
     for _ in range(TRIAL_STEPS):
         assert mixed.engine.flight is None

@@ -84,12 +84,12 @@ class Scripted:
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
-    import serving.engine
+    import serving.forward
 
     script = Scripted()
     module = script.module()
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(serving.engine, "triton_forward", module, raising=False)
+    monkeypatch.setattr(serving.forward, "triton_forward", module, raising=False)
     monkeypatch.setattr(choosing, "find_spec", lambda _name: object())
     return script
 

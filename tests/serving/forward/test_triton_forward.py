@@ -307,7 +307,7 @@ def test_int8_kv_in_blocks_made_for_floats(triton_forward: ModuleType, dtype: st
 
 
 @runs_here
-def test_a_step_waits_at_its_gate_and_leaves(triton_forward: ModuleType) -> None:
+def test_a_step_waits_at_its_barrier_and_leaves(triton_forward: ModuleType) -> None:
     pair, told, barrier = Pair(triton_forward, CASES["float32"]), [], LayerBarrier()
     batch = step_of([[1, 2, 3]], [16], tables=TABLES[:1], barrier=barrier)
     barrier.open(1)

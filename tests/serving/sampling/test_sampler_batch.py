@@ -131,11 +131,11 @@ tokens = st.lists(st.integers(0, VOCAB - 1), max_size=30)
 @settings(deadline=None)
 @given(prompt=tokens, output=tokens, split=st.integers(0, 30))
 def test_a_rebuilt_history_is_the_one_counted_step_by_step(prompt: list[int], output: list[int], split: int) -> None:
-    rebuilt = PenaltyState.rebuild(prompt, output, VOCAB)
-    appended = PenaltyState(prompt, VOCAB)
-    for token in output:
-        appended.append(token)
-    taken_over = PenaltyState.rebuild(prompt, output[:split], VOCAB)
+    rebuilt, appended, taken_over = (PenaltyState(prompt, VOCAB) for _ in range(3))
+    rebuilt.follow(output)
+    for count in range(1, len(output) + 1):
+        appended.follow(output[:count])
+    taken_over.follow(output[:split])
     taken_over.follow(output)
     for state in (appended, taken_over):
         assert torch.equal(state.counts, rebuilt.counts)
@@ -153,7 +153,8 @@ def generate(
     state = PenaltyState(prompt, logits.shape[1]) if keep_state else None
     for step in range(40):
         if step == take_over_at:
-            state = PenaltyState.rebuild(prompt, output, logits.shape[1])
+            state = PenaltyState(prompt, logits.shape[1])
+            state.follow(output)
         row = SampleRow(params, len(prompt) + step, tuple(output), prompt, (), state)
         (result,) = sampler(logits[step : step + 1], [row])
         output.append(result.token)  # type: ignore[union-attr]

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from serving.text.folder_tokenizer import read_folder
 from serving.text.tokenizer import Tokenizer, load_tokenizer
 from tests.serving.text.vocabularies import (
     TEMPLATE,
@@ -171,7 +172,7 @@ def test_chat_templates_are_found_wherever_they_are(tmp_path: Path) -> None:
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["chat_template"] = [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    assert load_tokenizer(folder).chat_templates == {"default": "A", "tool_use": "B"}
+    assert read_folder(folder).chat_templates == {"default": "A", "tool_use": "B"}
     (folder / "chat_template.jinja").write_text("C")
     assert load_tokenizer(folder).chat_template == "C"
     assert load_tokenizer(sentencepiece_gguf(tmp_path / "m.gguf")).chat_template == TEMPLATE

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from serving.batch.ragged import RaggedBatch
 from serving.kernels import cpu
 from serving.kernels.cpu import Kind
+from serving.kernels.layer_weights import LayerWeights
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,18 +180,18 @@ class SmallDecoder:
         ]
 
     def build(self, kernels: cpu.Kernels) -> cpu.CpuDecoder:
-        names = ("hidden", "heads", "kv_heads", "head_dim", "rotary_dim", "intermediate", "vocab")
-        shape = cpu.DecoderShape(
-            **{name: getattr(self, name) for name in names}, eps=1e-5, attention_scale=self.head_dim**-0.5
-        )
+        names = ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab")
+        shape = cpu.DecoderShape(**{name: getattr(self, name) for name in names}, eps=1e-5)
         layers = [
-            cpu.CpuLayerWeights(
+            LayerWeights(
+                attention_norm=norms["attention_norm"],
+                mlp_norm=norms["mlp_norm"],
                 qkv=parts["qkv"].packed(kernels),
                 o=parts["o"].packed(kernels),
                 gate_up=self._gate_up(parts, kernels),
                 down=parts["down"].packed(kernels),
+                head_norms=(norms["q_norm"], norms["k_norm"]) if self.head_norms else None,
                 window=window,
-                **norms,
             )
             for parts, norms, window in zip(self.parts, self.norms, self.windows, strict=True)
         ]

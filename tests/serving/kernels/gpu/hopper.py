@@ -100,12 +100,10 @@ def compile_only(compiled: Compiled) -> None:
 def rows() -> None:
     x, weight = torch.zeros(4, 4096, dtype=torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16)
     gate_up = torch.zeros(4, 28672, dtype=torch.bfloat16)
-    gpu.rms_norm(x, weight, 1e-5)
-    gpu.add_rms_norm(x, x, weight, 1e-5)
-    gpu.rms_norm_quantize(x, weight, 1e-5)
-    gpu.add_rms_norm_quantize(x, x, weight, 1e-5)
-    gpu.silu_mul(gate_up)
-    gpu.silu_mul_quantize(gate_up)
+    for quantized in (False, True):
+        gpu.add_rms_norm(x, None, weight, 1e-5, quantized=quantized)
+        gpu.add_rms_norm(x, x, weight, 1e-5, quantized=quantized)
+        gpu.silu_mul(gate_up, quantized=quantized)
     gpu.quantize(x)
 
 

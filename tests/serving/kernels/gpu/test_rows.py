@@ -25,14 +25,14 @@ def assert_quantized(found: gpu.Quantized, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 96), (3, 2049), (0, 64)])
 def test_rms_norm(dtype: torch.dtype, rows: int, width: int, device: torch.device) -> None:
     x, weight = torch.randn(rows, width).to(dtype), torch.randn(width).to(dtype)
-    found = gpu.rms_norm(x.to(device), weight.to(device), 1e-5)
+    found, _ = gpu.add_rms_norm(x.to(device), None, weight.to(device), 1e-5)
     assert found.dtype is dtype
     assert error(found, reference.rms_norm(x, weight, 1e-5)) < CLOSE[dtype]
 
 
 def test_rms_norm_of_a_slice_of_heads(device: torch.device) -> None:
     qkv, weight = torch.randn(4, 9, 64), torch.randn(64)
-    found = gpu.rms_norm(qkv.to(device)[:, 2:7], weight.to(device), 1e-6)
+    found, _ = gpu.add_rms_norm(qkv.to(device)[:, 2:7], None, weight.to(device), 1e-6)
     assert error(found, reference.rms_norm(qkv[:, 2:7], weight, 1e-6)) < 1e-6
 
 
@@ -44,10 +44,10 @@ def test_adding_the_residual(dtype: torch.dtype, device: torch.device) -> None:
     assert error(summed, x + residual) < CLOSE[dtype]
     expected = reference.rms_norm(x + residual, weight, 1e-5)
     assert error(normed, expected) < CLOSE[dtype]
-    values, again = gpu.add_rms_norm_quantize(*on_device, 1e-5)
+    values, again = gpu.add_rms_norm(*on_device, 1e-5, quantized=True)
     assert torch.equal(again, summed)
     assert_quantized(values, expected)
-    plain = gpu.rms_norm_quantize(on_device[0], on_device[2], 1e-5)
+    plain, _ = gpu.add_rms_norm(on_device[0], None, on_device[2], 1e-5, quantized=True)
     assert_quantized(plain, reference.rms_norm(x, weight, 1e-5))
 
 
@@ -57,7 +57,7 @@ def test_silu_mul(dtype: torch.dtype, rows: int, width: int, device: torch.devic
     gate_up = (3 * torch.randn(rows, 2 * width)).to(dtype)
     expected = reference.silu_mul(gate_up)
     assert error(gpu.silu_mul(gate_up.to(device)), expected) < CLOSE[dtype]
-    assert_quantized(gpu.silu_mul_quantize(gate_up.to(device)), expected)
+    assert_quantized(gpu.silu_mul(gate_up.to(device), quantized=True), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -84,7 +84,7 @@ def test_a_row_that_is_not_finite_shows(wrong: float, device: torch.device) -> N
 def test_what_is_refused(device: torch.device) -> None:
     x = torch.randn(4, 64, device=device)
     with pytest.raises(ValueError, match="weight must be"):
-        gpu.rms_norm(x, x[0, :32], 1e-5)
+        gpu.add_rms_norm(x, None, x[0, :32], 1e-5)
     with pytest.raises(ValueError, match="float32, bfloat16 or float16"):
         gpu.quantize(x.double())
     with pytest.raises(ValueError, match="stride 1"):

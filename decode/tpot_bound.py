@@ -1,0 +1,82 @@
+"""Whether a decode worker may take one more lease without its steps becoming too long for a TPOT objective.
+
+Pure: no torch, no clock, no I/O. It knows what the leases' sequences hold and ask for, and neither blocks nor routers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from math import inf
+from typing import Protocol
+
+from serving.engine.sequence import SequenceState
+from serving.errors import NoRoom
+from serving.messages import LeaseOrder
+from serving.step_cost import StepCost, StepLoad
+
+HORIZON = 256  # tokens that each sequence is taken to grow by, or as many as it may
+DECODE_SHARE = 0.9  # of the tightest TPOT that steps may take by the model: it errs
+MIXED_SHARE = 0.75  # where steps have prompts to compute too
+
+
+class LeaseBound(Protocol):
+    """Refuses leases beside those that are held."""
+
+    def check(self, order: LeaseOrder, held: Collection[SequenceState]) -> None:
+        """Raises NoRoom."""
+
+
+class Unbound(LeaseBound):
+    def check(self, order: LeaseOrder, held: Collection[SequenceState]) -> None:
+        """Every lease is welcome."""
+
+
+class TpotBound(LeaseBound):
+    """A lease is refused where the step of all leases, their KV grown, takes more than `share` of the tightest TPOT.
+
+    The tightest is that of the sequences no less important than the new one, and its own. Objectives count that can be
+    met: not those missed already, nor those that this worker could not meet for the sequence alone. A worker that holds
+    nothing refuses nobody, and a text that has begun is never refused: to move it costs more than a slow token.
+
+    Where `prompts` are computed here only what decodes counts: chunks by slack hold the others back until there is
+    room, and by their due times, which a queue elsewhere might not.
+    """
+
+    def __init__(self, cost: Callable[[], StepCost | None], share: float, *, prompts: bool = False):
+        self.cost = cost
+        self.share = share
+        self.prompts = prompts
+
+    def check(self, order: LeaseOrder, held: Collection[SequenceState]) -> None:
+        model = self.cost()
+        if self.prompts:
+            held = [seq for seq in held if len(seq.tokens) > seq.start]
+        if model is None or not model.samples or order.generated or not held:
+            return
+        request = order.request
+        new = len(request.prompt) + min(HORIZON, request.sampling.max_tokens)
+        own = inf if request.slo.tpot_ms is None else request.slo.tpot_ms / 1e3
+        tightest = own if _attainable(model, own, new) else inf
+        context = new
+        for seq in held:
+            length = len(seq.tokens) + min(HORIZON, seq.request.sampling.max_tokens - seq.output_len)
+            context += length
+            other = seq.objectives
+            if other.tpot < tightest and other.priority <= request.priority and not other.missed:
+                tightest = other.tpot if _attainable(model, other.tpot, length) else tightest
+        step = model.seconds(_decoding(len(held) + 1, context))
+        if step > self.share * tightest:
+            raise NoRoom(
+                f"with one more sequence a step would take {step * 1e3:.0f} ms, too long for a TPOT of"
+                f" {tightest * 1e3:.0f} ms",
+                code="tpot",
+            )
+
+
+def _decoding(sequences: int, context: int) -> StepLoad:
+    """One token each for so many sequences of so many tokens in all."""
+    return StepLoad(sequences, context, sequences, context)
+
+
+def _attainable(model: StepCost, tpot: float, length: int) -> bool:
+    return model.seconds(_decoding(1, length)) <= tpot < inf

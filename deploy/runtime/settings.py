@@ -1,0 +1,49 @@
+"""What a command is configured with: every group of settings, read from file, environment and flags, and frozen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_type_hints
+
+from serving.config import (
+    ClusterConfig,
+    EngineConfig,
+    HttpConfig,
+    KvCacheConfig,
+    ModelConfig,
+    PlacementConfig,
+    PoolConfig,
+    build,
+    load_file,
+    names,
+)
+from serving.service_config import ServiceConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Everything a command may be configured with."""
+
+    model: str | None
+    model_config: ModelConfig
+    engine: EngineConfig
+    http: HttpConfig
+    service: ServiceConfig = field(default_factory=ServiceConfig)
+    placement: PlacementConfig
+    cluster: ClusterConfig
+    pool: PoolConfig
+    kvcache: KvCacheConfig
+
+
+GROUPS = {name: kind for name, kind in get_type_hints(Settings).items() if name != "model"}
+CONFIGS = tuple(GROUPS.values())
+NODE_CONFIGS = (KvCacheConfig, HttpConfig, PlacementConfig, ClusterConfig)  # what a node of the KV pool reads
+
+
+def read_settings(given: Mapping[str, Any]) -> Settings:
+    """The settings of parsed flags, over the environment, over the file they name. Raises ConfigError."""
+    file = load_file(given.get("config"), names(*CONFIGS))
+    groups: dict[str, Any] = {name: build(kind, file, os.environ, given) for name, kind in GROUPS.items()}
+    return Settings(model=given.get("model"), **groups)

@@ -1,0 +1,182 @@
+"""A cluster as it serves, on a virtual loop: production router and workers over modelled computing, KV and wire.
+
+It builds, starts and stops them and lets them beat. What is asked of them, and what came of it, is not its affair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from deploy.simulator.engine_loop import VirtualEngineLoop
+from deploy.simulator.network import ModelledDialer, ModelledLink, NetworkModel, Ports
+from deploy.simulator.profiles import Profile
+from deploy.simulator.runner import ModelledRunner, lognormal
+from deploy.simulator.texts import EOS, ScriptedTexts
+from deploy.worker.build import ModelParts, WorkerLinks, assemble
+from deploy.worker.worker import Worker
+from kvcache.handoff.local import Receiver
+from kvcache.memory.device import DeviceKV
+from kvcache.memory.locations import KVLocations
+from router.fleet import Fleet, RouterConfig, WorkerLink
+from router.placement import Placer
+from router.policies import make_policy
+from router.router import Router, RouterObserver
+from serving.config import EngineConfig
+from serving.kvspec import LayerKV, Plane
+from serving.messages import Audit, Role, WorkerIdentity, WorkerStatus
+
+TOKEN_KV = (LayerKV("modelled", (Plane("kv", (1,), "uint8"),)),)  # a byte a token: chunks and digests stay small
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterPlan:
+    """Which workers there are, of what model and hardware, and how requests come to them.
+
+    `of_role` are the profiles of roles whose hardware is not that of `profile`; the model is the same.
+    `noise` is the standard deviation of the logarithm of a step's seconds. Beats come every `heartbeat_interval`
+    seconds from each worker, spread over the interval. `engine` may set all but the KV's size, which is the profile's
+    unless it gives a number of blocks.
+    """
+
+    roles: tuple[Role, ...]
+    profile: Profile
+    engine: EngineConfig
+    router: RouterConfig = field(default_factory=RouterConfig)
+    network: NetworkModel = field(default_factory=NetworkModel)
+    noise: float = 0.05
+    heartbeat_interval: float = 0.5
+    of_role: Mapping[Role, Profile] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if models := {each.model for each in self.of_role.values()} - {self.profile.model}:
+            raise ValueError(f"workers of {self.profile.model} cannot hand KV to workers of {', '.join(models)}")
+
+    def hardware(self, role: Role) -> Profile:
+        return self.of_role.get(role, self.profile)
+
+    def blocks(self, role: Role) -> int:
+        return self.engine.num_kv_blocks or self.hardware(role).kv_tokens // self.engine.block_size
+
+    @staticmethod
+    def of(profile: Profile, roles: tuple[Role, ...], policy: str, **fields: Any) -> ClusterPlan:
+        """The profile's limits for a step, no drafts, and everything else as it is by default."""
+        engine = EngineConfig(
+            max_num_seqs=profile.max_num_seqs,
+            max_num_batched_tokens=profile.max_num_batched_tokens,
+            num_speculative_tokens=0,
+        )
+        return ClusterPlan(
+            **{"roles": roles, "profile": profile, "engine": engine, "router": RouterConfig(policy=policy), **fields}
+        )
+
+
+class SimulatedCluster:
+    """Router and workers of a plan on the running virtual loop. Use as an async context manager.
+
+    `seed` draws the noise of the steps; `placed` is told where requests go (deploy.simulator.network).
+    """
+
+    def __init__(
+        self, plan: ClusterPlan, texts: ScriptedTexts, seed: int, placed: Callable[[str, str, str], None] | None = None
+    ):
+        self.plan = plan
+        self.texts = texts
+        self.seed = seed
+        self.placed = placed or (lambda request, worker, side: None)
+        loop = asyncio.get_running_loop()
+        self.clock = loop.time
+        self.fleet = Fleet(plan.router, self._link, clock=self.clock)
+        self.placer = Placer(self.fleet, make_policy(plan.router.policy))
+        self.workers: dict[str, Worker] = {}  # by instance
+        self._receivers: dict[str, Receiver] = {}
+        self._ports = Ports()
+        self._beats: list[asyncio.Task[None]] = []
+
+    def router(self, observer: RouterObserver) -> Router:
+        return Router(self.placer, observer)
+
+    async def start(self) -> None:
+        for number, role in enumerate(self.plan.roles):
+            worker = self._worker(role, number)
+            self.workers[worker.identity.instance] = worker
+            worker.start()
+            self._beat(worker)
+        interval, count = self.plan.heartbeat_interval, len(self.workers)
+        for number, worker in enumerate(self.workers.values()):
+            first = interval * (number + 1) / count
+            self._repeat(first, interval, lambda worker=worker: self._beat(worker))  # type: ignore[misc]
+        self._repeat(interval, interval, self.fleet.expire)
+
+    def _repeat(self, first: float, interval: float, what: Callable[[], None]) -> None:
+        async def repeat() -> None:
+            await asyncio.sleep(first)
+            while True:
+                what()
+                await asyncio.sleep(interval)
+
+        self._beats.append(asyncio.create_task(repeat()))
+
+    def _worker(self, role: Role, number: int) -> Worker:
+        plan, profile, name = self.plan, self.plan.hardware(role), f"{role}-{number}"
+        address = f"simulated:{name}"
+        config, blocks = plan.engine, plan.blocks(role)
+        identity = WorkerIdentity(
+            instance=f"{name}-life",
+            name=name,
+            role=role,
+            model=profile.model,
+            fingerprint=profile.model,
+            pairing=profile.model,
+            kv_dtype="bfloat16",
+            max_model_len=min(profile.max_model_len, blocks * config.block_size),
+        )
+        runner = ModelledRunner(profile, self.texts, lognormal(plan.noise, self.seed * 4096 + number))
+        parts = ModelParts(
+            runner=runner,
+            eos_token_ids=frozenset({EOS}),
+            layout=lambda kv_dtype: (profile.model, TOKEN_KV),
+        )
+        dialer = ModelledDialer(address, self._receivers, self._ports, plan.network, profile.kv_bytes)
+        worker = assemble(
+            identity,
+            config,
+            KVLocations(DeviceKV(TOKEN_KV, blocks, config.block_size), None, threading.RLock()),
+            parts,
+            WorkerLinks(address=address, dialer=dialer),
+            clock=self.clock,
+            engine_loop=lambda engine: VirtualEngineLoop(engine, leaving=1 / profile.layers),
+        )
+        if worker.decode is not None:
+            self._receivers[address] = worker.decode
+        return worker
+
+    def _link(self, status: WorkerStatus) -> WorkerLink:
+        seconds = self.plan.network.message_seconds
+        return ModelledLink(self.workers[status.instance], status.name, seconds, self.placed)
+
+    def _beat(self, worker: Worker) -> None:
+        since = self.fleet.kv_events_since(worker.identity.instance)
+        self.fleet.heartbeat(worker.status(), None if since is None else worker.kv_events(since))
+
+    def audits(self) -> list[Audit]:
+        """What every worker holds."""
+        return [worker.audit_now() for worker in self.workers.values()]
+
+    async def stop(self) -> None:
+        for beat in self._beats:
+            beat.cancel()
+        await asyncio.gather(*self._beats, return_exceptions=True)
+        await self.fleet.close()
+        for worker in self.workers.values():
+            await worker.stop()
+
+    async def __aenter__(self) -> SimulatedCluster:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()

@@ -1,0 +1,168 @@
+"""What lies between simulated processes: messages that take a moment, and KV that shares each worker's bandwidth.
+
+It carries production messages, chunks and commits, and decides nothing. All waiting is on the event loop's clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from kvcache.handoff.chunk import Chunk, Commit
+from kvcache.handoff.local import Receiver
+from router.fleet import WorkerLink
+from serving.errors import MillraceError
+from serving.links import DecodeSession, Deliver, HandoffLink, LeaseEvent
+from serving.messages import Audit, LeaseGrant, LeaseOrder, Prefilled, PrefillOrder
+
+MODELLED = "modelled"  # the transport's name in a decode worker's accounts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NetworkModel:
+    """`message_seconds` one way, of any message; `transfer_seconds` beside those that a chunk's bytes take."""
+
+    message_seconds: float = 2e-4
+    transfer_seconds: float = 5e-4
+    bytes_per_second: float = 25e9  # into a worker, and out of one
+
+    def __post_init__(self) -> None:
+        if min(self.message_seconds, self.transfer_seconds) < 0 or self.bytes_per_second <= 0:
+            raise ValueError("a network's seconds cannot be negative, and its bandwidth must be positive")
+
+
+class Ports:
+    """Until when each worker's way in or out is taken, by its address."""
+
+    def __init__(self) -> None:
+        self._free_at: dict[str, float] = {}
+
+    def take(self, sender: str, receiver: str, seconds: float, now: float) -> float:
+        """Both are taken, one transfer after the other; when this one is over."""
+        ways = (f"out:{sender}", f"in:{receiver}")
+        end = max(now, *(self._free_at.get(way, 0.0) for way in ways)) + seconds
+        for way in ways:
+            self._free_at[way] = end
+        return end
+
+
+class ModelledDialer:
+    """One worker's way to hand KV over (serving.links.HandoffDialer). `receivers` are decode workers by address.
+
+    A token's KV takes `kv_bytes` on the wire, whatever the chunks hold.
+    """
+
+    def __init__(
+        self, address: str, receivers: dict[str, Receiver], ports: Ports, network: NetworkModel, kv_bytes: float
+    ):
+        self.address = address
+        self.receivers = receivers
+        self.ports = ports
+        self.network = network
+        self.kv_bytes = kv_bytes
+
+    def dial(self, grant: LeaseGrant) -> HandoffLink:
+        return ModelledHandoff(self, grant)
+
+
+class ModelledHandoff:
+    """One handoff (serving.links.HandoffLink). The next chunk waits until this one is there: that is its back-pressure.
+
+    Chunks are laid out for workers of one KV layer of a byte, so a chunk's bytes are its tokens.
+    """
+
+    def __init__(self, dialer: ModelledDialer, grant: LeaseGrant):
+        self.dialer = dialer
+        self.grant = grant
+        self.receiver = dialer.receivers[grant.address]
+
+    async def begin(self) -> int:
+        await asyncio.sleep(self.dialer.network.message_seconds)
+        return await self.receiver.begin(self.grant.lease)
+
+    async def push(self, chunk: Chunk) -> None:
+        dialer, now = self.dialer, asyncio.get_running_loop().time()
+        seconds = len(chunk.payload) * dialer.kv_bytes / dialer.network.bytes_per_second
+        over = dialer.ports.take(dialer.address, self.grant.address, seconds, now)
+        await asyncio.sleep(over - now + dialer.network.transfer_seconds)
+        await self.receiver.receive(chunk, MODELLED)
+
+    async def commit(self, commit: Commit) -> range | None:
+        await asyncio.sleep(self.dialer.network.message_seconds)
+        return await self.receiver.commit(commit, MODELLED)
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+class ModelledLink:
+    """A router's way to a worker (router.fleet.WorkerLink): the worker itself, some time away.
+
+    `placed` is told of the requests that are leased or prefilled there: request id, worker's name, and `decode` or
+    `prefill`.
+    """
+
+    def __init__(self, worker: WorkerLink, name: str, seconds: float, placed: Callable[[str, str, str], None]):
+        self.worker = worker
+        self.name = name
+        self.seconds = seconds
+        self.placed = placed
+
+    async def connect(self, router: str, deliver: Deliver, lost: Callable[[MillraceError], None]) -> DecodeSession:
+        await asyncio.sleep(self.seconds)
+        session = await self.worker.connect(router, self._later(deliver), lost)
+        return ModelledSession(self, session)
+
+    def _later(self, deliver: Deliver) -> Deliver:
+        if self.seconds == 0.0:
+            return deliver
+        loop = asyncio.get_running_loop()
+
+        def send(events: Sequence[LeaseEvent]) -> None:
+            loop.call_later(self.seconds, deliver, events)
+
+        return send
+
+    async def run(self, order: PrefillOrder) -> AsyncIterator[Prefilled]:
+        await asyncio.sleep(self.seconds)
+        self.placed(order.order.request.request_id, self.name, "prefill")
+        async with aclosing(self.worker.run(order)) as results:  # type: ignore[type-var]
+            async for prefilled in results:
+                await asyncio.sleep(self.seconds)
+                yield prefilled
+
+    async def audit(self) -> list[Audit]:
+        return await self.worker.audit()
+
+    async def close(self) -> None:
+        await self.worker.close()
+
+
+class ModelledSession:
+    """A session with a worker some time away (serving.links.DecodeSession)."""
+
+    def __init__(self, link: ModelledLink, session: DecodeSession):
+        self.link = link
+        self.session = session
+
+    async def open(self, order: LeaseOrder) -> LeaseGrant:
+        await asyncio.sleep(self.link.seconds)
+        grant = await self.session.open(order)
+        self.link.placed(order.request.request_id, self.link.name, "decode")
+        await asyncio.sleep(self.link.seconds)  # one whose request has left meanwhile is cancelled by its session
+        return grant
+
+    async def advance(self, order: LeaseOrder) -> LeaseGrant:
+        await asyncio.sleep(2 * self.link.seconds)
+        return await self.session.advance(order)
+
+    def cancel(self, lease: str) -> None:
+        if self.link.seconds == 0.0:
+            self.session.cancel(lease)
+        else:
+            asyncio.get_running_loop().call_later(self.link.seconds, self.session.cancel, lease)
+
+    async def close(self) -> None:
+        await self.session.close()

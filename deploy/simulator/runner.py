@@ -1,0 +1,71 @@
+"""Stands where the model would: says what a step takes, and draws the tokens of a script.
+
+It computes no KV and reads none; neither clocks nor workers are known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from deploy.simulator.profiles import Profile, StepWork
+from deploy.simulator.texts import ScriptedTexts
+from serving.engine.engine import LayerDone, Runner, RunResult, RunTimes
+from serving.engine.plan import Work
+from serving.sampling.sampler import Sampled, SamplingFailed
+
+_NOISE_DRAWS = 4096  # at a time
+
+
+class ModelledRunner(Runner):
+    """`noise` multiplies each step's seconds (see `lognormal`)."""
+
+    def __init__(self, profile: Profile, texts: ScriptedTexts, noise: Callable[[], float]):
+        self.profile = profile
+        self.texts = texts
+        self.noise = noise
+
+    def run(self, work: Sequence[Work], layer_done: LayerDone | None) -> RunResult:
+        seconds = self.profile.seconds(step_work(work)) * self.noise()
+        drawn = [self._draw(item) if item.completes else [] for item in work]
+        leaving = [item for item in work if item.seq.prefill.handoff is not None]
+        if layer_done is not None and leaving:
+            layer_done(leaving, 0)
+        return RunResult(drawn, {}, RunTimes(0.0, seconds, 0.0))
+
+    def _draw(self, work: Work) -> list[Sampled | SamplingFailed]:
+        seq = work.seq
+        if not work.draft:
+            return [Sampled(self.texts.next(seq.request, seq.tokens))]
+        known = [*seq.tokens, *work.draft]
+        ends = range(len(seq.tokens), len(known) + 1)
+        return [Sampled(self.texts.next(seq.request, known[:end])) for end in ends]
+
+
+def step_work(work: Sequence[Work]) -> StepWork:
+    """What a step computes, prompts and decoding sequences apart."""
+    made = StepWork()
+    for item in work:
+        computed = item.seq.computed
+        if item.count == 1:
+            made.decoding += 1
+            made.decoding_context += computed + 1
+        else:
+            made.add_prompt(computed, item.count)
+    return made
+
+
+def lognormal(sigma: float, seed: int) -> Callable[[], float]:
+    """Draws of mean 1 whose logarithms have the standard deviation `sigma`; always 1 where that is 0."""
+    if sigma == 0.0:
+        return lambda: 1.0
+    generator = np.random.default_rng((seed, 0x4E4F))
+    drawn: list[float] = []
+
+    def draw() -> float:
+        if not drawn:
+            drawn.extend(generator.lognormal(-sigma * sigma / 2, sigma, _NOISE_DRAWS).tolist())
+        return drawn.pop()
+
+    return draw

@@ -1,0 +1,183 @@
+"""Who asks for what and when: classes of requests with lengths, shared prefixes and objectives, as a seeded trace.
+
+Pure. A trace has the rate of one request a second and is stretched to any other, so that two rates differ in nothing
+else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from bench.lengths import Pair, sharegpt_pairs
+from bench.workload import poisson_arrivals
+from deploy.simulator.profiles import Profile
+from deploy.simulator.texts import VOCABULARY
+from serving.messages import Request, SamplingParams, Slo
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens, lognormal around a mean; `spread` is the standard deviation of the logarithm, 0 for one length."""
+
+    mean: float
+    spread: float = 0.0
+    most: int = 1900
+
+    def draw(self, generator: np.random.Generator, count: int) -> list[int]:
+        drawn = generator.lognormal(np.log(self.mean) - self.spread**2 / 2, self.spread, count)
+        return np.clip(np.rint(drawn), 1, self.most).astype(int).tolist()  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrafficClass:
+    """Requests of one kind, `share` of all by weight. Without lengths they are those of ShareGPT, prompt and output.
+
+    Objectives in milliseconds, or as multiples of what the profile takes: for a prompt of the mean length alone, and
+    for a decode step of one sequence. The first `prefix_tokens` of a prompt are one of `prefix_groups` texts; group
+    number k is k**-`prefix_skew` as popular as the first.
+    """
+
+    name: str = "standard"
+    share: float = 1.0
+    prompt: Lengths | None = None
+    output: Lengths | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    ttft_slowdown: float = 5.0
+    tpot_slowdown: float = 3.0
+    priority: int = 0
+    prefix_tokens: int = 0
+    prefix_groups: int = 1
+    prefix_skew: float = 0.0
+
+    def objectives(self, profile: Profile) -> Slo:
+        prompt = int(self.prompt.mean) if self.prompt is not None else 512
+        ttft = self.ttft_slowdown * profile.prompt_seconds(prompt) * 1e3 if self.ttft_ms is None else self.ttft_ms
+        tpot = self.tpot_slowdown * profile.decode_seconds(1, prompt) * 1e3 if self.tpot_ms is None else self.tpot_ms
+        return Slo(ttft_ms=ttft, tpot_ms=tpot)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """`burstiness` is the coefficient of variation of the gaps between arrivals: 1 is Poisson, more is burstier."""
+
+    name: str
+    classes: tuple[TrafficClass, ...]
+    burstiness: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.burstiness <= 0:
+            raise ValueError("--burstiness must be positive")
+
+    def with_objectives(self, ttft_ms: float | None, tpot_ms: float | None) -> Traffic:
+        """The same with these objectives for every class, where they are given."""
+        given = [
+            replace(
+                kind,
+                ttft_ms=kind.ttft_ms if ttft_ms is None else ttft_ms,
+                tpot_ms=kind.tpot_ms if tpot_ms is None else tpot_ms,
+            )
+            for kind in self.classes
+        ]
+        return replace(self, classes=tuple(given))
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request of a trace: `at` seconds after the first at one request a second, `output_tokens` until its EOS."""
+
+    at: float
+    request: Request
+    output_tokens: int
+
+
+CHAT = TrafficClass(name="interactive", prompt=Lengths(256, 0.6), output=Lengths(64, 0.6, most=512))
+TRAFFIC: dict[str, Traffic] = {
+    made.name: made
+    for made in (
+        Traffic(name="chat", classes=(CHAT,)),
+        Traffic(
+            name="long-mixed",
+            classes=(
+                replace(CHAT, share=0.7, tpot_slowdown=2.0),
+                TrafficClass(share=0.3, prompt=Lengths(1500, 0.1), output=Lengths(32, 0.3), tpot_slowdown=2.0),
+            ),
+        ),
+        Traffic(
+            name="shared-prefix",
+            classes=(replace(CHAT, prompt=Lengths(1024, 0.1), prefix_tokens=896, prefix_groups=64, prefix_skew=1.0),),
+        ),
+        Traffic(name="sharegpt", classes=(TrafficClass(ttft_ms=250.0, tpot_ms=100.0),)),
+    )
+}
+
+
+def traffic_of(name: str) -> Traffic:
+    """Raises ValueError for a name that is not in TRAFFIC."""
+    if name not in TRAFFIC:
+        raise ValueError(f"there is no workload {name!r}, but {', '.join(TRAFFIC)}")
+    return TRAFFIC[name]
+
+
+@lru_cache(maxsize=16)
+def trace(
+    traffic: Traffic, profile: Profile, count: int, seed: int, *, max_tokens: int | None = None
+) -> tuple[Arrival, ...]:
+    """`count` requests at one a second. The same arguments give the same trace.
+
+    Clients ask for `max_tokens`, or for just the tokens that there will be.
+    """
+    generator = np.random.default_rng((seed, 0x5452))
+    shares = np.array([kind.share for kind in traffic.classes])
+    kinds = generator.choice(len(shares), size=count, p=shares / shares.sum())
+    pairs = [_pairs(kind, generator, count, seed) for kind in traffic.classes]
+    prefixes = [_prefixes(kind, generator) for kind in traffic.classes]
+    slos = [kind.objectives(profile) for kind in traffic.classes]
+    made = []
+    for number, (at, kind) in enumerate(zip(arrivals(count, traffic.burstiness, seed), kinds.tolist(), strict=True)):
+        chosen, (prompt, output) = traffic.classes[kind], pairs[kind][number]
+        prompt = min(prompt, profile.max_model_len - 2)
+        output = min(output, profile.max_model_len - 1 - prompt)
+        start = prefixes[kind][_group(chosen, generator)][:prompt]
+        asked = max(output, max_tokens) if max_tokens is not None else output
+        request = Request(
+            request_id=f"{seed}-{number}",
+            prompt=start + _tokens(generator, prompt - len(start)),
+            sampling=SamplingParams(max_tokens=asked, seed=int(generator.integers(1 << 32)), temperature=0.0),
+            slo=slos[kind],
+            service_class=chosen.name,
+            priority=chosen.priority,
+        )
+        made.append(Arrival(at, request, output))
+    return tuple(made)
+
+
+def arrivals(count: int, burstiness: float, seed: int) -> list[float]:
+    """Seconds of `count` arrivals, the first at 0 and the last at `count - 1`. Gaps are gamma distributed."""
+    if burstiness == 1.0 or count < 2:
+        return poisson_arrivals(1.0, count, seed)
+    gaps = np.random.default_rng((seed, 0x4255)).gamma(burstiness**-2, size=count - 1)
+    times = np.concatenate(([0.0], gaps.cumsum()))
+    return [float(time) for time in times * ((count - 1) / times[-1])]
+
+
+def _pairs(kind: TrafficClass, generator: np.random.Generator, count: int, seed: int) -> list[Pair]:
+    if kind.prompt is None or kind.output is None:
+        return sharegpt_pairs(count, seed)
+    return list(zip(kind.prompt.draw(generator, count), kind.output.draw(generator, count), strict=True))
+
+
+def _prefixes(kind: TrafficClass, generator: np.random.Generator) -> list[tuple[int, ...]]:
+    return [_tokens(generator, kind.prefix_tokens) for _ in range(kind.prefix_groups)]
+
+
+def _group(kind: TrafficClass, generator: np.random.Generator) -> int:
+    weights = np.arange(1, kind.prefix_groups + 1) ** -kind.prefix_skew
+    return int(generator.choice(kind.prefix_groups, p=weights / weights.sum()))
+
+
+def _tokens(generator: np.random.Generator, count: int) -> tuple[int, ...]:
+    return tuple(generator.integers(1, VOCABULARY, size=count).tolist())

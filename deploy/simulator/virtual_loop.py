@@ -1,0 +1,151 @@
+"""An asyncio event loop whose time jumps to the next timer when nothing is ready to run, so that it never waits.
+
+It knows tasks and timers, and nothing of what they do. Work for threads runs at once, in the loop's own thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from asyncio import AbstractEventLoop, BaseEventLoop, Future, Handle, TimerHandle
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextvars import Context
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class NothingWillHappen(RuntimeError):
+    """All tasks wait, and no timer is set that could wake one: in real time the program would hang."""
+
+
+class VirtualLoop(BaseEventLoop):
+    """`time()` is in seconds of virtual time, from 0. What is due at the same time runs in the order it was asked for.
+
+    It has no sockets. An exception that nobody takes, of a callback or of a forgotten task, ends `run_virtually`.
+    """
+
+    _running = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.broken: BaseException | None = None
+        self._due: deque[Handle] = deque()
+        self._timers: list[tuple[float, int, TimerHandle]] = []
+        self._order = count()
+        self._halted = False
+        self.set_exception_handler(self._break)
+
+    def time(self) -> float:
+        return self.now
+
+    def is_running(self) -> bool:
+        return self._running
+
+    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
+        handle = Handle(callback, args, self, context)
+        self._due.append(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> TimerHandle:
+        handle = TimerHandle(when, callback, args, self, context)
+        heappush(self._timers, (when, next(self._order), handle))
+        return handle
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> TimerHandle:
+        return self.call_at(self.now + delay, callback, *args, context=context)
+
+    def stop(self) -> None:
+        self._halted = True
+
+    def run_forever(self) -> None:
+        """Until `stop`. Raises NothingWillHappen."""
+        self._running = True
+        asyncio._set_running_loop(self)
+        hooks = sys.get_asyncgen_hooks()
+        sys.set_asyncgen_hooks(finalizer=self._close_generator)
+        try:
+            while not self._halted:
+                self._turn()
+        finally:
+            self._halted = self._running = False
+            asyncio._set_running_loop(None)
+            sys.set_asyncgen_hooks(*hooks)
+
+    def _turn(self) -> None:
+        """Run what is ready; if nothing is, time goes on to the next timer."""
+        due = self._due
+        while due:
+            handle = due.popleft()
+            if not handle.cancelled():
+                handle._run()
+            if self._halted:
+                return
+        timers = self._timers
+        while timers and timers[0][2].cancelled():
+            heappop(timers)
+        if not timers:
+            raise NothingWillHappen("every task waits, and no timer is set")
+        self.now = max(self.now, timers[0][0])
+        while timers and timers[0][0] <= self.now:
+            due.append(heappop(timers)[2])
+
+    def _timer_handle_cancelled(self, handle: TimerHandle) -> None:
+        """It is passed over when its time comes."""
+
+    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> Future[T]:  # type: ignore[override]
+        """Run it here, with the next turn: what threads do beside the event loop takes no virtual time."""
+
+        async def run() -> T:
+            return func(*args)
+
+        return self.create_task(run())
+
+    def _close_generator(self, generator: AsyncGenerator[Any, Any]) -> None:
+        """It was left in the middle, and nothing refers to it any more."""
+        if not self.is_closed():
+            self.create_task(generator.aclose())
+
+    def _break(self, loop: AbstractEventLoop, context: dict[str, Any]) -> None:
+        if self.broken is None:
+            self.broken = context.get("exception") or RuntimeError(context["message"])
+        self.stop()
+
+
+def run_virtually(main: Callable[[VirtualLoop], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine to its end on a loop of its own; what is still running then is cancelled.
+
+    Raises what it raises, what a callback raised, NothingWillHappen.
+    """
+    loop = VirtualLoop()
+    try:
+        running = loop.create_task(main(loop), name="simulation")
+        try:
+            return loop.run_until_complete(running)
+        except RuntimeError:
+            if loop.broken is not None:
+                raise loop.broken from None
+            raise
+        finally:
+            _cancel_all(loop)
+    finally:
+        loop.close()
+
+
+def _cancel_all(loop: VirtualLoop) -> None:
+    loop.set_exception_handler(lambda loop, context: None)
+    left = asyncio.all_tasks(loop)
+    for task in left:
+        task.cancel()
+    if left:
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))

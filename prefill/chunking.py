@@ -1,0 +1,141 @@
+"""How many prompt tokens a step computes beside the sequences that decode in it: a fixed budget, or what they allow.
+
+Pure: no torch, no clock, no I/O. It sees a step that is being planned; whose prompts come first is not its affair.
+
+Chunks within the slack of running decodes are QoServe's and FairBatching's (arXiv 2503.22562, 2510.14392). A token's
+deadline is counted from the sequence's first token, as TPOT is.
+"""
+
+from __future__ import annotations
+
+from math import exp, inf
+from typing import Protocol
+
+from prefill.ordering import Cost
+from serving.engine.plan import StepPlan
+from serving.engine.sequence import SequenceState
+from serving.step_cost import StepCost, StepLoad
+
+GAP = 3.0  # TPOTs that a step lasts at most, however early a sequence is: what its reader sees as a pause
+FLOOR = 32  # prompt tokens of one step in LEAN_STEPS at least, whatever decodes
+LEAN_STEPS = 8
+SPARED = 2.0  # standard deviations of the model's error that slack is kept for; what is kept is not lost
+MOST_ERROR = 0.35
+
+
+class Chunking(Protocol):
+    """Says for each prompt in turn how many tokens of it a step computes."""
+
+    def begin(self, plan: StepPlan, now: float) -> None:
+        """A step is planned, beside what the plan holds already."""
+
+    def usual(self, plan: StepPlan) -> int:
+        """About how many prompt tokens a step like this one computes in all."""
+        ...
+
+    def most(self, seq: SequenceState, plan: StepPlan) -> int:
+        """The most tokens of this prompt that the step may compute; 0: no more prompts in this one."""
+        ...
+
+    def took(self, seq: SequenceState, count: int) -> None:
+        """So many of them are part of the plan."""
+
+
+class FixedChunks(Chunking):
+    """What the step's budget of tokens leaves."""
+
+    def begin(self, plan: StepPlan, now: float) -> None:
+        """Nothing depends on the step."""
+
+    def usual(self, plan: StepPlan) -> int:
+        return plan.tokens
+
+    def most(self, seq: SequenceState, plan: StepPlan) -> int:
+        return plan.tokens
+
+    def took(self, seq: SequenceState, count: int) -> None:
+        """The plan counts its tokens."""
+
+
+class SlackChunks(Chunking):
+    """As many tokens as let the step end before a token of a running sequence is due, by the worker's own cost model.
+
+    At most the step's budget. What a sequence is early by may be used, but no step is longer than GAP of its TPOTs. One
+    that has missed its objectives, or could not catch up any more, is bounded by that alone. Whatever decodes, one step
+    in LEAN_STEPS computes FLOOR tokens, so that prompts go on. Without a model, or where no running sequence has a TPOT
+    objective, it is the fixed budget.
+    """
+
+    def __init__(self, cost: Cost):
+        self.cost = cost
+        self._seconds = inf  # that the step may take
+        self._model: StepCost | None = None
+        self._load = StepLoad()
+        self._given = 0  # prompt tokens of this step
+        self._short = False  # the step had fewer for its first prompt than it is to have now and then
+        self._lean = 0  # such steps in a row
+
+    def begin(self, plan: StepPlan, now: float) -> None:
+        self._lean = self._lean + 1 if self._short else 0
+        self._seconds, self._given, self._short = inf, 0, False
+        self._model = model = self.cost()
+        if model is None or not model.samples:
+            return
+        context = new = 0
+        early = tightest = inf
+        for work in plan.work:
+            seq = work.seq
+            length, goals = len(seq.tokens), seq.objectives
+            context += length
+            new += work.count
+            tpot = goals.tpot
+            if tpot < tightest:
+                tightest = tpot
+            slack = goals.origin + length * tpot - now  # Objectives.slack, spelt out: this is done for every row
+            if slack < early:
+                early = slack
+        if tightest == inf:
+            return
+        early = min(early, GAP * tightest)
+        self._load = StepLoad(new, context * new / len(plan.work), len(plan.work), context)
+        alone = model.seconds(self._load)
+        if early < alone:
+            early = hopeful_slack(plan, now, alone)
+        self._seconds = early * exp(-SPARED * min(model.error, MOST_ERROR))
+
+    def usual(self, plan: StepPlan) -> int:
+        if self._seconds == inf or self._model is None:
+            return plan.tokens
+        return max(FLOOR // LEAN_STEPS, self._model.chunk_within(self._seconds, 0, self._load, plan.tokens))
+
+    def most(self, seq: SequenceState, plan: StepPlan) -> int:
+        if self._seconds == inf or self._model is None:
+            return plan.tokens
+        fits = self._model.chunk_within(self._seconds, seq.computed, self._load, plan.tokens)
+        if self._given:
+            return fits
+        wanted = min(FLOOR, plan.tokens, seq.uncomputed)
+        self._short = fits < wanted and self._lean + 1 < LEAN_STEPS
+        return fits if self._short else max(fits, wanted)
+
+    def took(self, seq: SequenceState, count: int) -> None:
+        self._given += count
+        if self._seconds != inf:
+            self._load += StepLoad.of(seq.computed, count)
+
+
+def hopeful_slack(plan: StepPlan, now: float, alone: float) -> float:
+    """The least slack in the plan of sequences that can still be in time; `alone` is a step without prompts. Seconds.
+
+    A late one can catch up if all the tokens it may still have, each `alone` seconds, end before its last one is due.
+    """
+    least = inf
+    for work in plan.work:
+        seq = work.seq
+        goals, length = seq.objectives, len(seq.tokens)
+        if goals.tpot == inf:
+            continue
+        slack, left = goals.slack(length, now), seq.request.sampling.max_tokens - seq.output_len
+        hopeless = slack - alone + (left - 1) * (goals.tpot - alone) < 0.0
+        least = min(least, GAP * goals.tpot, inf if hopeless else slack)
+    return least

@@ -1,0 +1,42 @@
+"""How soon a request may be tried again when tries fail faster than requests come. Pure: `now` comes in, in seconds.
+
+A budget as in Finagle and Envoy: a share of the requests, and so many a second besides. Beyond it a retry waits
+instead of being refused: each stands for a text that a client already reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetryConfig:
+    """`share` retries for each request and `per_second` besides; at most `most` are saved up."""
+
+    share: float = 0.2
+    per_second: float = 10.0
+    most: float = 100.0
+
+
+class RetryBudget:
+    """Full at the beginning. It may go below zero: those are the retries that wait for their turn."""
+
+    def __init__(self, config: RetryConfig, now: float):
+        self.config = config
+        self.balance = config.most
+        self._seen = now
+
+    def request(self, now: float) -> None:
+        """A new request has come."""
+        self._add(self.config.share, now)
+
+    def retry(self, now: float) -> float:
+        """Seconds this retry has to wait. Those that wait are let go in the order they asked, at `per_second`."""
+        self._add(0.0, now)
+        self.balance -= 1.0
+        return max(0.0, -self.balance / self.config.per_second)
+
+    def _add(self, amount: float, now: float) -> None:
+        earned = self.config.per_second * max(0.0, now - self._seen)
+        self._seen = max(self._seen, now)
+        self.balance = min(self.config.most, self.balance + amount + earned)

@@ -1,0 +1,246 @@
+"""Fits the form of serving.step_cost to the steps of a worker's engine, while it serves.
+
+Pure: it is told loads and cadences, and when it may refit; no torch, no clock, no I/O. One thread observes, another may
+refit: buckets are copied in one go.
+
+The estimate is a least-squares fit of relative errors with Huber's weights (Huber, "Robust Estimation of a Location
+Parameter", 1964), no coefficient negative, drawn to a prior where the steps seen do not tell coefficients apart.
+Of each bucket of new tokens × context the newest steps are kept, so that rare regimes are not forgotten. What is kept
+may be of another hour, when the machine was faster or slower: so the fit is multiplied by its present pace, a running
+mean of what the last steps took over what the fit says of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serving.step_cost import StepCost, StepLoad
+
+Array = NDArray[np.float64]
+Sample = tuple[float, int, float, int, float, float]  # 1, then what a coefficient each is multiplied with; seconds
+
+COEFFICIENTS = ("fixed", "token", "pair", "sequence", "context")
+KEPT = 16  # newest steps of each bucket
+HALF_RANK = 5.0  # steps of a bucket after which an older one weighs half
+HALF_AGE = 4000.0  # steps without one of a bucket after which it weighs half,
+OLD = 0.1  # down to this share
+FIRST = 8  # steps of a kind whose plain mean is the pace
+REFIT_SECONDS = 1.0
+ROUNDS = 5  # of reweighting
+TUNING = 1.5  # standard deviations from which on Huber's weights fall
+LEAST_SPREAD = 0.02  # of ln(observed / predicted): a clock and a scheduler are no better
+GUESSED, LEARNED = 0.7, 0.25  # relative standard deviation of a prior's coefficients: from a model's size, from a fit
+FLOOR = 0.7  # of the cheapest cadence seen, below which nothing is predicted
+PACE = 0.12  # weight of the newest step in the machine's present pace
+JUMP = 0.3  # of ln(observed / predicted), what one step moves that at most
+RECENT = 32  # newest steps of each kind, by which a new fit takes the pace over
+JUDGED = 256  # newest residuals that `error` is made of, of each kind
+
+
+class StepPace:
+    """How much longer than fitted the steps of one kind take just now: a running mean of ln(observed / fitted)."""
+
+    __slots__ = ("mean", "residuals", "steps", "trust")
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+        self.trust = 0.0  # 1 while steps of this kind come, falling while others do
+        self.steps: deque[Sample] = deque(maxlen=RECENT)
+        self.residuals: deque[float] = deque(maxlen=JUDGED)  # of ln(observed / predicted), with the pace of the time
+
+
+class StepFit:
+    """`cost` is the latest estimate: read it from any thread.
+
+    `guess` is the prior from the model's size, all coefficients positive; `learned` what an earlier life of the worker
+    has fitted, which then is the prior.
+    """
+
+    def __init__(self, guess: StepCost, learned: StepCost | None = None):
+        self._unit = np.maximum(vector(guess), 1e-15)
+        self._fitted = learned or guess  # before it is multiplied by the pace
+        self._prior = vector(self._fitted)
+        self._looseness = GUESSED if learned is None else LEARNED
+        self._buckets: dict[int, deque[Sample]] = {}
+        self._seen_at: dict[int, int] = {}
+        self._kinds = (StepPace(), StepPace())  # of steps without prompts, and with
+        self._pace = 0.0
+        self._cheapest: tuple[StepLoad, float] | None = None
+        self._fitted_to = 0  # steps
+        self._refitted_at: float | None = None
+        self.seen = 0
+
+    @property
+    def cost(self) -> StepCost:
+        """The fit at the machine's present pace, lifted where the cheapest step seen would cost next to nothing."""
+        fitted, pace = self._fitted, math.exp(self._pace)
+        shortfall = 0.0
+        if self._cheapest is not None:
+            load, seconds = self._cheapest
+            shortfall = max(0.0, FLOOR * seconds - pace * fitted.seconds(load))
+        return StepCost(
+            fixed=pace * fitted.fixed + shortfall,
+            token=pace * fitted.token,
+            pair=pace * fitted.pair,
+            sequence=pace * fitted.sequence,
+            context=pace * fitted.context,
+            error=fitted.error,
+            samples=fitted.samples,
+        )
+
+    def observe(self, load: StepLoad, seconds: float, *, prompts: bool) -> None:
+        """A step's load and cadence; `prompts`: it computed tokens of prompts."""
+        if seconds <= 0.0 or not load.new_tokens:
+            return
+        new, context = load.new_tokens, load.context_tokens
+        sample = (1.0, new, load.pairs, load.sequences, context, seconds)
+        key = new.bit_length() << 8 | int(context).bit_length() << 1 | prompts
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = deque(maxlen=KEPT)
+        bucket.append(sample)
+        self._follow(sample, math.log(seconds / max(1e-12, self._fitted.seconds(load))), prompts)
+        self._seen_at[key] = self.seen
+        self.seen += 1  # last: who fits sees no step half observed
+
+    def _follow(self, sample: Sample, ratio: float, prompts: bool) -> None:
+        """Move the pace towards the step's `ratio`, ln(observed / fitted): at first it is their plain mean."""
+        kind, other = self._kinds[prompts], self._kinds[not prompts]
+        kind.steps.append(sample)
+        kind.residuals.append(ratio - self._pace)
+        if kind.trust == 0.0:
+            kind.mean = ratio if other.trust == 0.0 else self._pace
+        count = len(kind.steps)
+        if count < FIRST:
+            kind.mean += (ratio - kind.mean) / count
+        else:
+            kind.mean += PACE * max(-JUMP, min(JUMP, ratio - kind.mean))
+        kind.trust += PACE * (1.0 - kind.trust)
+        other.trust *= 1.0 - PACE
+        self._pace = self._blended()
+
+    def _blended(self) -> float:
+        decode, prompts = self._kinds
+        return (decode.trust * decode.mean + prompts.trust * prompts.mean) / (decode.trust + prompts.trust)
+
+    def refit(self, now: float) -> None:
+        """Fit anew to what is kept, at most once a second; without news nothing changes."""
+        if self.seen == self._fitted_to or (self._refitted_at is not None and now - self._refitted_at < REFIT_SECONDS):
+            return
+        self._refitted_at, self._fitted_to = now, self.seen
+        rows, weights = self._kept()
+        fitted = fit(rows[:, :5], rows[:, 5], weights, self._prior, self._unit, self._looseness)
+        before = vector(self._fitted)
+        for kind in self._kinds:
+            if kind.steps:
+                recent = np.array(list(kind.steps))
+                ratios = log_ratios(recent, fitted)
+                kind.mean += float(np.median(ratios - log_ratios(recent, before)))
+                typical = float(np.median(ratios))
+                kind.mean = kind.mean if abs(kind.mean - typical) < JUMP else typical
+        self._pace = self._blended()
+        self._fitted = stated(fitted, error=self._error(), samples=len(rows))
+        _, new, seen, sequences, context, seconds = rows[np.argsort(rows[:, 5])[len(rows) // 50]].tolist()
+        self._cheapest = StepLoad(int(new), seen, int(sequences), context), seconds
+
+    def _kept(self) -> tuple[Array, Array]:
+        """The samples [N, 6] and their weights [N]: newer ones weigh more, and so do buckets seen lately."""
+        samples: list[Sample] = []
+        weights: list[float] = []
+        for key, bucket in list(self._buckets.items()):
+            kept = list(bucket)
+            age = self.seen - self._seen_at.get(key, self.seen)
+            fresh = max(OLD, 0.5 ** (age / HALF_AGE))
+            samples += kept
+            weights += [fresh * _RANKS[rank] for rank in range(len(kept) - 1, -1, -1)]
+        return np.array(samples, dtype=np.float64), np.array(weights)
+
+    @property
+    def errors(self) -> tuple[float | None, float | None]:
+        """The standard deviation of ln(observed / predicted) of steps without prompts and with; None: none seen."""
+        decode, prompts = (spread(list(kind.residuals)) if kind.residuals else None for kind in self._kinds)
+        return decode, prompts
+
+    def _error(self) -> float:
+        """That of both kinds, each counting as often as it has come lately."""
+        kinds = [(spread(list(kind.residuals)), len(kind.residuals)) for kind in self._kinds if kind.residuals]
+        return math.sqrt(sum(error**2 * count for error, count in kinds) / sum(count for _, count in kinds))
+
+
+_RANKS = [0.5 ** (rank / HALF_RANK) for rank in range(KEPT)]
+
+
+def vector(cost: StepCost) -> Array:
+    """Its coefficients [5], in the order of COEFFICIENTS."""
+    return np.array([getattr(cost, name) for name in COEFFICIENTS], dtype=np.float64)
+
+
+def stated(coefficients: Array, *, error: float = 0.5, samples: int = 0) -> StepCost:
+    named = dict(zip(COEFFICIENTS, coefficients.tolist(), strict=True))
+    return replace(StepCost(fixed=named.pop("fixed"), token=named.pop("token"), error=error, samples=samples), **named)
+
+
+def log_ratios(rows: Array, coefficients: Array) -> Array:
+    """ln(observed / predicted) [N] of samples [N, 6]."""
+    ratios: Array = np.log(rows[:, 5] / np.maximum(rows[:, :5] @ coefficients, 1e-12))
+    return ratios
+
+
+def spread(residuals: list[float]) -> float:
+    """The root of the mean square, what lies beyond three standard deviations pulled in to there."""
+    found = np.abs(np.array(residuals))
+    most = max(LEAST_SPREAD, 3 * 1.4826 * float(np.median(found)))
+    return max(LEAST_SPREAD, float(np.sqrt(np.mean(np.minimum(found, most) ** 2))))
+
+
+def fit(x: Array, seconds: Array, weights: Array, prior: Array, unit: Array, looseness: float) -> Array:
+    """Coefficients [5] for rows x [N, 5] that took `seconds` [N], of these `weights` [N].
+
+    `prior` [5] times a common factor is what coefficients are drawn to, as if each were known to within `looseness` of
+    itself, a tenth of `unit` [5] at least: what the rows tell outweighs it, what they leave open follows it.
+    """
+    factor = weighted_median(seconds / np.maximum(x @ prior, 1e-12), weights)
+    centre = prior * factor
+    width = looseness * (centre + 0.1 * unit * weighted_median(seconds / (x @ unit), weights))
+    z, centre = x * width, centre / width  # in units of the prior's standard deviations
+    theta = centre
+    for _ in range(ROUNDS):
+        predicted = np.maximum(z @ theta, 1e-12)
+        residuals = np.abs(seconds / predicted - 1.0)
+        deviation = max(LEAST_SPREAD, 1.4826 * weighted_median(residuals, weights))
+        robust = np.minimum(1.0, TUNING * deviation / np.maximum(residuals, 1e-12))
+        weighted = (weights * robust / predicted**2)[:, None] * z
+        gram = z.T @ weighted + deviation**2 * np.eye(z.shape[1])
+        theta = solve_nonnegative(gram, weighted.T @ seconds + deviation**2 * centre)
+    result: Array = theta * width
+    return result
+
+
+def weighted_median(values: Array, weights: Array) -> float:
+    order = np.argsort(values)
+    sums = np.cumsum(weights[order])
+    return float(values[order[np.searchsorted(sums, sums[-1] / 2)]])
+
+
+def solve_nonnegative(gram: Array, right: Array) -> Array:
+    """The θ ≥ 0 of least θᵀ·gram·θ/2 − right·θ, for gram [K, K] positive definite (Lawson and Hanson's active set)."""
+    size = len(right)
+    free = np.ones(size, dtype=bool)
+    theta = np.zeros(size)
+    for _ in range(3 * size):
+        theta = np.zeros(size)
+        if free.any():
+            theta[free] = np.linalg.solve(gram[np.ix_(free, free)], right[free])
+        if (theta < 0).any():
+            free &= theta > 0
+            continue
+        pull = np.where(free, 0.0, right - gram @ theta)
+        if pull.max() <= 1e-9 * np.abs(right).max():
+            return theta
+        free[int(pull.argmax())] = True
+    return np.maximum(theta, 0.0)

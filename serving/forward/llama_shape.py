@@ -1,0 +1,70 @@
+"""What the compiled forms of a forward pass share: is a model of the Llama shape, and its tensors as kernels take them.
+
+They compute decoders of RMS norms, gated MLPs and rope; the torch form computes any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from serving.kernels.layer_weights import L, LayerWeights, LinearWeights
+from serving.model.decoder import Attention, GatedMlp, Layer, RmsNorm
+from serving.model.quantized_linear import QuantizedLinear
+from serving.model.rope import Rope
+from serving.model.spec import ModelSpec
+
+
+def unlike_llama(spec: ModelSpec) -> str | None:
+    """Why a model is not of the Llama shape, or None if it is."""
+    if spec.norm == "rms" and spec.mlp == "gated_silu" and spec.rope is not None and not spec.learned_positions:
+        return None
+    return f"{spec.architecture} is not of the Llama shape"
+
+
+def rotary_tables(rope: Rope | None, positions: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    """cos and sin [positions, pairs] float32 of each position's angle."""
+    assert rope is not None
+    turns = torch.tensor(rope.frequencies, dtype=torch.float32, device=device)
+    angles = torch.arange(positions, dtype=torch.float32, device=device)[:, None] * turns
+    return (angles.cos() * rope.magnitude).contiguous(), (angles.sin() * rope.magnitude).contiguous()
+
+
+def layer_weights(
+    layer: nn.Module,
+    norm: Callable[[nn.Module], Tensor],
+    linear: Callable[[nn.Module], L],
+    gate_up: Callable[[nn.Module], L],
+) -> LayerWeights[L]:
+    """The weights of a decoder's `layer`, each as the function for its kind makes it of the module."""
+    assert isinstance(layer, Layer) and isinstance(layer.attention, Attention) and isinstance(layer.mlp, GatedMlp)
+    attention = layer.attention
+    head_norms = None
+    if attention.q_norm is not None and attention.k_norm is not None:
+        head_norms = (norm(attention.q_norm), norm(attention.k_norm))
+    return LayerWeights(
+        attention_norm=norm(layer.attention_norm),
+        mlp_norm=norm(layer.mlp_norm),
+        qkv=linear(attention.qkv),
+        o=linear(attention.o),
+        gate_up=gate_up(layer.mlp.gate_up),
+        down=linear(layer.mlp.down),
+        head_norms=head_norms,
+        window=attention.window,
+    )
+
+
+def norm_weight(norm: nn.Module) -> Tensor:
+    assert isinstance(norm, RmsNorm)
+    return norm.weight.detach()
+
+
+def linear_weights(linear: nn.Module) -> LinearWeights:
+    assert isinstance(linear, nn.Linear | QuantizedLinear)
+    return LinearWeights(
+        weight=linear.weight.detach(),
+        scale=linear.scale.detach() if isinstance(linear, QuantizedLinear) else None,
+        bias=None if linear.bias is None else linear.bias.detach(),
+    )

@@ -1,0 +1,103 @@
+"""The command: what it refuses, what it prints, and that a search ends at a rate that attains."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import orjson
+import pytest
+
+from deploy.simulator.command import SimulationProgress, main, profiles_of, roles_of
+from deploy.simulator.outcomes import figures
+from deploy.simulator.report import PolicyResult, bar, comparison, goodput_line
+from serving.messages import Role
+from tests.deploy.simulator.test_outcomes import outcome
+
+QUICK = ("--requests", "20", "--seeds", "2", "--workers", "mixed=1")
+
+
+def test_rates_are_shown_one_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    assert main([*QUICK, "--rate", "4,2", "--json", str(file)]) == 0
+    printed = capsys.readouterr()
+    lines = [line.split() for line in printed.out.splitlines() if "%" in line and "──" not in line]
+    assert [line[0] for line in lines] == ["2.00", "4.00"]
+    assert "TTFT ≤" in printed.out and "real time" in printed.out and "goodput:" not in printed.out
+    assert printed.err == "", "a progress bar is for terminals"
+    rates = orjson.loads(file.read_bytes())["policies"][0]["rates"]
+    assert [rate["offered"] for rate in rates] == [40, 40]
+
+
+def test_a_search_ends_at_a_rate_that_attains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    assert main([*QUICK, "--rate-tolerance", "0.3", "--policy", "least_loaded,prefix_aware", "--json", str(file)]) == 0
+    assert "goodput: " in capsys.readouterr().out
+    for found in orjson.loads(file.read_bytes())["policies"]:
+        shares = {rate["rate"]: rate["attainment"] for rate in found["rates"]}
+        assert shares[found["goodput"]] >= 0.9
+        assert any(share < 0.9 for rate, share in shares.items() if rate > found["goodput"])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--workers", "mixed"),
+        ("--workers", "router=1"),
+        ("--workers", "prefill=1"),
+        ("--workers", "decode=2"),
+        ("--policy", "nobody"),
+        ("--requests", "1"),
+        ("--burstiness", "0"),
+        ("--bandwidth", "0"),
+        ("--rate", "fast"),
+        ("--role-profiles", "prefill=a100-opt66b-tp4"),
+        ("--role-profiles", "router=a100-opt13b"),
+    ],
+)
+def test_what_cannot_be_is_refused(wrong: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, "--rate", "1", *wrong]) == 2
+    assert capsys.readouterr().err.startswith("simulator: ")
+
+
+def test_workers_and_their_hardware_are_read() -> None:
+    assert roles_of("prefill=2, decode=1") == (Role.PREFILL, Role.PREFILL, Role.DECODE)
+    assert roles_of("mixed=1,decode=1") == (Role.MIXED, Role.DECODE)
+    assert {role: each.name for role, each in profiles_of("prefill=a100-opt13b-tp2").items()} == {
+        Role.PREFILL: "a100-opt13b-tp2"
+    }
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_drawn_on_a_terminal() -> None:
+    screen = Terminal()
+    progress = SimulationProgress(screen)
+    progress.start("goodput 2.00 req/s", 4)
+    progress.ended(outcome())
+    progress.clear()
+    assert "goodput 2.00 req/s" in screen.getvalue() and "1/4" in screen.getvalue()
+    assert screen.getvalue().endswith("\r\x1b[K")
+
+
+@pytest.mark.parametrize(("share", "full"), [(0.0, 0), (0.5, 6), (1.0, 12)])
+def test_a_share_is_drawn_as_a_bar(share: float, full: int) -> None:
+    assert len(bar(share)) == 12 and bar(share).count("█") == full
+
+
+@pytest.mark.parametrize(("late", "warned"), [(0.0, False), (0.2, True)])
+def test_a_rate_at_which_requests_pile_up_is_told(late: float, warned: bool) -> None:
+    """Each of 400 requests, ten a second, ends that much later than the one before."""
+    run = [outcome(arrived=n / 10, ended=n / 10 + 0.3 + late * n) for n in range(400)]
+    found = PolicyResult(policy="a", rates={10.0: figures(10.0, [run])}, goodput=10.0)
+    assert ("pile up" in goodput_line(found, 1, 0.9)) is warned
+
+
+def test_policies_are_compared_with_the_first() -> None:
+    found = [PolicyResult(policy="a", goodput=2.0), PolicyResult(policy="b", goodput=3.0), PolicyResult(policy="c")]
+    assert [line.split()[-1] for line in comparison(found).splitlines()] == ["a", "1.00×", "1.50×", "—"]
+    assert "0.5 a worker" in goodput_line(found[0], 4, 0.9)
+    assert "no rate attains 90%" in goodput_line(found[2], 4, 0.9)

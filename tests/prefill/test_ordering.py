@@ -1,0 +1,163 @@
+"""The order of prompts: as they came without objectives; else by class and slack, and nobody is passed by for ever."""
+
+from __future__ import annotations
+
+import random
+from math import inf
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefill.ordering import AGE, MOST_ALPHA, UNHURRIED, PromptOrder, SlackOrder, load_weight
+from prefill.scheduler import PrefillScheduler
+from serving.engine.plan import StepPlan
+from serving.engine.sequence import SequenceState
+from serving.step_cost import StepCost
+from tests.fakes.sequences import make_sequence
+from tests.prefill.scripted import make_kv
+
+COST = StepCost(fixed=0.01, token=0.001, samples=100)
+
+
+def prompt(tokens: int = 10, at: float = 0.0, **fields: Any) -> SequenceState:
+    return make_sequence(None, [1] * tokens, now=at, **fields)
+
+
+def in_order(
+    queue: list[SequenceState], now: float, cost: StepCost | None = COST, *, chunk: int = 512, beside: int = 0
+) -> list[int]:
+    """The places that the prompts had before they were sorted."""
+    found = list(queue)
+    order: PromptOrder = SlackOrder(lambda: cost)
+    order.sort(found, chunk, beside, now)
+    return [queue.index(seq) for seq in found]
+
+
+def test_who_is_due_first_goes_first() -> None:
+    queue = [prompt(first_token_in=5.0), prompt(first_token_in=1.0), prompt(first_token_in=3.0)]
+    assert in_order(queue, 0.0) == [1, 2, 0]
+    assert in_order(queue, 0.0, cost=None) == [1, 2, 0]
+
+
+def test_importance_goes_before_urgency() -> None:
+    queue = [prompt(first_token_in=1.0, priority=1), prompt(first_token_in=9.0), prompt(priority=-1)]
+    assert in_order(queue, 0.0) == [2, 1, 0]
+
+
+def test_what_cannot_be_in_time_any_more_waits_for_what_can() -> None:
+    long, short = prompt(tokens=2000, first_token_in=1.0), prompt(first_token_in=4.0)
+    assert in_order([long, short], 0.0) == [1, 0], "2000 tokens take more than a second"
+    assert in_order([long, short], 0.0, cost=None) == [0, 1]
+    assert in_order([long, short], 1.5, cost=None) == [1, 0], "without a model, what is late is late"
+
+
+def test_small_chunks_beside_others_take_longer() -> None:
+    """400 tokens: under half a second alone, and 40 steps of 30 ms beside ten others."""
+    long, short = prompt(tokens=400, first_token_in=1.0), prompt(first_token_in=2.0)
+    assert in_order([long, short], 0.0) == [0, 1]
+    assert in_order([long, short], 0.0, chunk=10, beside=10) == [1, 0]
+
+
+def test_a_prompt_without_objectives_has_its_turn_among_others() -> None:
+    plain, due = prompt(at=0.0), prompt(at=1.0, first_token_in=1.0)
+    assert in_order([plain, due], 1.0) == [1, 0]
+    later = prompt(at=UNHURRIED + 1.0, first_token_in=1.0)
+    assert in_order([plain, later], UNHURRIED + 1.0) == [0, 1]
+
+
+def test_under_load_short_prompts_go_first_and_else_the_urgent() -> None:
+    """Five seconds of prompts: within a minute the earliest deadline goes first, within three seconds the shortest."""
+    for due, rest, first in ((20.0, 70.0, 0), (3.0, 4.0, 1)):
+        long, short = prompt(tokens=1000, first_token_in=due), prompt(tokens=10, first_token_in=due + 1.1)
+        others = [prompt(tokens=1000, first_token_in=rest) for _ in range(4)]
+        assert in_order([long, short, *others], 0.0)[0] == first
+
+
+def test_the_weight_of_what_is_left_grows_with_load() -> None:
+    queue = [prompt(first_token_in=2.0), prompt(first_token_in=2.0)]
+    weights = [load_weight(queue, [seconds / 2, seconds / 2]) for seconds in (0.0, 1.0, 2.0, 3.0, 99.0)]
+    assert weights[:2] == [1.0, 1.0] and weights[3:] == [MOST_ALPHA, MOST_ALPHA] and 1.0 < weights[2] < MOST_ALPHA
+    assert load_weight([prompt(first_token_in=-1.0)], [0.1]) == MOST_ALPHA
+    assert load_weight([prompt()], [0.1]) == MOST_ALPHA
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32), now=st.floats(0.0, 1e4), priority=st.integers(-3, 3))
+def test_without_objectives_it_is_first_come_first_served(seed: int, now: float, priority: int) -> None:
+    choice = random.Random(seed)
+    queue = [prompt(choice.randrange(1, 99), at=choice.uniform(0.0, 100.0)) for _ in range(choice.randrange(9))]
+    assert in_order(queue, now) == list(range(len(queue))), "in the order they were queued, whenever they arrived"
+    arrivals = sorted(choice.uniform(0.0, 100.0) for _ in range(5))
+    same = [prompt(choice.randrange(1, 99), at=at, priority=priority) for at in arrivals]
+    assert in_order(same, now) == list(range(5))
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_nobody_is_passed_by_those_who_come_much_later(seed: int) -> None:
+    """The bound: a prompt of priority p is before every one of priority q that came (p − q + 1) · AGE later."""
+    choice = random.Random(seed)
+    queue = []
+    for _ in range(choice.randrange(2, 12)):
+        fields: dict[str, Any] = {"priority": choice.randrange(-2, 3), "at": choice.uniform(0.0, 9 * AGE)}
+        if choice.random() < 0.7:
+            fields["first_token_in"] = choice.uniform(-5.0, 60.0)
+        queue.append(prompt(choice.randrange(1, 3000), **fields))
+    queue.sort(key=lambda seq: seq.prefill.waiting_since)
+    now = queue[-1].prefill.waiting_since + choice.choice((0.0, choice.uniform(0.0, 99.0)))
+    order = in_order(queue, now)
+    for place, i in enumerate(order):
+        for j in order[:place]:
+            levels = queue[i].objectives.priority - queue[j].objectives.priority + 1
+            later = queue[j].prefill.waiting_since - queue[i].prefill.waiting_since
+            assert later < levels * AGE + 1e-6
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_prompt_is_served_in_the_end_however_many_urgent_ones_come(late: bool) -> None:
+    """One urgent prompt a step, which is all a step computes: the one that is not important waits 3 · AGE at most."""
+    kv = make_kv(64, 4)
+    scheduler = PrefillScheduler(kv, order=SlackOrder(lambda: COST))
+    patient = make_sequence(kv, [7] * 4, priority=2, **({"first_token_in": 0.5} if late else {}))
+    scheduler.add(patient)
+    now = 0.0
+    while not patient.computed:
+        now += 1.0
+        urgent = make_sequence(kv, [1, int(now) % 50, 2], now=now, first_token_in=1.0)
+        scheduler.add(urgent)
+        plan = StepPlan(4, 1)
+        scheduler.fill(plan, now)
+        (work,) = plan.work
+        work.seq.computed += work.count
+        scheduler.remove(work.seq)
+        kv.release(work.seq)
+        if work.seq is patient:
+            break
+        assert now <= 3 * AGE, "it starves"
+    assert now >= 2 * AGE, "importance counts for nothing"
+
+
+def test_a_prompt_in_progress_keeps_its_blocks_when_it_is_passed() -> None:
+    kv = make_kv(6, 4)
+    scheduler = PrefillScheduler(kv, order=SlackOrder(lambda: COST))
+    long = make_sequence(kv, range(12), first_token_in=50.0)
+    scheduler.add(long)
+    plan = StepPlan(4, 9)
+    scheduler.fill(plan, 0.0)
+    long.computed += 4
+    held = list(long.blocks)
+    urgent = make_sequence(kv, [7] * 3, first_token_in=1.0)
+    too_much = make_sequence(kv, [8] * 12, first_token_in=2.0)
+    scheduler.add(urgent)
+    scheduler.add(too_much)
+    plan = StepPlan(5, 9)
+    scheduler.fill(plan, 0.0)
+    assert [(work.seq, work.count) for work in plan.work] == [(urgent, 3), (long, 2)]
+    assert long.blocks == held and not too_much.blocks
+    assert scheduler.wanted_blocks() == kv.least_blocks(too_much)
+
+
+def test_the_due_time_of_nothing_is_never() -> None:
+    assert prompt().objectives.due == inf

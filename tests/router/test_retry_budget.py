@@ -1,0 +1,56 @@
+"""The retry budget: retries beyond it wait, in order and at its rate; what is saved up is bounded."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.retry_budget import RetryBudget, RetryConfig
+
+CONFIG = RetryConfig(share=0.2, per_second=10.0, most=5.0)
+
+
+def test_a_full_budget_lets_retries_through_and_then_they_wait_in_order() -> None:
+    budget = RetryBudget(CONFIG, 0.0)
+    waits = [budget.retry(0.0) for _ in range(8)]
+    assert waits[:5] == [0.0] * 5
+    assert [round(wait, 6) for wait in waits[5:]] == [0.1, 0.2, 0.3]
+
+
+def test_requests_earn_their_share() -> None:
+    budget = RetryBudget(CONFIG, 0.0)
+    for _ in range(5):
+        budget.retry(0.0)
+    for _ in range(5):
+        budget.request(0.0)
+    assert budget.retry(0.0) == 0.0 and budget.retry(0.0) > 0.0
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["request", "retry"]), st.floats(0, 2, allow_nan=False)), min_size=1, max_size=200
+    )
+)
+def test_retries_let_go_within_any_time_are_bounded(events: list[tuple[str, float]]) -> None:
+    """Until any moment: what was saved up, what requests earned, and what time did."""
+    budget, now, requests, gone = RetryBudget(CONFIG, 0.0), 0.0, 0, []
+    for kind, pause in events:
+        now += pause
+        if kind == "request":
+            budget.request(now)
+            requests += 1
+        else:
+            wait = budget.retry(now)
+            assert wait >= 0.0
+            assert not gone or now + wait >= gone[-1] - 0.2 * requests / CONFIG.per_second - 1e-6
+            gone.append(now + wait)
+        assert budget.balance <= CONFIG.most
+        let = sum(at <= now for at in gone)
+        assert let <= CONFIG.most + CONFIG.share * requests + CONFIG.per_second * now + 1e-6
+
+
+def test_a_clock_that_stands_still_or_goes_back_earns_nothing() -> None:
+    budget = RetryBudget(CONFIG, 10.0)
+    for _ in range(5):
+        budget.retry(10.0)
+    assert budget.retry(9.0) > 0.0
