@@ -11,6 +11,8 @@ from typing import Any
 from router.registry import RegisteredWorker
 from router.router import Router
 
+BREAKER = ("closed", "half-open", "open")  # as router.breaker counts its states
+
 
 class RouterOverview:
     """What the HTTP API asks of a router beside serving requests (serving.api.settings.PlacementLog)."""
@@ -45,7 +47,10 @@ class RouterOverview:
                 for name, held in counts.items()
                 if any(held.outcomes.values()) or waiting.get(name) or name in router.fleet.config.classes
             },
-            "workers": [describe(worker, now) for worker in router.fleet.registry.workers.values()],
+            "workers": [
+                {**describe(worker, now), "breaker": BREAKER[router.fleet.breakers.state(worker.status.instance)]}
+                for worker in router.fleet.registry.workers.values()
+            ],
         }
 
 

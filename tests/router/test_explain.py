@@ -275,6 +275,7 @@ async def test_the_overview_shows_workers_and_classes(world: World) -> None:
     by_name = {worker["name"]: worker for worker in shown["workers"]}
     assert by_name["m"]["kv_usage"] == 0.75 and by_name["m"]["queued_tokens"] == 7
     assert (by_name["m"]["state"], by_name["d"]["state"]) == ("live", "draining")
+    assert by_name["m"]["breaker"] == "closed"
 
 
 # ---- --strict-disaggregation ---------------------------------------------------------------------------------------
