@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-WEIGHT = 0.05  # of the newest observation
+WEIGHT = 0.02  # of the newest observation
+OWN = 0.25  # of how far a worker is from all of them: most of that is chance, and its step cost says the rest
 MOST = 3.0  # a factor is within 1/MOST and MOST: beyond that something else is wrong
 PRIOR_ERROR = 0.3
+MOST_WORKERS = 4096
 OUTLIER = 1.5  # ln(observed / predicted) beyond this counts as this
 
 
@@ -44,31 +46,45 @@ class Drift:
 
 
 class Calibration:
-    """Drifts by worker instance: of TTFT where it prefills, of TPOT where it decodes."""
+    """Drifts of TTFT by the worker that prefills and of TPOT by the one that decodes, and of all together."""
 
     def __init__(self) -> None:
-        self._first: dict[str, Drift] = {}
-        self._further: dict[str, Drift] = {}
-        self._new = Drift()
+        self._first = _Drifts()
+        self._further = _Drifts()
 
     def first(self, prefill: str) -> Drift:
-        """Of TTFT."""
-        return self._first.get(prefill, self._new)
+        """Of TTFT, at a worker by its instance."""
+        return self._first.of(prefill)
 
     def further(self, decode: str) -> Drift:
-        """Of TPOT."""
-        return self._further.get(decode, self._new)
+        """Of TPOT, at a worker by its instance."""
+        return self._further.of(decode)
 
     def first_token(self, prefill: str, predicted: float, observed: float) -> None:
         """TTFT: predicted without correction, and observed; seconds."""
-        self._first.setdefault(prefill, Drift()).observe(predicted, observed)
+        self._first.observe(prefill, predicted, observed)
 
     def further_tokens(self, decode: str, predicted: float, observed: float) -> None:
         """TPOT: predicted without correction, and observed; seconds."""
-        self._further.setdefault(decode, Drift()).observe(predicted, observed)
+        self._further.observe(decode, predicted, observed)
 
-    def retain(self, instances: set[str]) -> None:
-        """All other workers are gone."""
-        for drifts in (self._first, self._further):
-            for gone in [known for known in drifts if known not in instances]:
-                del drifts[gone]
+
+class _Drifts:
+    """Of one latency."""
+
+    def __init__(self) -> None:
+        self._all = Drift()
+        self._own: dict[str, Drift] = {}
+
+    def observe(self, instance: str, predicted: float, observed: float) -> None:
+        self._all.observe(predicted, observed)
+        self._own.setdefault(instance, Drift()).observe(predicted, observed)
+        if len(self._own) > MOST_WORKERS:
+            del self._own[next(iter(self._own))]  # that of a worker long gone, or soon known again
+
+    def of(self, instance: str) -> Drift:
+        """Of all, and a part of what is the worker's own."""
+        own = self._own.get(instance)
+        if own is None:
+            return self._all
+        return Drift(self._all.mean + OWN * (own.mean - self._all.mean), own.variance, own.count)

@@ -15,7 +15,15 @@ from typing import ClassVar
 from router.calibration import Calibration
 from router.candidate import Candidate
 from router.policy import Considered, Decision, Demand, FleetView, PrefixAware, spread
-from router.predict import Prediction, others_lost, prompt_seconds, queue_seconds, step_seconds
+from router.predict import (
+    Prediction,
+    chunk_tokens,
+    others_lost,
+    prompt_seconds,
+    queue_seconds,
+    step_seconds,
+    token_seconds,
+)
 from serving.messages import Slo
 
 SHORTLIST = 4  # workers of each kind whose placements are predicted
@@ -31,6 +39,7 @@ class _FirstToken:
     worker: Candidate
     queue: float
     compute: float
+    added: float  # to the steps of what decodes there
     ttft: float
     error: float
 
@@ -151,17 +160,18 @@ class Goodput:
         objective = tpot_ms / 1e3 if own and tpot_ms is not None else None
         compute = prompt_seconds(worker, cost, start, demand.tokens, objective)
         drift = self.calibration.first(worker.status.instance)
-        return _FirstToken(worker, queue, compute, (queue + compute) * drift.factor, drift.error)
+        added, ttft = cost.added_seconds(start, demand.tokens), (queue + compute) * drift.factor
+        return _FirstToken(worker, queue, compute, added, ttft, drift.error)
 
     def _further(self, demand: Demand, worker: Candidate) -> _FurtherTokens:
-        """A decode at this worker. What prompts take of its time is left out of the share that decodes have."""
+        """A decode at this worker, beside the prompts it computes."""
         cost = worker.cost
         assert cost is not None
-        left = 1.0 - worker.prompt_share
-        step = step_seconds(worker, cost, demand.tokens, max(2, demand.output))
+        step, now = step_seconds(worker, cost, demand.tokens, max(2, demand.output)), cost.seconds(worker.decode_load)
+        chunk = min(demand.tokens, chunk_tokens(worker, cost, 0, None)) if worker.prompt_share else 0
+        token, before = (token_seconds(worker, cost, each, chunk) for each in (step, now))
         drift = self.calibration.further(worker.status.instance)
-        before = cost.seconds(worker.decode_load) / left
-        return _FurtherTokens(worker, step, step / left, before, drift.factor, drift.error)
+        return _FurtherTokens(worker, step, token, before, drift.factor, drift.error)
 
     def _alone(self, demand: Demand, first: _FirstToken) -> _Placement:
         """A request that needs no decode."""
@@ -173,13 +183,14 @@ class Goodput:
         prefill, decode = first.worker, further.worker
         output, transfer, after = max(2, demand.output), 0.0, further.token
         if prefill is decode:
-            after += first.compute / output  # its prompt holds the others up meanwhile
+            after += first.added / output  # what its prompt adds to their steps
         else:
             transfer = view.links.seconds(prefill.status.instance, decode.status.instance, demand.tokens)
         token = further.token + transfer / (output - 1)
         tpot, error = token * further.factor, max(first.error, further.error)
         predicted = Prediction(first.queue, first.compute, transfer, further.step, token, first.ttft, tpot, error)
-        lost = others_lost(decode, further.before, after, further.error)
+        factor = further.factor
+        lost = others_lost(decode, further.before * factor, after * factor, further.error)
         score = demand.weight * predicted.attainment(demand.slo, demand.first_token_in) - lost
         return _Placement(prefill, decode, predicted, score, first.ttft + tpot * max(0, demand.output - 1))
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from kvcache.blocks.prefix import extend_keys, root_key
 from router.admission import CONTINUATION, AdmissionQueue, Claim
+from router.block_keys import block_keys
 from router.candidate import Candidate, Dispatched
 from router.fleet import Fleet
 from router.leases import DECODE_LOST, RouterLease
@@ -43,7 +43,7 @@ from serving.errors import (
     Unauthorized,
     WorkerLost,
 )
-from serving.messages import TPOT_BINS_MS, Build, Delta, Prefilled, WorkerStatus
+from serving.messages import TPOT_BINS_MS, Build, Delta, Prefilled
 from serving.service_class import ServiceClass
 
 LINK_CODES = (DECODE_LOST, "layout", "range", "incomplete")  # of StaleLease, where the handoff itself fails
@@ -382,19 +382,3 @@ class Placement:
 def blames_link(error: Retryable) -> bool:
     """True if KV did not get from the prefill worker to the decode worker as it should: neither alone is to blame."""
     return isinstance(error, CorruptChunk) or (isinstance(error, StaleLease) and error.code in LINK_CODES)
-
-
-def block_keys(state: RequestState, status: WorkerStatus) -> list[bytes]:
-    """The keys of the blocks that such a worker could reuse: all full ones, but for one token left to compute."""
-    request = state.request
-    if request.prompt_logprobs is not None or status.block_size < 1:
-        return []
-    key = (status.fingerprint, status.block_size)
-    keys = state.block_keys.setdefault(key, [])
-    if len(keys) == (state.tokens - 1) // status.block_size:
-        return keys
-    longest = len(request.prompt) + request.sampling.max_tokens
-    long_rope = bool(status.long_rope_after) and longest > status.long_rope_after
-    root = root_key(status.fingerprint, request.tenant, long_rope)
-    extend_keys(keys, root, state.text, status.block_size, upto=state.tokens - 1)
-    return keys

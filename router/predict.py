@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 from router.candidate import Candidate
 from serving.messages import TPOT_BINS_MS, Slo
@@ -15,6 +16,8 @@ from serving.step_cost import StepCost, StepLoad
 
 LEAST_CHUNK = 16  # prompt tokens that a step computes at least, however little slack there is
 LEAST_ERROR = 0.05  # of a prediction: nothing is known better
+
+_OBJECTIVES = [sum(bounds) / 2e3 for bounds in pairwise((0.0, *TPOT_BINS_MS))]  # seconds: the middle of each bin
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +60,36 @@ def queue_seconds(worker: Candidate, now: float) -> float:
     return max(0.0, worker.prompts_left_at - now)
 
 
-def prompt_seconds(worker: Candidate, cost: StepCost, start: int, end: int, tpot: float | None) -> float:
-    """Computing positions `start` to `end` of a prompt, beside what the worker decodes.
+def chunk_tokens(worker: Candidate, cost: StepCost, start: int, tpot: float | None) -> int:
+    """Prompt tokens of a step beside what the worker decodes.
 
     Where sequences run that have a TPOT objective (`tpot` seconds, the request's own, counts too once it decodes
-    there), a step computes as many prompt tokens as the tightest allows.
+    there), a step computes as many as the tightest allows.
     """
-    most = worker.status.max_batched_tokens or 512
-    rows = worker.decode_load
+    most, rows = worker.status.max_batched_tokens or 512, worker.decode_load
     if not rows.sequences:
-        return cost.prompt_seconds(start, end, most)
+        return most
     chunk = max(1, most - rows.new_tokens)
     objectives = [seconds for seconds in (worker.tightest_tpot, tpot) if seconds is not None]
-    if objectives:
-        chunk = max(min(LEAST_CHUNK, chunk), cost.chunk_within(min(objectives), start, rows, chunk))
-    return cost.prompt_seconds(start, end, chunk, beside=cost.seconds(rows) - cost.fixed)
+    if not objectives:
+        return chunk
+    return max(min(LEAST_CHUNK, chunk), cost.chunk_within(min(objectives), start, rows, chunk))
+
+
+def prompt_seconds(worker: Candidate, cost: StepCost, start: int, end: int, tpot: float | None) -> float:
+    """Computing positions `start` to `end` of a prompt, beside what the worker decodes; `tpot` as in chunk_tokens."""
+    rows, chunk = worker.decode_load, chunk_tokens(worker, cost, start, tpot)
+    beside = cost.seconds(rows) - cost.fixed if rows.sequences else 0.0
+    return cost.prompt_seconds(start, end, chunk, beside=beside)
+
+
+def token_seconds(worker: Candidate, cost: StepCost, step: float, chunk: int) -> float:
+    """The mean time between tokens, where a decode step takes `step` seconds and some compute prompt tokens as well.
+
+    Sequences get a token of either kind of step: the rates add up, each for its share of the time.
+    """
+    share = worker.prompt_share
+    return 1.0 / ((1.0 - share) / step + share / (step + cost.seconds(StepLoad.of(0, chunk)) - cost.fixed))
 
 
 def step_seconds(worker: Candidate, cost: StepCost, tokens: int, output: int) -> float:
@@ -84,7 +102,7 @@ def step_seconds(worker: Candidate, cost: StepCost, tokens: int, output: int) ->
 def others_lost(worker: Candidate, before: float, after: float, error: float) -> float:
     """How many of the running sequences are expected to miss their TPOT objective as its mean grows so (seconds)."""
     lost = 0.0
-    for bound, count in zip(TPOT_BINS_MS, worker.status.tpot_counts, strict=False):
+    for objective, count in zip(_OBJECTIVES, worker.status.tpot_counts, strict=False):
         if count:
-            lost += count * (within(bound / 1e3, before, error) - within(bound / 1e3, after, error))
+            lost += count * (within(objective, before, error) - within(objective, after, error))
     return max(0.0, lost)

@@ -96,6 +96,10 @@ class StepCost:
         each = self.seconds(beside if beside is not None else StepLoad())
         return steps * each + self.token * total + self.pair * seen + self.sequence * sequences + self.context * read
 
+    def added_seconds(self, start: int, end: int) -> float:
+        """What positions `start` to `end` of a prompt add to steps that run anyway. Seconds."""
+        return self.token * (end - start) + self.pair * pairs(start, end - start)
+
     def chunk_within(self, seconds: float, start: int, beside: StepLoad, most: int) -> int:
         """The most tokens of a prompt, from `start` on, that a step beside a load can compute in so many seconds.
 

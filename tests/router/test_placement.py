@@ -10,7 +10,7 @@ import pytest
 
 from kvcache.blocks.events import KVEventLog
 from kvcache.blocks.prefix import extend_keys, root_key
-from router.placement import block_keys
+from router.block_keys import block_keys
 from router.request_state import RequestState
 from serving.errors import NoRoom, Overloaded
 from serving.messages import Request, Role, Slo
