@@ -11,16 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from bench import command as bench
-from deploy import cache, quantize
+from deploy import cache, explain, quantize, top
 from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings, read_settings
 from serving import __version__
 from serving.config import PlacementConfig, add_flags
 from serving.errors import MillraceError
 from serving.logs import setup_logging
 from serving.messages import Role
+from serving.service_config import configured_classes
 
 # Commands that read none of the settings below.
-ALONE = {"bench": bench.run, "quantize": quantize.run, "cache": cache.run}
+ALONE = {
+    "bench": bench.run,
+    "quantize": quantize.run,
+    "cache": cache.run,
+    "explain": explain.run,
+    "top": top.run,
+}
 
 DESCRIPTION = """Disaggregated LLM serving: prefill, decode and KV cache as services behind an OpenAI-compatible API.
 
@@ -30,6 +37,7 @@ DESCRIPTION = """Disaggregated LLM serving: prefill, decode and KV cache as serv
   millrace serve --mixed 2 --kvcache 1    two workers that share what they computed through a KV pool
   millrace router | prefill | decode      one service alone, on any host
   millrace kvcache --ram 4GiB             a node of the KV pool alone; millrace cache stat shows what it holds
+  millrace explain ID | millrace top      why a request went where it went; a live view of the workers
   millrace bench                          measure this or any other OpenAI-compatible server
 """
 
@@ -43,6 +51,8 @@ COMMANDS = {
 WORKERS = tuple(Role)  # commands that run one worker alone
 KVCACHE = "a node of the KV pool alone: prefixes that any worker computed, for all of them"
 CACHE = "show, drop or check what the nodes of a KV pool hold"
+EXPLAIN = "why a request went where it went, and how long everything took against what was predicted"
+TOP = "a live view of workers, queues and objectives met; q leaves"
 QUANTIZE = "write a model as INT8 weights and activations, in the compressed-tensors convention"
 MEASURE = "measure any OpenAI-compatible endpoint: latencies, throughput, goodput"
 
@@ -69,6 +79,8 @@ def make_parser() -> argparse.ArgumentParser:
     node.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     add_flags(node, *NODE_CONFIGS)
     cache.add_arguments(commands.add_parser("cache", help=CACHE, description=sentence(CACHE)))
+    explain.add_arguments(commands.add_parser("explain", help=EXPLAIN, description=sentence(EXPLAIN)))
+    top.add_arguments(commands.add_parser("top", help=TOP, description=sentence(TOP)))
     bench.add_arguments(commands.add_parser("bench", help=MEASURE, description=sentence(MEASURE)))
     quantize.add_arguments(commands.add_parser("quantize", help=QUANTIZE, description=sentence(QUANTIZE)))
     return parser
@@ -108,6 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = vars(parsed)
         settings = read_settings(given)
         check_heartbeats(settings.placement)
+        configured_classes(settings.service)
         setup_logging(settings.cluster.worker_name or parsed.command, settings.http.log_level)
         return _start(given, settings)
     except BrokenPipeError:  # the reader of our output has seen enough, as in `millrace cache ls | head`
@@ -136,6 +149,8 @@ def _start(given: Mapping[str, Any], settings: Settings) -> int:
 
     children = children_of(given) if command == "serve" else {}
     if command == "serve" and not children:
+        if settings.service.strict_disaggregation:
+            raise ValueError("--strict-disaggregation needs workers apart: --prefill N --decode M, say")
         return uvloop.run(serve_embedded(settings))
     return uvloop.run(serve_front(settings, children, given.get("kvcache", 0)))
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from deploy.runtime.http_server import HttpServer
 from router.canary import Canary
+from router.overview import RouterOverview
 from router.placement import Placer
 from router.router import Router
 from serving.api.app import create_app
@@ -29,6 +30,7 @@ from serving.config import HttpConfig
 from serving.errors import Unavailable
 from serving.messages import WorkerStatus
 from serving.metrics import FaultFigures, RouterMetrics
+from serving.service_config import ServiceConfig
 from serving.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class Frontend:
         tokenizer: Tokenizer,
         listening: socket.socket,
         *,
+        service: ServiceConfig | None = None,
         canary_interval: float = 0.0,
         restarts: Counter[str] | None = None,
     ):
@@ -67,14 +70,20 @@ class Frontend:
             lambda: placer.admission.waiting,
             self.fleet.pool_nodes.reports,
             self._faults,
+            classes=self.fleet.config.classes,
+            waiting_by_class=placer.admission.waiting_by_class,
         )
-        self.router = Router(placer, self.metrics)
+        self.router = Router(placer, self.metrics, self.metrics.placements)
         self.leaving = asyncio.Event()
         app = create_app(
             self.router.generate,
             tokenizer=tokenizer,
             served=served,
             config=http,
+            service_config=service,
+            classes=self.fleet.config.classes,
+            clock=self.fleet.clock,
+            placements=RouterOverview(self.router),
             health=self.health,
             audit=self.audit,
             metrics_text=self.metrics.text,

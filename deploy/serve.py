@@ -29,11 +29,11 @@ from router.placement import Placer
 from router.policies import make_policy
 from router.service import RegistryService
 from serving.checkpoint.hub import resolve
-from serving.config import PlacementConfig
 from serving.loader.loading import open_checkpoint
 from serving.messages import Role
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import Caller, listen, server
+from serving.service_config import configured_classes
 from serving.text.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -42,13 +42,17 @@ ROUTER_PORT = 8100
 CANARY_SECONDS = 2.0  # without traffic, unless --canary-interval says otherwise
 
 
-def router_config(placement: PlacementConfig) -> RouterConfig:
+def router_config(settings: Settings) -> RouterConfig:
+    placement, service = settings.placement, settings.service
     return RouterConfig(
         patience=placement.queue_patience,
         max_waiting=placement.max_waiting,
         silence=placement.heartbeat_timeout,
         policy=placement.routing_policy,
         prefix_index_bytes=placement.prefix_index_memory,
+        classes=configured_classes(service),
+        default_class=service.default_service_class,
+        strict_disaggregation=service.strict_disaggregation,
     )
 
 
@@ -67,7 +71,7 @@ async def serve_embedded(settings: Settings) -> int:
         model,
         config,
         settings.engine,
-        router_config(settings.placement),
+        router_config(settings),
         roles=[Role.MIXED],
         heartbeat_interval=settings.placement.heartbeat_interval,
         pool=settings.pool,
@@ -88,6 +92,7 @@ async def serve_embedded(settings: Settings) -> int:
             served,
             tokenizer,
             listening,
+            service=settings.service,
             canary_interval=canary,
             restarts=cluster.restarts,
         )
@@ -115,7 +120,7 @@ async def serve_front(settings: Settings, children: Mapping[Role, int], nodes: i
     listening = bind(settings.http.host, settings.http.port)
     path = resolve(settings.model)
     key = settings.cluster.cluster_key or (secrets.token_hex(16) if children else None)
-    config = router_config(settings.placement)
+    config = router_config(settings)
     fleet = Fleet(config, lambda status: RemoteWorker(Caller(status.address, key)))
     placer = Placer(fleet, make_policy(config.policy))
     door = server(key)
@@ -146,4 +151,12 @@ def _frontend(placer: Placer, settings: Settings, path: Path, listening: socket.
     served = served_model(path, settings.model_config.served_model_name, limit, spec.vocab_size, None)
     given = settings.placement.canary_interval
     canary = CANARY_SECONDS if given is None else given
-    return Frontend(placer, settings.http, served, load_tokenizer(path), listening, canary_interval=canary)
+    return Frontend(
+        placer,
+        settings.http,
+        served,
+        load_tokenizer(path),
+        listening,
+        service=settings.service,
+        canary_interval=canary,
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ class Claim:
     tenant: str
     tokens: int
     kind: object = None
+    service_class: str = ""  # for those who count what waits
 
 
 class Ticket:
@@ -93,6 +94,15 @@ class AdmissionQueue:
     def waiting(self) -> int:
         """Requests that have no place yet."""
         return self._count
+
+    def waiting_by_class(self) -> Counter[str]:
+        """The same, by service class."""
+        return Counter(
+            ticket.claim.service_class
+            for tenants in self._queues.values()
+            for tickets in tenants.values()
+            for ticket in tickets
+        )
 
     @asynccontextmanager
     async def enter(self, claim: Claim) -> AsyncIterator[Ticket]:

@@ -28,7 +28,7 @@ from router.trust import Trust, Ways
 from serving.errors import InvalidRequest, MillraceError, StaleLease, WorkerLost
 from serving.links import AuditLink, DecodeWorkerLink, PrefillLink
 from serving.messages import PROTOCOL, Audit, KVEvents, PoolReport, PrefillOrder, WorkerStatus
-from serving.service_class import SERVICE_CLASSES, ServiceClass
+from serving.service_class import SERVICE_CLASSES, STANDARD, ServiceClass
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class RouterConfig:
     Tries that fail faster than `retries_per_second`, and a share of the requests, wait, once the `retries_saved` are
     spent (router.retry_budget). A step of `stall` seconds is taken for a stuck engine, unless its worker's are long.
     `policy` is one of router.policies.POLICIES. `prefix_index_bytes` bounds what the router remembers of the workers'
-    KV blocks, for policies that need it.
+    KV blocks, for policies that need it. `strict_disaggregation`: no worker computes prompts for its own decodes.
     """
 
     name: str = "router"
@@ -65,6 +65,8 @@ class RouterConfig:
     policy: str = "least_loaded"
     prefix_index_bytes: int = 64 << 20
     classes: Mapping[str, ServiceClass] = field(default_factory=lambda: SERVICE_CLASSES)
+    default_class: str = STANDARD
+    strict_disaggregation: bool = False
 
 
 class Fleet:

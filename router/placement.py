@@ -26,33 +26,27 @@ from router.policy import (
     able_to_decode,
     able_to_prefill,
     outgrown,
+    split_only,
     view_for_prefill,
 )
-from router.predict import within
 from router.prefill_call import PrefillCall
+from router.refusals import NO_DECODE, NO_PREFILL, check_deadline, check_hope, no_room, nobody_ready
 from router.registry import Reservation
 from router.request_state import Attempt, RequestState
 from serving.errors import (
     CorruptChunk,
     Draining,
     NoRoom,
-    Overloaded,
     Preempted,
     Retryable,
     StaleLease,
     Unauthorized,
-    Unavailable,
     WorkerLost,
 )
 from serving.messages import TPOT_BINS_MS, Build, Delta, Prefilled
-from serving.service_class import STANDARD, ServiceClass
+from serving.service_class import ServiceClass
 
-HOPELESS = 0.1  # a chance to meet the TTFT objective below this counts as none
-JITTER = 0.25  # of retry_after, either way: clients that are refused together do not come back together
-MIN_RETRY = 0.1  # seconds
-NO_PREFILL = "no prefill worker is ready; start one, or look at /health"
 LINK_CODES = (DECODE_LOST, "layout", "range", "incomplete")  # of StaleLease, where the handoff itself fails
-NO_DECODE = "no decode worker is ready; start one, or look at /health"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +95,9 @@ class Placer:
                     if lease is not None:
                         return lease, placed
         except TimeoutError:
-            if not full:
-                raise Unavailable(NO_DECODE, retry_after=2.0) from None
-            waited = f"no worker had room within {patience:g} s"
-            raise Overloaded(waited, code="no_room", retry_after=1.0) from None
+            check_deadline(state, self.fleet.clock())
+            strict = self.fleet.config.strict_disaggregation
+            raise (no_room(patience) if full else nobody_ready(NO_DECODE, strict=strict)) from None
 
     def _claim(self, state: RequestState) -> Claim:
         """What the request asks for, as far as it keeps others back that ask for as much."""
@@ -112,7 +105,7 @@ class Placer:
         bin_ = bisect_left(TPOT_BINS_MS, request.slo.tpot_ms) if request.slo.tpot_ms is not None else None
         priority = CONTINUATION if state.generated else request.priority
         single = request.sampling.max_tokens - len(state.generated) == 1
-        return Claim(priority, request.tenant, state.tokens, (build, bin_, single))
+        return Claim(priority, request.tenant, state.tokens, (build, bin_, single), request.service_class)
 
     def _prefill_only(self, lease_id: str) -> tuple[RouterLease | None, Placed | None, bool]:
         """A single token needs no decode worker, but workers compute so many prompts at a time as they may hold."""
@@ -126,7 +119,7 @@ class Placer:
         full, workers, now = False, self.fleet.candidates(), self.fleet.clock()
         demand = self._demand(state, workers, state.required_build)
         trusted = self.fleet.trust.decoders(able_to_decode(demand, workers), workers, now)
-        view = FleetView(trusted, able_to_prefill(demand, workers), self.fleet.ways)
+        view = self._allowed(FleetView(trusted, able_to_prefill(demand, workers), self.fleet.ways))
         while (decision := self.policy.choose(demand, view, self.fleet.clock())) and decision.decode is not None:
             if not state.generated and not self._worth(state, demand, decision):
                 return None, None, True
@@ -138,11 +131,11 @@ class Placer:
                 state.build = Build(worker.status.fingerprint, worker.status.pairing)
                 granted = True
                 return lease, placed, False
-            except NoRoom:
-                full = True
-            except Draining:
-                pass  # its heartbeat will say so
+            except (NoRoom, Draining) as error:  # of a drain its heartbeat will say so
+                full = full or isinstance(error, NoRoom)
+                state.pass_over(worker.status.name, error)
             except (WorkerLost, StaleLease, Unauthorized) as error:  # gone, restarted meanwhile, or not one of ours
+                state.pass_over(worker.status.name, error)
                 self.fleet.blame(worker.status.instance, error)
             finally:
                 if not granted:
@@ -152,6 +145,10 @@ class Placer:
                 break
         return None, None, full
 
+    def _allowed(self, view: FleetView) -> FleetView:
+        """Those placements that are allowed here, whatever the policy."""
+        return split_only(view, self.fleet.clock()) if self.fleet.config.strict_disaggregation else view
+
     def _worth(self, state: RequestState, demand: Demand, decision: Decision) -> bool:
         """False if a request of this class waits here rather than in that worker's queue.
 
@@ -160,21 +157,14 @@ class Placer:
         predicted, known = decision.predicted, self.service_class(state)
         if predicted is None:
             return True
-        left = demand.first_token_in
-        if known.shed and left is not None and within(left, predicted.ttft, predicted.error) < HOPELESS:
-            alone = predicted.ttft * predicted.prefill / max(1e-9, predicted.queue + predicted.prefill)
-            spare = 1.0 + JITTER * (state.salt % 1000 / 500 - 1.0)
-            raise Overloaded(
-                f"the first token would come after about {predicted.ttft:.2g} s, {left:.2g} s are left of ttft_slo_ms",
-                code="slo",
-                retry_after=max(MIN_RETRY, (predicted.ttft - left) * spare) if alone <= left else None,
-            )
+        if known.shed:
+            check_hope(predicted, demand.first_token_in, state.salt)
         return known.backlog is None or predicted.queue <= known.backlog
 
     def service_class(self, state: RequestState) -> ServiceClass:
-        """The request's; one that is not configured here is as the standard one."""
-        classes = self.fleet.config.classes
-        return classes.get(state.request.service_class) or classes.get(STANDARD) or ServiceClass(name=STANDARD)
+        """The request's; one that is not configured here is as the default one."""
+        classes, default = self.fleet.config.classes, self.fleet.config.default_class
+        return classes.get(state.request.service_class) or classes.get(default) or ServiceClass(name=default)
 
     def placed(self, decision: Decision, demand: Demand) -> Placed:
         """What has been decided counts towards the load of the worker that will prefill."""
@@ -197,7 +187,8 @@ class Placer:
                     avoid.clear()  # a worker that failed before is better than none
                     await self.fleet.change()
         except TimeoutError:
-            raise Unavailable(NO_PREFILL, retry_after=2.0) from None
+            check_deadline(state, self.fleet.clock())
+            raise nobody_ready(NO_PREFILL, strict=self.fleet.config.strict_disaggregation) from None
 
     def _choose_prefill(self, state: RequestState, instance: str, avoid: set[str]) -> Placed | None:
         """The policy's choice of trusted workers for a lease at `instance`; or of those barred, the soonest free."""
@@ -208,6 +199,7 @@ class Placer:
         barred = trust.barred(instance, workers, now)
         for kept_out in (barred, barred - trust.soonest(instance, able_to_prefill(demand, workers))):
             view = view_for_prefill(demand, workers, self.fleet.ways, own, avoid | kept_out, begun=begun)
+            view = self._allowed(view) if own is not None else view
             decision = self.policy.choose(demand, view, now)
             if decision is not None and decision.prefill is not None:
                 return self.placed(decision, demand)
@@ -256,7 +248,10 @@ class Placer:
         """A prefill as decided. From now on the router counts on its blocks there, and on the lease's worker."""
         worker, reserved = placed.decision.prefill, placed.reserved
         assert worker is not None and reserved is not None
-        state.attempts.append(Attempt(placed.decision, self.fleet.clock()))
+        attempt = Attempt(placed.decision, self.fleet.clock(), state.tokens - reserved.work.prompt_tokens)
+        attempt.downgraded = placed.decision.mixed and state.split_asked
+        state.attempts.append(attempt)
+        state.split_asked |= placed.decision.split
         if self.fleet.prefixes is not None:
             decoding = self.fleet.registry.get(lease.fence.instance)
             for status in [worker.status, *([decoding.status] if decoding is not None else [])]:
@@ -310,6 +305,7 @@ class Placement:
         """Room to decode: a new lease, or the one that is held, begun anew. Raises as Placer.open_lease; Retryable."""
         if self.held is None:
             self.held, self._placed = await self.placer.open_lease(self.state)
+            self.state.split_asked |= self._placed is not None and self._placed.decision.split
             self._avoid = set()
         elif self._begun:
             try:
@@ -334,6 +330,7 @@ class Placement:
     def prefilled(self, prefilled: Prefilled) -> Delta:
         """The prefill worker has done its work."""
         assert self._worker is not None
+        self.state.attempts[-1].begin(prefilled)
         if self._reserved is not None:
             self._reserved.release()  # what is left is its handoff
         self.placer.fleet.breakers.succeeded(self._worker.status.instance, self.placer.fleet.clock())
@@ -350,6 +347,7 @@ class Placement:
 
     def failed(self, error: Retryable) -> None:
         """The try has failed: whoever is to blame is, and where the lease is not it is kept."""
+        self.state.fail(error)
         lease, worker, fleet = self.held, self._worker, self.placer.fleet
         echo = self._begun and lease is None  # what the lease could not begin anew after has been counted
         self.state.failures += not (echo or isinstance(error, Preempted | Draining))

@@ -6,7 +6,7 @@ Pure: what is known of the workers comes in, a decision goes out. No torch, no c
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import ClassVar, Protocol
 from zlib import crc32
@@ -100,6 +100,18 @@ class Decision:
     reason: str
     predicted: Prediction | None = None
     considered: tuple[Considered, ...] = ()
+
+    @property
+    def split(self) -> bool:
+        """True if one worker computes the prompt and another decodes."""
+        return self.prefill is not None and self.decode is not None and not self.mixed
+
+    @property
+    def mixed(self) -> bool:
+        """True if one worker computes the prompt and decodes."""
+        if self.prefill is None or self.decode is None:
+            return False
+        return self.prefill.status.instance == self.decode.status.instance
 
 
 class Policy(Protocol):
@@ -288,6 +300,22 @@ def view_for_prefill(
     if own.status.instance not in avoid and (own.prefills or last_resort):
         able = [own] if last_resort else [own, *(worker for worker in able if worker is not own)]
     return FleetView((own,), able, links)
+
+
+def split_only(view: FleetView, now: float) -> FleetView:
+    """The view without placements in which a worker computes the prompt of its own decode, whatever the policy.
+
+    A worker that can do both does what fewer can: it prefills where no other does, or else decodes. Where the view has
+    mixed workers alone there is no such placement, and `decode` is empty.
+    """
+    prefill = [worker for worker in view.prefill if not worker.decodes]
+    decode = [worker for worker in view.decode if not worker.prefills]
+    if not prefill and decode:
+        prefill = list(view.prefill)
+    elif prefill:
+        decode = decode + [worker for worker in view.decode if worker.prefills]
+    apart = FleetView(decode, prefill, view.links)
+    return replace(apart, decode=[worker for worker in decode if apart.prefills_for(worker, now)])
 
 
 def pairs_of(workers: Iterable[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:

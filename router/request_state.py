@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from router.policy import Decision
-from serving.messages import Build, Delta, LeaseId, LeaseOrder, Request
+from serving.errors import MillraceError
+from serving.messages import Build, Delta, LeaseId, LeaseOrder, Prefilled, Request
 from serving.timeline import Moment, Timeline
+
+MOST_PASSED_OVER = 32
 
 
 @dataclass(slots=True)
@@ -19,6 +22,12 @@ class Attempt:
 
     decision: Decision
     began_at: float  # the prefill was sent
+    expected_cached: int = 0  # tokens that the prefill worker was thought to hold
+    downgraded: bool = False  # a worker computes the prompt of its own decode, although two were asked for
+    queue_seconds: float | None = None  # as the prefill worker says: until the prompt's first step,
+    compute_seconds: float | None = None  # and from there to its first token
+    cached_tokens: int | None = None
+    error: str | None = None  # that ended it, where it failed
     first_at: float | None = None  # its first token came
     second_at: float | None = None  # the first that was decoded
     last_at: float = 0.0
@@ -30,6 +39,16 @@ class Attempt:
         elif self.second_at is None:
             self.second_at = now
         self.tokens, self.last_at = self.tokens + tokens, now
+
+    def begin(self, prefilled: Prefilled) -> None:
+        """The first token has come, and what the worker says of it."""
+        self.queue_seconds, self.compute_seconds = prefilled.queue_seconds, prefilled.compute_seconds
+        self.cached_tokens = prefilled.cached_tokens
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from the prefill's sending to the first token."""
+        return None if self.first_at is None else self.first_at - self.began_at
 
     @property
     def tpot(self) -> float | None:
@@ -50,6 +69,8 @@ class RequestState:
     last: Delta | None = None
     failures: int = 0  # tries that broke since a worker last decoded for it; planned moves are not counted
     attempts: list[Attempt] = field(default_factory=list)  # the last is the present one
+    passed_over: list[tuple[str, str]] = field(default_factory=list)  # workers that gave no lease, and why
+    split_asked: bool = False  # prefill and decode by two workers was decided at some time
     block_keys: dict[tuple[str, int], list[bytes]] = field(default_factory=dict)  # by fingerprint and block size
 
     @property
@@ -86,6 +107,16 @@ class RequestState:
             return None if slo.tpot_ms is None else first + len(self.generated) * slo.tpot_ms / 1e3 - now
         arrived = self.timeline.first(Moment.ARRIVED)
         return None if slo.ttft_ms is None or arrived is None else arrived + slo.ttft_ms / 1e3 - now
+
+    def pass_over(self, worker: str, error: MillraceError) -> None:
+        """The worker was the best, and had no lease to give."""
+        if len(self.passed_over) < MOST_PASSED_OVER:
+            self.passed_over.append((worker, type(error).__name__))
+
+    def fail(self, error: MillraceError) -> None:
+        """The present attempt has failed, if one has begun and has not failed before."""
+        if self.attempts and self.attempts[-1].error is None:
+            self.attempts[-1].error = f"{type(error).__name__}: {error.message}"
 
     def order(self, fence: LeaseId, now: float) -> LeaseOrder:
         deadline = self.request.deadline

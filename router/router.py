@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol
 
+from router.explain import ExplainLog, PlacementObserver
 from router.placement import Placement, Placer
 from router.request_state import RequestState
 from router.retry_budget import RetryBudget, RetryConfig
@@ -36,15 +37,17 @@ class RouterObserver(Protocol):
 class Router:
     """Serves requests on a fleet of workers."""
 
-    def __init__(self, placer: Placer, observer: RouterObserver):
+    def __init__(self, placer: Placer, observer: RouterObserver, placements: PlacementObserver | None = None):
         self.placer = placer
         self.fleet = placer.fleet
         self.observer = observer
         self.clock = placer.fleet.clock
+        self.explained = ExplainLog(placer.fleet.config.classes, placements)
         config = self.fleet.config
         budget = RetryConfig(per_second=config.retries_per_second, most=config.retries_saved)
         self.retries = RetryBudget(budget, self.clock())
         self.running = 0  # requests between the first and last line of generate()
+        self.tokens = 0  # output tokens so far
 
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
         """Place, lease, prefill, decode; after a failure go on elsewhere from the tokens the client has.
@@ -58,6 +61,7 @@ class Router:
                     state.timeline.note(Moment.LEASED, self.clock())
                     async with await place.prefill() as prefill:
                         state.timeline.note(Moment.PREFILL_SENT, self.clock())
+                        self.explained.placed(state)
                         yield self._take(state, place.prefilled(await prefill.first()))
                         while not state.finished:
                             yield self._take(state, place.decoded(await lease.next()))
@@ -73,6 +77,7 @@ class Router:
         self.retries.request(self.clock())
         failure: BaseException | None = None
         self.running += 1
+        self.explained.began(state)
         place = Placement(self.placer, state)
         try:
             yield state, place
@@ -83,6 +88,7 @@ class Router:
             place.drop_lease()
             self.running -= 1
             state.timeline.note(Moment.FINISHED, self.clock())
+            self.explained.ended(state, failure)
             self.observer.finished(state.request, state.timeline, state.last, failure)
             _log_end(state, failure)
 
@@ -92,6 +98,7 @@ class Router:
             self.observer.first_token(state.request, now - timeline.events[0][1], delta.cached_tokens)
         else:
             self.observer.tokens(now - timeline.last_token, len(delta.tokens))
+        self.tokens += len(delta.tokens)
         state.take(delta, now)
         self.placer.learn(state)
         return delta

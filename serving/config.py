@@ -132,7 +132,10 @@ class HttpConfig:
     host: str = option("0.0.0.0", "address to listen on")  # noqa: S104 - what users of such servers expect
     port: int = option(8000, "port of the HTTP API", least=0, most=65535)
     api_key: str | None = option(
-        None, "require this key (Authorization: Bearer ...); better set MILLRACE_API_KEY", secret=True
+        None,
+        "require this key, or one of several with commas between them (Authorization: Bearer ...); better set"
+        " MILLRACE_API_KEY",
+        secret=True,
     )
     shutdown_timeout: float = option(120.0, "seconds running requests may take to finish after SIGTERM", least=0)
     max_body_size: int = option(4 << 20, "bytes of a request body at most", least=1)

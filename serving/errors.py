@@ -8,6 +8,8 @@
     ├── RequestTimeout            408  DEADLINE_EXCEEDED    the client sent its body too slowly
     ├── PayloadTooLarge           413  RESOURCE_EXHAUSTED
     ├── Overloaded                429  RESOURCE_EXHAUSTED   carries Retry-After
+    ├── RateLimited               429  RESOURCE_EXHAUSTED   of an API key; its `kind` is OpenAI's, requests or tokens
+    │   └── TokenRateLimited      429  RESOURCE_EXHAUSTED
     ├── InternalError             500  INTERNAL
     ├── Unavailable               503  UNAVAILABLE          carries Retry-After
     ├── DeadlineExceeded          504  DEADLINE_EXCEEDED
@@ -80,7 +82,15 @@ class PayloadTooLarge(MillraceError, status=413, grpc_code="RESOURCE_EXHAUSTED",
 
 
 class Overloaded(MillraceError, status=429, grpc_code="RESOURCE_EXHAUSTED", kind="overloaded_error"):
-    """The queue is full, or the request waited in it as long as it may."""
+    """The queue is full, or the request waited in it as long as it may, or it would be late wherever it went."""
+
+
+class RateLimited(MillraceError, status=429, grpc_code="RESOURCE_EXHAUSTED", kind="requests"):
+    """The API key has sent as many requests as it may; `kind` is OpenAI's."""
+
+
+class TokenRateLimited(RateLimited, kind="tokens"):
+    """It has asked for as many tokens as it may."""
 
 
 class InternalError(MillraceError):

@@ -1,11 +1,12 @@
-"""The only user of prometheus_client: what the router counts and workers report, under vLLM's names with our prefix.
+"""What the router counts and workers report, for Prometheus, under vLLM's names with our prefix.
 
-`docs/metrics.md` documents every name here. Nothing is global: each service makes its own registry.
+`docs/metrics.md` documents every name here; what concerns service classes is in serving.class_metrics. Nothing is
+global: each service makes its own registry.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -14,8 +15,10 @@ from prometheus_client.core import GaugeMetricFamily as Gauges
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from serving.class_metrics import ClassMetrics
 from serving.errors import MillraceError
 from serving.messages import Audit, Delta, FinishReason, PoolReport, PoolStat, Request, TierStat, WorkerStatus
+from serving.service_class import SERVICE_CLASSES
 from serving.step_cost import StepCost
 from serving.timeline import Moment, Timeline
 
@@ -133,6 +136,9 @@ class RouterMetrics:
         waiting: Callable[[], int],
         pools: Callable[[], Iterable[PoolReport]] = tuple,
         faults: Callable[[], FaultFigures] = FaultFigures,
+        *,
+        classes: Collection[str] = tuple(SERVICE_CLASSES),
+        waiting_by_class: Callable[[], Mapping[str, int]] = dict,
     ):
         self.registry = CollectorRegistry()
         self.model = model_name
@@ -159,6 +165,7 @@ class RouterMetrics:
         }
         self.registry.register(WorkerCollector(model_name, workers))
         self.registry.register(PoolCollector(pools))
+        self.placements = ClassMetrics(self.registry, model_name, classes, waiting_by_class)
         self.registry.register(FaultCollector(model_name, faults))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from serving.config import (
@@ -19,6 +19,7 @@ from serving.config import (
     load_file,
     names,
 )
+from serving.service_config import ServiceConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +30,7 @@ class Settings:
     model_config: ModelConfig
     engine: EngineConfig
     http: HttpConfig
+    service: ServiceConfig = field(default_factory=ServiceConfig)
     placement: PlacementConfig
     cluster: ClusterConfig
     pool: PoolConfig

@@ -1,11 +1,12 @@
 """The OpenAI-compatible HTTP API over a `generate` that it is given: the table of its endpoints.
 
-It knows neither router nor workers; health, audit and metrics come in as callables.
+It knows neither router nor workers; health, audit, metrics and placements come in from outside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 
 import orjson
 from fastapi import FastAPI
@@ -13,20 +14,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serving import __version__
+from serving.api.explain import SALT, RequestNames, explain
 from serving.api.failures import handle_failures
 from serving.api.generation import GenerationResponse, Service
 from serving.api.in_flight import InFlightRequests
 from serving.api.middleware import AuthMiddleware
+from serving.api.objectives import PromiseReader
 from serving.api.openapi import describe_bodies, takes
 from serving.api.prepare import Preparer
 from serving.api.prompts import PromptReader
+from serving.api.rate_limit import RateLimiter
 from serving.api.schema import ChatCompletionBody, CompletionBody, DetokenizeBody, TokenizeBody
-from serving.api.settings import ApiObserver, Health, ReadAudit, ServedModel
+from serving.api.settings import ApiObserver, Health, NoPlacementLog, PlacementLog, ReadAudit, ServedModel
 from serving.api.status import add_process_routes
 from serving.api.tokens import TokenEndpoints
 from serving.config import HttpConfig
 from serving.errors import NotFound, Unavailable
 from serving.messages import Generate
+from serving.service_class import SERVICE_CLASSES, ServiceClass
+from serving.service_config import ServiceConfig
 from serving.text.tokenizer import Tokenizer
 
 
@@ -40,9 +46,14 @@ def create_app(
     audit: ReadAudit,
     metrics_text: Callable[[], bytes],
     observer: ApiObserver,
+    service_config: ServiceConfig | None = None,
+    classes: Mapping[str, ServiceClass] = SERVICE_CLASSES,
+    clock: Callable[[], float] = time.monotonic,
+    placements: PlacementLog | None = None,
 ) -> FastAPI:
     """The ASGI application. `app.state.in_flight` is the `InFlightRequests` through which a server drains it.
 
+    `clock` is the router's: deadlines are times on it.
     Raises `ValueError` when the tokenizer's chat template is not valid.
     """
     app = FastAPI(title="millrace", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -50,9 +61,22 @@ def create_app(
     app.add_middleware(AuthMiddleware, api_key=config.api_key)
     handle_failures(app)
     prompts = PromptReader(tokenizer=tokenizer, served=served)
-    service = Service(generate=generate, tokenizer=tokenizer, config=config, in_flight=in_flight, observer=observer)
-    _add_generation(app, service, Preparer(served=served, prompts=prompts))
+    service_config = service_config or ServiceConfig()
+    service = Service(
+        generate=generate,
+        tokenizer=tokenizer,
+        config=config,
+        in_flight=in_flight,
+        observer=observer,
+        clock=clock,
+        limits=RateLimiter(service_config.rate_limit_requests, service_config.rate_limit_tokens),
+        placements=placements or NoPlacementLog(),
+        names=RequestNames(),
+    )
+    objectives = PromiseReader(classes, service_config.default_service_class)
+    _add_generation(app, service, Preparer(served=served, prompts=prompts, objectives=objectives))
     _add_models(app, served)
+    _add_placements(app, service)
     _add_tokens(app, TokenEndpoints(tokenizer=tokenizer, served=served, prompts=prompts, config=config))
     _add_operations(app, in_flight, health, audit)
     add_process_routes(app, metrics_text)
@@ -67,11 +91,22 @@ def _json(content: object) -> Response:
 def _add_generation(app: FastAPI, service: Service, preparer: Preparer) -> None:
     @app.post("/v1/chat/completions", openapi_extra=takes(ChatCompletionBody))
     async def chat_completions(request: Request) -> Response:
-        return GenerationResponse(service, preparer.chat, request.state.ids)
+        return GenerationResponse(service, preparer.chat, request.headers, request.state)
 
     @app.post("/v1/completions", openapi_extra=takes(CompletionBody))
     async def completions(request: Request) -> Response:
-        return GenerationResponse(service, preparer.completion, request.state.ids)
+        return GenerationResponse(service, preparer.completion, request.headers, request.state)
+
+
+def _add_placements(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/requests/{name}/explain")
+    async def explain_request(name: str, request: Request) -> Response:
+        salt = request.headers.get(SALT, "")
+        return _json(explain(service.names, service.placements, name, request.state.key, salt))
+
+    @app.get("/v1/workers")
+    async def workers() -> Response:
+        return _json(service.placements.workers())
 
 
 def _add_models(app: FastAPI, served: ServedModel) -> None:

@@ -29,7 +29,6 @@ NOT_SERVED = frozenset(
         "moderation",
         "parallel_tool_calls",
         "prediction",
-        "prompt_cache_key",
         "prompt_cache_retention",
         "reasoning_effort",
         "safety_identifier",

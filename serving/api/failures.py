@@ -21,6 +21,7 @@ from serving.errors import InternalError, InvalidRequest, MillraceError, NotFoun
 
 logger = logging.getLogger(__name__)
 
+NO_USE_TO_REPEAT = ("slo", "rate_limit_exceeded")  # codes of refusals that, without a time, hold at any time
 _LINGER_S = 2.0
 _LINGER_BYTES = 32 * 1024 * 1024
 
@@ -33,7 +34,7 @@ def error_body(error: MillraceError) -> bytes:
 def error_response(error: MillraceError) -> Response:
     """The whole answer for an error of ours."""
     headers: dict[str, str] = {}
-    if error.retry_after is not None or error.status in (429, 503):
+    if error.retry_after is not None or (error.status in (429, 503) and error.code not in NO_USE_TO_REPEAT):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after or 1)))
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"

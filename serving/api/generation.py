@@ -7,29 +7,34 @@ It owns the iterators of `generate` and closes each of them on every exit. A del
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, State
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serving.api.body import ClientGoneError, read_body
 from serving.api.choice import Choice, ChoiceDelta
+from serving.api.explain import RequestNames
 from serving.api.failures import error_body
 from serving.api.in_flight import InFlightRequests
-from serving.api.plan import RequestIds, ResponsePlan
+from serving.api.plan import RequestHead, ResponsePlan
+from serving.api.rate_limit import RateLimiter
 from serving.api.results import ResultWriter
-from serving.api.settings import ApiObserver
+from serving.api.settings import ApiObserver, PlacementLog
 from serving.api.sse import SseWriter, error_frame
 from serving.config import HttpConfig
-from serving.errors import InternalError, MillraceError
+from serving.errors import DeadlineExceeded, InternalError, MillraceError
 from serving.messages import Delta, FinishReason, Generate
 from serving.text.tokenizer import Tokenizer
 
 LARGE_BODY = 8 * 1024  # bytes; a longer body is parsed and tokenized in a thread
+PLACEMENT, DOWNGRADE = "x-millrace-placement", "x-millrace-downgrade"
+_UNSHOWN = re.compile(r"[^A-Za-z0-9._:-]")  # in a header's words
 
 T = TypeVar("T")
 DeltaSink = Callable[[Choice, ChoiceDelta], Awaitable[None]]  # takes the deltas of all choices of a response
@@ -50,6 +55,10 @@ class Service:
     config: HttpConfig
     in_flight: InFlightRequests
     observer: ApiObserver
+    clock: Callable[[], float]  # the router's
+    limits: RateLimiter
+    placements: PlacementLog
+    names: RequestNames
 
 
 async def off_loop(work: Callable[..., T], body: bytes, *arguments: object) -> T:
@@ -60,34 +69,78 @@ async def off_loop(work: Callable[..., T], body: bytes, *arguments: object) -> T
 
 
 class GenerationResponse(Response):
-    """The ASGI response of a generation endpoint. It reads the body itself, in bounds, and watches for a hang-up."""
+    """The ASGI response of a generation endpoint. It reads the body itself, in bounds, and watches for a hang-up.
 
-    def __init__(self, service: Service, prepare: Callable[[bytes, RequestIds], ResponsePlan], ids: RequestIds) -> None:
+    `state` is the HTTP request's, as serving.api.middleware made it.
+    """
+
+    def __init__(
+        self, service: Service, prepare: Callable[[bytes, RequestHead], ResponsePlan], headers: Headers, state: State
+    ) -> None:
         super().__init__()
         self._service = service
         self._prepare = prepare
-        self._ids = ids
+        self._request_headers = headers
+        self._head = RequestHead(ids=state.ids, key=state.key, headers=headers, arrived=service.clock())
+        self._answer_headers: dict[str, str] = state.answer_headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service, key = self._service, self._head.key
         try:
-            with self._service.in_flight.enter():
-                body = await read_body(receive, Headers(scope=scope), self._service.config)
-                plan = await off_loop(self._prepare, body, self._ids)
-                choices = [Choice(plan, sequence, self._service.tokenizer) for sequence in plan.sequences]
+            with service.in_flight.enter():
+                self._limit(lambda now: service.limits.request(key, now))
+                body = await read_body(receive, self._request_headers, service.config)
+                plan = await off_loop(self._prepare, body, self._head)
+                self._limit(lambda now: service.limits.spend(key, plan.most_tokens, now))
+                service.names.note(plan, self._head.ids, key)
+                choices = [Choice(plan, sequence, service.tokenizer) for sequence in plan.sequences]
                 answer = self._stream if plan.stream else self._collect
-                await until_hang_up(receive, answer(plan, choices, scope, receive, send))
+                with self._refund(plan, choices):
+                    await until_hang_up(receive, answer(plan, choices, scope, receive, send))
         except ClientGoneError:
             return
         except MillraceError as error:
-            self._service.observer.request_refused(status=error.status)
+            service.observer.request_refused(status=error.status)
             raise
+
+    def _limit(self, take: Callable[[float], None]) -> None:
+        """Raises RateLimited; the headers of the answer say what is left either way."""
+        now = self._service.clock()
+        try:
+            take(now)
+        finally:
+            self._answer_headers |= self._service.limits.headers(self._head.key, now)
+
+    @contextmanager
+    def _refund(self, plan: ResponsePlan, choices: Sequence[Choice]) -> Iterator[None]:
+        """Output tokens that did not come do not count towards the limit."""
+        try:
+            yield
+        finally:
+            came = plan.prompt_tokens + sum(choice.completion_tokens for choice in choices)
+            self._service.limits.refund(self._head.key, plan.most_tokens - came, self._service.clock())
+
+    def _tell_placement(self, plan: ResponsePlan) -> None:
+        """The answer's headers say where the request went: its first sequence, where it has several."""
+        found = self._service.placements.placement(plan.sequences[0].request.request_id)
+        if found is None:
+            return
+        shown = {name: _UNSHOWN.sub("_", word) for name, word in found.items()}
+        words = (f"{name}={shown[name]}" for name in ("prefill", "decode", "reason"))
+        self._answer_headers[PLACEMENT] = ";".join(words)
+        if shown.get("downgrade"):
+            self._answer_headers[DOWNGRADE] = shown["downgrade"]
 
     async def _collect(
         self, plan: ResponsePlan, choices: Sequence[Choice], scope: Scope, receive: Receive, send: Send
     ) -> None:
         """One JSON object when all choices have ended."""
         writer = ResultWriter(plan, choices, self._service.tokenizer)
-        await run_choices(self._service, choices, writer.add)
+        try:
+            async with until_deadline(plan.deadline, self._service.clock):
+                await run_choices(self._service, choices, writer.add)
+        finally:
+            self._tell_placement(plan)
         await Response(writer.body(), media_type="application/json")(scope, receive, send)
 
     async def _stream(
@@ -95,12 +148,14 @@ class GenerationResponse(Response):
     ) -> None:
         """Events as tokens come. The status waits for the first token, so that a refusal still has one of its own."""
         writer = SseWriter(plan, choices, self._service.tokenizer)
-        stream = EventStream(send, writer)
+        stream = EventStream(send, writer, lambda: self._tell_placement(plan))
         try:
-            await run_choices(self._service, choices, stream.add)
+            async with until_deadline(plan.deadline, self._service.clock):
+                await run_choices(self._service, choices, stream.add)
             await stream.end(writer.end())
         except MillraceError as error:
             if not stream.started:
+                self._tell_placement(plan)
                 raise
             await stream.end(error_frame(error_body(error)))
         except Exception:
@@ -110,11 +165,12 @@ class GenerationResponse(Response):
 
 
 class EventStream:
-    """Server-sent events over one ASGI `send`; the response starts with the first of them."""
+    """Server-sent events over one ASGI `send`; the response starts with the first of them, after `before_start`."""
 
-    def __init__(self, send: Send, writer: SseWriter) -> None:
+    def __init__(self, send: Send, writer: SseWriter, before_start: Callable[[], None]) -> None:
         self._send = send
         self._writer = writer
+        self._before_start = before_start
         self._opening = asyncio.Lock()
         self.started = False
 
@@ -128,6 +184,7 @@ class EventStream:
     async def _start(self) -> None:
         async with self._opening:  # several choices may bring their first token at once
             if not self.started:
+                self._before_start()
                 await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM[:]})
                 self.started = True
 
@@ -152,6 +209,22 @@ async def until_hang_up(receive: Receive, work: Coroutine[Any, Any, None]) -> No
     if working.cancelled():
         raise ClientGoneError
     working.result()
+
+
+@asynccontextmanager
+async def until_deadline(deadline: float | None, clock: Callable[[], float]) -> AsyncIterator[None]:
+    """The block ends by the deadline, on this clock: router and workers hold it too, and this is for when they hang.
+
+    Raises DeadlineExceeded.
+    """
+    seconds = None if deadline is None else max(0.0, deadline - clock())
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise DeadlineExceeded("the request's deadline has passed", code="deadline") from error
 
 
 async def _hung_up(receive: Receive) -> None:
@@ -188,7 +261,8 @@ async def _run_choice(service: Service, choice: Choice, sink: DeltaSink) -> None
             raise InternalError("the generation ended without a reason")
         finish = choice.finish
     except asyncio.CancelledError:
-        finish = FinishReason.ABORT
+        late = request.deadline is not None and service.clock() >= request.deadline
+        finish = FinishReason.ERROR if late else FinishReason.ABORT
         raise
     finally:
         observer.request_finished(finish=finish, completion_tokens=choice.completion_tokens)

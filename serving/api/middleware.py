@@ -23,12 +23,17 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class AuthMiddleware:
-    """Without a key it only gives ids: `request.state.ids`, and the header x-request-id."""
+    """Without a key it only gives ids: `request.state.ids`, and the header x-request-id. A key may be several, with
+    commas between them.
+
+    `request.state.key` tells API keys apart without showing them. What an endpoint writes into
+    `request.state.answer_headers` before its answer begins goes out with it, be that an error or not.
+    """
 
     def __init__(self, app: ASGIApp, *, api_key: str | None = None) -> None:
         self._app = app
-        # Digests have one length, so a comparison says nothing about the length of the key either.
-        self._key = sha256(api_key.encode()).digest() if api_key else None
+        # Digests have one length, so a comparison says nothing about the length of a key either.
+        self._keys = [sha256(key.encode()).digest() for key in (api_key or "").split(",") if key]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -36,25 +41,29 @@ class AuthMiddleware:
             return
         headers = Headers(scope=scope)
         ids = request_ids(headers.get("x-request-id", ""))
-        scope.setdefault("state", {})["ids"] = ids
+        answer_headers: dict[str, str] = {}
+        state = scope.setdefault("state", {})
+        state |= {"ids": ids, "key": "", "answer_headers": answer_headers}
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = ids.shown
+                MutableHeaders(scope=message).update({**answer_headers, "x-request-id": ids.shown})
             await send(message)
 
-        if scope["path"] not in OPEN_PATHS and not self._is_authorized(headers.get("authorization", "")):
+        if self._keys and scope["path"] not in OPEN_PATHS:
+            state["key"] = self._key(headers.get("authorization", ""))
+        if state["key"] is None:
             refusal = Unauthorized("a valid API key is required: Authorization: Bearer <key>", code="invalid_api_key")
             await error_response(refusal)(scope, receive, send_with_id)
             return
         await self._app(scope, receive, send_with_id)
 
-    def _is_authorized(self, authorization: str) -> bool:
-        if self._key is None:
-            return True
+    def _key(self, authorization: str) -> str | None:
+        """The digest of the valid key it shows, cut short; None without one."""
         scheme, _, key = authorization.partition(" ")
         digest = sha256(key.strip().encode("latin-1")).digest()
-        return hmac.compare_digest(digest, self._key) and scheme.lower() == "bearer"
+        matches = [hmac.compare_digest(digest, known) for known in self._keys]  # all of them: no early end
+        return digest.hex()[:16] if scheme.lower() == "bearer" and any(matches) else None
 
 
 def request_ids(wanted: str) -> RequestIds:

@@ -8,13 +8,23 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from serving.api.objectives import HEADERS
+from serving.api.schema import SamplingBody
+
 _REFERENCE = "#/components/schemas/{model}"
 
 
 def takes(kind: type[BaseModel]) -> dict[str, Any]:
     """The `openapi_extra` of an endpoint whose body is a `kind`."""
     schema = {"$ref": _REFERENCE.format(model=kind.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    body = {"required": True, "content": {"application/json": {"schema": schema}}}
+    if not issubclass(kind, SamplingBody):
+        return {"requestBody": body}
+    headers = [
+        {"name": name, "in": "header", "description": text, "schema": {"type": "string"}}
+        for name, text in HEADERS.items()
+    ]
+    return {"parameters": headers, "requestBody": body}
 
 
 def describe_bodies(app: FastAPI, kinds: list[type[BaseModel]]) -> None:

@@ -5,7 +5,8 @@ Plain data between preparing, generating and rendering.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from serving.messages import Request
@@ -19,6 +20,16 @@ class RequestIds:
 
     shown: str
     unique: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestHead:
+    """What an HTTP request says beside its body."""
+
+    ids: RequestIds
+    key: str = ""  # tells API keys apart, without showing them; empty where none is required
+    headers: Mapping[str, str] = field(default_factory=dict)  # names in lower case
+    arrived: float = 0.0  # seconds on the router's clock
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +63,13 @@ class ResponsePlan:
     logprobs: int | None  # how many alternatives to show beside each token; None: no logprobs at all
     return_token_ids: bool
     shows_output: bool  # False: only the echoed prompt is wanted
+    deadline: float | None = None  # seconds on the router's clock
 
     @property
     def is_chat(self) -> bool:
         return self.kind == "chat"
+
+    @property
+    def most_tokens(self) -> int:
+        """What it may come to: every prompt once, and all the outputs."""
+        return self.prompt_tokens + sum(sequence.request.sampling.max_tokens for sequence in self.sequences)

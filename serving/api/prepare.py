@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from serving.api.body import parse_body
-from serving.api.plan import ChoiceRequest, Kind, RequestIds, ResponsePlan
+from serving.api.objectives import Promise, PromiseReader
+from serving.api.plan import ChoiceRequest, Kind, RequestHead, ResponsePlan
 from serving.api.prompts import Prompt, PromptReader, check_token_ids, prompt_too_long
 from serving.api.schema import ChatCompletionBody, CompletionBody, SamplingBody, StreamOptions
 from serving.api.settings import ServedModel
 from serving.errors import ContextLengthExceeded, InvalidRequest
-from serving.messages import Request, SamplingParams, Slo
+from serving.messages import Request, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # of a text completion, as in OpenAI's API and vLLM; a chat has the rest of the context
 MAX_LOGPROBS = 20
@@ -30,6 +31,7 @@ class _Asked:
 
     kind: Kind
     id: str  # of the response
+    promise: Promise
     prompts: Sequence[Prompt]
     max_tokens: int | None
     logprobs: int | None
@@ -39,25 +41,27 @@ class _Asked:
 class Preparer:
     """Turns bodies into plans for one model and tokenizer. Safe to use from several threads."""
 
-    def __init__(self, *, served: ServedModel, prompts: PromptReader) -> None:
+    def __init__(self, *, served: ServedModel, prompts: PromptReader, objectives: PromiseReader) -> None:
         self._served = served
         self._prompts = prompts
+        self._objectives = objectives
 
-    def chat(self, body: bytes, ids: RequestIds) -> ResponsePlan:
+    def chat(self, body: bytes, head: RequestHead) -> ResponsePlan:
         """Raises `InvalidRequest` or `NotFound`, naming the field."""
         fields = parse_body(ChatCompletionBody, body)
         model = self._prompts.model(fields.model)
         prompt = self._prompts.of_messages(fields.messages, fields, add_special_tokens=fields.add_special_tokens)
         asked = _Asked(
             kind="chat",
-            id=f"chatcmpl-{ids.unique}",
+            id=f"chatcmpl-{head.ids.unique}",
+            promise=self._objectives.promise(fields, head),
             prompts=[prompt],
             max_tokens=_chat_max_tokens(fields),
             logprobs=_chat_logprobs(fields),
         )
         return self._plan(fields, model, asked)
 
-    def completion(self, body: bytes, ids: RequestIds) -> ResponsePlan:
+    def completion(self, body: bytes, head: RequestHead) -> ResponsePlan:
         """Raises `InvalidRequest` or `NotFound`, naming the field."""
         fields = parse_body(CompletionBody, body)
         model = self._prompts.model(fields.model)
@@ -69,7 +73,8 @@ class Preparer:
             raise InvalidRequest(f"logprobs must be at most {MAX_LOGPROBS}", param="logprobs")
         asked = _Asked(
             kind="completion",
-            id=f"cmpl-{ids.unique}",
+            id=f"cmpl-{head.ids.unique}",
+            promise=self._objectives.promise(fields, head),
             prompts=self._prompts.of_completion(fields.prompt, add_special_tokens=fields.add_special_tokens),
             max_tokens=fields.max_tokens,
             logprobs=fields.logprobs,
@@ -100,6 +105,7 @@ class Preparer:
             logprobs=asked.logprobs,
             return_token_ids=bool(fields.return_token_ids),
             shows_output=asked.max_tokens != 0,
+            deadline=asked.promise.deadline,
         )
 
     def _sequences(self, fields: SamplingBody, asked: _Asked) -> Iterator[ChoiceRequest]:
@@ -114,8 +120,12 @@ class Preparer:
                     request_id=asked.id if n * len(asked.prompts) == 1 else f"{asked.id}-{index}",
                     prompt=prompt.tokens,
                     sampling=self._sampling(fields, max(room, 1), number, asked.logprobs),
-                    slo=Slo(ttft_ms=fields.ttft_slo_ms, tpot_ms=fields.tpot_slo_ms),
+                    slo=asked.promise.slo,
                     tenant=fields.cache_salt or "",
+                    deadline=asked.promise.deadline,
+                    service_class=asked.promise.service_class,
+                    priority=asked.promise.priority,
+                    session=asked.promise.session,
                     prompt_logprobs=asked.logprobs if asked.echo else None,
                 )
                 yield ChoiceRequest(index=index, prompt_number=position, request=request, prompt_text=text)

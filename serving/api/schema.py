@@ -12,7 +12,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_LENGTH = 1024  # characters
-_NOT_ACTED_ON = "an objective, accepted and carried with the request, not acted on yet"
+DAY_MS = 86_400_000.0
+MOST_PRIORITY = 49  # either way: the built-in classes are 100 apart, so a request stays among those of its class
 
 
 def _check_stop(value: object) -> object:
@@ -75,12 +76,21 @@ class SamplingBody(_Strict):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     return_token_ids: bool | None = None
-    ttft_slo_ms: float | None = Field(default=None, gt=0, description=f"Time to the first token, ms; {_NOT_ACTED_ON}")
-    tpot_slo_ms: float | None = Field(default=None, gt=0, description=f"Time per further token, ms; {_NOT_ACTED_ON}")
+    ttft_slo_ms: float | None = Field(
+        default=None, gt=0, le=DAY_MS, description="Objective for the time to the first token, ms; else its class's"
+    )
+    tpot_slo_ms: float | None = Field(
+        default=None, gt=0, le=DAY_MS, description="Objective for the mean time per further token, ms; else its class's"
+    )
+    service_class: str | None = Field(default=None, description="One of the configured classes; else the default one")
+    priority: int | None = Field(
+        default=None, ge=-MOST_PRIORITY, le=MOST_PRIORITY, description="Added to its class's: smaller goes first"
+    )
+    prompt_cache_key: str | None = Field(default=None, description="The request's session, as x-session-id")
     cache_salt: str | None = Field(
         default=None, min_length=1, max_length=512, description="Only requests with the same salt share cached prefixes"
     )
-    user: str | None = Field(default=None, description="Accepted and not used: it asks for nothing")
+    user: str | None = Field(default=None, description="The request's session where nothing else names one")
     metadata: dict[str, str] | None = Field(default=None, description="Accepted and not used: it is for `store`")
     store: Literal[False] | None = Field(default=None, description="Nothing is ever stored")
     service_tier: Literal["auto", "default"] | None = Field(default=None, description="There is one tier")

@@ -49,3 +49,29 @@ class ApiObserver(Protocol):
 
     def request_refused(self, *, status: int) -> None:
         """A generation request was answered with an error, before it brought any token."""
+
+
+class PlacementLog(Protocol):
+    """What the router knows of where requests went, by the id of each sequence, and of its workers; plain data."""
+
+    def placement(self, request_id: str) -> Mapping[str, str] | None:
+        """`prefill` and `decode`, the workers' names, and `reason`; `downgrade` where it is less than was asked for."""
+
+    def explain(self, request_id: str) -> Mapping[str, Any] | None:
+        """Everything that is known of a recent request, or of one in progress."""
+
+    def workers(self) -> Mapping[str, Any]:
+        """Every worker's state and load, and what became of requests, by class."""
+
+
+class NoPlacementLog:
+    """Knows of nothing."""
+
+    def placement(self, request_id: str) -> Mapping[str, str] | None:
+        return None
+
+    def explain(self, request_id: str) -> Mapping[str, Any] | None:
+        return None
+
+    def workers(self) -> Mapping[str, Any]:
+        return {}

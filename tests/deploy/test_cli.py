@@ -18,6 +18,7 @@ from deploy import cli
 from deploy.children import child_specs, node_flags, node_specs, worker_flags
 from deploy.cli import COMMANDS, check_counts, check_heartbeats, children_of, main, make_parser
 from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings
+from deploy.serve import router_config
 from serving.config import (
     ClusterConfig,
     EngineConfig,
@@ -329,3 +330,40 @@ def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
         )
         os.close(writer)
         assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_service_classes_and_limits_reach_router_and_api(started: Started, tmp_path: Path) -> None:
+    file = tmp_path / "classes.toml"
+    file.write_text("[gold]\nttft_slo_ms = 300\n")
+    flags = ["--service-classes", str(file), "--default-service-class", "gold", "--strict-disaggregation"]
+    assert main(["router", *flags, "--rate-limit-requests", "60", "--api-key", "a,b"]) == 0
+    settings = started.settings
+    config = router_config(settings)
+    assert config.classes["gold"].ttft_slo_ms == 300.0 and "standard" in config.classes
+    assert (config.default_class, config.strict_disaggregation) == ("gold", True)
+    assert (settings.service.rate_limit_requests, settings.service.rate_limit_tokens) == (60, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "said"),
+    [
+        ("[gold]\nttft_slo_ms = -1", [], "[gold] ttft_slo_ms"),
+        ("[gold]\n", ["--default-service-class", "silver"], "'silver' is none of"),
+    ],
+)
+def test_a_mistake_in_classes_is_one_line(
+    text: str, flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "classes.toml"
+    file.write_text(text)
+    assert main(["serve", "--service-classes", str(file), *flags]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_one_process_cannot_be_strictly_disaggregated(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "setup_logging", lambda service, level: None)
+    assert main(["serve", "--strict-disaggregation"]) == 2
+    assert "--strict-disaggregation needs workers apart" in capsys.readouterr().err

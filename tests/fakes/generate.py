@@ -18,6 +18,7 @@ from serving.api.app import create_app
 from serving.api.settings import ServedModel
 from serving.config import HttpConfig
 from serving.messages import Delta, FinishReason, Request, TokenLogprob
+from serving.service_config import ServiceConfig
 from serving.text.tokenizer import Tokenizer, load_tokenizer
 from tests.tiny import write_tokenizer
 
@@ -111,13 +112,15 @@ def saying(tokenizer: Tokenizer, text: str) -> Callable[[Request], list[int]]:
 
 
 def app_of(script: ScriptedGenerate, tokenizer: Tokenizer, **options: Any) -> FastAPI:
-    """The API before `script`. Options are those of `create_app`, or of `HttpConfig`."""
+    """The API before `script`. Options are those of `create_app`, or of `HttpConfig` or `ServiceConfig`."""
     config = {name: options.pop(name) for name in list(options) if name in HttpConfig.__dataclass_fields__}
+    service = {name: options.pop(name) for name in list(options) if name in ServiceConfig.__dataclass_fields__}
     given: dict[str, Any] = {
         "served": ServedModel(
             names=(MODEL, "tiny-alias"), max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, created=1_700_000_000
         ),
         "config": HttpConfig(**config),
+        "service_config": ServiceConfig(**service),
         "health": lambda: (True, ""),
         "audit": _empty_audit,
         "metrics_text": lambda: b"# nothing\n",

@@ -34,8 +34,9 @@ TORCH_FREE = (
     "serving/links.py",
     "serving/logs.py",
     "serving/messages.py",
-    "serving/metrics.py",
+    "serving/*metrics.py",
     "serving/rpc.py",
+    "serving/service_c*.py",
     "serving/timeline.py",
     "serving/wire.py",
     "serving/model/spec.py",
@@ -44,7 +45,9 @@ TORCH_FREE = (
     "kvcache/pool/*",
     "deploy/cli.py",
     "deploy/cache.py",
+    "deploy/explain.py",
     "deploy/kvcache_process.py",
+    "deploy/top.py",
 )
 
 # Where a library may be imported at all. Nothing below is imported anywhere else in the rooms.
@@ -53,7 +56,8 @@ DOORS = {
     "starlette": ("serving/api/*",),
     "uvicorn": ("deploy/*",),
     "pydantic": ("serving/api/*",),
-    "prometheus_client": ("serving/metrics.py",),
+    "prometheus_client": ("serving/metrics.py", "serving/class_metrics.py"),
+    "rich": ("deploy/*",),
     "grpc": (
         "serving/rpc.py",
         "prefill/service.py",

@@ -1,0 +1,50 @@
+"""With what words and codes a router turns a request away, and when it may come again. Pure."""
+
+from __future__ import annotations
+
+from router.predict import Prediction, within
+from router.request_state import RequestState
+from serving.errors import DeadlineExceeded, Overloaded, Unavailable
+
+HOPELESS = 0.1  # a chance to meet the TTFT objective below this counts as none
+JITTER = 0.25  # of retry_after, either way: clients that are refused together do not come back together
+MIN_RETRY = 0.1  # seconds
+NO_PREFILL = "no prefill worker is ready; start one, or look at /health"
+NO_DECODE = "no decode worker is ready; start one, or look at /health"
+NO_SPLIT = (
+    "--strict-disaggregation: there is no prefill worker with another worker to decode for it; start them, or look at"
+    " /health"
+)
+
+
+def nobody_ready(why: str, *, strict: bool) -> Unavailable:
+    """No worker was there to take the request. `strict`: no pair of workers apart."""
+    return Unavailable(NO_SPLIT if strict else why, code="no_split_placement" if strict else None, retry_after=2.0)
+
+
+def no_room(patience: float) -> Overloaded:
+    """The workers that were there were full for `patience` seconds."""
+    return Overloaded(f"no worker had room within {patience:g} s", code="no_room", retry_after=1.0)
+
+
+def check_deadline(state: RequestState, now: float) -> None:
+    """Raises DeadlineExceeded: then it was not patience that ended."""
+    deadline = state.request.deadline
+    if deadline is not None and now >= deadline:
+        raise DeadlineExceeded("the request's deadline has passed", code="deadline")
+
+
+def check_hope(predicted: Prediction, left: float | None, salt: int) -> None:
+    """Raises Overloaded if the best placement has no chance to meet the TTFT objective, `left` seconds from now.
+
+    It names a time only where waiting helps: where the prompt alone takes longer there is none.
+    """
+    if left is None or within(left, predicted.ttft, predicted.error) >= HOPELESS:
+        return
+    alone = predicted.ttft * predicted.prefill / max(1e-9, predicted.queue + predicted.prefill)
+    spare = 1.0 + JITTER * (salt % 1000 / 500 - 1.0)
+    raise Overloaded(
+        f"the first token would come after about {predicted.ttft:.2g} s, {left:.2g} s are left of ttft_slo_ms",
+        code="slo",
+        retry_after=max(MIN_RETRY, (predicted.ttft - left) * spare) if alone <= left else None,
+    )
