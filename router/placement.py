@@ -123,9 +123,10 @@ class Placer:
         while (decision := self.policy.choose(demand, view, self.fleet.clock())) and decision.decode is not None:
             if not state.generated and not self._worth(state, demand, decision):
                 return None, None, True
+            worker, granted = decision.decode, False
             if state.generated and outgrown(demand, view.prefill):
                 decision = replace(decision, prefill=None)  # the decode worker itself, unless others have come by then
-            worker, placed, granted = decision.decode, self.placed(decision, demand), False
+            placed = self.placed(decision, demand)
             try:
                 lease = await self.fleet.open(worker, lease_id, state)
                 state.build = Build(worker.status.fingerprint, worker.status.pairing)

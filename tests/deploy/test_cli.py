@@ -183,7 +183,7 @@ def test_a_pool_without_workers_brings_a_mixed_one() -> None:
 
 # ---- what a child is told ------------------------------------------------------------------------------------------
 
-WORD = st.text(st.characters(codec="ascii", exclude_characters="\0"), min_size=1, max_size=8)
+WORD = st.text(st.characters(codec="ascii", exclude_characters="\0"), min_size=1, max_size=8).filter(str.strip)
 
 
 def drawn(config: type, **special: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
