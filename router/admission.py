@@ -115,15 +115,16 @@ class AdmissionQueue:
         await ticket.turn
         ticket.turn = asyncio.get_running_loop().create_future()
 
-    def looked(self, ticket: Ticket, *, found: bool) -> None:
+    def looked(self, ticket: Ticket, *, found: bool | None) -> None:
+        """Its look has ended. None: with neither a place nor the lack of one, so that it says nothing of others."""
         if found:
             self.shares.charge(ticket.claim.tenant, ticket.claim.tokens)
             self._window = min(MOST_LOOKS, 2 * self._window)
-        else:
+        elif found is not None:
             claim, self._window = ticket.claim, 1
             self._failed[claim.kind] = min(claim.tokens, self._failed.get(claim.kind, claim.tokens))
         if ticket.looked is not None and not ticket.looked.done():
-            ticket.looked.set_result(found)
+            ticket.looked.set_result(bool(found))
 
     # ---- the queue -------------------------------------------------------------------------------------------------
 

@@ -90,13 +90,14 @@ class Placer:
             async with asyncio.timeout(patience), self.admission.enter(self._claim(state)) as ticket:
                 while True:
                     await self.admission.turn(ticket)
-                    found: tuple[RouterLease | None, Placed | None, bool] = None, None, full
+                    granted: bool | None = None  # a request that is refused, or leaves, has not found workers full
                     try:
                         if self.fleet.refused is not None:
                             raise self.fleet.refused
                         found = self._prefill_only(lease_id) if single else await self._try_all(lease_id, state)
+                        granted = found[0] is not None
                     finally:
-                        self.admission.looked(ticket, found=found[0] is not None)
+                        self.admission.looked(ticket, found=granted)
                     lease, placed, full = found
                     if lease is not None:
                         return lease, placed
@@ -112,7 +113,8 @@ class Placer:
         bin_ = bisect_left(TPOT_BINS_MS, request.slo.tpot_ms) if request.slo.tpot_ms is not None else None
         priority = CONTINUATION if state.generated else request.priority
         single = request.sampling.max_tokens - len(state.generated) == 1
-        return Claim(priority, request.tenant, state.tokens, (build, bin_, single))
+        known = self.service_class(state).name  # classes wait for other things: one of them for shorter queues
+        return Claim(priority, request.tenant, state.tokens, (build, bin_, single, known))
 
     def _prefill_only(self, lease_id: str) -> tuple[RouterLease | None, Placed | None, bool]:
         """A single token needs no decode worker, but workers compute so many prompts at a time as they may hold."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from kvcache.blocks.events import KVEventLog
 from kvcache.blocks.prefix import extend_keys, root_key
+from router.fleet import RECHECK_SECONDS
 from router.placement import block_keys
 from router.request_state import RequestState
 from serving.errors import NoRoom, Overloaded
@@ -186,11 +188,28 @@ async def test_a_class_with_a_backlog_waits_at_the_router_while_queues_are_long(
     batch = asyncio.create_task(world.tokens(classed("batch")))
     await world.settled()
     assert world.placer.admission.waiting == 1 and not world.workers["a"].opened
-    standard = classed("standard")
+    standard, began = classed("standard"), time.monotonic()
     assert await world.tokens(standard) == expected(standard), "others are not held up"
+    assert time.monotonic() - began < RECHECK_SECONDS / 2, "nor do they wait for a change"
     world.workers["a"].change(waiting_seconds=0.2, waiting_tokens=200)
     world.beat()
     assert await batch == expected(classed("batch"))
+    await world.fleet.close()
+
+
+async def test_one_that_is_refused_keeps_nobody_back() -> None:
+    world = World(policy="goodput")
+    world.add("a", step_cost=COST, waiting_seconds=3.0, waiting_tokens=3000)
+    batch = asyncio.create_task(world.tokens(classed("batch", prompt=tuple(range(3, 200)))))
+    await world.settled()
+    with pytest.raises(Overloaded):
+        await world.tokens(classed("interactive"))
+    patient, began = classed("interactive", ttft_ms=9000.0), time.monotonic()
+    assert await world.tokens(patient) == expected(patient)
+    assert time.monotonic() - began < RECHECK_SECONDS / 2
+    batch.cancel()
+    await asyncio.gather(batch, return_exceptions=True)
+    assert world.held() == {}
     await world.fleet.close()
 
 
