@@ -32,8 +32,10 @@ from router.predict import within
 from router.prefill_call import PrefillCall
 from router.registry import Reservation
 from router.request_state import Attempt, RequestState
+from serving.engine.objectives import DEADLINE_PASSED
 from serving.errors import (
     CorruptChunk,
+    DeadlineExceeded,
     Draining,
     NoRoom,
     Overloaded,
@@ -81,11 +83,13 @@ class Placer:
         """Room on the best decode worker that has it, and of the text's build, and what was decided with it.
 
         A request of a single token needs no room, and nothing is decided yet.
-        Raises Overloaded or Unavailable once patience is over, InvalidRequest, ContextLengthExceeded.
+        Raises Overloaded or Unavailable once patience is over, DeadlineExceeded where the deadline comes first,
+        InvalidRequest, ContextLengthExceeded.
         """
         lease_id = f"{state.request.request_id}/{next(self._lease_numbers)}"
         single = state.request.sampling.max_tokens - len(state.generated) == 1 and not self._outgrown(state)
-        full, patience = False, self._patience(state)
+        full: bool | None = None  # not known before it has looked
+        patience, by_deadline = self._patience(state)
         try:
             async with asyncio.timeout(patience), self.admission.enter(self._claim(state)) as ticket:
                 while True:
@@ -102,8 +106,12 @@ class Placer:
                     if lease is not None:
                         return lease, placed
         except TimeoutError:
+            if full is None:  # it waited behind others that ask for the same
+                full = self._anyone(state, single)
             if not full:
                 raise Unavailable(NO_DECODE, retry_after=2.0) from None
+            if by_deadline:
+                raise DeadlineExceeded(DEADLINE_PASSED) from None
             waited = f"no worker had room within {patience:g} s"
             raise Overloaded(waited, code="no_room", retry_after=1.0) from None
 
@@ -115,6 +123,11 @@ class Placer:
         single = request.sampling.max_tokens - len(state.generated) == 1
         known = self.service_class(state).name  # classes wait for other things: one of them for shorter queues
         return Claim(priority, request.tenant, state.tokens, (build, bin_, single, known))
+
+    def _anyone(self, state: RequestState, single: bool) -> bool:
+        """True if there are workers for the request, though they may be full."""
+        workers, demand = self.fleet.candidates(), Demand(tokens=state.tokens, build=state.required_build)
+        return bool((able_to_prefill if single else able_to_decode)(demand, workers))
 
     def _prefill_only(self, lease_id: str) -> tuple[RouterLease | None, Placed | None, bool]:
         """A single token needs no decode worker, but workers compute so many prompts at a time as they may hold."""
@@ -187,7 +200,7 @@ class Placer:
     async def choose_prefill(self, state: RequestState, lease: RouterLease, avoid: set[str]) -> Placed:
         """Who prefills for this lease; waits for a worker that can. Raises Unavailable, or what ends the lease."""
         try:
-            async with asyncio.timeout(self._patience(state)):
+            async with asyncio.timeout(self._patience(state)[0]):
                 while True:
                     placed = self._choose_prefill(state, lease.fence.instance, avoid)
                     if placed is not None:
@@ -285,11 +298,13 @@ class Placer:
             salt=state.salt,
         )
 
-    def _patience(self, state: RequestState) -> float:
+    def _patience(self, state: RequestState) -> tuple[float, bool]:
+        """Seconds the request may wait; True if that is because of its deadline."""
         deadline, patience = state.request.deadline, self.service_class(state).patience
         if patience is None:
             patience = self.fleet.config.patience
-        return patience if deadline is None else max(0.0, min(patience, deadline - self.fleet.clock()))
+        left = patience if deadline is None else deadline - self.fleet.clock()
+        return (max(0.0, left), True) if left < patience else (patience, False)
 
 
 class Placement:

@@ -14,7 +14,7 @@ from kvcache.blocks.prefix import extend_keys, root_key
 from router.fleet import RECHECK_SECONDS
 from router.placement import block_keys
 from router.request_state import RequestState
-from serving.errors import NoRoom, Overloaded
+from serving.errors import DeadlineExceeded, NoRoom, Overloaded
 from serving.messages import Request, Role, Slo
 from serving.service_class import SERVICE_CLASSES, ServiceClass
 from serving.step_cost import StepCost
@@ -209,6 +209,27 @@ async def test_one_that_is_refused_keeps_nobody_back() -> None:
     assert time.monotonic() - began < RECHECK_SECONDS / 2
     batch.cancel()
     await asyncio.gather(batch, return_exceptions=True)
+    assert world.held() == {}
+    await world.fleet.close()
+
+
+async def test_one_that_never_had_its_turn_is_told_that_workers_are_full() -> None:
+    world = World(patience=0.1)
+    world.add("a").script.open = [NoRoom("full")] * 1000
+    first = asyncio.create_task(world.tokens(wanted("1")))
+    await world.settled()
+    found = await asyncio.gather(first, world.tokens(wanted("2")), return_exceptions=True)
+    assert [(type(error), getattr(error, "code", None)) for error in found] == [(Overloaded, "no_room")] * 2
+    await world.fleet.close()
+
+
+async def test_a_deadline_that_passes_in_the_queue_is_told_as_such() -> None:
+    world = World(patience=5.0)
+    world.add("a").script.open = [NoRoom("full")] * 1000
+    for left in (0.05, 0.0, -1.0):
+        with pytest.raises(DeadlineExceeded):
+            await world.tokens(replace(wanted(), deadline=world.now + left))
+    await world.settled()
     assert world.held() == {}
     await world.fleet.close()
 
