@@ -337,7 +337,7 @@ class Fleet:
 
         def ended() -> None:
             running.discard(call)
-            reserved.release()
+            reserved.release(computed=call.computed)
 
         if instance != lease.fence.instance:
             self.breakers.begin(instance, self.clock())

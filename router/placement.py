@@ -350,7 +350,7 @@ class Placement:
         """The prefill worker has done its work."""
         assert self._worker is not None
         if self._reserved is not None:
-            self._reserved.release()  # what is left is its handoff
+            self._reserved.release(computed=True)  # what is left is its handoff
         self.placer.fleet.breakers.succeeded(self._worker.status.instance, self.placer.fleet.clock())
         return prefilled.delta
 
