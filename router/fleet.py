@@ -22,7 +22,7 @@ from router.policy import pairs_of
 from router.pool_nodes import PoolNodes
 from router.prefill_call import BROKEN_CALL, PrefillCall
 from router.prefix_index import PrefixIndex
-from router.registry import Registry, Reservation
+from router.registry import Registry, Reservation, believable
 from router.request_state import RequestState
 from router.trust import Trust, Ways
 from serving.errors import InvalidRequest, MillraceError, StaleLease, WorkerLost
@@ -110,6 +110,7 @@ class Fleet:
         self.check_protocol(status.name, status.protocol)
         now = self._listen()
         made_at = now if made_at is None or not now - OLDEST_ECHO <= made_at <= now else made_at
+        status = believable(status)
         if self.registry.heartbeat(status, now, made_at=made_at):
             state = "leaving" if status.draining else "here"
             log.info("%s worker %s (%s) is %s", status.role, status.name, status.address, state)

@@ -10,11 +10,20 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from math import inf
 
 from router.candidate import NOTHING, Candidate, Dispatched
 from serving.messages import WorkerStatus
 
 FLIGHT_SECONDS = 0.01  # what was sent so shortly before a status was made may not be in it
+
+
+def believable(status: WorkerStatus) -> WorkerStatus:
+    """The status without predictions that cannot be right: a worker that sends such counts as one that has none."""
+    cost, waits, share = status.step_cost, status.waiting_seconds, status.prompt_share
+    if cost is None or (cost.possible and 0.0 <= waits < inf and 0.0 <= share <= 1.0):
+        return status
+    return replace(status, step_cost=None, waiting_seconds=0.0, prompt_share=0.0)
 
 
 @dataclass(slots=True)
