@@ -177,10 +177,11 @@ class Placer:
         if known.shed and left is not None and within(left, predicted.ttft, predicted.error) < HOPELESS:
             alone = predicted.ttft * predicted.prefill / max(1e-9, predicted.queue + predicted.prefill)
             spare = 1.0 + JITTER * (state.salt % 1000 / 500 - 1.0)
+            given = left if state.request.slo.ttft_ms is None else state.request.slo.ttft_ms / 1e3  # if it comes anew
             raise Overloaded(
                 f"the first token would come after about {predicted.ttft:.2g} s, {left:.2g} s are left of ttft_slo_ms",
                 code="slo",
-                retry_after=max(MIN_RETRY, (predicted.ttft - left) * spare) if alone <= left else None,
+                retry_after=max(MIN_RETRY, (predicted.ttft - given) * spare) if alone <= given else None,
             )
         return known.backlog is None or predicted.queue <= known.backlog
 

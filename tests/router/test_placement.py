@@ -182,6 +182,19 @@ async def test_a_prompt_that_alone_takes_too_long_is_not_told_to_come_back() -> 
     await world.fleet.close()
 
 
+async def test_one_that_has_waited_too_long_here_is_told_to_come_back() -> None:
+    world = World(policy="goodput")
+    world.add("a", step_cost=COST).script.open = [NoRoom("full")]
+    waits = asyncio.create_task(world.tokens(classed("interactive")))
+    await world.settled()
+    world.now += 2.0
+    world.beat()
+    with pytest.raises(Overloaded) as refused:
+        await waits
+    assert refused.value.code == "slo" and refused.value.retry_after is not None
+    await world.fleet.close()
+
+
 async def test_a_class_with_a_backlog_waits_at_the_router_while_queues_are_long() -> None:
     world = World(policy="goodput")
     world.add("a", step_cost=COST, waiting_seconds=3.0, waiting_tokens=3000)
