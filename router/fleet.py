@@ -84,6 +84,7 @@ class Fleet:
         self.trust = Trust(config.breaker, config.stall)
         self.breakers, self.links = self.trust.workers, self.trust.links
         self.worked: dict[tuple[str, str], float] = {}  # when a token last came all the way through a pair
+        self._known: frozenset[str] = frozenset()  # instances, when pairs were last gone through
         self.probing = 0  # leases that are tried or held for no request (router.canary)
         self._strangers: set[str] = set()  # names of workers of another protocol that the log has told of
         self.protocols_refused = 0  # heartbeats of workers of another protocol
@@ -161,12 +162,15 @@ class Fleet:
             self.suspect(instance, WorkerLost("no heartbeat"))
         self._relieve_stuck()
         self.trust.retain(self.registry.workers, now)
-        self.worked = {pair: at for pair, at in self.worked.items() if set(pair) <= self.registry.workers.keys()}
         for instance in [known for known in self._worker_links if self.registry.get(known) is None]:
             link = self._worker_links.pop(instance)
             self._prefills.pop(instance, None)
             self._later(link.close())
-        self.link_costs.retain(self.registry.workers)
+        known = frozenset(self.registry.workers)
+        if known != self._known:  # there are as many pairs as workers squared
+            self._known = known
+            self.worked = {pair: at for pair, at in self.worked.items() if known.issuperset(pair)}
+            self.link_costs.retain(known)
         if self.prefixes is not None:
             self.prefixes.retain(self.registry.workers)
 
