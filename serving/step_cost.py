@@ -117,9 +117,8 @@ class StepCost:
         square = self.pair / 2
         if square * most * most + linear * most <= left:
             return most
-        if square == 0.0:
-            return min(most, int(left / linear))
-        return min(most, int((math.sqrt(linear * linear + 4 * square * left) - linear) / (2 * square)))
+        root = math.sqrt(linear * linear + 4 * square * left)
+        return min(most, int(2 * left / (root + linear)))  # not (root - linear) / (2 * square): nothing is left of that
 
 
 def pairs(start: int, count: int) -> float:

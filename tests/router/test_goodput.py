@@ -83,6 +83,13 @@ def test_a_chunk_is_the_most_that_fits(seconds: float, start: int, rows: int, mo
         assert COST.seconds(beside + StepLoad.of(start, chunk + 1)) > seconds * (1 - 1e-9) - 2 * COST.token
 
 
+@given(st.floats(0.0, 1e-15), st.floats(1e-9, 1e-2), st.floats(1e-4, 1.0))
+def test_a_chunk_hardly_depends_on_pairs_that_cost_next_to_nothing(pair: float, token: float, seconds: float) -> None:
+    cost, plain = (StepCost(fixed=1e-5, token=token, pair=each) for each in (pair, 0.0))
+    chunks = [each.chunk_within(seconds, 0, StepLoad(), 512) for each in (cost, plain)]
+    assert chunks[0] == pytest.approx(chunks[1], abs=1, rel=0.01)
+
+
 @given(st.integers(0, 500), st.integers(0, 500))
 def test_pairs_are_counted_one_by_one(start: int, count: int) -> None:
     assert pairs(start, count) == sum(start + i for i in range(1, count + 1))
