@@ -138,13 +138,17 @@ class Placer:
 
     async def _try_all(self, lease_id: str, state: RequestState) -> tuple[RouterLease | None, Placed | None, bool]:
         """A lease on the first trusted worker that grants one, in the policy's order; True if some were full."""
-        full, workers, now = False, self.fleet.candidates(), self.fleet.clock()
+        workers, now = self.fleet.candidates(), self.fleet.clock()
         demand = self._demand(state, workers, state.required_build)
         trusted = self.fleet.trust.decoders(able_to_decode(demand, workers), workers, now)
-        view = FleetView(trusted, able_to_prefill(demand, workers), self.fleet.ways)
+        open_ = [worker for worker in trusted if not worker.full]  # to ask hundreds that are costs more than it brings
+        view = FleetView(open_ or trusted, able_to_prefill(demand, workers), self.fleet.ways)
+        full = len(open_) < len(trusted)
         while (decision := self.policy.choose(demand, view, self.fleet.clock())) and decision.decode is not None:
             if not state.generated and not self._worth(state, demand, decision):
                 return None, None, True
+            if decision.decode.full:
+                break
             worker, placed, granted = decision.decode, self.placed(decision, demand), False
             try:
                 lease = await self.fleet.open(worker, lease_id, state)

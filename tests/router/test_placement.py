@@ -226,6 +226,21 @@ async def test_one_that_is_refused_keeps_nobody_back() -> None:
     await world.fleet.close()
 
 
+async def test_workers_that_say_they_are_full_are_not_asked() -> None:
+    world = World(patience=0.05)
+    for name in "abcd":
+        world.add(name, leases=8, running=8)
+    with pytest.raises(Overloaded):
+        await world.tokens(wanted())
+    assert not any(worker.opened for worker in world.workers.values())
+    world.workers["c"].change(leases=7, running=7)
+    world.beat()
+    assert await world.tokens(wanted()) == expected(wanted())
+    assert [name for name, worker in world.workers.items() if worker.opened] == ["c"]
+    assert world.held() == {}
+    await world.fleet.close()
+
+
 async def test_one_that_never_had_its_turn_is_told_that_workers_are_full() -> None:
     world = World(patience=0.1)
     world.add("a").script.open = [NoRoom("full")] * 1000
