@@ -20,7 +20,7 @@ from typing import Any
 from deploy.runtime.http_server import HttpServer
 from router.canary import Canary
 from router.overview import RouterOverview
-from router.placement import Placer
+from router.placer import Placer
 from router.router import Router
 from serving.api.app import create_app
 from serving.api.in_flight import InFlightRequests

@@ -10,7 +10,7 @@ from deploy.worker.worker import Worker
 from kvcache.handoff.dialer import Dialer
 from kvcache.pool.links import PoolLink
 from router.fleet import Fleet, RouterConfig, WorkerLink
-from router.placement import Placer
+from router.placer import Placer
 from router.policies import make_policy
 from router.router import Router, RouterObserver
 from serving.background import BackgroundTasks

@@ -25,7 +25,7 @@ from kvcache.pool.node import PoolNode
 from kvcache.pool.store import BlockStore
 from router.clients import RemoteWorker
 from router.fleet import Fleet, RouterConfig
-from router.placement import Placer
+from router.placer import Placer
 from router.policies import make_policy
 from router.service import RegistryService
 from serving.checkpoint.hub import resolve

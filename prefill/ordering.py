@@ -19,7 +19,8 @@ from serving.step_cost import StepCost
 Cost = Callable[[], StepCost | None]
 """The worker's fitted step cost; None, or one without samples, as long as it says nothing."""
 
-AGE = 30.0  # seconds of waiting that raise a prompt by one priority
+AGE = 30.0  # seconds of waiting that raise a prompt by STEP
+STEP = 100  # priorities: as many as lie between one service class and the next
 UNHURRIED = 10.0  # seconds after its arrival that a prompt without a TTFT objective is treated as due
 MOST_ALPHA = 8.0  # seconds of due time that a second of remaining work weighs under load; QoServe's ratio of α
 
@@ -40,8 +41,8 @@ class SlackOrder(PromptOrder):
     """By priority, which waiting raises; those that can still be in time first; then by due time + α · remaining.
 
     Of two prompts of priorities p and q, the first is never behind the second if that came later by
-    (p − q + 1) · AGE seconds: so nobody starves. Prompts without any objectives keep the order they came in, and the
-    whole queue does while nobody has any.
+    ((p − q) / STEP + 1) · AGE seconds: so nobody starves. Prompts without any objectives keep the order they came in,
+    and the whole queue does while nobody has any.
     """
 
     def __init__(self, cost: Cost):
@@ -55,7 +56,7 @@ class SlackOrder(PromptOrder):
         keys = {}
         for seq, seconds in zip(queue, remaining, strict=True):
             goals, since = seq.objectives, seq.prefill.waiting_since
-            level, due = goals.priority - (now - since) // AGE, goals.due
+            level, due = goals.priority - STEP * ((now - since) // AGE), goals.due
             if due == inf:
                 keys[seq] = (level, False, since + UNHURRIED)
             else:

@@ -54,22 +54,26 @@ class FairShares:
     """Tokens that tenants were served, by which the next is chosen: the one that has had the least.
 
     Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): a tenant that comes back is lifted to the
-    least of those that wait, so that nobody saves up service while idle.
+    least of those that wait, so that nobody saves up service while idle. Where nobody waits it is lifted to what
+    the one served last had: a newcomer is owed nothing of what others were served before it came.
     """
 
     def __init__(self) -> None:
         self._served: dict[str, float] = {}
+        self._last = 0.0  # what the tenant served last had before
 
     def arrived(self, tenant: str, waiting: set[str]) -> None:
         """The tenant has a request again; `waiting` are those that have some."""
         if tenant not in waiting:
-            least = min((self._served.get(other, 0.0) for other in waiting), default=0.0)
+            least = min((self._served.get(other, 0.0) for other in waiting), default=self._last)
             self._served[tenant] = max(self._served.pop(tenant, 0.0), least)
             while len(self._served) > MOST_TENANTS:
                 del self._served[next(iter(self._served))]
 
     def charge(self, tenant: str, tokens: float) -> None:
-        self._served[tenant] = self._served.get(tenant, 0.0) + tokens
+        served = self._served.get(tenant, 0.0)
+        self._last = max(self._last, served)
+        self._served[tenant] = served + tokens
 
     def served(self, tenant: str) -> float:
         return self._served.get(tenant, 0.0)
@@ -121,15 +125,16 @@ class AdmissionQueue:
         await ticket.turn
         ticket.turn = asyncio.get_running_loop().create_future()
 
-    def looked(self, ticket: Ticket, *, found: bool) -> None:
+    def looked(self, ticket: Ticket, *, found: bool | None) -> None:
+        """Its look has ended. None: with neither a place nor the lack of one, so that it says nothing of others."""
         if found:
             self.shares.charge(ticket.claim.tenant, ticket.claim.tokens)
             self._window = min(MOST_LOOKS, 2 * self._window)
-        else:
+        elif found is not None:
             claim, self._window = ticket.claim, 1
             self._failed[claim.kind] = min(claim.tokens, self._failed.get(claim.kind, claim.tokens))
         if ticket.looked is not None and not ticket.looked.done():
-            ticket.looked.set_result(found)
+            ticket.looked.set_result(bool(found))
 
     # ---- the queue -------------------------------------------------------------------------------------------------
 

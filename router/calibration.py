@@ -26,7 +26,7 @@ class Drift:
 
     def observe(self, predicted: float, observed: float) -> None:
         """Seconds, as predicted before any correction."""
-        if predicted <= 0.0 or observed <= 0.0:
+        if not (0.0 < predicted < math.inf and 0.0 < observed < math.inf):
             return
         ratio = min(OUTLIER, max(-OUTLIER, math.log(observed / predicted)))
         self.count += 1

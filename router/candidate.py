@@ -79,6 +79,11 @@ class Candidate:
         return max(self.leases, max(status.leases, status.running + status.waiting) + self.newer.leases)
 
     @cached_property
+    def full(self) -> bool:
+        """True if it would refuse one more lease: it holds as many as it may, as far as is known."""
+        return max(self.leases, self.status.leases + self.newer.leases) >= self.status.max_seqs
+
+    @cached_property
     def free_tokens(self) -> int:
         """Tokens of KV that are neither held nor promised."""
         return max(0, self.status.free_blocks * self.status.block_size - max(0, self.newer.context_tokens))

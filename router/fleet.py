@@ -22,7 +22,7 @@ from router.policy import pairs_of
 from router.pool_nodes import PoolNodes
 from router.prefill_call import BROKEN_CALL, PrefillCall
 from router.prefix_index import PrefixIndex
-from router.registry import Registry, Reservation
+from router.registry import Registry, Reservation, believable
 from router.request_state import RequestState
 from router.trust import Trust, Ways
 from serving.errors import InvalidRequest, MillraceError, StaleLease, WorkerLost
@@ -86,6 +86,7 @@ class Fleet:
         self.trust = Trust(config.breaker, config.stall)
         self.breakers, self.links = self.trust.workers, self.trust.links
         self.worked: dict[tuple[str, str], float] = {}  # when a token last came all the way through a pair
+        self._known: frozenset[str] = frozenset()  # instances, when pairs were last gone through
         self.probing = 0  # leases that are tried or held for no request (router.canary)
         self._strangers: set[str] = set()  # names of workers of another protocol that the log has told of
         self.protocols_refused = 0  # heartbeats of workers of another protocol
@@ -112,6 +113,7 @@ class Fleet:
         self.check_protocol(status.name, status.protocol)
         now = self._listen()
         made_at = now if made_at is None or not now - OLDEST_ECHO <= made_at <= now else made_at
+        status = believable(status)
         if self.registry.heartbeat(status, now, made_at=made_at):
             state = "leaving" if status.draining else "here"
             log.info("%s worker %s (%s) is %s", status.role, status.name, status.address, state)
@@ -162,12 +164,15 @@ class Fleet:
             self.suspect(instance, WorkerLost("no heartbeat"))
         self._relieve_stuck()
         self.trust.retain(self.registry.workers, now)
-        self.worked = {pair: at for pair, at in self.worked.items() if set(pair) <= self.registry.workers.keys()}
         for instance in [known for known in self._worker_links if self.registry.get(known) is None]:
             link = self._worker_links.pop(instance)
             self._prefills.pop(instance, None)
             self._later(link.close())
-        self.link_costs.retain(self.registry.workers)
+        known = frozenset(self.registry.workers)
+        if known != self._known:  # there are as many pairs as workers squared
+            self._known = known
+            self.worked = {pair: at for pair, at in self.worked.items() if known.issuperset(pair)}
+            self.link_costs.retain(known)
         if self.prefixes is not None:
             self.prefixes.retain(self.registry.workers)
 
@@ -339,7 +344,7 @@ class Fleet:
 
         def ended() -> None:
             running.discard(call)
-            reserved.release()
+            reserved.release(computed=call.computed)
 
         if instance != lease.fence.instance:
             self.breakers.begin(instance, self.clock())

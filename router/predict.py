@@ -52,6 +52,8 @@ def within(limit: float, predicted: float, error: float) -> float:
         return 0.0
     if predicted <= 0.0:
         return 1.0
+    if not limit / predicted > 0.0:  # beyond numbers
+        return 0.0
     return 0.5 * (1.0 + math.erf(math.log(limit / predicted) / (max(error, LEAST_ERROR) * math.sqrt(2.0))))
 
 

@@ -51,6 +51,11 @@ class PrefillCall:
             self.lose(WorkerLost(f"the prefill call broke: {error!r}", code=BROKEN_CALL if ours else None))
 
     @property
+    def computed(self) -> bool:
+        """True once the first token is here."""
+        return self._first.done() and not self._first.cancelled() and self._first.exception() is None
+
+    @property
     def handing_over(self) -> bool:
         """True while the first token is here and the KV is not known to have arrived."""
         return self._first.done() and not self._task.done()

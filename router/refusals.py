@@ -27,24 +27,24 @@ def no_room(patience: float) -> Overloaded:
     return Overloaded(f"no worker had room within {patience:g} s", code="no_room", retry_after=1.0)
 
 
-def check_deadline(state: RequestState, now: float) -> None:
-    """Raises DeadlineExceeded: then it was not patience that ended."""
-    deadline = state.request.deadline
-    if deadline is not None and now >= deadline:
-        raise DeadlineExceeded("the request's deadline has passed", code="deadline")
+def deadline_passed() -> DeadlineExceeded:
+    """It was not patience that ended."""
+    return DeadlineExceeded("the request's deadline has passed", code="deadline")
 
 
-def check_hope(predicted: Prediction, left: float | None, salt: int) -> None:
+def check_hope(predicted: Prediction, left: float | None, state: RequestState) -> None:
     """Raises Overloaded if the best placement has no chance to meet the TTFT objective, `left` seconds from now.
 
-    It names a time only where waiting helps: where the prompt alone takes longer there is none.
+    It names a time only where waiting helps: where the prompt alone takes longer there is none. A request that comes
+    again has its whole objective before it.
     """
     if left is None or within(left, predicted.ttft, predicted.error) >= HOPELESS:
         return
     alone = predicted.ttft * predicted.prefill / max(1e-9, predicted.queue + predicted.prefill)
-    spare = 1.0 + JITTER * (salt % 1000 / 500 - 1.0)
+    spare, objective = 1.0 + JITTER * (state.salt % 1000 / 500 - 1.0), state.request.slo.ttft_ms
+    whole = left if objective is None else objective / 1e3
     raise Overloaded(
         f"the first token would come after about {predicted.ttft:.2g} s, {left:.2g} s are left of ttft_slo_ms",
         code="slo",
-        retry_after=max(MIN_RETRY, (predicted.ttft - left) * spare) if alone <= left else None,
+        retry_after=max(MIN_RETRY, (predicted.ttft - whole) * spare) if alone <= whole else None,
     )

@@ -9,11 +9,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from math import inf
 
 from router.candidate import NOTHING, Candidate, Dispatched
 from serving.messages import WorkerStatus
 
 FLIGHT_SECONDS = 0.01  # what was sent so shortly before a status was made may not be in it
+
+
+def believable(status: WorkerStatus) -> WorkerStatus:
+    """The status without predictions that cannot be right: a worker that sends such counts as one that has none."""
+    cost, waits, share = status.step_cost, status.waiting_seconds, status.prompt_share
+    if cost is None or (cost.possible and 0.0 <= waits < inf and 0.0 <= share <= 1.0):
+        return status
+    return replace(status, step_cost=None, waiting_seconds=0.0, prompt_share=0.0)
 
 
 @dataclass(slots=True)
@@ -50,11 +60,18 @@ class RegisteredWorker:
         self.busy_until = prompt.until = max(self.busy_until, prompt.at) + prompt.work.prompt_seconds
         self._prompts.append(prompt)
 
-    def computed(self, prompt: Reservation, now: float) -> None:
-        """A prompt has left the queue: those behind it are as early, or as late, as it was."""
-        if prompt in self._prompts:
-            self._prompts.remove(prompt)
-            self.busy_until = max(now, self.busy_until - (prompt.until - now))
+    def left(self, prompt: Reservation, now: float, *, computed: bool) -> None:
+        """A prompt has left the queue. Those behind it are as early, or as late, as it was; one that was not computed
+        spares them its own time alone.
+        """
+        if prompt not in self._prompts:
+            return
+        place = self._prompts.index(prompt)
+        sooner = prompt.until - now if computed else prompt.work.prompt_seconds
+        del self._prompts[place]
+        for behind in islice(self._prompts, place, None):
+            behind.until = max(now, behind.until - sooner)
+        self.busy_until = max(now, self.busy_until - sooner)
 
     def report(self, status: WorkerStatus, now: float, made_at: float) -> None:
         """A heartbeat: what was sent before its status was made is part of it."""
@@ -95,13 +112,13 @@ class Reservation:
             if work.prompt_seconds:
                 worker.begun(self)
 
-    def release(self) -> None:
-        """The work is over, or was not sent. Safe to repeat."""
+    def release(self, *, computed: bool = False) -> None:
+        """The work is over: its prompt is computed, or was not sent or given up. Safe to repeat."""
         worker, self.worker = self.worker, None
         if worker is not None:
             now = self.clock()
             worker.sent(-self.work, now)
-            worker.computed(self, now)
+            worker.left(self, now, computed=computed)
 
 
 class Registry:

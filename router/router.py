@@ -12,7 +12,8 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from router.explain import ExplainLog, PlacementObserver
-from router.placement import Placement, Placer
+from router.placement import Placement
+from router.placer import Placer
 from router.request_state import RequestState
 from router.retry_budget import RetryBudget, RetryConfig
 from serving.errors import DeadlineExceeded, MillraceError, Retryable, Unavailable

@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+MOST = 1e4  # seconds, for one of anything: beyond that nothing was measured
+
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
@@ -54,6 +56,12 @@ class StepCost:
     context: float = 0.0
     error: float = 0.5
     samples: int = 0
+
+    @property
+    def possible(self) -> bool:
+        """False for numbers that no fit can come to: it is not to be computed with."""
+        numbers = (self.fixed, self.token, self.pair, self.sequence, self.context, self.error)
+        return all(0.0 <= number < MOST for number in numbers) and self.fixed + self.token > 0.0
 
     def seconds(self, load: StepLoad) -> float:
         """A step of this load."""
@@ -113,9 +121,8 @@ class StepCost:
         square = self.pair / 2
         if square * most * most + linear * most <= left:
             return most
-        if square == 0.0:
-            return min(most, int(left / linear))
-        return min(most, int((math.sqrt(linear * linear + 4 * square * left) - linear) / (2 * square)))
+        root = math.sqrt(linear * linear + 4 * square * left)
+        return min(most, int(2 * left / (root + linear)))  # not (root - linear) / (2 * square): nothing is left of that
 
 
 def pairs(start: int, count: int) -> float:

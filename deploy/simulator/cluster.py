@@ -22,7 +22,7 @@ from kvcache.handoff.local import Receiver
 from kvcache.memory.device import DeviceKV
 from kvcache.memory.locations import KVLocations
 from router.fleet import Fleet, RouterConfig, WorkerLink
-from router.placement import Placer
+from router.placer import Placer
 from router.policies import make_policy
 from router.router import Router, RouterObserver
 from serving.config import EngineConfig

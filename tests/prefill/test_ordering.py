@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefill.ordering import AGE, MOST_ALPHA, UNHURRIED, PromptOrder, SlackOrder, load_weight
+from prefill.ordering import AGE, MOST_ALPHA, STEP, UNHURRIED, PromptOrder, SlackOrder, load_weight
 from prefill.scheduler import PrefillScheduler
 from serving.engine.plan import StepPlan
 from serving.engine.sequence import SequenceState
+from serving.service_class import SERVICE_CLASSES
 from serving.step_cost import StepCost
 from tests.fakes.sequences import make_sequence
 from tests.prefill.scripted import make_kv
@@ -97,11 +99,14 @@ def test_without_objectives_it_is_first_come_first_served(seed: int, now: float,
 @settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_nobody_is_passed_by_those_who_come_much_later(seed: int) -> None:
-    """The bound: a prompt of priority p is before every one of priority q that came (p − q + 1) · AGE later."""
+    """The bound: one of priority p is before all of priority q that came ((p − q) / STEP + 1) · AGE later."""
     choice = random.Random(seed)
     queue = []
     for _ in range(choice.randrange(2, 12)):
-        fields: dict[str, Any] = {"priority": choice.randrange(-2, 3), "at": choice.uniform(0.0, 9 * AGE)}
+        fields: dict[str, Any] = {
+            "priority": choice.randrange(-2 * STEP, 2 * STEP + 1),
+            "at": choice.uniform(0.0, 9 * AGE),
+        }
         if choice.random() < 0.7:
             fields["first_token_in"] = choice.uniform(-5.0, 60.0)
         queue.append(prompt(choice.randrange(1, 3000), **fields))
@@ -110,9 +115,14 @@ def test_nobody_is_passed_by_those_who_come_much_later(seed: int) -> None:
     order = in_order(queue, now)
     for place, i in enumerate(order):
         for j in order[:place]:
-            levels = queue[i].objectives.priority - queue[j].objectives.priority + 1
+            levels = (queue[i].objectives.priority - queue[j].objectives.priority) / STEP + 1
             later = queue[j].prefill.waiting_since - queue[i].prefill.waiting_since
             assert later < levels * AGE + 1e-6
+
+
+def test_a_class_is_a_step_from_the_next() -> None:
+    classes = sorted(known.priority for known in SERVICE_CLASSES.values())
+    assert [after - before for before, after in pairwise(classes)] == [STEP] * (len(classes) - 1)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -120,7 +130,7 @@ def test_a_prompt_is_served_in_the_end_however_many_urgent_ones_come(late: bool)
     """One urgent prompt a step, which is all a step computes: the one that is not important waits 3 · AGE at most."""
     kv = make_kv(64, 4)
     scheduler = PrefillScheduler(kv, order=SlackOrder(lambda: COST))
-    patient = make_sequence(kv, [7] * 4, priority=2, **({"first_token_in": 0.5} if late else {}))
+    patient = make_sequence(kv, [7] * 4, priority=2 * STEP, **({"first_token_in": 0.5} if late else {}))
     scheduler.add(patient)
     now = 0.0
     while not patient.computed:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from router.fleet import Fleet, RouterConfig
-from router.placement import Placer
+from router.placer import Placer
 from router.policies import make_policy
 from router.router import Router
 from serving.errors import MillraceError

@@ -181,6 +181,15 @@ def test_a_tenant_that_comes_back_has_saved_nothing_up() -> None:
     assert shares.served("back") == 10_000
 
 
+def test_a_tenant_that_comes_while_nobody_waits_is_owed_nothing() -> None:
+    shares = FairShares()
+    for _ in range(1000):
+        shares.arrived("old", set())
+        shares.charge("old", 1000)
+    shares.arrived("new", set())
+    assert shares.served("old") - shares.served("new") == 1000, "the old one's last request, and no more"
+
+
 def test_tenants_without_number_take_bounded_memory() -> None:
     shares = FairShares()
     for n in range(20_000):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
@@ -19,6 +20,7 @@ from router.policy import Decision, Demand
 from router.predict import Prediction, others_lost, prompt_seconds, within
 from serving.messages import TPOT_BINS_MS, Role, Slo
 from serving.step_cost import StepCost, StepLoad, pairs
+from tests.router.conftest import World, expected, wanted
 from tests.router.scripted import lease_view, make_status
 
 COST = StepCost(fixed=0.004, token=0.0005, pair=1e-8, sequence=0.0005, context=1e-7, error=0.2, samples=100)
@@ -79,6 +81,13 @@ def test_a_chunk_is_the_most_that_fits(seconds: float, start: int, rows: int, mo
         assert COST.seconds(beside + StepLoad.of(start, chunk)) <= seconds * (1 + 1e-9)
     if chunk < most:
         assert COST.seconds(beside + StepLoad.of(start, chunk + 1)) > seconds * (1 - 1e-9) - 2 * COST.token
+
+
+@given(st.floats(0.0, 1e-15), st.floats(1e-9, 1e-2), st.floats(1e-4, 1.0))
+def test_a_chunk_hardly_depends_on_pairs_that_cost_next_to_nothing(pair: float, token: float, seconds: float) -> None:
+    cost, plain = (StepCost(fixed=1e-5, token=token, pair=each) for each in (pair, 0.0))
+    chunks = [each.chunk_within(seconds, 0, StepLoad(), 512) for each in (cost, plain)]
+    assert chunks[0] == pytest.approx(chunks[1], abs=1, rel=0.01)
 
 
 @given(st.integers(0, 500), st.integers(0, 500))
@@ -230,6 +239,27 @@ def test_predictions_are_corrected_by_what_came_of_them() -> None:
     assert slower is not None and quicker is not None
     assert slower.tpot / quicker.tpot == pytest.approx(2.0**OWN, rel=0.05), "most of a difference is chance"
     assert quicker.tpot / quicker.token == pytest.approx(2.0 ** (0.5 * (1 - OWN)), rel=0.05), "the rest is common"
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan"), 1e308, 1e6, 0.0, -1.0])
+async def test_a_worker_that_reports_nonsense_breaks_no_choice_and_does_not_draw_all(number: float) -> None:
+    cost = StepCost(fixed=number, token=number, pair=number, sequence=number, context=number, error=number, samples=9)
+    fields: list[dict[str, Any]] = [{"step_cost": cost}]
+    if not 0.0 <= number <= 1e6:
+        fields += [{"step_cost": COST, "waiting_seconds": number}, {"step_cost": COST, "prompt_share": number}]
+    for odd in fields:
+        world = World(policy="goodput")
+        for name, own in (("odd", odd), ("fine", {"step_cost": COST})):
+            world.add(name, running=3, context_tokens=900, **own)
+        requests = [replace(wanted(f"r{n}"), slo=Slo(ttft_ms=1000.0, tpot_ms=100.0)) for n in range(30)]
+        for request in requests:
+            assert await world.tokens(request) == expected(request)
+        assert len(world.workers["odd"].orders) < 30
+        await world.fleet.close()
+
+
+def test_what_is_beyond_numbers_has_no_chance() -> None:
+    assert within(1.0, float("inf"), 0.3) == within(1.0, float("nan"), 0.3) == within(1e-300, 1e300, 0.3) == 0.0
 
 
 def test_one_strange_observation_does_not_decide() -> None:

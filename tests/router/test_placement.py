@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 from kvcache.blocks.events import KVEventLog
 from kvcache.blocks.prefix import extend_keys, root_key
 from router.block_keys import block_keys
+from router.fleet import RECHECK_SECONDS
 from router.request_state import RequestState
-from serving.errors import NoRoom, Overloaded
+from serving.errors import DeadlineExceeded, NoRoom, Overloaded
 from serving.messages import Request, Role, Slo
 from serving.service_class import SERVICE_CLASSES, ServiceClass
 from serving.step_cost import StepCost
@@ -180,17 +182,83 @@ async def test_a_prompt_that_alone_takes_too_long_is_not_told_to_come_back() -> 
     await world.fleet.close()
 
 
+async def test_one_that_has_waited_too_long_here_is_told_to_come_back() -> None:
+    world = World(policy="goodput")
+    world.add("a", step_cost=COST).script.open = [NoRoom("full")]
+    waits = asyncio.create_task(world.tokens(classed("interactive")))
+    await world.settled()
+    world.now += 2.0
+    world.beat()
+    with pytest.raises(Overloaded) as refused:
+        await waits
+    assert refused.value.code == "slo" and refused.value.retry_after is not None
+    await world.fleet.close()
+
+
 async def test_a_class_with_a_backlog_waits_at_the_router_while_queues_are_long() -> None:
     world = World(policy="goodput")
     world.add("a", step_cost=COST, waiting_seconds=3.0, waiting_tokens=3000)
     batch = asyncio.create_task(world.tokens(classed("batch")))
     await world.settled()
     assert world.placer.admission.waiting == 1 and not world.workers["a"].opened
-    standard = classed("standard")
+    standard, began = classed("standard"), time.monotonic()
     assert await world.tokens(standard) == expected(standard), "others are not held up"
+    assert time.monotonic() - began < RECHECK_SECONDS / 2, "nor do they wait for a change"
     world.workers["a"].change(waiting_seconds=0.2, waiting_tokens=200)
     world.beat()
     assert await batch == expected(classed("batch"))
+    await world.fleet.close()
+
+
+async def test_one_that_is_refused_keeps_nobody_back() -> None:
+    world = World(policy="goodput")
+    world.add("a", step_cost=COST, waiting_seconds=3.0, waiting_tokens=3000)
+    batch = asyncio.create_task(world.tokens(classed("batch", prompt=tuple(range(3, 200)))))
+    await world.settled()
+    with pytest.raises(Overloaded):
+        await world.tokens(classed("interactive"))
+    patient, began = classed("interactive", ttft_ms=9000.0), time.monotonic()
+    assert await world.tokens(patient) == expected(patient)
+    assert time.monotonic() - began < RECHECK_SECONDS / 2
+    batch.cancel()
+    await asyncio.gather(batch, return_exceptions=True)
+    assert world.held() == {}
+    await world.fleet.close()
+
+
+async def test_workers_that_say_they_are_full_are_not_asked() -> None:
+    world = World(patience=0.05)
+    for name in "abcd":
+        world.add(name, leases=8, running=8)
+    with pytest.raises(Overloaded):
+        await world.tokens(wanted())
+    assert not any(worker.opened for worker in world.workers.values())
+    world.workers["c"].change(leases=7, running=7)
+    world.beat()
+    assert await world.tokens(wanted()) == expected(wanted())
+    assert [name for name, worker in world.workers.items() if worker.opened] == ["c"]
+    assert world.held() == {}
+    await world.fleet.close()
+
+
+async def test_one_that_never_had_its_turn_is_told_that_workers_are_full() -> None:
+    world = World(patience=0.1)
+    world.add("a").script.open = [NoRoom("full")] * 1000
+    first = asyncio.create_task(world.tokens(wanted("1")))
+    await world.settled()
+    found = await asyncio.gather(first, world.tokens(wanted("2")), return_exceptions=True)
+    assert [(type(error), getattr(error, "code", None)) for error in found] == [(Overloaded, "no_room")] * 2
+    await world.fleet.close()
+
+
+async def test_a_deadline_that_passes_in_the_queue_is_told_as_such() -> None:
+    world = World(patience=5.0)
+    world.add("a").script.open = [NoRoom("full")] * 1000
+    for left in (0.05, 0.0, -1.0):
+        with pytest.raises(DeadlineExceeded):
+            await world.tokens(replace(wanted(), deadline=world.now + left))
+    await world.settled()
+    assert world.held() == {}
     await world.fleet.close()
 
 

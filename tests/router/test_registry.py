@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from router.candidate import NOTHING, Dispatched
-from router.registry import FLIGHT_SECONDS, Registry
+from router.registry import FLIGHT_SECONDS, Registry, Reservation
 from tests.router.scripted import make_status
 
 NAMES = st.sampled_from(["a", "b", "c"])
@@ -112,6 +113,36 @@ def test_a_worker_that_reports_what_it_has_is_never_counted_twice_nor_forgotten(
         assert open_now <= worker.candidate.held_leases <= open_now + max(recent, len(sent_at) - 1)
     registry.heartbeat(make_status("a", leases=open_now), now + 1.0)
     assert worker.candidate.held_leases == open_now and worker.newer == NOTHING
+
+
+def test_a_prompt_that_is_not_sent_leaves_the_queue_of_others_as_it_was() -> None:
+    registry, now = Registry(5.0), [100.0]
+    registry.heartbeat(make_status("a", waiting_seconds=10.0), now[0])
+    worker = registry.get("a-life")
+
+    def prompt() -> Reservation:
+        return Reservation(worker, Dispatched(prompt_tokens=100, prompt_seconds=1.0), lambda: now[0])
+
+    assert worker is not None
+    prompt().release()
+    assert worker.candidate.prompts_left_at == pytest.approx(110.0)
+    refused, kept = prompt(), prompt()
+    refused.release()
+    assert worker.candidate.prompts_left_at == kept.until == pytest.approx(111.0)
+
+
+def test_what_one_prompt_was_late_by_counts_once() -> None:
+    registry, now = Registry(5.0), [100.0]
+    registry.heartbeat(make_status("a"), now[0])
+    worker = registry.get("a-life")
+    prompts = [Reservation(worker, Dispatched(prompt_seconds=1.0), lambda: now[0]) for _ in range(4)]
+    assert worker is not None and worker.busy_until == 104.0
+    now[0] = 102.0  # the first took two seconds
+    prompts[0].release(computed=True)
+    assert worker.busy_until == 105.0
+    now[0] = 103.0  # the second one, as predicted
+    prompts[1].release(computed=True)
+    assert worker.busy_until == 105.0
 
 
 def test_a_time_that_cannot_be_right_counts_as_now() -> None:
