@@ -11,6 +11,7 @@ from dataclasses import dataclass
 WEIGHT = 0.05  # of the newest observation
 MOST = 3.0  # a factor is within 1/MOST and MOST: beyond that something else is wrong
 PRIOR_ERROR = 0.3
+MOST_WORKERS = 4096  # lives of workers
 OUTLIER = 1.5  # ln(observed / predicted) beyond this counts as this
 
 
@@ -61,14 +62,21 @@ class Calibration:
 
     def first_token(self, prefill: str, predicted: float, observed: float) -> None:
         """TTFT: predicted without correction, and observed; seconds."""
-        self._first.setdefault(prefill, Drift()).observe(predicted, observed)
+        _known(self._first, prefill).observe(predicted, observed)
 
     def further_tokens(self, decode: str, predicted: float, observed: float) -> None:
         """TPOT: predicted without correction, and observed; seconds."""
-        self._further.setdefault(decode, Drift()).observe(predicted, observed)
+        _known(self._further, decode).observe(predicted, observed)
 
     def retain(self, instances: set[str]) -> None:
         """All other workers are gone."""
         for drifts in (self._first, self._further):
             for gone in [known for known in drifts if known not in instances]:
                 del drifts[gone]
+
+
+def _known(drifts: dict[str, Drift], instance: str) -> Drift:
+    """The worker's drift; where there are very many, the one known longest is forgotten: workers come and go."""
+    if instance not in drifts and len(drifts) >= MOST_WORKERS:
+        del drifts[next(iter(drifts))]
+    return drifts.setdefault(instance, Drift())
