@@ -1,7 +1,6 @@
 """The workers as the router can use them: who is there, the links and sessions to them, and what is open on each.
 
-It counts what it opens: leases and prefill calls by worker. Which worker takes a request is decided in
-router.placement. No torch.
+It counts what it opens: leases and prefill calls by worker. Which worker takes a request the placer decides. No torch.
 """
 
 from __future__ import annotations

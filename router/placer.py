@@ -108,12 +108,12 @@ class Placer:
         self, state: RequestState, single: bool, patience: float, by_deadline: bool, full: bool | None
     ) -> MillraceError:
         """Why the request had no place in the end; `full` as it was found, None if it only waited behind others."""
-        if by_deadline:
-            return deadline_passed()
         if full is None:
             workers, demand = self.fleet.candidates(), Demand(tokens=state.tokens, build=state.required_build)
             full = bool((able_to_prefill if single else able_to_decode)(demand, workers))
-        return no_room(patience) if full else nobody_ready(NO_DECODE, strict=self.fleet.config.strict_disaggregation)
+        if not full:
+            return nobody_ready(NO_DECODE, strict=self.fleet.config.strict_disaggregation)
+        return deadline_passed() if by_deadline else no_room(patience)
 
     def _prefill_only(self, lease_id: str) -> tuple[RouterLease | None, Placed | None, bool]:
         """A single token needs no decode worker, but workers compute so many prompts at a time as they may hold."""

@@ -262,6 +262,13 @@ def test_what_is_beyond_numbers_has_no_chance() -> None:
     assert within(1.0, float("inf"), 0.3) == within(1.0, float("nan"), 0.3) == within(1e-300, 1e300, 0.3) == 0.0
 
 
+def test_workers_without_number_take_bounded_memory() -> None:
+    known = Calibration()
+    for n in range(10_000):
+        known.first_token(str(n), 1.0, 2.0)
+    assert len(known._first._own) == MOST_WORKERS and known.first("9999").count == 1
+
+
 def test_one_strange_observation_does_not_decide() -> None:
     known = Calibration()
     for _ in range(50):
