@@ -179,7 +179,7 @@ def test_as_processes(tiny_path: Path) -> None:
         asked = [first, client.start(PROMPT, stream=False, max_tokens=100, temperature=0)]
         assert [outcome[0] for outcome in client.finish(asked)] == [text, text]
         token, rest = whole / len(PROMPT), len(PROMPT) - PREFIX
-        wait_until(lambda: sent() == whole + 2 * rest * token, 10, "only what follows the prefix was handed over")
+        wait_until(lambda: sent() == whole + 2 * rest * token, 30, "only what follows the prefix was handed over")
         assert server.metric("kvcache_direct_tokens_total") == PREFIX
         assert not server.metric("kvcache_direct_fallbacks_total")
         server.wait_idle()
