@@ -43,6 +43,8 @@ from serving.errors import (
 from serving.messages import TPOT_BINS_MS, Build
 from serving.service_class import ServiceClass
 
+TIMER_SECONDS = 0.001  # that a timer may be early
+
 
 @dataclass(frozen=True, slots=True)
 class Placed:
@@ -111,7 +113,7 @@ class Placer:
         if full is None:
             workers, demand = self.fleet.candidates(), Demand(tokens=state.tokens, build=state.required_build)
             full = bool((able_to_prefill if single else able_to_decode)(demand, workers))
-        if not full:
+        if not full and (not by_deadline or self.fleet.clock() < (state.request.deadline or 0.0) - TIMER_SECONDS):
             return nobody_ready(NO_DECODE, strict=self.fleet.config.strict_disaggregation)
         return deadline_passed() if by_deadline else no_room(patience)
 
