@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from serving.engine.plan import StepRecord
+from serving.fading_line import FadingLine
 
 SIZES = (4, 3, 2)  # tokens that must match, longest first
 RARE = 24  # tokens between drafts for a sequence whose drafts have been failing
@@ -51,29 +52,19 @@ class PromptLookup:
         self.accepted = DECAY * self.accepted + (1 - DECAY) * accepted / drafted
 
 
-@dataclass(slots=True)
-class DraftCost:
+class DraftCost(FadingLine):
     """Seconds of a step as a + b · tokens, fitted to the steps so far, old ones fading (weighted least squares)."""
 
-    weight: float = 0.0
-    x: float = 0.0
-    y: float = 0.0
-    xx: float = 0.0
-    xy: float = 0.0
+    __slots__ = ()
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        self.weight = FADE * self.weight + 1.0
-        self.x = FADE * self.x + tokens
-        self.y = FADE * self.y + seconds
-        self.xx = FADE * self.xx + tokens**2
-        self.xy = FADE * self.xy + tokens * seconds
+    def __init__(self) -> None:
+        super().__init__(FADE)
 
     def token_share(self, tokens: int) -> float:
         """The share of the time of a step of so many tokens that grows with their number: 0 to 1; 1 while unknown."""
-        spread = self.weight * self.xx - self.x**2
-        if self.weight < 3 or spread <= 1e-9 * self.xx * self.weight:
+        if self.weight < 3 or self.spread <= 1e-9 * self.xx * self.weight:
             return 1.0
-        slope = max(0.0, (self.weight * self.xy - self.x * self.y) / spread)
+        slope = self.slope
         base = max(0.0, (self.y - slope * self.x) / self.weight)
         whole = base + slope * tokens
         return slope * tokens / whole if whole > 0 else 1.0

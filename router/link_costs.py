@@ -6,34 +6,25 @@ Fitted to what requests waited between their first token and the next, beyond a 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+
+from serving.fading_line import FadingLine
 
 FADE = 0.98  # of the memory of handoffs, a handoff
 PRIOR = ((0, 0.002), (4096, 0.02))  # tokens and seconds of handoffs that none has seen: they fade like others
 MOST_PAIRS = 65_536
 
 
-@dataclass(slots=True)
-class LinkCost:
+class LinkCost(FadingLine):
     """seconds = fixed + tokens · each, by weighted least squares; neither is negative."""
 
-    weight: float = 0.0
-    x: float = 0.0
-    y: float = 0.0
-    xx: float = 0.0
-    xy: float = 0.0
+    __slots__ = ()
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        self.weight = FADE * self.weight + 1.0
-        self.x = FADE * self.x + tokens
-        self.y = FADE * self.y + seconds
-        self.xx = FADE * self.xx + tokens**2
-        self.xy = FADE * self.xy + tokens * seconds
+    def __init__(self) -> None:
+        super().__init__(FADE)
 
     def seconds(self, tokens: int) -> float:
         mean_x, mean_y = self.x / self.weight, self.y / self.weight
-        spread = self.weight * self.xx - self.x**2
-        slope = max(0.0, (self.weight * self.xy - self.x * self.y) / spread) if spread > 1e-6 * self.xx else 0.0
+        slope = self.slope if self.spread > 1e-6 * self.xx else 0.0
         return max(0.0, mean_y + slope * (tokens - mean_x))
 
 

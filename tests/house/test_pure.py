@@ -57,6 +57,7 @@ PURE = (
     "serving/engine/objectives.py",
     "serving/engine/offload.py",
     "serving/engine/step_*.py",
+    "serving/fading_line.py",
     "serving/service_class.py",
     "serving/step_cost.py",
     "serving/sampling/randomness.py",
