@@ -12,6 +12,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.ready
+# Flow tests in one process, all others in another (tests/conftest.py).
+PROCESSES := --numprocesses 2
 
 .PHONY: help setup serve test test-fast check bench proto docs clean
 .DEFAULT_GOAL := help
@@ -34,10 +36,10 @@ serve: $(READY)  ## serve SmolLM2-135M-Instruct on http://localhost:8000; FLAGS=
 	$(BIN)/millrace serve $(FLAGS)
 
 test: $(READY)  ## run every test; FLAGS='-k sampling' adds flags
-	$(BIN)/python -m pytest $(FLAGS)
+	$(BIN)/python -m pytest $(PROCESSES) $(FLAGS)
 
 test-fast: $(READY)  ## the inner loop: no kills, no large grids, few examples, one flow; at most two minutes
-	$(BIN)/python -m pytest -q --hypothesis-profile=fast -m 'not slow and not thorough and not real' $(FLAGS)
+	$(BIN)/python -m pytest -q $(PROCESSES) --hypothesis-profile=fast -m 'not slow and not thorough and not real' $(FLAGS)
 
 check: $(READY)  ## formatting, lint, types and the rules of the house
 	$(BIN)/ruff format --check .

@@ -2,6 +2,7 @@
 
 Threads of torch that have nothing to do sleep: spinning, they would take the cores from the test beside them.
 `--hypothesis-profile=fast`, as `make test-fast` asks for, tries few examples, whatever number a test asks for itself.
+Two processes of pytest-xdist share a run: one has all flow tests, the other begins with the rest.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any
 
 import hypothesis
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 FEW = 15
 
@@ -33,3 +36,16 @@ def pytest_configure(config: pytest.Config) -> None:
         make(self, *given, **named)
 
     hypothesis.settings.__init__ = few  # type: ignore[method-assign]
+
+
+class FlowApart(LoadFileScheduling):
+    """Gives a file's tests to one process, and all flow tests to one: two at a time would measure each other."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "tests/flow" if file.startswith("tests/flow/") else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FlowApart:
+    return FlowApart(config, log)
