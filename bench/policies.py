@@ -42,7 +42,7 @@ from bench.mixture import MIXTURES, Mixture, mixture_of
 from bench.own_server import commit
 from bench.race import Race, attainment
 from bench.report import number
-from bench.sitting import OpenServer, measure, open_server, warm_up
+from bench.sitting import BASE_FLAGS, OpenServer, measure, open_server, warm_up
 from bench.standings import CaseResult, as_json, markdown
 
 GROWTH = 1.3  # between rates until the goodput is bracketed
@@ -291,15 +291,7 @@ def options_of(args: argparse.Namespace) -> ComparisonOptions:
         raise ValueError("--seconds, --warm-up, --budget-minutes and --slo-scale must be positive")
     return ComparisonOptions(
         out=args.out,
-        base=(
-            "--threads",
-            "1",
-            "--kv-cache-memory",
-            "384MiB",
-            "--log-level",
-            "warning",
-            *shlex.split(args.serve_flags),
-        ),
+        base=(*BASE_FLAGS, *shlex.split(args.serve_flags)),
         seconds=args.seconds,
         seeds=args.seeds,
         goal=args.attainment,

@@ -28,6 +28,7 @@ from bench.summary import SloTargets, summarize
 WARM_SEED = 10_007  # of requests that are not counted
 WARM_AT_A_TIME = 6
 IDLE_SECONDS = 20.0
+BASE_FLAGS = ("--threads", "1", "--kv-cache-memory", "384MiB", "--log-level", "warning")  # of servers of ours
 KEPT_METRICS = (
     "duration",
     "request_throughput",
