@@ -72,6 +72,7 @@ PURE = (
     "bench/mixture.py",
     "bench/race.py",
     "bench/standings.py",
+    "bench/surge.py",
     "deploy/simulator/profiles.py",
     "deploy/simulator/texts.py",
     "deploy/simulator/traffic.py",
