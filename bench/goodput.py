@@ -17,6 +17,7 @@ class SearchLimits:
     start: float = 1.0
     attainment: float = 0.9  # the share that must meet the objectives
     tolerance: float = 0.05  # the answer and the lowest failing rate differ by at most this share
+    growth: float = 2.0  # factor between rates until the answer is bracketed
     lowest: float = 0.01  # below it the answer is "none"
     highest: float = 1e5
     confirmations: int = 0  # more measurements of the answer, whose median must hold
@@ -27,15 +28,15 @@ class SearchLimits:
             raise ValueError(f"the first rate must lie between {self.lowest:g} and {self.highest:g} requests/s")
         if not 0 < self.attainment <= 1:
             raise ValueError("--attainment must lie above 0 and at most at 1")
-        if self.tolerance <= 0:
-            raise ValueError("--rate-tolerance must be positive")
+        if self.tolerance <= 0 or self.growth <= 1:
+            raise ValueError("--rate-tolerance must be positive, and rates must grow while the answer is looked for")
         if self.confirmations < 0 or self.probes < 1:
             raise ValueError("a search needs at least one probe, and no negative number of confirmations")
 
 
 @dataclass(slots=True)
 class GoodputSearch:
-    """Doubles or halves from the first rate until the answer is bracketed, then bisects, then confirms.
+    """Multiplies or divides the first rate by `growth` until the answer is bracketed, then bisects, then confirms.
 
     Use: while `next_rate()` gives a rate, measure it and `record` the attained share; then read `answer`. Noise is
     met by confirming: every rate is judged by the median of its own measurements, and an answer that does not
@@ -55,9 +56,11 @@ class GoodputSearch:
         passing, failing = self.answer, self._lowest_failing()
         if failing is None:
             assert passing is not None
-            return min(passing * 2, limits.highest) if passing < limits.highest else self._unconfirmed(passing)
+            return (
+                min(passing * limits.growth, limits.highest) if passing < limits.highest else self._unconfirmed(passing)
+            )
         if passing is None:
-            return max(failing / 2, limits.lowest) if failing > limits.lowest else None
+            return max(failing / limits.growth, limits.lowest) if failing > limits.lowest else None
         if failing > passing * (1 + limits.tolerance):
             return math.sqrt(passing * failing)  # the middle in the sense that the tolerance has
         return self._unconfirmed(passing)

@@ -21,6 +21,7 @@ class Prepared:
     body: bytes
     prompt_tokens: int
     output_tokens: int
+    kind: str = ""  # of a mixture
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +63,12 @@ async def run_load(endpoint: Endpoint, requests: Sequence[Prepared], pace: Pace,
     give_up = asyncio.Event()
 
     async def send(request: Prepared, scheduled: float) -> None:
-        outcome = Outcome(prompt_tokens=request.prompt_tokens, max_tokens=request.output_tokens, scheduled=scheduled)
+        outcome = Outcome(
+            prompt_tokens=request.prompt_tokens,
+            max_tokens=request.output_tokens,
+            kind=request.kind,
+            scheduled=scheduled,
+        )
         run.outcomes.append(outcome)
         await endpoint.send(request.body, outcome)
         watch.finished(outcome)

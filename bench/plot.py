@@ -30,12 +30,13 @@ Curve = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Panel:
-    """One chart: a curve for each server, and a line where an objective lies."""
+    """One chart: a curve for each server, a line where an objective lies, and some where the load changes."""
 
     title: str
     x_label: str
     curves: dict[str, Curve]
     limit: float | None = None  # on the y axis
+    changes: Sequence[float] = ()  # on the x axis
 
 
 def plot_svg(results: Results, options: BenchOptions) -> str:
@@ -43,13 +44,19 @@ def plot_svg(results: Results, options: BenchOptions) -> str:
     panels = choose_panels(results, options)
     if not panels:
         raise ValueError("nothing was measured, so there is nothing to plot")
+    names = [target.name for target in options.targets]
+    return sheet(title(options, None).removeprefix("── "), panels, names)
+
+
+def sheet(heading: str, panels: Sequence[Panel], names: Sequence[str]) -> str:
+    """Panels as one SVG, two beside each other, below a legend of the curves' names."""
     rows = math.ceil(len(panels) / 2)
     width, height = 2 * WIDTH, rows * HEIGHT + 54
-    colours = {target.name: COLOURS[index % len(COLOURS)] for index, target in enumerate(options.targets)}
+    colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
         f"<style>{STYLE}</style>",
-        f'<text x="16" y="22" class="title">{escape(title(options, None).removeprefix("── "))}</text>',
+        f'<text x="16" y="22" class="title">{escape(heading)}</text>',
     ]
     for index, (name, colour) in enumerate(colours.items()):
         x = 16 + index * 190
@@ -133,6 +140,8 @@ def draw(panel: Panel, colours: dict[str, str]) -> str:
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, panel.x_label, "tick", anchor="middle"))
     if panel.limit is not None:
         parts.append(_level(y_at(panel.limit), "limit"))
+    for x in map(x_at, panel.changes):
+        parts.append(f'<line x1="{x}" x2="{x}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" class="axis"/>')
     for name, curve in panel.curves.items():
         path = " ".join(f"{x_at(x)},{y_at(y)}" for x, y in curve)
         parts.append(f'<polyline points="{path}" class="line" stroke="{colours[name]}"/>')

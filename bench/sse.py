@@ -50,6 +50,8 @@ class Outcome:
 
     prompt_tokens: int  # asked for; replaced by the server's count when it reports one
     max_tokens: int  # asked for
+    kind: str = ""  # of a mixture
+    id: str = ""  # what the server calls it
     scheduled: float = 0.0  # when an open loop wanted it sent
     sent: float = 0.0
     first: float | None = None  # the first chunk that carries a token
@@ -135,6 +137,8 @@ class CompletionReader:
             return
         if "error" in chunk:
             self._outcome.fail("error event", error_message(chunk))
+        if not self._outcome.id:
+            self._outcome.id = str(chunk.get("id", ""))
         if choices := chunk.get("choices"):
             self._read_choice(choices[0], now)
         if usage := chunk.get("usage"):
