@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -212,20 +213,22 @@ class Fleet:
         """What stuck workers hold goes elsewhere, where there is an elsewhere."""
         for stuck in self.registry.candidates():
             instance = stuck.status.instance
-            if self.trust.stalls.stuck(instance) and self._holds(instance) and self._replaceable(stuck):
-                self.suspect(instance, WorkerLost(f"the engine of {stuck.status.name} is stuck"))
+            if self.trust.stalls.stuck(instance) and self._holds(instance):
+                self.relieve(stuck, WorkerLost(f"the engine of {stuck.status.name} is stuck"))
+
+    def relieve(self, worker: Candidate, error: MillraceError) -> None:
+        """What the worker holds goes elsewhere, where there is an elsewhere."""
+        if self.trust.replaceable(worker, self.candidates()):
+            self.suspect(worker.status.instance, error)
+
+    def heard(self, instance: str) -> float:
+        """When the worker last sent tokens or an answer in its session; 0 without one."""
+        return max((each.heard for each in self._sessions.established() if each.instance == instance), default=0.0)
 
     def _holds(self, instance: str) -> bool:
         """True if requests of this router are there."""
         leases = any(lease.fence.instance == instance for lease in self._leases())
         return leases or bool(self._prefills.get(instance))
-
-    def _replaceable(self, worker: Candidate) -> bool:
-        """True if other workers could do what this one does."""
-        others, status = [each for each in self.candidates() if not each.status.draining], worker.status
-        decodes = any(each.decodes and each.status.fingerprint == status.fingerprint for each in others)
-        prefills = any(each.prefills and each.status.pairing == status.pairing for each in others)
-        return (decodes or not worker.decodes) and prefills
 
     def suspect(self, instance: str, error: MillraceError) -> None:
         """A call to the worker broke: give it nothing until it reports again, and fail what it held."""
@@ -294,11 +297,8 @@ class Fleet:
 
     async def change(self) -> None:
         """Wait until something changed, or a moment."""
-        try:
-            async with asyncio.timeout(RECHECK_SECONDS):
-                await self._changed.wait()
-        except TimeoutError:
-            return
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), RECHECK_SECONDS)
 
     # ---- what is opened on workers -----------------------------------------------------------------------------
 

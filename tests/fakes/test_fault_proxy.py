@@ -51,8 +51,12 @@ async def dial(network: FaultNetwork, caller: str, address: str) -> tuple[asynci
     environ = await asyncio.to_thread(network.environ, caller)
     host, _, port = environ["grpc_proxy"].removeprefix("http://").rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(f"CONNECT {address} HTTP/1.0\r\n\r\n".encode())
-    assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+    try:
+        writer.write(f"CONNECT {address} HTTP/1.0\r\n\r\n".encode())
+        assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+    except BaseException:
+        writer.close()
+        raise
     return reader, writer
 
 
