@@ -112,7 +112,7 @@ class Canary:
         if blamed is not None and not (trip.stage is Stage.PREFILL and trip.answered):
             entry = fleet.registry.get(blamed.status.instance)
             reports = entry is not None and entry.seen > trip.began
-            if reports and fleet.heard(blamed.status.instance) <= trip.began:
+            if reports and fleet.sessions.heard(blamed.status.instance) <= trip.began:
                 fleet.relieve(blamed, error)
         return error
 

@@ -47,8 +47,9 @@ class WorkerLink(DecodeWorkerLink, PrefillLink, AuditLink, Protocol):
 class RouterConfig:
     """`patience`: seconds a request may wait for room or for a worker; `max_failures`: tries in a row that may break.
 
-    Tries that fail faster than `retries_per_second`, and a share of the requests, wait, once the `retries_saved` are
-    spent (router.retry_budget). A step of `stall` seconds is taken for a stuck engine, unless its worker's are long.
+    After the second in a row that broke a request waits `retry_pause` seconds, then twice as long each time; those
+    faster than `retries_per_second` wait once `retries_saved` are spent (router.retry_budget). A step of `stall`
+    seconds is taken for a stuck engine, unless its worker's are long.
     `policy` is one of router.policies.POLICIES. `prefix_index_bytes` bounds what the router remembers of the workers'
     KV blocks, for policies that need it. `strict_disaggregation`: no worker computes prompts for its own decodes.
     """
@@ -57,6 +58,7 @@ class RouterConfig:
     patience: float = 60.0
     max_waiting: int = 1024
     max_failures: int = 8
+    retry_pause: float = 0.1
     retries_per_second: float = 10.0
     retries_saved: float = 100.0
     silence: float = 5.0  # seconds without a heartbeat until a worker is taken for dead
@@ -94,7 +96,7 @@ class Fleet:
         self.refused: MillraceError | None = None  # set once no request may go on
         self.link_costs = LinkCosts()
         self.ways = Ways(self.trust, self.link_costs)
-        self._sessions = Sessions(config.name, clock)
+        self.sessions = Sessions(config.name, clock)
         self._worker_links: dict[str, WorkerLink] = {}
         self._prefills: dict[str, set[PrefillCall]] = {}  # in progress, by the worker's instance
         self._prefill_only: set[PrefillOnlyLease] = set()
@@ -221,10 +223,6 @@ class Fleet:
         if self.trust.replaceable(worker, self.candidates()):
             self.suspect(worker.status.instance, error)
 
-    def heard(self, instance: str) -> float:
-        """When the worker last sent tokens or an answer in its session; 0 without one."""
-        return max((each.heard for each in self._sessions.established() if each.instance == instance), default=0.0)
-
     def _holds(self, instance: str) -> bool:
         """True if requests of this router are there."""
         leases = any(lease.fence.instance == instance for lease in self._leases())
@@ -240,7 +238,7 @@ class Fleet:
         known = WorkerLost(error.message, code=OUT_OF_REACH)
         for call in list(self._prefills.get(instance, ())):
             call.lose(known)
-        closing = self._sessions.lose(instance, known)
+        closing = self.sessions.lose(instance, known)
         if closing is not None:
             self._later(closing)
 
@@ -284,7 +282,7 @@ class Fleet:
     def refuse_all(self, error: MillraceError) -> None:
         """The router is leaving and cannot wait: every request still here ends with this error."""
         self.refused = error
-        for session in self._sessions.established():
+        for session in self.sessions.established():
             session.fail_all(error)
         for lease in list(self._prefill_only):
             lease.fail(error)
@@ -308,7 +306,7 @@ class Fleet:
         self.breakers.begin(status.instance, self.clock())
         reserved = self.reserve(worker, Dispatched(leases=1, context_tokens=state.tokens))
         try:
-            lease = await self._sessions.open(self.link(status), status.instance, lease_id, state)
+            lease = await self.sessions.open(self.link(status), status.instance, lease_id, state)
         except BaseException:
             reserved.release()
             raise
@@ -366,7 +364,7 @@ class Fleet:
         return len(self._leases())
 
     def _leases(self) -> list[WorkerLease]:
-        return [lease for session in self._sessions.established() for lease in session.leases.values()]
+        return [lease for session in self.sessions.established() for lease in session.leases.values()]
 
     @property
     def prefill_only_leases(self) -> int:
@@ -393,7 +391,7 @@ class Fleet:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        await self._sessions.close()
+        await self.sessions.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for link in self._worker_links.values():
             await link.close()

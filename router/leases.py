@@ -189,6 +189,10 @@ class Sessions:
         done = [task for task in self._connecting.values() if task.done() and not task.cancelled()]
         return [task.result() for task in done if task.exception() is None]
 
+    def heard(self, instance: str) -> float:
+        """When the worker last sent something in its session; 0 without one."""
+        return max((session.heard for session in self.established() if session.instance == instance), default=0.0)
+
     async def open(self, link: DecodeWorkerLink, instance: str, lease_id: str, state: RequestState) -> WorkerLease:
         """A lease on the worker behind `link`, in the session with it. Raises what the worker answers, or WorkerLost.
 
