@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.flow.chaos.cluster import ChaosCluster
 from tests.flow.chaos.load import Client
-from tests.flow.chaos.run import DEADLINE, Result, run, undisturbed
+from tests.flow.chaos.run import Result, run, undisturbed
 from tests.flow.chaos.scenarios import SCENARIOS, Scenario
 from tests.tiny import tiny_llama
 
@@ -52,13 +52,14 @@ def _cell(value: object) -> str:
 async def chaos(cluster: ChaosCluster, model: Path, scenarios: Sequence[Scenario]) -> list[str]:
     """Run these, and print a line for each; what did not hold."""
     complaints = []
-    async with Client(cluster.url, DEADLINE) as client:
-        texts = await undisturbed(cluster, model, client)
+    async with Client(cluster.url) as client:
+        texts = await undisturbed(model, client)
         print("| " + " | ".join(HEAD) + " |\n|" + "---|" * len(HEAD), flush=True)
         for scenario in scenarios:
             result = await run(cluster, scenario, client, texts)
             print(row(result), flush=True)
-            complaints += [f"{scenario.name}: {complaint}" for complaint in result.complaints()]
+            found = result.complaints() + result.false_alarms()
+            complaints += [f"{scenario.name}: {complaint}" for complaint in found]
     return complaints
 
 

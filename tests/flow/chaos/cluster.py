@@ -65,12 +65,12 @@ class ChaosCluster(Asking):
 
     def __exit__(self, *_: object) -> None:
         self.network.heal()
-        for process in self._processes.values():
-            if process.poll() is None:
-                process.send_signal(signal.SIGCONT)
-        for name in (*self.workers, ROUTER):
-            if name in self._processes:
-                end(self._processes[name], 20.0)
+        living = [process for process in self._processes.values() if process.poll() is None]
+        for number in (signal.SIGCONT, signal.SIGTERM):
+            for process in living:
+                process.send_signal(number)
+        for process in living:
+            end(process, 20.0)
         self.network.__exit__()
         for log in self._open:
             log.close()

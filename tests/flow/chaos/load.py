@@ -38,10 +38,9 @@ class Outcome:
 class Client:
     """Asks for completions, and times what comes. Use as an async context manager."""
 
-    def __init__(self, url: str, deadline: float):
-        self.deadline = deadline
+    def __init__(self, url: str):
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
-        self._http = httpx.AsyncClient(base_url=url, timeout=deadline + GRACE_SECONDS, limits=limits)
+        self._http = httpx.AsyncClient(base_url=url, timeout=None, limits=limits)
 
     async def __aenter__(self) -> Client:
         return self
@@ -49,12 +48,12 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
-    async def ask(self, prompt: Sequence[int], tokens: int) -> Outcome:
-        """A greedy stream of so many tokens."""
+    async def ask(self, prompt: Sequence[int], tokens: int, deadline: float) -> Outcome:
+        """A greedy stream of so many tokens, within so many seconds."""
         outcome = Outcome(time.monotonic())
         try:
-            async with asyncio.timeout(self.deadline + GRACE_SECONDS):
-                await self._stream(prompt, tokens, outcome)
+            async with asyncio.timeout(deadline + GRACE_SECONDS):
+                await self._stream(prompt, tokens, deadline, outcome)
         except TimeoutError:
             outcome.hung, outcome.error = True, "it hangs"
         except httpx.HTTPError as error:
@@ -62,12 +61,17 @@ class Client:
         outcome.seconds = time.monotonic() - outcome.began
         return outcome
 
-    async def _stream(self, prompt: Sequence[int], tokens: int, outcome: Outcome) -> None:
-        body = {"model": "tiny", "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "stream": True}
-        headers, last, ended = {"x-request-timeout": f"{self.deadline:g}"}, outcome.began, False
-        async with self._http.stream(
-            "POST", "/v1/completions", json={**body, "return_token_ids": True}, headers=headers
-        ) as answer:
+    async def _stream(self, prompt: Sequence[int], tokens: int, deadline: float, outcome: Outcome) -> None:
+        body: dict[str, object] = {
+            "model": "tiny",
+            "prompt": list(prompt),
+            "max_tokens": tokens,
+            "temperature": 0,
+            "stream": True,
+        }
+        body["return_token_ids"] = True
+        headers, last, ended = {"x-request-timeout": f"{deadline:g}"}, outcome.began, False
+        async with self._http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
             if answer.status_code != 200:
                 outcome.error = f"{answer.status_code}: {(await answer.aread()).decode()}"
                 return
@@ -95,10 +99,11 @@ class Client:
 class Load:
     """So many streams at any time, one text after the other, from `begin` until `stop` has seen the last one end."""
 
-    def __init__(self, client: Client, texts: Sequence[Text], streams: int):
+    def __init__(self, client: Client, texts: Sequence[Text], streams: int, deadline: float):
         self.client = client
         self.texts = texts
         self.streams = streams
+        self.deadline = deadline
         self.outcomes: list[Outcome] = []
         self._numbers = count()
         self._stopping = False
@@ -114,7 +119,7 @@ class Load:
     async def _keep_asking(self) -> None:
         while not self._stopping:
             text = self.texts[next(self._numbers) % len(self.texts)]
-            outcome = await self.client.ask(text.prompt, len(text.tokens))
+            outcome = await self.client.ask(text.prompt, len(text.tokens), self.deadline)
             outcome.exact = tuple(outcome.tokens) == text.tokens
             self.outcomes.append(outcome)
             if outcome.error is not None:

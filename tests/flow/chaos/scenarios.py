@@ -24,7 +24,8 @@ ALL = TO_DECODE | FROM_PREFILL | {("prefill-1", "decode-1")}
 class Scenario:
     """`begin` does harm, `end` undoes it after `seconds`.
 
-    The pairs `red` must be seen red soon after the harm; `touched` may be, and no other may.
+    The pairs `red` must be seen red soon after the harm; `touched` may be, and no other may. Where `hopeless`, no
+    healthy path is left: requests may fail, but not outlive their `deadline`, in seconds.
     """
 
     name: str
@@ -33,6 +34,8 @@ class Scenario:
     seconds: float = 10.0
     red: frozenset[Pair] = field(default_factory=frozenset)
     touched: frozenset[Pair] = field(default_factory=frozenset)
+    deadline: float = 60.0
+    hopeless: bool = False
 
 
 def faults(made: Faults, *links: Pair) -> tuple[Harm, Harm]:
@@ -94,4 +97,12 @@ SCENARIOS = (
     RESETS,
     BEATS_ALONE,
     ONE_OF_FOUR,
+    Scenario(
+        "every decode worker out of the router's reach, deadlines of 8 s",
+        *faults(BOTH, (ROUTER, "decode-0"), (ROUTER, "decode-1")),
+        15.0,
+        red=ALL,
+        deadline=8.0,
+        hopeless=True,
+    ),
 )
