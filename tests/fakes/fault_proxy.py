@@ -38,10 +38,6 @@ class Faults:
     reset: float = 0.0  # the share of messages at which the connection is reset
     refuse: bool = False  # new connections
 
-    @property
-    def drops(self) -> bool:
-        return self.drop_up or self.drop_down
-
 
 HEALTHY = Faults()
 
@@ -53,8 +49,6 @@ class Link:
         self.caller = caller
         self.called = called
         self.connections: set[Connection] = set()
-        self.connected = 0  # in all
-        self.messages = 0  # pieces that have arrived, both ways
         self.resets = 0
         self._loop = loop
         self._faults = HEALTHY
@@ -138,7 +132,6 @@ class Connection:
             if link.strikes():
                 self.reset()
                 return
-            link.messages += 1
             writer.write(data)
             await writer.drain()
 
@@ -163,7 +156,6 @@ class CallerProxy(TcpProxy):
         up_reader, up_writer = await self.connect(host, int(port))
         connection = Connection(link, writer, up_writer)
         link.connections.add(connection)
-        link.connected += 1
         try:
             writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
             await until_one_ends(

@@ -27,8 +27,9 @@ HEAD = (
 def row(result: Result) -> str:
     """One line of the table, in Markdown."""
     outcomes = result.outcomes
+    name = result.scenario.name + (f": {result.resets} of them" if result.resets else "")
     cells = (
-        *(result.scenario.name, len(outcomes), len(result.failed), sum(outcome.exact for outcome in outcomes)),
+        *(name, len(outcomes), len(result.failed), sum(outcome.exact for outcome in outcomes)),
         max((outcome.seconds for outcome in outcomes), default=None),
         max((outcome.silence for outcome in outcomes), default=None),
         *(result.replacements, opened(result), result.red_after, result.green_after, result.idle_after),
