@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from itertools import count, islice
@@ -90,19 +91,30 @@ class Canary:
 
     async def probe(self, prefill: Candidate, decode: Candidate) -> None:
         """Send a token through the pair, and tell its breakers what came of it."""
-        trip, steps = _Trip(self.fleet, prefill, decode, next(self._numbers)), _steps(self.fleet, prefill)
+        trip = _Trip(self.fleet, prefill, decode, next(self._numbers))
         error: MillraceError | None = None
         try:
             async with asyncio.timeout(self._patience(prefill) + self._patience(decode) - self.patience):
                 await trip.run()
         except TimeoutError:
-            moved = _steps(self.fleet, prefill) != steps  # it has other work, and gets on with it
-            busy = trip.stage is Stage.PREFILL and moved
-            error = NoRoom("busy") if busy else WorkerLost(f"no answer within {self.patience:g} s")
+            error = self._unanswered(trip)
         except MillraceError as broken:
             error = broken
         self._tried[_key(prefill, decode)] = self.fleet.clock()
         self.outcomes[self._conclude(trip, error)] += 1
+
+    def _unanswered(self, trip: _Trip) -> MillraceError:
+        """Time is up. A worker that reports, and from which nothing comes else, is cut off: what it holds moves."""
+        fleet, blamed = self.fleet, trip.blamed
+        if trip.stage is Stage.PREFILL and trip.answered and trip.moved:
+            return NoRoom("busy")
+        error = WorkerLost(f"no answer within {self.patience:g} s")
+        if blamed is not None and not (trip.stage is Stage.PREFILL and trip.answered):
+            entry = fleet.registry.get(blamed.status.instance)
+            reports = entry is not None and entry.seen > trip.began
+            if reports and fleet.sessions.heard(blamed.status.instance) <= trip.began:
+                fleet.relieve(blamed, error)
+        return error
 
     def _patience(self, worker: Candidate) -> float:
         """The longest a step of it may take, and ours."""
@@ -140,13 +152,22 @@ class _Trip:
         self.decode = decode
         self.stage = Stage.LEASE
         self.blamed: Candidate | None = decode  # should it get no further; None: the way between them
+        self.began = fleet.clock()
+        self.answered = False  # the prefill worker has, to a question that waits for no prompt
+        self._steps = _steps(fleet, prefill)
         sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         request = Request(request_id=f"canary-{number}", prompt=PROMPT, sampling=sampling, tenant=TENANT)
         self.state = RequestState(request=request)
 
+    @property
+    def moved(self) -> bool:
+        """True if the prefill worker has reported steps since this began: its own work may be before ours."""
+        return _steps(self.fleet, self.prefill) != self._steps
+
     async def run(self) -> None:
         """Raises MillraceError where the way is broken."""
         self.fleet.probing += 1
+        asking = asyncio.create_task(self._ask(), name="canary-question")
         try:
             lease = await self.fleet.open(self.decode, self.state.request.request_id, self.state)
             try:
@@ -162,7 +183,13 @@ class _Trip:
             finally:
                 self.fleet.close_lease(lease)
         finally:
+            asking.cancel()
             self.fleet.probing -= 1
+
+    async def _ask(self) -> None:
+        with suppress(MillraceError):
+            await self.fleet.link(self.prefill.status).audit()
+            self.answered = True
 
 
 def _key(prefill: Candidate, decode: Candidate) -> Pair:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -46,8 +47,9 @@ class WorkerLink(DecodeWorkerLink, PrefillLink, AuditLink, Protocol):
 class RouterConfig:
     """`patience`: seconds a request may wait for room or for a worker; `max_failures`: tries in a row that may break.
 
-    Tries that fail faster than `retries_per_second`, and a share of the requests, wait, once the `retries_saved` are
-    spent (router.retry_budget). A step of `stall` seconds is taken for a stuck engine, unless its worker's are long.
+    After the second in a row that broke a request waits `retry_pause` seconds, then twice as long each time; those
+    faster than `retries_per_second` wait once `retries_saved` are spent (router.retry_budget). A step of `stall`
+    seconds is taken for a stuck engine, unless its worker's are long.
     `policy` is one of router.policies.POLICIES. `prefix_index_bytes` bounds what the router remembers of the workers'
     KV blocks, for policies that need it. `strict_disaggregation`: no worker computes prompts for its own decodes.
     """
@@ -56,6 +58,7 @@ class RouterConfig:
     patience: float = 60.0
     max_waiting: int = 1024
     max_failures: int = 8
+    retry_pause: float = 0.1
     retries_per_second: float = 10.0
     retries_saved: float = 100.0
     silence: float = 5.0  # seconds without a heartbeat until a worker is taken for dead
@@ -93,7 +96,7 @@ class Fleet:
         self.refused: MillraceError | None = None  # set once no request may go on
         self.link_costs = LinkCosts()
         self.ways = Ways(self.trust, self.link_costs)
-        self._sessions = Sessions(config.name, clock)
+        self.sessions = Sessions(config.name, clock)
         self._worker_links: dict[str, WorkerLink] = {}
         self._prefills: dict[str, set[PrefillCall]] = {}  # in progress, by the worker's instance
         self._prefill_only: set[PrefillOnlyLease] = set()
@@ -212,20 +215,18 @@ class Fleet:
         """What stuck workers hold goes elsewhere, where there is an elsewhere."""
         for stuck in self.registry.candidates():
             instance = stuck.status.instance
-            if self.trust.stalls.stuck(instance) and self._holds(instance) and self._replaceable(stuck):
-                self.suspect(instance, WorkerLost(f"the engine of {stuck.status.name} is stuck"))
+            if self.trust.stalls.stuck(instance) and self._holds(instance):
+                self.relieve(stuck, WorkerLost(f"the engine of {stuck.status.name} is stuck"))
+
+    def relieve(self, worker: Candidate, error: MillraceError) -> None:
+        """What the worker holds goes elsewhere, where there is an elsewhere."""
+        if self.trust.replaceable(worker, self.candidates()):
+            self.suspect(worker.status.instance, error)
 
     def _holds(self, instance: str) -> bool:
         """True if requests of this router are there."""
         leases = any(lease.fence.instance == instance for lease in self._leases())
         return leases or bool(self._prefills.get(instance))
-
-    def _replaceable(self, worker: Candidate) -> bool:
-        """True if other workers could do what this one does."""
-        others, status = [each for each in self.candidates() if not each.status.draining], worker.status
-        decodes = any(each.decodes and each.status.fingerprint == status.fingerprint for each in others)
-        prefills = any(each.prefills and each.status.pairing == status.pairing for each in others)
-        return (decodes or not worker.decodes) and prefills
 
     def suspect(self, instance: str, error: MillraceError) -> None:
         """A call to the worker broke: give it nothing until it reports again, and fail what it held."""
@@ -237,7 +238,7 @@ class Fleet:
         known = WorkerLost(error.message, code=OUT_OF_REACH)
         for call in list(self._prefills.get(instance, ())):
             call.lose(known)
-        closing = self._sessions.lose(instance, known)
+        closing = self.sessions.lose(instance, known)
         if closing is not None:
             self._later(closing)
 
@@ -281,7 +282,7 @@ class Fleet:
     def refuse_all(self, error: MillraceError) -> None:
         """The router is leaving and cannot wait: every request still here ends with this error."""
         self.refused = error
-        for session in self._sessions.established():
+        for session in self.sessions.established():
             session.fail_all(error)
         for lease in list(self._prefill_only):
             lease.fail(error)
@@ -294,11 +295,8 @@ class Fleet:
 
     async def change(self) -> None:
         """Wait until something changed, or a moment."""
-        try:
-            async with asyncio.timeout(RECHECK_SECONDS):
-                await self._changed.wait()
-        except TimeoutError:
-            return
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), RECHECK_SECONDS)
 
     # ---- what is opened on workers -----------------------------------------------------------------------------
 
@@ -308,7 +306,7 @@ class Fleet:
         self.breakers.begin(status.instance, self.clock())
         reserved = self.reserve(worker, Dispatched(leases=1, context_tokens=state.tokens))
         try:
-            lease = await self._sessions.open(self.link(status), status.instance, lease_id, state)
+            lease = await self.sessions.open(self.link(status), status.instance, lease_id, state)
         except BaseException:
             reserved.release()
             raise
@@ -366,7 +364,7 @@ class Fleet:
         return len(self._leases())
 
     def _leases(self) -> list[WorkerLease]:
-        return [lease for session in self._sessions.established() for lease in session.leases.values()]
+        return [lease for session in self.sessions.established() for lease in session.leases.values()]
 
     @property
     def prefill_only_leases(self) -> int:
@@ -393,7 +391,7 @@ class Fleet:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        await self._sessions.close()
+        await self.sessions.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for link in self._worker_links.values():
             await link.close()

@@ -26,7 +26,10 @@ class RouterLease(Protocol):
     failed: asyncio.Future[MillraceError]
 
     def interrupt(self, error: MillraceError) -> None:
-        """The prefill into the lease failed after its first token: `next` raises; the lease itself stays."""
+        """The prefill into the lease failed after its first token: `next` raises; the lease itself stays.
+
+        Where its worker decodes already, the KV has come whatever became of the call: nothing happens.
+        """
 
     async def next(self) -> Delta:
         """The next tokens the worker has decoded. Raises what ended or interrupted the lease."""
@@ -51,6 +54,7 @@ class WorkerLease:
         self.grant: LeaseGrant | None = None
         self.failed: asyncio.Future[MillraceError] = asyncio.get_running_loop().create_future()
         self._received: asyncio.Queue[Delta | MillraceError] = asyncio.Queue()
+        self._decodes = False  # in this epoch
 
     def take(self, event: LeaseEvent) -> None:
         """What the worker has sent. Events of an earlier epoch are dropped."""
@@ -59,6 +63,7 @@ class WorkerLease:
         if event.error is not None:
             self.fail(event.error)
         elif event.delta is not None:
+            self._decodes = True
             self._received.put_nowait(event.delta)
 
     def fail(self, error: MillraceError) -> None:
@@ -67,7 +72,8 @@ class WorkerLease:
             self._received.put_nowait(error)
 
     def interrupt(self, error: MillraceError) -> None:
-        self._received.put_nowait(error)
+        if not self._decodes:
+            self._received.put_nowait(error)
 
     async def next(self) -> Delta:
         item = await self._received.get()
@@ -77,7 +83,7 @@ class WorkerLease:
 
     async def advance(self, state: RequestState) -> None:
         self.fence = LeaseId(lease=self.fence.lease, epoch=self.fence.epoch + 1, instance=self.fence.instance)
-        self._received = asyncio.Queue()
+        self._received, self._decodes = asyncio.Queue(), False
         if self.failed.done():
             raise self.failed.result()
         self.grant = await self.worker.session.advance(state.order(self.fence, self.worker.clock()))
@@ -119,6 +125,7 @@ class WorkerSession:
         self.clock = clock
         self.session: DecodeSession
         self.leases: dict[str, WorkerLease] = {}
+        self.heard = clock()  # when the worker last sent something
         self.lost: MillraceError | None = None
 
     @staticmethod
@@ -130,6 +137,7 @@ class WorkerSession:
 
     def take(self, events: Sequence[LeaseEvent]) -> None:
         """All events of one step of the worker."""
+        self.heard = self.clock()
         for event in events:
             lease = self.leases.get(event.lease)
             if lease is not None:
@@ -152,6 +160,7 @@ class WorkerSession:
         self.leases[lease_id] = lease
         try:
             lease.grant = await self.session.open(state.order(lease.fence, self.clock()))
+            self.heard = self.clock()
         except BaseException:
             lease.close()
             raise
@@ -179,6 +188,10 @@ class Sessions:
     def established(self) -> list[WorkerSession]:
         done = [task for task in self._connecting.values() if task.done() and not task.cancelled()]
         return [task.result() for task in done if task.exception() is None]
+
+    def heard(self, instance: str) -> float:
+        """When the worker last sent something in its session; 0 without one."""
+        return max((session.heard for session in self.established() if session.instance == instance), default=0.0)
 
     async def open(self, link: DecodeWorkerLink, instance: str, lease_id: str, state: RequestState) -> WorkerLease:
         """A lease on the worker behind `link`, in the session with it. Raises what the worker answers, or WorkerLost.

@@ -6,7 +6,10 @@ instead of being refused: each stands for a text that a client already reads.
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
+
+LONGEST_DOUBLING = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,3 +43,13 @@ class RetryBudget:
         earned = self.config.per_second * max(0.0, now - self._seen)
         self._seen = max(self._seen, now)
         self.balance = min(self.config.most, self.balance + amount + earned)
+
+
+def backoff(failures: int, first: float, salt: int) -> float:
+    """Seconds to wait after so many failures in a row: whoever has lost a worker moves at once, then `first`, doubled
+    for each further one. Up to half of it less, for each request otherwise: what broke at once is not tried at once.
+    """
+    if failures < 2:
+        return 0.0
+    chance = zlib.crc32(f"{salt}/{failures}".encode()) / 2**32
+    return first * 2.0 ** min(failures - 2, LONGEST_DOUBLING) * (1.0 - chance / 2)

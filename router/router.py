@@ -15,7 +15,7 @@ from router.explain import ExplainLog, PlacementObserver
 from router.placement import Placement
 from router.placer import Placer
 from router.request_state import RequestState
-from router.retry_budget import RetryBudget, RetryConfig
+from router.retry_budget import RetryBudget, RetryConfig, backoff
 from serving.errors import DeadlineExceeded, MillraceError, Retryable, Unavailable
 from serving.logs import request_context
 from serving.messages import Audit, Delta, Request
@@ -113,12 +113,15 @@ class Router:
             log.warning("placing again after %s: %s", type(error).__name__, error.message)
         if failures > self.fleet.config.max_failures:
             raise Unavailable(f"gave up after {failures} failed placements; the last: {error.message}") from error
-        pause = self.retries.retry(now) if failures > 1 else 0.0  # whoever has lost a worker moves at once
+        pause = self.retries.retry(now) if failures > 1 else 0.0
         if deadline is not None and now + pause > deadline:
             raise DeadlineExceeded("the request's deadline has passed") from error
         if pause > self.fleet.config.patience:
             raise Unavailable("too many placements fail", code="retry_budget", retry_after=pause) from error
-        await asyncio.sleep(pause)
+        backed_off = backoff(failures, self.fleet.config.retry_pause, state.salt)
+        if deadline is not None:
+            backed_off = min(backed_off, (deadline - now) / 2)
+        await asyncio.sleep(max(pause, backed_off))
 
     async def audit(self) -> list[Audit]:
         """What the router and every worker it reaches hold."""

@@ -73,6 +73,15 @@ class Trust:
         """True if nothing is held against the worker."""
         return not self.stalls.stuck(instance) and self.workers.state(instance) is BreakerState.CLOSED
 
+    def replaceable(self, worker: Candidate, workers: Iterable[Candidate]) -> bool:
+        """True if others of these, that nothing is held against, could do what this worker does."""
+        status = worker.status
+        staying = [each for each in workers if each.status.instance != status.instance and not each.status.draining]
+        others = [each for each in staying if self.well(each.status.instance)]
+        decodes = any(each.decodes and each.status.fingerprint == status.fingerprint for each in others)
+        prefills = any(each.prefills and each.status.pairing == status.pairing for each in others)
+        return (decodes or not worker.decodes) and prefills
+
     def retain(self, known: Container[str], now: float) -> None:
         """Forget workers that are gone."""
         self.workers.retain(lambda instance: instance in known, now)

@@ -4,37 +4,27 @@ from __future__ import annotations
 
 import asyncio
 
+from tests.fakes.tcp_proxy import TcpProxy, until_one_ends
+
 LARGE = 4096  # bytes read at once from a socket: only KV comes in pieces this large
 
 
-class FlippingProxy:
+class FlippingProxy(TcpProxy):
     """Forwards connections to host:port; while `armed`, flips one bit in the next large piece and disarms."""
 
     def __init__(self, target: str):
+        super().__init__()
         self.host, port = target.rsplit(":", 1)
         self.target_port = int(port)
         self.armed = 0
         self.flipped = 0
-        self._pipes: list[asyncio.Task[None]] = []
-        self._writers: list[asyncio.StreamWriter] = []
 
-    async def start(self) -> str:
-        """Listen; the address to use instead of the target."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        up_reader, up_writer = await asyncio.open_connection(self.host, self.target_port)
-        pipes = [
-            asyncio.create_task(self._pipe(up_reader, writer, harm=False)),
-            asyncio.create_task(self._pipe(reader, up_writer, harm=True)),
-        ]
-        self._pipes += pipes
-        self._writers += [up_writer, writer]
-        await asyncio.wait(pipes, return_when=asyncio.FIRST_COMPLETED)
-        for pipe, end in zip(pipes, (up_writer, writer), strict=True):
-            pipe.cancel()
-            end.close()
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        up_reader, up_writer = await self.connect(self.host, self.target_port)
+        try:
+            await until_one_ends(self._pipe(reader, up_writer, harm=True), self._pipe(up_reader, writer, harm=False))
+        finally:
+            self.close(up_writer)
 
     async def _pipe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, harm: bool) -> None:
         while data := await reader.read(1 << 16):
@@ -46,13 +36,3 @@ class FlippingProxy:
                 self.flipped += 1
             writer.write(data)
             await writer.drain()
-
-    async def stop(self) -> None:
-        """End every connection."""
-        self._server.close()
-        for pipe in self._pipes:
-            pipe.cancel()
-        await asyncio.gather(*self._pipes, return_exceptions=True)
-        for writer in self._writers:
-            writer.close()
-        await asyncio.gather(*(writer.wait_closed() for writer in self._writers), return_exceptions=True)

@@ -15,7 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 START_SECONDS = 90.0  # a loaded machine starts five Python processes slowly
 
@@ -37,62 +37,48 @@ def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
     raise AssertionError(f"not within {seconds} s: {what}")
 
 
-class MillraceServer:
-    """`millrace serve` with these arguments, on a port of its own. Use as a context manager."""
+def samples(text: str, name: str) -> list[tuple[dict[str, str], float]]:
+    """A metric's samples in what /metrics answers: labels and value."""
+    found = re.findall(rf"^millrace:{name}(?:\{{(.*)\}})? (\S+)$", text, re.MULTILINE)
+    return [(dict(re.findall(r'(\w+)="([^"]*)"', labels)), float(value)) for labels, value in found]
 
-    def __init__(self, *arguments: str, workers: Sequence[str] = (), environ: dict[str, str] | None = None):
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.worker_names = list(workers)
-        self._log = tempfile.NamedTemporaryFile(mode="w+", suffix=".log", prefix="millrace-", delete=False)  # noqa: SIM115
-        command = [
-            sys.executable,
-            "-m",
-            "deploy.cli",
-            "serve",
-            *arguments,
-            "--port",
-            str(self.port),
-            "--host",
-            "127.0.0.1",
-        ]
-        if "--canary-interval" not in arguments:  # tests count what workers do
-            command += ["--canary-interval", "0"]
-        repository = str(Path(__file__).resolve().parents[2])
-        self.process = subprocess.Popen(
-            command,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": repository, **(environ or {})},
-        )
 
-    def __enter__(self) -> MillraceServer:
+def start_millrace(*arguments: str, log: IO[str], environ: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """The `millrace` of this checkout as a child process that logs into a file."""
+    repository = str(Path(__file__).resolve().parents[2])
+    return subprocess.Popen(
+        [sys.executable, "-m", "deploy.cli", *arguments],
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONPATH": repository, **(environ or {})},
+    )
+
+
+def end(process: subprocess.Popen[bytes], seconds: float = 60.0) -> int:
+    """SIGTERM, and SIGKILL to one that stays; the exit code."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
         try:
-            self.wait_ready()
-        except BaseException:
-            self.stop()
-            raise
-        return self
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    return process.returncode
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
-    def stop(self) -> int:
-        """SIGTERM and wait; the exit code."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(60)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-        self._log.close()
-        return self.process.returncode
+class Asking:
+    """What a test asks of a router's HTTP door at `url`; the workers named report to it once all is ready."""
+
+    def __init__(self, url: str, workers: Sequence[str] = ()):
+        self.url = url
+        self.worker_names = list(workers)
+
+    def running(self) -> None:
+        """Fails the test where the processes cannot come up any more."""
 
     def log(self) -> str:
-        return Path(self._log.name).read_text()
-
-    # ---- asking ------------------------------------------------------------------------------------------------
+        """What they have logged."""
+        return ""
 
     def get(self, path: str, timeout: float = 10.0) -> tuple[int, bytes]:
         """Status and body; status 0 while nobody listens."""
@@ -109,8 +95,7 @@ class MillraceServer:
         """Every worker reports and /health is 200."""
 
         def ready() -> bool:
-            if self.process.poll() is not None:
-                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log()}")
+            self.running()
             return self.get("/health")[0] == 200 and set(self.worker_names) <= set(self.reporting())
 
         wait_until(ready, START_SECONDS, f"the server is ready; its log:\n{self.log()}")
@@ -136,19 +121,52 @@ class MillraceServer:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that carry these labels; 0 when there is none."""
-        total = 0.0
         status, body = self.get("/metrics")
         assert status == 200, f"/metrics answered {status}"
-        for line in body.decode().splitlines():
-            match = re.fullmatch(rf"millrace:{name}(?:\{{(.*)\}})? (\S+)", line)
-            if match and all(f'{key}="{value}"' in (match[1] or "") for key, value in labels.items()):
-                total += float(match[2])
-        return total
+        wanted = labels.items()
+        return sum(value for found, value in samples(body.decode(), name) if wanted <= found.items())
 
     def reporting(self) -> list[str]:
         """Names of the workers the router knows."""
         text = self.get("/metrics")[1].decode()
         return re.findall(r'millrace:worker_draining\{engine="([^"]+)"', text)
+
+
+class MillraceServer(Asking):
+    """`millrace serve` with these arguments, on a port of its own. Use as a context manager."""
+
+    def __init__(self, *arguments: str, workers: Sequence[str] = (), environ: dict[str, str] | None = None):
+        self.port = free_port()
+        super().__init__(f"http://127.0.0.1:{self.port}", workers)
+        self._log = tempfile.NamedTemporaryFile(mode="w+", suffix=".log", prefix="millrace-", delete=False)  # noqa: SIM115
+        given = [*arguments, "--port", str(self.port), "--host", "127.0.0.1"]
+        if "--canary-interval" not in arguments:  # tests count what workers do
+            given += ["--canary-interval", "0"]
+        self.process = start_millrace("serve", *given, log=self._log, environ=environ)
+
+    def __enter__(self) -> MillraceServer:
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> int:
+        """SIGTERM and wait; the exit code."""
+        code = end(self.process)
+        self._log.close()
+        return code
+
+    def running(self) -> None:
+        if self.process.poll() is not None:
+            raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log()}")
+
+    def log(self) -> str:
+        return Path(self._log.name).read_text()
 
     # ---- doing harm --------------------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ class World:
         self.workers: dict[str, ScriptedWorker] = {}
         self.addresses: dict[str, ScriptedWorker] = {}
         self.fleet = Fleet(
-            RouterConfig(**{"patience": 5.0, **config}),
+            RouterConfig(**{"patience": 5.0, "retry_pause": 0.0, **config}),
             lambda status: next(w for w in self.workers.values() if w.status.instance == status.instance),
             clock=lambda: self.now,
         )

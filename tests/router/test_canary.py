@@ -10,8 +10,11 @@ import pytest
 from router.breaker import BreakerState
 from router.canary import TENANT, Canary
 from router.candidate import Candidate
+from router.registry import RegisteredWorker
+from router.request_state import RequestState
 from serving.errors import Draining, InternalError, MillraceError, NoRoom, WorkerLost
-from serving.messages import Role
+from serving.links import LeaseEvent
+from serving.messages import Delta, Role
 from tests.router.conftest import World, expected, wanted
 from tests.router.scripted import HANG
 
@@ -123,6 +126,84 @@ async def test_a_busy_worker_that_gets_on_is_not_held_to_be_broken(split: World)
     split.fleet.heartbeat(worker.change(counters={"engine_steps": 9.0}, waiting=3))
     await probed(split, canary)
     assert red(split) == set() and canary.outcomes == {"ok": 2, "unclear": 2}
+
+
+async def test_steps_alone_excuse_no_worker_that_answers_nothing(split: World) -> None:
+    """It computes what it is sent, the canary's prompt too, and reports; but no reply gets back to the router."""
+    worker = split.workers["p0"]
+    worker.script.before_first = [HANG] * 2
+    worker.audit_error = WorkerLost("no answer")
+    canary = Canary(split.fleet, INTERVAL, patience=PATIENCE)
+    split.fleet.heartbeat(worker.change(counters={"engine_steps": 5.0}))
+    canary.begin_due()
+    await split.settled()
+    split.fleet.heartbeat(worker.change(counters={"engine_steps": 6.0}))
+    await probed(split, canary)
+    assert red(split) == {("p0", "d0"), ("p0", "d1")} and canary.outcomes == {"ok": 2, "failed": 2}
+
+
+async def cut_off(split: World, name: str) -> None:
+    """The canary goes round while the worker reports and answers nothing."""
+    split.workers[name].audit_error = WorkerLost("no answer")
+    canary = Canary(split.fleet, INTERVAL, patience=PATIENCE)
+    canary.begin_due()
+    await split.settled()
+    later(split)
+    await probed(split, canary)
+
+
+def later(world: World) -> None:
+    """A second, in which every worker reports what it holds."""
+    world.now += 1.0
+    world.beat()
+
+
+@pytest.mark.parametrize("name", ["p0", "d0"])
+async def test_what_a_worker_holds_that_reports_but_answers_nothing_goes_elsewhere(split: World, name: str) -> None:
+    """A network that drops everything takes a quarter of a minute to say so."""
+    worker = split.workers[name]
+    worker.script.open = worker.script.before_first = [HANG] * 4
+    running = asyncio.create_task(split.tokens(wanted()))
+    await split.settled()
+    await cut_off(split, name)
+    assert await asyncio.wait_for(running, 5) == expected(wanted())
+    worker.lose_sessions()
+    later(split)
+
+
+async def test_what_it_holds_stays_where_there_is_no_elsewhere(world: World) -> None:
+    world.add("p0", Role.PREFILL)
+    world.add("d0", Role.DECODE).script.open = [HANG] * 4
+    running = asyncio.create_task(world.tokens(wanted()))
+    await world.settled()
+    await cut_off(world, "d0")
+    assert not _entry(world, "d0").suspect and not running.done()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    world.workers["d0"].lose_sessions()
+    later(world)
+
+
+async def test_a_worker_whose_tokens_come_holds_what_it_has(split: World) -> None:
+    """It grants the canary no lease in time, as it may when it is very busy; but its streams get on."""
+    worker = split.workers["d0"]
+    lease = await split.fleet.open(_entry(split, "d0").candidate, "r/1", RequestState(request=wanted()))
+    worker.script.open = [HANG] * 4
+    canary = Canary(split.fleet, INTERVAL, patience=PATIENCE)
+    canary.begin_due()
+    await split.settled()
+    later(split)
+    worker.sessions[0].deliver([LeaseEvent("r/1", 0, Delta(index=0, tokens=(1,), finish=None))])
+    await probed(split, canary)
+    assert not lease.failed.done() and red(split) == {("p0", "d0"), ("p1", "d0")}
+    split.fleet.close_lease(lease)
+    worker.lose_sessions()
+
+
+def _entry(world: World, name: str) -> RegisteredWorker:
+    entry = world.fleet.registry.get(f"{name}-life")
+    assert entry is not None
+    return entry
 
 
 @pytest.mark.parametrize("error", [NoRoom("full"), Draining("leaving")], ids=lambda error: type(error).__name__)

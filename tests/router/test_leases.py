@@ -91,6 +91,26 @@ async def test_an_interrupted_lease_can_begin_anew(session: WorkerSession) -> No
     lease.close()
 
 
+async def test_a_lease_whose_worker_decodes_is_not_interrupted(session: WorkerSession) -> None:
+    """The KV has come, then; the prefill call may still break, when its worker dies or the last reply is lost."""
+    lease = await session.open("r/1", state())
+    events(session, LeaseEvent("r/1", 0, delta(0)))
+    lease.interrupt(CorruptChunk("x"))
+    events(session, LeaseEvent("r/1", 0, delta(1, last=True)))
+    assert await gathered(lease) == [0, 1]
+    lease.close()
+
+
+async def test_one_that_begins_anew_is_interrupted_again(session: WorkerSession) -> None:
+    lease = await session.open("r/1", state())
+    events(session, LeaseEvent("r/1", 0, delta(0)))
+    await lease.advance(state([7]))
+    lease.interrupt(CorruptChunk("x"))
+    with pytest.raises(CorruptChunk):
+        await lease.next()
+    lease.close()
+
+
 async def test_a_lost_session_ends_all_its_leases(session: WorkerSession, worker: ScriptedWorker) -> None:
     leases = [await session.open(f"r/{n}", state()) for n in range(3)]
     worker.lose_sessions()

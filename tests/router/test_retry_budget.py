@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.retry_budget import RetryBudget, RetryConfig
+from router.retry_budget import RetryBudget, RetryConfig, backoff
 
 CONFIG = RetryConfig(share=0.2, per_second=10.0, most=5.0)
 
@@ -54,3 +54,17 @@ def test_a_clock_that_stands_still_or_goes_back_earns_nothing() -> None:
     for _ in range(5):
         budget.retry(10.0)
     assert budget.retry(9.0) > 0.0
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_a_request_backs_off_from_its_second_failure_in_a_row(salt: int) -> None:
+    pauses = [backoff(failures, 0.1, salt) for failures in range(1, 9)]
+    assert pauses[0] == 0.0
+    for doubled, pause in enumerate(pauses[1:]):
+        assert 0.05 * 2**doubled <= pause <= 0.1 * 2**doubled
+    assert sum(pauses) > 6.0, "nine tries outlast a storm of some seconds"
+    assert backoff(10**6, 0.1, salt) < 10**5
+
+
+def test_requests_that_broke_together_are_tried_apart() -> None:
+    assert len({round(backoff(3, 0.1, salt), 4) for salt in range(100)}) > 90
