@@ -142,11 +142,11 @@ def test_a_snapshot_larger_than_the_index_is_cut() -> None:
 
 @pytest.mark.thorough
 def test_entries_take_no_more_bytes_than_they_are_counted_for() -> None:
-    """Twice: just before and just after the dict behind it has grown, which is when it is largest for what it holds."""
-    for entries in (87_000, 88_000, 175_000):
+    """Just before and just after the dicts behind it have grown, which is when they are largest for what they hold."""
+    for entries in (80_000, 88_000):
         tracemalloc.start()
-        index = PrefixIndex(entries * (ENTRY_BYTES + MOST_BITS // 8))
-        for worker in range(8):
+        index = PrefixIndex(entries * 5 // 4 * (ENTRY_BYTES + MOST_BITS // 8))  # shards are not filled evenly
+        for worker in range(4):
             index.stored(f"w{worker}", (number.to_bytes(8, "little") for number in range(entries)))
         taken, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
