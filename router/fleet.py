@@ -27,7 +27,7 @@ from router.returning import Returning
 from router.trust import Trust, Ways
 from serving.errors import InvalidRequest, MillraceError, StaleLease, WorkerLost
 from serving.links import AuditLink, DecodeWorkerLink, PrefillLink
-from serving.messages import PROTOCOL, Audit, KVEvents, PoolReport, PrefillOrder, WorkerStatus
+from serving.messages import PROTOCOL, KVEvents, PoolReport, PrefillOrder, WorkerStatus
 from serving.service_class import SERVICE_CLASSES, STANDARD, ServiceClass
 
 log = logging.getLogger(__name__)
@@ -383,16 +383,6 @@ class Fleet:
     @property
     def running_prefills(self) -> int:
         return sum(map(len, self._prefills.values()))
-
-    async def audits(self) -> list[Audit]:
-        """What every worker that can be reached says it holds."""
-        found: list[Audit] = []
-        for candidate in self.registry.candidates():
-            try:
-                found += await self.link(candidate.status).audit()
-            except MillraceError as error:  # a worker that is slow to count may serve well: leave that to heartbeats
-                log.warning("no audit of %s: %s", candidate.status.name, error.message)
-        return found
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
         """Run to its end beside everything else."""

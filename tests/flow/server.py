@@ -58,6 +58,8 @@ class MillraceServer:
         ]
         if "--canary-interval" not in arguments:  # tests count what workers do
             command += ["--canary-interval", "0"]
+        if "--router-snapshot" not in arguments:
+            command += ["--router-snapshot", "never"]
         repository = str(Path(__file__).resolve().parents[2])
         self.process = subprocess.Popen(
             command,
