@@ -269,6 +269,8 @@ class Placer:
         worker, reserved = placed.decision.prefill, placed.reserved
         assert worker is not None and reserved is not None
         attempt = Attempt(placed.decision, self.fleet.clock(), state.tokens - reserved.work.prompt_tokens)
+        if lease.grant is not None and worker.status.instance != lease.fence.instance:
+            attempt.leased_tokens = lease.grant.cached_tokens
         attempt.downgraded = placed.decision.mixed and state.split_asked
         state.attempts.append(attempt)
         state.split_asked |= placed.decision.split
