@@ -28,6 +28,8 @@ PARTS = (
     ("transfer", "transfer", "transfer"),
     ("each token after", "tpot", "tpot"),
 )
+# Rows below the tokens that were not computed: where some of them were.
+TIERS = {"pool": "- from the KV pool", "decode": "- held by decode worker"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,9 +106,12 @@ def attempt_table(attempt: Told) -> Table:
             )
         elif actual[after] is not None:
             table.add_row(name, shown(actual[after]))
-    expected, came = attempt["cached_tokens"]["expected"], attempt["cached_tokens"]["actual"]
-    known = "-" if came is None else str(came)
-    table.add_row("cached tokens", *((known,) if predicted is None else (str(expected), known)))
+    cached = attempt["cached_tokens"]
+    came = "-" if cached["actual"] is None else str(cached["actual"])
+    table.add_row("cached tokens", *((came,) if predicted is None else (str(cached["expected"]), came)))
+    for name in ("pool", "decode"):
+        if cached.get(name):
+            table.add_row(TIERS[name], *((str(cached[name]),) if predicted is None else ("", str(cached[name]))))
     return table
 
 

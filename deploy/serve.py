@@ -15,6 +15,7 @@ from deploy.children import child_specs, node_specs
 from deploy.frontend import Frontend, served_model
 from deploy.kvcache_process import store_config
 from deploy.local import LocalCluster
+from deploy.router_snapshot import SnapshotFile, SnapshotKeeper, snapshot_file
 from deploy.runtime.addresses import near, warn_if_open
 from deploy.runtime.cpu_binding import use_cores
 from deploy.runtime.http_server import bind
@@ -123,6 +124,7 @@ async def serve_front(settings: Settings, children: Mapping[Role, int], nodes: i
     config = router_config(settings)
     fleet = Fleet(config, lambda status: RemoteWorker(Caller(status.address, key)))
     placer = Placer(fleet, make_policy(config.policy))
+    keeper = _keeper(placer, settings, path)
     door = server(key)
     stubs.add_RegistryServicer_to_server(RegistryService(fleet), door)
     wanted = settings.cluster.grpc_port or (0 if children else ROUTER_PORT)
@@ -139,10 +141,26 @@ async def serve_front(settings: Settings, children: Mapping[Role, int], nodes: i
         front.leave_on_signals()
         await front.run()
     finally:
+        if keeper is not None:
+            await keeper.stop()
         await supervisor.stop(settings.http.shutdown_timeout)
         await fleet.close()
         await door.stop(1.0)
     return 0
+
+
+def _keeper(placer: Placer, settings: Settings, path: Path) -> SnapshotKeeper | None:
+    """Goes on from the last snapshot, and keeps the next ones; None where there are to be none."""
+    wanted = settings.placement.router_snapshot
+    if wanted == "never":
+        return None
+    file = SnapshotFile(Path(wanted))
+    if wanted == "auto":
+        file = snapshot_file(str(path), settings.http.host, settings.http.port)
+    keeper = SnapshotKeeper(placer, file)
+    keeper.load()
+    keeper.start()
+    return keeper
 
 
 def _frontend(placer: Placer, settings: Settings, path: Path, listening: socket.socket) -> Frontend:

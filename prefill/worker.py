@@ -168,6 +168,7 @@ class PrefillWorker:
         return Prefilled(
             delta=output.delta,
             cached_tokens=seq.cached,
+            fetched_tokens=seq.incoming.fetched,
             queue_seconds=began - seq.prefill.waiting_since,
             compute_seconds=now - began,
         )

@@ -19,5 +19,6 @@ def block_keys(state: RequestState, status: WorkerStatus) -> list[bytes]:
     longest = len(request.prompt) + request.sampling.max_tokens
     long_rope = bool(status.long_rope_after) and longest > status.long_rope_after
     root = root_key(status.fingerprint, request.tenant, long_rope)
-    extend_keys(keys, root, state.text, status.block_size, upto=state.tokens - 1)
+    text = state.text if state.generated else request.prompt
+    extend_keys(keys, root, text, status.block_size, upto=state.tokens - 1)
     return keys

@@ -6,7 +6,9 @@ Pure. Factors are geometric means that forget.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 WEIGHT = 0.02  # of the newest observation
 OWN = 0.25  # of how far a worker is from all of them: most of that is chance, and its step cost says the rest
@@ -68,6 +70,17 @@ class Calibration:
         """TPOT: predicted without correction, and observed; seconds."""
         self._further.observe(decode, predicted, observed)
 
+    def kept(self) -> dict[str, Any]:
+        """All of it as plain data, for `from_kept`."""
+        return {"first": self._first.kept(), "further": self._further.kept()}
+
+    @classmethod
+    def from_kept(cls, kept: Mapping[str, Any]) -> Calibration:
+        """As it was kept. Raises ValueError, TypeError, KeyError or AttributeError for what cannot be that."""
+        made = cls()
+        made._first, made._further = _Drifts.from_kept(kept["first"]), _Drifts.from_kept(kept["further"])
+        return made
+
 
 class _Drifts:
     """Of one latency."""
@@ -88,3 +101,25 @@ class _Drifts:
         if own is None:
             return self._all
         return Drift(self._all.mean + OWN * (own.mean - self._all.mean), own.variance, own.count)
+
+    def kept(self) -> dict[str, Any]:
+        own = {instance: _numbers(drift) for instance, drift in self._own.items()}
+        return {"all": _numbers(self._all), "own": own}
+
+    @classmethod
+    def from_kept(cls, kept: Mapping[str, Any]) -> _Drifts:
+        made = cls()
+        made._all = _drift(kept["all"])
+        made._own = {str(instance): _drift(numbers) for instance, numbers in kept["own"].items()}
+        return made
+
+
+def _numbers(drift: Drift) -> list[float]:
+    return [drift.mean, drift.variance, drift.count]
+
+
+def _drift(numbers: Sequence[float]) -> Drift:
+    mean, variance, count = numbers
+    if not (-OUTLIER <= mean <= OUTLIER and 0.0 <= variance < math.inf and count >= 0):
+        raise ValueError(f"no drift: {numbers}")
+    return Drift(mean, variance, int(count))

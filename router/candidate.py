@@ -92,8 +92,18 @@ class Candidate:
     def load(self) -> float:
         """Share of the worker's sequences or of its KV blocks that is taken, whichever is more."""
         status = self.status
-        blocks = 1 - self.free_tokens / max(1, status.total_blocks * status.block_size)
+        blocks = 1 - self.free_tokens / max(1, self.device_tokens)
         return max(self.held_leases / max(1, status.max_seqs), blocks)
+
+    @cached_property
+    def device_tokens(self) -> int:
+        """Tokens of KV that the worker's device holds at most."""
+        return self.status.total_blocks * self.status.block_size
+
+    @cached_property
+    def kind(self) -> tuple[str, int]:
+        """Fingerprint and block size: workers of one kind know a block by the same key."""
+        return self.status.fingerprint, self.status.block_size
 
     @property
     def kv_tokens_in_use(self) -> int:
@@ -114,6 +124,12 @@ class Candidate:
         if running and rows > running + max(0, self.newer.leases):
             context += self.status.context_tokens / running * (rows - running - max(0, self.newer.leases))
         return StepLoad(rows, context, rows, context)
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """A decode step of `decode_load`. Ask only where there is a cost."""
+        assert self.cost is not None
+        return self.cost.seconds(self.decode_load)
 
     @cached_property
     def prompts_left_at(self) -> float:

@@ -196,7 +196,22 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
             "ttft": attempt.ttft,
             "tpot": attempt.tpot,
         },
-        "cached_tokens": {"expected": attempt.expected_cached, "actual": attempt.cached_tokens},
+        "cached_tokens": _cached(attempt),
         "output_tokens": attempt.tokens,
         "considered": attempt.decision.considered,
+    }
+
+
+def _cached(attempt: Attempt) -> dict[str, int | None]:
+    """Tokens that the prefill worker was thought to hold, and did not compute: by where they were.
+
+    `decode` are those that another worker, which decodes, held already, so that they were not handed over.
+    """
+    actual, fetched = attempt.cached_tokens, attempt.fetched_tokens
+    return {
+        "expected": attempt.expected_cached,
+        "actual": actual,
+        "device": None if actual is None else actual - fetched,
+        "pool": None if actual is None else fetched,
+        "decode": attempt.leased_tokens,
     }

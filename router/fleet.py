@@ -24,10 +24,11 @@ from router.prefill_call import BROKEN_CALL, PrefillCall
 from router.prefix_index import PrefixIndex
 from router.registry import Registry, Reservation, believable
 from router.request_state import RequestState
+from router.returning import Returning
 from router.trust import Trust, Ways
 from serving.errors import InvalidRequest, MillraceError, StaleLease, WorkerLost
 from serving.links import AuditLink, DecodeWorkerLink, PrefillLink
-from serving.messages import PROTOCOL, Audit, KVEvents, PoolReport, PrefillOrder, WorkerStatus
+from serving.messages import PROTOCOL, KVEvents, PoolReport, PrefillOrder, WorkerStatus
 from serving.service_class import SERVICE_CLASSES, STANDARD, ServiceClass
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class Fleet:
         self.breakers, self.links = self.trust.workers, self.trust.links
         self.worked: dict[tuple[str, str], float] = {}  # when a token last came all the way through a pair
         self._known: frozenset[str] = frozenset()  # instances, when pairs were last gone through
+        self.returning = Returning()
         self.probing = 0  # leases that are tried or held for no request (router.canary)
         self._strangers: set[str] = set()  # names of workers of another protocol that the log has told of
         self.protocols_refused = 0  # heartbeats of workers of another protocol
@@ -122,6 +124,8 @@ class Fleet:
         if self.trust.stalls.heard(status, now):
             log.warning("worker %s does not get on with its work: it is given no more until it does", status.name)
             self._relieve_stuck()
+        if self.returning.heard(status):
+            self._forget()
         if self.prefixes is not None and events is not None:
             self.prefixes.apply(status.instance, events)
         self.notify()
@@ -170,13 +174,17 @@ class Fleet:
             link = self._worker_links.pop(instance)
             self._prefills.pop(instance, None)
             self._later(link.close())
-        known = frozenset(self.registry.workers)
+        self._forget()
+
+    def _forget(self) -> None:
+        """What is known of workers that are gone."""
+        known = frozenset(self.registry.workers).union(self.returning.instances(self.clock()))
         if known != self._known:  # there are as many pairs as workers squared
             self._known = known
             self.worked = {pair: at for pair, at in self.worked.items() if known.issuperset(pair)}
             self.link_costs.retain(known)
         if self.prefixes is not None:
-            self.prefixes.retain(self.registry.workers)
+            self.prefixes.retain(known)
 
     def _listen(self) -> float:
         """Now. A router that was paused, or too busy to listen, first gives everybody time to be heard."""
@@ -373,16 +381,6 @@ class Fleet:
     @property
     def running_prefills(self) -> int:
         return sum(map(len, self._prefills.values()))
-
-    async def audits(self) -> list[Audit]:
-        """What every worker that can be reached says it holds."""
-        found: list[Audit] = []
-        for candidate in self.registry.candidates():
-            try:
-                found += await self.link(candidate.status).audit()
-            except MillraceError as error:  # a worker that is slow to count may serve well: leave that to heartbeats
-                log.warning("no audit of %s: %s", candidate.status.name, error.message)
-        return found
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
         """Run to its end beside everything else."""

@@ -24,6 +24,7 @@ from router.predict import (
     step_seconds,
     token_seconds,
 )
+from router.shortlist import quickest_prompts, quickest_steps, quickest_texts, roomy
 from serving.messages import Slo
 
 SHORTLIST = 4  # workers of each kind whose placements are predicted
@@ -54,6 +55,7 @@ class _FurtherTokens:
     before: float  # a token, without the request
     factor: float  # of the correction
     error: float
+    lost: float  # requests that decode there, where another worker prefills
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,23 +113,18 @@ class Goodput:
 
     def _placements(self, demand: Demand, view: FleetView, now: float) -> list[_Placement]:
         """The shortlisted placements, on workers whose device holds the whole text and that have room, if any do."""
-        quick = nsmallest(2 * SHORTLIST, view.prefill, key=lambda worker: _roughly_first(demand, worker, now))
+        quick = quickest_prompts(demand, view.prefill, now, 2 * SHORTLIST)
         firsts = [self._first(demand, worker, now) for worker in quick]
         if not view.decode:
             return [self._alone(demand, first) for first in firsts]
-        fits = [worker for worker in view.decode if not demand.streams(worker)] or view.decode
-        roomy = [worker for worker in fits if worker.load < 1.0] or fits
-        split = nsmallest(SHORTLIST, (w for w in roomy if not w.prefills), key=_roughly_step)
-        mixed = nsmallest(
-            SHORTLIST,
-            (worker for worker in roomy if worker.prefills),
-            key=lambda worker: _roughly_first(demand, worker, now) + demand.output * _roughly_step(worker),
-        )
+        able = roomy(demand, view.decode)
+        split = quickest_steps([worker for worker in able if not worker.prefills], SHORTLIST)
+        mixed = quickest_texts(demand, [worker for worker in able if worker.prefills], now, SHORTLIST)
         found = []
         for decode in (*split, *mixed):
             further = self._further(demand, decode)
-            able = self._firsts_for(demand, view, decode, firsts, now)
-            found += [self._pair(demand, view, first, further) for first in able]
+            beside = self._firsts_for(demand, view, decode, firsts, now)
+            found += [self._pair(demand, view, first, further) for first in beside]
         return found
 
     def _firsts_for(
@@ -167,11 +164,12 @@ class Goodput:
         """A decode at this worker, beside the prompts it computes."""
         cost = worker.cost
         assert cost is not None
-        step, now = step_seconds(worker, cost, demand.tokens, max(2, demand.output)), cost.seconds(worker.decode_load)
+        step, now = step_seconds(worker, cost, demand.tokens, max(2, demand.output)), worker.step_seconds
         chunk = min(demand.tokens, chunk_tokens(worker, cost, 0, None)) if worker.prompt_share else 0
         token, before = (token_seconds(worker, cost, each, chunk) for each in (step, now))
         drift = self.calibration.further(worker.status.instance)
-        return _FurtherTokens(worker, step, token, before, drift.factor, drift.error)
+        lost = others_lost(worker, before * drift.factor, token * drift.factor, drift.error)
+        return _FurtherTokens(worker, step, token, before, drift.factor, drift.error, lost)
 
     def _alone(self, demand: Demand, first: _FirstToken) -> _Placement:
         """A request that needs no decode."""
@@ -181,28 +179,14 @@ class Goodput:
 
     def _pair(self, demand: Demand, view: FleetView, first: _FirstToken, further: _FurtherTokens) -> _Placement:
         prefill, decode = first.worker, further.worker
-        output, transfer, after = max(2, demand.output), 0.0, further.token
+        output, transfer, lost, factor = max(2, demand.output), 0.0, further.lost, further.factor
         if prefill is decode:
-            after += first.added / output  # what its prompt adds to their steps
+            after = further.token + first.added / output  # what its prompt adds to their steps
+            lost = others_lost(decode, further.before * factor, after * factor, further.error)
         else:
             transfer = view.links.seconds(prefill.status.instance, decode.status.instance, demand.tokens)
         token = further.token + transfer / (output - 1)
-        tpot, error = token * further.factor, max(first.error, further.error)
+        tpot, error = token * factor, max(first.error, further.error)
         predicted = Prediction(first.queue, first.compute, transfer, further.step, token, first.ttft, tpot, error)
-        factor = further.factor
-        lost = others_lost(decode, further.before * factor, after * factor, further.error)
         score = demand.weight * predicted.attainment(demand.slo, demand.first_token_in) - lost
         return _Placement(prefill, decode, predicted, score, first.ttft + tpot * max(0, demand.output - 1))
-
-
-def _roughly_first(demand: Demand, worker: Candidate, now: float) -> float:
-    """Seconds to the first token, roughly: what the shortlist is made by."""
-    cost = worker.cost
-    assert cost is not None
-    return max(0.0, worker.prompts_left_at - now) + cost.token * demand.uncached(worker)
-
-
-def _roughly_step(worker: Candidate) -> float:
-    cost = worker.cost
-    assert cost is not None
-    return cost.seconds(worker.decode_load)

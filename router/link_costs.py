@@ -5,13 +5,17 @@ Fitted to what requests waited between their first token and the next, beyond a 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping, Sequence
+from itertools import islice
+from typing import Any
 
 from serving.fading_line import FadingLine
 
 FADE = 0.98  # of the memory of handoffs, a handoff
 PRIOR = ((0, 0.002), (4096, 0.02))  # tokens and seconds of handoffs that none has seen: they fade like others
 MOST_PAIRS = 65_536
+KEPT_PAIRS = 4096  # over a restart: the last ones that were met first
 
 
 class LinkCost(FadingLine):
@@ -51,6 +55,32 @@ class LinkCosts:
         """All other workers are gone."""
         for pair in [pair for pair in self._pairs if not (pair[0] in instances and pair[1] in instances)]:
             del self._pairs[pair]
+
+    def kept(self) -> dict[str, Any]:
+        """What was learned as plain data, for `from_kept`."""
+        pairs = islice(reversed(self._pairs.items()), KEPT_PAIRS)
+        return {"all": _sums(self._all), "pairs": [[*pair, *_sums(cost)] for pair, cost in pairs]}
+
+    @classmethod
+    def from_kept(cls, kept: Mapping[str, Any]) -> LinkCosts:
+        """As they were kept. Raises ValueError, TypeError or KeyError for what cannot be that."""
+        made = cls()
+        made._all = _line(kept["all"])
+        for prefill, decode, *sums in reversed(kept["pairs"][:KEPT_PAIRS]):
+            made._pairs[str(prefill), str(decode)] = _line(sums)
+        return made
+
+
+def _sums(cost: LinkCost) -> list[float]:
+    return [cost.weight, cost.x, cost.y, cost.xx, cost.xy]
+
+
+def _line(sums: Sequence[float]) -> LinkCost:
+    made = LinkCost()
+    made.weight, made.x, made.y, made.xx, made.xy = sums
+    if not all(0.0 <= each < math.inf for each in sums) or not made.weight:
+        raise ValueError(f"no sums of handoffs: {sums}")
+    return made
 
 
 def _prior() -> LinkCost:

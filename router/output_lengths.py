@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 WEIGHT = 0.05  # of the newest request
 UNKNOWN = 128.0  # tokens, before any request of the class has ended
 
@@ -23,3 +27,17 @@ class OutputLengths:
         """Further tokens of a request that has had `so_far` and may have `most` more; at least one."""
         mean = self._means.get(service_class, UNKNOWN)
         return max(1, min(most, round(mean - so_far) if so_far < mean else round(mean)))
+
+    def kept(self) -> dict[str, Any]:
+        """All of it as plain data, for `from_kept`."""
+        return {name: [mean, self._counts[name]] for name, mean in self._means.items()}
+
+    @classmethod
+    def from_kept(cls, kept: Mapping[str, Any]) -> OutputLengths:
+        """As they were kept. Raises ValueError, TypeError or AttributeError for what cannot be that."""
+        made = cls()
+        for name, (mean, count) in kept.items():
+            if not 0.0 <= mean < math.inf or count < 1:
+                raise ValueError(f"no mean length: {mean} of {count} requests")
+            made._means[name], made._counts[name] = float(mean), int(count)
+        return made

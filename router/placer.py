@@ -126,12 +126,7 @@ class Placer:
 
     async def _try_all(self, lease_id: str, state: RequestState) -> tuple[RouterLease | None, Placed | None, bool]:
         """A lease on the first trusted worker that grants one, in the policy's order; True if some were full."""
-        workers, now = self.fleet.candidates(), self.fleet.clock()
-        demand = self._demand(state, workers, state.required_build)
-        trusted = self.fleet.trust.decoders(able_to_decode(demand, workers), workers, now)
-        open_ = [worker for worker in trusted if not worker.full]  # to ask hundreds that are costs more than it brings
-        view = self._allowed(FleetView(open_ or trusted, able_to_prefill(demand, workers), self.fleet.ways))
-        full = len(open_) < len(trusted)
+        demand, view, full = self.look(state)
         while (decision := self.policy.choose(demand, view, self.fleet.clock())) and decision.decode is not None:
             if not state.generated and not self._worth(state, demand, decision):
                 return None, None, True
@@ -159,6 +154,15 @@ class Placer:
             if not view.decode:
                 break
         return None, None, full
+
+    def look(self, state: RequestState) -> tuple[Demand, FleetView, bool]:
+        """What the request asks for, and who may take it now; True if some who may are full."""
+        workers, now = self.fleet.candidates(), self.fleet.clock()
+        demand = self._demand(state, workers, state.required_build)
+        trusted = self.fleet.trust.decoders(able_to_decode(demand, workers), workers, now)
+        open_ = [worker for worker in trusted if not worker.full]  # to ask hundreds that are costs more than it brings
+        view = self._allowed(FleetView(open_ or trusted, able_to_prefill(demand, workers), self.fleet.ways))
+        return demand, view, len(open_) < len(trusted)
 
     def _allowed(self, view: FleetView) -> FleetView:
         """Those placements that are allowed here, whatever the policy."""
@@ -265,23 +269,24 @@ class Placer:
         worker, reserved = placed.decision.prefill, placed.reserved
         assert worker is not None and reserved is not None
         attempt = Attempt(placed.decision, self.fleet.clock(), state.tokens - reserved.work.prompt_tokens)
+        if lease.grant is not None and worker.status.instance != lease.fence.instance:
+            attempt.leased_tokens = lease.grant.cached_tokens
         attempt.downgraded = placed.decision.mixed and state.split_asked
         state.attempts.append(attempt)
         state.split_asked |= placed.decision.split
-        if self.fleet.prefixes is not None:
-            decoding = self.fleet.registry.get(lease.fence.instance)
-            for status in [worker.status, *([decoding.status] if decoding is not None else [])]:
-                self.fleet.prefixes.stored(status.instance, block_keys(state, status))
+        self.expect_blocks(state, worker.status.instance, lease.fence.instance)
         return self.fleet.prefill(worker, state, lease, reserved)
 
+    def expect_blocks(self, state: RequestState, *instances: str) -> None:
+        """The request's blocks will be at these workers as soon as its prompt is computed."""
+        if self.fleet.prefixes is None:
+            return
+        for entry in map(self.fleet.registry.get, dict.fromkeys(instances)):
+            if entry is not None:
+                self.fleet.prefixes.stored(entry.status.instance, block_keys(state, entry.status))
+
     def _demand(self, state: RequestState, workers: Sequence[Candidate], build: Build | None) -> Demand:
-        cached: dict[str, int] = {}
-        if self.fleet.prefixes is not None:
-            kinds = {(each.status.fingerprint, each.status.block_size): each.status for each in workers}
-            found = {kind: self.fleet.prefixes.match(block_keys(state, status)) for kind, status in kinds.items()}
-            for status in (each.status for each in workers):
-                blocks = found[status.fingerprint, status.block_size].get(status.instance, 0)
-                cached[status.instance] = blocks * status.block_size
+        cached = self._cached(state, workers) if self.fleet.prefixes is not None else {}
         request, now = state.request, self.fleet.clock()
         left = request.sampling.max_tokens - len(state.generated)
         return Demand(
@@ -295,6 +300,19 @@ class Placer:
             session=request.session,
             salt=state.salt,
         )
+
+    def _cached(self, state: RequestState, workers: Sequence[Candidate]) -> dict[str, int]:
+        """Tokens of the request's leading blocks that workers hold, by instance; those that hold none are left out.
+
+        Workers of another fingerprint or block size have other keys, so no answer is about one of them.
+        """
+        assert self.fleet.prefixes is not None
+        kinds = {each.kind: each.status for each in workers}
+        return {
+            instance: blocks * status.block_size
+            for status in kinds.values()
+            for instance, blocks in self.fleet.prefixes.match(block_keys(state, status)).items()
+        }
 
     def _patience(self, state: RequestState) -> tuple[float, bool]:
         """Seconds the request may wait; True if that is because of its deadline."""

@@ -42,7 +42,7 @@ class Demand:
 
     def streams(self, worker: Candidate) -> bool:
         """True if the worker's device cannot hold all tokens: every step would read some KV from host memory."""
-        return self.tokens >= worker.status.total_blocks * worker.status.block_size
+        return self.tokens >= worker.device_tokens
 
 
 class KVLinks(Protocol):
@@ -252,31 +252,22 @@ def spread(demand: Demand, worker: Candidate) -> int:
 
 def able_to_decode(demand: Demand, workers: Iterable[Candidate]) -> list[Candidate]:
     """Workers that decode, do not drain, and are of the text's build. Those that can hold it, while there are some."""
-    fingerprint = demand.build.fingerprint if demand.build is not None else None
-    return _holding(
-        demand.tokens,
-        [
-            worker
-            for worker in workers
-            if worker.decodes and not worker.status.draining and fingerprint in (None, worker.status.fingerprint)
-        ],
-    )
+    decoding = [worker for worker in workers if worker.decodes and not worker.status.draining]
+    if demand.build is not None:
+        fingerprint = demand.build.fingerprint
+        decoding = [worker for worker in decoding if worker.status.fingerprint == fingerprint]
+    return _holding(demand.tokens, decoding)
 
 
 def able_to_prefill(demand: Demand, workers: Iterable[Candidate], avoid: Collection[str] = ()) -> list[Candidate]:
     """Workers that prefill, do not drain, pair with the build and are not to be avoided (by instance)."""
-    pairing = demand.build.pairing if demand.build is not None else None
-    return _holding(
-        demand.tokens,
-        [
-            worker
-            for worker in workers
-            if worker.prefills
-            and not worker.status.draining
-            and worker.status.instance not in avoid
-            and pairing in (None, worker.status.pairing)
-        ],
-    )
+    prefilling = [worker for worker in workers if worker.prefills and not worker.status.draining]
+    if avoid:
+        prefilling = [worker for worker in prefilling if worker.status.instance not in avoid]
+    if demand.build is not None:
+        pairing = demand.build.pairing
+        prefilling = [worker for worker in prefilling if worker.status.pairing == pairing]
+    return _holding(demand.tokens, prefilling)
 
 
 def view_for_prefill(

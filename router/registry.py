@@ -180,7 +180,7 @@ class Registry:
 
     def candidates(self) -> list[Candidate]:
         """Workers that may be given work, as the policy wants them."""
-        return [worker.candidate for worker in self.workers.values() if not worker.suspect]
+        return [each._candidate or each.candidate for each in self.workers.values() if not each.suspect]
 
     def get(self, instance: str) -> RegisteredWorker | None:
         return self.workers.get(instance)

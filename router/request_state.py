@@ -26,7 +26,9 @@ class Attempt:
     downgraded: bool = False  # a worker computes the prompt of its own decode, although two were asked for
     queue_seconds: float | None = None  # as the prefill worker says: until the prompt's first step,
     compute_seconds: float | None = None  # and from there to its first token
-    cached_tokens: int | None = None
+    cached_tokens: int | None = None  # at the prefill worker, and of those
+    fetched_tokens: int = 0  # what came from the KV pool
+    leased_tokens: int = 0  # that another worker held when it gave the lease: they are not handed over
     error: str | None = None  # that ended it, where it failed
     first_at: float | None = None  # its first token came
     second_at: float | None = None  # the first that was decoded
@@ -43,7 +45,7 @@ class Attempt:
     def begin(self, prefilled: Prefilled) -> None:
         """The first token has come, and what the worker says of it."""
         self.queue_seconds, self.compute_seconds = prefilled.queue_seconds, prefilled.compute_seconds
-        self.cached_tokens = prefilled.cached_tokens
+        self.cached_tokens, self.fetched_tokens = prefilled.cached_tokens, prefilled.fetched_tokens
 
     @property
     def ttft(self) -> float | None:

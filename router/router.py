@@ -132,7 +132,17 @@ class Router:
             "waiting": self.placer.admission.waiting,
         }
         leaked = {"leases": max(0, counts["leases"] - self.running - self.fleet.probing)}
-        return [Audit(service=self.fleet.config.name, counts=counts, leaked=leaked), *await self.fleet.audits()]
+        return [Audit(service=self.fleet.config.name, counts=counts, leaked=leaked), *await self._audits()]
+
+    async def _audits(self) -> list[Audit]:
+        """What every worker that can be reached says it holds."""
+        found: list[Audit] = []
+        for candidate in self.fleet.registry.candidates():
+            try:
+                found += await self.fleet.link(candidate.status).audit()
+            except MillraceError as error:  # a worker that is slow to count may serve well: leave that to heartbeats
+                log.warning("no audit of %s: %s", candidate.status.name, error.message)
+        return found
 
 
 def _log_end(state: RequestState, failure: BaseException | None) -> None:

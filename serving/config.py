@@ -161,6 +161,11 @@ class PlacementConfig:
     prefix_index_memory: int = option(
         64 << 20, "bytes the router may use for what it knows of workers' cached blocks, such as 64MiB", least=1
     )
+    router_snapshot: str = option(
+        "auto",
+        "file in which a router over other processes keeps what it has learned for its next start: cached blocks, link"
+        " costs, output lengths, corrections; auto: one of the cache folder for this model and port; never: nowhere",
+    )
     canary_interval: float | None = option(
         None,
         "seconds without traffic after which the router sends a token of its own through a pair of workers, to see"

@@ -156,12 +156,16 @@ class PrefillOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prefilled:
-    """The prefill worker's answer when the first token is sampled."""
+    """The prefill worker's answer when the first token is sampled.
+
+    Of the `cached_tokens`, which were not computed, the `fetched_tokens` came from the KV pool.
+    """
 
     delta: Delta
     cached_tokens: int
     queue_seconds: float
     compute_seconds: float
+    fetched_tokens: int = 0
 
 
 class Role(StrEnum):

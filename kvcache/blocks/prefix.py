@@ -27,9 +27,12 @@ def extend_keys(
     keys: list[bytes], root: bytes, tokens: Sequence[int], block_size: int, upto: int | None = None
 ) -> None:
     """Append to `keys` the key of every full block of `tokens[:upto]` it does not have yet. 32 bytes a key."""
-    full = (len(tokens) if upto is None else upto) // block_size
+    first, full = len(keys), (len(tokens) if upto is None else upto) // block_size
+    if full <= first:
+        return
+    ids = array("I", tokens[first * block_size : full * block_size])
+    data, width = ids.tobytes(), ids.itemsize * block_size
     previous = keys[-1] if keys else root
-    for i in range(len(keys), full):
-        block = array("I", tokens[i * block_size : (i + 1) * block_size])
-        previous = sha256(previous + block.tobytes()).digest()
+    for start in range(0, len(data), width):
+        previous = sha256(previous + data[start : start + width]).digest()
         keys.append(previous)

@@ -265,7 +265,9 @@ class PrefixArrival:
         seq.incoming.arrival = None
         if self.whole:
             self.prefixes.kv.fetched(seq, self.first + self.whole)
-            self.prefixes.stats.hits += seq.computed - self.first * size
+            came = seq.computed - self.first * size
+            seq.incoming.fetched += came
+            self.prefixes.stats.hits += came
 
     @property
     def complete(self) -> bool:

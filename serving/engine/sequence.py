@@ -82,6 +82,7 @@ class IncomingKV:
 
     prefilled_here: bool  # else a prefill worker computes the prompt and hands its KV over
     arrival: ArrivingKV | None = None  # until all of it has come, or no more will
+    fetched: int = 0  # tokens that have come from the KV pool
     lossy: bool = False  # some has come with fewer bits than it is kept in: it is not stored for others
 
 

@@ -160,16 +160,18 @@ class PrefillOrder(_message.Message):
     def __init__(self, order: _Optional[_Union[LeaseOrder, _Mapping]] = ..., grant: _Optional[_Union[LeaseGrant, _Mapping]] = ...) -> None: ...
 
 class Prefilled(_message.Message):
-    __slots__ = ("delta", "cached_tokens", "queue_seconds", "compute_seconds")
+    __slots__ = ("delta", "cached_tokens", "queue_seconds", "compute_seconds", "fetched_tokens")
     DELTA_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     delta: Delta
     cached_tokens: int
     queue_seconds: float
     compute_seconds: float
-    def __init__(self, delta: _Optional[_Union[Delta, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ...) -> None: ...
+    fetched_tokens: int
+    def __init__(self, delta: _Optional[_Union[Delta, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., fetched_tokens: _Optional[int] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
     __slots__ = ("hello", "open", "advance", "cancel")

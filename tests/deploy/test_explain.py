@@ -35,7 +35,7 @@ ATTEMPT: dict[str, Any] = {
     "error": None,
     "predicted": PREDICTED,
     "actual": {"queue": 0.005, "prefill": 0.021, "transfer": 0.003, "ttft": 0.03, "tpot": 0.0099},
-    "cached_tokens": {"expected": 64, "actual": 48},
+    "cached_tokens": {"expected": 64, "actual": 48, "device": 16, "pool": 32, "decode": 0},
     "output_tokens": 20,
     "considered": [
         {"prefill": "p-0", "decode": "d-0", "score": 0.98, "predicted": PREDICTED},
@@ -188,6 +188,7 @@ def test_an_attempt_shows_predicted_beside_actual() -> None:
     assert row(text, "queue") == ["4.0 ms", "5.0 ms", "+25 %"]
     assert row(text, "each token after") == ["11.0 ms", "9.9 ms", "-10 %"]
     assert row(text, "cached tokens") == ["64", "48"]
+    assert row(text, "- from the KV pool") == ["32"] and "held by decode" not in text
     assert row(text, "m-0") == ["m-0", "0.500", "24.0 ms", "11.0 ms"]
     assert "no room was given by d-1 (NoRoom)" in text
 

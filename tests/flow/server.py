@@ -142,6 +142,8 @@ class MillraceServer(Asking):
         given = [*arguments, "--port", str(self.port), "--host", "127.0.0.1"]
         if "--canary-interval" not in arguments:  # tests count what workers do
             given += ["--canary-interval", "0"]
+        if "--router-snapshot" not in arguments:
+            given += ["--router-snapshot", "never"]
         self.process = start_millrace("serve", *given, log=self._log, environ=environ)
 
     def __enter__(self) -> MillraceServer:

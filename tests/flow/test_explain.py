@@ -38,7 +38,9 @@ async def test_an_explanation_shows_the_placement_and_what_it_took(placement: st
             assert told is not None and told["outcome"] == "completed"
             (attempt,) = told["attempts"]
             assert attempt["prefill"] in prefills and attempt["decode"] in decodes
-            assert attempt["cached_tokens"] == {"expected": cached, "actual": cached}
+            at_decode = 0 if placement == "embedded" else attempt["cached_tokens"]["decode"]
+            tiers = {"device": cached, "pool": 0, "decode": at_decode}
+            assert attempt["cached_tokens"] == {"expected": cached, "actual": cached, **tiers}
             actual = attempt["actual"]
             assert 0 <= actual["prefill"] <= actual["ttft"] <= told["ttft_seconds"]
             assert 0 <= actual["queue"] + actual["prefill"] <= told["ttft_seconds"], "the queue begins with the lease"

@@ -100,6 +100,8 @@ async def test_what_one_worker_computed_another_reuses(
         again, cached = await served(second, ask(prompt))
         assert again == tokens
         assert cached == (len(prompt) - 1) // BLOCK * BLOCK
+        told = second.router.explained.explain("r")
+        assert told is not None and told["attempts"][0]["cached_tokens"]["pool"] == cached, "its worker is a new one"
         longer = [*prompt, *tokens, *tail]  # a chat's next turn: outputs were stored as well
         found, cached = await served(second, ask(longer))
         assert cached >= (len(prompt) + len(tokens) - 1) // BLOCK * BLOCK - BLOCK

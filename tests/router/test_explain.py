@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,11 +28,11 @@ from serving.errors import (
     Unavailable,
     WorkerLost,
 )
-from serving.messages import Delta, FinishReason, Role, Slo
+from serving.messages import Delta, FinishReason, LeaseGrant, LeaseOrder, Prefilled, PrefillOrder, Role, Slo
 from serving.step_cost import StepCost
 from serving.timeline import Moment
 from tests.router.conftest import World, wanted
-from tests.router.scripted import Script
+from tests.router.scripted import Script, ScriptedSession, ScriptedWorker
 
 pytestmark = pytest.mark.usefixtures("ties_by_name")
 
@@ -79,6 +80,33 @@ async def test_a_split_request_is_explained(world: World, watching: Watching) ->
     assert watching.endings == [{"service_class": "standard", "outcome": "completed", "within_slo": True, "code": ""}]
     placement = world.router.explained.placement("r")
     assert placement == {"prefill": "p", "decode": "d", "reason": "least_loaded", "downgrade": ""}
+
+
+async def test_cached_tokens_are_told_by_where_they_were(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ScriptedWorker.run
+
+    async def reusing(self: ScriptedWorker, order: PrefillOrder) -> AsyncIterator[Prefilled]:
+        assert order.grant is not None
+        async for prefilled in run(self, order):
+            yield replace(prefilled, cached_tokens=48, fetched_tokens=16)
+
+    open_lease = ScriptedSession.open
+
+    async def holding(self: ScriptedSession, order: LeaseOrder) -> LeaseGrant:
+        return replace(await open_lease(self, order), cached_tokens=32)
+
+    monkeypatch.setattr(ScriptedWorker, "run", reusing)
+    monkeypatch.setattr(ScriptedSession, "open", holding)
+    world.add("p", Role.PREFILL)
+    world.add("d", Role.DECODE)
+    await world.tokens(wanted())
+    tiers = {"expected": 0, "actual": 48, "device": 32, "pool": 16, "decode": 32}
+    assert explained(world)["attempts"][0]["cached_tokens"] == tiers
+    world.workers.clear()
+    world.fleet.registry.workers.clear()
+    world.add("m")
+    await world.tokens(wanted())
+    assert explained(world)["attempts"][0]["cached_tokens"] == {**tiers, "decode": 0}, "it hands nothing over"
 
 
 async def test_a_request_in_progress_is_explained_too(world: World) -> None:

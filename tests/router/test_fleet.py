@@ -120,7 +120,7 @@ async def test_a_refusal_for_good_is_told_at_once(world: World) -> None:
 async def test_an_audit_that_breaks_leaves_the_others(world: World) -> None:
     world.add("a").audit_error = WorkerLost("gone")
     world.add("b")
-    audits = await world.fleet.audits()
+    _, *audits = await world.router.audit()
     assert [audit.service for audit in audits] == ["b"]
 
 

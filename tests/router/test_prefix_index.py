@@ -6,6 +6,7 @@ import sys
 import time
 import tracemalloc
 from hashlib import sha256
+from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -31,12 +32,20 @@ WORKERS = st.sampled_from("abc")
 class FollowsWorkers(RuleBasedStateMachine):
     """Workers store and remove blocks; the router asks when it likes; some workers restart, some are forgotten."""
 
+    bits: ClassVar = {"MOST_BITS": prefix_index.MOST_BITS, "SWEPT_BITS": prefix_index.SWEPT_BITS}
+
     def __init__(self) -> None:
         super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        for name, value in self.bits.items():
+            self.patch.setattr(prefix_index, name, value)
         self.index = PrefixIndex(ROOMY)
         self.logs = {name: KVEventLog(limit=8) for name in "abc"}
         self.held: dict[str, set[int]] = {name: set() for name in "abc"}
         self.seen: dict[str, set[int]] = {}
+
+    def teardown(self) -> None:
+        self.patch.undo()
 
     @rule(name=WORKERS, number=st.integers(0, 11))
     def stores(self, name: str, number: int) -> None:
@@ -70,8 +79,25 @@ class FollowsWorkers(RuleBasedStateMachine):
         assert self.index.match(CHAIN) == expected
 
 
+class FollowsWorkersWithFewBits(FollowsWorkers):
+    """Bits are taken back from the first one on, or run out."""
+
+    bits: ClassVar = {"MOST_BITS": 4, "SWEPT_BITS": 1}
+
+    @rule(name=WORKERS)
+    def asks_for_all(self, name: str) -> None:
+        self.index.apply(name, self.logs[name].since(0))
+        self.seen[name] = set(self.held[name])
+
+    @invariant()
+    def masks_stay_narrow(self) -> None:
+        assert self.index.mask_bytes <= 1
+
+
 FollowsWorkers.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+FollowsWorkersWithFewBits.TestCase.settings = FollowsWorkers.TestCase.settings
 TestFollowsWorkers = FollowsWorkers.TestCase
+TestFollowsWorkersWithFewBits = FollowsWorkersWithFewBits.TestCase
 
 
 def test_a_gap_in_the_events_is_closed_by_a_snapshot() -> None:
@@ -118,6 +144,20 @@ def test_snapshots_without_end_leave_the_other_workers_known() -> None:
     assert len(index.match(CHAIN)) == MOST_BITS + 102 and index.match(CHAIN)["other"] == 5, "more workers than bits"
 
 
+def test_taking_bits_back_goes_through_a_small_part_of_the_keys_at_a_time() -> None:
+    """Every snapshot of a worker leaves a bit behind. A million blocks were gone through at once, for a second."""
+    index = PrefixIndex(1 << 26)
+    index.stored("other", (number.to_bytes(8, "little") for number in range(50_000)))
+    assert index.shards > 32
+    for number in range(700):
+        before = [index.entries(shard) for shard in range(index.shards)]
+        index.apply("a", KVEvents(first=-1, next=number, reset=True, stored=CHAIN[:2]))
+        made_anew = sum(index.entries(shard) is not before[shard] for shard in range(index.shards))
+        assert made_anew <= 1
+    assert index.mask_bytes <= MOST_BITS // 8 and index.match(CHAIN) == {"a": 2}
+    assert index.match([(49_999).to_bytes(8, "little")]) == {"other": 1}
+
+
 def test_pushing_older_keys_out_costs_little_more_than_storing() -> None:
     """A full index takes each new key in constant time: it was a hundred times as long before."""
     keys = [number.to_bytes(8, "little") for number in range(100_000)]
@@ -142,11 +182,11 @@ def test_a_snapshot_larger_than_the_index_is_cut() -> None:
 
 @pytest.mark.thorough
 def test_entries_take_no_more_bytes_than_they_are_counted_for() -> None:
-    """Twice: just before and just after the dict behind it has grown, which is when it is largest for what it holds."""
-    for entries in (87_000, 88_000, 175_000):
+    """Just before and just after the dicts behind it have grown, which is when they are largest for what they hold."""
+    for entries in (21_000, 22_400):
         tracemalloc.start()
-        index = PrefixIndex(entries * (ENTRY_BYTES + MOST_BITS // 8))
-        for worker in range(8):
+        index = PrefixIndex(entries * 5 // 4 * (ENTRY_BYTES + MOST_BITS // 8))  # shards are not filled evenly
+        for worker in range(4):
             index.stored(f"w{worker}", (number.to_bytes(8, "little") for number in range(entries)))
         taken, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()

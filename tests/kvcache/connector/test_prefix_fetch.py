@@ -147,6 +147,7 @@ def test_steps_that_follow_an_arrival(events: list[str], lost: set[tuple[int, in
     whole = next((i for i in range(6 - local) if any((part, i + local) in lost for part in range(3))), 6 - local)
     there = (local + whole) * SIZE
     assert seq.incoming.arrival is None and followed.prefixes.stats.hits == whole * SIZE
+    assert seq.incoming.fetched == whole * SIZE
     assert seq.computed == (len(seq.tokens) if followed.passed else there) and seq.cached == there
     assert world.blocks.match(seq.prefix.keys[: local + whole]) == seq.blocks[: local + whole]
     assert followed.passed == 0 or not lost & {(part, i) for part in range(3) for i in range(local, 6)}
