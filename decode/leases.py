@@ -156,5 +156,10 @@ class LeaseTable:
         """Take the lease out; None if it is gone already."""
         return self.leases.pop(lease_id, None)
 
+    def held(self, lease_id: str, session: str) -> Lease | None:
+        """The lease of this name, if the session holds it: routers name theirs, and two may choose the same."""
+        lease = self.leases.get(lease_id)
+        return lease if lease is not None and lease.session == session else None
+
     def of(self, session: str) -> list[Lease]:
         return [lease for lease in self.leases.values() if lease.session == session]

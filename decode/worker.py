@@ -110,10 +110,10 @@ class DecodeWorker:
         self.bound.check(order, held)
         return self._hold(order, self.wanted())
 
-    def advance(self, order: LeaseOrder) -> LeaseGrant:
-        """Begin the lease anew for another prefill try. When it raises, the lease is gone."""
+    def advance(self, order: LeaseOrder, session: str) -> LeaseGrant:
+        """Begin the session's lease anew for another prefill try. When it raises, the session holds it no more."""
         with self.engine.lock:
-            lease = self.table.leases.get(order.lease.lease)
+            lease = self.table.held(order.lease.lease, session)
             if lease is None:
                 raise StaleLease(f"lease {order.lease.lease} is not open here", code="lease")
             self.engine.end(lease.seq)
@@ -320,10 +320,11 @@ class RouterSession:
         return self.worker.open(order, self.name)
 
     async def advance(self, order: LeaseOrder) -> LeaseGrant:
-        return self.worker.advance(order)
+        return self.worker.advance(order, self.name)
 
     def cancel(self, lease: str) -> None:
-        self.worker.end(lease)
+        if self.worker.table.held(lease, self.name) is not None:
+            self.worker.end(lease)
 
     async def close(self) -> None:
         """End every lease of the session."""

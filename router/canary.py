@@ -12,6 +12,7 @@ from collections import Counter
 from enum import Enum
 from functools import partial
 from itertools import count, islice
+from uuid import uuid4
 
 from router.candidate import Candidate, Dispatched
 from router.fleet import Fleet
@@ -52,6 +53,7 @@ class Canary:
         self.outcomes: Counter[str] = Counter()  # probes by how they went: ok, failed, unclear
         self._tried: dict[Pair, float] = {}  # when a probe of the pair last ended
         self._running: dict[Pair, asyncio.Task[None]] = {}
+        self._life = uuid4().hex[:12]  # other routers try the same workers: leases must not be named alike
         self._numbers = count(1)
         self._seen = 0  # pairs in this round
 
@@ -90,7 +92,8 @@ class Canary:
 
     async def probe(self, prefill: Candidate, decode: Candidate) -> None:
         """Send a token through the pair, and tell its breakers what came of it."""
-        trip, steps = _Trip(self.fleet, prefill, decode, next(self._numbers)), _steps(self.fleet, prefill)
+        name = f"canary-{self._life}-{next(self._numbers)}"
+        trip, steps = _Trip(self.fleet, prefill, decode, name), _steps(self.fleet, prefill)
         error: MillraceError | None = None
         try:
             async with asyncio.timeout(self._patience(prefill) + self._patience(decode) - self.patience):
@@ -134,14 +137,14 @@ class Canary:
 class _Trip:
     """One token's way through a pair: a lease, a prefill into it, and a step of decode."""
 
-    def __init__(self, fleet: Fleet, prefill: Candidate, decode: Candidate, number: int):
+    def __init__(self, fleet: Fleet, prefill: Candidate, decode: Candidate, name: str):
         self.fleet = fleet
         self.prefill = prefill
         self.decode = decode
         self.stage = Stage.LEASE
         self.blamed: Candidate | None = decode  # should it get no further; None: the way between them
         sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-        request = Request(request_id=f"canary-{number}", prompt=PROMPT, sampling=sampling, tenant=TENANT)
+        request = Request(request_id=name, prompt=PROMPT, sampling=sampling, tenant=TENANT)
         self.state = RequestState(request=request)
 
     async def run(self) -> None:

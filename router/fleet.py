@@ -166,6 +166,7 @@ class Fleet:
         for instance in [known for known in self._worker_links if self.registry.get(known) is None]:
             link = self._worker_links.pop(instance)
             self._prefills.pop(instance, None)
+            self._later(self._sessions.lose(instance, WorkerLost("the worker is gone")))
             self._later(link.close())
         known = frozenset(self.registry.workers)
         if known != self._known:  # there are as many pairs as workers squared
@@ -237,9 +238,7 @@ class Fleet:
         known = WorkerLost(error.message, code=OUT_OF_REACH)
         for call in list(self._prefills.get(instance, ())):
             call.lose(known)
-        closing = self._sessions.lose(instance, known)
-        if closing is not None:
-            self._later(closing)
+        self._later(self._sessions.lose(instance, known))
 
     def blame(self, instance: str, error: MillraceError) -> None:
         """A request has met this error there: suspect the worker, unless that is where the error comes from.
@@ -386,11 +385,12 @@ class Fleet:
                 log.warning("no audit of %s: %s", candidate.status.name, error.message)
         return found
 
-    def _later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run to its end beside everything else."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _later(self, work: Coroutine[Any, Any, None] | None) -> None:
+        """Run to its end beside everything else, if there is something."""
+        if work is not None:
+            task = asyncio.get_running_loop().create_task(work)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
         await self._sessions.close()
