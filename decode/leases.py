@@ -12,6 +12,7 @@ the worker, raises StaleLease and changes nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -160,6 +161,10 @@ class LeaseTable:
         """The lease of this name, if the session holds it: routers name theirs, and two may choose the same."""
         lease = self.leases.get(lease_id)
         return lease if lease is not None and lease.session == session else None
+
+    def by_session(self) -> Counter[str]:
+        """How many leases each session holds."""
+        return Counter(lease.session for lease in self.leases.values())
 
     def of(self, session: str) -> list[Lease]:
         return [lease for lease in self.leases.values() if lease.session == session]

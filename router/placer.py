@@ -139,7 +139,7 @@ class Placer:
             if not state.generated and not self._worth(state, demand, decision):
                 return None, None, True
             worker, granted = decision.decode, False
-            if worker.full:
+            if worker.full and not worker.owing:
                 break
             if state.generated and outgrown(demand, view.prefill):
                 decision = replace(decision, prefill=None)  # the decode worker itself, unless others have come by then
@@ -159,7 +159,7 @@ class Placer:
                 if not granted:
                     placed.release()
             view = replace(view, decode=[other for other in view.decode if other is not worker])
-            if not view.decode:
+            if not view.decode or worker.full:
                 break
         return None, None, full
 
