@@ -21,6 +21,11 @@ class RouterTurns:
     def __init__(self) -> None:
         self._claims: dict[str, float] = {}  # by session: until when
 
+    @property
+    def claimed(self) -> bool:
+        """False if no session has been refused of late: whoever asks may go."""
+        return bool(self._claims)
+
     def refused(self, session: str, now: float) -> None:
         """There was no room for what it wanted."""
         self._claims[session] = now + CLAIM_SECONDS

@@ -54,6 +54,7 @@ async def test_every_pair_is_tried_with_a_token_of_its_own(split: World) -> None
 async def test_canaries_of_several_routers_name_their_leases_apart(split: World) -> None:
     """Else a worker refuses the second as open already, or one router ends the other's."""
     await probed(split)
+    split.now += INTERVAL
     await probed(split)
     assert [*split.workers["d0"].opened.values(), *split.workers["d1"].opened.values()] == [1] * 8
 
