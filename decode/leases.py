@@ -12,6 +12,7 @@ the worker, raises StaleLease and changes nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -155,6 +156,15 @@ class LeaseTable:
     def end(self, lease_id: str) -> Lease | None:
         """Take the lease out; None if it is gone already."""
         return self.leases.pop(lease_id, None)
+
+    def held(self, lease_id: str, session: str) -> Lease | None:
+        """The lease of this name, if the session holds it: routers name theirs, and two may choose the same."""
+        lease = self.leases.get(lease_id)
+        return lease if lease is not None and lease.session == session else None
+
+    def by_session(self) -> Counter[str]:
+        """How many leases each session holds."""
+        return Counter(lease.session for lease in self.leases.values())
 
     def of(self, session: str) -> list[Lease]:
         return [lease for lease in self.leases.values() if lease.session == session]

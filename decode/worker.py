@@ -16,6 +16,7 @@ from decode.direct import DirectLeases
 from decode.leases import Lease, LeaseTable
 from decode.scheduler import DecodeScheduler
 from decode.tpot_bound import LeaseBound, Unbound
+from decode.turns import RouterTurns
 from kvcache.connector.direct_fetch import DirectFetcher
 from kvcache.handoff.chunk import Chunk, Commit, split, verify, verify_commit
 from kvcache.handoff.local import LOCAL
@@ -30,6 +31,8 @@ from serving.links import Deliver, LeaseEvent
 from serving.messages import LeaseGrant, LeaseId, LeaseOrder
 
 log = logging.getLogger(__name__)
+
+SEQUENCES = "sequences"  # of NoRoom: it holds as many leases as it may; without a code, KV blocks are wanting
 
 
 class DecodeWorker:
@@ -65,6 +68,7 @@ class DecodeWorker:
         self.table = LeaseTable(self.identity.instance, len(self.device_kv.specs))
         self.direct = DirectLeases(self.table, self.engine.lock, direct)
         self.deadlines = Deadlines(self._expire)
+        self.turns = RouterTurns()
         self.sessions: dict[str, RouterSession] = {}
         self.draining = False
         self.receiving = 0  # handoffs in progress
@@ -91,29 +95,34 @@ class DecodeWorker:
             raise Draining(f"{self.identity.name} is draining")
         with self.engine.lock:
             try:
-                seq = self._hold_new(order)
+                seq = self._hold_new(order, session)
             except NoRoom as error:
                 self.not_granted[error.code or "blocks"] += 1
+                if error.code in (None, SEQUENCES):
+                    self.turns.refused(session, self.engine.clock())
                 raise
             try:
                 lease = self.table.open(order, session, seq)
             except MillraceError:
                 self.kv.release(seq)
                 raise
+            self.turns.settled(session)
             self.deadlines.watch(order.lease.lease, order.ends_in)
             return self._grant(lease)
 
-    def _hold_new(self, order: LeaseOrder) -> SequenceState:
+    def _hold_new(self, order: LeaseOrder, session: str) -> SequenceState:
         held = self.sequences()
         if len(held) >= self.engine.limits.max_num_seqs:
-            raise NoRoom(f"{self.identity.name} holds {len(held)} sequences, its limit", code="sequences")
+            raise NoRoom(f"{self.identity.name} holds {len(held)} sequences, its limit", code=SEQUENCES)
         self.bound.check(order, held)
+        if self.turns.claimed and self.turns.others_first(session, self.table.by_session(), self.engine.clock()):
+            raise NoRoom(f"{self.identity.name} keeps its room for another router, which holds less", code="turn")
         return self._hold(order, self.wanted())
 
-    def advance(self, order: LeaseOrder) -> LeaseGrant:
-        """Begin the lease anew for another prefill try. When it raises, the lease is gone."""
+    def advance(self, order: LeaseOrder, session: str) -> LeaseGrant:
+        """Begin the session's lease anew for another prefill try. When it raises, the session holds it no more."""
         with self.engine.lock:
-            lease = self.table.leases.get(order.lease.lease)
+            lease = self.table.held(order.lease.lease, session)
             if lease is None:
                 raise StaleLease(f"lease {order.lease.lease} is not open here", code="lease")
             self.engine.end(lease.seq)
@@ -320,13 +329,15 @@ class RouterSession:
         return self.worker.open(order, self.name)
 
     async def advance(self, order: LeaseOrder) -> LeaseGrant:
-        return self.worker.advance(order)
+        return self.worker.advance(order, self.name)
 
     def cancel(self, lease: str) -> None:
-        self.worker.end(lease)
+        if self.worker.table.held(lease, self.name) is not None:
+            self.worker.end(lease)
 
     async def close(self) -> None:
         """End every lease of the session."""
         self.worker.sessions.pop(self.name, None)
+        self.worker.turns.settled(self.name)
         for lease in self.worker.table.of(self.name):
             self.worker.end(lease.fence.lease)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from enum import Enum
 from functools import partial
 from itertools import count, islice
+from uuid import uuid4
 
 from router.candidate import Candidate, Dispatched
 from router.fleet import Fleet
@@ -53,6 +54,7 @@ class Canary:
         self.outcomes: Counter[str] = Counter()  # probes by how they went: ok, failed, unclear
         self._tried: dict[Pair, float] = {}  # when a probe of the pair last ended
         self._running: dict[Pair, asyncio.Task[None]] = {}
+        self._life = uuid4().hex[:12]  # other routers try the same workers: leases must not be named alike
         self._numbers = count(1)
         self._seen = 0  # pairs in this round
 
@@ -91,7 +93,7 @@ class Canary:
 
     async def probe(self, prefill: Candidate, decode: Candidate) -> None:
         """Send a token through the pair, and tell its breakers what came of it."""
-        trip = _Trip(self.fleet, prefill, decode, next(self._numbers))
+        trip = _Trip(self.fleet, prefill, decode, f"canary-{self._life}-{next(self._numbers)}")
         error: MillraceError | None = None
         try:
             async with asyncio.timeout(self._patience(prefill) + self._patience(decode) - self.patience):
@@ -146,7 +148,7 @@ class Canary:
 class _Trip:
     """One token's way through a pair: a lease, a prefill into it, and a step of decode."""
 
-    def __init__(self, fleet: Fleet, prefill: Candidate, decode: Candidate, number: int):
+    def __init__(self, fleet: Fleet, prefill: Candidate, decode: Candidate, name: str):
         self.fleet = fleet
         self.prefill = prefill
         self.decode = decode
@@ -156,7 +158,7 @@ class _Trip:
         self.answered = False  # the prefill worker has, to a question that waits for no prompt
         self._steps = _steps(fleet, prefill)
         sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-        request = Request(request_id=f"canary-{number}", prompt=PROMPT, sampling=sampling, tenant=TENANT)
+        request = Request(request_id=name, prompt=PROMPT, sampling=sampling, tenant=TENANT)
         self.state = RequestState(request=request)
 
     @property

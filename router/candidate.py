@@ -84,6 +84,11 @@ class Candidate:
         return max(self.leases, self.status.leases + self.newer.leases) >= self.status.max_seqs
 
     @cached_property
+    def owing(self) -> bool:
+        """True if other routers hold most of what it may hold: asked though full, it will keep room (decode.turns)."""
+        return 2 * self.leases < self.status.max_seqs
+
+    @cached_property
     def free_tokens(self) -> int:
         """Tokens of KV that are neither held nor promised."""
         return max(0, self.status.free_blocks * self.status.block_size - max(0, self.newer.context_tokens))

@@ -173,6 +173,7 @@ class Fleet:
         for instance in [known for known in self._worker_links if self.registry.get(known) is None]:
             link = self._worker_links.pop(instance)
             self._prefills.pop(instance, None)
+            self._later(self.sessions.lose(instance, WorkerLost("the worker is gone")))
             self._later(link.close())
         self._forget()
 
@@ -246,9 +247,7 @@ class Fleet:
         known = WorkerLost(error.message, code=OUT_OF_REACH)
         for call in list(self._prefills.get(instance, ())):
             call.lose(known)
-        closing = self.sessions.lose(instance, known)
-        if closing is not None:
-            self._later(closing)
+        self._later(self.sessions.lose(instance, known))
 
     def blame(self, instance: str, error: MillraceError) -> None:
         """A request has met this error there: suspect the worker, unless that is where the error comes from.
@@ -382,11 +381,12 @@ class Fleet:
     def running_prefills(self) -> int:
         return sum(map(len, self._prefills.values()))
 
-    def _later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run to its end beside everything else."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _later(self, work: Coroutine[Any, Any, None] | None) -> None:
+        """Run to its end beside everything else, if there is something."""
+        if work is not None:
+            task = asyncio.get_running_loop().create_task(work)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
         await self.sessions.close()

@@ -75,7 +75,6 @@ class Placer:
         Raises Overloaded or Unavailable once patience is over, DeadlineExceeded where the deadline comes first,
         InvalidRequest, ContextLengthExceeded.
         """
-        lease_id = f"{state.request.request_id}/{next(self._lease_numbers)}"
         single = state.request.sampling.max_tokens - len(state.generated) == 1 and not self._outgrown(state)
         full: bool | None = None  # not known before it has looked
         patience, by_deadline = self._patience(state)
@@ -87,7 +86,7 @@ class Placer:
                     try:
                         if self.fleet.refused is not None:
                             raise self.fleet.refused
-                        found = self._prefill_only(lease_id) if single else await self._try_all(lease_id, state)
+                        found = self._prefill_only(state) if single else await self._try_all(state)
                         granted = found[0] is not None
                     finally:
                         self.admission.looked(ticket, found=granted)
@@ -117,27 +116,31 @@ class Placer:
             return nobody_ready(NO_DECODE, strict=self.fleet.config.strict_disaggregation)
         return deadline_passed() if by_deadline else no_room(patience)
 
-    def _prefill_only(self, lease_id: str) -> tuple[RouterLease | None, Placed | None, bool]:
+    def _next_lease(self, state: RequestState) -> str:
+        """A name that no try has had: a worker that never answered may still hold, or come to hold, the last one."""
+        return f"{state.request.request_id}/{next(self._lease_numbers)}"
+
+    def _prefill_only(self, state: RequestState) -> tuple[RouterLease | None, Placed | None, bool]:
         """A single token needs no decode worker, but workers compute so many prompts at a time as they may hold."""
         most = sum(worker.status.max_seqs for worker in self.fleet.candidates() if worker.prefills)
         if most and self.fleet.prefill_only_leases >= most:
             return None, None, True
-        return self.fleet.prefill_only(lease_id), None, False
+        return self.fleet.prefill_only(self._next_lease(state)), None, False
 
-    async def _try_all(self, lease_id: str, state: RequestState) -> tuple[RouterLease | None, Placed | None, bool]:
+    async def _try_all(self, state: RequestState) -> tuple[RouterLease | None, Placed | None, bool]:
         """A lease on the first trusted worker that grants one, in the policy's order; True if some were full."""
         demand, view, full = self.look(state)
         while (decision := self.policy.choose(demand, view, self.fleet.clock())) and decision.decode is not None:
             if not state.generated and not self._worth(state, demand, decision):
                 return None, None, True
             worker, granted = decision.decode, False
-            if worker.full:
+            if worker.full and not worker.owing:
                 break
             if state.generated and outgrown(demand, view.prefill):
                 decision = replace(decision, prefill=None)  # the decode worker itself, unless others have come by then
             placed = self.placed(decision, demand)
             try:
-                lease = await self.fleet.open(worker, lease_id, state)
+                lease = await self.fleet.open(worker, self._next_lease(state), state)
                 state.build = Build(worker.status.fingerprint, worker.status.pairing)
                 granted = True
                 return lease, placed, False
@@ -151,7 +154,7 @@ class Placer:
                 if not granted:
                     placed.release()
             view = replace(view, decode=[other for other in view.decode if other is not worker])
-            if not view.decode:
+            if not view.decode or worker.full:
                 break
         return None, None, full
 

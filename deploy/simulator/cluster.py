@@ -39,7 +39,7 @@ class ClusterPlan:
     `of_role` are the profiles of roles whose hardware is not that of `profile`; the model is the same.
     `noise` is the standard deviation of the logarithm of a step's seconds. Beats come every `heartbeat_interval`
     seconds from each worker, spread over the interval. `engine` may set all but the KV's size, which is the profile's
-    unless it gives a number of blocks.
+    unless it gives a number of blocks. Each of the `routers` hears every beat, and knows of no other router.
     """
 
     roles: tuple[Role, ...]
@@ -50,6 +50,7 @@ class ClusterPlan:
     noise: float = 0.05
     heartbeat_interval: float = 0.5
     of_role: Mapping[Role, Profile] = field(default_factory=dict)
+    routers: int = 1
 
     def __post_init__(self) -> None:
         if models := {each.model for each in self.of_role.values()} - {self.profile.model}:
@@ -89,15 +90,15 @@ class SimulatedCluster:
         self.placed = placed or (lambda request, worker, side: None)
         loop = asyncio.get_running_loop()
         self.clock = loop.time
-        self.fleet = Fleet(plan.router, self._link, clock=self.clock)
-        self.placer = Placer(self.fleet, make_policy(plan.router.policy))
+        self.fleets = [Fleet(plan.router, self._link, clock=self.clock) for _ in range(plan.routers)]
+        self.placers = [Placer(fleet, make_policy(plan.router.policy)) for fleet in self.fleets]
         self.workers: dict[str, Worker] = {}  # by instance
         self._receivers: dict[str, Receiver] = {}
         self._ports = Ports()
         self._beats: list[asyncio.Task[None]] = []
 
-    def router(self, observer: RouterObserver) -> Router:
-        return Router(self.placer, observer)
+    def routers(self, observer: RouterObserver) -> list[Router]:
+        return [Router(placer, observer) for placer in self.placers]
 
     async def start(self) -> None:
         for number, role in enumerate(self.plan.roles):
@@ -109,7 +110,8 @@ class SimulatedCluster:
         for number, worker in enumerate(self.workers.values()):
             first = interval * (number + 1) / count
             self._repeat(first, interval, lambda worker=worker: self._beat(worker))  # type: ignore[misc]
-        self._repeat(interval, interval, self.fleet.expire)
+        for fleet in self.fleets:
+            self._repeat(interval, interval, fleet.expire)
 
     def _repeat(self, first: float, interval: float, what: Callable[[], None]) -> None:
         async def repeat() -> None:
@@ -159,8 +161,9 @@ class SimulatedCluster:
         return ModelledLink(self.workers[status.instance], status.name, seconds, self.placed)
 
     def _beat(self, worker: Worker) -> None:
-        since = self.fleet.kv_events_since(worker.identity.instance)
-        self.fleet.heartbeat(worker.status(), None if since is None else worker.kv_events(since))
+        for fleet in self.fleets:
+            since = fleet.kv_events_since(worker.identity.instance)
+            fleet.heartbeat(worker.status(), None if since is None else worker.kv_events(since))
 
     def audits(self) -> list[Audit]:
         """What every worker holds."""
@@ -170,7 +173,8 @@ class SimulatedCluster:
         for beat in self._beats:
             beat.cancel()
         await asyncio.gather(*self._beats, return_exceptions=True)
-        await self.fleet.close()
+        for fleet in self.fleets:
+            await fleet.close()
         for worker in self.workers.values():
             await worker.stop()
 

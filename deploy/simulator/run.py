@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
+from itertools import cycle
 
 from bench.goodput import GoodputSearch, SearchLimits
 from deploy.simulator.cluster import ClusterPlan, SimulatedCluster
@@ -54,10 +55,14 @@ def simulate(
     *,
     seed: int = 0,
     ended: Callable[[RequestOutcome], None] = lambda outcome: None,
+    watch: Callable[[SimulatedCluster], Coroutine[None, None, None]] | None = None,
 ) -> SimulatedRun:
-    """All requests of a trace, at `rate` requests a second. Deterministic; `ended` is told of each request."""
+    """All requests of a trace, at `rate` requests a second, to each router in turn. Deterministic.
+
+    `ended` is told of each request; `watch` runs beside them, on virtual time, until all have ended.
+    """
     with _collecting_seldom():
-        return run_virtually(lambda loop: _play(loop, plan, arrivals, rate, seed, ended))
+        return run_virtually(lambda loop: _play(loop, plan, arrivals, rate, seed, ended, watch))
 
 
 @contextmanager
@@ -78,6 +83,7 @@ async def _play(
     rate: float,
     seed: int,
     ended: Callable[[RequestOutcome], None],
+    watch: Callable[[SimulatedCluster], Coroutine[None, None, None]] | None,
 ) -> SimulatedRun:
     outcomes = [RequestOutcome(request=each.request, arrived=each.at / rate) for each in arrivals]
     by_id = {outcome.request.request_id: outcome for outcome in outcomes}
@@ -87,15 +93,19 @@ async def _play(
         by_id[request].placed.append((worker, side))
 
     async with SimulatedCluster(plan, texts, seed, placed) as cluster:
-        router = cluster.router(_NoObserver())
+        routers = cluster.routers(_NoObserver())
+        watching = asyncio.create_task(watch(cluster)) if watch is not None else None
         async with asyncio.TaskGroup() as clients:
-            for outcome in outcomes:
+            for outcome, router in zip(outcomes, cycle(routers), strict=False):
                 await asyncio.sleep(outcome.arrived - loop.time())
                 outcome.arrived = loop.time()
                 clients.create_task(_ask(loop, router, outcome, ended))
         seconds = loop.time()
+        if watching is not None:
+            watching.cancel()
         await asyncio.sleep(SETTLE_SECONDS)
-        return SimulatedRun(outcomes, await router.audit(), seconds)
+        audits = [audit for router in routers for audit in await router.audit()]
+        return SimulatedRun(outcomes, audits, seconds)
 
 
 async def _ask(

@@ -115,6 +115,20 @@ async def test_the_same_lease_cannot_be_opened_twice(session: RouterSession, wor
     assert worker.kv.allocator.held == held
 
 
+async def test_a_router_reaches_its_own_leases_alone(session: RouterSession, worker: Worker) -> None:
+    """Two routers may name a lease alike: neither ends nor begins anew what the other holds."""
+    await worker.lease(session, PROMPT)
+    other = await worker.decode.connect("router", lambda events: None, lambda error: None)
+    with pytest.raises(InvalidRequest, match="already open"):
+        await worker.lease(other, PROMPT)
+    other.cancel("r/1")
+    with pytest.raises(StaleLease, match="not open here"):
+        await other.advance(make_order(PROMPT, lease=worker.fence(epoch=1)))
+    await other.close()
+    lease = worker.decode.table.leases["r/1"]
+    assert lease.fence == worker.fence() and lease.session == session.name
+
+
 async def test_an_order_for_another_life_takes_nothing(session: RouterSession, worker: Worker) -> None:
     fence = LeaseId(lease="r/1", epoch=0, instance="before")
     with pytest.raises(StaleLease):

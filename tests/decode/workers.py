@@ -24,10 +24,10 @@ SPECS = (gqa(1, 2, "float32"), gqa(1, 2, "float32"))
 FINGERPRINT = "model"
 
 
-def make_identity(role: Role, max_model_len: int) -> WorkerIdentity:
+def make_identity(role: Role, max_model_len: int, number: int = 0) -> WorkerIdentity:
     return WorkerIdentity(
-        instance=f"{role}-life",
-        name=f"{role}-0",
+        instance=f"{role}-life" if not number else f"{role}-{number}-life",
+        name=f"{role}-{number}",
         role=role,
         model="model",
         fingerprint=FINGERPRINT,
@@ -50,11 +50,12 @@ class Worker:
         seqs: int = 8,
         specs: tuple[LayerKV, ...] = SPECS,
         host: OffloadPlan | None = None,
+        number: int = 0,
     ):
         self.device_kv = DeviceKV(specs, blocks, size)
         self.host_kv = HostKV(host, self.device_kv, [None] * len(specs)) if host is not None else None
         self.runner = ScriptedRunner(size)
-        self.identity = make_identity(role, host.tokens if host is not None else blocks * size)
+        self.identity = make_identity(role, host.tokens if host is not None else blocks * size, number)
         parts = ModelParts(
             runner=self.runner,
             eos_token_ids=frozenset({EOS}),

@@ -45,6 +45,7 @@ PURE = (
     "decode/leases.py",
     "decode/speculation.py",
     "decode/tpot_bound.py",
+    "decode/turns.py",
     "kvcache/blocks/*.py",
     "kvcache/connector/*_cost.py",
     "kvcache/memory/heads.py",

@@ -54,6 +54,14 @@ async def test_every_pair_is_tried_with_a_token_of_its_own(split: World) -> None
     assert split.seen.firsts == [] and split.seen.endings == [], "users' metrics know nothing of it"
 
 
+async def test_canaries_of_several_routers_name_their_leases_apart(split: World) -> None:
+    """Else a worker refuses the second as open already, or one router ends the other's."""
+    await probed(split)
+    split.now += INTERVAL
+    await probed(split)
+    assert [*split.workers["d0"].opened.values(), *split.workers["d1"].opened.values()] == [1] * 8
+
+
 async def test_a_mixed_worker_is_a_pair_of_its_own(world: World) -> None:
     world.add("m")
     world.add("p", Role.PREFILL)

@@ -94,6 +94,17 @@ async def test_a_forgotten_workers_link_is_closed(world: World) -> None:
     assert worker.link_closed == 1 and world.fleet.registry.workers == {}
 
 
+async def test_a_worker_that_was_restarted_leaves_no_session_behind(world: World) -> None:
+    """It comes back under its name and address, so the life before it never falls silent."""
+    world.add("a")
+    await world.tokens(wanted("1"))
+    world.add("a", instance="a-next")
+    await world.tokens(wanted("2"))
+    world.fleet.expire()
+    await world.settled()
+    assert [session.instance for session in world.fleet._sessions.established()] == ["a-next"]
+
+
 async def test_workers_that_do_not_decode_are_not_asked_to(world: World) -> None:
     world.add("p", Role.PREFILL)
     running = asyncio.create_task(world.tokens(wanted()))
@@ -149,6 +160,18 @@ async def test_a_worker_that_was_only_out_of_reach_frees_what_it_held() -> None:
     assert await finished(running) == expected(wanted())
     await world.settled()
     assert worker.leases() == []
+
+
+async def test_a_lease_that_was_never_answered_is_asked_for_by_another_name(world: World) -> None:
+    """The worker may have granted the first, and not heard yet that nobody wants it."""
+    worker = world.add("a")
+    worker.script.open = [HANG]
+    running = asyncio.create_task(world.tokens(wanted()))
+    await world.settled()
+    world.fleet.suspect(worker.status.instance, WorkerLost("no heartbeat"))
+    world.beat()
+    assert await finished(running) == expected(wanted())
+    assert list(worker.opened.values()) == [1, 1]
 
 
 async def test_a_worker_that_stops_answering_while_a_lease_is_opened_is_given_up() -> None:

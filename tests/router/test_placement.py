@@ -19,7 +19,7 @@ from serving.messages import Request, Role, Slo
 from serving.service_class import SERVICE_CLASSES, ServiceClass
 from serving.step_cost import StepCost
 from tests.router.conftest import World, expected, wanted
-from tests.router.scripted import ScriptedWorker, make_status
+from tests.router.scripted import HANG, ScriptedWorker, make_status
 
 pytestmark = pytest.mark.usefixtures("ties_by_name")
 
@@ -227,16 +227,37 @@ async def test_one_that_is_refused_keeps_nobody_back() -> None:
 
 
 async def test_workers_that_say_they_are_full_are_not_asked() -> None:
+    """But for one, where others hold most of them: asked, it will keep room (decode.turns)."""
     world = World(patience=0.05)
     for name in "abcd":
-        world.add(name, leases=8, running=8)
+        world.add(name, leases=8, running=8).script.open = [NoRoom("full")]
     with pytest.raises(Overloaded):
         await world.tokens(wanted())
-    assert not any(worker.opened for worker in world.workers.values())
+    assert sum(len(worker.opened) for worker in world.workers.values()) == 1
+    for worker in world.workers.values():
+        worker.opened.clear()
+        worker.cancelled.clear()
+        worker.script.open.clear()
     world.workers["c"].change(leases=7, running=7)
     world.beat()
     assert await world.tokens(wanted()) == expected(wanted())
     assert [name for name, worker in world.workers.items() if worker.opened] == ["c"]
+    assert world.held() == {}
+    await world.fleet.close()
+
+
+async def test_a_worker_that_is_full_of_ones_own_leases_is_not_asked() -> None:
+    world = World(patience=0.05)
+    worker = world.add("a", max_seqs=1)
+    worker.script.decode = [(2, HANG)]
+    first = asyncio.create_task(world.tokens(wanted("1")))
+    await world.settled()
+    with pytest.raises(Overloaded):
+        await world.tokens(wanted("2"))
+    assert len(worker.opened) == 1
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await world.settled()
     assert world.held() == {}
     await world.fleet.close()
 

@@ -215,7 +215,8 @@ def test_what_decides_is_what_serves() -> None:
     async def main(loop: VirtualLoop) -> set[type]:
         plan = ClusterPlan.of(PROFILE, PLACEMENTS["both"], "prefix_aware")
         async with SimulatedCluster(plan, ScriptedTexts(), 0) as cluster:
-            parts: list[object] = [cluster.fleet, cluster.placer, cluster.placer.policy, cluster.placer.admission]
+            placer = cluster.placers[0]
+            parts: list[object] = [cluster.fleets[0], placer, placer.policy, placer.admission]
             for worker in cluster.workers.values():
                 parts += [worker, worker.prefill, worker.engine, *worker.engine.schedulers, worker.kv]
                 parts += [worker.kv.allocator, worker.context.locations, worker.events]
