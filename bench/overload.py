@@ -16,7 +16,7 @@ import json
 import shlex
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -188,22 +188,20 @@ def drawing(observed: Observed, spans: Sequence[LoadSpan], title: str) -> str:
         (at + WINDOW / 2, 100 * share) for at, share in windows(observed.arrived, INTERACTIVE, 0.0, last, step=2)
     ]
     memory = [(at, held / (1 << 20)) for at, held in (observed.memory[-1] if observed.memory else [])]
-    common = {"x_label": "seconds", "changes": changes}
     seeds = max(1, len(observed.memory))
     ends = {
         "interactive": _rate(observed, INTERACTIVE.name, seeds, answered=True),
         "batch": _rate(observed, BATCH.name, seeds, answered=True),
         "refused": _rate(observed, None, seeds, answered=False),
     }
+    drawn: list[tuple[str, Mapping[str, list[tuple[float, float]]], float | None]] = [
+        ("interactive requests within both objectives, %", {"interactive": attained}, 90.0),
+        ("answered or refused, requests a second", ends, None),
+        ("resident memory of all processes, MiB", {"memory": memory}, None),
+    ]
     panels = [
-        Panel(
-            title="interactive requests within both objectives, %",
-            curves={"interactive": attained},
-            limit=90.0,
-            **common,
-        ),  # type: ignore[arg-type]
-        Panel(title="answered or refused, requests a second", curves=ends, **common),  # type: ignore[arg-type]
-        Panel(title="resident memory of all processes, MiB", curves={"memory": memory}, **common),  # type: ignore[arg-type]
+        Panel(title=name, x_label="seconds", curves=curves, limit=limit, changes=changes)
+        for name, curves, limit in drawn
     ]
     return sheet(title, panels, ["interactive", "batch", "refused", "memory"])
 

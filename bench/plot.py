@@ -6,7 +6,7 @@ Pure: results in, text out. It knows line charts and what is worth plotting, and
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -34,7 +34,7 @@ class Panel:
 
     title: str
     x_label: str
-    curves: dict[str, Curve]
+    curves: Mapping[str, Curve]
     limit: float | None = None  # on the y axis
     changes: Sequence[float] = ()  # on the x axis
 

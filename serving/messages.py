@@ -224,7 +224,7 @@ class WorkerStatus:
     leases: int = 0  # held, running or not
     context_tokens: int = 0  # of the running sequences, summed
     tpot_counts: tuple[int, ...] = ()  # running sequences by TPOT objective, in the bins of TPOT_BINS_MS
-    prompt_share: float = 0.0  # share of recent step time in steps that computed prompt tokens
+    prompt_share: float = 0.0  # share of recent time in steps that computed prompt tokens
     step_cost: StepCost | None = None  # None where the worker does not measure its steps
     max_batched_tokens: int = 0  # of a step
     protocol: int = PROTOCOL

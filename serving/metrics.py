@@ -46,7 +46,7 @@ _WORKER_GAUGES: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
     "worker_stalled_seconds": ("Age of the engine step in progress", lambda s: s.stalled_seconds),
     "worker_draining": ("1 while the worker takes no new work", lambda s: float(s.draining)),
     "worker_waiting_seconds": ("Predicted time of the prompts that wait", lambda s: s.waiting_seconds),
-    "worker_prompt_share": ("Share of recent step time in steps with prompt tokens, 0 to 1", lambda s: s.prompt_share),
+    "worker_prompt_share": ("Share of recent time in steps with prompt tokens, 0 to 1", lambda s: s.prompt_share),
     "step_cost_fixed_seconds": ("A step, whatever it computes", lambda s: _cost(s).fixed),
     "step_cost_token_seconds": ("Each new token of a step", lambda s: _cost(s).token),
     "step_cost_pair_seconds": ("Each pair of a new token and one it attends to", lambda s: _cost(s).pair),

@@ -139,7 +139,7 @@ class Worker:
             leases=len(self.decode.table.leases) if self.decode is not None else 0,
             context_tokens=context,
             tpot_counts=tpot_counts(running) if self.decode is not None else (),
-            prompt_share=self.costs.meter.prompt_share,
+            prompt_share=self.costs.meter.prompt_share(self.engine.clock()),
             step_cost=self.costs.meter.cost(),
             max_batched_tokens=limits.max_num_batched_tokens,
             draining=self.draining,

@@ -5,11 +5,13 @@ Pure: records of steps come in on the engine's thread, questions with their `now
 
 from __future__ import annotations
 
+import math
+
 from serving.engine.plan import StepRecord
 from serving.engine.step_fit import StepFit
 from serving.step_cost import StepCost
 
-SHARE_SECONDS = 10.0  # of steps after which one counts for about a third in `prompt_share`
+SHARE_SECONDS = 10.0  # after which what a worker did counts for about a third in `prompt_share`
 
 
 class StepMeter:
@@ -17,14 +19,28 @@ class StepMeter:
 
     def __init__(self, fit: StepFit):
         self.fit = fit
-        self.prompt_share = 0.0  # of recent step time, in steps that computed prompt tokens
+        self._share = 0.0
+        self._ended: float | None = None  # the last step, on the engine's clock
 
     def stepped(self, record: StepRecord) -> None:
         """A step that computed something has ended."""
-        prompts = record.prompt_tokens > 0
-        self.fit.observe(record.load, record.cadence_seconds, prompts=prompts)
-        weight = min(1.0, record.cadence_seconds / SHARE_SECONDS)
-        self.prompt_share += weight * (prompts - self.prompt_share)
+        prompts, cadence = record.prompt_tokens > 0, record.cadence_seconds
+        self.fit.observe(record.load, cadence, prompts=prompts)
+        ended = record.began + record.step_seconds
+        passed = cadence if self._ended is None else max(cadence, ended - self._ended)
+        if passed > 0.0:
+            found = cadence / passed if prompts else 0.0
+            self._share += (1.0 - math.exp(-passed / SHARE_SECONDS)) * (found - self._share)
+        self._ended = ended
+
+    def prompt_share(self, now: float) -> float:
+        """The share of recent time, idle time too, that went to steps with prompt tokens; `now` on the engine's clock.
+
+        Prompts come while a sequence decodes as often as they come at other times, so this is what they take of its
+        time. Of the time in steps alone they take more: where few sequences come, nothing else runs beside them.
+        """
+        idle = 0.0 if self._ended is None else max(0.0, now - self._ended)
+        return self._share * math.exp(-idle / SHARE_SECONDS)
 
     def cost(self) -> StepCost:
         """samples 0: a guess."""
