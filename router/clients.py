@@ -101,6 +101,7 @@ class RemoteSession:
             if not future.done():
                 future.set_exception(error)
         self._answers.clear()
+        self._outgoing.put_nowait(None)  # gRPC waits for the next request in a task that it does not end itself
         self.lost(error)
 
     async def open(self, order: LeaseOrder) -> LeaseGrant:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
 _request_id: ContextVar[str] = ContextVar("request_id", default="-")
@@ -18,7 +18,8 @@ def request_context(request_id: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _request_id.reset(token)
+        with suppress(ValueError):  # a stream that was left is ended by another task, whose lines are not the request's
+            _request_id.reset(token)
 
 
 class _AddRequestId(logging.Filter):

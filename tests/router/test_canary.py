@@ -156,6 +156,9 @@ async def cut_off(split: World, name: str) -> None:
     canary = Canary(split.fleet, INTERVAL, patience=PATIENCE)
     canary.begin_due()
     await split.settled()
+    for session in split.workers[name].sessions:
+        split.now += 0.1
+        session.deliver([LeaseEvent("gone", 0, Delta(index=0, tokens=(1,), finish=None))])  # and then no more
     later(split)
     await probed(split, canary)
 

@@ -135,6 +135,15 @@ async def test_a_server_that_goes_away_is_a_lost_worker(remote: Remote) -> None:
     await remote.gone()
 
 
+async def test_a_session_that_broke_leaves_nothing_waiting(remote: Remote) -> None:
+    """gRPC takes requests from an iterator in a task of its own, which no end of the call wakes."""
+    await remote.connect()
+    await remote.server.stop(0)
+    async with asyncio.timeout(5):
+        while not remote.lost or any("_consume_request_iterator" in repr(task) for task in asyncio.all_tasks()):
+            await asyncio.sleep(0.01)
+
+
 async def test_nobody_there_is_a_lost_worker(remote: Remote) -> None:
     await remote.server.stop(0)
     with pytest.raises(WorkerLost):
