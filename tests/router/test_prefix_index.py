@@ -151,7 +151,7 @@ def test_taking_bits_back_goes_through_a_small_part_of_the_keys_at_a_time() -> N
     assert index.shards > 32
     for number in range(700):
         before = [index.entries(shard) for shard in range(index.shards)]
-        index.apply("a", KVEvents(first=-1, next=number, reset=True, stored=CHAIN[:2]))
+        index.apply("a", KVEvents(first=-1, next=number, reset=True, stored=tuple(CHAIN[:2])))
         made_anew = sum(index.entries(shard) is not before[shard] for shard in range(index.shards))
         assert made_anew <= 1
     assert index.mask_bytes <= MOST_BITS // 8 and index.match(CHAIN) == {"a": 2}
