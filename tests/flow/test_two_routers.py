@@ -34,23 +34,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def services(model: Path) -> Iterator[Services]:
     """A worker of each role, whose steps take a while however small the model is; a draining one soon hands back."""
-    common = ("--heartbeat-interval", "0.2", "--served-model-name", "tiny")
-    workers = (
-        "--dtype",
-        "float32",
-        "--kernels",
-        "torch",
-        "--threads",
-        "1",
-        "--max-num-seqs",
-        str(SEQS),
-        "--num-kv-blocks",
-        str(BLOCKS),
-    )
-    workers += ("--num-speculative-tokens", "0", "--shutdown-timeout", "0.3")
-    roles = ("prefill", "decode", "mixed")
-    with Services(model, 2, roles, (*common, "--canary-interval", "0.5"), (*common, *workers)) as started:
+    with Services(model, 2, ("prefill", "decode", "mixed"), *flags_of(BLOCKS)) as started:
         yield started
+
+
+def flags_of(blocks: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of routers, and of workers with so many KV blocks."""
+    common = ("--heartbeat-interval", "0.2", "--served-model-name", "tiny")
+    workers = ("--dtype", "float32", "--kernels", "torch", "--threads", "1", "--max-num-seqs", str(SEQS))
+    workers += ("--num-kv-blocks", str(blocks), "--num-speculative-tokens", "0", "--shutdown-timeout", "0.3")
+    return (*common, "--canary-interval", "0.5"), (*common, *workers)
 
 
 class Stream:
@@ -107,6 +100,13 @@ async def begun(streams: Sequence[Stream], tokens: int) -> None:
 def check_texts(model: Path, streams: Sequence[Stream]) -> None:
     for stream in streams:
         assert is_greedy_tiny(model, stream.prompt, stream.tokens)
+
+
+def check_samples(router: RouterService) -> None:
+    """Each metric is there once for each worker, though the life before of one may not be forgotten yet."""
+    lines = router.get("/metrics")[1].decode().splitlines()
+    samples = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]
+    assert sorted(set(samples)) == sorted(samples)
 
 
 async def wait_idle(services: Services) -> None:
@@ -176,6 +176,8 @@ async def test_every_worker_is_replaced_under_streams_that_last_longer(
             await asyncio.gather(*(stream.whole() for stream in short[-2:]))
             await asyncio.wait([rolling], timeout=0.2)
         await rolling
+        for router in services.routers:
+            check_samples(router)
     assert not lives & {worker.process.pid for worker in services.workers.values()}
     far = [len(stream.tokens) for stream in streams]
     await begun(streams, max(far) + 10)  # they are alive, every one
