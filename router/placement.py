@@ -115,7 +115,7 @@ class Placement:
         if placed is not None:
             placed.release()
         if lease is not None:
-            self.placer.fleet.close_lease(lease)
+            self.placer.close_lease(lease)
 
 
 def blames_link(error: Retryable) -> bool:

@@ -32,13 +32,18 @@ def deadline_passed() -> DeadlineExceeded:
     return DeadlineExceeded("the request's deadline has passed", code="deadline")
 
 
+def hopeless(predicted: Prediction, left: float | None) -> bool:
+    """True if this placement has no chance to meet the TTFT objective, `left` seconds from now; None: there is none."""
+    return left is not None and within(left, predicted.ttft, predicted.error) < HOPELESS
+
+
 def check_hope(predicted: Prediction, left: float | None, state: RequestState) -> None:
     """Raises Overloaded if the best placement has no chance to meet the TTFT objective, `left` seconds from now.
 
     It names a time only where waiting helps: where the prompt alone takes longer there is none. A request that comes
     again has its whole objective before it.
     """
-    if left is None or within(left, predicted.ttft, predicted.error) >= HOPELESS:
+    if left is None or not hopeless(predicted, left):
         return
     alone = predicted.ttft * predicted.prefill / max(1e-9, predicted.queue + predicted.prefill)
     spare, objective = 1.0 + JITTER * (state.salt % 1000 / 500 - 1.0), state.request.slo.ttft_ms

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from math import isfinite
 from typing import Protocol
 
 from router.explain import ExplainLog, PlacementObserver
@@ -114,10 +115,14 @@ class Router:
         if failures > self.fleet.config.max_failures:
             raise Unavailable(f"gave up after {failures} failed placements; the last: {error.message}") from error
         pause = self.retries.retry(now) if failures > 1 else 0.0  # whoever has lost a worker moves at once
-        if deadline is not None and now + pause > deadline:
+        late = deadline is not None and now + pause > deadline
+        if late or pause > self.fleet.config.patience:
+            self.retries.give_back(pause)
+        if late:
             raise DeadlineExceeded("the request's deadline has passed") from error
         if pause > self.fleet.config.patience:
-            raise Unavailable("too many placements fail", code="retry_budget", retry_after=pause) from error
+            again = pause if isfinite(pause) else None
+            raise Unavailable("too many placements fail", code="retry_budget", retry_after=again) from error
         await asyncio.sleep(pause)
 
     async def audit(self) -> list[Audit]:

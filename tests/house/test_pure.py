@@ -22,6 +22,7 @@ PURE = (
     "router/candidate.py",
     "router/explain.py",
     "router/goodput.py",
+    "router/lease_room.py",
     "router/link_costs.py",
     "router/output_lengths.py",
     "router/policy.py",
