@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 
 RECHECK_SECONDS = 0.25  # room may come free at a worker through another router: look again this often
 STRANGERS = 100  # refused workers that the log tells of
-OLDEST_ECHO = 60.0  # seconds: a status that is said to be older, or from the future, carries another clock's time
 
 
 class WorkerLink(DecodeWorkerLink, PrefillLink, AuditLink, Protocol):
@@ -111,7 +110,6 @@ class Fleet:
         """
         self.check_protocol(status.name, status.protocol)
         now = self._listen()
-        made_at = now if made_at is None or not now - OLDEST_ECHO <= made_at <= now else made_at
         status = believable(status)
         if self.registry.heartbeat(status, now, made_at=made_at):
             state = "leaving" if status.draining else "here"

@@ -15,6 +15,7 @@ from math import inf
 from router.candidate import NOTHING, Candidate, Dispatched
 from serving.messages import WorkerStatus
 
+OLDEST_ECHO = 60.0  # seconds: a status that is said to be older, or from the future, carries another clock's time
 FLIGHT_SECONDS = 0.01  # what was sent so shortly before a status was made may not be in it
 
 
@@ -131,9 +132,9 @@ class Registry:
     def heartbeat(self, status: WorkerStatus, now: float, *, made_at: float | None = None) -> bool:
         """Take a heartbeat in that was made at `made_at`, by default now; True if the worker is new or believed again.
 
-        A time that cannot be right (of a router's earlier life, say) counts as now.
+        One that was long on its way is as old as it says; a time that cannot be right counts as now.
         """
-        made = now if made_at is None or not now - self.silence <= made_at <= now else made_at
+        made = now if made_at is None or not now - OLDEST_ECHO <= made_at <= now else made_at
         worker = self.workers.get(status.instance)
         if worker is None:
             self._replace_previous_life(status)
