@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from router.predict import Prediction, within
 from router.request_state import RequestState
-from serving.errors import DeadlineExceeded, Overloaded, Unavailable
+from serving.errors import DeadlineExceeded, Overloaded, Quarantined, Unavailable
 
 HOPELESS = 0.1  # a chance to meet the TTFT objective below this counts as none
 JITTER = 0.25  # of retry_after, either way: clients that are refused together do not come back together
@@ -25,6 +27,12 @@ def nobody_ready(why: str, *, strict: bool) -> Unavailable:
 def no_room(patience: float) -> Overloaded:
     """The workers that were there were full for `patience` seconds."""
     return Overloaded(f"no worker had room within {patience:g} s", code="no_room", retry_after=1.0)
+
+
+def broke_workers(names: Sequence[str]) -> Quarantined:
+    """These workers died while they computed the request."""
+    told = f"{len(names)} workers died while they computed this request ({', '.join(names)}): it is given to no other"
+    return Quarantined(told, code="quarantined")
 
 
 def deadline_passed() -> DeadlineExceeded:

@@ -59,6 +59,16 @@ class Attempt:
         return (self.last_at - self.first_at) / (self.tokens - 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A worker that was lost while it computed the request, `at` on the router's clock."""
+
+    instance: str
+    name: str
+    at: float
+    in_step: bool  # as the worker itself says: its engine died in a step of this request
+
+
 @dataclass(slots=True, kw_only=True)
 class RequestState:
     """`generated` are the output tokens the client has; `build` is what wrote them, None before a worker is chosen."""
@@ -69,6 +79,7 @@ class RequestState:
     timeline: Timeline = field(default_factory=Timeline)
     last: Delta | None = None
     failures: int = 0  # tries that broke since a worker last decoded for it; planned moves are not counted
+    deaths: list[Death] = field(default_factory=list)  # one right after the other (router.quarantine)
     attempts: list[Attempt] = field(default_factory=list)  # the last is the present one
     passed_over: list[tuple[str, str]] = field(default_factory=list)  # workers that gave no lease, and why
     promised: Request | None = None  # as it was before it went on without its objectives

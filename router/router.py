@@ -13,6 +13,7 @@ from math import isfinite
 from typing import Protocol
 
 from router.explain import ExplainLog, PlacementObserver
+from router.isolation import Isolation
 from router.placement import Placement
 from router.placer import Placer
 from router.request_state import RequestState
@@ -48,6 +49,7 @@ class Router:
         config = self.fleet.config
         budget = RetryConfig(per_second=config.retries_per_second, most=config.retries_saved)
         self.retries = RetryBudget(budget, self.clock())
+        self.isolation = Isolation(self.fleet)
         self.running = 0  # requests between the first and last line of generate()
         self.tokens = 0  # output tokens so far
 
@@ -70,6 +72,7 @@ class Router:
                 except Retryable as error:
                     place.failed(error)
                     await self._retry(state, error)
+                    place.alone = await self.isolation.enter(state)
 
     @asynccontextmanager
     async def _running(self, request: Request) -> AsyncIterator[tuple[RequestState, Placement]]:
@@ -80,13 +83,14 @@ class Router:
         failure: BaseException | None = None
         self.running += 1
         self.explained.began(state)
-        place = Placement(self.placer, state)
+        place = Placement(self.placer, state, self.isolation.quarantine)
         try:
             yield state, place
         except BaseException as error:
             failure = error
             raise
         finally:
+            place.leave_isolation()
             place.drop_lease()
             self.running -= 1
             state.timeline.note(Moment.FINISHED, self.clock())

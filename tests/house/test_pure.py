@@ -29,6 +29,7 @@ PURE = (
     "router/policies.py",
     "router/predict.py",
     "router/prefix_index.py",
+    "router/quarantine.py",
     "router/refusals.py",
     "router/registry.py",
     "router/request_state.py",
