@@ -102,8 +102,10 @@ class Frontend:
         fleet, pairs = self.fleet, self.fleet.pair_health()
         if len(pairs) > MOST_PAIRS:
             pairs = {names: well for names, well in pairs.items() if not well}
+        workers = fleet.registry.workers.values()
         return FaultFigures(
-            breakers={e.status.name: fleet.breakers.state(e.status.instance) for e in fleet.registry.workers.values()},
+            breakers={worker.status.name: fleet.breakers.state(worker.status.instance) for worker in workers},
+            slow={worker.status.name: worker.slow for worker in workers},
             pairs=pairs,
             probes=self.canary.outcomes if self.canary is not None else {},
             restarts=self.background.restarts,

@@ -114,7 +114,7 @@ class Fleet:
         if self.registry.heartbeat(status, now, made_at=made_at):
             state = "leaving" if status.draining else "here"
             log.info("%s worker %s (%s) is %s", status.role, status.name, status.address, state)
-        if self.trust.stalls.heard(status, now):
+        if self.trust.heard(status, now):
             log.warning("worker %s does not get on with its work: it is given no more until it does", status.name)
             self._relieve_stuck()
         if self.prefixes is not None and events is not None:
@@ -161,6 +161,9 @@ class Fleet:
             self.suspect(instance, WorkerLost("no heartbeat"))
         self._relieve_stuck()
         self.trust.retain(self.registry.workers, now)
+        for instance, slow in self.trust.slowness.judge(now):
+            self.registry.mark_slow(instance, slow)
+            log.warning("worker %s is %s", self.name(instance), self.trust.slowness.told(instance))
         for instance in [known for known in self._worker_links if self.registry.get(known) is None]:
             link = self._worker_links.pop(instance)
             self._prefills.pop(instance, None)
@@ -215,8 +218,7 @@ class Fleet:
 
     def _holds(self, instance: str) -> bool:
         """True if requests of this router are there."""
-        leases = any(lease.fence.instance == instance for lease in self._leases())
-        return leases or bool(self._prefills.get(instance))
+        return bool(self._prefills.get(instance)) or any(lease.fence.instance == instance for lease in self._leases())
 
     def _replaceable(self, worker: Candidate) -> bool:
         """True if other workers could do what this one does."""

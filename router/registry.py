@@ -41,6 +41,7 @@ class RegisteredWorker:
     suspect: bool = False
     leases: int = 0
     newer: Dispatched = NOTHING
+    slow: bool = False  # it works, but takes much longer than it should (router.slowness)
     busy_until: float = 0.0
     _sent: deque[tuple[float, Dispatched]] = field(default_factory=deque)
     _prompts: deque[Reservation] = field(default_factory=deque)  # sent since the status was made
@@ -92,11 +93,14 @@ class RegisteredWorker:
         self.status = replace(self.status, draining=True)
         self._candidate = None
 
+    def mark_slow(self, slow: bool) -> None:
+        self.slow, self._candidate = slow, None
+
     @property
     def candidate(self) -> Candidate:
         """The worker as policies see it, made anew when something has changed."""
         if self._candidate is None:
-            self._candidate = Candidate(self.status, self.newer, self.leases, self.made_at, self.busy_until)
+            self._candidate = Candidate(self.status, self.newer, self.leases, self.made_at, self.busy_until, self.slow)
         return self._candidate
 
 
@@ -155,6 +159,12 @@ class Registry:
         worker = self.workers.get(instance)
         if worker is not None:
             worker.suspect = True
+
+    def mark_slow(self, instance: str, slow: bool) -> None:
+        """It takes much longer than it should, or no longer does."""
+        worker = self.workers.get(instance)
+        if worker is not None:
+            worker.mark_slow(slow)
 
     def leaves(self, instance: str) -> None:
         """It has said that it drains, before a heartbeat did: send nothing new there."""

@@ -260,6 +260,12 @@ def test_a_bar_has_one_length(share: float) -> None:
     assert len(top.bar(share)) == top.BAR
 
 
+def test_a_slow_worker_is_shown_as_such() -> None:
+    for breaker, shown_as in (("closed", "slow"), ("open", "open")):
+        slow = {**WORKERS, "workers": [{**WORKER, "breaker": breaker, "slow": True}]}
+        assert shown_as in row(text_of(top.frame(slow, None, "here")), "m-0")
+
+
 def test_a_breaker_is_shown_where_there_is_one() -> None:
     for breaker, shown_as in (("open", "open"), ("half-open", "half-open"), ("closed", "live")):
         broken = {**WORKERS, "workers": [{**WORKER, "breaker": breaker}]}

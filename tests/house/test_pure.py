@@ -34,6 +34,7 @@ PURE = (
     "router/registry.py",
     "router/request_state.py",
     "router/retry_budget.py",
+    "router/slowness.py",
     "router/stalls.py",
     "router/trust.py",
     "router/pool_nodes.py",
