@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import Any
 
 from router.admission import CONTINUATION, AdmissionQueue, Claim
 from router.block_keys import block_keys
@@ -262,7 +263,8 @@ class Placer:
         kind = pairing, lease.fence.instance if self.fleet.config.strict_disaggregation else ""
         async with self.prefill_queue.enter(Claim(state.request.priority, "", 0, kind)) as ticket:
             while True:
-                await asyncio.wait({ticket.turn, lease.failed}, return_when=asyncio.FIRST_COMPLETED)
+                either: list[asyncio.Future[Any]] = [ticket.turn, lease.failed]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if lease.failed.done():
                     raise lease.failed.result()
                 await self.prefill_queue.turn(ticket)

@@ -20,7 +20,7 @@ from rich.console import Console
 from deploy import top
 from deploy.admin import Server
 from deploy.cli import main
-from deploy.explain import drawn, off_by, plain_console, shown
+from deploy.explain import drawn, headline, off_by, plain_console, shown
 from serving.errors import Unavailable
 
 PREDICTED: dict[str, Any] = {
@@ -181,6 +181,11 @@ def test_a_server_that_is_not_there_or_not_ours(capsys: pytest.CaptureFixture[st
         Server("localhost:8000", None)
     with pytest.raises(Unavailable, match="no answer from"):
         Server("http://127.0.0.1:9", None).get("v1", "workers")
+
+
+def test_a_request_that_went_on_without_its_objectives_is_said_to_have() -> None:
+    assert "without its objectives" in headline({**TOLD, "degraded": True})
+    assert "without its objectives" not in headline({**TOLD, "degraded": False})
 
 
 def test_an_attempt_shows_predicted_beside_actual() -> None:
