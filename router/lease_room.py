@@ -15,6 +15,7 @@ from serving.errors import NoRoom
 from serving.messages import TPOT_BINS_MS
 
 MOST_ASKED = 8  # workers that one look asks in vain; where there are no more, all of them are asked each time
+MOST_REMEMBERED = 4096  # workers that have refused
 MOST_OVERTAKEN = 32  # smaller requests of its kind that may find room before one that came earlier
 KEPT_SHARE = 4  # one in so many workers is kept for such requests at most, or one
 
@@ -78,6 +79,8 @@ class FullWorkers:
         known = self._refused.get(instance)
         if known is None or known.heard != heard:
             known = self._refused[instance] = _Refused(heard)
+            if len(self._refused) > MOST_REMEMBERED:
+                del self._refused[next(iter(self._refused))]  # long gone, or soon known again
         known.tokens[bin_] = min(tokens, known.tokens.get(bin_, tokens))
 
     def refuses(self, instance: str, heard: float, bin_: int | None, tokens: int) -> bool:

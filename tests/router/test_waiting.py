@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.candidate import Candidate
-from router.lease_room import KEPT_SHARE, MOST_ASKED, MOST_OVERTAKEN, FullWorkers, KeptWorkers
+from router.lease_room import KEPT_SHARE, MOST_ASKED, MOST_OVERTAKEN, MOST_REMEMBERED, FullWorkers, KeptWorkers
 from router.request_state import RequestState
 from serving.errors import MillraceError, NoRoom, Overloaded, Unavailable
 from serving.links import Deliver
@@ -163,6 +163,14 @@ def test_who_refuses_has_refused_as_much_since_it_was_heard(
     assert workers.refuses(instance, heard, bin_, tokens) == bool(newest and reason)
     workers.forget(instance)
     assert not workers.refuses(instance, heard, bin_, tokens)
+
+
+def test_workers_that_come_and_go_take_bounded_memory() -> None:
+    workers = FullWorkers()
+    for number in range(3 * MOST_REMEMBERED):
+        workers.refused(str(number), 0.0, None, 1)
+    assert len(workers._refused) == MOST_REMEMBERED
+    assert workers.refuses(str(3 * MOST_REMEMBERED - 1), 0.0, None, 1)
 
 
 # ---- the large ones ------------------------------------------------------------------------------------------------
