@@ -103,8 +103,9 @@ class Placement:
         self.state.failures += not (echo or isinstance(error, Preempted | Draining))
         self._decodes = False
         self.leave_isolation()
-        self.quarantine.tried(self.state)
-        self._note_loss(error)
+        if lease is not None and worker is not None:
+            self.quarantine.tried(self.state)
+            self._note_loss(lease, worker.status.instance, error)
         if lease is None or lease.failed.done() or worker is None:
             if lease is not None and isinstance(error, WorkerLost):
                 fleet.lost_lease(lease.fence.instance, error)
@@ -124,12 +125,11 @@ class Placement:
         if blames_link(error) and self.placer.better_elsewhere(self.state, lease):
             self.drop_lease()
 
-    def _note_loss(self, error: Retryable) -> None:
+    def _note_loss(self, lease: RouterLease, prefill: str, error: Retryable) -> None:
         """Where the try has ended with the loss of a worker that may have computed it, that counts."""
-        lease, worker = self.held, self._worker
-        if lease is None or worker is None or not isinstance(error, WorkerLost) or error.code == BROKEN_CALL:
+        if not isinstance(error, WorkerLost) or error.code == BROKEN_CALL:
             return
-        prefill, instance, now = worker.status.instance, lease.fence.instance, self.placer.fleet.clock()
+        instance, now = lease.fence.instance, self.placer.fleet.clock()
         if not lease.failed.done():
             self.quarantine.lost(self.state, prefill, error, now, computing=True)
             return
