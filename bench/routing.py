@@ -170,7 +170,8 @@ def place(placer: Placer, request: Request, watch: Stopwatch) -> list[Reservatio
             with watch.timing("block keys"):
                 block_keys(state, status)
         with watch.timing("view"):
-            demand, view, _ = placer.look(state)
+            look = placer.look(state)
+            demand, view = look.demand, look.view
         with watch.timing("choose"):
             decision = placer.policy.choose(demand, view, fleet.clock())
         assert decision is not None and decision.decode is not None and decision.prefill is not None

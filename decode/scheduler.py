@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decode.speculation import PromptLookup, Speculation
+from decode.speculation import DraftTurns, PromptLookup, Speculation
 from serving.engine.plan import KVBlocks, StepPlan, StepRecord
 from serving.engine.sequence import SequenceState
 from serving.errors import NoRoom
@@ -106,13 +106,14 @@ class DecodeScheduler:
     def fill(self, plan: StepPlan, now: float) -> None:
         self._begin(now)
         drafting = self.choice is None or not plan.can_overlap or not self.running or self.choice.begin()
+        turns = self._turns(now) if drafting else None
         for seq in list(self.running):
             if plan.tokens < 1 or plan.seqs < 1:
                 break
             if seq in plan.preempted:
                 continue
             if self._make_room(seq, plan, now):
-                draft = self._draft(seq, plan) if drafting else ()
+                draft = self._draft(seq, plan, turns) if drafting else ()
                 plan.add(seq, 1 + len(draft), self, draft)
         if self.choice is not None and drafting:
             self.choice.began(len(plan.work))
@@ -144,16 +145,22 @@ class DecodeScheduler:
             del seq.tokens[length:]
         return True
 
-    def _draft(self, seq: SequenceState, plan: StepPlan) -> tuple[int, ...]:
+    def _turns(self, now: float) -> DraftTurns | None:
+        """Who may draft, where some lag behind; None where anyone may."""
+        if self.speculation is None:
+            return None
+        return DraftTurns.of(self.running, self.speculation.cost, self.speculation.limit, now)
+
+    def _draft(self, seq: SequenceState, plan: StepPlan, turns: DraftTurns | None) -> tuple[int, ...]:
         """Tokens to try beyond the next, when that pays and takes no tokens or blocks from other sequences."""
-        if self.speculation is None or seq.request.sampling.penalised:
+        if self.speculation is None or seq.request.sampling.penalised or (turns and seq not in turns.lagging):
             return ()
         lookup = self._lookups.setdefault(seq, PromptLookup())
         left = min(seq.request.sampling.max_tokens - seq.output_len - 1, self.max_model_len - len(seq.tokens) - 1)
         others = len(self.running) - len(plan.work) - 1
         held = seq.held_blocks * self.kv.block_size - len(seq.tokens)  # a draft is not worth a block
         room = min(left, held, plan.tokens - 1 - others)
-        return tuple(self.speculation.draft(lookup, seq.tokens, room, len(self.running)))
+        return tuple(self.speculation.draft(lookup, seq.tokens, room, len(self.running), turns))
 
     def _make_room(self, seq: SequenceState, plan: StepPlan, now: float) -> bool:
         """Grow `seq` by a block if it needs one, preempting others for it; False if it had to go itself."""

@@ -9,10 +9,12 @@ Prompt lookup is due to Saxena, "Prompt Lookup Decoding" (2023); exact verificat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from serving.engine.plan import StepRecord
+from serving.engine.sequence import SequenceState
 from serving.fading_line import FadingLine
 
 SIZES = (4, 3, 2)  # tokens that must match, longest first
@@ -69,6 +71,56 @@ class DraftCost(FadingLine):
         whole = base + slope * tokens
         return slope * tokens / whole if whole > 0 else 1.0
 
+    def seconds(self, tokens: int) -> float | None:
+        """A step of so many tokens; None while unknown."""
+        if self.weight < 3 or self.spread <= 1e-9 * self.xx * self.weight:
+            return None
+        return max(0.0, (self.y - self.slope * self.x) / self.weight) + self.slope * tokens
+
+    def tokens_within(self, seconds: float, most: int) -> int:
+        """The most tokens that a step of so many seconds can compute. Ask only where `seconds` are known."""
+        left = seconds - (self.seconds(0) or 0.0)
+        return max(0, int(min(most, left / self.slope))) if self.slope > 0.0 else most if left >= 0.0 else 0
+
+
+@dataclass(slots=True)
+class DraftTurns:
+    """Who drafts in a step in which some sequences lag behind their TPOT objectives: those, and no others.
+
+    A draft makes the step longer for everyone. To the sequence itself it is worth that long before it is to all of
+    them: then it may have `spare` tokens, so many as let those that are in time stay so.
+    """
+
+    lagging: set[SequenceState]
+    spare: int
+
+    @staticmethod
+    def of(running: Collection[SequenceState], cost: DraftCost, limit: int, now: float) -> DraftTurns | None:
+        """None where nobody lags, or what a step takes is not known. `limit` tokens are drafted at most.
+
+        A sequence lags if the next step would end after its next token is due, unless it had to be given up: with every
+        draft accepted its last token would still come too late.
+        """
+        batch = len(running)
+        step = cost.seconds(batch)
+        if step is None:
+            return None
+        lagging: set[SequenceState] = set()
+        least = inf  # slack of those in time
+        for seq in running:
+            goals, tokens = seq.objectives, len(seq.tokens)
+            if goals.origin == inf:
+                continue
+            slack = goals.slack(tokens, now)
+            left = seq.request.sampling.max_tokens - seq.output_len
+            if slack >= step:
+                least = min(least, slack)
+            elif slack - step + (left - 1) * (goals.tpot - step / (1 + limit)) >= 0.0:
+                lagging.add(seq)
+        if not lagging:
+            return None
+        return DraftTurns(lagging, cost.tokens_within(least, len(lagging) * limit + batch) - batch)
+
 
 class Speculation:
     """Drafts for the sequences of one worker, `limit` tokens at most each, where they pay.
@@ -83,12 +135,22 @@ class Speculation:
         self.drafted = 0
         self.accepted = 0
 
-    def draft(self, lookup: PromptLookup, tokens: Sequence[int], room: int, batch: int) -> list[int]:
-        """Tokens to try after `tokens`, at most `room`, in a step of about `batch` tokens."""
+    def draft(
+        self, lookup: PromptLookup, tokens: Sequence[int], room: int, batch: int, turns: DraftTurns | None = None
+    ) -> list[int]:
+        """Tokens to try after `tokens`, at most `room`, in a step of about `batch` tokens.
+
+        `turns` of a sequence that lags. For it alone k tokens pay when p > b / (a + b·T): the others lend the rest.
+        """
         count = min(self.limit, room)
         if count < 1:
             return []
-        if lookup.accepted <= self.cost.token_share(batch):
+        share = self.cost.token_share(batch)
+        if lookup.accepted <= share:
+            if turns is not None and turns.spare > 0 and lookup.accepted > share / batch:
+                draft = lookup.draft(tokens, min(count, turns.spare))
+                turns.spare -= len(draft)
+                return draft
             lookup.rest -= 1
             if lookup.rest > 0:
                 return []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from decode.deadlines import Deadlines
 from decode.direct import DirectLeases
@@ -25,7 +25,7 @@ from kvcache.memory.kv_dtype import is_lossy
 from kvcache.transfer.lent_memory import MemoryLenders
 from kvcache.worker_context import WorkerContext
 from serving.engine.objectives import DEADLINE_PASSED
-from serving.engine.sequence import SequenceOutput, SequenceState
+from serving.engine.sequence import SequenceOutput, SequenceState, of_crash
 from serving.errors import DeadlineExceeded, Draining, MillraceError, NoRoom, Retryable, StaleLease
 from serving.links import Deliver, LeaseEvent
 from serving.messages import LeaseGrant, LeaseId, LeaseOrder
@@ -283,15 +283,16 @@ class DecodeWorker:
             log.info("%d leases move to other workers", len(left))
             self.deliver(left)
 
-    def abandon(self, error: MillraceError) -> None:
-        """The engine died: every lease ends with this error."""
+    def abandon(self, error: MillraceError, computing: Collection[SequenceState] | None = None) -> None:
+        """The engine died: every lease ends with this error; `computing` was in its step, None: not known."""
         self.draining = True
         events: dict[str, list[LeaseEvent]] = {}
         for lease in list(self.table.leases.values()):
             self.table.end(lease.fence.lease)
             self.deadlines.forget(lease.fence.lease)
             self.direct.stop(lease.fence.lease)
-            event = LeaseEvent(lease.fence.lease, lease.fence.epoch, error=error)
+            ended = of_crash(error, lease.seq, computing)
+            event = LeaseEvent(lease.fence.lease, lease.fence.epoch, error=ended)
             events.setdefault(lease.session, []).append(event)
         self._send(events)
 

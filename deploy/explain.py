@@ -82,6 +82,7 @@ def headline(told: Told) -> str:
     ]
     verdict = within[told["within_slo"]] if objectives or told["within_slo"] is not True else "no objectives"
     asked = f" ({', '.join(objectives)})" if objectives else ""
+    asked += "; went on without its objectives, behind all others" if told.get("degraded") else ""
     return f"{told['id']}: {told['outcome']}, {verdict}{asked}"
 
 

@@ -19,8 +19,10 @@ from typing import Any
 
 from deploy.runtime.http_server import HttpServer
 from router.canary import Canary
+from router.candidate import Candidate
 from router.overview import RouterOverview
 from router.placer import Placer
+from router.policy import FleetView, split_only
 from router.router import Router
 from serving.api.app import create_app
 from serving.api.in_flight import InFlightRequests
@@ -100,8 +102,10 @@ class Frontend:
         fleet, pairs = self.fleet, self.fleet.pair_health()
         if len(pairs) > MOST_PAIRS:
             pairs = {names: well for names, well in pairs.items() if not well}
+        workers = fleet.registry.workers.values()
         return FaultFigures(
-            breakers={e.status.name: fleet.breakers.state(e.status.instance) for e in fleet.registry.workers.values()},
+            breakers={worker.status.name: fleet.breakers.state(worker.status.instance) for worker in workers},
+            slow={worker.status.name: worker.slow for worker in workers},
             pairs=pairs,
             probes=self.canary.outcomes if self.canary is not None else {},
             restarts=self.background.restarts,
@@ -120,6 +124,8 @@ class Frontend:
             return False, "no decode worker is ready"
         if not any(worker.prefills for worker in fit):
             return False, "no prefill worker is ready"
+        if self.fleet.config.strict_disaggregation and not self._split(fit):
+            return False, "--strict-disaggregation: no prefill worker has another worker to decode for it"
         pairs = self.fleet.pair_health()
         broken = sorted(" to ".join(dict.fromkeys(names)) for names, well in pairs.items() if not well)
         if not broken:
@@ -127,6 +133,11 @@ class Frontend:
         if self.canary is not None and len(broken) == len(pairs):
             return False, f"no pair of workers gets a token through: {_some(broken)}"
         return True, f"broken: {_some(broken)}"
+
+    def _split(self, fit: Sequence[Candidate]) -> bool:
+        """True if some worker can prefill for another that decodes."""
+        view = FleetView([w for w in fit if w.decodes], [w for w in fit if w.prefills], self.fleet.ways)
+        return bool(split_only(view, self.fleet.clock()).decode)
 
     async def audit(self) -> Mapping[str, Any]:
         """What every service holds, for /audit; the metrics are told of what leaked."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Answer = Mapping[str, Any]
-STATES = {"live": "green", "draining": "yellow", "suspect": "red"}
+STATES = {"live": "green", "draining": "yellow", "slow": "yellow", "suspect": "red"}
 BAR = 6  # characters
 
 
@@ -131,6 +131,7 @@ def worker_table(now: Answer, before: Answer | None) -> Table:
     for worker in sorted(now["workers"], key=lambda each: (each["role"], each["name"])):
         breaker = worker.get("breaker", "closed")
         state = worker["state"] if breaker == "closed" else breaker
+        state = "slow" if state == "live" and worker.get("slow") else state
         table.add_row(
             worker["name"],
             worker["role"],

@@ -7,7 +7,7 @@ decode worker for a text that has outgrown every prefill worker. It reaches deco
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from math import inf
 from typing import Protocol
@@ -17,7 +17,7 @@ from kvcache.memory.kv_dtype import choose_wire
 from kvcache.worker_context import WorkerContext
 from prefill.scheduler import PrefillScheduler
 from serving.engine.objectives import DEADLINE_PASSED
-from serving.engine.sequence import SequenceOutput, SequenceState
+from serving.engine.sequence import SequenceOutput, SequenceState, of_crash
 from serving.errors import DeadlineExceeded, Draining, InvalidRequest, MillraceError, StaleLease, WorkerLost
 from serving.kvspec import AUTO, LayerKV
 from serving.links import HandoffDialer, HandoffLink
@@ -237,11 +237,11 @@ class PrefillWorker:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
 
-    def abandon(self, error: MillraceError) -> None:
-        """The engine died: every prefill that waits for it ends with this error."""
+    def abandon(self, error: MillraceError, computing: Collection[SequenceState] | None = None) -> None:
+        """The engine died: every prefill that waits for it ends with this error; `computing` was in its step."""
         self.draining = True
         for seq in self._runs:
-            self._end(SequenceOutput(seq, error=error))
+            self._end(SequenceOutput(seq, error=of_crash(error, seq, computing)))
 
     def sequences(self) -> list[SequenceState]:
         return list(self._runs)

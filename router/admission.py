@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from serving.errors import Overloaded
@@ -29,7 +30,7 @@ class Claim:
     """What a request asks for. Requests of one `kind` ask for the same, except for `tokens`."""
 
     priority: int
-    tenant: str
+    tenant: str  # who shares fairly with others: an API key, or where none is required, a cache salt
     tokens: int
     kind: object = None
     service_class: str = ""  # for those who count what waits
@@ -38,11 +39,13 @@ class Claim:
 class Ticket:
     """A request's place in the queue."""
 
-    def __init__(self, claim: Claim):
+    def __init__(self, claim: Claim, number: int):
         self.claim = claim
+        self.number = number  # in order of arrival
         self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.looked: asyncio.Future[bool] | None = None  # done with True once the place was found
         self.round = -1  # of its last look
+        self.overtaken = 0  # smaller claims of its kind that came later, and have found a place since it found none
 
     @property
     def idle(self) -> bool:
@@ -88,8 +91,10 @@ class AdmissionQueue:
         self.shares = FairShares()
         self._queues: dict[int, dict[str, deque[Ticket]]] = {}  # by priority and tenant, in order of arrival
         self._count = 0
+        self._numbers = count()
         self._round = 0
         self._failed: dict[object, int] = {}  # in this round, by kind: the fewest tokens there was no place for
+        self._passed: dict[Ticket, None] = {}  # those that have found no place, in order of their first look
         self._window = MOST_LOOKS  # looks at a time: one after a failure, twice as many after each success
         self._poke = asyncio.Event()
         self._pump: asyncio.Task[None] | None = None
@@ -113,7 +118,7 @@ class AdmissionQueue:
         """Join the queue until the block is left. Raises Overloaded when too many new requests wait already."""
         if claim.priority != CONTINUATION and self._count > self.max_waiting:
             raise Overloaded(f"{self._count} requests wait for room already", code="queue_full", retry_after=1.0)
-        ticket = Ticket(claim)
+        ticket = Ticket(claim, next(self._numbers))
         self._add(ticket)
         try:
             yield ticket
@@ -128,13 +133,32 @@ class AdmissionQueue:
     def looked(self, ticket: Ticket, *, found: bool | None) -> None:
         """Its look has ended. None: with neither a place nor the lack of one, so that it says nothing of others."""
         if found:
+            self._count_overtaken(ticket)
             self.shares.charge(ticket.claim.tenant, ticket.claim.tokens)
             self._window = min(MOST_LOOKS, 2 * self._window)
         elif found is not None:
+            self._passed[ticket] = None
             claim, self._window = ticket.claim, 1
             self._failed[claim.kind] = min(claim.tokens, self._failed.get(claim.kind, claim.tokens))
         if ticket.looked is not None and not ticket.looked.done():
             ticket.looked.set_result(bool(found))
+
+    def _count_overtaken(self, ticket: Ticket) -> None:
+        """The claim found a place: it has overtaken larger ones of its kind that came before and matter as much.
+
+        One whose tenant had been served less has not: that was its turn.
+        """
+        claim, served = ticket.claim, self.shares.served(ticket.claim.tenant)
+        for other in self._passed:
+            theirs = other.claim
+            if (
+                other.number < ticket.number
+                and theirs.kind == claim.kind
+                and theirs.tokens > claim.tokens
+                and theirs.priority <= claim.priority
+                and (theirs.tenant == claim.tenant or self.shares.served(theirs.tenant) <= served)
+            ):
+                other.overtaken += 1
 
     # ---- the queue -------------------------------------------------------------------------------------------------
 
@@ -167,6 +191,7 @@ class AdmissionQueue:
         tenants = self._queues[ticket.claim.priority]
         tickets = tenants[ticket.claim.tenant]
         tickets.remove(ticket)
+        self._passed.pop(ticket, None)
         self._count -= 1
         if not self._count:
             self._poke.set()

@@ -45,7 +45,7 @@ class Candidate:
     """`made_at` is when the status was made, on the router's clock; `newer` is what the router has sent since then.
 
     `leases` are the router's own that are open now, whatever the status says. `busy_until` is when the prompts it has
-    are computed, on the router's clock; None: as the status and what is newer say.
+    are computed, on the router's clock; None: as the status and what is newer say. A `slow` one works, but much longer.
     """
 
     status: WorkerStatus
@@ -53,6 +53,7 @@ class Candidate:
     leases: int = 0
     made_at: float = 0.0
     busy_until: float | None = None
+    slow: bool = False
 
     @cached_property
     def prefills(self) -> bool:

@@ -29,6 +29,9 @@ class PlacementObserver(Protocol):
 
     def placed(self, *, reason: str, downgraded: bool) -> None: ...
     def ended(self, *, service_class: str, outcome: str, within_slo: bool, code: str) -> None: ...
+    def degraded(self, *, service_class: str) -> None:
+        """A request that ended has gone on without its objectives."""
+
     def predicted(self, *, ttft: float | None, tpot: float | None) -> None:
         """Observed by predicted, of one placement; None where there is nothing to compare."""
 
@@ -81,7 +84,7 @@ class ExplainLog:
         counts.within_slo += within
         counts.tokens += len(state.generated)
         self._tell_observer(state, error, outcome, within)
-        who = _who(state.attempts[-1]) if state.attempts else None
+        who = _who(state) if state.attempts else None
         self._keep(name, who, orjson.dumps(told(state, outcome, error)))
 
     def _tell_observer(self, state: RequestState, error: BaseException | None, outcome: str, within: bool) -> None:
@@ -91,6 +94,8 @@ class ExplainLog:
         named = state.request.service_class
         named = named if named in self.counts else OTHER
         self.observer.ended(service_class=named, outcome=outcome, within_slo=within, code=code)
+        if state.degraded:
+            self.observer.degraded(service_class=named)
         for attempt in state.attempts:
             predicted, actual = attempt.decision.predicted, attempt.ttft
             if predicted is None:
@@ -120,7 +125,7 @@ class ExplainLog:
         """Names of the workers that compute it now, or did at last, and why; None if it has found none."""
         state = self._running.get(request_id)
         if state is not None:
-            return _who(state.attempts[-1]) if state.attempts else None
+            return _who(state) if state.attempts else None
         return self._ended[request_id][0] if request_id in self._ended else None
 
 
@@ -141,7 +146,7 @@ def outcome_of(state: RequestState, error: BaseException | None) -> str:
 
 def within_slo(state: RequestState) -> bool:
     """True if what came has met both objectives so far. TPOT is the mean after the first token."""
-    slo, timeline = state.request.slo, state.timeline
+    slo, timeline = state.asked.slo, state.timeline
     ttft, tpot = timeline.between(Moment.ARRIVED, Moment.FIRST_TOKEN), timeline.tpot
     early = slo.ttft_ms is None or (ttft is not None and ttft * 1e3 <= slo.ttft_ms)
     return early and (slo.tpot_ms is None or tpot is None or tpot * 1e3 <= slo.tpot_ms)
@@ -149,7 +154,7 @@ def within_slo(state: RequestState) -> bool:
 
 def told(state: RequestState, outcome: str, error: BaseException | None) -> dict[str, Any]:
     """A request in what orjson writes: plain data, and dataclasses of those. Seconds; no token and no text."""
-    request, timeline = state.request, state.timeline
+    request, timeline = state.asked, state.timeline
     failure = f"{type(error).__name__}: {error.message}" if isinstance(error, MillraceError) else None
     return {
         "id": request.request_id,
@@ -158,6 +163,7 @@ def told(state: RequestState, outcome: str, error: BaseException | None) -> dict
         "service_class": request.service_class,
         "priority": request.priority,
         "objectives": {"ttft_ms": request.slo.ttft_ms, "tpot_ms": request.slo.tpot_ms},
+        "degraded": state.degraded,
         "within_slo": None if outcome == "running" else outcome == COMPLETED and within_slo(state),
         "prompt_tokens": len(request.prompt),
         "output_tokens": len(state.generated),
@@ -170,7 +176,12 @@ def told(state: RequestState, outcome: str, error: BaseException | None) -> dict
     }
 
 
-def _who(attempt: Attempt) -> dict[str, str]:
+def _who(state: RequestState) -> dict[str, str]:
+    """Of its last attempt, and what is less than was asked for."""
+    return {**_where(state.attempts[-1]), "degraded": "slo" if state.degraded else ""}
+
+
+def _where(attempt: Attempt) -> dict[str, str]:
     decision = attempt.decision
     return {
         "prefill": decision.prefill.status.name if decision.prefill is not None else "",
@@ -186,7 +197,7 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
         step = predicted.step if predicted is not None else 0.0
         transfer = max(0.0, attempt.second_at - attempt.first_at - step)
     return {
-        **_who(attempt),
+        **_where(attempt),
         "error": attempt.error,
         "predicted": predicted,
         "actual": {

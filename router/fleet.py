@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 
 RECHECK_SECONDS = 0.25  # room may come free at a worker through another router: look again this often
 STRANGERS = 100  # refused workers that the log tells of
-OLDEST_ECHO = 60.0  # seconds: a status that is said to be older, or from the future, carries another clock's time
 
 
 class WorkerLink(DecodeWorkerLink, PrefillLink, AuditLink, Protocol):
@@ -116,12 +115,11 @@ class Fleet:
         """
         self.check_protocol(status.name, status.protocol)
         now = self._listen()
-        made_at = now if made_at is None or not now - OLDEST_ECHO <= made_at <= now else made_at
         status = believable(status)
         if self.registry.heartbeat(status, now, made_at=made_at):
             state = "leaving" if status.draining else "here"
             log.info("%s worker %s (%s) is %s", status.role, status.name, status.address, state)
-        if self.trust.stalls.heard(status, now):
+        if self.trust.heard(status, now):
             log.warning("worker %s does not get on with its work: it is given no more until it does", status.name)
             self._relieve_stuck()
         if self.returning.heard(status):
@@ -170,6 +168,9 @@ class Fleet:
             self.suspect(instance, WorkerLost("no heartbeat"))
         self._relieve_stuck()
         self.trust.retain(self.registry.workers, now)
+        for instance, slow in self.trust.slowness.judge(now):
+            self.registry.mark_slow(instance, slow)
+            log.warning("worker %s is %s", self.name(instance), self.trust.slowness.told(instance))
         for instance in [known for known in self._worker_links if self.registry.get(known) is None]:
             link = self._worker_links.pop(instance)
             self._prefills.pop(instance, None)
@@ -234,8 +235,7 @@ class Fleet:
 
     def _holds(self, instance: str) -> bool:
         """True if requests of this router are there."""
-        leases = any(lease.fence.instance == instance for lease in self._leases())
-        return leases or bool(self._prefills.get(instance))
+        return bool(self._prefills.get(instance)) or any(lease.fence.instance == instance for lease in self._leases())
 
     def suspect(self, instance: str, error: MillraceError) -> None:
         """A call to the worker broke: give it nothing until it reports again, and fail what it held."""

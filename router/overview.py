@@ -48,7 +48,11 @@ class RouterOverview:
                 if any(held.outcomes.values()) or waiting.get(name) or name in router.fleet.config.classes
             },
             "workers": [
-                {**describe(worker, now), "breaker": BREAKER[router.fleet.breakers.state(worker.status.instance)]}
+                {
+                    **describe(worker, now),
+                    "breaker": BREAKER[router.fleet.breakers.state(worker.status.instance)],
+                    "slowdown": router.fleet.trust.slowness.factor(worker.status.instance),
+                }
                 for worker in router.fleet.registry.workers.values()
             ],
         }
@@ -63,6 +67,7 @@ def describe(worker: RegisteredWorker, now: float) -> dict[str, Any]:
         "role": status.role.value,
         "address": status.address,
         "state": "suspect" if worker.suspect else "draining" if status.draining else "live",
+        "slow": worker.slow,
         "heard_seconds": now - worker.seen,
         "running": status.running,
         "leases": seen.held_leases,

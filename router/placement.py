@@ -5,10 +5,13 @@ Where it goes is the placer's to say. No torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from router.candidate import Candidate
 from router.leases import DECODE_LOST, RouterLease
-from router.placer import Placed, Placer
-from router.prefill_call import PrefillCall
+from router.placer import Placer
+from router.prefill_call import BROKEN_CALL, Placed, PrefillCall
+from router.quarantine import PROGRESS, Quarantine
 from router.registry import Reservation
 from router.request_state import RequestState
 from serving.errors import (
@@ -27,9 +30,11 @@ LINK_CODES = (DECODE_LOST, "layout", "range", "incomplete")  # of StaleLease, wh
 class Placement:
     """One request's place: its lease, and the prefill workers that have been tried for it. Drop the lease at last."""
 
-    def __init__(self, placer: Placer, state: RequestState):
+    def __init__(self, placer: Placer, state: RequestState, quarantine: Quarantine):
         self.placer = placer
         self.state = state
+        self.quarantine = quarantine
+        self.alone: Callable[[], None] | None = None  # call it once the request has come on: others are held back
         self.held: RouterLease | None = None
         self._begun = False  # a prefill into the lease has failed: it has to begin anew
         self._placed: Placed | None = None  # what led to the lease, until its prefill is sent
@@ -80,7 +85,15 @@ class Placement:
             self._decodes = True
             self.state.failures = 0
             self.placer.fleet.decoded(self._worker.status.instance, self.held.fence.instance)
+        if self.alone is not None and self.state.attempts[-1].tokens > PROGRESS:
+            self.leave_isolation()
         return delta
+
+    def leave_isolation(self) -> None:
+        """The request has come on, has failed, or has ended. Safe to repeat."""
+        leave, self.alone = self.alone, None
+        if leave is not None:
+            leave()
 
     def failed(self, error: Retryable) -> None:
         """The try has failed: whoever is to blame is, and where the lease is not it is kept."""
@@ -89,6 +102,10 @@ class Placement:
         echo = self._begun and lease is None  # what the lease could not begin anew after has been counted
         self.state.failures += not (echo or isinstance(error, Preempted | Draining))
         self._decodes = False
+        self.leave_isolation()
+        if lease is not None and worker is not None:
+            self.quarantine.tried(self.state)
+            self._note_loss(lease, worker.status.instance, error)
         if lease is None or lease.failed.done() or worker is None:
             if lease is not None and isinstance(error, WorkerLost):
                 fleet.lost_lease(lease.fence.instance, error)
@@ -108,6 +125,17 @@ class Placement:
         if blames_link(error) and self.placer.better_elsewhere(self.state, lease):
             self.drop_lease()
 
+    def _note_loss(self, lease: RouterLease, prefill: str, error: Retryable) -> None:
+        """Where the try has ended with the loss of a worker that may have computed it, that counts."""
+        if not isinstance(error, WorkerLost) or error.code == BROKEN_CALL:
+            return
+        instance, now = lease.fence.instance, self.placer.fleet.clock()
+        if not lease.failed.done():
+            self.quarantine.lost(self.state, prefill, error, now, computing=True)
+            return
+        begun = instance == prefill or self.state.attempts[-1].first_at is not None
+        self.quarantine.lost(self.state, instance, error, now, computing=begun)
+
     def drop_lease(self) -> None:
         """Give the lease up, if one is held; its worker frees everything within a step."""
         lease, self.held = self.held, None
@@ -115,7 +143,7 @@ class Placement:
         if placed is not None:
             placed.release()
         if lease is not None:
-            self.placer.fleet.close_lease(lease)
+            self.placer.close_lease(lease)
 
 
 def blames_link(error: Retryable) -> bool:

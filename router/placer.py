@@ -6,15 +6,17 @@ The policy chooses, the fleet opens; this tries workers in that order and keeps 
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import Any
 
 from router.admission import CONTINUATION, AdmissionQueue, Claim
 from router.block_keys import block_keys
 from router.candidate import Candidate, Dispatched
 from router.fleet import Fleet
+from router.lease_room import MOST_ASKED, LeaseRoom, tpot_bin
 from router.leases import RouterLease
 from router.output_lengths import OutputLengths
 from router.policy import (
@@ -28,9 +30,8 @@ from router.policy import (
     split_only,
     view_for_prefill,
 )
-from router.prefill_call import PrefillCall
-from router.refusals import NO_DECODE, NO_PREFILL, check_hope, deadline_passed, no_room, nobody_ready
-from router.registry import Reservation
+from router.prefill_call import Placed, PrefillCall
+from router.refusals import NO_DECODE, NO_PREFILL, check_hope, deadline_passed, hopeless, no_room, nobody_ready
 from router.request_state import Attempt, RequestState
 from serving.errors import (
     Draining,
@@ -40,22 +41,29 @@ from serving.errors import (
     Unauthorized,
     WorkerLost,
 )
-from serving.messages import TPOT_BINS_MS, Build
+from serving.messages import Build
 from serving.service_class import ServiceClass
 
 TIMER_SECONDS = 0.001  # that a timer may be early
 
 
+@dataclass(slots=True)
+class _Search:
+    """A request on its way to a place; `full` as workers were found at its last look, None before it has looked."""
+
+    single: bool  # a single token is wanted
+    full: bool | None = None
+    overtaken: int = 0  # as its ticket says
+
+
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A decision whose prefill has not been sent yet. Release it if it never is."""
+class _Look:
+    """Whom a request may ask; `full` if some who could hold it are not among them, `all_full` if none is open."""
 
-    decision: Decision
-    reserved: Reservation | None  # for the prefill; None where no worker was there to take it
-
-    def release(self) -> None:
-        if self.reserved is not None:
-            self.reserved.release()
+    demand: Demand
+    view: FleetView
+    full: bool
+    all_full: bool
 
 
 class Placer:
@@ -65,122 +73,164 @@ class Placer:
         self.fleet = fleet
         self.policy = policy
         self.admission = AdmissionQueue(fleet.config.max_waiting, fleet.change)
+        self.prefill_queue = AdmissionQueue(sys.maxsize, fleet.change)  # leases that no worker prefills for just now
+        self.room = LeaseRoom()
         self.outputs = OutputLengths()
         self._lease_numbers = count(1)
 
     async def open_lease(self, state: RequestState) -> tuple[RouterLease, Placed | None]:
         """Room on the best decode worker that has it, and of the text's build, and what was decided with it.
 
-        A request of a single token needs no room, and nothing is decided yet.
+        A request of a single token needs no room: it is prefilled, and that is all.
         Raises Overloaded or Unavailable once patience is over, DeadlineExceeded where the deadline comes first,
         InvalidRequest, ContextLengthExceeded.
         """
         single = state.request.sampling.max_tokens - len(state.generated) == 1 and not self._outgrown(state)
-        full: bool | None = None  # not known before it has looked
+        search = _Search(single)
         patience, by_deadline = self._patience(state)
         try:
-            async with asyncio.timeout(patience), self.admission.enter(self._claim(state)) as ticket:
-                while True:
-                    await self.admission.turn(ticket)
-                    granted: bool | None = None  # a request that is refused, or leaves, has not found workers full
-                    try:
-                        if self.fleet.refused is not None:
-                            raise self.fleet.refused
-                        found = self._prefill_only(state) if single else await self._try_all(state)
-                        granted = found[0] is not None
-                    finally:
-                        self.admission.looked(ticket, found=granted)
-                    lease, placed, full = found
-                    if lease is not None:
-                        return lease, placed
+            async with asyncio.timeout(patience):
+                while (found := await self._queue(search, state)) is None:
+                    pass
+                return found
         except TimeoutError:
-            raise self._waited(state, single, patience, by_deadline, full) from None
+            raise self._waited(state, search, patience, by_deadline) from None
+        finally:
+            if self.room.release(state):
+                self.fleet.notify()
+
+    async def _queue(self, search: _Search, state: RequestState) -> tuple[RouterLease, Placed | None] | None:
+        """Wait for a place in the queue. None: it asks for something else now, and has to queue up again."""
+        degraded = state.degraded
+        async with self.admission.enter(self._claim(state)) as ticket:
+            while state.degraded == degraded:
+                await self.admission.turn(ticket)
+                granted: bool | None = None  # a request that is refused, or leaves, has not found workers full
+                try:
+                    if self.fleet.refused is not None:
+                        raise self.fleet.refused
+                    found = self._prefill_only(search, state) if search.single else await self._try_all(search, state)
+                    granted = found is not None if state.degraded == degraded else None
+                finally:
+                    self.admission.looked(ticket, found=granted)
+                if found is not None:
+                    return found
+                search.overtaken = ticket.overtaken
+        return None
 
     def _claim(self, state: RequestState) -> Claim:
         """What the request asks for, as far as it keeps others back that ask for as much."""
         request, build = state.request, state.required_build
-        bin_ = bisect_left(TPOT_BINS_MS, request.slo.tpot_ms) if request.slo.tpot_ms is not None else None
         priority = CONTINUATION if state.generated else request.priority
         single = request.sampling.max_tokens - len(state.generated) == 1
         known = self.service_class(state).name  # classes wait for other things: one of them for shorter queues
-        return Claim(priority, request.tenant, state.tokens, (build, bin_, single, known), request.service_class)
+        kind = build, tpot_bin(state), single, known
+        return Claim(priority, request.client or request.tenant, state.tokens, kind, request.service_class)
 
-    def _waited(
-        self, state: RequestState, single: bool, patience: float, by_deadline: bool, full: bool | None
-    ) -> MillraceError:
-        """Why the request had no place in the end; `full` as it was found, None if it only waited behind others."""
-        if full is None:
+    def _waited(self, state: RequestState, search: _Search, patience: float, by_deadline: bool) -> MillraceError:
+        """Why the request had no place in the end."""
+        full, single = search.full, search.single
+        if full is None:  # it only waited behind others
             workers, demand = self.fleet.candidates(), Demand(tokens=state.tokens, build=state.required_build)
             full = bool((able_to_prefill if single else able_to_decode)(demand, workers))
         if not full and (not by_deadline or self.fleet.clock() < (state.request.deadline or 0.0) - TIMER_SECONDS):
-            return nobody_ready(NO_DECODE, strict=self.fleet.config.strict_disaggregation)
+            why, strict = NO_PREFILL if single else NO_DECODE, self.fleet.config.strict_disaggregation
+            return nobody_ready(why, strict=strict)
         return deadline_passed() if by_deadline else no_room(patience)
+
+    def _prefill_only(self, search: _Search, state: RequestState) -> tuple[RouterLease, Placed | None] | None:
+        """A single token needs no decode worker, but workers compute so many prompts at a time as they may hold."""
+        most = sum(worker.status.max_seqs for worker in self.fleet.candidates() if worker.prefills)
+        search.full = bool(most) and self.fleet.prefill_only_leases >= most
+        if search.full:
+            return None
+        chosen = self._decide_prefill(state, "", set())
+        if chosen is None:
+            return None
+        decision, demand = chosen
+        if not self._worth(state, demand, decision):
+            search.full = True
+            return None
+        return self.fleet.prefill_only(self._next_lease(state)), self.placed(decision, demand)
+
+    async def _try_all(self, search: _Search, state: RequestState) -> tuple[RouterLease, Placed | None] | None:
+        """A lease on the first trusted worker that grants one, in the policy's order; notes if some were full."""
+        look, refusals = self.look(state, search.overtaken), 0
+        demand, view, search.full = look.demand, look.view, look.full
+        while (decision := self.policy.choose(demand, view, self.fleet.clock())) and decision.decode is not None:
+            if not self._worth(state, demand, decision):
+                search.full = True
+                return None
+            worker = decision.decode
+            owes = worker.full and worker.owing
+            if refusals == MOST_ASKED or (look.all_full and not owes):
+                break
+            if state.generated and outgrown(demand, view.prefill):
+                decision = replace(decision, prefill=None)  # the decode worker itself, unless others have come by then
+            try:
+                return await self._open(state, demand, decision)
+            except (NoRoom, Draining) as error:  # of a drain its heartbeat will say so
+                if isinstance(error, NoRoom):
+                    search.full, refusals = True, refusals + 1
+                    self.room.refused(worker, state, error)
+                state.pass_over(worker.status.name, error)
+            except (WorkerLost, StaleLease, Unauthorized) as error:  # gone, restarted meanwhile, or not one of ours
+                state.pass_over(worker.status.name, error)
+                self.fleet.blame(worker.status.instance, error)
+            view = replace(view, decode=[other for other in view.decode if other is not worker])
+            if not view.decode or worker.full:
+                break
+        return None
+
+    def look(self, state: RequestState, overtaken: int = 0) -> _Look:
+        """What the request asks for, and whom it may ask now; it is `overtaken` as its ticket says."""
+        workers, now = self.fleet.candidates(), self.fleet.clock()
+        demand = self._demand(state, workers, state.required_build)
+        trusted = self.fleet.trust.decoders(able_to_decode(demand, workers), workers, now)
+        open_ = self.room.to_ask(state, trusted, overtaken)
+        view = self._allowed(FleetView(open_ or trusted, able_to_prefill(demand, workers), self.fleet.ways))
+        return _Look(demand, view, len(open_) < len(trusted), not open_)
 
     def _next_lease(self, state: RequestState) -> str:
         """A name that no try has had: a worker that never answered may still hold, or come to hold, the last one."""
         return f"{state.request.request_id}/{next(self._lease_numbers)}"
 
-    def _prefill_only(self, state: RequestState) -> tuple[RouterLease | None, Placed | None, bool]:
-        """A single token needs no decode worker, but workers compute so many prompts at a time as they may hold."""
-        most = sum(worker.status.max_seqs for worker in self.fleet.candidates() if worker.prefills)
-        if most and self.fleet.prefill_only_leases >= most:
-            return None, None, True
-        return self.fleet.prefill_only(self._next_lease(state)), None, False
+    async def _open(self, state: RequestState, demand: Demand, decision: Decision) -> tuple[RouterLease, Placed | None]:
+        """A lease as decided, and its prefill reserved. Raises as Fleet.open."""
+        worker = decision.decode
+        assert worker is not None
+        placed = self.placed(decision, demand)
+        try:
+            lease = await self.fleet.open(worker, self._next_lease(state), state)
+        except BaseException:
+            placed.release()
+            raise
+        state.build = Build(worker.status.fingerprint, worker.status.pairing)
+        return lease, placed
 
-    async def _try_all(self, state: RequestState) -> tuple[RouterLease | None, Placed | None, bool]:
-        """A lease on the first trusted worker that grants one, in the policy's order; True if some were full."""
-        demand, view, full = self.look(state)
-        while (decision := self.policy.choose(demand, view, self.fleet.clock())) and decision.decode is not None:
-            if not state.generated and not self._worth(state, demand, decision):
-                return None, None, True
-            worker, granted = decision.decode, False
-            if worker.full and not worker.owing:
-                break
-            if state.generated and outgrown(demand, view.prefill):
-                decision = replace(decision, prefill=None)  # the decode worker itself, unless others have come by then
-            placed = self.placed(decision, demand)
-            try:
-                lease = await self.fleet.open(worker, self._next_lease(state), state)
-                state.build = Build(worker.status.fingerprint, worker.status.pairing)
-                granted = True
-                return lease, placed, False
-            except (NoRoom, Draining) as error:  # of a drain its heartbeat will say so
-                full = full or isinstance(error, NoRoom)
-                state.pass_over(worker.status.name, error)
-            except (WorkerLost, StaleLease, Unauthorized) as error:  # gone, restarted meanwhile, or not one of ours
-                state.pass_over(worker.status.name, error)
-                self.fleet.blame(worker.status.instance, error)
-            finally:
-                if not granted:
-                    placed.release()
-            view = replace(view, decode=[other for other in view.decode if other is not worker])
-            if not view.decode or worker.full:
-                break
-        return None, None, full
-
-    def look(self, state: RequestState) -> tuple[Demand, FleetView, bool]:
-        """What the request asks for, and who may take it now; True if some who may are full."""
-        workers, now = self.fleet.candidates(), self.fleet.clock()
-        demand = self._demand(state, workers, state.required_build)
-        trusted = self.fleet.trust.decoders(able_to_decode(demand, workers), workers, now)
-        open_ = [worker for worker in trusted if not worker.full]  # to ask hundreds that are costs more than it brings
-        view = self._allowed(FleetView(open_ or trusted, able_to_prefill(demand, workers), self.fleet.ways))
-        return demand, view, len(open_) < len(trusted)
+    def close_lease(self, lease: RouterLease) -> None:
+        """Call once for each lease. Its worker may have room again."""
+        self.room.forget(lease.fence.instance)
+        self.fleet.close_lease(lease)
 
     def _allowed(self, view: FleetView) -> FleetView:
         """Those placements that are allowed here, whatever the policy."""
         return split_only(view, self.fleet.clock()) if self.fleet.config.strict_disaggregation else view
 
     def _worth(self, state: RequestState, demand: Demand, decision: Decision) -> bool:
-        """False if a request of this class waits here rather than in that worker's queue.
+        """False if a request of this class waits here rather than in that worker's queue, or has to queue up again.
 
-        Raises Overloaded if it is of a class that is shed, and late wherever it goes: this was the best placement.
+        If it is late wherever it goes, as this was the best placement, it is refused with Overloaded or goes on without
+        its objectives, by its class. A text that has begun goes on in any case.
         """
         predicted, known = decision.predicted, self.service_class(state)
-        if predicted is None:
+        if predicted is None or state.generated:
             return True
         if known.shed:
             check_hope(predicted, demand.first_token_in, state)
+        elif known.degrade and not state.degraded and hopeless(predicted, demand.first_token_in):
+            state.degrade()
+            return False
         return known.backlog is None or predicted.queue <= known.backlog
 
     def service_class(self, state: RequestState) -> ServiceClass:
@@ -201,19 +251,40 @@ class Placer:
         patience, by_deadline = self._patience(state)
         try:
             async with asyncio.timeout(patience):
-                while True:
-                    placed = self._choose_prefill(state, lease.fence.instance, avoid)
-                    if placed is not None:
-                        return placed
-                    if lease.failed.done():
-                        raise lease.failed.result()
+                placed = self._choose_prefill(state, lease, avoid)
+                if placed is None:
                     avoid.clear()  # a worker that failed before is better than none
                     await self.fleet.change()
+                    placed = await self._queue_for_prefill(state, lease)
+                return placed
         except TimeoutError:
             strict = self.fleet.config.strict_disaggregation
             raise (deadline_passed() if by_deadline else nobody_ready(NO_PREFILL, strict=strict)) from None
 
-    def _choose_prefill(self, state: RequestState, instance: str, avoid: set[str]) -> Placed | None:
+    async def _queue_for_prefill(self, state: RequestState, lease: RouterLease) -> Placed:
+        """Wait beside others for a worker that prefills: where one finds none, no other of its kind looks."""
+        pairing = state.build.pairing if state.build is not None else None
+        kind = pairing, lease.fence.instance if self.fleet.config.strict_disaggregation else ""
+        async with self.prefill_queue.enter(Claim(state.request.priority, "", 0, kind)) as ticket:
+            while True:
+                either: list[asyncio.Future[Any]] = [ticket.turn, lease.failed]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if lease.failed.done():
+                    raise lease.failed.result()
+                await self.prefill_queue.turn(ticket)
+                placed = None
+                try:
+                    placed = self._choose_prefill(state, lease, set())
+                finally:
+                    self.prefill_queue.looked(ticket, found=placed is not None)
+                if placed is not None:
+                    return placed
+
+    def _choose_prefill(self, state: RequestState, lease: RouterLease, avoid: set[str]) -> Placed | None:
+        chosen = self._decide_prefill(state, lease.fence.instance, avoid)
+        return self.placed(*chosen) if chosen is not None else None
+
+    def _decide_prefill(self, state: RequestState, instance: str, avoid: set[str]) -> tuple[Decision, Demand] | None:
         """The policy's choice of trusted workers for a lease at `instance`; or of those barred, the soonest free."""
         workers, trust, now = self.fleet.candidates(), self.fleet.trust, self.fleet.clock()
         demand, begun = self._demand(state, workers, state.build), bool(state.generated)
@@ -225,7 +296,7 @@ class Placer:
             view = self._allowed(view) if own is not None else view
             decision = self.policy.choose(demand, view, now)
             if decision is not None and decision.prefill is not None:
-                return self.placed(decision, demand)
+                return decision, demand
             if not barred:
                 break
         return None

@@ -15,6 +15,8 @@ from router.candidate import Candidate
 from router.predict import Prediction
 from serving.messages import Build, Slo
 
+SLOW_LOAD = 0.25  # of its room, that a slow worker is ranked by as if it were taken
+SLOW_FACTOR = 2.0  # that work weighs at a slow worker
 IN_USE_WEIGHT = 1 / 8  # of a token of KV in use, which every decode step reads, against a prompt token to compute
 
 
@@ -164,12 +166,17 @@ class LeastLoaded(RankingPolicy):
     reason = "least_loaded"
 
     def decode_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
-        return sorted(workers, key=lambda worker: (demand.streams(worker), worker.load, spread(demand, worker)))
+        def cost(worker: Candidate) -> tuple[bool, float, int]:
+            return demand.streams(worker), worker.load + SLOW_LOAD * worker.slow, spread(demand, worker)
+
+        return sorted(workers, key=cost)
 
     def prefill_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
-        return sorted(
-            workers, key=lambda worker: (demand.streams(worker), worker.queued_tokens, spread(demand, worker))
-        )
+        def cost(worker: Candidate) -> tuple[bool, float, int]:
+            work = (worker.queued_tokens + demand.tokens) * pace(worker)
+            return demand.streams(worker), work, spread(demand, worker)
+
+        return sorted(workers, key=cost)
 
 
 class RoundRobin(RankingPolicy):
@@ -190,7 +197,12 @@ class RoundRobin(RankingPolicy):
     def _turned(self, demand: Demand, workers: Sequence[Candidate], turn: int) -> list[Candidate]:
         ordered = sorted(workers, key=lambda worker: worker.status.name)
         first = turn % len(ordered) if ordered else 0
-        return sorted(ordered[first:] + ordered[:first], key=lambda w: (demand.streams(w), w.load >= 1.0))
+        passed = bool(ordered) and turn // len(ordered) % 2 == 1  # a slow one is passed over every other time round
+
+        def rank(worker: Candidate) -> tuple[bool, bool, bool]:
+            return demand.streams(worker), worker.load >= 1.0, worker.slow and passed
+
+        return sorted(ordered[first:] + ordered[:first], key=rank)
 
 
 class SessionSticky(LeastLoaded):
@@ -231,15 +243,21 @@ class PrefixAware(RankingPolicy):
     def decode_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
         def cost(worker: Candidate) -> tuple[bool, bool, float, float, int]:
             work = demand.uncached(worker) + worker.queued_tokens + IN_USE_WEIGHT * worker.kv_tokens_in_use
-            return demand.streams(worker), worker.load >= 1.0, work, worker.load, spread(demand, worker)
+            return demand.streams(worker), worker.load >= 1.0, work * pace(worker), worker.load, spread(demand, worker)
 
         return sorted(workers, key=cost)
 
     def prefill_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
-        def cost(worker: Candidate) -> tuple[bool, int, int]:
-            return demand.streams(worker), demand.uncached(worker) + worker.queued_tokens, spread(demand, worker)
+        def cost(worker: Candidate) -> tuple[bool, float, int]:
+            work = (demand.uncached(worker) + worker.queued_tokens) * pace(worker)
+            return demand.streams(worker), work, spread(demand, worker)
 
         return sorted(workers, key=cost)
+
+
+def pace(worker: Candidate) -> float:
+    """What a worker's work is multiplied by, where policies do not know how long it takes."""
+    return SLOW_FACTOR if worker.slow else 1.0
 
 
 def spread(demand: Demand, worker: Candidate) -> int:

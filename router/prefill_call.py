@@ -6,10 +6,13 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from router.leases import RouterLease
+from router.policy import Decision
+from router.registry import Reservation
 from serving.errors import MillraceError, WorkerLost
 from serving.links import PrefillLink
 from serving.messages import Prefilled, PrefillOrder
@@ -17,6 +20,18 @@ from serving.messages import Prefilled, PrefillOrder
 log = logging.getLogger(__name__)
 
 BROKEN_CALL = "broken_call"  # an order or a reply that cannot be read: no worker may be held to be dead for that
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A decision whose prefill has not been sent yet. Release it if it never is."""
+
+    decision: Decision
+    reserved: Reservation | None  # for the prefill; None where no worker was there to take it
+
+    def release(self) -> None:
+        if self.reserved is not None:
+            self.reserved.release()
 
 
 class PrefillCall:

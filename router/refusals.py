@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from router.predict import Prediction, within
 from router.request_state import RequestState
-from serving.errors import DeadlineExceeded, Overloaded, Unavailable
+from serving.errors import DeadlineExceeded, Overloaded, Quarantined, Unavailable
 
 HOPELESS = 0.1  # a chance to meet the TTFT objective below this counts as none
 JITTER = 0.25  # of retry_after, either way: clients that are refused together do not come back together
@@ -27,9 +29,20 @@ def no_room(patience: float) -> Overloaded:
     return Overloaded(f"no worker had room within {patience:g} s", code="no_room", retry_after=1.0)
 
 
+def broke_workers(names: Sequence[str]) -> Quarantined:
+    """These workers died while they computed the request."""
+    told = f"{len(names)} workers died while they computed this request ({', '.join(names)}): it is given to no other"
+    return Quarantined(told, code="quarantined")
+
+
 def deadline_passed() -> DeadlineExceeded:
     """It was not patience that ended."""
     return DeadlineExceeded("the request's deadline has passed", code="deadline")
+
+
+def hopeless(predicted: Prediction, left: float | None) -> bool:
+    """True if this placement has no chance to meet the TTFT objective, `left` seconds from now; None: there is none."""
+    return left is not None and within(left, predicted.ttft, predicted.error) < HOPELESS
 
 
 def check_hope(predicted: Prediction, left: float | None, state: RequestState) -> None:
@@ -38,7 +51,7 @@ def check_hope(predicted: Prediction, left: float | None, state: RequestState) -
     It names a time only where waiting helps: where the prompt alone takes longer there is none. A request that comes
     again has its whole objective before it.
     """
-    if left is None or within(left, predicted.ttft, predicted.error) >= HOPELESS:
+    if left is None or not hopeless(predicted, left):
         return
     alone = predicted.ttft * predicted.prefill / max(1e-9, predicted.queue + predicted.prefill)
     spare, objective = 1.0 + JITTER * (state.salt % 1000 / 500 - 1.0), state.request.slo.ttft_ms

@@ -15,6 +15,7 @@ from math import inf
 from router.candidate import NOTHING, Candidate, Dispatched
 from serving.messages import WorkerStatus
 
+OLDEST_ECHO = 60.0  # seconds: a status that is said to be older, or from the future, carries another clock's time
 FLIGHT_SECONDS = 0.01  # what was sent so shortly before a status was made may not be in it
 
 
@@ -40,6 +41,7 @@ class RegisteredWorker:
     suspect: bool = False
     leases: int = 0
     newer: Dispatched = NOTHING
+    slow: bool = False  # it works, but takes much longer than it should (router.slowness)
     busy_until: float = 0.0
     _sent: deque[tuple[float, Dispatched]] = field(default_factory=deque)
     _prompts: deque[Reservation] = field(default_factory=deque)  # sent since the status was made
@@ -91,11 +93,14 @@ class RegisteredWorker:
         self.status = replace(self.status, draining=True)
         self._candidate = None
 
+    def mark_slow(self, slow: bool) -> None:
+        self.slow, self._candidate = slow, None
+
     @property
     def candidate(self) -> Candidate:
         """The worker as policies see it, made anew when something has changed."""
         if self._candidate is None:
-            self._candidate = Candidate(self.status, self.newer, self.leases, self.made_at, self.busy_until)
+            self._candidate = Candidate(self.status, self.newer, self.leases, self.made_at, self.busy_until, self.slow)
         return self._candidate
 
 
@@ -131,9 +136,9 @@ class Registry:
     def heartbeat(self, status: WorkerStatus, now: float, *, made_at: float | None = None) -> bool:
         """Take a heartbeat in that was made at `made_at`, by default now; True if the worker is new or believed again.
 
-        A time that cannot be right (of a router's earlier life, say) counts as now.
+        One that was long on its way is as old as it says; a time that cannot be right counts as now.
         """
-        made = now if made_at is None or not now - self.silence <= made_at <= now else made_at
+        made = now if made_at is None or not now - OLDEST_ECHO <= made_at <= now else made_at
         worker = self.workers.get(status.instance)
         if worker is None:
             self._replace_previous_life(status)
@@ -154,6 +159,12 @@ class Registry:
         worker = self.workers.get(instance)
         if worker is not None:
             worker.suspect = True
+
+    def mark_slow(self, instance: str, slow: bool) -> None:
+        """It takes much longer than it should, or no longer does."""
+        worker = self.workers.get(instance)
+        if worker is not None:
+            worker.mark_slow(slow)
 
     def leaves(self, instance: str) -> None:
         """It has said that it drains, before a heartbeat did: send nothing new there."""

@@ -5,12 +5,13 @@ Plain state; `now` comes in. It knows neither workers nor how they are chosen.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from zlib import crc32
 
 from router.policy import Decision
 from serving.errors import MillraceError
-from serving.messages import Build, Delta, LeaseId, LeaseOrder, Prefilled, Request
+from serving.messages import Build, Delta, LeaseId, LeaseOrder, Prefilled, Request, Slo
+from serving.service_class import DEGRADED_PRIORITY
 from serving.timeline import Moment, Timeline
 
 MOST_PASSED_OVER = 32
@@ -60,6 +61,16 @@ class Attempt:
         return (self.last_at - self.first_at) / (self.tokens - 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A worker that was lost while it computed the request, `at` on the router's clock."""
+
+    instance: str
+    name: str
+    at: float
+    in_step: bool  # as the worker itself says: its engine died in a step of this request
+
+
 @dataclass(slots=True, kw_only=True)
 class RequestState:
     """`generated` are the output tokens the client has; `build` is what wrote them, None before a worker is chosen."""
@@ -70,10 +81,27 @@ class RequestState:
     timeline: Timeline = field(default_factory=Timeline)
     last: Delta | None = None
     failures: int = 0  # tries that broke since a worker last decoded for it; planned moves are not counted
+    deaths: list[Death] = field(default_factory=list)  # one right after the other (router.quarantine)
     attempts: list[Attempt] = field(default_factory=list)  # the last is the present one
     passed_over: list[tuple[str, str]] = field(default_factory=list)  # workers that gave no lease, and why
+    promised: Request | None = None  # as it was before it went on without its objectives
     split_asked: bool = False  # prefill and decode by two workers was decided at some time
     block_keys: dict[tuple[str, int], list[bytes]] = field(default_factory=dict)  # by fingerprint and block size
+
+    @property
+    def asked(self) -> Request:
+        """The request as it came, with the objectives it is judged by."""
+        return self.promised or self.request
+
+    @property
+    def degraded(self) -> bool:
+        """True if it goes on without its objectives, behind all others."""
+        return self.promised is not None
+
+    def degrade(self) -> None:
+        """It can meet its objectives nowhere: from now on nothing is ordered or limited by them."""
+        self.promised = self.request
+        self.request = replace(self.request, slo=Slo(), priority=max(DEGRADED_PRIORITY, self.request.priority))
 
     @property
     def salt(self) -> int:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from math import inf, isfinite
 
 LONGEST_DOUBLING = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryConfig:
-    """`share` retries for each request and `per_second` besides; at most `most` are saved up."""
+    """`share` retries for each request and `per_second` besides, 0 for none; at most `most` are saved up."""
 
     share: float = 0.2
     per_second: float = 10.0
@@ -34,10 +35,21 @@ class RetryBudget:
         self._add(self.config.share, now)
 
     def retry(self, now: float) -> float:
-        """Seconds this retry has to wait. Those that wait are let go in the order they asked, at `per_second`."""
+        """Seconds this retry has to wait. Those that wait are let go in the order they asked, at `per_second`.
+
+        Infinite where time earns nothing: such a retry is not let go at all, and takes nothing from later ones.
+        """
         self._add(0.0, now)
+        rate = self.config.per_second
+        if rate <= 0.0 and self.balance < 1.0:
+            return inf
         self.balance -= 1.0
-        return max(0.0, -self.balance / self.config.per_second)
+        return -self.balance / rate if self.balance < 0.0 else 0.0
+
+    def give_back(self, pause: float) -> None:
+        """A retry that was told to wait so long is not made after all: those behind it need not wait for it."""
+        if isfinite(pause):
+            self.balance = min(self.config.most, self.balance + 1.0)
 
     def _add(self, amount: float, now: float) -> None:
         earned = self.config.per_second * max(0.0, now - self._seen)

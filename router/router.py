@@ -9,9 +9,11 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from math import isfinite
 from typing import Protocol
 
 from router.explain import ExplainLog, PlacementObserver
+from router.isolation import Isolation
 from router.placement import Placement
 from router.placer import Placer
 from router.request_state import RequestState
@@ -47,6 +49,7 @@ class Router:
         config = self.fleet.config
         budget = RetryConfig(per_second=config.retries_per_second, most=config.retries_saved)
         self.retries = RetryBudget(budget, self.clock())
+        self.isolation = Isolation(self.fleet)
         self.running = 0  # requests between the first and last line of generate()
         self.tokens = 0  # output tokens so far
 
@@ -69,6 +72,7 @@ class Router:
                 except Retryable as error:
                     place.failed(error)
                     await self._retry(state, error)
+                    place.alone = await self.isolation.enter(state)
 
     @asynccontextmanager
     async def _running(self, request: Request) -> AsyncIterator[tuple[RequestState, Placement]]:
@@ -79,13 +83,14 @@ class Router:
         failure: BaseException | None = None
         self.running += 1
         self.explained.began(state)
-        place = Placement(self.placer, state)
+        place = Placement(self.placer, state, self.isolation.quarantine)
         try:
             yield state, place
         except BaseException as error:
             failure = error
             raise
         finally:
+            place.leave_isolation()
             place.drop_lease()
             self.running -= 1
             state.timeline.note(Moment.FINISHED, self.clock())
@@ -114,10 +119,14 @@ class Router:
         if failures > self.fleet.config.max_failures:
             raise Unavailable(f"gave up after {failures} failed placements; the last: {error.message}") from error
         pause = self.retries.retry(now) if failures > 1 else 0.0
-        if deadline is not None and now + pause > deadline:
+        late = deadline is not None and now + pause > deadline
+        if late or pause > self.fleet.config.patience:
+            self.retries.give_back(pause)
+        if late:
             raise DeadlineExceeded("the request's deadline has passed") from error
         if pause > self.fleet.config.patience:
-            raise Unavailable("too many placements fail", code="retry_budget", retry_after=pause) from error
+            again = pause if isfinite(pause) else None
+            raise Unavailable("too many placements fail", code="retry_budget", retry_after=again) from error
         backed_off = backoff(failures, self.fleet.config.retry_pause, state.salt)
         if deadline is not None:
             backed_off = min(backed_off, (deadline - now) / 2)

@@ -10,7 +10,9 @@ from collections.abc import Container, Iterable, Sequence
 from router.breaker import BreakerConfig, Breakers, BreakerState, Links
 from router.candidate import Candidate
 from router.link_costs import LinkCosts
+from router.slowness import SlowWatch
 from router.stalls import StallWatch
+from serving.messages import WorkerStatus
 
 
 class Trust:
@@ -20,6 +22,12 @@ class Trust:
         self.workers: Breakers[str] = Breakers(config)
         self.links = Links(config)
         self.stalls = StallWatch(stall)
+        self.slowness = SlowWatch()
+
+    def heard(self, status: WorkerStatus, now: float) -> bool:
+        """Take a worker's report in; True if it is stuck now and was not before."""
+        self.slowness.heard(status, now)
+        return self.stalls.heard(status, now)
 
     @property
     def untroubled(self) -> bool:
@@ -87,6 +95,7 @@ class Trust:
         self.workers.retain(lambda instance: instance in known, now)
         self.links.retain(lambda instance: instance in known, now)
         self.stalls.retain(known)
+        self.slowness.retain(known)
 
 
 class Ways:

@@ -38,6 +38,9 @@ class ClassMetrics:
         self.offered = self._counter("requests_offered", "Requests that ended, by how", "class", "outcome")
         self.within = self._counter("requests_within_slo", "Requests that completed within their objectives", "class")
         self.shed = self._counter("requests_shed", "Requests refused without a placement, by why", "class", "code")
+        self.without = self._counter(
+            "requests_degraded", "Requests that went on without their objectives, which none could meet", "class"
+        )
         self.decisions = self._counter("placement_decisions", "Prefills sent, by why they went there", "reason")
         self.mixed = self._counter(
             "mixed_placements", "Prompts computed by their decode worker although prefill elsewhere was decided"
@@ -65,6 +68,9 @@ class ClassMetrics:
             self.within.labels(self.model, named).inc()
         if outcome == "refused":
             self.shed.labels(self.model, named, _bounded(code, SHED_CODES)).inc()
+
+    def degraded(self, *, service_class: str) -> None:
+        self.without.labels(self.model, _bounded(service_class, self.classes)).inc()
 
     def predicted(self, *, ttft: float | None, tpot: float | None) -> None:
         for histogram, ratio in ((self.ttft, ttft), (self.tpot, tpot)):

@@ -11,6 +11,7 @@
     ├── RateLimited               429  RESOURCE_EXHAUSTED   of an API key; its `kind` is OpenAI's, requests or tokens
     │   └── TokenRateLimited      429  RESOURCE_EXHAUSTED
     ├── InternalError             500  INTERNAL
+    │   └── Quarantined           500  INTERNAL             workers died of the request: it is not to be sent again
     ├── Unavailable               503  UNAVAILABLE          carries Retry-After
     ├── DeadlineExceeded          504  DEADLINE_EXCEEDED
     └── Retryable                 503  the router answers these by placing the request again
@@ -97,6 +98,10 @@ class InternalError(MillraceError):
     """A bug of ours, or a foreign failure that is not mapped."""
 
 
+class Quarantined(InternalError):
+    """Several workers died while they computed the request."""
+
+
 class Unavailable(MillraceError, status=503, grpc_code="UNAVAILABLE", kind="service_unavailable_error"):
     """The service is starting, draining, or has no worker able to serve the request."""
 
@@ -114,7 +119,11 @@ class NoRoom(Retryable, grpc_code="RESOURCE_EXHAUSTED"): ...
 class Draining(Retryable): ...
 
 
-class WorkerLost(Retryable): ...
+class WorkerLost(Retryable):
+    """Codes of a worker whose engine has died: IN_STEP for what it computed in that step, BESIDE_STEP for the rest."""
+
+
+IN_STEP, BESIDE_STEP = "engine_step", "engine_died"
 
 
 class Preempted(Retryable, grpc_code="ABORTED"): ...

@@ -70,6 +70,7 @@ class Request:
     service_class: str = "standard"  # of the configured classes
     priority: int = 0  # smaller goes first, its class's priority included
     session: str = ""  # requests that name the same one belong together; the router's alone
+    client: str = ""  # tells API keys apart, for the router's fairness alone; empty where none is required
     prompt_logprobs: int | None = None  # like SamplingParams.logprobs, for the prompt's tokens
 
 

@@ -120,6 +120,7 @@ class FaultFigures:
     """What a router holds against its workers, by their names, and what it had to begin again."""
 
     breakers: Mapping[str, int] = field(default_factory=dict)  # 0 closed, 1 half-open, 2 open
+    slow: Mapping[str, bool] = field(default_factory=dict)  # True: it works, but takes much longer than it should
     pairs: Mapping[tuple[str, str], bool] = field(default_factory=dict)  # (prefill, decode): True if well
     probes: Mapping[str, int] = field(default_factory=dict)  # of the canary, by outcome
     restarts: Mapping[str, int] = field(default_factory=dict)  # of background tasks
@@ -284,6 +285,8 @@ class FaultCollector:
         by_engine, by_pair = ("model_name", "engine"), ("model_name", "prefill", "decode")
         text = "Breaker of a worker: 0 closed, 1 half-open, 2 open"
         yield _family(Gauges, "worker_breaker", text, by_engine, (((model, who), s) for who, s in now.breakers.items()))
+        text = "1 while a worker takes much longer than others of its kind, or than it used to, else 0"
+        yield _family(Gauges, "worker_slow", text, by_engine, (((model, who), slow) for who, slow in now.slow.items()))
         text = "1 while nothing is held against a pair of workers, else 0"
         yield _family(Gauges, "pair_up", text, by_pair, (((model, *pair), well) for pair, well in now.pairs.items()))
         text = "Tokens the canary has sent, by outcome"

@@ -16,7 +16,8 @@ class ServiceClass:
     `weight` is what one request within its objectives counts against one of another class. `priority`: smaller goes
     first, in the router's queue, in prefill queues, and at last among those that give way when KV runs out.
     `patience` is how many seconds a request may wait for a place, None: as long as --queue-patience says. With `shed` a
-    request that can meet its objectives nowhere is refused at once, with the time after which it may try again.
+    request that can meet its objectives nowhere is refused at once, with the time after which it may try again; with
+    `degrade` it goes on without them, behind all others. With neither it is queued as any other. `shed` goes first.
     `backlog` is how many seconds of prompts may wait at a worker for it still to be sent there; None: any.
     """
 
@@ -27,10 +28,12 @@ class ServiceClass:
     priority: int = 0
     patience: float | None = None
     shed: bool = False
+    degrade: bool = False
     backlog: float | None = None
 
 
 STANDARD = "standard"
+DEGRADED_PRIORITY = 1000  # of requests that go on without their objectives; waiting raises it like any other
 SERVICE_CLASSES: Mapping[str, ServiceClass] = {
     known.name: known
     for known in (

@@ -77,6 +77,7 @@ _RULES: Mapping[str, _Rule] = {
     "patience": _Rule(0.0, DAY, optional=True),
     "backlog": _Rule(0.0, DAY, optional=True),
 }
+_SWITCHES = ("shed", "degrade")
 
 
 def configured_classes(config: ServiceConfig) -> Mapping[str, ServiceClass]:
@@ -119,7 +120,7 @@ def _parse_class(known: ServiceClass, table: Mapping[str, Any], where: str) -> S
     fields: dict[str, Any] = {}
     for field, value in table.items():
         here = f"{where}: [{known.name}] {field}"
-        if field == "shed":
+        if field in _SWITCHES:
             if not isinstance(value, bool):
                 raise ConfigError(f"{here}: must be true or false, not {value!r}", param=f"{known.name}.{field}")
             fields[field] = value
@@ -127,13 +128,22 @@ def _parse_class(known: ServiceClass, table: Mapping[str, Any], where: str) -> S
         rule = _RULES.get(field)
         if rule is None:
             raise ConfigError(
-                f"{here}: unknown; a class has {', '.join((*_RULES, 'shed'))}", param=f"{known.name}.{field}"
+                f"{here}: unknown; a class has {', '.join((*_RULES, *_SWITCHES))}", param=f"{known.name}.{field}"
             )
         try:
             fields[field] = rule.read(value)
         except ValueError as error:
             raise ConfigError(f"{here}: {error}", param=f"{known.name}.{field}") from None
-    return dataclasses.replace(known, **fields)
+    if fields.get("degrade"):
+        fields.setdefault("shed", False)  # a built-in class that is shed may be told to go on instead
+    made = dataclasses.replace(known, **fields)
+    if made.shed and made.degrade:
+        raise ConfigError(
+            f"{where}: [{known.name}] is to shed and to degrade: a request that can meet its objectives nowhere is"
+            " either refused or goes on without them",
+            param=f"{known.name}.degrade",
+        )
+    return made
 
 
 def check_default(name: str, classes: Mapping[str, ServiceClass]) -> str:

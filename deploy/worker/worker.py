@@ -101,7 +101,7 @@ class Worker:
     def _crashed(self) -> None:
         """The engine is gone: everything that waits for it ends with an error."""
         for side in self._sides():
-            side.abandon(WorkerLost(f"the engine of {self.identity.name} died"))
+            side.abandon(WorkerLost(f"the engine of {self.identity.name} died"), set(self.engine.flying) or None)
         self.crashed.set()
 
     def _sides(self) -> list[PrefillWorker | DecodeWorker]:

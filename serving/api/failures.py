@@ -17,7 +17,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serving.api.body import ClientGoneError
-from serving.errors import InternalError, InvalidRequest, MillraceError, NotFound, PayloadTooLarge, RequestTimeout
+from serving.errors import (
+    InternalError,
+    InvalidRequest,
+    MillraceError,
+    NotFound,
+    PayloadTooLarge,
+    Quarantined,
+    RequestTimeout,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +44,8 @@ def error_response(error: MillraceError) -> Response:
     headers: dict[str, str] = {}
     if error.retry_after is not None or (error.status in (429, 503) and error.code not in NO_USE_TO_REPEAT):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after or 1)))
+    if isinstance(error, Quarantined):
+        headers["x-should-retry"] = "false"  # OpenAI's clients send what ends with a 500 again, unless they are told
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, (PayloadTooLarge, RequestTimeout)):

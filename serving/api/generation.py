@@ -33,7 +33,7 @@ from serving.messages import Delta, FinishReason, Generate
 from serving.text.tokenizer import Tokenizer
 
 LARGE_BODY = 8 * 1024  # bytes; a longer body is parsed and tokenized in a thread
-PLACEMENT, DOWNGRADE = "x-millrace-placement", "x-millrace-downgrade"
+PLACEMENT, DOWNGRADE, DEGRADED = "x-millrace-placement", "x-millrace-downgrade", "x-millrace-degraded"
 _UNSHOWN = re.compile(r"[^A-Za-z0-9._:-]")  # in a header's words
 
 T = TypeVar("T")
@@ -128,8 +128,9 @@ class GenerationResponse(Response):
         shown = {name: _UNSHOWN.sub("_", word) for name, word in found.items()}
         words = (f"{name}={shown[name]}" for name in ("prefill", "decode", "reason"))
         self._answer_headers[PLACEMENT] = ";".join(words)
-        if shown.get("downgrade"):
-            self._answer_headers[DOWNGRADE] = shown["downgrade"]
+        for header, name in ((DOWNGRADE, "downgrade"), (DEGRADED, "degraded")):
+            if shown.get(name):
+                self._answer_headers[header] = shown[name]
 
     async def _collect(
         self, plan: ResponsePlan, choices: Sequence[Choice], scope: Scope, receive: Receive, send: Send

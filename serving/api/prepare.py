@@ -32,6 +32,7 @@ class _Asked:
     kind: Kind
     id: str  # of the response
     promise: Promise
+    client: str  # tells API keys apart
     prompts: Sequence[Prompt]
     max_tokens: int | None
     logprobs: int | None
@@ -55,6 +56,7 @@ class Preparer:
             kind="chat",
             id=f"chatcmpl-{head.ids.unique}",
             promise=self._objectives.promise(fields, head),
+            client=head.key,
             prompts=[prompt],
             max_tokens=_chat_max_tokens(fields),
             logprobs=_chat_logprobs(fields),
@@ -75,6 +77,7 @@ class Preparer:
             kind="completion",
             id=f"cmpl-{head.ids.unique}",
             promise=self._objectives.promise(fields, head),
+            client=head.key,
             prompts=self._prompts.of_completion(fields.prompt, add_special_tokens=fields.add_special_tokens),
             max_tokens=fields.max_tokens,
             logprobs=fields.logprobs,
@@ -126,6 +129,7 @@ class Preparer:
                     service_class=asked.promise.service_class,
                     priority=asked.promise.priority,
                     session=asked.promise.session,
+                    client=asked.client,
                     prompt_logprobs=asked.logprobs if asked.echo else None,
                 )
                 yield ChoiceRequest(index=index, prompt_number=position, request=request, prompt_text=text)

@@ -55,7 +55,10 @@ class PlacementLog(Protocol):
     """What the router knows of where requests went, by the id of each sequence, and of its workers; plain data."""
 
     def placement(self, request_id: str) -> Mapping[str, str] | None:
-        """`prefill` and `decode`, the workers' names, and `reason`; `downgrade` where it is less than was asked for."""
+        """`prefill` and `decode`, the workers' names, and `reason`; `downgrade` where it is less than was asked for.
+
+        `degraded` where it goes on without its objectives.
+        """
 
     def explain(self, request_id: str) -> Mapping[str, Any] | None:
         """Everything that is known of a recent request, or of one in progress."""

@@ -8,14 +8,14 @@ Plain state, guarded by the engine's lock. No torch, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING, Protocol, overload
 
 from serving.batch.layer_barrier import LayerBarrier
 from serving.engine.objectives import Objectives
 from serving.engine.offload import OffloadState
-from serving.errors import MillraceError
+from serving.errors import BESIDE_STEP, IN_STEP, MillraceError
 from serving.kvspec import AUTO
 from serving.messages import Delta, FinishReason, LeaseOrder, Request, TokenLogprob
 
@@ -197,3 +197,9 @@ class SequenceOutput:
     delta: Delta | None = None
     error: MillraceError | None = None
     prefilled: bool = False
+
+
+def of_crash(error: MillraceError, seq: SequenceState, computing: Collection[SequenceState] | None) -> MillraceError:
+    """How an engine's death ends a sequence: as one of its last step, or beside it. None: any may have been part."""
+    in_step = computing is None or seq in computing
+    return type(error)(error.message, code=IN_STEP if in_step else BESIDE_STEP)

@@ -12,7 +12,17 @@ import pytest
 from decode.worker import RouterSession
 from kvcache.handoff.chunk import Chunk, encode, sealed_commit
 from kvcache.memory.kv_dtype import choose_wire
-from serving.errors import ContextLengthExceeded, CorruptChunk, Draining, InvalidRequest, NoRoom, Preempted, StaleLease
+from serving.errors import (
+    BESIDE_STEP,
+    IN_STEP,
+    ContextLengthExceeded,
+    CorruptChunk,
+    Draining,
+    InvalidRequest,
+    NoRoom,
+    Preempted,
+    StaleLease,
+)
 from serving.messages import FinishReason, LeaseGrant, LeaseId, Role
 from tests.decode.workers import FINGERPRINT, SPECS, Worker
 from tests.fakes.kv_layouts import random_pool, token_at
@@ -256,6 +266,34 @@ async def test_the_engines_death_is_told_to_every_lease(session: RouterSession, 
     worker.decode.abandon(NoRoom("the engine died"))
     assert [event.lease for event in worker.events] == ["r/1", "r/2"] and worker.decode.draining
     for seq in leases:
+        worker.kv.release(seq)
+
+
+@pytest.mark.parametrize("begun", [True, False], ids=["in a step", "while one was planned"])
+async def test_the_engines_death_names_what_was_in_its_step(
+    worker: Worker, session: RouterSession, begun: bool
+) -> None:
+    """Whoever waited beside it had no part in it; where no step had begun, anyone may have had."""
+    granted = await worker.lease(session, PROMPT, "r/1")
+    await worker.lease(session, PROMPT, "r/2")
+    await hand_over(worker, granted, PROMPT)
+    leases = list(worker.decode.sequences())
+
+    def fail(*arguments: object) -> None:
+        raise MemoryError("the device is full")
+
+    if begun:
+        worker.runner.during = fail
+    else:
+        worker.decoding.fill = fail  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        worker.step()
+    worker.worker._crashed()
+    assert [event.error.code for event in worker.events if event.error is not None] == (
+        [IN_STEP, BESIDE_STEP] if begun else [IN_STEP, IN_STEP]
+    )
+    for seq in leases:
+        worker.decoding.remove(seq)
         worker.kv.release(seq)
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from deploy import top
 from deploy.admin import Server
 from deploy.cli import main
-from deploy.explain import drawn, off_by, plain_console, shown
+from deploy.explain import drawn, headline, off_by, plain_console, shown
 from serving.errors import Unavailable
 
 PREDICTED: dict[str, Any] = {
@@ -183,6 +183,11 @@ def test_a_server_that_is_not_there_or_not_ours(capsys: pytest.CaptureFixture[st
         Server("http://127.0.0.1:9", None).get("v1", "workers")
 
 
+def test_a_request_that_went_on_without_its_objectives_is_said_to_have() -> None:
+    assert "without its objectives" in headline({**TOLD, "degraded": True})
+    assert "without its objectives" not in headline({**TOLD, "degraded": False})
+
+
 def test_an_attempt_shows_predicted_beside_actual() -> None:
     text = text_of(drawn(TOLD))
     assert row(text, "queue") == ["4.0 ms", "5.0 ms", "+25 %"]
@@ -259,6 +264,12 @@ def test_top_draws_until_q_and_leaves_the_terminal_as_it_was(url: str) -> None:
 @pytest.mark.parametrize("share", [-1.0, 0.0, 0.04, 0.5, 1.0, 2.0])
 def test_a_bar_has_one_length(share: float) -> None:
     assert len(top.bar(share)) == top.BAR
+
+
+def test_a_slow_worker_is_shown_as_such() -> None:
+    for breaker, shown_as in (("closed", "slow"), ("open", "open")):
+        slow = {**WORKERS, "workers": [{**WORKER, "breaker": breaker, "slow": True}]}
+        assert shown_as in row(text_of(top.frame(slow, None, "here")), "m-0")
 
 
 def test_a_breaker_is_shown_where_there_is_one() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from decode.scheduler import DecodeScheduler
-from decode.speculation import PromptLookup, Speculation
+from decode.speculation import DraftTurns, PromptLookup, Speculation
 from kvcache.blocks.allocator import BlockAllocator
 from kvcache.blocks.manager import KVCacheManager
 from kvcache.blocks.offload import OffloadManager, OffloadPlan
@@ -119,7 +119,9 @@ def make_kv(blocks: int, block_size: int, *, caching: bool = True, host: Offload
 class Eager(Speculation):
     """Drafts whenever there is anything to draft, paying or not."""
 
-    def draft(self, lookup: PromptLookup, tokens: Sequence[int], room: int, batch: int) -> list[int]:
+    def draft(
+        self, lookup: PromptLookup, tokens: Sequence[int], room: int, batch: int, turns: DraftTurns | None = None
+    ) -> list[int]:
         return lookup.draft(tokens, min(self.limit, room)) if room > 0 else []
 
 

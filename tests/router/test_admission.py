@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import AsyncExitStack
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.admission import CONTINUATION, AdmissionQueue, Claim, FairShares
+from router.admission import CONTINUATION, AdmissionQueue, Claim, FairShares, Ticket
 from serving.errors import Overloaded
 
 NEW = 0
@@ -195,6 +196,39 @@ def test_tenants_without_number_take_bounded_memory() -> None:
     for n in range(20_000):
         shares.arrived(str(n), set())
     assert len(shares._served) <= 4096
+
+
+class Claimed:
+    """Claims that look when they are told to, and find a place or none."""
+
+    def __init__(self) -> None:
+        self.queue = AdmissionQueue(1000, asyncio.Event().wait)
+        self.stack = AsyncExitStack()
+
+    async def come(self, tokens: int, *, tenant: str = "", priority: int = NEW, kind: object = None) -> Ticket:
+        return await self.stack.enter_async_context(self.queue.enter(Claim(priority, tenant, tokens, kind)))
+
+
+async def test_overtaken_is_who_came_first_is_larger_and_had_no_less_than_its_share() -> None:
+    claims = Claimed()
+    async with claims.stack:
+        large = await claims.come(10, tenant="x")
+        claims.queue.looked(await claims.come(1, tenant="x"), found=True)
+        assert large.overtaken == 0, "it has not looked yet"
+        claims.queue.looked(large, found=False)
+        claims.queue.looked(await claims.come(1, tenant="x"), found=True)
+        assert large.overtaken == 1
+        for others in ({"kind": "other"}, {"priority": -1}, {"tokens": 10}):
+            claims.queue.looked(await claims.come(**{"tokens": 1, "tenant": "x", **others}), found=True)
+        claims.queue.looked(await claims.come(1, tenant="x"), found=False)
+        assert large.overtaken == 1
+        fresh = await claims.come(1, tenant="fresh")
+        claims.queue.shares.charge("x", 100)
+        claims.queue.looked(fresh, found=True)
+        assert large.overtaken == 1, "it was the other tenant's turn"
+        claims.queue.shares.charge("fresh", 1000)
+        claims.queue.looked(await claims.come(1, tenant="fresh"), found=True)
+        assert large.overtaken == 2
 
 
 async def test_who_leaves_the_queue_is_passed_over() -> None:

@@ -79,7 +79,7 @@ async def test_a_split_request_is_explained(world: World, watching: Watching) ->
     assert watching.placements == [("least_loaded", False)]
     assert watching.endings == [{"service_class": "standard", "outcome": "completed", "within_slo": True, "code": ""}]
     placement = world.router.explained.placement("r")
-    assert placement == {"prefill": "p", "decode": "d", "reason": "least_loaded", "downgrade": ""}
+    assert placement == {"prefill": "p", "decode": "d", "reason": "least_loaded", "downgrade": "", "degraded": ""}
 
 
 async def test_cached_tokens_are_told_by_where_they_were(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

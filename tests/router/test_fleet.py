@@ -102,7 +102,7 @@ async def test_a_worker_that_was_restarted_leaves_no_session_behind(world: World
     await world.tokens(wanted("2"))
     world.fleet.expire()
     await world.settled()
-    assert [session.instance for session in world.fleet._sessions.established()] == ["a-next"]
+    assert [session.instance for session in world.fleet.sessions.established()] == ["a-next"]
 
 
 async def test_workers_that_do_not_decode_are_not_asked_to(world: World) -> None:

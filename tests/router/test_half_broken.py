@@ -418,6 +418,9 @@ async def test_a_status_is_as_old_as_its_echo_says(world: World) -> None:
     assert entry is not None and entry.made_at == world.now, "in process it is made now"
     world.fleet.heartbeat(worker.status, made_at=world.now - 0.3)
     assert entry.made_at == world.now - 0.3
+    world.now += 100.0
+    world.fleet.heartbeat(worker.status, made_at=world.now - 20.0)
+    assert entry.made_at == world.now - 20.0, "it was long on its way: what was sent meanwhile is not in it"
     for nonsense in (world.now + 1000.0, world.now - 1000.0):
         world.fleet.heartbeat(worker.status, made_at=nonsense)
         assert entry.made_at == world.now, "an echo of another clock"

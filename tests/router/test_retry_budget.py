@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,3 +70,25 @@ def test_a_request_backs_off_from_its_second_failure_in_a_row(salt: int) -> None
 
 def test_requests_that_broke_together_are_tried_apart() -> None:
     assert len({round(backoff(3, 0.1, salt), 4) for salt in range(100)}) > 90
+
+
+def test_without_a_rate_only_what_is_saved_and_earned_is_let_go() -> None:
+    budget = RetryBudget(RetryConfig(share=0.5, per_second=0.0, most=2.0), 0.0)
+    assert [budget.retry(0.0) for _ in range(4)] == [0.0, 0.0, math.inf, math.inf]
+    budget.request(9.0)
+    assert budget.retry(1e6) == math.inf, "half of one is saved up"
+    budget.request(9.0)
+    assert budget.retry(1e6) == 0.0
+
+
+@given(st.lists(st.booleans(), max_size=50), st.floats(0.0, 1.0))
+def test_retries_that_are_not_made_cost_those_behind_them_nothing(made: list[bool], rate: float) -> None:
+    """Only the retries that were made have been taken from the budget."""
+    budget, only = (RetryBudget(RetryConfig(per_second=rate, most=5.0), 0.0) for _ in range(2))
+    for let_go in made:
+        pause = budget.retry(0.0)
+        if not let_go or pause == math.inf:
+            budget.give_back(pause)
+        else:
+            only.retry(0.0)
+    assert budget.balance == only.balance

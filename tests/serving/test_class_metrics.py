@@ -57,3 +57,11 @@ def test_what_waits_is_counted_by_class() -> None:
     assert value(metrics, "router_queue_class_requests", "gold") == 2
     assert value(metrics, "router_queue_class_requests", "batch") == 0
     assert value(metrics, "router_queue_class_requests", OTHER) == 3
+
+
+def test_those_that_went_on_without_their_objectives_are_counted() -> None:
+    metrics = made()
+    for name in ("gold", "gold", "unheard of"):
+        metrics.placements.degraded(service_class=name)
+    assert value(metrics, "requests_degraded_total", "gold") == 2
+    assert value(metrics, "requests_degraded_total", OTHER) == 1

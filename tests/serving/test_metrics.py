@@ -186,6 +186,7 @@ def test_the_pools_nodes_are_told_by_tier() -> None:
 def test_what_a_router_holds_against_its_workers_is_shown() -> None:
     figures = FaultFigures(
         breakers={"p0": 2, "d0": 0},
+        slow={"p0": False, "d0": True},
         pairs={("p0", "d0"): False, ("m", "m"): True},
         probes={"ok": 3, "failed": 1},
         restarts={"expire": 2},
@@ -193,6 +194,7 @@ def test_what_a_router_holds_against_its_workers_is_shown() -> None:
     )
     shown = samples(RouterMetrics("tiny", lambda: [], lambda: 0, faults=lambda: figures).text())
     assert shown["worker_breaker", ("p0",)] == 2 and shown["worker_breaker", ("d0",)] == 0
+    assert shown["worker_slow", ("p0",)] == 0 and shown["worker_slow", ("d0",)] == 1
     assert shown["pair_up", ("d0", "p0")] == 0 and shown["pair_up", ("m", "m")] == 1
     assert shown["canary_probes_total", ("failed",)] == 1
     assert shown["background_restarts_total", ("expire",)] == 2

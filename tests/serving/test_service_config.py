@@ -93,6 +93,16 @@ def test_there_are_not_too_many_classes() -> None:
         parse_service_classes(text, "f")
 
 
+def test_a_class_is_shed_or_degraded_and_not_both() -> None:
+    assert parse_service_classes("[gold]\ndegrade = true", "f")["gold"].degrade
+    interactive = parse_service_classes("[interactive]\ndegrade = true", "f")["interactive"]
+    assert interactive.degrade and not interactive.shed, "the built-in class is shed unless told otherwise"
+    for name in ("gold", "interactive"):
+        with pytest.raises(ConfigError, match="to shed and to degrade") as refused:
+            parse_service_classes(f"[{name}]\nshed = true\ndegrade = true", "f")
+        assert refused.value.param == f"{name}.degrade"
+
+
 def test_the_default_class_is_one_of_them() -> None:
     assert check_default("batch", SERVICE_CLASSES) == "batch"
     with pytest.raises(ConfigError, match="'gold' is none of interactive, standard, batch"):
@@ -102,7 +112,7 @@ def test_the_default_class_is_one_of_them() -> None:
 VALUES: st.SearchStrategy[Any] = st.one_of(
     st.integers(-(10**9), 10**9), st.floats(), st.booleans(), st.sampled_from(["none", "text"])
 )
-FIELDS = ("ttft_slo_ms", "tpot_slo_ms", "weight", "priority", "patience", "backlog", "shed", "other")
+FIELDS = ("ttft_slo_ms", "tpot_slo_ms", "weight", "priority", "patience", "backlog", "shed", "degrade", "other")
 
 
 def written(value: Any) -> str:
@@ -123,7 +133,8 @@ def test_a_class_that_is_taken_is_within_all_bounds(table: dict[str, Any]) -> No
         assert objective is None or 0 < objective <= DAY_MS
     for seconds in (gold.patience, gold.backlog):
         assert seconds is None or 0 <= seconds <= DAY
-    assert 0 < gold.weight < math.inf and isinstance(gold.priority, int) and isinstance(gold.shed, bool)
+    assert 0 < gold.weight < math.inf and isinstance(gold.priority, int)
+    assert (gold.shed, gold.degrade) in ((False, False), (True, False), (False, True))
     for name, value in table.items():
         assert getattr(gold, name) == (None if value == "none" else value)
 

@@ -9,7 +9,7 @@ import pytest
 
 from serving.api.explain import RequestNames
 from serving.api.plan import ChoiceRequest, RequestIds, ResponsePlan
-from serving.errors import Overloaded
+from serving.errors import Overloaded, Quarantined
 from serving.messages import Request
 from serving.text.tokenizer import Tokenizer
 from tests.fakes.generate import MODEL, ScriptedGenerate, app_of, calling, saying
@@ -59,6 +59,9 @@ async def test_the_answer_says_where_it_came_from(tokenizer: Tokenizer, stream: 
     assert "x-millrace-downgrade" not in answer.headers
     downgraded = await Api(tokenizer, {"downgrade": "mixed"}).post(stream=stream)
     assert downgraded.headers["x-millrace-downgrade"] == "mixed"
+    assert "x-millrace-degraded" not in downgraded.headers
+    degraded = await Api(tokenizer, {"degraded": "slo"}).post(stream=stream)
+    assert degraded.headers["x-millrace-degraded"] == "slo"
 
 
 async def test_a_workers_name_cannot_break_out_of_the_header(tokenizer: Tokenizer) -> None:
@@ -73,6 +76,16 @@ async def test_an_error_after_placement_says_where_too(tokenizer: Tokenizer) -> 
     for stream in (False, True):
         answer = await Api(tokenizer, before=refuse).post(stream=stream)
         assert answer.status_code == 429 and "x-millrace-placement" in answer.headers
+
+
+async def test_one_that_broke_workers_is_not_to_be_sent_again(tokenizer: Tokenizer) -> None:
+    async def refuse(request: Request, index: int) -> None:
+        raise Quarantined("2 workers died", code="quarantined")
+
+    for stream in (False, True):
+        answer = await Api(tokenizer, before=refuse).post(stream=stream)
+        assert answer.status_code == 500 and answer.json()["error"]["code"] == "quarantined"
+        assert answer.headers["x-should-retry"] == "false" and "retry-after" not in answer.headers
 
 
 async def test_a_request_that_was_never_placed_has_no_such_header(tokenizer: Tokenizer) -> None:

@@ -176,3 +176,12 @@ def test_any_headers_make_a_promise_within_bounds_or_are_refused_by_name(headers
     assert promise.deadline is None or 50.0 < promise.deadline <= 50.0 + 86_400
     assert abs(promise.priority - CLASSES[promise.service_class].priority) <= MOST_PRIORITY
     assert len(promise.session) <= 128
+
+
+async def test_the_router_is_told_which_key_a_request_came_with_and_not_the_key(tokenizer: Tokenizer) -> None:
+    asked = Asked(tokenizer, api_key="sk-one,sk-two")
+    of_one = await asked.request({"authorization": "Bearer sk-one"}, cache_salt="shared")
+    of_two = await asked.request({"authorization": "Bearer sk-two"}, cache_salt="shared")
+    again = await asked.request({"authorization": "Bearer sk-one"})
+    assert of_one.client == again.client != of_two.client and "sk-" not in of_one.client
+    assert (await Asked(tokenizer).request()).client == ""

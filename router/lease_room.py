@@ -1,0 +1,142 @@
+"""Whom a request that looks for room need not ask: workers that have just refused, and workers kept for another.
+
+Pure; what workers answered comes in. It opens nothing, and knows neither queues nor policies.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from router.candidate import Candidate
+from router.request_state import RequestState
+from serving.errors import NoRoom
+from serving.messages import TPOT_BINS_MS
+
+MOST_ASKED = 8  # workers that one look asks in vain; where there are no more, all of them are asked each time
+MOST_REMEMBERED = 4096  # workers that have refused
+MOST_OVERTAKEN = 32  # smaller requests of its kind that may find room before one that came earlier
+KEPT_SHARE = 4  # one in so many workers is kept for such requests at most, or one
+
+
+@dataclass(slots=True)
+class _Refused:
+    """What a worker has refused since a heartbeat: the fewest tokens, by what was wanting."""
+
+    heard: float
+    tokens: dict[int | None, int] = field(default_factory=dict)
+
+
+class LeaseRoom:
+    """Which of the workers that could hold a request it asks: to ask hundreds that are full costs more than it brings.
+
+    Those that are full are left out, those kept for others, and where there are many, those that have just refused.
+    """
+
+    def __init__(self) -> None:
+        self.full = FullWorkers()
+        self.kept = KeptWorkers()
+
+    def to_ask(self, state: RequestState, able: Sequence[Candidate], overtaken: int) -> list[Candidate]:
+        """Of those able to decode. `overtaken`: so many smaller requests that came later have found room before it."""
+        room = [worker for worker in able if not worker.full]
+        if overtaken >= MOST_OVERTAKEN:
+            self.kept.keep(state, able)
+        if len(self.kept):
+            room = [worker for worker in room if not self.kept.bars(worker.status.instance, state)]
+        if len(room) <= MOST_ASKED:
+            return room
+        bin_, tokens = tpot_bin(state), state.tokens
+        return [each for each in room if not self.full.refuses(each.status.instance, each.made_at, bin_, tokens)]
+
+    def refused(self, worker: Candidate, state: RequestState, error: NoRoom) -> None:
+        """The worker had no room for the request."""
+        bin_ = tpot_bin(state) if error.code == "tpot" else None
+        self.full.refused(worker.status.instance, worker.made_at, bin_, state.tokens)
+
+    def forget(self, instance: str) -> None:
+        """A lease there has ended."""
+        self.full.forget(instance)
+
+    def release(self, state: RequestState) -> bool:
+        """It looks no more; True if a worker was kept for it."""
+        return self.kept.release(state)
+
+
+class FullWorkers:
+    """Leases that were refused for want of room, by the worker's instance: until its next heartbeat, or a lease's end.
+
+    `heard` is when that heartbeat was made. `bin` is that of the TPOT objective where steps would become too long,
+    None where blocks or sequences were wanting.
+    """
+
+    def __init__(self) -> None:
+        self._refused: dict[str, _Refused] = {}
+
+    def refused(self, instance: str, heard: float, bin_: int | None, tokens: int) -> None:
+        """It had no room for so many tokens."""
+        known = self._refused.get(instance)
+        if known is None or known.heard != heard:
+            known = self._refused[instance] = _Refused(heard)
+            if len(self._refused) > MOST_REMEMBERED:
+                del self._refused[next(iter(self._refused))]  # long gone, or soon known again
+        known.tokens[bin_] = min(tokens, known.tokens.get(bin_, tokens))
+
+    def refuses(self, instance: str, heard: float, bin_: int | None, tokens: int) -> bool:
+        """True if it has refused as much since it was heard."""
+        known = self._refused.get(instance)
+        if known is None:
+            return False
+        if known.heard != heard:
+            del self._refused[instance]
+            return False
+        return any(tokens >= known.tokens.get(wanting, tokens + 1) for wanting in {None, bin_})
+
+    def forget(self, instance: str) -> None:
+        """It may have room again, or is gone."""
+        self._refused.pop(instance, None)
+
+
+class KeptWorkers:
+    """Workers whose room is kept for a request that smaller ones have overtaken too often, by instance.
+
+    Only what is more important goes there meanwhile, and texts that have begun: as the others end, its room comes.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, RequestState] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, state: RequestState, able: Sequence[Candidate]) -> None:
+        """Keep the one of `able` that has the most room, unless one of them is kept for it already."""
+        instances = {worker.status.instance for worker in able}
+        mine = next((instance for instance, other in self._kept.items() if other is state), None)
+        if mine in instances:
+            return
+        self.release(state)
+        free = [worker for worker in able if worker.status.instance not in self._kept]
+        if free and len(self._kept) < max(1, len(able) // KEPT_SHARE):
+            self._kept[max(free, key=lambda worker: worker.free_tokens).status.instance] = state
+
+    def release(self, state: RequestState) -> bool:
+        """It has its place, or has given up; True if a worker was kept for it."""
+        mine = [instance for instance, other in self._kept.items() if other is state]
+        for instance in mine:
+            del self._kept[instance]
+        return bool(mine)
+
+    def bars(self, instance: str, state: RequestState) -> bool:
+        """True if the worker is kept for another request that is no less important."""
+        other = self._kept.get(instance)
+        if other is None or other is state or state.generated:
+            return False
+        return state.request.priority >= other.request.priority
+
+
+def tpot_bin(state: RequestState) -> int | None:
+    """The bin of TPOT_BINS_MS that its objective is in; None without one."""
+    tpot_ms = state.request.slo.tpot_ms
+    return bisect_left(TPOT_BINS_MS, tpot_ms) if tpot_ms is not None else None

@@ -1,0 +1,315 @@
+"""Requests that find no place: whom they wait behind, whom they ask, and what becomes of those that are late."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.candidate import Candidate
+from router.lease_room import KEPT_SHARE, MOST_ASKED, MOST_OVERTAKEN, MOST_REMEMBERED, FullWorkers, KeptWorkers
+from router.request_state import RequestState
+from serving.errors import MillraceError, NoRoom, Overloaded, Unavailable
+from serving.links import Deliver
+from serving.messages import LeaseGrant, LeaseOrder, Role, Slo
+from serving.service_class import SERVICE_CLASSES
+from tests.router.conftest import World, expected, wanted
+from tests.router.scripted import ScriptedSession, ScriptedWorker, make_status
+from tests.router.test_degrade import classed, late, rest
+
+pytestmark = pytest.mark.usefixtures("ties_by_name")
+
+
+async def ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# ---- one look for a change -----------------------------------------------------------------------------------------
+
+
+async def test_a_change_costs_those_that_wait_for_a_prefill_worker_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    world.add("p", Role.PREFILL)
+    world.add("d", Role.DECODE, max_seqs=100)
+    world.fleet.registry.leaves("p-life")
+    requests = [wanted(str(number)) for number in range(40)]
+    running = [asyncio.create_task(world.tokens(request)) for request in requests]
+    while world.placer.prefill_queue.waiting < 40:
+        await asyncio.sleep(0.01)
+    assert world.fleet.open_leases == 40, "all hold their leases"
+    looks: list[str] = []
+    look = world.placer._decide_prefill
+
+    def counted(state: RequestState, *others: Any) -> Any:
+        looks.append(state.request.request_id)
+        return look(state, *others)
+
+    monkeypatch.setattr(world.placer, "_decide_prefill", counted)
+    for _ in range(10):
+        world.fleet.heartbeat(world.workers["d"].status)
+        await world.settled()
+    assert len(looks) <= 12, "not one of each that waits, for each change"
+    world.beat()  # the prefill worker is back
+    assert await asyncio.gather(*running) == [expected(request) for request in requests]
+    assert world.held() == {}
+    await world.fleet.close()
+
+
+async def test_a_lease_that_is_lost_ends_the_wait_for_a_prefill_worker() -> None:
+    world = World()
+    world.add("p", Role.PREFILL)
+    world.fleet.registry.leaves("p-life")
+    d = world.add("d", Role.DECODE)
+    running = asyncio.create_task(world.tokens(wanted()))
+    await asyncio.sleep(0.3)
+    d.lose_sessions()
+    await world.settled()
+    assert len(world.seen.replacements) == 1
+    world.beat()
+    assert await running == expected(wanted())
+    await world.fleet.close()
+
+
+# ---- full workers --------------------------------------------------------------------------------------------------
+
+
+def full_world(count: int, code: str | None = None) -> World:
+    """Workers that refuse every lease, although they look as if they had room."""
+    world = World()
+    for number in range(count):
+        world.add(f"w{number:03}").script.open = [NoRoom("full", code=code)] * 10_000
+    return world
+
+
+def asked(world: World) -> int:
+    return sum(sum(worker.opened.values()) for worker in world.workers.values())
+
+
+@pytest.mark.parametrize("code", [None, "blocks", "tpot"])
+async def test_a_request_that_no_worker_has_room_for_asks_a_few_of_them_and_each_once_a_heartbeat(
+    code: str | None,
+) -> None:
+    world = full_world(100, code)
+    running = [asyncio.create_task(world.tokens(replace(wanted(), slo=Slo(tpot_ms=50.0))))]
+    await rest()
+    assert asked(world) == MOST_ASKED
+    for _ in range(20):
+        world.fleet.notify()
+        await rest()
+    assert asked(world) == 100, "nobody was asked twice, as nobody has said anything since"
+    world.now += 1.0
+    world.beat()
+    for _ in range(20):
+        world.fleet.notify()
+        await rest()
+    assert asked(world) == 200
+    await ended(running)
+    await world.settled()
+    await world.fleet.close()
+
+
+async def test_a_few_workers_are_asked_at_every_look() -> None:
+    world = full_world(4)
+    running = [asyncio.create_task(world.tokens(wanted()))]
+    await rest()
+    world.fleet.notify()
+    await rest()
+    assert asked(world) == 8
+    await ended(running)
+    await world.settled()
+    await world.fleet.close()
+
+
+async def test_the_one_worker_with_room_is_found_among_many() -> None:
+    world = full_world(60)
+    world.workers["w059"].script.open = []
+    running = asyncio.create_task(world.tokens(wanted()))
+    while not running.done():
+        world.fleet.notify()
+        await world.settled()
+    assert await running == expected(wanted())
+    await world.fleet.close()
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("ab"), st.floats(0, 3), st.sampled_from([None, 0, 1]), st.integers(1, 9)), max_size=30
+    ),
+    st.sampled_from("ab"),
+    st.floats(0, 3),
+    st.integers(0, 1),
+    st.integers(1, 9),
+)
+def test_who_refuses_has_refused_as_much_since_it_was_heard(
+    events: list[tuple[str, float, int | None, int]], instance: str, heard: float, bin_: int, tokens: int
+) -> None:
+    workers = FullWorkers()
+    for event in events:
+        workers.refused(*event)
+    newest = [event[1] for event in events if event[0] == instance]
+    told = []
+    for who, at, wanting, refused in events:
+        if who == instance:
+            told = [known for known in told if known[0] == at]
+            told.append((at, wanting, refused))
+    reason = [1 for at, wanting, few in told if at == heard and wanting in (None, bin_) and few <= tokens]
+    assert workers.refuses(instance, heard, bin_, tokens) == bool(newest and reason)
+    workers.forget(instance)
+    assert not workers.refuses(instance, heard, bin_, tokens)
+
+
+def test_workers_that_come_and_go_take_bounded_memory() -> None:
+    workers = FullWorkers()
+    for number in range(3 * MOST_REMEMBERED):
+        workers.refused(str(number), 0.0, None, 1)
+    assert len(workers._refused) == MOST_REMEMBERED
+    assert workers.refuses(str(3 * MOST_REMEMBERED - 1), 0.0, None, 1)
+
+
+# ---- the large ones ------------------------------------------------------------------------------------------------
+
+
+ROOM = 20  # tokens
+
+
+class TightSession(ScriptedSession):
+    """Its worker has room for so many tokens of prompts."""
+
+    async def open(self, order: LeaseOrder) -> LeaseGrant:
+        self.worker.opened[order.lease.lease] += 1
+        await asyncio.sleep(0)
+        held = sum(len(lease.order.request.prompt) for lease in self.leases.values())
+        if held + len(order.request.prompt) > ROOM:
+            raise NoRoom("full", code="blocks")
+        return self._enter(order)
+
+
+class TightWorker(ScriptedWorker):
+    async def connect(self, router: str, deliver: Deliver, lost: Callable[[MillraceError], None]) -> ScriptedSession:
+        session = TightSession(self, deliver, lost)
+        self.sessions.append(session)
+        return session
+
+
+async def test_smaller_requests_overtake_a_large_one_so_many_times_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room comes free bit by bit: small ones would take all of it for ever."""
+    monkeypatch.setattr("tests.router.conftest.ScriptedWorker", TightWorker)
+    world = World(patience=60.0)
+    world.add("a", max_seqs=100)
+    arrived: list[asyncio.Task[list[int]]] = []
+
+    def come(name: str, prompt: tuple[int, ...]) -> None:
+        """Those that run beside each other do not all end at the same time."""
+        request = wanted(name, prompt=prompt, max_tokens=10 + 7 * (len(arrived) % 10))
+        arrived.append(asyncio.create_task(world.tokens(request)))
+
+    for number in range(ROOM // 2):
+        come(f"first{number}", (1, 2))
+    while len(world.workers["a"].leases()) < ROOM // 2:
+        await asyncio.sleep(0)
+    come("large", (1,) * ROOM)
+    await asyncio.sleep(0)
+    large, number = arrived[-1], 0
+    while not large.done() and number < 20 * MOST_OVERTAKEN:
+        while sum(not task.done() for task in arrived) < 20:
+            come(f"small{number}", (1, 2))
+            number += 1
+        await asyncio.sleep(0)
+    assert large.done(), "it would wait for ever"
+    assert await asyncio.wait_for(asyncio.gather(*arrived), 30)
+    overtook = [name for name, *_ in world.seen.endings].index("large")
+    assert MOST_OVERTAKEN <= overtook <= MOST_OVERTAKEN + ROOM
+    assert world.held() == {} and len(world.placer.room.kept) == 0
+    await world.fleet.close()
+
+
+def state(name: str, priority: int = 0) -> RequestState:
+    return RequestState(request=replace(wanted(name), priority=priority))
+
+
+def test_a_worker_is_kept_for_one_request_and_texts_that_go_on_or_matter_more_may_use_it() -> None:
+    kept, large = KeptWorkers(), state("large")
+    workers = [Candidate(make_status(name, free_blocks=blocks)) for name, blocks in (("a", 3), ("b", 7), ("c", 5))]
+    kept.keep(large, workers)
+    kept.keep(large, workers)
+    assert [worker.status.name for worker in workers if kept.bars(worker.status.instance, state("small"))] == ["b"]
+    assert not kept.bars("b-life", large) and not kept.bars("b-life", state("hurried", -1))
+    going_on = state("going on")
+    going_on.generated.append(7)
+    assert not kept.bars("b-life", going_on)
+    kept.keep(state("another"), workers)
+    assert len(kept) == 1, f"one in {KEPT_SHARE}, or one"
+    kept.keep(large, [workers[0], workers[2]])
+    assert kept.bars("c-life", state("small")) and not kept.bars("b-life", state("small")), "b is gone"
+    assert kept.release(large) and not kept.release(large) and len(kept) == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=40), st.integers(1, 30))
+def test_never_more_than_a_share_of_the_workers_is_kept(events: list[tuple[int, bool]], count: int) -> None:
+    kept, workers = KeptWorkers(), [Candidate(make_status(str(number))) for number in range(count)]
+    states = [state(str(number)) for number in range(10)]
+    for number, comes in events:
+        if comes:
+            kept.keep(states[number], workers)
+        else:
+            kept.release(states[number])
+        assert len(kept) <= max(1, count // KEPT_SHARE)
+        barred = [any(kept.bars(each.status.instance, other) for each in workers) for other in states]
+        assert barred.count(False) <= 1 or not len(kept), "one that keeps a worker is barred from none but others'"
+
+
+# ---- fair to clients -----------------------------------------------------------------------------------------------
+
+
+async def test_who_pays_is_who_shares_fairly_whatever_their_cache_salts() -> None:
+    """Two API keys; one of them comes with a cache salt of its own for each request."""
+    world = World()
+    world.add("a", max_seqs=1)
+    requests = [wanted("first")]
+    requests += [replace(wanted(f"greedy{n}", tenant=f"salt{n}"), client="greedy") for n in range(6)]
+    requests += [replace(wanted(f"modest{n}"), client="modest") for n in range(3)]
+    running = [asyncio.create_task(world.tokens(request)) for request in requests]
+    await asyncio.wait_for(asyncio.gather(*running), 20)
+    order = [name[:6] for name, *_ in world.seen.endings]
+    assert order[1:7].count("modest") == 3, order
+    await world.fleet.close()
+
+
+# ---- single tokens -------------------------------------------------------------------------------------------------
+
+
+async def test_a_single_token_that_comes_late_everywhere_is_refused_as_any_other_request() -> None:
+    world = late()
+    with pytest.raises(Overloaded) as refused:
+        await world.tokens(classed("r", SERVICE_CLASSES["interactive"], max_tokens=1))
+    assert refused.value.code == "slo" and refused.value.retry_after is not None
+    assert not world.workers["a"].orders and world.held() == {}
+    await world.fleet.close()
+
+
+async def test_a_single_token_of_a_class_with_a_backlog_waits_at_the_router() -> None:
+    world = late()
+    batch = asyncio.create_task(world.tokens(classed("r", SERVICE_CLASSES["batch"], max_tokens=1)))
+    await world.settled()
+    assert world.placer.admission.waiting == 1 and not world.workers["a"].orders
+    world.fleet.heartbeat(world.workers["a"].change(waiting_seconds=0.2, waiting_tokens=200))
+    assert len(await batch) == 1
+    await world.settled()
+    assert world.held() == {}
+    await world.fleet.close()
+
+
+async def test_a_single_token_without_a_worker_that_prefills_is_told_so() -> None:
+    world = World(patience=0.05)
+    world.add("d", Role.DECODE)
+    with pytest.raises(Unavailable, match="no prefill worker"):
+        await world.tokens(wanted(max_tokens=1))
+    assert world.held() == {}
+    await world.fleet.close()
