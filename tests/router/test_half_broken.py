@@ -270,35 +270,6 @@ async def test_tries_do_not_multiply() -> None:
     await world.fleet.close()
 
 
-async def test_a_request_whose_tries_break_again_and_again_outlasts_a_storm() -> None:
-    """Every way breaks for a while: eight tries at once would be over before it is."""
-    world = World(retry_pause=0.02)
-    for name in ("p0", "p1"):
-        world.add(name, Role.PREFILL).script.before_first = [WorkerLost("reset")] * 100
-    world.add("d", Role.DECODE)
-    running = asyncio.create_task(world.tokens(wanted()))
-    loop = asyncio.get_running_loop()
-    calm_at = loop.time() + 0.3
-    while not running.done():
-        if loop.time() > calm_at:
-            for name in ("p0", "p1"):
-                world.workers[name].script.before_first.clear()
-        world.beat()
-        await asyncio.sleep(0.001)
-    assert await running == expected(wanted())
-    await world.fleet.close()
-
-
-async def test_no_backing_off_takes_a_request_past_its_deadline() -> None:
-    world = World(retry_pause=100.0)
-    for name in ("p0", "p1"):
-        world.add(name, Role.PREFILL).script.before_first = [CorruptChunk("x")]
-    world.add("d", Role.DECODE)
-    async with asyncio.timeout(2):
-        assert await world.tokens(wanted(deadline=world.now + 0.5)) == expected(wanted())
-    await world.fleet.close()
-
-
 async def test_retries_beyond_the_budget_wait_and_are_served() -> None:
     """The first failure costs nothing; of the next three one is saved up, the others come at 20 a second."""
     world = World(retries_per_second=20.0, retries_saved=1.0)

@@ -1,0 +1,38 @@
+"""Tries that break one after the other are further and further apart: a request outlasts a storm, not its deadline."""
+
+from __future__ import annotations
+
+import asyncio
+
+from serving.errors import CorruptChunk, WorkerLost
+from serving.messages import Role
+from tests.router.conftest import World, expected, wanted
+
+
+async def test_a_request_whose_tries_break_again_and_again_outlasts_a_storm() -> None:
+    """Every way breaks for a while: eight tries at once would be over before it is."""
+    world = World(retry_pause=0.02)
+    for name in ("p0", "p1"):
+        world.add(name, Role.PREFILL).script.before_first = [WorkerLost("reset")] * 100
+    world.add("d", Role.DECODE)
+    running = asyncio.create_task(world.tokens(wanted()))
+    loop = asyncio.get_running_loop()
+    calm_at = loop.time() + 0.3
+    while not running.done():
+        if loop.time() > calm_at:
+            for name in ("p0", "p1"):
+                world.workers[name].script.before_first.clear()
+        world.beat()
+        await asyncio.sleep(0.001)
+    assert await running == expected(wanted())
+    await world.fleet.close()
+
+
+async def test_no_backing_off_takes_a_request_past_its_deadline() -> None:
+    world = World(retry_pause=100.0)
+    for name in ("p0", "p1"):
+        world.add(name, Role.PREFILL).script.before_first = [CorruptChunk("x")]
+    world.add("d", Role.DECODE)
+    async with asyncio.timeout(2):
+        assert await world.tokens(wanted(deadline=world.now + 0.5)) == expected(wanted())
+    await world.fleet.close()
