@@ -95,8 +95,10 @@ class Frontend:
         self.server = HttpServer(app, listening, send_timeout=http.send_timeout)
 
     def _statuses(self) -> list[WorkerStatus]:
-        """Of the workers that can be believed: a dead one's last words are no measurement."""
-        return [worker.status for worker in self.fleet.registry.candidates()]
+        """Of the workers that can be believed: a dead one's last words are no measurement. One that has left may not be
+        forgotten when the next of its name is there: metrics have one worker of a name.
+        """
+        return list({worker.status.name: worker.status for worker in self.fleet.registry.candidates()}.values())
 
     def _faults(self) -> FaultFigures:
         fleet, pairs = self.fleet, self.fleet.pair_health()
