@@ -26,7 +26,7 @@ START_SECONDS = 180.0
 WARM = 20  # requests that are not counted
 
 
-class Server:
+class ServedForm:
     """`millrace serve` in one form, and a connection to it. Use as a context manager."""
 
     def __init__(self, form: str, model: str | None, port: int, options: list[str]):
@@ -37,7 +37,7 @@ class Server:
         self.port = port
         self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> ServedForm:
         self.process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         end = time.monotonic() + START_SECONDS
         while not self._healthy():
@@ -80,7 +80,7 @@ class Server:
 def measure(asked: argparse.Namespace) -> Mapping[str, list[float]]:
     """TTFT by form, in seconds; each round asks both, in an order that changes."""
     draw = random.Random(asked.seed)
-    one, two = (Server(form, asked.model, asked.port + number, asked.options) for number, form in enumerate(FORMS))
+    one, two = (ServedForm(form, asked.model, asked.port + number, asked.options) for number, form in enumerate(FORMS))
     with one, two:
         servers = list(zip(FORMS, (one, two), strict=True))
         found: dict[str, list[float]] = {form: [] for form in FORMS}

@@ -23,6 +23,7 @@ from router.prefix_index import KEY_BYTES
 MAGIC = b"millrace router 1\n"
 DIGEST = 32  # bytes
 LENGTH = 4  # bytes of a count
+MOST_MASKS = 65_536  # that are remembered while a snapshot is made
 RETURN_SILENCES = 3  # times the silence after which a worker is suspect: until then one that was kept may report
 
 
@@ -44,20 +45,38 @@ def parts(placer: Placer) -> Iterator[bytes]:
     }
     header = {"names": names, "numbers": numbers, "mask_bytes": width, "shards": shards, "learned": learned}
     yield _counted(orjson.dumps(header))
+    masks = _Masks(width)
     for shard in range(shards):
         assert index is not None
-        yield _shard(index.entries(shard), width)
+        yield _shard(index.entries(shard), masks)
 
 
 def _counted(data: bytes) -> bytes:
     return len(data).to_bytes(LENGTH, "little") + data
 
 
-def _shard(entries: Mapping[bytes, int], width: int) -> bytes:
-    """Their number, all keys, all masks; bits that are newer than the snapshot are left out."""
-    whole, most = [key for key in entries if len(key) == KEY_BYTES], (1 << 8 * width) - 1
-    masks = ((entries[key] & most).to_bytes(width, "little") for key in whole)
-    return b"".join((len(whole).to_bytes(LENGTH, "little"), *whole, *masks))
+class _Masks(dict[int, bytes]):
+    """Masks as `width` bytes, bits that are newer than the snapshot left out. Most blocks share theirs with others."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.width = width
+        self.bits = (1 << 8 * width) - 1
+
+    def __missing__(self, mask: int) -> bytes:
+        if len(self) >= MOST_MASKS:
+            self.clear()
+        found = self[mask] = (mask & self.bits).to_bytes(self.width, "little")
+        return found
+
+
+def _shard(entries: Mapping[bytes, int], masks: _Masks) -> bytes:
+    """Their number, all keys, all masks."""
+    keys = b"".join(entries)
+    if len(keys) != KEY_BYTES * len(entries):  # none is longer
+        entries = {key: mask for key, mask in entries.items() if len(key) == KEY_BYTES}
+        keys = b"".join(entries)
+    return b"".join((len(entries).to_bytes(LENGTH, "little"), keys, *map(masks.__getitem__, entries.values())))
 
 
 def packed(pieces: Iterable[bytes]) -> bytes:

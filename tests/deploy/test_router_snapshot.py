@@ -10,6 +10,8 @@ import pytest
 
 from deploy import router_snapshot
 from deploy.router_snapshot import SnapshotFile, SnapshotKeeper, snapshot_file
+from deploy.runtime.settings import read_settings
+from deploy.serve import _keeper
 from tests.router.test_snapshot import Life, lived
 
 
@@ -95,3 +97,17 @@ def test_each_router_of_a_host_has_a_file_of_its_own(monkeypatch: pytest.MonkeyP
     files = {snapshot_file(*of).path for of in (("m", "0.0.0.0", 80), ("m", "0.0.0.0", 81), ("n", "0.0.0.0", 80))}
     assert len(files) == 3 and {path.parent for path in files} == {tmp_path / "millrace"}
     assert snapshot_file("m", "0.0.0.0", 80).path in files
+
+
+async def test_where_a_router_keeps_its_snapshot_is_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    life, model, found = lived(), Path("model"), {}
+    for wanted in ("never", "auto", str(tmp_path / "mine")):
+        settings = read_settings({"router_snapshot": wanted})
+        keeper = _keeper(life.placer, settings, model)
+        found[wanted] = keeper.file.path if keeper is not None else None
+        if keeper is not None:
+            await keeper.stop()
+            assert keeper.file.path.exists()
+    auto = snapshot_file("model", settings.http.host, settings.http.port).path
+    assert list(found.values()) == [None, auto, tmp_path / "mine"]

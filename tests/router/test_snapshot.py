@@ -204,3 +204,13 @@ def test_an_index_is_what_it_was(placed: list[tuple[str, int, int]], gone: set[s
         assert after.match(KEYS[first:]) == before.match(KEYS[first:])
     after.stored("new", KEYS[:3])
     assert after.match(KEYS)["new"] == 3 and "new" not in after.match(KEYS[3:])
+
+
+def test_what_is_no_whole_key_is_left_out() -> None:
+    """A worker may send anything as a block's key."""
+    before, after = Life(), Life()
+    before.beat("a", stored=10)
+    for odd in (b"", b"short"):
+        before.index.stored("a-1", [odd])
+    restore(after.placer, before.snapshot())
+    assert after.known() == {"a-1": 10} and len(after.index) == 10
