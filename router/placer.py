@@ -29,13 +29,14 @@ from router.policy import (
     view_for_prefill,
 )
 from router.prefill_call import PrefillCall
-from router.refusals import NO_DECODE, NO_PREFILL, check_hope, deadline_passed, no_room, nobody_ready
+from router.refusals import NO_DECODE, NO_PREFILL, Probes, check_hope, deadline_passed, no_room, nobody_ready
 from router.registry import Reservation
 from router.request_state import Attempt, RequestState
 from serving.errors import (
     Draining,
     MillraceError,
     NoRoom,
+    Overloaded,
     StaleLease,
     Unauthorized,
     WorkerLost,
@@ -66,6 +67,7 @@ class Placer:
         self.policy = policy
         self.admission = AdmissionQueue(fleet.config.max_waiting, fleet.change)
         self.outputs = OutputLengths()
+        self._probes = Probes()
         self._lease_numbers = count(1)
 
     async def open_lease(self, state: RequestState) -> tuple[RouterLease, Placed | None]:
@@ -173,7 +175,12 @@ class Placer:
         if predicted is None:
             return True
         if known.shed:
-            check_hope(predicted, demand.first_token_in, state)
+            try:
+                check_hope(predicted, demand.first_token_in, state)
+            except Overloaded:
+                worker = decision.prefill
+                if worker is None or not self._probes.due(worker, predicted.prefill, self.fleet.clock()):
+                    raise
         return known.backlog is None or predicted.queue <= known.backlog
 
     def service_class(self, state: RequestState) -> ServiceClass:
