@@ -27,6 +27,8 @@ from bench.summary import SloTargets, summarize
 
 WARM_SEED = 10_007  # of requests that are not counted
 WARM_AT_A_TIME = 6
+WARM_FEWEST = 2 * WARM_AT_A_TIME  # answers, however long they take,
+WARM_MOST = 20  # times the seconds asked for, at most
 IDLE_SECONDS = 20.0
 BASE_FLAGS = ("--threads", "1", "--kv-cache-memory", "384MiB", "--log-level", "warning")  # of servers of ours
 KEPT_METRICS = (
@@ -93,14 +95,24 @@ def flags_in(folder: Path, flags: Sequence[str]) -> list[str]:
 
 
 async def warm_up(server: OpenServer, mixture: Mixture, seconds: float) -> float:
-    """Requests of this kind for so long, so that it learns what they cost; how many a second were answered.
+    """Requests of this kind for about so long, so that it learns what they cost; how many a second were answered.
 
     Raises ServerError when not one succeeds.
     """
-    over = asyncio.Event()
+    loop, over, answered = asyncio.get_running_loop(), asyncio.Event(), 0
     plenty = server.prepare(mixture.timed(1.0, 40 + int(20 * seconds), seed=WARM_SEED, fresh=(time.time_ns(),)))
-    asyncio.get_running_loop().call_later(seconds, over.set)
-    run = await run_load(server.endpoint, plenty, Pace(concurrency=WARM_AT_A_TIME), Watch(interrupted=over))
+    enough = loop.time() + seconds
+
+    def finished(outcome: Outcome) -> None:
+        nonlocal answered
+        answered += outcome.error is None
+        if answered >= WARM_FEWEST and loop.time() >= enough:
+            over.set()
+
+    timer = loop.call_later(WARM_MOST * seconds, over.set)
+    watch = Watch(finished=finished, interrupted=over)
+    run = await run_load(server.endpoint, plenty, Pace(concurrency=WARM_AT_A_TIME), watch)
+    timer.cancel()
     good = [outcome for outcome in run.outcomes if outcome.error is None]
     if not good:
         failed = Counter(f"{outcome.error}: {outcome.detail}" for outcome in run.outcomes)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from router.candidate import Candidate
+from router.policy import Demand, FleetView
 from router.request_state import RequestState
 from serving.errors import NoRoom
 from serving.messages import TPOT_BINS_MS
@@ -18,6 +19,25 @@ MOST_ASKED = 8  # workers that one look asks in vain; where there are no more, a
 MOST_REMEMBERED = 4096  # workers that have refused
 MOST_OVERTAKEN = 32  # smaller requests of its kind that may find room before one that came earlier
 KEPT_SHARE = 4  # one in so many workers is kept for such requests at most, or one
+
+
+@dataclass(slots=True)
+class RoomSearch:
+    """A request on its way to a place; `full` as workers were found at its last look, None before it has looked."""
+
+    single: bool  # a single token is wanted
+    full: bool | None = None
+    overtaken: int = 0  # as its ticket says
+
+
+@dataclass(frozen=True, slots=True)
+class RoomLook:
+    """Whom a request may ask; `full` if some who could hold it are not among them, `all_full` if none is open."""
+
+    demand: Demand
+    view: FleetView
+    full: bool
+    all_full: bool
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -16,7 +16,7 @@ from router.admission import CONTINUATION, AdmissionQueue, Claim
 from router.block_keys import block_keys
 from router.candidate import Candidate, Dispatched
 from router.fleet import Fleet
-from router.lease_room import MOST_ASKED, LeaseRoom, tpot_bin
+from router.lease_room import MOST_ASKED, LeaseRoom, RoomLook, RoomSearch, tpot_bin
 from router.leases import RouterLease
 from router.output_lengths import OutputLengths
 from router.policy import (
@@ -30,8 +30,18 @@ from router.policy import (
     split_only,
     view_for_prefill,
 )
+from router.predict import Prediction
 from router.prefill_call import Placed, PrefillCall
-from router.refusals import NO_DECODE, NO_PREFILL, check_hope, deadline_passed, hopeless, no_room, nobody_ready
+from router.refusals import (
+    NO_DECODE,
+    NO_PREFILL,
+    Probes,
+    check_hope,
+    deadline_passed,
+    hopeless,
+    no_room,
+    nobody_ready,
+)
 from router.request_state import Attempt, RequestState
 from serving.errors import (
     Draining,
@@ -47,25 +57,6 @@ from serving.service_class import ServiceClass
 TIMER_SECONDS = 0.001  # that a timer may be early
 
 
-@dataclass(slots=True)
-class _Search:
-    """A request on its way to a place; `full` as workers were found at its last look, None before it has looked."""
-
-    single: bool  # a single token is wanted
-    full: bool | None = None
-    overtaken: int = 0  # as its ticket says
-
-
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """Whom a request may ask; `full` if some who could hold it are not among them, `all_full` if none is open."""
-
-    demand: Demand
-    view: FleetView
-    full: bool
-    all_full: bool
-
-
 class Placer:
     """Places requests on a fleet by a policy."""
 
@@ -76,6 +67,7 @@ class Placer:
         self.prefill_queue = AdmissionQueue(sys.maxsize, fleet.change)  # leases that no worker prefills for just now
         self.room = LeaseRoom()
         self.outputs = OutputLengths()
+        self._probes = Probes()
         self._lease_numbers = count(1)
 
     async def open_lease(self, state: RequestState) -> tuple[RouterLease, Placed | None]:
@@ -86,7 +78,7 @@ class Placer:
         InvalidRequest, ContextLengthExceeded.
         """
         single = state.request.sampling.max_tokens - len(state.generated) == 1 and not self._outgrown(state)
-        search = _Search(single)
+        search = RoomSearch(single)
         patience, by_deadline = self._patience(state)
         try:
             async with asyncio.timeout(patience):
@@ -99,7 +91,7 @@ class Placer:
             if self.room.release(state):
                 self.fleet.notify()
 
-    async def _queue(self, search: _Search, state: RequestState) -> tuple[RouterLease, Placed | None] | None:
+    async def _queue(self, search: RoomSearch, state: RequestState) -> tuple[RouterLease, Placed | None] | None:
         """Wait for a place in the queue. None: it asks for something else now, and has to queue up again."""
         degraded = state.degraded
         async with self.admission.enter(self._claim(state)) as ticket:
@@ -127,7 +119,7 @@ class Placer:
         kind = build, tpot_bin(state), single, known
         return Claim(priority, request.client or request.tenant, state.tokens, kind, request.service_class)
 
-    def _waited(self, state: RequestState, search: _Search, patience: float, by_deadline: bool) -> MillraceError:
+    def _waited(self, state: RequestState, search: RoomSearch, patience: float, by_deadline: bool) -> MillraceError:
         """Why the request had no place in the end."""
         full, single = search.full, search.single
         if full is None:  # it only waited behind others
@@ -138,7 +130,7 @@ class Placer:
             return nobody_ready(why, strict=strict)
         return deadline_passed() if by_deadline else no_room(patience)
 
-    def _prefill_only(self, search: _Search, state: RequestState) -> tuple[RouterLease, Placed | None] | None:
+    def _prefill_only(self, search: RoomSearch, state: RequestState) -> tuple[RouterLease, Placed | None] | None:
         """A single token needs no decode worker, but workers compute so many prompts at a time as they may hold."""
         most = sum(worker.status.max_seqs for worker in self.fleet.candidates() if worker.prefills)
         search.full = bool(most) and self.fleet.prefill_only_leases >= most
@@ -153,7 +145,7 @@ class Placer:
             return None
         return self.fleet.prefill_only(self._next_lease(state)), self.placed(decision, demand)
 
-    async def _try_all(self, search: _Search, state: RequestState) -> tuple[RouterLease, Placed | None] | None:
+    async def _try_all(self, search: RoomSearch, state: RequestState) -> tuple[RouterLease, Placed | None] | None:
         """A lease on the first trusted worker that grants one, in the policy's order; notes if some were full."""
         look, refusals = self.look(state, search.overtaken), 0
         demand, view, search.full = look.demand, look.view, look.full
@@ -182,14 +174,14 @@ class Placer:
                 break
         return None
 
-    def look(self, state: RequestState, overtaken: int = 0) -> _Look:
+    def look(self, state: RequestState, overtaken: int = 0) -> RoomLook:
         """What the request asks for, and whom it may ask now; it is `overtaken` as its ticket says."""
         workers, now = self.fleet.candidates(), self.fleet.clock()
         demand = self._demand(state, workers, state.required_build)
         trusted = self.fleet.trust.decoders(able_to_decode(demand, workers), workers, now)
         open_ = self.room.to_ask(state, trusted, overtaken)
         view = self._allowed(FleetView(open_ or trusted, able_to_prefill(demand, workers), self.fleet.ways))
-        return _Look(demand, view, len(open_) < len(trusted), not open_)
+        return RoomLook(demand, view, len(open_) < len(trusted), not open_)
 
     def _next_lease(self, state: RequestState) -> str:
         """A name that no try has had: a worker that never answered may still hold, or come to hold, the last one."""
@@ -226,12 +218,19 @@ class Placer:
         predicted, known = decision.predicted, self.service_class(state)
         if predicted is None or state.generated:
             return True
-        if known.shed:
-            check_hope(predicted, demand.first_token_in, state)
-        elif known.degrade and not state.degraded and hopeless(predicted, demand.first_token_in):
+        if (known.shed or (known.degrade and not state.degraded)) and self._hopeless(demand, decision, predicted):
+            if known.shed:
+                check_hope(predicted, demand.first_token_in, state)
             state.degrade()
             return False
         return known.backlog is None or predicted.queue <= known.backlog
+
+    def _hopeless(self, demand: Demand, decision: Decision, predicted: Prediction) -> bool:
+        """True if it is late wherever it goes, and is not tried all the same, to see whether that is still so."""
+        if not hopeless(predicted, demand.first_token_in):
+            return False
+        worker = decision.prefill
+        return worker is None or not self._probes.due(worker, predicted.prefill, self.fleet.clock())
 
     def service_class(self, state: RequestState) -> ServiceClass:
         """The request's; one that is not configured here is as the default one."""

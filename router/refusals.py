@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from router.candidate import Candidate
 from router.predict import Prediction, within
 from router.request_state import RequestState
 from serving.errors import DeadlineExceeded, Overloaded, Quarantined, Unavailable
@@ -11,6 +12,9 @@ from serving.errors import DeadlineExceeded, Overloaded, Quarantined, Unavailabl
 HOPELESS = 0.1  # a chance to meet the TTFT objective below this counts as none
 JITTER = 0.25  # of retry_after, either way: clients that are refused together do not come back together
 MIN_RETRY = 0.1  # seconds
+PROBE_SHARE = 0.2  # of an idle worker's time that requests without hope may take, to see whether there is none
+LEAST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between two of them
+MOST_WORKERS = 4096
 NO_PREFILL = "no prefill worker is ready; start one, or look at /health"
 NO_DECODE = "no decode worker is ready; start one, or look at /health"
 NO_SPLIT = (
@@ -61,3 +65,30 @@ def check_hope(predicted: Prediction, left: float | None, state: RequestState) -
         code="slo",
         retry_after=max(MIN_RETRY, (predicted.ttft - whole) * spare) if alone <= whole else None,
     )
+
+
+class Probes:
+    """Requests without hope that are tried all the same, now and then, on workers that have nothing to do.
+
+    A prediction is corrected by what comes of it. Where all are refused, nothing comes, and what was learned in
+    a bad minute would hold for ever.
+    """
+
+    def __init__(self) -> None:
+        self._next: dict[str, float] = {}  # by instance: when one may be tried again
+
+    def __len__(self) -> int:
+        return len(self._next)
+
+    def due(self, worker: Candidate, seconds: float, now: float) -> bool:
+        """True if one may be tried there that is predicted to take so many seconds, and not the first of all."""
+        instance = worker.status.instance
+        if worker.queued_tokens or worker.held_leases:
+            return False
+        known = self._next.pop(instance, None)
+        tried = known is not None and now >= known
+        pause = min(LONGEST_PAUSE, seconds / PROBE_SHARE) if tried else 0.0
+        self._next[instance] = now + max(LEAST_PAUSE, pause) if tried or known is None else known
+        if len(self._next) > MOST_WORKERS:
+            del self._next[next(iter(self._next))]
+        return tried
