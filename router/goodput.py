@@ -2,7 +2,7 @@
 
     score(prefill, decode) = weight · P(the request meets both) − expected misses it causes among those that run
 
-It predicts with the step costs that workers report. Without those it ranks as prefix-aware does. Pure.
+It predicts with the step costs that workers report; where none does it ranks as prefix-aware does. Pure.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from heapq import nsmallest
 from typing import ClassVar
 
-from router.calibration import Calibration
+from router.calibration import Calibration, urgency_of
 from router.candidate import Candidate
 from router.policy import Considered, Decision, Demand, FleetView, PrefixAware, spread
 from router.predict import (
+    KnownCosts,
     Prediction,
     chunk_tokens,
     others_lost,
@@ -27,8 +28,8 @@ from router.predict import (
 from serving.messages import Slo
 
 SHORTLIST = 4  # workers of each kind whose placements are predicted
-SCORE_BAND = 0.02  # requests: scores within it are near ties, and the quickest placement wins
-TIME_BAND = 0.05  # share of the quickest: placements within it are near ties, and are spread over requests
+SCORE_BAND = 0.02  # requests: scores within it are near ties, and the placement with the most to spare wins
+USED_BAND = 0.05  # share of what that uses: placements within it are near ties, and are spread over requests
 KEPT = 8  # placements that a decision tells it has considered
 
 
@@ -62,11 +63,15 @@ class _Placement:
     decode: Candidate | None
     predicted: Prediction
     score: float
-    seconds: float  # predicted from now to the last token
+    used: float  # of its objectives, or seconds (Prediction.used)
 
     def told(self) -> Considered:
         decode = self.decode.status.name if self.decode is not None else ""
         return Considered(self.prefill.status.name, decode, self.predicted, self.score)
+
+    def spread(self, demand: Demand) -> tuple[int, int]:
+        """Orders near ties, for each request otherwise."""
+        return spread(demand, self.decode) if self.decode is not None else 0, spread(demand, self.prefill)
 
 
 class Goodput:
@@ -79,17 +84,16 @@ class Goodput:
         self.fallback = PrefixAware()
 
     def choose(self, demand: Demand, view: FleetView, now: float) -> Decision | None:
-        if any(worker.cost is None for worker in view.decode) or any(worker.cost is None for worker in view.prefill):
-            return self.fallback.choose(demand, view, now)
-        placements = self._placements(demand, view, now)
+        costs = KnownCosts((*view.decode, *view.prefill))
+        placements = _Search(demand, view, now, costs, self.calibration).placements() if costs.known else []
         if not placements:
             return self.fallback.choose(demand, view, now)
         best = max(placed.score for placed in placements)
         near = [placed for placed in placements if placed.score >= best - SCORE_BAND * demand.weight]
-        quickest = min(placed.seconds for placed in near)
-        tied = [placed for placed in near if placed.seconds <= quickest * (1 + TIME_BAND)]
-        chosen = min(tied, key=lambda placed: self._spread(demand, placed))
-        others = nsmallest(KEPT - 1, (p for p in placements if p is not chosen), key=lambda p: (-p.score, p.seconds))
+        least = min(placed.used for placed in near)
+        tied = [placed for placed in near if placed.used <= least * (1 + USED_BAND)]
+        chosen = min(tied, key=lambda placed: placed.spread(demand))
+        others = nsmallest(KEPT - 1, (p for p in placements if p is not chosen), key=lambda p: (-p.score, p.used))
         reason = "slo" if len(near) < len(placements) else "tie" if len(tied) > 1 else "quickest"
         considered = tuple(placed.told() for placed in (chosen, *others))
         return Decision(chosen.decode, chosen.prefill, reason, chosen.predicted, considered)
@@ -99,110 +103,120 @@ class Goodput:
         if predicted is None:
             return
         if ttft is not None and decision.prefill is not None:
-            self.calibration.first_token(decision.prefill.status.instance, predicted.queue + predicted.prefill, ttft)
+            raw = predicted.queue + predicted.prefill
+            self.calibration.first_token(decision.prefill.status.instance, raw, ttft, predicted.urgency)
         if tpot is not None and decision.decode is not None:
             self.calibration.further_tokens(decision.decode.status.instance, predicted.token, tpot)
 
-    def _spread(self, demand: Demand, placed: _Placement) -> tuple[int, int]:
-        decode = spread(demand, placed.decode) if placed.decode is not None else 0
-        return decode, spread(demand, placed.prefill)
 
-    # ---- what is looked at -----------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """One request's placements among the workers of a view."""
 
-    def _placements(self, demand: Demand, view: FleetView, now: float) -> list[_Placement]:
+    demand: Demand
+    view: FleetView
+    now: float
+    costs: KnownCosts
+    calibration: Calibration
+
+    def placements(self) -> list[_Placement]:
         """The shortlisted placements, on workers whose device holds the whole text and that have room, if any do."""
-        quick = nsmallest(2 * SHORTLIST, view.prefill, key=lambda worker: _roughly_first(demand, worker, now))
-        firsts = [self._first(demand, worker, now) for worker in quick]
+        demand, view = self.demand, self.view
+        quick = nsmallest(2 * SHORTLIST, view.prefill, key=self._roughly_first)
+        firsts = [self._first(worker) for worker in quick]
         if not view.decode:
-            return [self._alone(demand, first) for first in firsts]
+            return [self._alone(first) for first in firsts]
         fits = [worker for worker in view.decode if not demand.streams(worker)] or view.decode
         roomy = [worker for worker in fits if worker.load < 1.0] or fits
-        split = nsmallest(SHORTLIST, (w for w in roomy if not w.prefills), key=_roughly_step)
+        split = nsmallest(SHORTLIST, (w for w in roomy if not w.prefills), key=self._roughly_step)
         mixed = nsmallest(
             SHORTLIST,
             (worker for worker in roomy if worker.prefills),
-            key=lambda worker: _roughly_first(demand, worker, now) + demand.output * _roughly_step(worker),
+            key=lambda worker: self._roughly_first(worker) + demand.output * self._roughly_step(worker),
         )
         found = []
         for decode in (*split, *mixed):
-            further = self._further(demand, decode)
-            able = self._firsts_for(demand, view, decode, firsts, now)
-            found += [self._pair(demand, view, first, further) for first in able]
+            further = self._further(decode)
+            found += [self._pair(first, further) for first in self._firsts_for(decode, firsts)]
         return found
 
-    def _firsts_for(
-        self, demand: Demand, view: FleetView, decode: Candidate, firsts: Sequence[_FirstToken], now: float
-    ) -> list[_FirstToken]:
+    def _firsts_for(self, decode: Candidate, firsts: Sequence[_FirstToken]) -> list[_FirstToken]:
         """The quickest prefills for a decode by this worker: its own where it prefills too, and some others."""
-        instance, pairing = decode.status.instance, decode.status.pairing
+        instance, pairing, view = decode.status.instance, decode.status.pairing, self.view
         found = []
         for first in firsts:
             status = first.worker.status
             apart = first.worker is not decode and not (decode.prefills and first.worker.decodes)
-            if apart and status.pairing == pairing and view.links.allows(status.instance, instance, now):
+            if apart and status.pairing == pairing and view.links.allows(status.instance, instance, self.now):
                 found.append(first)
             if len(found) == SHORTLIST:
                 break
         if decode.prefills and decode in view.prefill:
-            found.append(self._first(demand, decode, now, own=True))
+            found.append(self._first(decode, own=True))
         if found:
             return found
-        return [self._first(demand, worker, now) for worker in view.prefills_for(decode, now)[:SHORTLIST]]
+        return [self._first(worker) for worker in view.prefills_for(decode, self.now)[:SHORTLIST]]
+
+    # ---- what is looked at first -----------------------------------------------------------------------------------
+
+    def _roughly_first(self, worker: Candidate) -> float:
+        """Seconds to the first token, roughly: what the shortlist is made by."""
+        cost = self.costs.of(worker)
+        return queue_seconds(worker, cost, self.now) + cost.token * self.demand.uncached(worker)
+
+    def _roughly_step(self, worker: Candidate) -> float:
+        return self.costs.of(worker).seconds(worker.decode_load)
 
     # ---- what is predicted -----------------------------------------------------------------------------------------
 
-    def _first(self, demand: Demand, worker: Candidate, now: float, *, own: bool = False) -> _FirstToken:
+    def _first(self, worker: Candidate, *, own: bool = False) -> _FirstToken:
         """The prompt at this worker; `own`: it decodes there too, and its TPOT objective holds prompts back."""
-        cost, tpot_ms = worker.cost, demand.slo.tpot_ms
-        assert cost is not None
-        queue = queue_seconds(worker, now)
-        start = demand.tokens - demand.uncached(worker)
-        objective = tpot_ms / 1e3 if own and tpot_ms is not None else None
+        demand, cost = self.demand, self.costs.of(worker)
+        queue, start = queue_seconds(worker, cost, self.now), demand.tokens - demand.uncached(worker)
+        objective = demand.slo.tpot_ms / 1e3 if own and demand.slo.tpot_ms is not None else None
         compute = prompt_seconds(worker, cost, start, demand.tokens, objective)
-        drift = self.calibration.first(worker.status.instance)
+        drift = self.calibration.first(worker.status.instance, urgency_of(demand.slo))
         added, ttft = cost.added_seconds(start, demand.tokens), (queue + compute) * drift.factor
         return _FirstToken(worker, queue, compute, added, ttft, drift.error)
 
-    def _further(self, demand: Demand, worker: Candidate) -> _FurtherTokens:
+    def _further(self, worker: Candidate) -> _FurtherTokens:
         """A decode at this worker, beside the prompts it computes."""
-        cost = worker.cost
-        assert cost is not None
+        demand, cost = self.demand, self.costs.of(worker)
         step, now = step_seconds(worker, cost, demand.tokens, max(2, demand.output)), cost.seconds(worker.decode_load)
         chunk = min(demand.tokens, chunk_tokens(worker, cost, 0, None)) if worker.prompt_share else 0
         token, before = (token_seconds(worker, cost, each, chunk) for each in (step, now))
         drift = self.calibration.further(worker.status.instance)
         return _FurtherTokens(worker, step, token, before, drift.factor, drift.error)
 
-    def _alone(self, demand: Demand, first: _FirstToken) -> _Placement:
+    def _alone(self, first: _FirstToken) -> _Placement:
         """A request that needs no decode."""
-        predicted = Prediction(first.queue, first.compute, 0.0, 0.0, 0.0, first.ttft, 0.0, first.error)
+        demand = self.demand
+        urgency = urgency_of(demand.slo)
+        predicted = Prediction(first.queue, first.compute, 0.0, 0.0, 0.0, first.ttft, 0.0, first.error, urgency=urgency)
         score = demand.weight * predicted.attainment(Slo(), demand.first_token_in)
         return _Placement(first.worker, None, predicted, score, first.ttft)
 
-    def _pair(self, demand: Demand, view: FleetView, first: _FirstToken, further: _FurtherTokens) -> _Placement:
-        prefill, decode = first.worker, further.worker
+    def _pair(self, first: _FirstToken, further: _FurtherTokens) -> _Placement:
+        prefill, decode, demand = first.worker, further.worker, self.demand
         output, transfer, after = max(2, demand.output), 0.0, further.token
         if prefill is decode:
             after += first.added / output  # what its prompt adds to their steps
         else:
-            transfer = view.links.seconds(prefill.status.instance, decode.status.instance, demand.tokens)
+            transfer = self.view.links.seconds(prefill.status.instance, decode.status.instance, demand.tokens)
         token = further.token + transfer / (output - 1)
-        tpot, error = token * further.factor, max(first.error, further.error)
-        predicted = Prediction(first.queue, first.compute, transfer, further.step, token, first.ttft, tpot, error)
+        predicted = Prediction(
+            queue=first.queue,
+            prefill=first.compute,
+            transfer=transfer,
+            step=further.step,
+            token=token,
+            ttft=first.ttft,
+            tpot=token * further.factor,
+            error=first.error,
+            tpot_error=further.error,
+            urgency=urgency_of(demand.slo),
+        )
         factor = further.factor
         lost = others_lost(decode, further.before * factor, after * factor, further.error)
         score = demand.weight * predicted.attainment(demand.slo, demand.first_token_in) - lost
-        return _Placement(prefill, decode, predicted, score, first.ttft + tpot * max(0, demand.output - 1))
-
-
-def _roughly_first(demand: Demand, worker: Candidate, now: float) -> float:
-    """Seconds to the first token, roughly: what the shortlist is made by."""
-    cost = worker.cost
-    assert cost is not None
-    return max(0.0, worker.prompts_left_at - now) + cost.token * demand.uncached(worker)
-
-
-def _roughly_step(worker: Candidate) -> float:
-    cost = worker.cost
-    assert cost is not None
-    return cost.seconds(worker.decode_load)
+        return _Placement(prefill, decode, predicted, score, predicted.used(demand.slo, demand.output))
