@@ -13,7 +13,7 @@ from heapq import nsmallest
 from typing import ClassVar
 
 from router.calibration import Calibration, urgency_of
-from router.candidate import Candidate
+from router.candidate import Candidate, QueuedPrompt
 from router.policy import Considered, Decision, Demand, FleetView, PrefixAware, spread
 from router.predict import (
     KnownCosts,
@@ -22,6 +22,7 @@ from router.predict import (
     others_lost,
     prompt_seconds,
     queue_seconds,
+    queued_lost,
     step_seconds,
     token_seconds,
 )
@@ -43,6 +44,7 @@ class _FirstToken:
     added: float  # to the steps of what decodes there
     ttft: float
     error: float
+    lost: float  # prompts that miss their TTFT because this one passes them
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,10 @@ class _Search:
     costs: KnownCosts
     calibration: Calibration
 
+    @property
+    def turn(self) -> tuple[int, float]:
+        return self.demand.turn(self.now)
+
     def placements(self) -> list[_Placement]:
         """The shortlisted placements, on workers whose device holds the whole text and that have room, if any do."""
         demand, view = self.demand, self.view
@@ -162,7 +168,8 @@ class _Search:
     def _roughly_first(self, worker: Candidate) -> float:
         """Seconds to the first token, roughly: what the shortlist is made by."""
         cost = self.costs.of(worker)
-        return queue_seconds(worker, cost, self.now) + cost.token * self.demand.uncached(worker)
+        seconds = cost.token * self.demand.uncached(worker)
+        return queue_seconds(worker, cost, QueuedPrompt(*self.turn, seconds), self.now) + seconds
 
     def _roughly_step(self, worker: Candidate) -> float:
         return self.costs.of(worker).seconds(worker.decode_load)
@@ -172,12 +179,15 @@ class _Search:
     def _first(self, worker: Candidate, *, own: bool = False) -> _FirstToken:
         """The prompt at this worker; `own`: it decodes there too, and its TPOT objective holds prompts back."""
         demand, cost = self.demand, self.costs.of(worker)
-        queue, start = queue_seconds(worker, cost, self.now), demand.tokens - demand.uncached(worker)
+        start = demand.tokens - demand.uncached(worker)
         objective = demand.slo.tpot_ms / 1e3 if own and demand.slo.tpot_ms is not None else None
         compute = prompt_seconds(worker, cost, start, demand.tokens, objective)
+        prompt = QueuedPrompt(*self.turn, compute)
+        queue = queue_seconds(worker, cost, prompt, self.now)
         drift = self.calibration.first(worker.status.instance, urgency_of(demand.slo))
         added, ttft = cost.added_seconds(start, demand.tokens), (queue + compute) * drift.factor
-        return _FirstToken(worker, queue, compute, added, ttft, drift.error)
+        lost = queued_lost(worker, cost, prompt, drift, self.now)
+        return _FirstToken(worker, queue, compute, added, ttft, drift.error, lost)
 
     def _further(self, worker: Candidate) -> _FurtherTokens:
         """A decode at this worker, beside the prompts it computes."""
@@ -193,7 +203,7 @@ class _Search:
         demand = self.demand
         urgency = urgency_of(demand.slo)
         predicted = Prediction(first.queue, first.compute, 0.0, 0.0, 0.0, first.ttft, 0.0, first.error, urgency=urgency)
-        score = demand.weight * predicted.attainment(Slo(), demand.first_token_in)
+        score = demand.weight * predicted.attainment(Slo(), demand.first_token_in) - first.lost
         return _Placement(first.worker, None, predicted, score, first.ttft)
 
     def _pair(self, first: _FirstToken, further: _FurtherTokens) -> _Placement:
@@ -218,5 +228,5 @@ class _Search:
         )
         factor = further.factor
         lost = others_lost(decode, further.before * factor, after * factor, further.error)
-        score = demand.weight * predicted.attainment(demand.slo, demand.first_token_in) - lost
+        score = demand.weight * predicted.attainment(demand.slo, demand.first_token_in) - lost - first.lost
         return _Placement(prefill, decode, predicted, score, predicted.used(demand.slo, demand.output))

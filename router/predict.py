@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from router.candidate import Candidate
+from router.calibration import Drift
+from router.candidate import Candidate, QueuedPrompt
 from serving.messages import TPOT_BINS_MS, Role, Slo
 from serving.step_cost import StepCost, StepLoad
 
 LEAST_CHUNK = 16  # prompt tokens that a step computes at least, however little slack there is
 LEAST_ERROR = 0.05  # of a prediction: nothing is known better
+SPARE = 2.0  # times what a late prompt takes: one that is due after that lets it go first
 GUESSED_ERROR = 0.5  # of a step cost that is taken from other workers
 
 _OBJECTIVES = [sum(bounds) / 2e3 for bounds in pairwise((0.0, *TPOT_BINS_MS))]  # seconds: the middle of each bin
@@ -108,10 +110,47 @@ def typical(costs: Sequence[StepCost]) -> StepCost:
     )
 
 
-def queue_seconds(worker: Candidate, cost: StepCost, now: float) -> float:
+def backlog_seconds(worker: Candidate, cost: StepCost, now: float) -> float:
     """Until the prompts that are there now are computed; a worker that predicts nothing says how many tokens wait."""
     left = max(0.0, worker.prompts_left_at - now)
     return left if worker.cost is not None else max(left, cost.token * worker.queued_tokens)
+
+
+def queue_seconds(worker: Candidate, cost: StepCost, prompt: QueuedPrompt, now: float) -> float:
+    """Until this prompt is begun: the backlog, but for the share of it that the prompt passes.
+
+    A worker computes first what is due first, and last what is late already (prefill.ordering). The router knows that
+    of the prompts it has sent; what others have sent is taken to be spread likewise. What is late counts all the same
+    for a prompt that has time to spare: it goes rather where less is left over from before.
+    """
+    left = backlog_seconds(worker, cost, now)
+    if not left or not worker.queued:
+        return left
+    ahead = every = 0.0
+    for other in worker.queued:
+        every += other.seconds
+        if _before(other, prompt) and (other.due > now or prompt.due - now > SPARE * other.seconds):
+            ahead += other.seconds
+    return left * ahead / every if every > 0.0 else left
+
+
+def queued_lost(worker: Candidate, cost: StepCost, prompt: QueuedPrompt, drift: Drift, now: float) -> float:
+    """How many of the prompts that wait are expected to miss their TTFT objective because this one passes them."""
+    behind = [other for other in worker.queued if other.due > now and not _before(other, prompt)]
+    if not behind:
+        return 0.0
+    every = sum(other.seconds for other in worker.queued)
+    scale = drift.factor * min(1.0, backlog_seconds(worker, cost, now) / max(1e-9, every))
+    ends = scale * sum(other.seconds for other in worker.queued if other.due > now and _before(other, prompt))
+    lost, added = 0.0, drift.factor * prompt.seconds
+    for other in sorted(behind, key=lambda each: (each.priority, each.due)):
+        ends += scale * other.seconds
+        lost += within(other.due - now, ends, drift.error) - within(other.due - now, ends + added, drift.error)
+    return max(0.0, lost)
+
+
+def _before(other: QueuedPrompt, prompt: QueuedPrompt) -> bool:
+    return (other.priority, other.due) <= (prompt.priority, prompt.due)
 
 
 def chunk_tokens(worker: Candidate, cost: StepCost, start: int, tpot: float | None) -> int:
