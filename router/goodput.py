@@ -87,7 +87,8 @@ class Goodput:
 
     def choose(self, demand: Demand, view: FleetView, now: float) -> Decision | None:
         costs = KnownCosts((*view.decode, *view.prefill))
-        placements = _Search(demand, view, now, costs, self.calibration).placements() if costs.known else []
+        search = _Search(demand, view, now, costs, self.calibration, demand.turn(now))
+        placements = search.placements() if costs.known else []
         if not placements:
             return self.fallback.choose(demand, view, now)
         best = max(placed.score for placed in placements)
@@ -120,26 +121,25 @@ class _Search:
     now: float
     costs: KnownCosts
     calibration: Calibration
-
-    @property
-    def turn(self) -> tuple[int, float]:
-        return self.demand.turn(self.now)
+    turn: tuple[int, float]  # what workers order their queues by
 
     def placements(self) -> list[_Placement]:
         """The shortlisted placements, on workers whose device holds the whole text and that have room, if any do."""
         demand, view = self.demand, self.view
-        quick = nsmallest(2 * SHORTLIST, view.prefill, key=self._roughly_first)
+        roughly = {worker: self._roughly_first(worker) for worker in view.prefill}
+        quick = nsmallest(2 * SHORTLIST, view.prefill, key=roughly.__getitem__)
         firsts = [self._first(worker) for worker in quick]
         if not view.decode:
             return [self._alone(first) for first in firsts]
         fits = [worker for worker in view.decode if not demand.streams(worker)] or view.decode
         roomy = [worker for worker in fits if worker.load < 1.0] or fits
         split = nsmallest(SHORTLIST, (w for w in roomy if not w.prefills), key=self._roughly_step)
-        mixed = nsmallest(
-            SHORTLIST,
-            (worker for worker in roomy if worker.prefills),
-            key=lambda worker: self._roughly_first(worker) + demand.output * self._roughly_step(worker),
-        )
+
+        def both(worker: Candidate) -> float:
+            first = roughly[worker] if worker in roughly else self._roughly_first(worker)
+            return first + demand.output * self._roughly_step(worker)
+
+        mixed = nsmallest(SHORTLIST, (worker for worker in roomy if worker.prefills), key=both)
         found = []
         for decode in (*split, *mixed):
             further = self._further(decode)

@@ -19,6 +19,7 @@ from serving.step_cost import StepCost, StepLoad
 
 LEAST_CHUNK = 16  # prompt tokens that a step computes at least, however little slack there is
 LEAST_ERROR = 0.05  # of a prediction: nothing is known better
+LATE_SHARE = 0.5  # of what a late prompt takes that one in a hurry is kept waiting by
 SPARE = 2.0  # times what a late prompt takes: one that is due after that lets it go first
 GUESSED_ERROR = 0.5  # of a step cost that is taken from other workers
 
@@ -121,7 +122,8 @@ def queue_seconds(worker: Candidate, cost: StepCost, prompt: QueuedPrompt, now: 
 
     A worker computes first what is due first, and last what is late already (prefill.ordering). The router knows that
     of the prompts it has sent; what others have sent is taken to be spread likewise. What is late counts all the same
-    for a prompt that has time to spare: it goes rather where less is left over from before.
+    for a prompt that has time to spare, and by a part for one in a hurry: steps that have begun with it, and steps that
+    have room, go on with it. So a worker that is behind is given less until it has caught up.
     """
     left = backlog_seconds(worker, cost, now)
     if not left or not worker.queued:
@@ -129,8 +131,9 @@ def queue_seconds(worker: Candidate, cost: StepCost, prompt: QueuedPrompt, now: 
     ahead = every = 0.0
     for other in worker.queued:
         every += other.seconds
-        if _before(other, prompt) and (other.due > now or prompt.due - now > SPARE * other.seconds):
-            ahead += other.seconds
+        if _before(other, prompt):
+            passed = other.due <= now and prompt.due - now <= SPARE * other.seconds
+            ahead += LATE_SHARE * other.seconds if passed else other.seconds
     return left * ahead / every if every > 0.0 else left
 
 
