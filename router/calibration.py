@@ -10,11 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from serving.messages import Slo
+
 WEIGHT = 0.02  # of the newest observation
-OWN = 0.25  # of how far a worker is from all of them: most of that is chance, and its step cost says the rest
+ALIKE = 16  # observations in a row that tell no more than one: their requests met the same queue and the same batch
+CERTAIN = 2.0  # times as far apart as chance alone would have them is where workers begin to count as different
 MOST = 3.0  # a factor is within 1/MOST and MOST: beyond that something else is wrong
 PRIOR_ERROR = 0.3
-MOST_WORKERS = 4096
+MOST_WORKERS = 1024
+URGENCIES = 20
 OUTLIER = 1.5  # ln(observed / predicted) beyond this counts as this
 
 
@@ -42,29 +46,38 @@ class Drift:
         return math.sqrt(self.variance)
 
     @property
+    def chance(self) -> float:
+        """The variance that its mean has by chance."""
+        return self.variance * ALIKE / max(1.0, min(self.count, 2.0 / WEIGHT - 1.0))
+
+    @property
     def factor(self) -> float:
         """What a prediction is multiplied by."""
         return min(MOST, max(1.0 / MOST, math.exp(self.mean)))
 
 
 class Calibration:
-    """Drifts of TTFT by the worker that prefills and of TPOT by the one that decodes, and of all together."""
+    """Drifts of TTFT by the worker that prefills and of TPOT by the one that decodes, and of all together.
+
+    Those of TTFT are kept apart by urgency: who is due soon passes others in a worker's queue, which predictions of a
+    queue that is served in turn do not know.
+    """
 
     def __init__(self) -> None:
-        self._first = _Drifts()
+        self._first = [_Drifts() for _ in range(URGENCIES)]
         self._further = _Drifts()
 
-    def first(self, prefill: str) -> Drift:
-        """Of TTFT, at a worker by its instance."""
-        return self._first.of(prefill)
+    def first(self, prefill: str, urgency: int = 0) -> Drift:
+        """Of TTFT, at a worker by its instance, for requests of this urgency."""
+        return self._first[urgency].of(prefill)
 
     def further(self, decode: str) -> Drift:
         """Of TPOT, at a worker by its instance."""
         return self._further.of(decode)
 
-    def first_token(self, prefill: str, predicted: float, observed: float) -> None:
+    def first_token(self, prefill: str, predicted: float, observed: float, urgency: int = 0) -> None:
         """TTFT: predicted without correction, and observed; seconds."""
-        self._first.observe(prefill, predicted, observed)
+        self._first[urgency].observe(prefill, predicted, observed)
 
     def further_tokens(self, decode: str, predicted: float, observed: float) -> None:
         """TPOT: predicted without correction, and observed; seconds."""
@@ -72,35 +85,70 @@ class Calibration:
 
     def kept(self) -> dict[str, Any]:
         """All of it as plain data, for `from_kept`."""
-        return {"first": self._first.kept(), "further": self._further.kept()}
+        return {"first": [drifts.kept() for drifts in self._first], "further": self._further.kept()}
 
     @classmethod
     def from_kept(cls, kept: Mapping[str, Any]) -> Calibration:
         """As it was kept. Raises ValueError, TypeError, KeyError or AttributeError for what cannot be that."""
         made = cls()
-        made._first, made._further = _Drifts.from_kept(kept["first"]), _Drifts.from_kept(kept["further"])
+        made._first = [_Drifts.from_kept(drifts) for drifts in kept["first"]]
+        made._further = _Drifts.from_kept(kept["further"])
+        if len(made._first) != URGENCIES:
+            raise ValueError(f"{len(made._first)} urgencies, not {URGENCIES}")
         return made
 
 
+def urgency_of(slo: Slo) -> int:
+    """Requests whose TTFT objectives are within about a factor of 2 are equally urgent; 0: those without one."""
+    if not slo.ttft_ms or slo.ttft_ms <= 0.0:
+        return 0
+    return max(1, min(URGENCIES - 1, round(math.log2(slo.ttft_ms))))
+
+
 class _Drifts:
-    """Of one latency."""
+    """Of one latency. A worker's own is believed as far as workers differ by more than chance (empirical Bayes).
+
+    Efron and Morris, "Stein's Estimation Rule and Its Competitors" (1973): a mean is drawn to that of all by the share
+    that chance has in how far the means lie apart. Equal workers so keep one factor, which does not prefer whoever was
+    lucky lately; one that is slow in a way that its step cost does not say gets its own.
+    """
 
     def __init__(self) -> None:
         self._all = Drift()
         self._own: dict[str, Drift] = {}
+        # Over `_own`: the means, their squares, and the variances that they have by chance.
+        self._sum = self._squares = self._chance = 0.0
 
     def observe(self, instance: str, predicted: float, observed: float) -> None:
         self._all.observe(predicted, observed)
-        self._own.setdefault(instance, Drift()).observe(predicted, observed)
-        if len(self._own) > MOST_WORKERS:
-            del self._own[next(iter(self._own))]  # that of a worker long gone, or soon known again
-
-    def of(self, instance: str) -> Drift:
-        """Of all, and a part of what is the worker's own."""
         own = self._own.get(instance)
         if own is None:
+            own = self._own[instance] = Drift()
+        else:
+            self._count(own, -1)
+        own.observe(predicted, observed)
+        self._count(own, 1)
+        if len(self._own) > MOST_WORKERS:  # that of a worker long gone, or soon known again
+            self._count(self._own.pop(next(iter(self._own))), -1)
+
+    def _count(self, own: Drift, sign: int) -> None:
+        self._sum += sign * own.mean
+        self._squares += sign * own.mean * own.mean
+        self._chance += sign * own.chance
+
+    def of(self, instance: str) -> Drift:
+        """Of all, and of the worker's own as much as is not chance."""
+        own, count = self._own.get(instance), len(self._own)
+        if own is None or count < 2:
             return self._all
-        return Drift(self._all.mean + OWN * (own.mean - self._all.mean), own.variance, own.count)
+        apart = max(0.0, self._squares - self._sum * self._sum / count) / (count - 1)
+        differ = max(0.0, apart - CERTAIN * self._chance / count)
+        share = differ / (differ + own.chance) if differ else 0.0
+        every = self._all
+        mean, variance = (
+            whole + share * (part - whole) for whole, part in ((every.mean, own.mean), (every.variance, own.variance))
+        )
+        return Drift(mean, variance, own.count)
 
     def kept(self) -> dict[str, Any]:
         own = {instance: _numbers(drift) for instance, drift in self._own.items()}
@@ -111,6 +159,8 @@ class _Drifts:
         made = cls()
         made._all = _drift(kept["all"])
         made._own = {str(instance): _drift(numbers) for instance, numbers in kept["own"].items()}
+        for own in made._own.values():
+            made._count(own, 1)
         return made
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 from zlib import crc32
 
 from serving.messages import TPOT_BINS_MS, Role, WorkerStatus
@@ -40,12 +41,25 @@ class Dispatched:
 NOTHING = Dispatched()
 
 
+class QueuedPrompt(NamedTuple):
+    """A prompt that the router has sent to a worker and that has no first token yet.
+
+    `priority` and `due`, on the router's clock, are what the worker orders its queue by; `seconds` it was predicted to
+    take.
+    """
+
+    priority: int
+    due: float
+    seconds: float
+
+
 @dataclass(frozen=True, eq=False)
 class Candidate:
     """`made_at` is when the status was made, on the router's clock; `newer` is what the router has sent since then.
 
     `leases` are the router's own that are open now, whatever the status says. `busy_until` is when the prompts it has
     are computed, on the router's clock; None: as the status and what is newer say. A `slow` one works, but much longer.
+    `queued` are those among its prompts that the router has sent.
     """
 
     status: WorkerStatus
@@ -54,6 +68,7 @@ class Candidate:
     made_at: float = 0.0
     busy_until: float | None = None
     slow: bool = False
+    queued: tuple[QueuedPrompt, ...] = ()
 
     @cached_property
     def prefills(self) -> bool:

@@ -320,9 +320,9 @@ class Fleet:
         self._counted[lease_id] = reserved
         return lease
 
-    def reserve(self, worker: Candidate, work: Dispatched) -> Reservation:
+    def reserve(self, worker: Candidate, work: Dispatched, turn: tuple[int, float] | None = None) -> Reservation:
         """Count the work towards the worker's load from now on. Release what this returns."""
-        return Reservation(self.registry.get(worker.status.instance), work, self.clock)
+        return Reservation(self.registry.get(worker.status.instance), work, self.clock, turn)
 
     def prefill_only(self, lease_id: str) -> PrefillOnlyLease:
         lease = PrefillOnlyLease(lease_id)

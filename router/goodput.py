@@ -2,7 +2,7 @@
 
     score(prefill, decode) = weight · P(the request meets both) − expected misses it causes among those that run
 
-It predicts with the step costs that workers report. Without those it ranks as prefix-aware does. Pure.
+It predicts with the step costs that workers report; where none does it ranks as prefix-aware does. Pure.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from dataclasses import dataclass
 from heapq import nsmallest
 from typing import ClassVar
 
-from router.calibration import Calibration
-from router.candidate import Candidate
+from router.calibration import Calibration, urgency_of
+from router.candidate import Candidate, QueuedPrompt
 from router.policy import Considered, Decision, Demand, FleetView, PrefixAware, spread
 from router.predict import (
+    KnownCosts,
     Prediction,
     chunk_tokens,
     others_lost,
     prompt_seconds,
     queue_seconds,
+    queued_lost,
     step_seconds,
     token_seconds,
 )
@@ -28,8 +30,8 @@ from router.shortlist import quickest_prompts, quickest_steps, quickest_texts, r
 from serving.messages import Slo
 
 SHORTLIST = 4  # workers of each kind whose placements are predicted
-SCORE_BAND = 0.02  # requests: scores within it are near ties, and the quickest placement wins
-TIME_BAND = 0.05  # share of the quickest: placements within it are near ties, and are spread over requests
+SCORE_BAND = 0.02  # requests: scores within it are near ties, and the placement with the most to spare wins
+USED_BAND = 0.05  # share of what that uses: placements within it are near ties, and are spread over requests
 KEPT = 8  # placements that a decision tells it has considered
 
 
@@ -43,6 +45,7 @@ class _FirstToken:
     added: float  # to the steps of what decodes there
     ttft: float
     error: float
+    lost: float  # prompts that miss their TTFT because this one passes them
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +67,15 @@ class _Placement:
     decode: Candidate | None
     predicted: Prediction
     score: float
-    seconds: float  # predicted from now to the last token
+    used: float  # of its objectives, or seconds (Prediction.used)
 
     def told(self) -> Considered:
         decode = self.decode.status.name if self.decode is not None else ""
         return Considered(self.prefill.status.name, decode, self.predicted, self.score)
+
+    def spread(self, demand: Demand) -> tuple[int, int]:
+        """Orders near ties, for each request otherwise."""
+        return spread(demand, self.decode) if self.decode is not None else 0, spread(demand, self.prefill)
 
 
 class Goodput:
@@ -81,17 +88,17 @@ class Goodput:
         self.fallback = PrefixAware()
 
     def choose(self, demand: Demand, view: FleetView, now: float) -> Decision | None:
-        if any(worker.cost is None for worker in view.decode) or any(worker.cost is None for worker in view.prefill):
-            return self.fallback.choose(demand, view, now)
-        placements = self._placements(demand, view, now)
+        costs = KnownCosts((*view.decode, *view.prefill))
+        search = _Search(demand, view, now, costs, self.calibration, demand.turn(now))
+        placements = search.placements() if costs.known else []
         if not placements:
             return self.fallback.choose(demand, view, now)
         best = max(placed.score for placed in placements)
         near = [placed for placed in placements if placed.score >= best - SCORE_BAND * demand.weight]
-        quickest = min(placed.seconds for placed in near)
-        tied = [placed for placed in near if placed.seconds <= quickest * (1 + TIME_BAND)]
-        chosen = min(tied, key=lambda placed: self._spread(demand, placed))
-        others = nsmallest(KEPT - 1, (p for p in placements if p is not chosen), key=lambda p: (-p.score, p.seconds))
+        least = min(placed.used for placed in near)
+        tied = [placed for placed in near if placed.used <= least * (1 + USED_BAND)]
+        chosen = min(tied, key=lambda placed: placed.spread(demand))
+        others = nsmallest(KEPT - 1, (p for p in placements if p is not chosen), key=lambda p: (-p.score, p.used))
         reason = "slo" if len(near) < len(placements) else "tie" if len(tied) > 1 else "quickest"
         considered = tuple(placed.told() for placed in (chosen, *others))
         return Decision(chosen.decode, chosen.prefill, reason, chosen.predicted, considered)
@@ -101,92 +108,108 @@ class Goodput:
         if predicted is None:
             return
         if ttft is not None and decision.prefill is not None:
-            self.calibration.first_token(decision.prefill.status.instance, predicted.queue + predicted.prefill, ttft)
+            raw = predicted.queue + predicted.prefill
+            self.calibration.first_token(decision.prefill.status.instance, raw, ttft, predicted.urgency)
         if tpot is not None and decision.decode is not None:
             self.calibration.further_tokens(decision.decode.status.instance, predicted.token, tpot)
 
-    def _spread(self, demand: Demand, placed: _Placement) -> tuple[int, int]:
-        decode = spread(demand, placed.decode) if placed.decode is not None else 0
-        return decode, spread(demand, placed.prefill)
 
-    # ---- what is looked at -----------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """One request's placements among the workers of a view."""
 
-    def _placements(self, demand: Demand, view: FleetView, now: float) -> list[_Placement]:
+    demand: Demand
+    view: FleetView
+    now: float
+    costs: KnownCosts
+    calibration: Calibration
+    turn: tuple[int, float]  # what workers order their queues by
+
+    def placements(self) -> list[_Placement]:
         """The shortlisted placements, on workers whose device holds the whole text and that have room, if any do."""
-        quick = quickest_prompts(demand, view.prefill, now, 2 * SHORTLIST)
-        firsts = [self._first(demand, worker, now) for worker in quick]
+        demand, view, now, costs = self.demand, self.view, self.now, self.costs
+        firsts = [self._first(worker) for worker in quickest_prompts(demand, view.prefill, costs, now, 2 * SHORTLIST)]
         if not view.decode:
-            return [self._alone(demand, first) for first in firsts]
+            return [self._alone(first) for first in firsts]
         able = roomy(demand, view.decode)
-        split = quickest_steps([worker for worker in able if not worker.prefills], SHORTLIST)
-        mixed = quickest_texts(demand, [worker for worker in able if worker.prefills], now, SHORTLIST)
+        split = quickest_steps([worker for worker in able if not worker.prefills], costs, SHORTLIST)
+        mixed = quickest_texts(demand, [worker for worker in able if worker.prefills], costs, now, SHORTLIST)
         found = []
         for decode in (*split, *mixed):
-            further = self._further(demand, decode)
-            beside = self._firsts_for(demand, view, decode, firsts, now)
-            found += [self._pair(demand, view, first, further) for first in beside]
+            further = self._further(decode)
+            found += [self._pair(first, further) for first in self._firsts_for(decode, firsts)]
         return found
 
-    def _firsts_for(
-        self, demand: Demand, view: FleetView, decode: Candidate, firsts: Sequence[_FirstToken], now: float
-    ) -> list[_FirstToken]:
+    def _firsts_for(self, decode: Candidate, firsts: Sequence[_FirstToken]) -> list[_FirstToken]:
         """The quickest prefills for a decode by this worker: its own where it prefills too, and some others."""
-        instance, pairing = decode.status.instance, decode.status.pairing
+        instance, pairing, view = decode.status.instance, decode.status.pairing, self.view
         found = []
         for first in firsts:
             status = first.worker.status
             apart = first.worker is not decode and not (decode.prefills and first.worker.decodes)
-            if apart and status.pairing == pairing and view.links.allows(status.instance, instance, now):
+            if apart and status.pairing == pairing and view.links.allows(status.instance, instance, self.now):
                 found.append(first)
             if len(found) == SHORTLIST:
                 break
         if decode.prefills and decode in view.prefill:
-            found.append(self._first(demand, decode, now, own=True))
+            found.append(self._first(decode, own=True))
         if found:
             return found
-        return [self._first(demand, worker, now) for worker in view.prefills_for(decode, now)[:SHORTLIST]]
+        return [self._first(worker) for worker in view.prefills_for(decode, self.now)[:SHORTLIST]]
 
     # ---- what is predicted -----------------------------------------------------------------------------------------
 
-    def _first(self, demand: Demand, worker: Candidate, now: float, *, own: bool = False) -> _FirstToken:
+    def _first(self, worker: Candidate, *, own: bool = False) -> _FirstToken:
         """The prompt at this worker; `own`: it decodes there too, and its TPOT objective holds prompts back."""
-        cost, tpot_ms = worker.cost, demand.slo.tpot_ms
-        assert cost is not None
-        queue = queue_seconds(worker, now)
+        demand, cost = self.demand, self.costs.of(worker)
         start = demand.tokens - demand.uncached(worker)
-        objective = tpot_ms / 1e3 if own and tpot_ms is not None else None
+        objective = demand.slo.tpot_ms / 1e3 if own and demand.slo.tpot_ms is not None else None
         compute = prompt_seconds(worker, cost, start, demand.tokens, objective)
-        drift = self.calibration.first(worker.status.instance)
+        prompt = QueuedPrompt(*self.turn, compute)
+        queue = queue_seconds(worker, cost, prompt, self.now)
+        drift = self.calibration.first(worker.status.instance, urgency_of(demand.slo))
         added, ttft = cost.added_seconds(start, demand.tokens), (queue + compute) * drift.factor
-        return _FirstToken(worker, queue, compute, added, ttft, drift.error)
+        lost = queued_lost(worker, cost, prompt, drift, self.now)
+        return _FirstToken(worker, queue, compute, added, ttft, drift.error, lost)
 
-    def _further(self, demand: Demand, worker: Candidate) -> _FurtherTokens:
+    def _further(self, worker: Candidate) -> _FurtherTokens:
         """A decode at this worker, beside the prompts it computes."""
-        cost = worker.cost
-        assert cost is not None
-        step, now = step_seconds(worker, cost, demand.tokens, max(2, demand.output)), worker.step_seconds
+        demand, cost = self.demand, self.costs.of(worker)
+        step, now = step_seconds(worker, cost, demand.tokens, max(2, demand.output)), cost.seconds(worker.decode_load)
         chunk = min(demand.tokens, chunk_tokens(worker, cost, 0, None)) if worker.prompt_share else 0
         token, before = (token_seconds(worker, cost, each, chunk) for each in (step, now))
         drift = self.calibration.further(worker.status.instance)
         lost = others_lost(worker, before * drift.factor, token * drift.factor, drift.error)
         return _FurtherTokens(worker, step, token, before, drift.factor, drift.error, lost)
 
-    def _alone(self, demand: Demand, first: _FirstToken) -> _Placement:
+    def _alone(self, first: _FirstToken) -> _Placement:
         """A request that needs no decode."""
-        predicted = Prediction(first.queue, first.compute, 0.0, 0.0, 0.0, first.ttft, 0.0, first.error)
-        score = demand.weight * predicted.attainment(Slo(), demand.first_token_in)
+        demand = self.demand
+        urgency = urgency_of(demand.slo)
+        predicted = Prediction(first.queue, first.compute, 0.0, 0.0, 0.0, first.ttft, 0.0, first.error, urgency=urgency)
+        score = demand.weight * predicted.attainment(Slo(), demand.first_token_in) - first.lost
         return _Placement(first.worker, None, predicted, score, first.ttft)
 
-    def _pair(self, demand: Demand, view: FleetView, first: _FirstToken, further: _FurtherTokens) -> _Placement:
-        prefill, decode = first.worker, further.worker
+    def _pair(self, first: _FirstToken, further: _FurtherTokens) -> _Placement:
+        prefill, decode, demand = first.worker, further.worker, self.demand
         output, transfer, lost, factor = max(2, demand.output), 0.0, further.lost, further.factor
         if prefill is decode:
             after = further.token + first.added / output  # what its prompt adds to their steps
             lost = others_lost(decode, further.before * factor, after * factor, further.error)
         else:
-            transfer = view.links.seconds(prefill.status.instance, decode.status.instance, demand.tokens)
+            transfer = self.view.links.seconds(prefill.status.instance, decode.status.instance, demand.tokens)
         token = further.token + transfer / (output - 1)
-        tpot, error = token * factor, max(first.error, further.error)
-        predicted = Prediction(first.queue, first.compute, transfer, further.step, token, first.ttft, tpot, error)
-        score = demand.weight * predicted.attainment(demand.slo, demand.first_token_in) - lost
-        return _Placement(prefill, decode, predicted, score, first.ttft + tpot * max(0, demand.output - 1))
+        predicted = Prediction(
+            queue=first.queue,
+            prefill=first.compute,
+            transfer=transfer,
+            step=further.step,
+            token=token,
+            ttft=first.ttft,
+            tpot=token * factor,
+            error=first.error,
+            tpot_error=further.error,
+            urgency=urgency_of(demand.slo),
+        )
+        score = demand.weight * predicted.attainment(demand.slo, demand.first_token_in) - lost - first.lost
+        return _Placement(prefill, decode, predicted, score, predicted.used(demand.slo, demand.output))

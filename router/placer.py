@@ -243,7 +243,7 @@ class Placer:
             return Placed(decision, None)
         seconds = decision.predicted.prefill if decision.predicted is not None else 0.0
         work = Dispatched(prompt_tokens=demand.uncached(decision.prefill), prompt_seconds=seconds)
-        return Placed(decision, self.fleet.reserve(decision.prefill, work))
+        return Placed(decision, self.fleet.reserve(decision.prefill, work, demand.turn(self.fleet.clock())))
 
     async def choose_prefill(self, state: RequestState, lease: RouterLease, avoid: set[str]) -> Placed:
         """Who prefills for this lease; waits for a worker that can. Raises Unavailable, or what ends the lease."""
@@ -369,6 +369,7 @@ class Placer:
             cached=cached,
             slo=request.slo,
             weight=self.service_class(state).weight,
+            priority=request.priority,
             first_token_in=state.first_token_in(now),
             session=request.session,
             salt=state.salt,

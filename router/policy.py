@@ -17,6 +17,7 @@ from serving.messages import Build, Slo
 
 SLOW_LOAD = 0.25  # of its room, that a slow worker is ranked by as if it were taken
 SLOW_FACTOR = 2.0  # that work weighs at a slow worker
+UNHURRIED = 10.0  # seconds after which a prompt without a TTFT objective is taken to be due (prefill.ordering)
 IN_USE_WEIGHT = 1 / 8  # of a token of KV in use, which every decode step reads, against a prompt token to compute
 
 
@@ -35,12 +36,17 @@ class Demand:
     slo: Slo = field(default_factory=Slo)
     first_token_in: float | None = None  # seconds left of the TTFT objective; None without one
     weight: float = 1.0  # of its service class
+    priority: int = 0  # smaller goes first in a worker's queue
     session: str = ""  # requests that name the same one belong together
     salt: int = 0  # of the request: spreads near ties
 
     def uncached(self, worker: Candidate) -> int:
         """Tokens this worker would have to compute."""
         return self.tokens - self.cached.get(worker.status.instance, 0)
+
+    def turn(self, now: float) -> tuple[int, float]:
+        """What a worker orders its queue by (prefill.ordering): the priority, and when the first token is due."""
+        return self.priority, now + (UNHURRIED if self.first_token_in is None else self.first_token_in)
 
     def streams(self, worker: Candidate) -> bool:
         """True if the worker's device cannot hold all tokens: every step would read some KV from host memory."""

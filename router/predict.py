@@ -7,15 +7,21 @@ has work.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 
-from router.candidate import Candidate
-from serving.messages import TPOT_BINS_MS, Slo
+from router.calibration import Drift
+from router.candidate import Candidate, QueuedPrompt
+from serving.messages import TPOT_BINS_MS, Role, Slo
 from serving.step_cost import StepCost, StepLoad
 
 LEAST_CHUNK = 16  # prompt tokens that a step computes at least, however little slack there is
 LEAST_ERROR = 0.05  # of a prediction: nothing is known better
+LATE_SHARE = 0.5  # of what a late prompt takes that one in a hurry is kept waiting by
+SPARE = 2.0  # times what a late prompt takes: one that is due after that lets it go first
+GUESSED_ERROR = 0.5  # of a step cost that is taken from other workers
 
 _OBJECTIVES = [sum(bounds) / 2e3 for bounds in pairwise((0.0, *TPOT_BINS_MS))]  # seconds: the middle of each bin
 
@@ -25,7 +31,8 @@ class Prediction:
     """Seconds. The handoff delays the second token, so `transfer` counts in `token`.
 
     `ttft` is `queue` and `prefill`, corrected by what such predictions came to; `tpot` is `token`, corrected likewise.
-    `error` is the standard deviation of ln(observed / predicted).
+    `error` and `tpot_error` are the standard deviations of ln(observed / predicted); `urgency` is whose errors TTFT's
+    are (router.calibration).
     """
 
     queue: float
@@ -36,6 +43,8 @@ class Prediction:
     ttft: float
     tpot: float
     error: float
+    tpot_error: float = LEAST_ERROR
+    urgency: int = 0
 
     def attainment(self, slo: Slo, first_token_in: float | None) -> float:
         """The chance that both objectives are met, taking the two errors for independent.
@@ -43,7 +52,16 @@ class Prediction:
         `first_token_in` is what is left of the TTFT objective, in seconds.
         """
         ttft = 1.0 if first_token_in is None else within(first_token_in, self.ttft, self.error)
-        return ttft if slo.tpot_ms is None else ttft * within(slo.tpot_ms / 1e3, self.tpot, self.error)
+        return ttft if slo.tpot_ms is None else ttft * within(slo.tpot_ms / 1e3, self.tpot, self.tpot_error)
+
+    def used(self, slo: Slo, output: int) -> float:
+        """How much of both objectives it takes, 1 for all of one; seconds to the last token where one is not stated.
+
+        Seconds alone would let a queue of a whole TTFT objective pass for a few per cent of a long answer.
+        """
+        if slo.ttft_ms and slo.tpot_ms:
+            return 1e3 * (self.ttft / slo.ttft_ms + self.tpot / slo.tpot_ms)
+        return self.ttft + self.tpot * max(0, output - 1)
 
 
 def within(limit: float, predicted: float, error: float) -> float:
@@ -57,9 +75,85 @@ def within(limit: float, predicted: float, error: float) -> float:
     return 0.5 * (1.0 + math.erf(math.log(limit / predicted) / (max(error, LEAST_ERROR) * math.sqrt(2.0))))
 
 
-def queue_seconds(worker: Candidate, now: float) -> float:
-    """Until the prompts that are there now are computed."""
-    return max(0.0, worker.prompts_left_at - now)
+class KnownCosts:
+    """The step costs of some workers. One that reports none is taken for one like the others of its role.
+
+    `known` is False where nobody reports any: then there is nothing to predict with.
+    """
+
+    __slots__ = ("_typical", "known")
+
+    def __init__(self, workers: Sequence[Candidate]):
+        blind = {worker.status.role for worker in workers if worker.cost is None}
+        self._typical: dict[Role, StepCost] = {}
+        self.known = bool(workers)
+        if not blind:
+            return
+        seen = [(worker.status.role, worker.cost) for worker in workers if worker.cost is not None]
+        self.known = bool(seen)
+        for role in blind if seen else ():
+            alike = [cost for other, cost in seen if other == role]
+            self._typical[role] = typical(alike or [cost for _, cost in seen])
+
+    def of(self, worker: Candidate) -> StepCost:
+        return worker.cost or self._typical[worker.status.role]
+
+
+def typical(costs: Sequence[StepCost]) -> StepCost:
+    """The median of each coefficient, which is nothing that these workers have measured themselves."""
+    return StepCost(
+        fixed=median(cost.fixed for cost in costs),
+        token=median(cost.token for cost in costs),
+        pair=median(cost.pair for cost in costs),
+        sequence=median(cost.sequence for cost in costs),
+        context=median(cost.context for cost in costs),
+        error=max(GUESSED_ERROR, *(cost.error for cost in costs)),
+    )
+
+
+def backlog_seconds(worker: Candidate, cost: StepCost, now: float) -> float:
+    """Until the prompts that are there now are computed; a worker that predicts nothing says how many tokens wait."""
+    left = max(0.0, worker.prompts_left_at - now)
+    return left if worker.cost is not None else max(left, cost.token * worker.queued_tokens)
+
+
+def queue_seconds(worker: Candidate, cost: StepCost, prompt: QueuedPrompt, now: float) -> float:
+    """Until this prompt is begun: the backlog, but for the share of it that the prompt passes.
+
+    A worker computes first what is due first, and last what is late already (prefill.ordering). The router knows that
+    of the prompts it has sent; what others have sent is taken to be spread likewise. What is late counts all the same
+    for a prompt that has time to spare, and by a part for one in a hurry: steps that have begun with it, and steps that
+    have room, go on with it. So a worker that is behind is given less until it has caught up.
+    """
+    left = backlog_seconds(worker, cost, now)
+    if not left or not worker.queued:
+        return left
+    ahead = every = 0.0
+    for other in worker.queued:
+        every += other.seconds
+        if _before(other, prompt):
+            passed = other.due <= now and prompt.due - now <= SPARE * other.seconds
+            ahead += LATE_SHARE * other.seconds if passed else other.seconds
+    return left * ahead / every if every > 0.0 else left
+
+
+def queued_lost(worker: Candidate, cost: StepCost, prompt: QueuedPrompt, drift: Drift, now: float) -> float:
+    """How many of the prompts that wait are expected to miss their TTFT objective because this one passes them."""
+    behind = [other for other in worker.queued if other.due > now and not _before(other, prompt)]
+    if not behind:
+        return 0.0
+    every = sum(other.seconds for other in worker.queued)
+    scale = drift.factor * min(1.0, backlog_seconds(worker, cost, now) / max(1e-9, every))
+    ends = scale * sum(other.seconds for other in worker.queued if other.due > now and _before(other, prompt))
+    lost, added = 0.0, drift.factor * prompt.seconds
+    for other in sorted(behind, key=lambda each: (each.priority, each.due)):
+        ends += scale * other.seconds
+        lost += within(other.due - now, ends, drift.error) - within(other.due - now, ends + added, drift.error)
+    return max(0.0, lost)
+
+
+def _before(other: QueuedPrompt, prompt: QueuedPrompt) -> bool:
+    return (other.priority, other.due) <= (prompt.priority, prompt.due)
 
 
 def chunk_tokens(worker: Candidate, cost: StepCost, start: int, tpot: float | None) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import inf
 
-from router.candidate import NOTHING, Candidate, Dispatched
+from router.candidate import NOTHING, Candidate, Dispatched, QueuedPrompt
 from serving.messages import WorkerStatus
 
 OLDEST_ECHO = 60.0  # seconds: a status that is said to be older, or from the future, carries another clock's time
@@ -45,6 +45,7 @@ class RegisteredWorker:
     busy_until: float = 0.0
     _sent: deque[tuple[float, Dispatched]] = field(default_factory=deque)
     _prompts: deque[Reservation] = field(default_factory=deque)  # sent since the status was made
+    _queued: dict[Reservation, QueuedPrompt] = field(default_factory=dict)  # sent, and without a first token
     _candidate: Candidate | None = None
 
     def __post_init__(self) -> None:
@@ -61,11 +62,14 @@ class RegisteredWorker:
         """A prompt joins the worker's queue."""
         self.busy_until = prompt.until = max(self.busy_until, prompt.at) + prompt.work.prompt_seconds
         self._prompts.append(prompt)
+        if prompt.turn is not None:
+            self._queued[prompt] = QueuedPrompt(*prompt.turn, prompt.work.prompt_seconds)
 
     def left(self, prompt: Reservation, now: float, *, computed: bool) -> None:
         """A prompt has left the queue. Those behind it are as early, or as late, as it was; one that was not computed
         spares them its own time alone.
         """
+        self._queued.pop(prompt, None)
         if prompt not in self._prompts:
             return
         place = self._prompts.index(prompt)
@@ -100,17 +104,30 @@ class RegisteredWorker:
     def candidate(self) -> Candidate:
         """The worker as policies see it, made anew when something has changed."""
         if self._candidate is None:
-            self._candidate = Candidate(self.status, self.newer, self.leases, self.made_at, self.busy_until, self.slow)
+            queued = tuple(self._queued.values())
+            self._candidate = Candidate(
+                self.status, self.newer, self.leases, self.made_at, self.busy_until, self.slow, queued
+            )
         return self._candidate
 
 
 class Reservation:
-    """Work that counts towards a worker's load from when it is decided until it is released."""
+    """Work that counts towards a worker's load from when it is decided until it is released.
 
-    def __init__(self, worker: RegisteredWorker | None, work: Dispatched, clock: Callable[[], float]):
+    `turn` is the priority of its prompt and when that is due, on the router's clock; None: not known.
+    """
+
+    def __init__(
+        self,
+        worker: RegisteredWorker | None,
+        work: Dispatched,
+        clock: Callable[[], float],
+        turn: tuple[int, float] | None = None,
+    ):
         self.worker = worker
         self.work = work
         self.clock = clock
+        self.turn = turn
         self.at = self.until = clock()  # until: when its prompt is predicted to be computed
         if worker is not None:
             worker.sent(work, self.at)

@@ -9,23 +9,27 @@ from collections.abc import Sequence
 
 from router.candidate import Candidate
 from router.policy import Demand
+from router.predict import KnownCosts, backlog_seconds
 
 
-def quickest_prompts(demand: Demand, workers: Sequence[Candidate], now: float, most: int) -> list[Candidate]:
-    """Where the prompt is likely computed first. All need a step cost."""
-    return _least(workers, _first_seconds(demand, workers, now), most)
+def quickest_prompts(
+    demand: Demand, workers: Sequence[Candidate], costs: KnownCosts, now: float, most: int
+) -> list[Candidate]:
+    """Where the prompt is likely computed first, if it passes nobody."""
+    return _least(workers, _first_seconds(demand, workers, costs, now), most)
 
 
-def quickest_steps(workers: Sequence[Candidate], most: int) -> list[Candidate]:
-    """Where a decode step is the shortest. All need a step cost."""
-    return _least(workers, [worker.step_seconds for worker in workers], most)
+def quickest_steps(workers: Sequence[Candidate], costs: KnownCosts, most: int) -> list[Candidate]:
+    """Where a decode step is the shortest."""
+    return _least(workers, _step_seconds(workers, costs), most)
 
 
-def quickest_texts(demand: Demand, workers: Sequence[Candidate], now: float, most: int) -> list[Candidate]:
-    """Where prompt and output together are likely computed first. All need a step cost."""
-    firsts, output = _first_seconds(demand, workers, now), demand.output
-    seconds = [first + output * worker.step_seconds for first, worker in zip(firsts, workers, strict=True)]
-    return _least(workers, seconds, most)
+def quickest_texts(
+    demand: Demand, workers: Sequence[Candidate], costs: KnownCosts, now: float, most: int
+) -> list[Candidate]:
+    """Where prompt and output together are likely computed first."""
+    firsts, steps = _first_seconds(demand, workers, costs, now), _step_seconds(workers, costs)
+    return _least(workers, [first + demand.output * step for first, step in zip(firsts, steps, strict=True)], most)
 
 
 def roomy(demand: Demand, workers: Sequence[Candidate]) -> Sequence[Candidate]:
@@ -35,16 +39,24 @@ def roomy(demand: Demand, workers: Sequence[Candidate]) -> Sequence[Candidate]:
     return [worker for worker in fitting if worker.load < 1.0] or fitting
 
 
-def _first_seconds(demand: Demand, workers: Sequence[Candidate], now: float) -> list[float]:
+def _first_seconds(demand: Demand, workers: Sequence[Candidate], costs: KnownCosts, now: float) -> list[float]:
     """Seconds to the first token at each worker, roughly: what waits there, and the tokens it has not cached."""
     tokens, cached = demand.tokens, demand.cached.get
     found = []
     for worker in workers:
-        cost, waits = worker.status.step_cost, worker.prompts_left_at - now
-        assert cost is not None
-        compute = cost.token * (tokens - cached(worker.status.instance, 0))
+        cost = worker.status.step_cost
+        waits = worker.prompts_left_at - now if cost is not None else backlog_seconds(worker, costs.of(worker), now)
+        compute = (cost or costs.of(worker)).token * (tokens - cached(worker.status.instance, 0))
         found.append(waits + compute if waits > 0.0 else compute)
     return found
+
+
+def _step_seconds(workers: Sequence[Candidate], costs: KnownCosts) -> list[float]:
+    """A decode step at each worker."""
+    return [
+        worker.step_seconds if worker.cost is not None else costs.of(worker).seconds(worker.decode_load)
+        for worker in workers
+    ]
 
 
 def _least(workers: Sequence[Candidate], seconds: Sequence[float], most: int) -> list[Candidate]:

@@ -17,6 +17,7 @@ from typing import TextIO
 
 from bench.goodput import SearchLimits
 from deploy.simulator import report
+from deploy.simulator.ablation import ABLATIONS, without
 from deploy.simulator.cluster import ClusterPlan
 from deploy.simulator.network import NetworkModel
 from deploy.simulator.outcomes import RateFigures, RequestOutcome
@@ -33,6 +34,14 @@ rate at which enough requests meet their objectives.
   python -m deploy.simulator --workers mixed=4
   python -m deploy.simulator --workers prefill=2,decode=2 --workload long-mixed --policy least_loaded,prefix_aware
 """
+ENGINE_FLAGS = (
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "num_kv_blocks",
+    "chunking",
+    "prefill_order",
+    "tpot_admission",
+)
 WIDTH = 24  # characters of the progress bar
 EVERY_SECONDS = 0.1
 
@@ -52,6 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seeds", type=int, default=3, metavar="N", help="seeds at every rate (default: 3)")
     add("--attainment", type=float, default=0.9, help="share that must meet both objectives (default: 0.9)")
     add("--rate-tolerance", type=float, default=0.05, help="how exactly goodput is found (default: 0.05)")
+    add("--first-rate", type=float, metavar="R", help="where the search begins; default: a guess by the profile")
     add("--ttft-ms", type=float, help="objective of every class; default: multiples of the profile's own times")
     add("--tpot-ms", type=float, help="the same, of each token after the first")
     add("--burstiness", type=float, default=1.0, help="coefficient of variation of the gaps; 1: Poisson (default: 1)")
@@ -59,6 +69,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--max-num-batched-tokens", type=int, metavar="N", help="tokens of a step; default: the profile's")
     add("--max-num-seqs", type=int, metavar="N", help="sequences of a worker; default: the profile's")
     add("--num-kv-blocks", type=int, metavar="N", help="KV blocks of a worker; default: the profile's")
+    add("--chunking", choices=("slack", "fixed"), help="as the workers' flag; default: as there")
+    add("--prefill-order", choices=("slack", "fcfs"), help="as the workers' flag; default: as there")
+    add("--tpot-admission", action=argparse.BooleanOptionalAction, help="as the workers' flag; default: as there")
+    add("--without", default="", metavar="NAME,…", help=f"also with one switched off in turn: {', '.join(ABLATIONS)}")
     add("--bandwidth", type=float, default=25.0, metavar="GB/S", help="into and out of a worker (default: 25)")
     add("--noise", type=float, default=0.05, help="of a step's time, as a logarithm (default: 0.05)")
     add("--heartbeat-interval", type=float, default=0.5, help="seconds between a worker's heartbeats (default: 0.5)")
@@ -108,11 +122,7 @@ def study_of(options: argparse.Namespace, policy: str) -> Study:
         heartbeat_interval=options.heartbeat_interval,
         of_role=profiles_of(options.role_profiles),
     )
-    given = {
-        name: getattr(options, name)
-        for name in ("max_num_batched_tokens", "max_num_seqs", "num_kv_blocks")
-        if getattr(options, name) is not None
-    }
+    given = {name: getattr(options, name) for name in ENGINE_FLAGS if getattr(options, name) is not None}
     traffic = replace(traffic_of(options.workload), burstiness=options.burstiness)
     return Study(
         plan=replace(plan, engine=replace(plan.engine, **given)),
@@ -121,6 +131,16 @@ def study_of(options: argparse.Namespace, policy: str) -> Study:
         seeds=tuple(range(options.seeds)),
         max_tokens=options.max_tokens,
     )
+
+
+def studies_of(options: argparse.Namespace) -> dict[str, Study]:
+    """Of every policy, as it is and with each thing of --without switched off. Raises ValueError."""
+    found: dict[str, Study] = {}
+    for policy in options.policy.split(","):
+        found[policy] = whole = study_of(options, policy)
+        for name in filter(None, options.without.split(",")):
+            found[f"{policy} without {name}"] = replace(whole, plan=without(whole.plan, name))
+    return found
 
 
 class SimulationProgress:
@@ -179,7 +199,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     results: list[report.PolicyResult] = []
-    studies = {policy: study_of(options, policy) for policy in options.policy.split(",")}
+    studies = studies_of(options)
     first = next(iter(studies.values()))
     print(_heading(options, first))
     progress = SimulationProgress(sys.stderr)
@@ -211,10 +231,11 @@ def _measured(
 ) -> report.PolicyResult:
     """All rates that were asked for, or those of a search."""
     result = report.PolicyResult(policy=policy)
+    wanted = options.attainment if options.rate is None else 0.0
 
     def measure(rate: float) -> RateFigures:
         progress.start(f"{policy} {rate:.2f} req/s", study.requests * len(study.seeds))
-        result.rates[rate] = study.at(rate, progress.ended)
+        result.rates[rate] = study.at(rate, progress.ended, wanted=wanted)
         progress.clear()
         return result.rates[rate]
 
@@ -223,7 +244,10 @@ def _measured(
             measure(float(rate))
         return result
     limits = SearchLimits(
-        start=study.first_rate(), attainment=options.attainment, tolerance=options.rate_tolerance, lowest=1e-3
+        start=options.first_rate or study.first_rate(),
+        attainment=options.attainment,
+        tolerance=options.rate_tolerance,
+        lowest=1e-3,
     )
     result.searched, result.goodput = True, study.goodput(limits, measure)
     return result

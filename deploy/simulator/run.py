@@ -143,12 +143,21 @@ class Study:
             for seed in self.seeds
         ]
 
-    def at(self, rate: float, ended: Callable[[RequestOutcome], None] = lambda outcome: None) -> RateFigures:
-        """What comes of one rate."""
-        runs = [
-            simulate(self.plan, arrivals, rate, seed=seed, ended=ended).outcomes
-            for seed, arrivals in zip(self.seeds, self.traces(), strict=True)
-        ]
+    def at(
+        self,
+        rate: float,
+        ended: Callable[[RequestOutcome], None] = lambda outcome: None,
+        *,
+        wanted: float = 0.0,
+    ) -> RateFigures:
+        """What comes of one rate. No more seeds are run once the share `wanted` cannot be attained any more."""
+        runs: list[list[RequestOutcome]] = []
+        spare = (1.0 - wanted) * self.requests * len(self.seeds)  # requests that may miss their objectives
+        for seed, arrivals in zip(self.seeds, self.traces(), strict=True):
+            runs.append(simulate(self.plan, arrivals, rate, seed=seed, ended=ended).outcomes)
+            spare -= sum(not outcome.met for outcome in runs[-1])
+            if spare < -0.5:
+                break
         return figures(rate, runs)
 
     def goodput(self, limits: SearchLimits, measured: Callable[[float], RateFigures]) -> float | None:

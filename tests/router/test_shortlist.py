@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from router.candidate import Candidate, Dispatched
 from router.goodput import SHORTLIST, Goodput
 from router.policy import Demand
+from router.predict import KnownCosts
 from router.shortlist import quickest_prompts, quickest_steps, quickest_texts, roomy
 from serving.messages import Role
 from serving.step_cost import StepCost
@@ -51,12 +52,12 @@ def step(worker: Candidate) -> float:
 @given(fleets(), st.integers(0, 5), st.integers(1, 900), st.data())
 def test_the_best_few_by_plain_sorting(workers: list[Candidate], most: int, tokens: int, data: st.DataObject) -> None:
     cached = {worker.status.instance: data.draw(st.integers(0, tokens - 1)) for worker in workers[::2]}
-    demand = Demand(tokens=tokens, output=20, cached=cached)
+    demand, costs = Demand(tokens=tokens, output=20, cached=cached), KnownCosts(workers)
 
-    assert quickest_prompts(demand, workers, NOW, most) == sorted(workers, key=lambda w: first(demand, w))[:most]
-    assert quickest_steps(workers, most) == sorted(workers, key=step)[:most]
+    assert quickest_prompts(demand, workers, costs, NOW, most) == sorted(workers, key=lambda w: first(demand, w))[:most]
+    assert quickest_steps(workers, costs, most) == sorted(workers, key=step)[:most]
     texts = sorted(workers, key=lambda w: first(demand, w) + 20 * step(w))[:most]
-    assert quickest_texts(demand, workers, NOW, most) == texts
+    assert quickest_texts(demand, workers, costs, NOW, most) == texts
     fitting = [worker for worker in workers if not demand.streams(worker)] or workers
     assert roomy(demand, workers) == ([worker for worker in fitting if worker.load < 1.0] or fitting)
 
