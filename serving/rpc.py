@@ -27,6 +27,7 @@ from serving.wire import error_from_pb, error_to_pb
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE = 256 << 20  # bytes; the largest message is a prompt's token ids or one KV chunk
+UNANSWERED_MS = 15_000  # a peer that answers no ping for so long is gone; one that was stopped for 10 s is not
 LONGEST_MESSAGE = 2000  # bytes of an error: it travels in headers, escaped, and gRPC drops those over 16 KB
 _ERROR_KEY = "millrace-error-bin"
 _AUTH_KEY = "authorization"
@@ -34,7 +35,8 @@ _OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE),
     ("grpc.max_receive_message_length", MAX_MESSAGE),
     ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", UNANSWERED_MS),
+    ("grpc.http2.ping_timeout_ms", UNANSWERED_MS),  # a minute by default, whatever the line above says
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
