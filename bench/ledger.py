@@ -37,6 +37,7 @@ class Trial:
     met: int
     kinds: Mapping[str, Sequence[int]] = field(default_factory=dict)
     errors: Mapping[str, int] = field(default_factory=dict)
+    examples: Mapping[str, str] = field(default_factory=dict)  # what was said of one of each kind
     metrics: Mapping[str, float] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     stopped: bool = False

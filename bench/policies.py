@@ -151,6 +151,7 @@ class Referee:
 
     def _line(self, race: Race, trial: Trial, until: float) -> str:
         share = f"{attainment([trial]):6.1%}" + (" and given up" if trial.stopped else "")
+        share += "".join(f", {count} {kind}" for kind, count in trial.errors.items())
         found = race.standing()
         between = f"goodput {number(found.rate)} to {number(found.failing)}"
         left = max(0.0, until - time.monotonic()) / 60

@@ -176,6 +176,7 @@ def trial_of(run: Run, mixture: Mixture, key: TrialKey, *, commit: str = "") -> 
         met=sum(map(mixture.met, ended)),
         kinds=kinds,
         errors=dict(summary.errors),
+        examples=dict(summary.examples),
         metrics={name: summary.metrics[name] for name in KEPT_METRICS if name in summary.metrics},
         warnings=summary.warnings,
         stopped=bool(run.stopped),
