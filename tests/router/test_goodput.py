@@ -343,7 +343,7 @@ async def test_the_router_knows_the_prompts_it_has_sent_until_their_first_token(
     world.fleet.heartbeat(entry.status)
     assert entry.candidate.queued == (QueuedPrompt(3, 7.0, 0.5),), "a heartbeat does not say that it is computed"
     reserved.release()
-    assert entry.candidate.queued == ()
+    assert list(entry.candidate.queued) == []
     await world.fleet.close()
 
 
