@@ -89,7 +89,7 @@ class Goodput:
 
     def choose(self, demand: Demand, view: FleetView, now: float) -> Decision | None:
         costs = KnownCosts((*view.decode, *view.prefill))
-        search = _Search(demand, view, now, costs, self.calibration, demand.turn(now))
+        search = PlacementSearch(demand, view, now, costs, self.calibration, demand.turn(now))
         placements = search.placements() if costs.known else []
         if not placements:
             return self.fallback.choose(demand, view, now)
@@ -115,7 +115,7 @@ class Goodput:
 
 
 @dataclass(frozen=True, slots=True)
-class _Search:
+class PlacementSearch:
     """One request's placements among the workers of a view."""
 
     demand: Demand

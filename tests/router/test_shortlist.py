@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.calibration import Calibration
 from router.candidate import Candidate, Dispatched
-from router.goodput import SHORTLIST, Goodput
+from router.goodput import SHORTLIST, PlacementSearch
 from router.policy import Demand
 from router.predict import KnownCosts
 from router.shortlist import quickest_prompts, quickest_steps, quickest_texts, roomy
@@ -71,6 +72,7 @@ def test_as_many_placements_are_predicted_for_hundreds_of_workers_as_for_a_few()
             Candidate(make_status(f"{role}-{number}", role, step_cost=cost)) for role in Role for number in range(each)
         ]
         demand = Demand(tokens=100)
-        return len(Goodput()._placements(demand, lease_view(demand, workers), 0.0))
+        view, costs = lease_view(demand, workers), KnownCosts(workers)
+        return len(PlacementSearch(demand, view, 0.0, costs, Calibration(), demand.turn(0.0)).placements())
 
     assert considered(100) == considered(2 * SHORTLIST) <= 2 * SHORTLIST * (SHORTLIST + 1)

@@ -1,0 +1,121 @@
+"""What is learned for predictions: corrections, link costs, output lengths."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.calibration import MOST_WORKERS, Calibration
+from router.goodput import Goodput
+from router.link_costs import LinkCosts
+from router.output_lengths import OutputLengths
+from router.predict import (
+    within,
+)
+from tests.router.test_goodput import choose, wanting, worker
+
+
+def test_predictions_are_corrected_by_what_came_of_them() -> None:
+    policy, slow, fast = Goodput(), worker("slow"), worker("fast")
+    for _ in range(100):
+        for each, factor in ((slow, 2.0), (fast, 1.0)):
+            decision = choose(wanting(), each, policy=policy)
+            predicted = decision.predicted
+            assert predicted is not None
+            raw = predicted.queue + predicted.prefill
+            policy.observed(decision, ttft=raw * factor, tpot=predicted.token * factor)
+    decision = choose(wanting(), slow, fast, policy=policy)
+    assert decision.decode is fast
+    told = {placed.decode: placed.predicted for placed in decision.considered}
+    slower, quicker = told["slow"], told["fast"]
+    assert slower is not None and quicker is not None
+    assert slower.tpot / quicker.tpot == pytest.approx(2.0, rel=0.1), "so far apart is no chance"
+    assert quicker.tpot / quicker.token == pytest.approx(1.0, rel=0.1)
+
+
+@given(st.integers(0, 1000), st.integers(2, 8), st.floats(0.05, 0.2))
+@settings(max_examples=20)
+def test_workers_are_told_apart_by_what_is_no_chance(seed: int, count: int, noise: float) -> None:
+    """Observations come in runs of ten alike. Nobody is farther from all than it seemed; one that is slow is slow."""
+    drawn = random.Random(seed)
+    known, names = Calibration(), [f"w{n}" for n in range(count)]
+
+    def observe(factors: dict[str, float]) -> None:
+        for _ in range(25):
+            for name in names:
+                met = factors[name] * drawn.lognormvariate(0.0, noise)
+                for _ in range(10):
+                    known.first_token(name, 1.0, met)
+
+    observe(dict.fromkeys(names, 1.2))
+    every = known._first[0]._all.mean
+    for name in names:
+        assert abs(known.first(name).mean - every) <= abs(known._first[0]._own[name].mean - every) + 1e-9
+    observe({name: 3.0 if name == "w0" else 1.0 for name in names})
+    assert known.first("w0").factor > 1.5 * max(known.first(name).factor for name in names[1:])
+
+
+def test_equal_workers_keep_one_factor() -> None:
+    """Of 60 fleets of four, in few does chance tell any worker apart by more than a few per cent."""
+    drawn, apart = random.Random(7), 0
+    for _ in range(60):
+        known, names = Calibration(), list("abcd")
+        for _ in range(20):
+            for name in names:
+                met = drawn.lognormvariate(0.0, 0.25)
+                for _ in range(10):
+                    known.further_tokens(name, 1.0, met)
+        factors = [known.further(name).factor for name in names]
+        apart += max(factors) / min(factors) > 1.03
+    assert apart <= 18
+
+
+def test_what_is_beyond_numbers_has_no_chance() -> None:
+    assert within(1.0, float("inf"), 0.3) == within(1.0, float("nan"), 0.3) == within(1e-300, 1e300, 0.3) == 0.0
+
+
+def test_workers_without_number_take_bounded_memory() -> None:
+    known = Calibration()
+    for n in range(10_000):
+        known.first_token(str(n), 1.0, 2.0)
+    assert len(known._first[0]._own) == MOST_WORKERS and known.first("9999").count == 1
+
+
+def test_one_strange_observation_does_not_decide() -> None:
+    known = Calibration()
+    for _ in range(50):
+        known.first_token("w", 1.0, 1.0)
+    known.first_token("w", 1.0, 1e6)
+    assert known.first("w").factor < 1.2
+    known.first_token("w", 0.0, 1.0)
+    known.first_token("w", 1.0, 0.0)
+    for n in range(5000):
+        known.further_tokens(f"w{n}", 1.0, 1.0)
+    assert len(known._further._own) <= MOST_WORKERS
+
+
+def test_links_learn_what_their_handoffs_cost() -> None:
+    links = LinkCosts()
+    for n in range(200):
+        tokens = 100 + 37 * n % 3000
+        links.observed("p", "d", tokens, 0.05 + 1e-4 * tokens)
+    assert links.seconds("p", "d", 1000) == pytest.approx(0.15, rel=0.05)
+    assert links.seconds("p", "d", 0) == pytest.approx(0.05, rel=0.2)
+    assert links.seconds("q", "d", 1000) == pytest.approx(0.15, rel=0.05), "what all have is the best guess"
+    links.retain({"q", "d"})
+    for _ in range(100):
+        links.observed("q", "d", 500, -1.0)
+    assert links.seconds("q", "d", 500) == pytest.approx(0.0, abs=0.01)
+
+
+def test_expected_outputs_follow_the_class() -> None:
+    lengths = OutputLengths()
+    assert lengths.expected("chat", 0, 1000) == 128 and lengths.expected("chat", 0, 10) == 10
+    for _ in range(50):
+        lengths.ended("chat", 40)
+    assert lengths.expected("chat", 0, 1000) == pytest.approx(40, abs=3)
+    assert 1 <= lengths.expected("chat", 200, 1000) <= 50
+    assert lengths.expected("other", 0, 1000) == 128
