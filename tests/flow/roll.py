@@ -62,7 +62,7 @@ class Roll:
         held = self.services.held
         say(
             f"{how.name} of a router: its leases are free after",
-            await seconds_until(lambda: sum(held().values()) <= 3, 30.0, "its leases are free"),
+            await seconds_until(lambda: sum(held().values()) <= 3, 60.0, "its leases are free"),
         )
         if how is signal.SIGKILL:
             first.process.wait()
@@ -144,9 +144,9 @@ async def main(rounds: int, streams: int) -> None:
         with Services(model, 2, ("prefill", "decode", "mixed"), *flags_of(blocks=4096)) as services:
             async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=200)) as client:
                 run = Roll(services, client, model)
+                await run.roll(rounds, streams)
                 await run.lose_a_router(signal.SIGKILL)
                 await run.lose_a_router(signal.SIGSTOP)
-                await run.roll(rounds, streams)
                 failed = sum(router.metric("request_failure_total") for router in services.routers)
                 say("requests that failed at a router", f"{failed:g}")
                 say("texts compared: exact, and not", f"{run.exact}, {run.wrong}")
