@@ -50,9 +50,9 @@ def test_the_cluster_serves_without_it(name: str) -> None:
 def test_without_affinity_the_router_knows_of_no_prefix() -> None:
     async def known(loop: VirtualLoop, plan: ClusterPlan) -> int:
         async with SimulatedCluster(plan, ScriptedTexts(), 0) as cluster:
-            assert cluster.fleet.prefixes is not None
-            cluster.fleet.prefixes.stored("mixed-0-life", [bytes([n]) * 32 for n in range(40)])
-            return sum(cluster.fleet.prefixes.match([bytes([n]) * 32 for n in range(40)]).values())
+            assert cluster.fleets[0].prefixes is not None
+            cluster.fleets[0].prefixes.stored("mixed-0-life", [bytes([n]) * 32 for n in range(40)])
+            return sum(cluster.fleets[0].prefixes.match([bytes([n]) * 32 for n in range(40)]).values())
 
     assert run_virtually(lambda loop: known(loop, PLAN)) == 40
     assert run_virtually(lambda loop: known(loop, without(PLAN, "affinity"))) == 0
