@@ -12,8 +12,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.ready
-# Flow tests in one process, all others in another (tests/conftest.py).
-PROCESSES := --numprocesses 2
+# Tests of real servers in one process, all others in another (tests/conftest.py).
+PROCESSES := --numprocesses 2 --no-loadscope-reorder
 
 .PHONY: help setup serve test test-fast check bench proto docs clean
 .DEFAULT_GOAL := help

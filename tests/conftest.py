@@ -2,12 +2,15 @@
 
 Threads of torch that have nothing to do sleep: spinning, they would take the cores from the test beside them.
 `--hypothesis-profile=fast`, as `make test-fast` asks for, tries few examples, whatever number a test asks for itself.
-Two processes of pytest-xdist share a run: one has all flow tests, the other begins with the rest.
+Two processes of pytest-xdist share a run: one has all tests of real servers, the other begins with the rest.
 """
 
 from __future__ import annotations
 
 import os
+import re
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -16,6 +19,9 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 FEW = 15
+ROOT = Path(__file__).parents[1]
+FLOW = ROOT / "tests" / "flow"
+REAL_SERVERS = re.compile(r"from tests\.flow\.(server|services|chaos)\b")
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is first imported, here and in child processes
 
@@ -38,14 +44,26 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.__init__ = few  # type: ignore[method-assign]
 
 
-class FlowApart(LoadFileScheduling):
-    """Gives a file's tests to one process, and all flow tests to one: two at a time would measure each other."""
+@cache
+def starts_processes(file: Path) -> bool:
+    """True for the flow tests of real servers, which wait much and would measure each other."""
+    return file.parent == FLOW and REAL_SERVERS.search(file.read_text()) is not None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # of pytest-xdist: the longest first
+        first = {file: starts_processes(file) for file in {item.path for item in items}}
+        items.sort(key=lambda item: not first[item.path])
+
+
+class ProcessesApart(LoadFileScheduling):
+    """Gives a file's tests to one process, and all that start servers to the same one."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = super()._split_scope(nodeid)
-        return "tests/flow" if file.startswith("tests/flow/") else file
+        file: str = super()._split_scope(nodeid)
+        return "processes" if starts_processes(ROOT / file) else file
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FlowApart:
-    return FlowApart(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ProcessesApart:
+    return ProcessesApart(config, log)
