@@ -17,26 +17,29 @@ from serving.step_cost import StepCost, StepLoad
 HORIZON = 256  # tokens that each sequence is taken to grow by, or as many as it may
 DECODE_SHARE = 0.9  # of the tightest TPOT that steps may take by the model: it errs
 MIXED_SHARE = 0.75  # where steps have prompts to compute too
+LATELY = 30.0  # seconds that room is kept for more important requests like those that came
+MOST_REMEMBERED = 32  # kinds of them
 
 
 class LeaseBound(Protocol):
     """Refuses leases beside those that are held."""
 
-    def check(self, order: LeaseOrder, held: Collection[SequenceState]) -> None:
+    def check(self, order: LeaseOrder, held: Collection[SequenceState], now: float) -> None:
         """Raises NoRoom."""
 
 
 class Unbound(LeaseBound):
-    def check(self, order: LeaseOrder, held: Collection[SequenceState]) -> None:
+    def check(self, order: LeaseOrder, held: Collection[SequenceState], now: float) -> None:
         """Every lease is welcome."""
 
 
 class TpotBound(LeaseBound):
     """A lease is refused where the step of all leases, their KV grown, takes more than `share` of the tightest TPOT.
 
-    The tightest is that of the sequences no less important than the new one, and its own. Objectives count that can be
-    met: not those missed already, nor those that this worker could not meet for the sequence alone. A worker that holds
-    nothing refuses nobody, and a text that has begun is never refused: to move it costs more than a slow token.
+    The tightest is that of the sequences no less important than the new one, its own, and that of more important ones
+    that have come lately: the next of them finds room at once. Objectives count that can be met: not those missed
+    already, nor those that this worker could not meet for the sequence alone. A worker that holds nothing refuses
+    nobody, and a text that has begun is never refused: to move it costs more than a slow token.
 
     Where `prompts` are computed here only what decodes counts: chunks by slack hold the others back until there is
     room, and by their due times, which a queue elsewhere might not.
@@ -46,17 +49,23 @@ class TpotBound(LeaseBound):
         self.cost = cost
         self.share = share
         self.prompts = prompts
+        self._lately: dict[tuple[int, float], float] = {}  # by priority and TPOT objective: when it was last asked for
 
-    def check(self, order: LeaseOrder, held: Collection[SequenceState]) -> None:
+    def check(self, order: LeaseOrder, held: Collection[SequenceState], now: float) -> None:
         model = self.cost()
         if self.prompts:
             held = [seq for seq in held if len(seq.tokens) > seq.start]
-        if model is None or not model.samples or order.generated or not held:
+        if model is None or not model.samples or order.generated:
             return
         request = order.request
         new = len(request.prompt) + min(HORIZON, request.sampling.max_tokens)
         own = inf if request.slo.tpot_ms is None else request.slo.tpot_ms / 1e3
-        tightest = own if _attainable(model, own, new) else inf
+        own = own if _attainable(model, own, new) else inf
+        if own < inf:
+            self._note(request.priority, own, now)
+        if not held:
+            return
+        tightest = min(own, self._kept_for(request.priority, now))
         context = new
         for seq in held:
             length = len(seq.tokens) + min(HORIZON, seq.request.sampling.max_tokens - seq.output_len)
@@ -71,6 +80,17 @@ class TpotBound(LeaseBound):
                 f" {tightest * 1e3:.0f} ms",
                 code="tpot",
             )
+
+    def _note(self, priority: int, tpot: float, now: float) -> None:
+        self._lately.pop((priority, tpot), None)
+        self._lately[priority, tpot] = now
+        if len(self._lately) > MOST_REMEMBERED:
+            del self._lately[next(iter(self._lately))]
+
+    def _kept_for(self, priority: int, now: float) -> float:
+        """The tightest TPOT that more important requests have asked for lately."""
+        found = (tpot for (other, tpot), at in self._lately.items() if other < priority and now - at < LATELY)
+        return min(found, default=inf)
 
 
 def _decoding(sequences: int, context: int) -> StepLoad:

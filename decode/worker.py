@@ -114,7 +114,7 @@ class DecodeWorker:
         held = self.sequences()
         if len(held) >= self.engine.limits.max_num_seqs:
             raise NoRoom(f"{self.identity.name} holds {len(held)} sequences, its limit", code=SEQUENCES)
-        self.bound.check(order, held)
+        self.bound.check(order, held, self.engine.clock())
         if self.turns.claimed and self.turns.others_first(session, self.table.by_session(), self.engine.clock()):
             raise NoRoom(f"{self.identity.name} keeps its room for another router, which holds less", code="turn")
         return self._hold(order, self.wanted())

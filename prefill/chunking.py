@@ -19,6 +19,9 @@ from serving.step_cost import StepCost, StepLoad
 GAP = 3.0  # TPOTs that a step lasts at most, however early a sequence is: what its reader sees as a pause
 FLOOR = 32  # prompt tokens of one step in LEAN_STEPS at least, whatever decodes
 LEAN_STEPS = 8
+HURRY_SHARE = 0.2  # of a more important TTFT objective that a step may take
+LATELY = 30.0  # seconds that steps are kept short for the next prompt like those that came
+MOST_HURRIED = 16  # priorities that are remembered
 SPARED = 2.0  # standard deviations of the model's error that slack is kept for; what is kept is not lost
 MOST_ERROR = 0.35
 
@@ -62,8 +65,9 @@ class SlackChunks(Chunking):
 
     At most the step's budget. What a sequence is early by may be used, but no step is longer than GAP of its TPOTs. One
     that has missed its objectives, or could not catch up any more, is bounded by that alone. Whatever decodes, one step
-    in LEAN_STEPS computes FLOOR tokens, so that prompts go on. Without a model, or where no running sequence has a TPOT
-    objective, it is the fixed budget.
+    in LEAN_STEPS computes FLOOR tokens, so that prompts go on. Steps of prompts that are less important than some that
+    came lately are short as well: the next of those waits for the step that runs when it comes. Without a model, or
+    where no running sequence has a TPOT objective, it is the fixed budget.
     """
 
     def __init__(self, cost: Cost):
@@ -74,12 +78,15 @@ class SlackChunks(Chunking):
         self._given = 0  # prompt tokens of this step
         self._short = False  # the step had fewer for its first prompt than it is to have now and then
         self._lean = 0  # such steps in a row
+        self._now = 0.0
+        self._hurried: dict[int, tuple[float, float]] = {}  # by priority: a TTFT objective, and when it was last seen
 
     def begin(self, plan: StepPlan, now: float) -> None:
         self._lean = self._lean + 1 if self._short else 0
-        self._seconds, self._given, self._short = inf, 0, False
-        self._model = model = self.cost()
-        if model is None or not model.samples:
+        self._seconds, self._given, self._short, self._now = inf, 0, False, now
+        model = self.cost()
+        self._model = model = model if model is not None and model.samples else None
+        if model is None:
             return
         context = new = 0
         early = tightest = inf
@@ -94,10 +101,11 @@ class SlackChunks(Chunking):
             slack = goals.origin + length * tpot - now  # Objectives.slack, spelt out: this is done for every row
             if slack < early:
                 early = slack
+        rows = len(plan.work)
+        self._load = StepLoad(new, context * new / max(1, rows), rows, context)
         if tightest == inf:
             return
         early = min(early, GAP * tightest)
-        self._load = StepLoad(new, context * new / len(plan.work), len(plan.work), context)
         alone = model.seconds(self._load)
         if early < alone:
             early = hopeful_slack(plan, now, alone)
@@ -109,9 +117,12 @@ class SlackChunks(Chunking):
         return max(FLOOR // LEAN_STEPS, self._model.chunk_within(self._seconds, 0, self._load, plan.tokens))
 
     def most(self, seq: SequenceState, plan: StepPlan) -> int:
-        if self._seconds == inf or self._model is None:
+        if self._model is None:
             return plan.tokens
-        fits = self._model.chunk_within(self._seconds, seq.computed, self._load, plan.tokens)
+        seconds = min(self._seconds, self._unhurried(seq))
+        if seconds == inf:
+            return plan.tokens
+        fits = self._model.chunk_within(seconds, seq.computed, self._load, plan.tokens)
         if self._given:
             return fits
         wanted = min(FLOOR, plan.tokens, seq.uncomputed)
@@ -120,8 +131,20 @@ class SlackChunks(Chunking):
 
     def took(self, seq: SequenceState, count: int) -> None:
         self._given += count
-        if self._seconds != inf:
+        if self._model is not None:
             self._load += StepLoad.of(seq.computed, count)
+
+    def _unhurried(self, seq: SequenceState) -> float:
+        """How long a step of this prompt may take for the sake of more important ones that come; notes its own TTFT."""
+        ttft_ms, priority = seq.request.slo.ttft_ms, seq.objectives.priority
+        if ttft_ms is not None:
+            self._hurried[priority] = ttft_ms / 1e3, self._now
+            if len(self._hurried) > MOST_HURRIED:
+                del self._hurried[max(self._hurried)]
+        if not self._hurried or min(self._hurried) >= priority:
+            return inf
+        lately = [ttft for other, (ttft, at) in self._hurried.items() if other < priority and self._now - at < LATELY]
+        return HURRY_SHARE * min(lately, default=inf)
 
 
 def hopeful_slack(plan: StepPlan, now: float, alone: float) -> float:

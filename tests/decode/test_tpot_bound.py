@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode.tpot_bound import HORIZON, LeaseBound, TpotBound
+from decode.tpot_bound import HORIZON, LATELY, MOST_REMEMBERED, LeaseBound, TpotBound
 from serving.engine.sequence import SequenceState
 from serving.errors import NoRoom
 from serving.messages import Role, Slo
@@ -33,7 +33,7 @@ def refused(
 ) -> bool:
     bound: LeaseBound = TpotBound(lambda: cost, share=1.0, prompts=prompts)
     try:
-        bound.check(make_order([1] * 10, slo=Slo(tpot_ms=tpot_ms), **fields), held)
+        bound.check(make_order([1] * 10, slo=Slo(tpot_ms=tpot_ms), **fields), held, now=0.0)
     except NoRoom as error:
         assert error.code == "tpot"
         return True
@@ -59,6 +59,30 @@ def test_its_own_objective_does_not_count_where_it_could_not_be_met_at_all() -> 
 
 def test_nobody_is_refused_by_a_worker_that_holds_nothing() -> None:
     assert not refused([], tpot_ms=1.0)
+
+
+def test_room_is_kept_for_more_important_requests_like_those_that_came_lately() -> None:
+    bound, batch = TpotBound(lambda: COST, share=1.0), [row(priority=1) for _ in range(10)]
+
+    def asks(now: float, priority: int, tpot_ms: float | None = None) -> bool:
+        try:
+            bound.check(make_order([1] * 10, slo=Slo(tpot_ms=tpot_ms), priority=priority), batch, now)
+        except NoRoom:
+            return False
+        return True
+
+    assert asks(0.0, 1), "nobody was there whom it could break"
+    assert not asks(1.0, 0, 30.0), "ten are too many for this one"
+    assert not asks(2.0, 1), "and the next of its kind is to find room"
+    assert asks(2.0, 0) and asks(2.0, -1), "but not at the cost of those as important"
+    assert not asks(LATELY + 0.9, 1) and asks(LATELY + 1.1, 1)
+
+
+def test_what_is_remembered_of_them_is_bounded() -> None:
+    bound = TpotBound(lambda: COST, share=1.0)
+    for number in range(10 * MOST_REMEMBERED):
+        bound.check(make_order([1] * 10, slo=Slo(tpot_ms=30.0 + number), priority=-number), [], now=float(number))
+    assert len(bound._lately) == MOST_REMEMBERED
 
 
 def test_a_text_that_has_begun_is_not_refused() -> None:

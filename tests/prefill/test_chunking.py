@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from decode.scheduler import DecodeScheduler
 from kvcache.blocks.manager import KVCacheManager
-from prefill.chunking import FLOOR, GAP, LEAN_STEPS, MOST_ERROR, SPARED, SlackChunks
+from prefill.chunking import (
+    FLOOR,
+    GAP,
+    HURRY_SHARE,
+    LATELY,
+    LEAN_STEPS,
+    MOST_ERROR,
+    MOST_HURRIED,
+    SPARED,
+    SlackChunks,
+)
 from prefill.scheduler import PrefillScheduler
 from serving.engine.plan import StepPlan, Work
 from serving.engine.sequence import SequenceState
@@ -55,8 +65,16 @@ class Step:
         return sum(work.count for work in self.plan(now)[1])
 
 
-def row(tpot_ms: float | None = None, tokens: int = 20, max_tokens: int = 1000, **fields: Any) -> SequenceState:
-    return make_sequence(None, [1] * tokens, slo=Slo(tpot_ms=tpot_ms), max_tokens=max_tokens, stays=True, **fields)
+def row(
+    tpot_ms: float | None = None,
+    tokens: int = 20,
+    max_tokens: int = 1000,
+    ttft_ms: float | None = None,
+    **fields: Any,
+) -> SequenceState:
+    return make_sequence(
+        None, [1] * tokens, slo=Slo(ttft_ms=ttft_ms, tpot_ms=tpot_ms), max_tokens=max_tokens, stays=True, **fields
+    )
 
 
 def predicted(decoding: list[Work], prompts: list[Work], cost: StepCost = COST) -> float:
@@ -168,3 +186,28 @@ def test_no_step_is_longer_than_slack_and_pauses_allow_and_prompts_always_go_on(
         if tokens > FLOOR and bounds:
             assert predicted(decoding, given, cost) <= min(bounds) + 1e-9
     assert progressed >= min(FLOOR, budget - len(tpots), prompts[0])
+
+
+def test_steps_are_short_for_the_next_prompt_of_those_more_important() -> None:
+    """It waits for the step that runs when it comes, and nothing in that step is due."""
+    chunks, plan = SlackChunks(lambda: COST), StepPlan(BUDGET, 99)
+    batch, urgent = row(tokens=4000, priority=1), row(tokens=50, ttft_ms=1000.0)
+
+    def most(seq: SequenceState, now: float) -> int:
+        chunks.begin(plan, now)
+        return chunks.most(seq, plan)
+
+    assert most(batch, 0.0) == BUDGET, "nobody more important has come yet"
+    assert most(urgent, 1.0) == BUDGET
+    count = most(batch, 2.0)
+    assert 0 < count < BUDGET and COST.seconds(StepLoad.of(0, count)) <= HURRY_SHARE
+    assert most(row(tokens=4000), 2.0) == BUDGET, "one as important is not held back"
+    assert most(batch, LATELY + 0.9) < BUDGET == most(batch, LATELY + 1.1)
+
+
+def test_what_is_remembered_of_hurried_prompts_is_bounded() -> None:
+    chunks, plan = SlackChunks(lambda: COST), StepPlan(BUDGET, 99)
+    for number in range(10 * MOST_HURRIED):
+        chunks.begin(plan, float(number))
+        chunks.most(row(tokens=50, ttft_ms=1000.0, priority=number), plan)
+    assert len(chunks._hurried) == MOST_HURRIED
