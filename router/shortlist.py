@@ -35,6 +35,9 @@ def quickest_texts(
 def roomy(demand: Demand, workers: Sequence[Candidate]) -> Sequence[Candidate]:
     """Those whose device holds the whole text, and of these those with room for it; all, where there are none."""
     tokens = demand.tokens
+    found = [worker for worker in workers if worker.load < 1.0 and tokens < worker.device_tokens]
+    if found:
+        return found
     fitting = [worker for worker in workers if tokens < worker.device_tokens] or workers
     return [worker for worker in fitting if worker.load < 1.0] or fitting
 
@@ -44,19 +47,20 @@ def _first_seconds(demand: Demand, workers: Sequence[Candidate], costs: KnownCos
     tokens, cached = demand.tokens, demand.cached.get
     found = []
     for worker in workers:
-        cost = worker.status.step_cost
-        waits = worker.prompts_left_at - now if cost is not None else backlog_seconds(worker, costs.of(worker), now)
-        compute = (cost or costs.of(worker)).token * (tokens - cached(worker.status.instance, 0))
+        cost = worker.cost
+        if cost is not None:
+            waits = worker.prompts_left_at - now
+        else:
+            cost = costs.of(worker)
+            waits = backlog_seconds(worker, cost, now)
+        compute = cost.token * (tokens - cached(worker.status.instance, 0))
         found.append(waits + compute if waits > 0.0 else compute)
     return found
 
 
 def _step_seconds(workers: Sequence[Candidate], costs: KnownCosts) -> list[float]:
     """A decode step at each worker."""
-    return [
-        worker.step_seconds if worker.cost is not None else costs.of(worker).seconds(worker.decode_load)
-        for worker in workers
-    ]
+    return [worker.step_seconds if worker.cost is not None else costs.step_seconds(worker) for worker in workers]
 
 
 def _least(workers: Sequence[Candidate], seconds: Sequence[float], most: int) -> list[Candidate]:
