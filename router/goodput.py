@@ -18,7 +18,7 @@ from router.predict import (
     LEAST_ERROR,
     KnownCosts,
     Prediction,
-    chunk_tokens,
+    beside_seconds,
     objectives_used,
     others_lost,
     prompt_seconds,
@@ -88,18 +88,9 @@ class _Placement:
 
     def predicted(self, urgency: int) -> Prediction:
         first, further = self.first, self.further
-        return Prediction(
-            queue=first.queue,
-            prefill=first.compute,
-            transfer=self.transfer,
-            step=further.step if further is not None else 0.0,
-            token=self.token,
-            ttft=first.ttft,
-            tpot=self.tpot,
-            error=first.error,
-            tpot_error=further.error if further is not None else LEAST_ERROR,
-            urgency=urgency,
-        )
+        step, error = (further.step, further.error) if further is not None else (0.0, LEAST_ERROR)
+        raw = first.queue, first.compute, self.transfer, step, self.token
+        return Prediction(*raw, first.ttft, self.tpot, first.error, error, urgency)
 
     def told(self, urgency: int) -> Considered:
         decode = self.further.worker.status.name if self.further is not None else ""
@@ -231,10 +222,11 @@ class PlacementSearch:
     def _further(self, worker: Candidate) -> _FurtherTokens:
         """A decode at this worker, beside the prompts it computes."""
         tokens, cost = self.demand.tokens, self.costs.of(worker)
-        step = step_seconds(worker, cost, tokens, self.output)
-        chunk = min(tokens, chunk_tokens(worker, cost, 0, None)) if worker.prompt_share else 0
-        token = token_seconds(worker, cost, step, chunk)
-        before = token_seconds(worker, cost, self.costs.step_seconds(worker), chunk)
+        step, prompt = step_seconds(worker, cost, tokens, self.output), beside_seconds(worker, cost, tokens)
+        token, before = (
+            token_seconds(worker, step, prompt),
+            token_seconds(worker, self.costs.step_seconds(worker), prompt),
+        )
         drift = self.calibration.further(worker.status.instance)
         factor, error = drift.factor, drift.error
         lost = others_lost(worker, before * factor, token * factor, error)

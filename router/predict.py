@@ -25,7 +25,7 @@ GUESSED_ERROR = 0.5  # of a step cost that is taken from other workers
 _ROOT_2 = math.sqrt(2.0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prediction:
     """Seconds. The handoff delays the second token, so `transfer` counts in `token`.
 
@@ -165,10 +165,12 @@ def chunk_tokens(worker: Candidate, cost: StepCost, start: int, tpot: float | No
     if not rows.sequences:
         return most
     chunk = max(1, most - rows.new_tokens)
-    objectives = [seconds for seconds in (worker.tightest_tpot, tpot) if seconds is not None]
-    if not objectives:
+    tightest = worker.tightest_tpot
+    if tightest is None or (tpot is not None and tpot < tightest):
+        tightest = tpot
+    if tightest is None:
         return chunk
-    return max(min(LEAST_CHUNK, chunk), cost.chunk_within(min(objectives), start, rows, chunk))
+    return max(min(LEAST_CHUNK, chunk), cost.chunk_within(tightest, start, rows, chunk))
 
 
 def prompt_seconds(worker: Candidate, cost: StepCost, start: int, end: int, tpot: float | None) -> float:
@@ -178,13 +180,20 @@ def prompt_seconds(worker: Candidate, cost: StepCost, start: int, end: int, tpot
     return cost.prompt_seconds(start, end, chunk, beside=beside)
 
 
-def token_seconds(worker: Candidate, cost: StepCost, step: float, chunk: int) -> float:
-    """The mean time between tokens, where a decode step takes `step` seconds and some compute prompt tokens as well.
+def token_seconds(worker: Candidate, step: float, prompt: float) -> float:
+    """The mean time between tokens, where a decode step takes `step` seconds and some take `prompt` seconds more.
 
     Sequences get a token of either kind of step: the rates add up, each for its share of the time.
     """
     share = worker.prompt_share
-    return 1.0 / ((1.0 - share) / step + share / (step + cost.seconds(StepLoad.of(0, chunk)) - cost.fixed))
+    return 1.0 / ((1.0 - share) / step + share / (step + prompt)) if share else step
+
+
+def beside_seconds(worker: Candidate, cost: StepCost, tokens: int) -> float:
+    """What prompts as long as this add to the decode steps that compute some of them too."""
+    if not worker.prompt_share:
+        return 0.0
+    return cost.seconds(StepLoad.of(0, min(tokens, chunk_tokens(worker, cost, 0, None)))) - cost.fixed
 
 
 def step_seconds(worker: Candidate, cost: StepCost, tokens: int, output: int) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from router.candidate import Candidate
 from router.policy import Demand
 from router.predict import KnownCosts, backlog_seconds
+from serving.step_cost import StepCost
 
 
 def quickest_prompts(
@@ -45,17 +46,18 @@ def roomy(demand: Demand, workers: Sequence[Candidate]) -> Sequence[Candidate]:
 def _first_seconds(demand: Demand, workers: Sequence[Candidate], costs: KnownCosts, now: float) -> list[float]:
     """Seconds to the first token at each worker, roughly: what waits there, and the tokens it has not cached."""
     tokens, cached = demand.tokens, demand.cached.get
-    found = []
-    for worker in workers:
-        cost = worker.cost
-        if cost is not None:
-            waits = worker.prompts_left_at - now
-        else:
-            cost = costs.of(worker)
-            waits = backlog_seconds(worker, cost, now)
-        compute = cost.token * (tokens - cached(worker.status.instance, 0))
-        found.append(waits + compute if waits > 0.0 else compute)
-    return found
+    return [
+        ((worker.prompts_left_at - now) if worker.prompts_left_at > now else 0.0)
+        + cost.token * (tokens - cached(worker.status.instance, 0))
+        if (cost := worker.cost) is not None
+        else _guessed_seconds(demand, worker, costs.of(worker), now)
+        for worker in workers
+    ]
+
+
+def _guessed_seconds(demand: Demand, worker: Candidate, cost: StepCost, now: float) -> float:
+    """As `_first_seconds`, of one that predicts nothing itself."""
+    return backlog_seconds(worker, cost, now) + cost.token * demand.uncached(worker)
 
 
 def _step_seconds(workers: Sequence[Candidate], costs: KnownCosts) -> list[float]:
