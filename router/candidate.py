@@ -74,6 +74,7 @@ class Candidate:
     slow: bool = False
     queued: tuple[QueuedPrompt, ...] = ()
 
+    instance: str = field(init=False)
     prefills: bool = field(init=False)
     decodes: bool = field(init=False)
     tag: int = field(init=False)  # a number of its own, to tell equal workers apart
@@ -85,6 +86,7 @@ class Candidate:
     free_tokens: int = field(init=False)  # of KV that are neither held nor promised
     load: float = field(init=False)  # share of its sequences or of its KV blocks that is taken, whichever is more
     cost: StepCost | None = field(init=False)  # the model of its steps; None where it has none
+    token_seconds: float = field(init=False)  # of a prompt's token, by that model; 0 where there is no cost
     decode_load: StepLoad = field(init=False)  # a decode step of all sequences that hold a lease
     step_seconds: float = field(init=False)  # that step; 0 where there is no cost
     prompts_left_at: float = field(init=False)  # when the prompts that wait now are computed, on the router's clock
@@ -93,6 +95,7 @@ class Candidate:
 
     def __post_init__(self) -> None:
         status, newer = self.status, self.newer
+        self.instance = status.instance
         self.prefills = status.role in (Role.PREFILL, Role.MIXED)
         self.decodes = status.role in (Role.DECODE, Role.MIXED)
         self.tag = crc32(status.name.encode())
@@ -105,6 +108,7 @@ class Candidate:
         blocks = 1 - self.free_tokens / max(1, self.device_tokens)
         self.load = max(self.held_leases / max(1, status.max_seqs), blocks)
         self.cost, self.decode_load = status.step_cost, self._decode_load()
+        self.token_seconds = self.cost.token if self.cost is not None else 0.0
         self.step_seconds = self.cost.seconds(self.decode_load) if self.cost is not None else 0.0
         left_at, waits = self.busy_until, status.waiting_seconds + newer.prompt_seconds
         self.prompts_left_at = left_at if left_at is not None else self.made_at + max(0.0, waits)

@@ -47,9 +47,9 @@ def _first_seconds(demand: Demand, workers: Sequence[Candidate], costs: KnownCos
     """Seconds to the first token at each worker, roughly: what waits there, and the tokens it has not cached."""
     tokens, cached = demand.tokens, demand.cached.get
     return [
-        ((worker.prompts_left_at - now) if worker.prompts_left_at > now else 0.0)
-        + cost.token * (tokens - cached(worker.status.instance, 0))
-        if (cost := worker.cost) is not None
+        (left_at - now if (left_at := worker.prompts_left_at) > now else 0.0)
+        + worker.token_seconds * (tokens - cached(worker.instance, 0))
+        if worker.cost is not None
         else _guessed_seconds(demand, worker, costs.of(worker), now)
         for worker in workers
     ]
