@@ -5,8 +5,7 @@ Pure: `now` comes in. What is predicted of a worker and is the same for all requ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 from zlib import crc32
@@ -15,6 +14,8 @@ from serving.messages import TPOT_BINS_MS, Role, WorkerStatus
 from serving.step_cost import StepCost, StepLoad
 
 MOST_PROMPT_SHARE = 0.9  # of a mixed worker's time, when what prompts leave to decodes is predicted
+
+_OBJECTIVES = [sum(bounds) / 2e3 for bounds in pairwise((0.0, *TPOT_BINS_MS))]  # seconds: the middle of each bin
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +54,16 @@ class QueuedPrompt(NamedTuple):
     seconds: float
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Candidate:
     """`made_at` is when the status was made, on the router's clock; `newer` is what the router has sent since then.
 
     `leases` are the router's own that are open now, whatever the status says. `busy_until` is when the prompts it has
     are computed, on the router's clock; None: as the status and what is newer say. A `slow` one works, but much longer.
     `queued` are those among its prompts that the router has sent.
+
+    It is never changed. Every choice reads hundreds of these, few of which are new: so what follows is computed at
+    once, and kept in slots.
     """
 
     status: WorkerStatus
@@ -70,105 +74,73 @@ class Candidate:
     slow: bool = False
     queued: tuple[QueuedPrompt, ...] = ()
 
-    @cached_property
-    def prefills(self) -> bool:
-        return self.status.role in (Role.PREFILL, Role.MIXED)
+    instance: str = field(init=False)
+    prefills: bool = field(init=False)
+    decodes: bool = field(init=False)
+    tag: int = field(init=False)  # a number of its own, to tell equal workers apart
+    kind: tuple[str, int] = field(init=False)  # workers of one kind know a block by the same key
+    queued_tokens: int = field(init=False)  # prompt tokens that are computed before those of a request sent now
+    held_leases: int = field(init=False)  # sequences that hold a lease here, of any router
+    full: bool = field(init=False)  # it would refuse one more lease: it holds as many as it may, as far as is known
+    device_tokens: int = field(init=False)  # of KV that its device holds at most
+    free_tokens: int = field(init=False)  # of KV that are neither held nor promised
+    load: float = field(init=False)  # share of its sequences or of its KV blocks that is taken, whichever is more
+    cost: StepCost | None = field(init=False)  # the model of its steps; None where it has none
+    token_seconds: float = field(init=False)  # of a prompt's token, by that model; 0 where there is no cost
+    decode_load: StepLoad = field(init=False)  # a decode step of all sequences that hold a lease
+    step_seconds: float = field(init=False)  # that step; 0 where there is no cost
+    prompts_left_at: float = field(init=False)  # when the prompts that wait now are computed, on the router's clock
+    prompt_share: float = field(init=False)  # of its time that goes to steps with prompts
+    _objectives: tuple[tuple[float, int], ...] | None = field(init=False, default=None)
 
-    @cached_property
-    def decodes(self) -> bool:
-        return self.status.role in (Role.DECODE, Role.MIXED)
+    def __post_init__(self) -> None:
+        status, newer = self.status, self.newer
+        self.instance = status.instance
+        self.prefills = status.role in (Role.PREFILL, Role.MIXED)
+        self.decodes = status.role in (Role.DECODE, Role.MIXED)
+        self.tag = crc32(status.name.encode())
+        self.kind = status.fingerprint, status.block_size
+        self.queued_tokens = max(0, status.waiting_tokens + newer.prompt_tokens)
+        self.held_leases = max(self.leases, max(status.leases, status.running + status.waiting) + newer.leases)
+        self.full = max(self.leases, status.leases + newer.leases) >= status.max_seqs
+        self.device_tokens = status.total_blocks * status.block_size
+        self.free_tokens = max(0, status.free_blocks * status.block_size - max(0, newer.context_tokens))
+        blocks = 1 - self.free_tokens / max(1, self.device_tokens)
+        self.load = max(self.held_leases / max(1, status.max_seqs), blocks)
+        self.cost, self.decode_load = status.step_cost, self._decode_load()
+        self.token_seconds = self.cost.token if self.cost is not None else 0.0
+        self.step_seconds = self.cost.seconds(self.decode_load) if self.cost is not None else 0.0
+        left_at, waits = self.busy_until, status.waiting_seconds + newer.prompt_seconds
+        self.prompts_left_at = left_at if left_at is not None else self.made_at + max(0.0, waits)
+        self.prompt_share = min(MOST_PROMPT_SHARE, max(0.0, status.prompt_share))
 
-    @cached_property
-    def tag(self) -> int:
-        """A number of its own, to tell equal workers apart."""
-        return crc32(self.status.name.encode())
+    def _decode_load(self) -> StepLoad:
+        """Sequences that do not run yet count as long as the others."""
+        rows, running = self.held_leases if self.decodes else 0, self.status.running
+        promised = max(0, self.newer.leases)
+        context = float(self.status.context_tokens + max(0, self.newer.context_tokens))
+        if running and rows > running + promised:
+            context += self.status.context_tokens / running * (rows - running - promised)
+        return StepLoad(rows, context, rows, context)
 
-    @cached_property
-    def queued_tokens(self) -> int:
-        """Prompt tokens that are computed before those of a request sent now."""
-        return max(0, self.status.waiting_tokens + self.newer.prompt_tokens)
-
-    @cached_property
-    def held_leases(self) -> int:
-        """Sequences that hold a lease here, of any router."""
-        status = self.status
-        return max(self.leases, max(status.leases, status.running + status.waiting) + self.newer.leases)
-
-    @cached_property
-    def full(self) -> bool:
-        """True if it would refuse one more lease: it holds as many as it may, as far as is known."""
-        return max(self.leases, self.status.leases + self.newer.leases) >= self.status.max_seqs
-
-    @cached_property
+    @property
     def owing(self) -> bool:
         """True if other routers hold most of what it may hold: asked though full, it will keep room (decode.turns)."""
         return 2 * self.leases < self.status.max_seqs
-
-    @cached_property
-    def free_tokens(self) -> int:
-        """Tokens of KV that are neither held nor promised."""
-        return max(0, self.status.free_blocks * self.status.block_size - max(0, self.newer.context_tokens))
-
-    @cached_property
-    def load(self) -> float:
-        """Share of the worker's sequences or of its KV blocks that is taken, whichever is more."""
-        status = self.status
-        blocks = 1 - self.free_tokens / max(1, self.device_tokens)
-        return max(self.held_leases / max(1, status.max_seqs), blocks)
-
-    @cached_property
-    def device_tokens(self) -> int:
-        """Tokens of KV that the worker's device holds at most."""
-        return self.status.total_blocks * self.status.block_size
-
-    @cached_property
-    def kind(self) -> tuple[str, int]:
-        """Fingerprint and block size: workers of one kind know a block by the same key."""
-        return self.status.fingerprint, self.status.block_size
 
     @property
     def kv_tokens_in_use(self) -> int:
         return (self.status.total_blocks - self.status.free_blocks) * self.status.block_size
 
-    # ---- what its steps take ---------------------------------------------------------------------------------------
+    @property
+    def objectives(self) -> tuple[tuple[float, int], ...]:
+        """Seconds and how many: the TPOT objectives of its running sequences, the tightest first. Middles of bins."""
+        if self._objectives is None:
+            counted = zip(_OBJECTIVES, self.status.tpot_counts, strict=False)
+            self._objectives = tuple((seconds, count) for seconds, count in counted if count)
+        return self._objectives
 
-    @cached_property
-    def cost(self) -> StepCost | None:
-        """The model of its steps; None where the worker has none."""
-        return self.status.step_cost
-
-    @cached_property
-    def decode_load(self) -> StepLoad:
-        """A decode step of all sequences that hold a lease. Those that do not run yet count as long as the others."""
-        rows, running = self.held_leases if self.decodes else 0, self.status.running
-        context = float(self.status.context_tokens + max(0, self.newer.context_tokens))
-        if running and rows > running + max(0, self.newer.leases):
-            context += self.status.context_tokens / running * (rows - running - max(0, self.newer.leases))
-        return StepLoad(rows, context, rows, context)
-
-    @cached_property
-    def step_seconds(self) -> float:
-        """A decode step of `decode_load`. Ask only where there is a cost."""
-        assert self.cost is not None
-        return self.cost.seconds(self.decode_load)
-
-    @cached_property
-    def prompts_left_at(self) -> float:
-        """When the prompts that wait here now are computed, on the router's clock."""
-        if self.busy_until is not None:
-            return self.busy_until
-        return self.made_at + max(0.0, self.status.waiting_seconds + self.newer.prompt_seconds)
-
-    @cached_property
-    def prompt_share(self) -> float:
-        """The share of its time that goes to steps with prompts."""
-        return min(MOST_PROMPT_SHARE, max(0.0, self.status.prompt_share))
-
-    @cached_property
+    @property
     def tightest_tpot(self) -> float | None:
-        """Seconds: the least TPOT objective among its running sequences, None without any. The middle of its bin."""
-        bounds = (0.0, *TPOT_BINS_MS)
-        for count, (low, high) in zip(self.status.tpot_counts, pairwise(bounds), strict=False):
-            if count:
-                return (low + high) / 2e3
-        return None
+        """Seconds: the least TPOT objective among its running sequences, None without any."""
+        return self.objectives[0][0] if self.objectives else None

@@ -9,25 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import nsmallest
 from typing import ClassVar
 
 from router.calibration import Calibration, urgency_of
 from router.candidate import Candidate, QueuedPrompt
 from router.policy import Considered, Decision, Demand, FleetView, PrefixAware, spread
 from router.predict import (
+    LEAST_ERROR,
     KnownCosts,
     Prediction,
-    chunk_tokens,
+    beside_seconds,
+    objectives_used,
     others_lost,
     prompt_seconds,
     queue_seconds,
     queued_lost,
     step_seconds,
     token_seconds,
+    within,
 )
 from router.shortlist import quickest_prompts, quickest_steps, quickest_texts, roomy
-from serving.messages import Slo
 
 SHORTLIST = 4  # workers of each kind whose placements are predicted
 SCORE_BAND = 0.02  # requests: scores within it are near ties, and the placement with the most to spare wins
@@ -35,9 +36,12 @@ USED_BAND = 0.05  # share of what that uses: placements within it are near ties,
 KEPT = 8  # placements that a decision tells it has considered
 
 
-@dataclass(frozen=True, slots=True)
+# A choice makes dozens of each of these: they are not frozen, which would double what making one takes.
+
+
+@dataclass(slots=True)
 class _FirstToken:
-    """A prompt at one worker: seconds, and the corrected TTFT."""
+    """A prompt at one worker: seconds, the corrected TTFT, and the chance that it is within its objective."""
 
     worker: Candidate
     queue: float
@@ -45,10 +49,11 @@ class _FirstToken:
     added: float  # to the steps of what decodes there
     ttft: float
     error: float
+    chance: float
     lost: float  # prompts that miss their TTFT because this one passes them
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _FurtherTokens:
     """A decode at one worker: seconds of a step and a token with the request in it, without a handoff."""
 
@@ -61,17 +66,35 @@ class _FurtherTokens:
     lost: float  # requests that decode there, where another worker prefills
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Placement:
-    prefill: Candidate
-    decode: Candidate | None
-    predicted: Prediction
-    score: float
-    used: float  # of its objectives, or seconds (Prediction.used)
+    """`further` is None where a request needs no decode."""
 
-    def told(self) -> Considered:
-        decode = self.decode.status.name if self.decode is not None else ""
-        return Considered(self.prefill.status.name, decode, self.predicted, self.score)
+    first: _FirstToken
+    further: _FurtherTokens | None
+    transfer: float
+    token: float
+    tpot: float
+    score: float
+    used: float  # of its objectives, or seconds (objectives_used)
+
+    @property
+    def prefill(self) -> Candidate:
+        return self.first.worker
+
+    @property
+    def decode(self) -> Candidate | None:
+        return self.further.worker if self.further is not None else None
+
+    def predicted(self, urgency: int) -> Prediction:
+        first, further = self.first, self.further
+        step, error = (further.step, further.error) if further is not None else (0.0, LEAST_ERROR)
+        raw = first.queue, first.compute, self.transfer, step, self.token
+        return Prediction(*raw, first.ttft, self.tpot, first.error, error, urgency)
+
+    def told(self, urgency: int) -> Considered:
+        decode = self.further.worker.status.name if self.further is not None else ""
+        return Considered(self.prefill.status.name, decode, self.predicted(urgency), self.score)
 
     def spread(self, demand: Demand) -> tuple[int, int]:
         """Orders near ties, for each request otherwise."""
@@ -93,15 +116,16 @@ class Goodput:
         placements = search.placements() if costs.known else []
         if not placements:
             return self.fallback.choose(demand, view, now)
-        best = max(placed.score for placed in placements)
-        near = [placed for placed in placements if placed.score >= best - SCORE_BAND * demand.weight]
-        least = min(placed.used for placed in near)
-        tied = [placed for placed in near if placed.used <= least * (1 + USED_BAND)]
-        chosen = min(tied, key=lambda placed: placed.spread(demand))
-        others = nsmallest(KEPT - 1, (p for p in placements if p is not chosen), key=lambda p: (-p.score, p.used))
+        placements.sort(key=_rank)
+        worst = placements[0].score - SCORE_BAND * demand.weight
+        near = [placed for placed in placements if placed.score >= worst]
+        most = min([placed.used for placed in near]) * (1 + USED_BAND)
+        tied = [placed for placed in near if placed.used <= most]
+        chosen = min(tied, key=lambda placed: placed.spread(demand)) if len(tied) > 1 else tied[0]
+        others = [placed for placed in placements[:KEPT] if placed is not chosen]
         reason = "slo" if len(near) < len(placements) else "tie" if len(tied) > 1 else "quickest"
-        considered = tuple(placed.told() for placed in (chosen, *others))
-        return Decision(chosen.decode, chosen.prefill, reason, chosen.predicted, considered)
+        considered = tuple([placed.told(search.urgency) for placed in (chosen, *others[: KEPT - 1])])
+        return Decision(chosen.decode, chosen.prefill, reason, considered[0].predicted, considered)
 
     def observed(self, decision: Decision, *, ttft: float | None = None, tpot: float | None = None) -> None:
         predicted = decision.predicted
@@ -114,16 +138,32 @@ class Goodput:
             self.calibration.further_tokens(decision.decode.status.instance, predicted.token, tpot)
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementSearch:
-    """One request's placements among the workers of a view."""
+def _rank(placed: _Placement) -> tuple[float, float]:
+    """The best first."""
+    return -placed.score, placed.used
 
-    demand: Demand
-    view: FleetView
-    now: float
-    costs: KnownCosts
-    calibration: Calibration
-    turn: tuple[int, float]  # what workers order their queues by
+
+class PlacementSearch:
+    """One request's placements among the workers of a view. `turn` is what workers order their queues by."""
+
+    def __init__(
+        self,
+        demand: Demand,
+        view: FleetView,
+        now: float,
+        costs: KnownCosts,
+        calibration: Calibration,
+        turn: tuple[int, float],
+    ):
+        self.demand = demand
+        self.view = view
+        self.now = now
+        self.costs = costs
+        self.calibration = calibration
+        self.turn = turn
+        self.urgency = urgency_of(demand.slo)
+        self.tpot = demand.slo.tpot_ms / 1e3 if demand.slo.tpot_ms is not None else None
+        self.output = max(2, demand.output)
 
     def placements(self) -> list[_Placement]:
         """The shortlisted placements, on workers whose device holds the whole text and that have room, if any do."""
@@ -142,20 +182,20 @@ class PlacementSearch:
 
     def _firsts_for(self, decode: Candidate, firsts: Sequence[_FirstToken]) -> list[_FirstToken]:
         """The quickest prefills for a decode by this worker: its own where it prefills too, and some others."""
-        instance, pairing, view = decode.status.instance, decode.status.pairing, self.view
+        instance, pairing, allows = decode.status.instance, decode.status.pairing, self.view.links.allows
         found = []
         for first in firsts:
-            status = first.worker.status
-            apart = first.worker is not decode and not (decode.prefills and first.worker.decodes)
-            if apart and status.pairing == pairing and view.links.allows(status.instance, instance, self.now):
+            worker = first.worker
+            apart = worker is not decode and not (decode.prefills and worker.decodes)
+            if apart and worker.status.pairing == pairing and allows(worker.status.instance, instance, self.now):
                 found.append(first)
-            if len(found) == SHORTLIST:
-                break
-        if decode.prefills and decode in view.prefill:
+                if len(found) == SHORTLIST:
+                    break
+        if decode.prefills and decode in self.view.prefill:
             found.append(self._first(decode, own=True))
         if found:
             return found
-        return [self._first(worker) for worker in view.prefills_for(decode, self.now)[:SHORTLIST]]
+        return [self._first(worker) for worker in self.view.prefills_for(decode, self.now)[:SHORTLIST]]
 
     # ---- what is predicted -----------------------------------------------------------------------------------------
 
@@ -163,53 +203,51 @@ class PlacementSearch:
         """The prompt at this worker; `own`: it decodes there too, and its TPOT objective holds prompts back."""
         demand, cost = self.demand, self.costs.of(worker)
         start = demand.tokens - demand.uncached(worker)
-        objective = demand.slo.tpot_ms / 1e3 if own and demand.slo.tpot_ms is not None else None
-        compute = prompt_seconds(worker, cost, start, demand.tokens, objective)
+        compute = prompt_seconds(worker, cost, start, demand.tokens, self.tpot if own else None)
         prompt = QueuedPrompt(*self.turn, compute)
         queue = queue_seconds(worker, cost, prompt, self.now)
-        drift = self.calibration.first(worker.status.instance, urgency_of(demand.slo))
-        added, ttft = cost.added_seconds(start, demand.tokens), (queue + compute) * drift.factor
-        lost = queued_lost(worker, cost, prompt, drift, self.now)
-        return _FirstToken(worker, queue, compute, added, ttft, drift.error, lost)
+        drift = self.calibration.first(worker.status.instance, self.urgency)
+        ttft, error, left = (queue + compute) * drift.factor, drift.error, demand.first_token_in
+        return _FirstToken(
+            worker,
+            queue,
+            compute,
+            added=cost.added_seconds(start, demand.tokens),
+            ttft=ttft,
+            error=error,
+            chance=1.0 if left is None else within(left, ttft, error),
+            lost=queued_lost(worker, cost, prompt, drift, self.now),
+        )
 
     def _further(self, worker: Candidate) -> _FurtherTokens:
         """A decode at this worker, beside the prompts it computes."""
-        demand, cost = self.demand, self.costs.of(worker)
-        step, now = step_seconds(worker, cost, demand.tokens, max(2, demand.output)), cost.seconds(worker.decode_load)
-        chunk = min(demand.tokens, chunk_tokens(worker, cost, 0, None)) if worker.prompt_share else 0
-        token, before = (token_seconds(worker, cost, each, chunk) for each in (step, now))
+        tokens, cost = self.demand.tokens, self.costs.of(worker)
+        step, prompt = step_seconds(worker, cost, tokens, self.output), beside_seconds(worker, cost, tokens)
+        token, before = (
+            token_seconds(worker, step, prompt),
+            token_seconds(worker, self.costs.step_seconds(worker), prompt),
+        )
         drift = self.calibration.further(worker.status.instance)
-        lost = others_lost(worker, before * drift.factor, token * drift.factor, drift.error)
-        return _FurtherTokens(worker, step, token, before, drift.factor, drift.error, lost)
+        factor, error = drift.factor, drift.error
+        lost = others_lost(worker, before * factor, token * factor, error)
+        return _FurtherTokens(worker, step, token, before, factor, error, lost)
 
     def _alone(self, first: _FirstToken) -> _Placement:
         """A request that needs no decode."""
-        demand = self.demand
-        urgency = urgency_of(demand.slo)
-        predicted = Prediction(first.queue, first.compute, 0.0, 0.0, 0.0, first.ttft, 0.0, first.error, urgency=urgency)
-        score = demand.weight * predicted.attainment(Slo(), demand.first_token_in) - first.lost
-        return _Placement(first.worker, None, predicted, score, first.ttft)
+        return _Placement(first, None, 0.0, 0.0, 0.0, self.demand.weight * first.chance - first.lost, first.ttft)
 
     def _pair(self, first: _FirstToken, further: _FurtherTokens) -> _Placement:
+        """The two errors are taken for independent."""
         prefill, decode, demand = first.worker, further.worker, self.demand
-        output, transfer, lost, factor = max(2, demand.output), 0.0, further.lost, further.factor
+        transfer, lost, factor = 0.0, further.lost, further.factor
         if prefill is decode:
-            after = further.token + first.added / output  # what its prompt adds to their steps
+            after = further.token + first.added / self.output  # what its prompt adds to their steps
             lost = others_lost(decode, further.before * factor, after * factor, further.error)
         else:
             transfer = self.view.links.seconds(prefill.status.instance, decode.status.instance, demand.tokens)
-        token = further.token + transfer / (output - 1)
-        predicted = Prediction(
-            queue=first.queue,
-            prefill=first.compute,
-            transfer=transfer,
-            step=further.step,
-            token=token,
-            ttft=first.ttft,
-            tpot=token * factor,
-            error=first.error,
-            tpot_error=further.error,
-            urgency=urgency_of(demand.slo),
-        )
-        score = demand.weight * predicted.attainment(demand.slo, demand.first_token_in) - lost - first.lost
-        return _Placement(prefill, decode, predicted, score, predicted.used(demand.slo, demand.output))
+        token = further.token + transfer / (self.output - 1)  # the handoff delays the second
+        tpot = token * factor
+        chance = first.chance if self.tpot is None else first.chance * within(self.tpot, tpot, further.error)
+        score = demand.weight * chance - lost - first.lost
+        used = objectives_used(demand.slo, first.ttft, tpot, demand.output)
+        return _Placement(first, further, transfer, token, tpot, score, used)

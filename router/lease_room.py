@@ -65,7 +65,7 @@ class LeaseRoom:
             self.kept.keep(state, able)
         if len(self.kept):
             room = [worker for worker in room if not self.kept.bars(worker.status.instance, state)]
-        if len(room) <= MOST_ASKED:
+        if len(room) <= MOST_ASKED or not len(self.full):
             return room
         bin_, tokens = tpot_bin(state), state.tokens
         return [each for each in room if not self.full.refuses(each.status.instance, each.made_at, bin_, tokens)]
@@ -93,6 +93,9 @@ class FullWorkers:
 
     def __init__(self) -> None:
         self._refused: dict[str, _Refused] = {}
+
+    def __len__(self) -> int:
+        return len(self._refused)
 
     def refused(self, instance: str, heard: float, bin_: int | None, tokens: int) -> None:
         """It had no room for so many tokens."""

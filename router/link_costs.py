@@ -19,16 +19,26 @@ KEPT_PAIRS = 4096  # over a restart: the last ones that were met first
 
 
 class LinkCost(FadingLine):
-    """seconds = fixed + tokens · each, by weighted least squares; neither is negative."""
+    """seconds = fixed + tokens · each, by weighted least squares; neither is negative.
 
-    __slots__ = ()
+    It is asked for more often than it sees anything: the line is found when the first one asks.
+    """
+
+    __slots__ = ("_line",)
 
     def __init__(self) -> None:
         super().__init__(FADE)
+        self._line: tuple[float, float, float] | None = None
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        FadingLine.observe(self, tokens, seconds)
+        self._line = None
 
     def seconds(self, tokens: int) -> float:
-        mean_x, mean_y = self.x / self.weight, self.y / self.weight
-        slope = self.slope if self.spread > 1e-6 * self.xx else 0.0
+        if self._line is None:
+            slope = self.slope if self.spread > 1e-6 * self.xx else 0.0
+            self._line = self.x / self.weight, self.y / self.weight, slope
+        mean_x, mean_y, slope = self._line
         return max(0.0, mean_y + slope * (tokens - mean_x))
 
 

@@ -9,7 +9,8 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, groupby
+from operator import attrgetter
 from typing import Any
 
 from router.admission import CONTINUATION, AdmissionQueue, Claim
@@ -381,7 +382,7 @@ class Placer:
         Workers of another fingerprint or block size have other keys, so no answer is about one of them.
         """
         assert self.fleet.prefixes is not None
-        kinds = {each.kind: each.status for each in workers}
+        kinds = {kind: next(alike).status for kind, alike in groupby(workers, attrgetter("kind"))}
         return {
             instance: blocks * status.block_size
             for status in kinds.values()

@@ -86,7 +86,7 @@ class FleetView:
         return able or apart or pairing
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Considered:
     """A placement that was looked at. `score` is in requests within their objectives, None where none was computed."""
 

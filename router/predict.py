@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import median
 
 from router.calibration import Drift
 from router.candidate import Candidate, QueuedPrompt
-from serving.messages import TPOT_BINS_MS, Role, Slo
+from serving.messages import Role, Slo
 from serving.step_cost import StepCost, StepLoad
 
 LEAST_CHUNK = 16  # prompt tokens that a step computes at least, however little slack there is
@@ -23,10 +22,10 @@ LATE_SHARE = 0.5  # of what a late prompt takes that one in a hurry is kept wait
 SPARE = 2.0  # times what a late prompt takes: one that is due after that lets it go first
 GUESSED_ERROR = 0.5  # of a step cost that is taken from other workers
 
-_OBJECTIVES = [sum(bounds) / 2e3 for bounds in pairwise((0.0, *TPOT_BINS_MS))]  # seconds: the middle of each bin
+_ROOT_2 = math.sqrt(2.0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prediction:
     """Seconds. The handoff delays the second token, so `transfer` counts in `token`.
 
@@ -46,22 +45,15 @@ class Prediction:
     tpot_error: float = LEAST_ERROR
     urgency: int = 0
 
-    def attainment(self, slo: Slo, first_token_in: float | None) -> float:
-        """The chance that both objectives are met, taking the two errors for independent.
 
-        `first_token_in` is what is left of the TTFT objective, in seconds.
-        """
-        ttft = 1.0 if first_token_in is None else within(first_token_in, self.ttft, self.error)
-        return ttft if slo.tpot_ms is None else ttft * within(slo.tpot_ms / 1e3, self.tpot, self.tpot_error)
+def objectives_used(slo: Slo, ttft: float, tpot: float, output: int) -> float:
+    """How much of both objectives it takes, 1 for all of one; seconds to the last token where one is not stated.
 
-    def used(self, slo: Slo, output: int) -> float:
-        """How much of both objectives it takes, 1 for all of one; seconds to the last token where one is not stated.
-
-        Seconds alone would let a queue of a whole TTFT objective pass for a few per cent of a long answer.
-        """
-        if slo.ttft_ms and slo.tpot_ms:
-            return 1e3 * (self.ttft / slo.ttft_ms + self.tpot / slo.tpot_ms)
-        return self.ttft + self.tpot * max(0, output - 1)
+    Seconds alone would let a queue of a whole TTFT objective pass for a few per cent of a long answer.
+    """
+    if slo.ttft_ms and slo.tpot_ms:
+        return 1e3 * (ttft / slo.ttft_ms + tpot / slo.tpot_ms)
+    return ttft + tpot * max(0, output - 1)
 
 
 def within(limit: float, predicted: float, error: float) -> float:
@@ -70,9 +62,10 @@ def within(limit: float, predicted: float, error: float) -> float:
         return 0.0
     if predicted <= 0.0:
         return 1.0
-    if not limit / predicted > 0.0:  # beyond numbers
+    ratio = limit / predicted
+    if not ratio > 0.0:  # beyond numbers
         return 0.0
-    return 0.5 * (1.0 + math.erf(math.log(limit / predicted) / (max(error, LEAST_ERROR) * math.sqrt(2.0))))
+    return 0.5 * (1.0 + math.erf(math.log(ratio) / (max(error, LEAST_ERROR) * _ROOT_2)))
 
 
 class KnownCosts:
@@ -97,6 +90,10 @@ class KnownCosts:
 
     def of(self, worker: Candidate) -> StepCost:
         return worker.cost or self._typical[worker.status.role]
+
+    def step_seconds(self, worker: Candidate) -> float:
+        """A decode step of what the worker has now."""
+        return worker.step_seconds if worker.cost is not None else self.of(worker).seconds(worker.decode_load)
 
 
 def typical(costs: Sequence[StepCost]) -> StepCost:
@@ -139,6 +136,8 @@ def queue_seconds(worker: Candidate, cost: StepCost, prompt: QueuedPrompt, now: 
 
 def queued_lost(worker: Candidate, cost: StepCost, prompt: QueuedPrompt, drift: Drift, now: float) -> float:
     """How many of the prompts that wait are expected to miss their TTFT objective because this one passes them."""
+    if not worker.queued:
+        return 0.0
     behind = [other for other in worker.queued if other.due > now and not _before(other, prompt)]
     if not behind:
         return 0.0
@@ -166,10 +165,12 @@ def chunk_tokens(worker: Candidate, cost: StepCost, start: int, tpot: float | No
     if not rows.sequences:
         return most
     chunk = max(1, most - rows.new_tokens)
-    objectives = [seconds for seconds in (worker.tightest_tpot, tpot) if seconds is not None]
-    if not objectives:
+    tightest = worker.tightest_tpot
+    if tightest is None or (tpot is not None and tpot < tightest):
+        tightest = tpot
+    if tightest is None:
         return chunk
-    return max(min(LEAST_CHUNK, chunk), cost.chunk_within(min(objectives), start, rows, chunk))
+    return max(min(LEAST_CHUNK, chunk), cost.chunk_within(tightest, start, rows, chunk))
 
 
 def prompt_seconds(worker: Candidate, cost: StepCost, start: int, end: int, tpot: float | None) -> float:
@@ -179,13 +180,20 @@ def prompt_seconds(worker: Candidate, cost: StepCost, start: int, end: int, tpot
     return cost.prompt_seconds(start, end, chunk, beside=beside)
 
 
-def token_seconds(worker: Candidate, cost: StepCost, step: float, chunk: int) -> float:
-    """The mean time between tokens, where a decode step takes `step` seconds and some compute prompt tokens as well.
+def token_seconds(worker: Candidate, step: float, prompt: float) -> float:
+    """The mean time between tokens, where a decode step takes `step` seconds and some take `prompt` seconds more.
 
     Sequences get a token of either kind of step: the rates add up, each for its share of the time.
     """
     share = worker.prompt_share
-    return 1.0 / ((1.0 - share) / step + share / (step + cost.seconds(StepLoad.of(0, chunk)) - cost.fixed))
+    return 1.0 / ((1.0 - share) / step + share / (step + prompt)) if share else step
+
+
+def beside_seconds(worker: Candidate, cost: StepCost, tokens: int) -> float:
+    """What prompts as long as this add to the decode steps that compute some of them too."""
+    if not worker.prompt_share:
+        return 0.0
+    return cost.seconds(StepLoad.of(0, min(tokens, chunk_tokens(worker, cost, 0, None)))) - cost.fixed
 
 
 def step_seconds(worker: Candidate, cost: StepCost, tokens: int, output: int) -> float:
@@ -198,7 +206,6 @@ def step_seconds(worker: Candidate, cost: StepCost, tokens: int, output: int) ->
 def others_lost(worker: Candidate, before: float, after: float, error: float) -> float:
     """How many of the running sequences are expected to miss their TPOT objective as its mean grows so (seconds)."""
     lost = 0.0
-    for objective, count in zip(_OBJECTIVES, worker.status.tpot_counts, strict=False):
-        if count:
-            lost += count * (within(objective, before, error) - within(objective, after, error))
+    for objective, count in worker.objectives:
+        lost += count * (within(objective, before, error) - within(objective, after, error))
     return max(0.0, lost)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from router.candidate import Candidate
 from router.policy import Demand
 from router.predict import KnownCosts, backlog_seconds
+from serving.step_cost import StepCost
 
 
 def quickest_prompts(
@@ -35,6 +36,9 @@ def quickest_texts(
 def roomy(demand: Demand, workers: Sequence[Candidate]) -> Sequence[Candidate]:
     """Those whose device holds the whole text, and of these those with room for it; all, where there are none."""
     tokens = demand.tokens
+    found = [worker for worker in workers if worker.load < 1.0 and tokens < worker.device_tokens]
+    if found:
+        return found
     fitting = [worker for worker in workers if tokens < worker.device_tokens] or workers
     return [worker for worker in fitting if worker.load < 1.0] or fitting
 
@@ -42,21 +46,23 @@ def roomy(demand: Demand, workers: Sequence[Candidate]) -> Sequence[Candidate]:
 def _first_seconds(demand: Demand, workers: Sequence[Candidate], costs: KnownCosts, now: float) -> list[float]:
     """Seconds to the first token at each worker, roughly: what waits there, and the tokens it has not cached."""
     tokens, cached = demand.tokens, demand.cached.get
-    found = []
-    for worker in workers:
-        cost = worker.status.step_cost
-        waits = worker.prompts_left_at - now if cost is not None else backlog_seconds(worker, costs.of(worker), now)
-        compute = (cost or costs.of(worker)).token * (tokens - cached(worker.status.instance, 0))
-        found.append(waits + compute if waits > 0.0 else compute)
-    return found
+    return [
+        (left_at - now if (left_at := worker.prompts_left_at) > now else 0.0)
+        + worker.token_seconds * (tokens - cached(worker.instance, 0))
+        if worker.cost is not None
+        else _guessed_seconds(demand, worker, costs.of(worker), now)
+        for worker in workers
+    ]
+
+
+def _guessed_seconds(demand: Demand, worker: Candidate, cost: StepCost, now: float) -> float:
+    """As `_first_seconds`, of one that predicts nothing itself."""
+    return backlog_seconds(worker, cost, now) + cost.token * demand.uncached(worker)
 
 
 def _step_seconds(workers: Sequence[Candidate], costs: KnownCosts) -> list[float]:
     """A decode step at each worker."""
-    return [
-        worker.step_seconds if worker.cost is not None else costs.of(worker).seconds(worker.decode_load)
-        for worker in workers
-    ]
+    return [worker.step_seconds if worker.cost is not None else costs.step_seconds(worker) for worker in workers]
 
 
 def _least(workers: Sequence[Candidate], seconds: Sequence[float], most: int) -> list[Candidate]:

@@ -20,6 +20,7 @@ from router.predict import (
     KnownCosts,
     Prediction,
     backlog_seconds,
+    objectives_used,
     others_lost,
     prompt_seconds,
     queue_seconds,
@@ -225,7 +226,7 @@ def test_what_is_quicker_in_both_uses_less(
     first: float, other: float, token: float, slower: float, output: int
 ) -> None:
     def used(ttft: float, tpot: float, slo: Slo) -> float:
-        return Prediction(0.0, ttft, 0.0, tpot, tpot, ttft, tpot, 0.1).used(slo, output)
+        return objectives_used(slo, ttft, tpot, output)
 
     for slo in (Slo(ttft_ms=500.0, tpot_ms=50.0), Slo(ttft_ms=500.0), Slo(tpot_ms=50.0), Slo()):
         both = used(min(first, other), min(token, slower), slo), used(max(first, other), max(token, slower), slo)
