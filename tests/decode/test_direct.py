@@ -199,9 +199,9 @@ async def test_a_lease_computed_by_its_own_worker_is_left_alone(worker: Direct, 
 
 
 async def test_handoffs_are_measured_where_they_arrive(worker: Direct, session: RouterSession) -> None:
-    now = iter([1.0, 2.0, 2.5])
+    grant = await worker.lease(session, PROMPT)
+    now = iter([2.0, 2.5])
     worker.engine.clock = lambda: next(now, 9.0)
-    grant = await worker.lease(session, PROMPT)  # reads the clock once
     await worker.decode.receive(chunk(grant.lease, 0, 8))
     await worker.decode.receive(chunk(grant.lease, 8, 14))
     await worker.decode.commit(sealed_commit(grant.lease, 1))
