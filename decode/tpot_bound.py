@@ -17,6 +17,7 @@ from serving.step_cost import StepCost, StepLoad
 HORIZON = 256  # tokens that each sequence is taken to grow by, or as many as it may
 DECODE_SHARE = 0.9  # of the tightest TPOT that steps may take by the model: it errs
 MIXED_SHARE = 0.75  # where steps have prompts to compute too
+YIELD_SHARE = 0.7  # of what the more important ones may take
 LATELY = 30.0  # seconds that room is kept for more important requests like those that came
 MOST_REMEMBERED = 32  # kinds of them
 
@@ -37,7 +38,8 @@ class TpotBound(LeaseBound):
     """A lease is refused where the step of all leases, their KV grown, takes more than `share` of the tightest TPOT.
 
     The tightest is that of the sequences no less important than the new one, its own, and that of more important ones
-    that have come lately: the next of them finds room at once. Objectives count that can be met: not those missed
+    that have come lately. Beside more important ones it may take YIELD_SHARE of that alone: so the next of these finds
+    room at once, and need not wait until a text ends. Objectives count that can be met: not those missed
     already, nor those that this worker could not meet for the sequence alone. A worker that holds nothing refuses
     nobody, and a text that has begun is never refused: to move it costs more than a slow token.
 
@@ -65,19 +67,22 @@ class TpotBound(LeaseBound):
             self._note(request.priority, own, now)
         if not held:
             return
-        tightest = min(own, self._kept_for(request.priority, now))
+        tightest = min(own, YIELD_SHARE * self._kept_for(request.priority, now))
         context = new
         for seq in held:
             length = len(seq.tokens) + min(HORIZON, seq.request.sampling.max_tokens - seq.output_len)
             context += length
             other = seq.objectives
-            if other.tpot < tightest and other.priority <= request.priority and not other.missed:
-                tightest = other.tpot if _attainable(model, other.tpot, length) else tightest
+            if other.priority > request.priority or other.missed:
+                continue
+            allowed = other.tpot if other.priority == request.priority else YIELD_SHARE * other.tpot
+            if allowed < tightest and _attainable(model, other.tpot, length):
+                tightest = allowed
         step = model.seconds(_decoding(len(held) + 1, context))
         if step > self.share * tightest:
             raise NoRoom(
-                f"with one more sequence a step would take {step * 1e3:.0f} ms, too long for a TPOT of"
-                f" {tightest * 1e3:.0f} ms",
+                f"with one more sequence a step would take {step * 1e3:.0f} ms, and for the TPOT of others or its own"
+                f" it may take {self.share * tightest * 1e3:.0f} ms",
                 code="tpot",
             )
 

@@ -40,11 +40,11 @@ class RetryBudget:
         Infinite where time earns nothing: such a retry is not let go at all, and takes nothing from later ones.
         """
         self._add(0.0, now)
-        rate = self.config.per_second
-        if rate <= 0.0 and self.balance < 1.0:
-            return inf
-        self.balance -= 1.0
-        return -self.balance / rate if self.balance < 0.0 else 0.0
+        left, rate = self.balance - 1.0, self.config.per_second
+        pause = 0.0 if left >= 0.0 else -left / rate if rate > 0.0 else inf
+        if isfinite(pause):
+            self.balance = left
+        return pause
 
     def give_back(self, pause: float) -> None:
         """A retry that was told to wait so long is not made after all: those behind it need not wait for it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from router.retry_budget import RetryBudget, RetryConfig, backoff
@@ -82,6 +82,7 @@ def test_without_a_rate_only_what_is_saved_and_earned_is_let_go() -> None:
 
 
 @given(st.lists(st.booleans(), max_size=50), st.floats(0.0, 1.0))
+@example([True] * 6, 5e-324)
 def test_retries_that_are_not_made_cost_those_behind_them_nothing(made: list[bool], rate: float) -> None:
     """Only the retries that were made have been taken from the budget."""
     budget, only = (RetryBudget(RetryConfig(per_second=rate, most=5.0), 0.0) for _ in range(2))
