@@ -217,7 +217,7 @@ class Sessions:
 
     async def _open(self, link: DecodeWorkerLink, instance: str, lease_id: str, state: RequestState) -> WorkerLease:
         task = self._connecting.get(instance)
-        if task is None:
+        if task is None or _over(task):
             connecting = WorkerSession.connect(link, instance, self.router, self.clock)
             task = self._connecting[instance] = asyncio.create_task(connecting, name=f"connect-{instance}")
         session = await asyncio.shield(task)
@@ -260,3 +260,10 @@ class Sessions:
             if isinstance(done[0], WorkerSession):
                 await done[0].close()
         self._connecting.clear()
+
+
+def _over(connecting: asyncio.Task[WorkerSession]) -> bool:
+    """True if no session came of it, or one that has been lost since, be it while nobody held a lease in it."""
+    if not connecting.done():
+        return False
+    return connecting.cancelled() or connecting.exception() is not None or connecting.result().lost is not None

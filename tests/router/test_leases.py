@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from router.leases import PrefillOnlyLease, RouterLease, WorkerSession
+from router.leases import PrefillOnlyLease, RouterLease, Sessions, WorkerSession
 from router.request_state import RequestState
 from serving.errors import CorruptChunk, InvalidRequest, NoRoom, Preempted, WorkerLost
 from serving.links import LeaseEvent
@@ -121,6 +121,24 @@ async def test_a_lost_session_ends_all_its_leases(session: WorkerSession, worker
     assert session.leases == {} and not worker.cancelled, "there is nobody to tell"
     with pytest.raises(WorkerLost):
         await session.open("r/9", state())
+
+
+async def test_a_session_that_was_lost_while_nobody_held_a_lease_is_made_anew(worker: ScriptedWorker) -> None:
+    sessions, instance = Sessions("router", lambda: 0.0), worker.status.instance
+    (await sessions.open(worker, instance, "r/1", state())).close()
+    worker.lose_sessions()
+    lease = await sessions.open(worker, instance, "r/2", state())
+    assert lease.grant is not None and worker.opened == {"r/1": 1, "r/2": 1}
+    await sessions.close()
+
+
+async def test_a_session_that_was_not_made_is_tried_anew(worker: ScriptedWorker) -> None:
+    sessions, instance = Sessions("router", lambda: 0.0), worker.status.instance
+    worker.script.connect = [WorkerLost("no way there")]
+    with pytest.raises(WorkerLost):
+        await sessions.open(worker, instance, "r/1", state())
+    assert (await sessions.open(worker, instance, "r/2", state())).grant is not None
+    await sessions.close()
 
 
 @pytest.mark.parametrize("error", [NoRoom("full"), InvalidRequest("no")])

@@ -225,6 +225,7 @@ async def test_a_text_is_gone_on_with_by_the_model_that_began_it(split: World) -
     for name in ("p1", "d1"):
         split.fleet.heartbeat(split.workers[name].change(fingerprint="another", pairing="another"))
     split.workers["d0"].script.decode = [(2, LOSE)]
+    split.workers["d0"].script.connect = [None, WorkerLost("it cannot be reached again at once")]
     running = asyncio.create_task(split.tokens(wanted()))
     for _ in range(100):
         await asyncio.sleep(0)
