@@ -9,8 +9,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from bisect import bisect_right
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from struct import unpack_from
 from tempfile import NamedTemporaryFile
 from typing import Any
 
@@ -28,6 +33,8 @@ from serving.kernels.gpu import launch
 SHARED_BYTES = 227 * 1024  # what one program may have
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 WATCHED = re.compile(r"\b(HGMMA|IGMMA|HMMA|IMMA|UTMALDG|LDGSTS|LDL|STL)\b")
+INSTRUCTION = re.compile(r"^\s*/\*(?P<at>[0-9a-f]{4,})\*/(?P<text>.*)", re.MULTILINE)
+INSTRUCTION_BYTES = 16
 
 # Kernels by the beginning of their name: the matrix and copy instructions at least one of which each must have.
 EXPECTED = {
@@ -51,31 +58,70 @@ class Hopper:
         return 0
 
 
+@dataclass(frozen=True)
+class CompiledKernel:
+    label: str
+    shared: int  # bytes
+    code: bytes  # instructions
+    exact: bool  # float32 products: no matrix unit has them
+
+    def wrong(self, found: Counter[str]) -> Iterator[str]:
+        """What is, by how many of the watched instructions it has."""
+        if self.shared > SHARED_BYTES:
+            yield f"{self.label}: does not fit"
+        if found["LDL"] or found["STL"]:
+            yield f"{self.label}: spills registers, {dict(found)}"
+        for start, kinds in EXPECTED.items():
+            if self.label.startswith(start) and not self.exact:
+                yield from (f"{self.label}: none of {kind}, {dict(found)}" for kind in kinds if not kind & found.keys())
+
+
 class Compiled:
-    """What every launch was compiled to, and what is wrong with it."""
+    """What every launch was compiled to."""
 
     def __init__(self) -> None:
         self.names: Counter[str] = Counter()
-        self.wrong: list[str] = []
+        self.kernels: list[CompiledKernel] = []
         self.case = ""
-        self.exact = False  # float32 products: no matrix unit has them
+        self.exact = False
 
-    def look(self, compiled: Any) -> None:
-        name, warps = compiled.metadata.name, compiled.metadata.num_warps
+    def take(self, compiled: Any) -> None:
+        name, warps, shared = compiled.metadata.name, compiled.metadata.num_warps, compiled.metadata.shared
         self.names[name] += 1
-        name = f"{name} ({self.case}, {warps} warps, {compiled.metadata.shared} bytes shared)"
-        with NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(compiled.asm["cubin"])
+        label = f"{name} ({self.case}, {warps} warps, {shared} bytes shared)"
+        self.kernels.append(CompiledKernel(label, shared, code_of(compiled.asm["cubin"]), self.exact))
+
+    def wrong(self) -> list[str]:
+        """What is wrong with any. The disassembler, which takes long to start, reads them all in one go."""
+        with NamedTemporaryFile(suffix=".bin") as file:
+            file.write(b"".join(kernel.code for kernel in self.kernels))
             file.flush()
-            listing = subprocess.run([TOOLS / "nvdisasm", file.name], capture_output=True, text=True, check=True).stdout
-        found = Counter(WATCHED.findall(listing))
-        if compiled.metadata.shared > SHARED_BYTES:
-            self.wrong.append(f"{name}: does not fit")
-        if found["LDL"] or found["STL"]:
-            self.wrong.append(f"{name}: spills registers, {dict(found)}")
-        for start, kinds in EXPECTED.items():
-            if name.startswith(start) and not self.exact:
-                self.wrong += [f"{name}: none of {kind}, {dict(found)}" for kind in kinds if not kind & found.keys()]
+            command = [TOOLS / "nvdisasm", "--binary", "SM90a", file.name]
+            listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        ends = list(accumulate(len(kernel.code) for kernel in self.kernels))
+        found: list[Counter[str]] = [Counter() for _ in ends]
+        at = -1
+        for line in INSTRUCTION.finditer(listing):
+            at = int(line["at"], 16)
+            found[bisect_right(ends, at)].update(WATCHED.findall(line["text"]))
+        assert at == ends[-1] - INSTRUCTION_BYTES, "not all was disassembled"
+        pairs = zip(self.kernels, found, strict=True)
+        return [wrong for kernel, instructions in pairs for wrong in kernel.wrong(instructions)]
+
+
+def code_of(cubin: bytes) -> bytes:
+    """The instructions in a cubin, a 64-bit ELF file: its sections named .text."""
+    (headers,) = unpack_from("<Q", cubin, 0x28)
+    size, count, named = unpack_from("<3H", cubin, 0x3A)
+    sections = [unpack_from("<IIQQQQ", cubin, headers + number * size) for number in range(count)]
+    names = sections[named][4]
+    code = b"".join(
+        cubin[start : start + length]
+        for name, _kind, _flags, _address, start, length in sections
+        if cubin.startswith(b".text.", names + name)
+    )
+    assert code and len(code) % INSTRUCTION_BYTES == 0
+    return code
 
 
 def compile_only(compiled: Compiled) -> None:
@@ -83,7 +129,7 @@ def compile_only(compiled: Compiled) -> None:
     launch_kernel = JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        compiled.look(launch_kernel(self, *args, grid=grid, warmup=True, **kwargs))
+        compiled.take(launch_kernel(self, *args, grid=grid, warmup=True, **kwargs))
 
     def time_none(self: Any, *args: Any, config: Any, **meta: Any) -> list[float]:
         if config.pre_hook is not None:
@@ -151,8 +197,9 @@ def main() -> int:
         attention(dtype, kv_dtype, *shape)
     for name, count in sorted(compiled.names.items()):
         print(f"{name}: {count}")
-    print("\n".join(compiled.wrong) or "all as expected")
-    return 1 if compiled.wrong else 0
+    wrong = compiled.wrong()
+    print("\n".join(wrong) or "all as expected")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
