@@ -31,15 +31,21 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def _embedding(rows: int, hidden: int) -> nn.Embedding:
+    """Without memory it draws no values: on the meta device that would import torch's compiler, which takes a second."""
+    weight = torch.empty(rows, hidden)
+    return nn.Embedding(rows, hidden, _weight=weight if weight.is_meta else None)
+
+
 class Decoder(nn.Module):
     """Embeds tokens, runs the layers and the final norm; `logits` is a step of its own, for the rows that need it."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.embed = nn.Embedding(spec.vocab_size, spec.hidden)
+        self.embed = _embedding(spec.vocab_size, spec.hidden)
         rows = spec.max_position + spec.position_offset
-        self.positions = nn.Embedding(rows, spec.hidden) if spec.learned_positions else None
+        self.positions = _embedding(rows, spec.hidden) if spec.learned_positions else None
         self.rotary = Rotary(spec.rope) if spec.rope is not None else None
         self.layers = nn.ModuleList(Layer(spec, index) for index in range(spec.layers))
         self.norm = make_norm(spec)

@@ -124,6 +124,15 @@ class TestDtype:
             load(tiny, "int4")
 
 
+@pytest.mark.thorough
+def test_torchs_compiler_is_not_imported(tiny: Path) -> None:
+    """Which would take each worker a second at its start."""
+    code = "import sys; from serving.loader.loading import load, resolve; load(resolve(sys.argv[1]))"
+    code += "; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, tiny], check=True, capture_output=True, text=True)
+    assert "serving.loader.loading" in done.stdout.split() and "torch._dynamo" not in done.stdout.split()
+
+
 class TestFingerprint:
     @pytest.mark.thorough
     def test_equal_in_another_process_and_at_another_path(self, tiny: Path, tmp_path: Path) -> None:
