@@ -24,6 +24,7 @@ FLOW = ROOT / "tests" / "flow"
 REAL_SERVERS = re.compile(r"from tests\.flow\.(server|services|chaos)\b")
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is first imported, here and in child processes
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a hundred child processes would each compile all of our source
 
 hypothesis.settings.register_profile("millrace", deadline=None)
 hypothesis.settings.register_profile("fast", deadline=None, max_examples=FEW)
@@ -51,9 +52,11 @@ def starts_processes(file: Path) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if hasattr(config, "workerinput"):  # of pytest-xdist: the longest first
-        first = {file: starts_processes(file) for file in {item.path for item in items}}
-        items.sort(key=lambda item: not first[item.path])
+    """In a process of pytest-xdist the longest first: the tests of real servers, then files with any that is slow."""
+    if hasattr(config, "workerinput"):
+        servers = {item.path for item in items if starts_processes(item.path)}
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: (item.path not in servers, item.path not in slow))
 
 
 class ProcessesApart(LoadFileScheduling):
