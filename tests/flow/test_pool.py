@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from deploy.local import LocalCluster
@@ -22,7 +21,6 @@ from serving.loader.loading import LoadedModel
 from serving.messages import Request, Role, SamplingParams
 from tests.flow.conftest import Cluster
 from tests.flow.reference import is_greedy_tiny, prompts
-from tests.flow.server import MillraceServer
 from tests.kvcache.pool.nodes import Cluster as Pool
 
 pytestmark = pytest.mark.thorough
@@ -321,20 +319,3 @@ async def test_storing_that_breaks_holds_nothing(tiny_model: LoadedModel, pool: 
             while sum(worker.restarts.values()) < number:
                 await asyncio.sleep(0.001)
             await workers.idle()
-
-
-def test_one_process_with_a_disk_remembers_across_a_restart(tiny_path: Path, tmp_path: Path) -> None:
-    """`millrace serve --disk FOLDER`: the pool is part of the process, and its blocks are there the next time."""
-    flags = (str(tiny_path), "--served-model-name", "tiny", "--dtype", "float32", "--disk", str(tmp_path / "pool"))
-    flags += ("--kvcache-fetch", "always")
-    [prompt] = prompts(1, shortest=150, longest=150, seed=89)
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0}
-    answers = []
-    for _ in range(2):
-        with MillraceServer(*flags, workers=("mixed-0",)) as server:
-            answers.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json())
-            server.wait_idle()
-            assert server.stop() == 0
-    assert answers[0]["choices"] == answers[1]["choices"]
-    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
-    assert cached == [0, (len(prompt) - 1) // BLOCK * BLOCK]

@@ -16,10 +16,8 @@ from kvcache.memory.device import token_bytes
 from kvcache.pool.block import Slab
 from serving.errors import CorruptChunk
 from serving.loader.loading import LoadedModel
-from tests.flow.client import Client
 from tests.flow.conftest import Cluster
 from tests.flow.reference import greedy_tiny, prompts
-from tests.flow.server import MillraceServer, wait_until
 from tests.flow.test_pool import BLOCK, SPLIT, ask, cluster, kill_in_the_middle, let_go, pool, served
 from tests.kvcache.pool.nodes import Cluster as Pool
 
@@ -155,34 +153,3 @@ async def test_while_the_pool_stalls_a_lease_may_end_or_begin_anew(
         assert (await asking)[0] == greedy_tiny(tiny_path, PROMPT, 12)
         assert workers.sent() >= len(PROMPT) - PREFIX
         assert workers.count("kvcache_direct_tokens") == PREFIX
-
-
-def test_as_processes(tiny_path: Path) -> None:
-    """Of two decode workers the one that has not had the prompt yet brings it from the pool, a process too."""
-    flags = (str(tiny_path), "--served-model-name", "tiny", "--dtype", "float32", "--kernels", "torch")
-    flags += ("--prefill", "1", "--decode", "2", "--kvcache", "1", "--heartbeat-interval", "0.1")
-    flags += ("--kvcache-direct", "always")
-    with MillraceServer(*flags, workers=("prefill-0", "decode-0", "decode-1")) as server:
-        client = Client(server.url)
-
-        def sent() -> float:
-            return server.metric("kv_transfer_bytes_total")
-
-        token = 4 * 2 * 2 * 16 * 4  # bytes: layers, K and V, KV heads, their size, float32
-        whole, rest = len(PROMPT) * token, (len(PROMPT) - PREFIX) * token
-        wait_until(
-            lambda: server.log().count("the KV pool is kvcache-0@") == 3, 30, "every worker knows the pool's node"
-        )
-        [(text, *_)] = client.finish([client.start(PROMPT, stream=False, max_tokens=100, temperature=0)])
-        wait_until(lambda: sent() == whole, 30, "the KV handed over is reported")
-        wait_until(lambda: server.metric("pool_blocks", tier="ram") >= PREFIX // BLOCK, 30, "the pool has the prompt")
-        first = client.start(PROMPT, stream=True, max_tokens=1000, temperature=0)
-        assert first.progressed.wait(30), "one of them is busy"
-        asked = [first, client.start(PROMPT, stream=False, max_tokens=100, temperature=0)]
-        longer, again = (outcome[0] for outcome in client.finish(asked))
-        assert longer.startswith(text) and again == text
-        wait_until(lambda: sent() == whole + 2 * rest, 30, "only what follows the prefix was handed over")
-        assert server.metric("kvcache_direct_tokens_total") == PREFIX
-        assert not server.metric("kvcache_direct_fallbacks_total")
-        server.wait_idle()
-        client.close()
