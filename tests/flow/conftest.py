@@ -86,8 +86,8 @@ class Cluster:
         return found
 
     async def idle(self) -> None:
-        """Fails unless nothing is held anywhere within a second."""
-        for _ in range(100):
+        """Fails unless nothing is held anywhere within five seconds."""
+        for _ in range(500):
             audits = await self.router.audit()
             if all(audit.idle for audit in audits):
                 return

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 START_SECONDS = 90.0  # a loaded machine starts five Python processes slowly
+IDLE_SECONDS = 15.0  # and looks at what they hold now and then
 
 
 def free_port() -> int:
@@ -106,7 +107,7 @@ class Asking:
         found: dict[str, Any] = json.loads(body)
         return found
 
-    def wait_idle(self, seconds: float = 5.0) -> None:
+    def wait_idle(self, seconds: float = IDLE_SECONDS) -> None:
         """Nothing is held anywhere, and nothing leaked."""
         last: dict[str, Any] = {}
 
@@ -174,7 +175,7 @@ class MillraceServer(Asking):
 
     def worker_pid(self, name: str) -> int:
         """The process of the worker of this name, which may be about to be started again."""
-        found: int = wait_until(lambda: self._process_of(name), 15.0, f"worker {name} has a process")
+        found: int = wait_until(lambda: self._process_of(name), 60.0, f"worker {name} has a process")
         return found
 
     def _process_of(self, name: str) -> int | None:

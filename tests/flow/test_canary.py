@@ -31,7 +31,7 @@ def up(server: MillraceServer, decode: str) -> bool:
 
 
 def test_a_frozen_worker_is_red_within_five_seconds_and_green_again_afterwards(server: MillraceServer) -> None:
-    wait_until(lambda: server.metric("canary_probes_total", outcome="ok") >= 4, 30.0, "the canary goes round")
+    wait_until(lambda: server.metric("canary_probes_total", outcome="ok") >= 4, 60.0, "the canary goes round")
     assert up(server, "decode-0") and up(server, "decode-1")
     assert json.loads(server.get("/health")[1]) == {"status": "ok"}
     assert server.metric("time_to_first_token_seconds_count") == 0.0, "users' metrics know nothing of it"
@@ -45,6 +45,6 @@ def test_a_frozen_worker_is_red_within_five_seconds_and_green_again_afterwards(s
         assert code == 200 and "prefill-0 to decode-0" in json.loads(body)["detail"]
     finally:
         server.signal_worker("decode-0", SIGCONT)
-    wait_until(lambda: up(server, "decode-0"), 15.0, "green again")
-    wait_until(lambda: json.loads(server.get("/health")[1]) == {"status": "ok"}, 5.0, "healthy")
+    wait_until(lambda: up(server, "decode-0"), 60.0, "green again")
+    wait_until(lambda: json.loads(server.get("/health")[1]) == {"status": "ok"}, 60.0, "healthy")
     server.wait_idle()

@@ -114,7 +114,7 @@ def disturb(server: MillraceServer, client: Client, form: Form, undisturbed: Out
         asked = ask(client, form)
         harm(asked)
         assert client.finish(asked) == undisturbed
-        server.wait_idle(5.0)
+        server.wait_idle()
         if server.metric("replacements_total") > before:
             return
     raise AssertionError(f"nothing was disturbed in {TRIES} tries")
@@ -159,7 +159,7 @@ def test_prefill_worker_dies_with_the_request_queued(
         server.signal_worker("prefill-0", SIGKILL)
     assert client.finish(asked) == undisturbed
     assert server.metric("replacements_total") > before
-    server.wait_idle(5.0)
+    server.wait_idle()
 
 
 @in_int8

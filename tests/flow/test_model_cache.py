@@ -19,11 +19,11 @@ def test_a_worker_that_comes_back_starts_from_the_pool(tiny_path: Path) -> None:
     [prompt] = prompts(1, shortest=30, longest=30, seed=95)
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 10, "temperature": 0, "return_token_ids": True}
     with MillraceServer(*flags, "--mixed", "1", "--kvcache", "1", workers=("mixed-0",)) as server:
-        wait_until(lambda: "is in the KV pool now" in server.log(), 30, "the model is stored")
+        wait_until(lambda: "is in the KV pool now" in server.log(), 90, "the model is stored")
         assert "loaded from the KV pool" not in server.log()
         before = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"][0]
         server.signal_worker("mixed-0", SIGKILL)
-        wait_until(lambda: "loaded from the KV pool" in server.log(), 30, "a worker starts from the pool")
+        wait_until(lambda: "loaded from the KV pool" in server.log(), 90, "a worker starts from the pool")
         server.wait_ready()
         after = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"][0]
     assert after["text"] == before["text"]

@@ -145,7 +145,7 @@ async def test_a_router_dies_and_comes_back(services: Services, client: httpx.As
     await begun([*lost, *kept], 10)
     assert sum(services.held().values()) >= 6  # and the canary's
     await asyncio.to_thread(first.kill)
-    await asyncio.to_thread(wait_until, lambda: sum(services.held().values()) <= 3, 2.0, "its leases are given up")
+    await asyncio.to_thread(wait_until, lambda: sum(services.held().values()) <= 3, 15.0, "its leases are given up")
     assert not any(stream.task.done() for stream in kept), "they were meant to last longer"
     await asyncio.gather(*(stream.task for stream in lost), return_exceptions=True)
     first.start()
@@ -201,11 +201,11 @@ async def test_a_router_that_is_told_to_leave_finishes_its_streams(
     body = {"model": "tiny", "prompt": asked[1], "max_tokens": 2}
     began = time.monotonic()
     while (refused := await client.post(f"{first.url}/v1/completions", json=body)).status_code == 200:
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 30.0
     assert refused.status_code == 503 and "retry-after" in refused.headers and first.get("/health")[0] == 503
     elsewhere = Stream(client, second, asked[1], 20)
     await elsewhere.whole()
     await stream.whole()
     check_texts(model, [stream, elsewhere])
-    assert await asyncio.to_thread(first.process.wait, 20) == 0, first.log()
+    assert await asyncio.to_thread(first.process.wait, 60) == 0, first.log()
     await asyncio.to_thread(second.wait_idle)
