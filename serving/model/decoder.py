@@ -32,7 +32,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _embedding(rows: int, hidden: int) -> nn.Embedding:
-    """Without memory it draws no values: on the meta device that would import torch's compiler, which takes a second."""
+    """Without memory it draws no values: on the meta device that would import torch's compiler, for a second."""
     weight = torch.empty(rows, hidden)
     return nn.Embedding(rows, hidden, _weight=weight if weight.is_meta else None)
 
