@@ -145,5 +145,5 @@ async def test_a_key_keeps_everyone_else_out(tiny_path: Path) -> None:
             wrong.models.list()
         with OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as right:
             assert [model.id for model in right.models.list()] == ["tiny"]
-        assert (await slow_drip(server.port)).startswith("HTTP/1.1 4")
+        assert (await slow_drip(server.port, key=KEY)).startswith("HTTP/1.1 408 ")
         assert KEY not in server.log()

@@ -280,10 +280,11 @@ async def endless_upload(client: httpx.AsyncClient, path: str = CHAT) -> tuple[h
     return response, sent
 
 
-async def slow_drip(port: int, *, host: str = "127.0.0.1", path: str = CHAT) -> str:
+async def slow_drip(port: int, *, host: str = "127.0.0.1", path: str = CHAT, key: str = "none") -> str:
     """A client on a socket that promises a body and does not send it; the status line and headers it gets."""
     reader, writer = await asyncio.open_connection(host, port)
-    head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n"
+    head += f"authorization: Bearer {key}\r\n\r\n"
     writer.write(head.encode() + b'{"model": ')
     await writer.drain()
     answer = await asyncio.wait_for(reader.read(), timeout=60)  # to the end: the server must close
