@@ -63,7 +63,7 @@ def greedy_by_transformers(path: Path) -> Callable[[tuple[int, ...], tuple[int, 
     ("arguments", "workers"),
     [
         ((), ("mixed-0",)),
-        (("--prefill", "2", "--decode", "2"), ("prefill-0", "prefill-1", "decode-0", "decode-1")),
+        (("--prefill", "1", "--decode", "1"), ("prefill-0", "decode-0")),
     ],
     ids=["embedded", "split"],
 )
