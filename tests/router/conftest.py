@@ -111,7 +111,6 @@ class World:
             "kept": len(self.placer.room.kept),
             "explained": len(self.router.explained._running),
             "isolated": self.router.isolation._turn.locked(),
-            "pumps": sum(task.get_name() == "admission" for task in asyncio.all_tasks()),
             "entry.leases": sum(entry.leases for entry in entries),
             "entry.newer.prompt_tokens": sum(entry.newer.prompt_tokens for entry in entries),
         }
