@@ -128,6 +128,8 @@ class Frontend:
             return False, "no prefill worker is ready"
         if self.fleet.config.strict_disaggregation and not self._split(fit):
             return False, "--strict-disaggregation: no prefill worker has another worker to decode for it"
+        if self.fleet.all_well:
+            return True, "ok"
         pairs = self.fleet.pair_health()
         broken = sorted(" to ".join(dict.fromkeys(names)) for names, well in pairs.items() if not well)
         if not broken:

@@ -70,6 +70,7 @@ class SnapshotKeeper:
         self.file = file
         self._background = BackgroundTasks()
         self._kept = b""
+        self._writing: asyncio.Future[None] | None = None  # a thread's: cancelling does not end it
 
     def load(self) -> None:
         """Go on from what an earlier life has kept, if there is any."""
@@ -102,10 +103,13 @@ class SnapshotKeeper:
             await asyncio.sleep(pause)
         data = await asyncio.to_thread(packed, pieces)
         if data != self._kept:
-            await asyncio.to_thread(self.file.write, data)
+            self._writing = asyncio.ensure_future(asyncio.to_thread(self.file.write, data))
+            await asyncio.shield(self._writing)
             self._kept = data
 
     async def stop(self) -> None:
         """Save a last time; nothing is written afterwards."""
         await self._background.stop()
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
         await self.save()

@@ -210,18 +210,22 @@ class AdmissionQueue:
         return ticket.looked
 
     def _next(self) -> Ticket | None:
-        """The first that has not looked in this round and is not kept back by one that has."""
+        """The first that has not looked in this round and is not kept back by one that has.
+
+        A look comes after each that is made, so this is what waiting requests cost, and they may be thousands.
+        """
+        now, failed = self._round, self._failed.get
         for priority in sorted(self._queues):
             tenants = self._queues[priority]
             for tenant in sorted(tenants, key=self.shares.served):
                 for ticket in tenants[tenant]:
-                    if ticket.round != self._round and ticket.idle and not self._kept_back(ticket.claim):
+                    if ticket.round == now:
+                        continue
+                    claim = ticket.claim
+                    least = failed(claim.kind)
+                    if (least is None or claim.tokens < least) and ticket.idle:
                         return ticket
         return None
-
-    def _kept_back(self, claim: Claim) -> bool:
-        failed = self._failed.get(claim.kind)
-        return failed is not None and claim.tokens >= failed
 
     async def _run(self) -> None:
         """Round after round, while requests wait: those that may look for a place, then wait for a change."""

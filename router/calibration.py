@@ -100,7 +100,7 @@ class Calibration:
 
 def urgency_of(slo: Slo) -> int:
     """Requests whose TTFT objectives are within about a factor of 2 are equally urgent; 0: those without one."""
-    if not slo.ttft_ms or slo.ttft_ms <= 0.0:
+    if slo.ttft_ms is None or not 0.0 < slo.ttft_ms < math.inf:
         return 0
     return max(1, min(URGENCIES - 1, round(math.log2(slo.ttft_ms))))
 

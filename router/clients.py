@@ -27,7 +27,11 @@ class RemoteWorker:
     async def connect(self, router: str, deliver: Deliver, lost: Callable[[MillraceError], None]) -> RemoteSession:
         """Raises WorkerLost when the worker cannot be reached."""
         session = RemoteSession(self.caller, router, deliver, lost)
-        await session.welcome
+        try:
+            await session.welcome
+        except asyncio.CancelledError:  # the worker may still answer: it would keep the session open for nobody
+            await session.close()
+            raise
         return session
 
     async def run(self, order: PrefillOrder) -> AsyncIterator[Prefilled]:

@@ -132,10 +132,8 @@ class Fleet:
         """Raises InvalidRequest for a worker that speaks another version of the protocol between services."""
         if protocol != PROTOCOL:
             self.protocols_refused += 1
-            error = (
-                f"worker {name} speaks protocol {protocol} and this router {PROTOCOL}: "
-                "run the same version of millrace on both"
-            )
+            told = f"worker {name} speaks protocol {protocol} and this router {PROTOCOL}"
+            error = f"{told}: run the same version of millrace on both"
             if name not in self._strangers and len(self._strangers) < STRANGERS:
                 self._strangers.add(name)
                 log.warning("refused: %s", error)
@@ -161,9 +159,8 @@ class Fleet:
         """Take silent workers and pool nodes for dead; call about once a second."""
         now = self._listen()
         for report in self.pool_nodes.expire(now):
-            log.info(
-                "pool node %s (%s) is %s", report.stat.name, report.address, "gone" if report.draining else "silent"
-            )
+            state = "gone" if report.draining else "silent"
+            log.info("pool node %s (%s) is %s", report.stat.name, report.address, state)
         for instance in self.registry.expire(now):
             self.suspect(instance, WorkerLost("no heartbeat"))
         self._relieve_stuck()
@@ -206,6 +203,12 @@ class Fleet:
     def pairs(self) -> Iterator[tuple[Candidate, Candidate]]:
         """The workers within reach that requests may be prefilled and decoded by."""
         return pairs_of(self.registry.candidates())
+
+    @property
+    def all_well(self) -> bool:
+        """True if nothing is held against any worker or way. Pairs are as many as workers squared: ask this first."""
+        troubled = self.trust.stalls.all_stuck() or any(entry.suspect for entry in self.registry.workers.values())
+        return self.trust.untroubled and not troubled
 
     def pair_health(self) -> dict[tuple[str, str], bool]:
         """Every pair by the names of its prefill and decode worker: True if nothing is held against it."""

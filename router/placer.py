@@ -44,14 +44,7 @@ from router.refusals import (
     nobody_ready,
 )
 from router.request_state import Attempt, RequestState
-from serving.errors import (
-    Draining,
-    MillraceError,
-    NoRoom,
-    StaleLease,
-    Unauthorized,
-    WorkerLost,
-)
+from serving.errors import Draining, MillraceError, NoRoom, StaleLease, Unauthorized, WorkerLost
 from serving.messages import Build
 from serving.service_class import ServiceClass
 
@@ -150,6 +143,8 @@ class Placer:
         """A lease on the first trusted worker that grants one, in the policy's order; notes if some were full."""
         look, refusals = self.look(state, search.overtaken), 0
         demand, view, search.full = look.demand, look.view, look.full
+        if look.all_full and not self._judged(state) and not any(each.full and each.owing for each in view.decode):
+            return None
         while (decision := self.policy.choose(demand, view, self.fleet.clock())) and decision.decode is not None:
             if not self._worth(state, demand, decision):
                 search.full = True
@@ -219,12 +214,17 @@ class Placer:
         predicted, known = decision.predicted, self.service_class(state)
         if predicted is None or state.generated:
             return True
-        if (known.shed or (known.degrade and not state.degraded)) and self._hopeless(demand, decision, predicted):
+        if self._judged(state) and self._hopeless(demand, decision, predicted):
             if known.shed:
                 check_hope(predicted, demand.first_token_in, state)
             state.degrade()
             return False
         return known.backlog is None or predicted.queue <= known.backlog
+
+    def _judged(self, state: RequestState) -> bool:
+        """True if the best placement may end its wait, though no worker has room: its class refuses or degrades it."""
+        known = self.service_class(state)
+        return not state.generated and (known.shed or (known.degrade and not state.degraded))
 
     def _hopeless(self, demand: Demand, decision: Decision, predicted: Prediction) -> bool:
         """True if it is late wherever it goes, and is not tried all the same, to see whether that is still so."""
@@ -305,9 +305,7 @@ class Placer:
         """True if no trusted prefill worker reaches the lease's worker, and one reaches another worker of its build."""
         now, trust, workers = self.fleet.clock(), self.fleet.trust, self.fleet.candidates()
         able = able_to_decode(self._demand(state, workers, state.required_build), workers)
-        fed = [
-            worker.status.instance for worker in trust.decoders(able, workers, now) if trust.fed(worker, workers, now)
-        ]
+        fed = {worker.status.instance for worker in trust.fed(trust.decoders(able, workers, now), workers, now)}
         return bool(fed) and lease.fence.instance not in fed
 
     def stands(self, worker: Candidate | None) -> bool:

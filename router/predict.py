@@ -183,10 +183,11 @@ def prompt_seconds(worker: Candidate, cost: StepCost, start: int, end: int, tpot
 def token_seconds(worker: Candidate, step: float, prompt: float) -> float:
     """The mean time between tokens, where a decode step takes `step` seconds and some take `prompt` seconds more.
 
-    Sequences get a token of either kind of step: the rates add up, each for its share of the time.
+    Sequences get a token of either kind of step: the rates add up, each for its share of the time. A step of nothing
+    may take nothing.
     """
     share = worker.prompt_share
-    return 1.0 / ((1.0 - share) / step + share / (step + prompt)) if share else step
+    return 1.0 / ((1.0 - share) / step + share / (step + prompt)) if share and step else step
 
 
 def beside_seconds(worker: Candidate, cost: StepCost, tokens: int) -> float:

@@ -144,7 +144,8 @@ class PrefixIndex:
         Raises ValueError for numbers that no index gives.
         """
         named = {number: instance for instance, (number, _) in numbers.items()}
-        if self._names or len(named) != len(numbers) or not all(0 <= number < 1 << 16 for number in named):
+        known = all(0 <= number < 1 << 16 and 0 <= first < 1 << 63 for number, first in numbers.values())
+        if self._names or len(named) != len(numbers) or not known:
             raise ValueError("not the workers of an index, or not into an empty one")
         self._names = [named.get(number, "") for number in range(max(named, default=-1) + 1)]
         self._bits = {instance: 1 << number for number, instance in named.items()}

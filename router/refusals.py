@@ -11,7 +11,7 @@ from serving.errors import DeadlineExceeded, Overloaded, Quarantined, Unavailabl
 
 HOPELESS = 0.1  # a chance to meet the TTFT objective below this counts as none
 JITTER = 0.25  # of retry_after, either way: clients that are refused together do not come back together
-MIN_RETRY = 0.1  # seconds
+MIN_RETRY, LONGEST_RETRY = 0.1, 600.0  # seconds: after so long a queue is another one
 PROBE_SHARE = 0.2  # of an idle worker's time that requests without hope may take, to see whether there is none
 LEAST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between two of them
 MOST_WORKERS = 4096
@@ -63,7 +63,7 @@ def check_hope(predicted: Prediction, left: float | None, state: RequestState) -
     raise Overloaded(
         f"the first token would come after about {predicted.ttft:.2g} s, {left:.2g} s are left of ttft_slo_ms",
         code="slo",
-        retry_after=max(MIN_RETRY, (predicted.ttft - whole) * spare) if alone <= whole else None,
+        retry_after=min(LONGEST_RETRY, max(MIN_RETRY, (predicted.ttft - whole) * spare)) if alone <= whole else None,
     )
 
 

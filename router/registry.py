@@ -10,21 +10,26 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from math import inf
+from math import isfinite
 
 from router.candidate import NOTHING, Candidate, Dispatched, QueuedPrompt
 from serving.messages import WorkerStatus
 
 OLDEST_ECHO = 60.0  # seconds: a status that is said to be older, or from the future, carries another clock's time
+LONGEST_WAIT = 86_400.0  # seconds: no worker has prompts for a day
 FLIGHT_SECONDS = 0.01  # what was sent so shortly before a status was made may not be in it
 
 
 def believable(status: WorkerStatus) -> WorkerStatus:
-    """The status without predictions that cannot be right: a worker that sends such counts as one that has none."""
+    """The status without numbers that cannot be right: a worker that sends such counts as one that has none."""
     cost, waits, share = status.step_cost, status.waiting_seconds, status.prompt_share
-    if cost is None or (cost.possible and 0.0 <= waits < inf and 0.0 <= share <= 1.0):
-        return status
-    return replace(status, step_cost=None, waiting_seconds=0.0, prompt_share=0.0)
+    if not (0.0 <= waits < LONGEST_WAIT and 0.0 <= share <= 1.0 and (cost is None or cost.possible)):
+        status = replace(status, step_cost=None, waiting_seconds=0.0, prompt_share=0.0)
+    if not (isfinite(status.stalled_seconds) and all(map(isfinite, status.counters.values()))):
+        counters = {name: number for name, number in status.counters.items() if isfinite(number)}
+        stalled = status.stalled_seconds if isfinite(status.stalled_seconds) else 0.0
+        status = replace(status, counters=counters, stalled_seconds=stalled)
+    return status
 
 
 @dataclass(slots=True)

@@ -130,7 +130,11 @@ class Router:
         backed_off = backoff(failures, self.fleet.config.retry_pause, state.salt)
         if deadline is not None:
             backed_off = min(backed_off, (deadline - now) / 2)
-        await asyncio.sleep(max(pause, backed_off))
+        try:
+            await asyncio.sleep(max(pause, backed_off))
+        except asyncio.CancelledError:  # the client has left: those behind it need not wait for its turn
+            self.retries.give_back(pause)
+            raise
 
     async def audit(self) -> list[Audit]:
         """What the router and every worker it reaches hold."""

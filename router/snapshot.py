@@ -23,6 +23,7 @@ from router.prefix_index import KEY_BYTES
 MAGIC = b"millrace router 1\n"
 DIGEST = 32  # bytes
 LENGTH = 4  # bytes of a count
+WIDEST_MASK = 1 << 13  # bytes
 MOST_MASKS = 65_536  # that are remembered while a snapshot is made
 RETURN_SILENCES = 3  # times the silence after which a worker is suspect: until then one that was kept may report
 
@@ -93,7 +94,7 @@ def restore(placer: Placer, data: bytes) -> int:
     fleet, policy = placer.fleet, placer.policy
     header, shards = _read(_unpacked(data))
     try:
-        names, learned = dict(header["names"]), header["learned"]
+        names, learned = {name: str(found) for name, found in header["names"].items()}, header["learned"]
         numbers = {name: (int(number), int(first)) for name, (number, first) in header["numbers"].items()}
         outputs, links = OutputLengths.from_kept(learned["outputs"]), LinkCosts.from_kept(learned["links"])
         calibration = Calibration.from_kept(learned["calibration"]) if learned["calibration"] is not None else None
@@ -123,7 +124,7 @@ def _read(body: memoryview) -> tuple[dict[str, Any], list[memoryview]]:
     """The header, and each shard's keys and masks."""
     end = LENGTH + _count(body, 0)
     header = orjson.loads(body[LENGTH:end])
-    if not isinstance(header, dict) or not isinstance(header.get("mask_bytes"), int):
+    if not isinstance(header, dict) or header.get("mask_bytes") not in range(WIDEST_MASK + 1):
         raise ValueError("not what a router keeps")
     shards = []
     while end < len(body):

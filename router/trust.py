@@ -42,20 +42,23 @@ class Trust:
         if self.untroubled:
             return list(able)
         trusted = [worker for worker in able if self.workers.allows(worker.status.instance, now)]
-        fed = [worker for worker in trusted if self.fed(worker, workers, now)]
+        fed = self.fed(trusted, workers, now)
         if fed or trusted:
             return fed or trusted
         return sorted(able, key=lambda worker: self.workers.retry_at(worker.status.instance))[:1]
 
-    def fed(self, decode: Candidate, workers: Iterable[Candidate], now: float) -> bool:
-        """True if a prompt may be computed for the worker's leases: by itself, or by one whose KV gets there."""
-        return decode.prefills or any(
-            worker.prefills
-            and not worker.status.draining
-            and worker.status.pairing == decode.status.pairing
-            and self.allows(worker.status.instance, decode.status.instance, now)
-            for worker in workers
-        )
+    def fed(self, decodes: Iterable[Candidate], workers: Iterable[Candidate], now: float) -> list[Candidate]:
+        """Those for whose leases a prompt may be computed: by themselves, or by one that is trusted to get KV there."""
+        prefills: dict[str, list[str]] = {}  # instances by pairing, gone through once: there may be hundreds of both
+        for worker in workers:
+            if worker.prefills and not worker.status.draining and self.workers.allows(worker.status.instance, now):
+                prefills.setdefault(worker.status.pairing, []).append(worker.status.instance)
+
+        def reached(decode: Candidate) -> bool:
+            instance, others = decode.status.instance, prefills.get(decode.status.pairing, ())
+            return any(self.links.allows(other, instance, now) for other in others)
+
+        return [decode for decode in decodes if decode.prefills or reached(decode)]
 
     def allows(self, prefill: str, decode: str, now: float) -> bool:
         """True if the prefill worker may be given a prompt for a lease of the decode worker."""

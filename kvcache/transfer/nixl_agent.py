@@ -72,10 +72,11 @@ class Agent:
         self.memory = np.zeros(size, dtype=np.uint8)
         self.base = int(self.memory.ctypes.data)
         self._news = threading.Condition()
-        self._jobs: list[Callable[[], None]] = []
+        self._jobs: list[tuple[Callable[[], None], Future[Any]]] = []  # and what they are waited for by
         self._flying: list[_Write] = []
         self._expecting = 0
         self._stopping = False
+        self.over = False  # its thread has ended, in whatever way: nothing is done any more
         self._peers: dict[bytes, str] = {}  # by their metadata, the one met last at the end
         self._thread = threading.Thread(target=self._run, name="nixl", daemon=True)
         self._thread.start()
@@ -98,7 +99,7 @@ class Agent:
             except self._errors as error:
                 done.set_exception(TransferUnavailable(f"NIXL: {type(error).__name__}: {error}"))
 
-        self._do(run)
+        self._do(run, done)
         return done
 
     def meet(self, metadata: bytes) -> Future[str]:
@@ -109,13 +110,16 @@ class Agent:
         """Copy the payload to `memory[offset:]`, and from there to the peer's address; done when it all lies there."""
         write = _Write(peer, offset, address, payload, Future())
         write.done.set_running_or_notify_cancel()
-        self._do(lambda: self._post(write))
+        self._do(lambda: self._post(write), write.done)
         return write.done
 
-    def _do(self, job: Callable[[], None]) -> None:
+    def _do(self, job: Callable[[], None], done: Future[Any]) -> None:
         with self._news:
-            self._jobs.append(job)
-            self._news.notify()
+            if not self.over:
+                self._jobs.append((job, done))
+                self._news.notify()
+                return
+        done.set_exception(TransferUnavailable("NIXL has ended"))
 
     def expecting(self, more: int) -> None:
         """So many more transfers may write here from now on; fewer when negative."""
@@ -124,7 +128,7 @@ class Agent:
             self._news.notify()
 
     def close(self) -> None:
-        """End the thread; what is under way stays undone."""
+        """End the thread; what is under way fails."""
         with self._news:
             self._stopping = True
             self._news.notify()
@@ -133,6 +137,20 @@ class Agent:
     # ---- in the agent's thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Serve to the end. What breaks the thread is told by it, and to whoever waits."""
+        jobs: list[tuple[Callable[[], None], Future[Any]]] = []
+        try:
+            self._serve(jobs)
+        finally:
+            with self._news:
+                self.over = True
+                left = [done for _, done in (*jobs, *self._jobs)] + [write.done for write in self._flying]
+            for done in left:
+                if not done.done():
+                    done.set_exception(TransferUnavailable("NIXL has ended"))
+
+    def _serve(self, jobs: list[tuple[Callable[[], None], Future[Any]]]) -> None:
+        """`jobs` are those that have begun."""
         self._errors: tuple[type[Exception], ...] = (ImportError, RuntimeError, OSError)
         while True:
             with self._news:
@@ -140,8 +158,8 @@ class Agent:
                     self._news.wait(self._pause())
                 if self._stopping:
                     break
-                jobs, self._jobs = self._jobs, []
-            for job in jobs:
+                jobs[:], self._jobs = self._jobs, []
+            for job, _ in jobs:
                 job()
             if self._flying:
                 self._flying = [write for write in self._flying if not self._over(write, self._look)]

@@ -41,6 +41,8 @@ class NixlLender(MemoryLender):
         super().__init__(offer, self.agent.memory, self.agent.base, REST_SECONDS)
 
     def lend(self) -> LentBuffers:
+        if self.agent.over:  # nothing would arrive
+            return LentBuffers()
         lent = super().lend()
         self.agent.expecting(+bool(lent))
         return lent
@@ -69,9 +71,9 @@ class NixlWriters:
             self.agent()
 
     def agent(self) -> Agent:
-        """Takes a while the first time. Raises TransferUnavailable."""
+        """Takes a while the first time, and where the last one's thread has broken. Raises TransferUnavailable."""
         with self._starting:
-            if self._agent is None:
+            if self._agent is None or self._agent.over:
                 self._agent = Agent(TRANSFERS * TRANSFER_BYTES)
             return self._agent
 

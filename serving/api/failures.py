@@ -30,6 +30,7 @@ from serving.errors import (
 logger = logging.getLogger(__name__)
 
 NO_USE_TO_REPEAT = ("slo", "rate_limit_exceeded")  # codes of refusals that, without a time, hold at any time
+_LONGEST_RETRY_S = 86_400.0
 _LINGER_S = 2.0
 _LINGER_BYTES = 32 * 1024 * 1024
 
@@ -43,7 +44,7 @@ def error_response(error: MillraceError) -> Response:
     """The whole answer for an error of ours."""
     headers: dict[str, str] = {}
     if error.retry_after is not None or (error.status in (429, 503) and error.code not in NO_USE_TO_REPEAT):
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after or 1)))
+        headers["retry-after"] = str(_whole_seconds(error.retry_after or 1.0))
     if isinstance(error, Quarantined):
         headers["x-should-retry"] = "false"  # OpenAI's clients send what ends with a 500 again, unless they are told
     if error.status == 401:
@@ -52,6 +53,11 @@ def error_response(error: MillraceError) -> Response:
         headers["connection"] = "close"  # the rest of the body is not wanted
     kind = _LingeringResponse if isinstance(error, PayloadTooLarge) else Response
     return kind(error_body(error), error.status, headers, media_type="application/json")
+
+
+def _whole_seconds(seconds: float) -> int:
+    """Rounded up, from 1 to a day: an error of another service may carry any number."""
+    return math.ceil(min(_LONGEST_RETRY_S, max(1.0, seconds)))
 
 
 class _LingeringResponse(Response):

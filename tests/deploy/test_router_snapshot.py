@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,35 @@ async def test_it_saves_now_and_then_and_only_what_is_new(file: SnapshotFile, mo
         await asyncio.sleep(0.001)
     await keeper.stop()
     assert len(written) <= 3 and written[0] != written[-1], "one may have been under way as the worker came"
+
+
+async def test_the_last_snapshot_waits_for_the_one_that_is_being_written(
+    file: SnapshotFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread cannot be cancelled: what it writes late would take the place of what is newer."""
+    monkeypatch.setattr(router_snapshot, "SAVE_SECONDS", 0.001)
+    began, gate = threading.Event(), threading.Event()
+    written: list[bytes] = []
+    write = SnapshotFile.write
+
+    def slowly(file: SnapshotFile, data: bytes) -> None:
+        began.set()
+        if not written:
+            assert gate.wait(10)
+        written.append(data)
+        write(file, data)
+
+    monkeypatch.setattr(SnapshotFile, "write", slowly)
+    life = lived()
+    keeper = SnapshotKeeper(life.placer, file)
+    keeper.start()
+    await asyncio.to_thread(began.wait)
+    life.placer.outputs.ended("new", 7)
+    stopping = asyncio.create_task(keeper.stop())
+    await asyncio.wait([stopping], timeout=0.1)
+    gate.set()
+    await stopping
+    assert len(written) == 2 and written[0] != written[1] == file.read()
 
 
 async def test_requests_are_placed_while_a_snapshot_is_made(file: SnapshotFile) -> None:

@@ -36,3 +36,19 @@ async def test_no_backing_off_takes_a_request_past_its_deadline() -> None:
     async with asyncio.timeout(2):
         assert await world.tokens(wanted(deadline=world.now + 0.5)) == expected(wanted())
     await world.fleet.close()
+
+
+async def test_clients_that_leave_while_their_retries_wait_cost_later_ones_nothing() -> None:
+    """Hundreds that hang up in a storm would else make those after them wait for minutes, or be refused."""
+    world = World(retries_per_second=0.5, retries_saved=1.0)
+    world.add("p", Role.PREFILL).script.before_first = [CorruptChunk("x")] * 40
+    world.add("d", Role.DECODE)
+    running = [asyncio.create_task(world.tokens(wanted(str(number)))) for number in range(2)]
+    while world.router.retries.balance > -0.5:
+        world.beat()
+        await asyncio.sleep(0)
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    assert world.router.retries.balance >= 0.0 and world.held() == {}
+    await world.fleet.close()

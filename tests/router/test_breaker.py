@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from router.breaker import Breaker, BreakerConfig, Breakers, BreakerState, Links
+from router.candidate import Candidate
+from router.trust import Trust
+from serving.messages import Role
+from tests.router.scripted import make_status
 
 CONFIG = BreakerConfig(first_pause=1.0, longest_pause=8.0, jitter=0.25, forgive_after=60.0)
 
@@ -156,3 +161,27 @@ def test_a_link_says_nothing_about_other_links_of_its_ends() -> None:
 def test_a_worker_always_reaches_itself() -> None:
     links = Links(CONFIG)
     assert not links.failed("m", "m", 5.0) and links.allows("m", "m", 5.0)
+
+
+def test_who_is_reached_is_found_in_one_pass_over_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every prefill worker is left alone, the breakers of all are not asked for each decode worker."""
+    asked: list[str] = []
+
+    def allows(breakers: Breakers[str], key: str, now: float) -> bool:
+        asked.append(key)
+        return not key.startswith("p")
+
+    monkeypatch.setattr(Breakers, "allows", allows)
+    trust, count = Trust(BreakerConfig(), 10.0), 50
+    trust.workers.failed("p0-life", 0.0)
+    workers = [
+        Candidate(make_status(f"{role.value[0]}{number}", role))
+        for role in (Role.PREFILL, Role.DECODE)
+        for number in range(count)
+    ]
+    able = [worker for worker in workers if worker.decodes]
+    assert trust.decoders(able, workers, 1.0) == able and len(asked) == 2 * count
+    assert trust.fed(able, workers, 1.0) == []
+    monkeypatch.undo()
+    trust.links.failed("p1-life", "d1-life", 0.0)
+    assert trust.fed(able, workers[1:2], 0.1) == [each for each in able if each.instance != "d1-life"]

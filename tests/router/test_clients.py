@@ -121,6 +121,23 @@ async def test_leaving_while_a_lease_is_opened_gives_it_back(remote: Remote) -> 
     await session.close()
 
 
+async def test_a_session_that_is_not_wanted_any_more_leaves_no_stream_open(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that was stopped answers late: by then the router has given it up, and begins another session."""
+    monkeypatch.setattr(RemoteSession, "_take", lambda session, reply: None)  # its welcome does not come
+    connecting = asyncio.create_task(remote.connect())
+    while not remote.worker.decode.sessions:
+        await asyncio.sleep(0.001)
+    connecting.cancel()
+    await asyncio.gather(connecting, return_exceptions=True)
+    await remote.gone()
+    async with asyncio.timeout(5):
+        while remote.worker.decode.sessions:
+            await asyncio.sleep(0.001)
+    assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("session-")]
+
+
 async def test_a_server_that_goes_away_is_a_lost_worker(remote: Remote) -> None:
     session = await remote.connect()
     await session.open(make_order(PROMPT, lease=remote.worker.fence()))

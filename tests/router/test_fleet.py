@@ -289,6 +289,28 @@ async def test_the_wait_for_room_ends_with_the_requests_deadline() -> None:
     assert world.held() == {}
 
 
+async def test_a_fleet_is_well_while_nothing_is_held_against_anyone(world: World) -> None:
+    """Asked before the pairs are, of which there are thousands."""
+    worker, _ = world.add("p", Role.PREFILL), world.add("d", Role.DECODE)
+    fleet = world.fleet
+    assert fleet.all_well and all(fleet.pair_health().values())
+    fleet.registry.suspect("p-life")
+    assert not fleet.all_well and not all(fleet.pair_health().values())
+    world.beat()
+    fleet.heartbeat(worker.change(stalled_seconds=99.0))
+    assert not fleet.all_well and not all(fleet.pair_health().values())
+    fleet.heartbeat(worker.change(stalled_seconds=0.0))
+    assert fleet.all_well
+    for fail in (
+        lambda: fleet.breakers.failed("d-life", world.now),
+        lambda: fleet.links.failed("p-life", "d-life", 0.0),
+    ):
+        fail()
+        assert not fleet.all_well and not all(fleet.pair_health().values())
+        fleet.trust.retain((), world.now)
+        assert fleet.all_well
+
+
 async def test_a_failed_request_is_not_held_against_the_next(world: World) -> None:
     world.add("a").script.before_first = [InternalError("a bug")]
     with pytest.raises(InternalError):

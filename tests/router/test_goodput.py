@@ -360,3 +360,12 @@ async def test_a_worker_that_reports_nonsense_breaks_no_choice_and_does_not_draw
             assert await world.tokens(request) == expected(request)
         assert len(world.workers["odd"].orders) < 30
         await world.fleet.close()
+
+
+async def test_steps_that_cost_nothing_but_their_tokens_can_be_predicted() -> None:
+    """A fit may come to no fixed cost: then a step of nothing takes nothing, beside prompts that were just computed."""
+    world = World(policy="goodput")
+    cost = StepCost(fixed=0.0, token=1e-4, sequence=1e-4, samples=100)
+    world.add("m", step_cost=cost, prompt_share=0.5, max_batched_tokens=512)
+    assert await world.tokens(wanted()) == expected(wanted())
+    await world.fleet.close()

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.quarantine import _Lost
 from serving.errors import (
+    IN_STEP,
     CorruptChunk,
     Draining,
     MillraceError,
@@ -117,6 +119,27 @@ def bad_decode(world: World) -> None:
     world.workers["d0"].script.decode = [(1, Preempted("x"))]
 
 
+def full(world: World) -> None:
+    """It waits in the queue, and is asked for again."""
+    for name in ("d0", "d1"):
+        world.workers[name].script.open = [NoRoom("x")] * 4
+
+
+def no_prefill(world: World) -> None:
+    """The lease it has waits for a worker that prefills."""
+    for name in ("p0", "p1"):
+        world.workers[name].script.before_first = [Draining("x")] * 2
+
+
+def deadly(world: World) -> None:
+    """It is held back, and tried alone: another request was lost with the same workers."""
+    lost: list[Step] = [WorkerLost("x", code=IN_STEP)]
+    world.workers["p0"].script.before_first, world.workers["p1"].script.before_first = lost[:], lost[:]
+    for name in ("p0-life", "p1-life"):
+        known = _Lost(told=2, suspects={"another"})
+        world.router.isolation.quarantine._lost[name] = known
+
+
 async def turns_of_a_run(spoil: Spoil, stop_after: int | None, insistent: bool = False) -> tuple[World, int]:
     """One request, cancelled after so many turns of the event loop, once or at every turn; how many turns it took."""
     world = World()
@@ -140,9 +163,10 @@ async def turns_of_a_run(spoil: Spoil, stop_after: int | None, insistent: bool =
 
 
 @pytest.mark.parametrize("insistent", [False, True], ids=["once", "at every turn"])
-@pytest.mark.parametrize("spoil", [nothing, bad_prefill, bad_decode])
-async def test_a_client_may_leave_at_any_moment(spoil: Spoil, insistent: bool) -> None:
+@pytest.mark.parametrize("spoil", [nothing, bad_prefill, bad_decode, full, no_prefill, deadly])
+async def test_a_client_may_leave_at_any_moment(spoil: Spoil, insistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A task group that is cancelled cancels its tasks again and again until they end."""
+    monkeypatch.setattr("router.isolation.SETTLE_SECONDS", 0.0)
     world, turns = await turns_of_a_run(spoil, None)
     assert world.held() == {} and turns > 15
     for stop_after in range(turns + 1):

@@ -157,6 +157,12 @@ def header(text: bytes) -> bytes:
     return len(text).to_bytes(4, "little") + text
 
 
+NOTHING_LEARNED = (
+    b'{"mask_bytes":0,"shards":0,"names":{},"numbers":{%s},"learned":{"outputs":{},'
+    b'"links":{"all":[1,1,1,1,1],"pairs":[]},"calibration":null}}'
+)
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -179,6 +185,10 @@ def header(text: bytes) -> bytes:
             b'{"mask_bytes":0,"shards":0,"names":{},"numbers":{},"learned":{"outputs":{},'
             b'"links":{"all":[1,1,1,1,1],"pairs":[]},"calibration":{"first":{"all":[9,1,1],"own":{}}}}}'
         ),
+        header(b'{"mask_bytes":-9,"shards":1}') + b"\x04\0\0\0",  # its shards would have no end,
+        header(b'{"mask_bytes":-8,"shards":1}') + b"\x04\0\0\0",  # or no width
+        header(NOTHING_LEARNED % b'"a":[0,-5]'),
+        header(NOTHING_LEARNED % b'"a":[0,1e300]'),
     ],
 )
 def test_what_no_router_keeps_is_refused(body: bytes) -> None:

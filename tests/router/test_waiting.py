@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from router.candidate import Candidate
 from router.lease_room import KEPT_SHARE, MOST_ASKED, MOST_OVERTAKEN, MOST_REMEMBERED, FullWorkers, KeptWorkers
+from router.policy import Decision, Demand, FleetView
 from router.request_state import RequestState
 from serving.errors import MillraceError, NoRoom, Overloaded, Unavailable
 from serving.links import Deliver
 from serving.messages import LeaseGrant, LeaseOrder, Role, Slo
 from serving.service_class import SERVICE_CLASSES
 from tests.router.conftest import World, expected, wanted
-from tests.router.scripted import ScriptedSession, ScriptedWorker, make_status
+from tests.router.scripted import HANG, ScriptedSession, ScriptedWorker, make_status
 from tests.router.test_degrade import classed, late, rest
 
 pytestmark = pytest.mark.usefixtures("ties_by_name")
@@ -323,4 +324,32 @@ async def test_a_single_token_without_a_worker_that_prefills_is_told_so() -> Non
     with pytest.raises(Unavailable, match="no prefill worker"):
         await world.tokens(wanted(max_tokens=1))
     assert world.held() == {}
+    await world.fleet.close()
+
+
+async def test_while_every_worker_is_full_nobody_is_placed_but_those_whose_class_judges(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A choice among hundreds of full workers is what a look costs; it is made where a refusal may come of it."""
+    world = World(policy="goodput", classes=dict(SERVICE_CLASSES), max_waiting=10)
+    world.add("a", max_seqs=1).script.decode = [(2, HANG)]
+    running = [asyncio.create_task(world.tokens(wanted("first")))]
+    await rest()
+    chosen: list[str] = []
+    choose = world.placer.policy.choose
+
+    def counted(demand: Demand, view: FleetView, now: float) -> Decision | None:
+        chosen.append(str(demand.weight))
+        return choose(demand, view, now)
+
+    monkeypatch.setattr(world.placer.policy, "choose", counted)
+    running.append(asyncio.create_task(world.tokens(wanted("second"))))
+    for _ in range(5):
+        world.fleet.notify()
+        await rest()
+    assert chosen == [] and world.placer.admission.waiting == 1
+    running.append(asyncio.create_task(world.tokens(classed("third", SERVICE_CLASSES["interactive"]))))
+    await rest()
+    assert set(chosen) == {str(SERVICE_CLASSES["interactive"].weight)}
+    await ended(running)
     await world.fleet.close()
