@@ -34,7 +34,7 @@ from kvcache.memory.locations import KVLocations
 from kvcache.pool.links import PoolLink
 from kvcache.transfer.lent_memory import MemoryLenders
 from kvcache.worker_context import WorkerContext
-from prefill.chunking import Chunking, FixedChunks, SlackChunks
+from prefill.chunking import FLOOR, Chunking, FixedChunks, SlackChunks
 from prefill.ordering import Cost, FirstComeFirstServed, PromptOrder, SlackOrder
 from prefill.scheduler import PrefillScheduler
 from prefill.worker import Layout, PrefillWorker
@@ -162,7 +162,12 @@ def assemble(
     kv = KVCacheManager(allocator, identity.fingerprint, offload, storing)
     speculation = Speculation(config.num_speculative_tokens) if config.num_speculative_tokens > 0 else None
     slo = objectives_parts(role, config, meter.cost)
-    decoding = DecodeScheduler(kv, max_model_len=identity.max_model_len, speculation=speculation)
+    decoding = DecodeScheduler(
+        kv,
+        max_model_len=identity.max_model_len,
+        speculation=speculation,
+        for_prompts=FLOOR if role is Role.MIXED else 0,
+    )
     prefilling = PrefillScheduler(
         kv, decoding.add, both(cost.stepped, meter.stepped), order=slo.order, chunks=slo.chunks
     )
