@@ -38,7 +38,7 @@ class EngineLoop:
         self._thread: threading.Thread | None = None
 
     def start(self, listeners: Sequence[OutputListener], on_crash: Callable[[], None]) -> None:
-        """Run steps from now on. `on_crash` is called on the event loop, once, should the engine or a listener break."""
+        """Run steps from now on. `on_crash` is called on the event loop, once, if the engine or a listener breaks."""
         self._loop = asyncio.get_running_loop()
         self._listeners = tuple(listeners)
         self._on_crash = on_crash
