@@ -290,7 +290,7 @@ def options_of(args: argparse.Namespace) -> ComparisonOptions:
     """Raises ValueError."""
     for name in ("seconds", "warm_up", "budget_minutes", "slo_scale", "seeds"):
         if not getattr(args, name) > 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name):g}: give a number above 0")
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be positive")
     return ComparisonOptions(
         out=args.out,
         base=(*BASE_FLAGS, *shlex.split(args.serve_flags)),
