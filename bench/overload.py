@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import gc
 import json
+import math
 import shlex
 import statistics
 import sys
@@ -220,18 +221,28 @@ def _rate(observed: Observed, kind: str | None, seeds: int, *, answered: bool) -
 
 
 def spans_of(args: argparse.Namespace, capable: float) -> list[LoadSpan]:
-    """Raises ValueError."""
-    shares = {}
-    for name in ("interactive", "batch"):
-        values = [float(part) for part in getattr(args, name).split(",")]
-        if len(values) != 3 or min(values) < 0:
-            raise ValueError(f"--{name} takes three shares of the capacity: before, surge and after")
-        shares[name] = values
+    """Raises ValueError that names the flag."""
+    for name in ("before", "surge", "after", "seeds", "capacity", "warm_up"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} {value:g}: give a number above 0")
+    shares = {name: shares_of(name, getattr(args, name)) for name in ("interactive", "batch")}
     seconds = (args.before, args.surge, args.after)
     return [
         LoadSpan(name=name, seconds=length, rates={kind: capable * values[number_] for kind, values in shares.items()})
         for number_, (name, length) in enumerate(zip((BEFORE, SURGE, AFTER), seconds, strict=True))
     ]
+
+
+def shares_of(name: str, text: str) -> list[float]:
+    """`0.2,2.4,0.2` → the three of them. Raises ValueError."""
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        shares = []
+    if len(shares) != 3 or not all(0 <= share < math.inf for share in shares):
+        raise ValueError(f"--{name} {text}: give three shares of the capacity, before the surge, in it and after it")
+    return shares
 
 
 def say(line: str) -> None:
@@ -296,6 +307,9 @@ def main() -> int:
     except (ServerError, ValueError, OSError) as error:
         say(f"bench.overload: {error}")
         return 2
+    except KeyboardInterrupt:
+        say("bench.overload: interrupted, nothing is written")
+        return 130
     return 0
 
 

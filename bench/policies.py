@@ -288,8 +288,9 @@ def in_groups(contenders: tuple[Contender, ...], at_once: int) -> list[tuple[Con
 
 def options_of(args: argparse.Namespace) -> ComparisonOptions:
     """Raises ValueError."""
-    if args.seconds <= 0 or args.warm_up <= 0 or args.budget_minutes <= 0 or args.slo_scale <= 0:
-        raise ValueError("--seconds, --warm-up, --budget-minutes and --slo-scale must be positive")
+    for name in ("seconds", "warm_up", "budget_minutes", "slo_scale", "seeds"):
+        if not getattr(args, name) > 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be positive")
     return ComparisonOptions(
         out=args.out,
         base=(*BASE_FLAGS, *shlex.split(args.serve_flags)),

@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import shlex
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -31,6 +32,7 @@ from bench.mixture import MIXTURES, Mixture
 from bench.own_server import commit
 from bench.plot import Panel, sheet
 from bench.sitting import BASE_FLAGS, OpenServer, open_server, settle, warm_up
+from bench.sse import Outcome
 from bench.standings import table
 from bench.summary import SloTargets
 from bench.surge import LoadSpan, bounds, timed_in_spans
@@ -82,7 +84,8 @@ async def predictions(server: OpenServer, spans: Sequence[LoadSpan], seed: int) 
     timed = timed_in_spans(KINDS, spans, seed=seed)
     prepared, arrivals = server.prepare(timed), tuple(one.at for one in timed)
     began = server.endpoint.client.clock()
-    run = await run_load(server.endpoint, prepared, Pace(arrivals=arrivals), Watch())
+    run = await run_load(server.endpoint, prepared, Pace(arrivals=arrivals), Watch(finished=progress(len(prepared))))
+    say(f"asking for explanations of {len(run.outcomes)} requests")
     found, missing = [], 0
     for outcome in run.outcomes:
         explained = None
@@ -99,6 +102,19 @@ async def predictions(server: OpenServer, spans: Sequence[LoadSpan], seed: int) 
             found.append(explained)
     await settle(server)
     return found, missing
+
+
+def progress(total: int) -> Callable[[Outcome], None]:
+    """Says how many requests have ended, after every tenth of them."""
+    every, ended, failed = max(1, total // 10), 0, 0
+
+    def finished(outcome: Outcome) -> None:
+        nonlocal ended, failed
+        ended, failed = ended + 1, failed + (outcome.error is not None)
+        if ended % every == 0 or ended == total:
+            say(f"{ended}/{total} requests have ended" + (f", {failed} failed" if failed else ""))
+
+    return finished
 
 
 def looks(spans: Sequence[LoadSpan]) -> list[tuple[str, float, float]]:
@@ -180,10 +196,11 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def spans_of(args: argparse.Namespace, capable: float) -> list[LoadSpan]:
-    """Raises ValueError."""
-    shares = [[float(part) for part in text.split(",")] for text in (args.chats, args.long)]
-    if any(len(pair) != 2 or min(pair) < 0 for pair in shares):
-        raise ValueError("--chats and --long take two shares of the capacity: before and after the change")
+    """Raises ValueError that names the flag."""
+    for name, value in (("seconds", args.seconds), ("warm-up", args.warm_up), ("capacity", args.capacity)):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{name} {value:g}: give a number above 0")
+    shares = [shares_of(name, text) for name, text in (("chats", args.chats), ("long", args.long))]
     return [
         LoadSpan(
             name=name,
@@ -194,6 +211,28 @@ def spans_of(args: argparse.Namespace, capable: float) -> list[LoadSpan]:
     ]
 
 
+def told_rates(spans: Sequence[LoadSpan]) -> str:
+    return "; ".join(
+        f"{span.name} {span.seconds:g} s: " + ", ".join(f"{rate:.2f} {kind}/s" for kind, rate in span.rates.items())
+        for span in spans
+    )
+
+
+def shares_of(name: str, text: str) -> list[float]:
+    """`0.4,0.5` → both. Raises ValueError."""
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        shares = []
+    if len(shares) != 2 or not all(0 <= share < math.inf for share in shares):
+        raise ValueError(f"--{name} {text}: give two shares of the capacity, before and after the change")
+    return shares
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 async def measure_predictions(args: argparse.Namespace) -> None:
     """Measures and writes. Raises ServerError, ValueError."""
     _, fleet = parse_fleet(args.fleet)
@@ -202,16 +241,16 @@ async def measure_predictions(args: argparse.Namespace) -> None:
     base = [*BASE_FLAGS, *shlex.split(args.serve_flags)]
     mixture = Mixture(name="prediction", kinds=KINDS[:1])
     async with AsyncExitStack() as stack:
+        say(f"starting a server: {shlex.join(contender.flags)} {args.serve_flags}")
         server = await open_server(contender, mixture, stack, base=base, folder=args.out.parent)
+        if args.capacity is None:
+            say(f"warm-up: a closed loop for {args.warm_up:g} s or somewhat longer")
         capable = args.capacity or await warm_up(server, mixture, args.warm_up)
         spans = spans_of(args, capable)
+        say(f"capacity {capable:.2f} chats/s; {told_rates(spans)}: {sum(span.seconds for span in spans):g} s")
         explained, missing = await predictions(server, spans, args.seed)
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    rates = "; ".join(
-        f"{span.name} {span.seconds:g} s: " + ", ".join(f"{rate:.2f} {kind}/s" for kind, rate in span.rates.items())
-        for span in spans
-    )
-    about = f"{started}, commit {commit()}. {shlex.join(contender.flags)} {args.serve_flags}. {rates}."
+    about = f"{started}, commit {commit()}. {shlex.join(contender.flags)} {args.serve_flags}. {told_rates(spans)}."
     text = f"{about} {missing} requests without a prediction.\n\n{errors_table(explained, spans)}\n"
     args.out.with_suffix(".md").write_text(text)
     args.out.with_suffix(".svg").write_text(
@@ -226,8 +265,11 @@ def main() -> int:
     try:
         asyncio.run(measure_predictions(arguments().parse_args()))
     except (ServerError, ValueError, OSError) as error:
-        print(f"bench.prediction: {error}", file=sys.stderr, flush=True)
+        say(f"bench.prediction: {error}")
         return 2
+    except KeyboardInterrupt:
+        say("bench.prediction: interrupted, nothing is written")
+        return 130
     return 0
 
 

@@ -73,12 +73,16 @@ class DraftOrOverlap:
 class DecodeScheduler:
     """The running batch: by priority, then in order of arrival. With `speculation` a step may try more than one token.
 
+    Drafts leave `for_prompts` tokens of a step to the prompts that are computed here too.
     When blocks run out the first of the batch never gives way to another, so the oldest of the most important always
     advances.
     """
 
-    def __init__(self, kv: KVBlocks, *, max_model_len: int, speculation: Speculation | None = None):
+    def __init__(
+        self, kv: KVBlocks, *, max_model_len: int, speculation: Speculation | None = None, for_prompts: int = 0
+    ):
         self.kv = kv
+        self.for_prompts = for_prompts
         self.max_model_len = max_model_len
         self.speculation = speculation
         self.choice = DraftOrOverlap() if speculation is not None else None
@@ -159,7 +163,7 @@ class DecodeScheduler:
         left = min(seq.request.sampling.max_tokens - seq.output_len - 1, self.max_model_len - len(seq.tokens) - 1)
         others = len(self.running) - len(plan.work) - 1
         held = seq.held_blocks * self.kv.block_size - len(seq.tokens)  # a draft is not worth a block
-        room = min(left, held, plan.tokens - 1 - others)
+        room = min(left, held, plan.tokens - 1 - others - self.for_prompts)
         return tuple(self.speculation.draft(lookup, seq.tokens, room, len(self.running), turns))
 
     def _make_room(self, seq: SequenceState, plan: StepPlan, now: float) -> bool:

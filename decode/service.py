@@ -6,6 +6,7 @@ Translates and nothing else; what may happen is decided in decode.worker.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 
 import grpc
@@ -14,13 +15,15 @@ from grpc import aio
 from decode.worker import DecodeWorker
 from kvcache.handoff.messages import PUSH, PushFrame, framing
 from kvcache.handoff.receiver import IncomingHandoff
-from serving.errors import InvalidRequest, MillraceError
+from serving.errors import InvalidRequest, MillraceError, WorkerLost
 from serving.links import DecodeSession, LeaseEvent
 from serving.messages import LeaseOrder
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import answering, handle
 from serving.wire import error_to_pb, event_to_pb, from_pb, to_pb
+
+log = logging.getLogger(__name__)
 
 
 class DecodeService(stubs.DecodeServicer):
@@ -74,19 +77,37 @@ class DecodeService(stubs.DecodeServicer):
                 if kind == "cancel":
                     session.cancel(request.cancel)
                 elif kind in ("open", "advance"):
-                    order = from_pb(request.open if kind == "open" else request.advance, LeaseOrder)
-                    replies.put_nowait(await self._answer(session, order, advance=kind == "advance"))
+                    await self._answer_surely(session, request, replies)
         finally:
             replies.put_nowait(None)
 
-    async def _answer(self, session: DecodeSession, order: LeaseOrder, *, advance: bool) -> pb.SessionReply:
+    async def _answer_surely(
+        self, session: DecodeSession, request: pb.SessionRequest, replies: asyncio.Queue[pb.SessionReply | None]
+    ) -> None:
+        """Answer one order. A mistake of ours is told as its error: the session holds the leases of others."""
+        answering = asyncio.create_task(self._answer(session, request, replies), name="answer-order")
+        try:
+            await asyncio.wait([answering])
+        finally:
+            answering.cancel()
+        if (mistake := answering.exception()) is not None:
+            order = request.open if request.HasField("open") else request.advance
+            log.error("an order for lease %s broke", order.lease.lease, exc_info=mistake)
+            error = WorkerLost(f"the worker could not take the order: {mistake!r}")  # another may
+            replies.put_nowait(pb.SessionReply(answer=pb.LeaseAnswer(lease=order.lease, error=error_to_pb(error))))
+
+    async def _answer(
+        self, session: DecodeSession, request: pb.SessionRequest, replies: asyncio.Queue[pb.SessionReply | None]
+    ) -> None:
+        advance = request.HasField("advance")
+        order = from_pb(request.advance if advance else request.open, LeaseOrder)
         answer = pb.LeaseAnswer(lease=to_pb(order.lease, pb.LeaseId))
         try:
             grant = await (session.advance(order) if advance else session.open(order))
             answer.grant.CopyFrom(to_pb(grant, pb.LeaseGrant))
         except MillraceError as error:
             answer.error.CopyFrom(error_to_pb(error))
-        return pb.SessionReply(answer=answer)
+        replies.put_nowait(pb.SessionReply(answer=answer))
 
     async def Push(
         self, messages: AsyncIterator[PushFrame], context: aio.ServicerContext

@@ -103,7 +103,7 @@ class DecodeWorker:
                 raise
             try:
                 lease = self.table.open(order, session, seq)
-            except MillraceError:
+            except BaseException:
                 self.kv.release(seq)
                 raise
             self.turns.settled(session)
@@ -128,13 +128,21 @@ class DecodeWorker:
             self.engine.end(lease.seq)
             self.direct.stop(order.lease.lease)
             try:
-                lease = self.table.advance(order, self._hold(order))
-            except MillraceError:
+                lease = self._begin_anew(order)
+            except BaseException:
                 self.end(order.lease.lease)
                 raise
             self.deadlines.watch(order.lease.lease, order.ends_in)
             self.loop.wake()
             return self._grant(lease)
+
+    def _begin_anew(self, order: LeaseOrder) -> Lease:
+        seq = self._hold(order)
+        try:
+            return self.table.advance(order, seq)
+        except BaseException:
+            self.kv.release(seq)
+            raise
 
     def end(self, lease_id: str) -> None:
         """Forget the lease and free its blocks within a step. Safe to repeat."""
@@ -155,7 +163,7 @@ class DecodeWorker:
             self.deliver([SequenceOutput(lease.seq, error=DeadlineExceeded(DEADLINE_PASSED))])
 
     def _hold(self, order: LeaseOrder, spare: int = 0) -> SequenceState:
-        if order.ends_in is not None and order.ends_in <= 0.0:
+        if order.ends_in is not None and not order.ends_in > 0.0:
             raise DeadlineExceeded(DEADLINE_PASSED)
         seq = self.context.sequence(order, stays=True)
         self.kv.open(seq, headroom=len(self.table.leases) + spare)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Answer = Mapping[str, Any]
 STATES = {"live": "green", "draining": "yellow", "slow": "yellow", "suspect": "red"}
 BAR = 6  # characters
+LONGEST_INTERVAL = 3600.0  # seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw until q; the process's exit code. Raises MillraceError, ValueError."""
-    if not arguments.interval > 0:
-        raise ValueError(f"--interval {arguments.interval:g}: give seconds above 0")
+    if not 0 < arguments.interval <= LONGEST_INTERVAL:
+        raise ValueError(f"--interval {arguments.interval:g}: give seconds above 0, at most {LONGEST_INTERVAL:g}")
     server = Server.of(arguments)
     console = plain_console()
     if arguments.once or not sys.stdout.isatty():

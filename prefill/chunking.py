@@ -19,7 +19,8 @@ from serving.step_cost import StepCost, StepLoad
 GAP = 3.0  # TPOTs that a step lasts at most, however early a sequence is: what its reader sees as a pause
 FLOOR = 32  # prompt tokens of one step in LEAN_STEPS at least, whatever decodes
 LEAN_STEPS = 8
-HURRY_SHARE = 0.2  # of a more important TTFT objective that a step may take
+HURRY_SHARE = 0.2  # of a more important TTFT objective that a step may take,
+HURRIED_STEPS = 2.0  # or as long as so many steps without prompts: shorter ones would compute next to nothing
 LATELY = 30.0  # seconds that steps are kept short for the next prompt like those that came
 MOST_HURRIED = 16  # priorities that are remembered
 SPARED = 2.0  # standard deviations of the model's error that slack is kept for; what is kept is not lost
@@ -64,10 +65,11 @@ class SlackChunks(Chunking):
     """As many tokens as let the step end before a token of a running sequence is due, by the worker's own cost model.
 
     At most the step's budget. What a sequence is early by may be used, but no step is longer than GAP of its TPOTs. One
-    that has missed its objectives, or could not catch up any more, is bounded by that alone. Whatever decodes, one step
-    in LEAN_STEPS computes FLOOR tokens, so that prompts go on. Steps of prompts that are less important than some that
-    came lately are short as well: the next of those waits for the step that runs when it comes. Without a model, or
-    where no running sequence has a TPOT objective, it is the fixed budget.
+    that has missed its objectives, or could not catch up any more, is bounded by that alone; a TPOT below what a step
+    of the sequence alone takes counts as that. One step in LEAN_STEPS computes FLOOR tokens whatever decodes, and each
+    where nothing does, so that prompts go on. Steps of prompts that are less important than some that came lately are
+    short as well: the next of those waits for the step that runs when it comes. Without a model, or where no running
+    sequence has a TPOT objective, it is the fixed budget.
     """
 
     def __init__(self, cost: Cost):
@@ -75,6 +77,8 @@ class SlackChunks(Chunking):
         self._seconds = inf  # that the step may take
         self._model: StepCost | None = None
         self._load = StepLoad()
+        self._beside = False  # something decodes in the step
+        self._alone = 0.0  # seconds of the step without prompts
         self._given = 0  # prompt tokens of this step
         self._short = False  # the step had fewer for its first prompt than it is to have now and then
         self._lean = 0  # such steps in a row
@@ -84,6 +88,7 @@ class SlackChunks(Chunking):
     def begin(self, plan: StepPlan, now: float) -> None:
         self._lean = self._lean + 1 if self._short else 0
         self._seconds, self._given, self._short, self._now = inf, 0, False, now
+        self._beside = bool(plan.work)
         model = self.cost()
         self._model = model = model if model is not None and model.samples else None
         if model is None:
@@ -103,12 +108,12 @@ class SlackChunks(Chunking):
                 early = slack
         rows = len(plan.work)
         self._load = StepLoad(new, context * new / max(1, rows), rows, context)
+        self._alone = model.seconds(self._load)
         if tightest == inf:
             return
         early = min(early, GAP * tightest)
-        alone = model.seconds(self._load)
-        if early < alone:
-            early = hopeful_slack(plan, now, alone)
+        if early < self._alone:
+            early = hopeful_slack(plan, now, model, self._alone)
         self._seconds = early * exp(-SPARED * min(model.error, MOST_ERROR))
 
     def usual(self, plan: StepPlan) -> int:
@@ -126,7 +131,7 @@ class SlackChunks(Chunking):
         if self._given:
             return fits
         wanted = min(FLOOR, plan.tokens, seq.uncomputed)
-        self._short = fits < wanted and self._lean + 1 < LEAN_STEPS
+        self._short = fits < wanted and self._beside and self._lean + 1 < LEAN_STEPS
         return fits if self._short else max(fits, wanted)
 
     def took(self, seq: SequenceState, count: int) -> None:
@@ -138,16 +143,17 @@ class SlackChunks(Chunking):
         """How long a step of this prompt may take for the sake of more important ones that come; notes its own TTFT."""
         ttft_ms, priority = seq.request.slo.ttft_ms, seq.objectives.priority
         if ttft_ms is not None:
+            self._hurried.pop(priority, None)
             self._hurried[priority] = ttft_ms / 1e3, self._now
             if len(self._hurried) > MOST_HURRIED:
-                del self._hurried[max(self._hurried)]
+                del self._hurried[next(iter(self._hurried))]
         if not self._hurried or min(self._hurried) >= priority:
             return inf
         lately = [ttft for other, (ttft, at) in self._hurried.items() if other < priority and self._now - at < LATELY]
-        return HURRY_SHARE * min(lately, default=inf)
+        return max(HURRY_SHARE * min(lately, default=inf), HURRIED_STEPS * self._alone)
 
 
-def hopeful_slack(plan: StepPlan, now: float, alone: float) -> float:
+def hopeful_slack(plan: StepPlan, now: float, model: StepCost, alone: float) -> float:
     """The least slack in the plan of sequences that can still be in time; `alone` is a step without prompts. Seconds.
 
     A late one can catch up if all the tokens it may still have, each `alone` seconds, end before its last one is due.
@@ -156,9 +162,11 @@ def hopeful_slack(plan: StepPlan, now: float, alone: float) -> float:
     for work in plan.work:
         seq = work.seq
         goals, length = seq.objectives, len(seq.tokens)
-        if goals.tpot == inf:
+        tpot = goals.tpot
+        if tpot == inf:
             continue
         slack, left = goals.slack(length, now), seq.request.sampling.max_tokens - seq.output_len
-        hopeless = slack - alone + (left - 1) * (goals.tpot - alone) < 0.0
-        least = min(least, GAP * goals.tpot, inf if hopeless else slack)
+        hopeless = slack - alone + (left - 1) * (tpot - alone) < 0.0
+        pause = GAP * (tpot if tpot >= alone else max(tpot, model.seconds(StepLoad(1, length, 1, length))))
+        least = min(least, pause, inf if hopeless else slack)
     return least

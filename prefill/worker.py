@@ -76,7 +76,7 @@ class PrefillWorker:
 
     async def run(self, order: PrefillOrder) -> AsyncGenerator[Prefilled]:
         """Compute the order's tokens and draw the next one, then hand the KV over (serving.links.PrefillLink)."""
-        if order.order.ends_in is not None and order.order.ends_in <= 0.0:
+        if order.order.ends_in is not None and not order.order.ends_in > 0.0:
             self.expired += 1
             raise DeadlineExceeded(DEADLINE_PASSED)
         seq = self._sequence(order)

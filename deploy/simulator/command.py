@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -42,6 +43,12 @@ ENGINE_FLAGS = (
     "prefill_order",
     "tpot_admission",
 )
+ABOVE_ZERO = (
+    *("first_rate", "ttft_ms", "tpot_ms", "burstiness", "bandwidth", "heartbeat_interval", "rate_tolerance"),
+    *("max_tokens", "max_num_batched_tokens", "max_num_seqs", "num_kv_blocks", "seeds"),
+)
+LEAST_RATE = 1e-6  # requests a second
+MOST_NOISE = 3.0
 WIDTH = 24  # characters of the progress bar
 EVERY_SECONDS = 0.1
 
@@ -85,7 +92,7 @@ def roles_of(text: str) -> tuple[Role, ...]:
     roles: list[Role] = []
     for part in text.split(","):
         name, _, count = part.strip().partition("=")
-        if name not in list(Role) or not count.isdigit():
+        if name not in list(Role) or not (count.isascii() and count.isdecimal()):
             raise ValueError(f"--workers {text}: {part!r} is not ROLE=N with one of {', '.join(Role)}")
         roles += [Role(name)] * int(count)
     able = {Role.PREFILL} <= set(roles) and {Role.DECODE} <= set(roles)
@@ -99,20 +106,48 @@ def profiles_of(text: str) -> dict[Role, Profile]:
     found: dict[Role, Profile] = {}
     for part in filter(None, text.split(",")):
         role, _, name = part.strip().partition("=")
-        if role not in list(Role):
-            raise ValueError(f"--role-profiles {text}: {part!r} is not ROLE=NAME")
+        if role not in list(Role) or name not in PROFILES:
+            raise ValueError(f"--role-profiles {text}: {part!r} is not ROLE=NAME with one of {', '.join(PROFILES)}")
         found[Role(role)] = profile_of(name)
     return found
+
+
+def rates_of(text: str) -> list[float]:
+    """`1,2.5` → two rates. Raises ValueError."""
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        rates = [math.nan]
+    if not all(LEAST_RATE <= rate < math.inf for rate in rates):
+        raise ValueError(f"--rate {text}: give requests a second, at least {LEAST_RATE:g}, with commas between them")
+    return rates
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises ValueError that names a flag whose number cannot be."""
+    for name in ABOVE_ZERO:
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} {value:g}: give a number above 0")
+    if options.requests < 2:
+        raise ValueError(f"--requests {options.requests}: give at least 2")
+    if not 0 <= options.noise <= MOST_NOISE:
+        raise ValueError(f"--noise {options.noise:g}: give 0 to {MOST_NOISE:g}")
+    if not 0 < options.attainment <= 1:
+        raise ValueError(f"--attainment {options.attainment:g}: give a share above 0 and at most 1")
+    if options.rate is not None:
+        rates_of(options.rate)
 
 
 def study_of(options: argparse.Namespace, policy: str) -> Study:
     """Raises ValueError for settings that cannot be."""
     if policy not in POLICIES:
         raise ValueError(f"--policy {policy}: there are {', '.join(POLICIES)}")
-    if options.requests < 2 or options.seeds < 1:
-        raise ValueError("--requests and --seeds must be at least 2 and 1")
+    check(options)
     profile = profile_of(options.profile)
-    network = NetworkModel(bytes_per_second=options.bandwidth * 1e9)
+    network, of_role = NetworkModel(bytes_per_second=options.bandwidth * 1e9), profiles_of(options.role_profiles)
+    if any(other.model != profile.model for other in of_role.values()):
+        raise ValueError(f"--role-profiles {options.role_profiles}: all workers must be of one model, {profile.model}")
     plan = ClusterPlan.of(
         profile,
         roles_of(options.workers),
@@ -120,7 +155,7 @@ def study_of(options: argparse.Namespace, policy: str) -> Study:
         network=network,
         noise=options.noise,
         heartbeat_interval=options.heartbeat_interval,
-        of_role=profiles_of(options.role_profiles),
+        of_role=of_role,
     )
     given = {name: getattr(options, name) for name in ENGINE_FLAGS if getattr(options, name) is not None}
     traffic = replace(traffic_of(options.workload), burstiness=options.burstiness)
@@ -240,8 +275,8 @@ def _measured(
         return result.rates[rate]
 
     if options.rate is not None:
-        for rate in options.rate.split(","):
-            measure(float(rate))
+        for rate in rates_of(options.rate):
+            measure(rate)
         return result
     limits = SearchLimits(
         start=options.first_rate or study.first_rate(),

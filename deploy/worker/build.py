@@ -34,7 +34,7 @@ from kvcache.memory.locations import KVLocations
 from kvcache.pool.links import PoolLink
 from kvcache.transfer.lent_memory import MemoryLenders
 from kvcache.worker_context import WorkerContext
-from prefill.chunking import Chunking, FixedChunks, SlackChunks
+from prefill.chunking import FLOOR, Chunking, FixedChunks, SlackChunks
 from prefill.ordering import Cost, FirstComeFirstServed, PromptOrder, SlackOrder
 from prefill.scheduler import PrefillScheduler
 from prefill.worker import Layout, PrefillWorker
@@ -160,9 +160,8 @@ def assemble(
     client = pool_client(links.pool_link, links.pool) if links.pool_link and config.enable_prefix_caching else None
     storing = write_back_to(client, links.pool, allocator, offload, locations) if client is not None else None
     kv = KVCacheManager(allocator, identity.fingerprint, offload, storing)
-    speculation = Speculation(config.num_speculative_tokens) if config.num_speculative_tokens > 0 else None
     slo = objectives_parts(role, config, meter.cost)
-    decoding = DecodeScheduler(kv, max_model_len=identity.max_model_len, speculation=speculation)
+    decoding = decode_scheduler(kv, identity, config)
     prefilling = PrefillScheduler(
         kv, decoding.add, both(cost.stepped, meter.stepped), order=slo.order, chunks=slo.chunks
     )
@@ -199,6 +198,16 @@ def assemble(
     )
     costs = StepCostKeeper(meter, parts.learned)
     return Worker(context, prefill, decode, address=links.address, events=events, costs=costs, connector=connector)
+
+
+def decode_scheduler(kv: KVCacheManager, identity: WorkerIdentity, config: EngineConfig) -> DecodeScheduler:
+    """It drafts where the configuration says so, and on a mixed worker leaves prompts what a step owes them."""
+    return DecodeScheduler(
+        kv,
+        max_model_len=identity.max_model_len,
+        speculation=Speculation(config.num_speculative_tokens) if config.num_speculative_tokens > 0 else None,
+        for_prompts=FLOOR if identity.role is Role.MIXED else 0,
+    )
 
 
 def step_limits(config: EngineConfig, max_model_len: int, eos_token_ids: frozenset[int]) -> StepLimits:

@@ -10,14 +10,15 @@ import asyncio
 import hashlib
 import json
 import logging
-import math
 import os
 import platform
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
+from serving.background import BackgroundTasks
 from serving.engine.step_meter import StepMeter
 from serving.kernels.cpu import default_threads
 from serving.kernels.cpu.build import cache_folder
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 SAVE_SECONDS = 60.0
+MOST_SAMPLES = 1 << 32  # heartbeats have no room for more
 WORTH_KEEPING = 64  # steps a cost is fitted to: fewer say less than the guess
 
 
@@ -44,7 +46,7 @@ class StepCostFile:
             content = json.loads(self.path.read_bytes())
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             log.warning("%s cannot be read, step costs begin with a guess: %s", self.path, error)
             return None
         cost = _cost(content, self.kind)
@@ -57,12 +59,13 @@ class StepCostFile:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with NamedTemporaryFile("w", dir=self.path.parent, suffix=".part", delete=False) as part:
-                json.dump({"format": FORMAT, "kind": dict(self.kind), "cost": asdict(cost)}, part)
-            try:
-                Path(part.name).replace(self.path)
-            except OSError:
-                Path(part.name).unlink(missing_ok=True)
-                raise
+                try:
+                    json.dump({"format": FORMAT, "kind": dict(self.kind), "cost": asdict(cost)}, part)
+                    part.close()
+                    Path(part.name).replace(self.path)
+                except OSError:
+                    Path(part.name).unlink(missing_ok=True)
+                    raise
         except OSError as error:
             log.warning("the step costs cannot be kept: %s", error)
 
@@ -73,14 +76,14 @@ def _cost(content: object, kind: Mapping[str, str]) -> StepCost | None:
         return None
     found = content.get("cost")
     names = asdict(StepCost(fixed=0.0, token=0.0)).keys()
-    if not isinstance(found, dict) or found.keys() != names:
+    if (
+        not isinstance(found, dict)
+        or found.keys() != names
+        or not all(type(each) in (int, float) for each in found.values())
+    ):
         return None
-    numbers = [value for value in found.values() if isinstance(value, int | float) and not isinstance(value, bool)]
-    if len(numbers) < len(names) or not all(math.isfinite(value) and value >= 0 for value in numbers):
-        return None
-    if not isinstance(found["samples"], int) or found["samples"] < 1 or found["fixed"] + found["token"] <= 0:
-        return None
-    return StepCost(**found)
+    cost = StepCost(**found)
+    return cost if type(cost.samples) is int and 0 < cost.samples < MOST_SAMPLES and cost.possible else None
 
 
 def step_cost_file(fingerprint: str, form: str, role: Role, threads: int | None, device: str) -> StepCostFile:
@@ -114,12 +117,14 @@ class StepCostKeeper:
         self.meter = meter
         self.file = file
         self._kept: StepCost | None = None
-        self._saving: asyncio.Task[None] | None = None
+        self._writing: asyncio.Task[None] | None = None
+        self._background = BackgroundTasks()
 
-    def start(self) -> None:
-        """Save now and then from now on. Call on a running event loop."""
+    def start(self, restarts: Counter[str] | None = None) -> None:
+        """Save now and then from now on; `restarts` counts mistakes of our own. Call on a running event loop."""
         if self.file is not None:
-            self._saving = asyncio.create_task(self._save_now_and_then(), name="step-costs")
+            self._background = BackgroundTasks(restarts)
+            self._background.start("step-costs", self._save_now_and_then)
 
     async def _save_now_and_then(self) -> None:
         while True:
@@ -131,12 +136,13 @@ class StepCostKeeper:
         cost = self.meter.cost()
         if self.file is None or cost == self._kept or self.meter.fit.seen < WORTH_KEEPING or not cost.samples:
             return
+        self._writing = asyncio.create_task(asyncio.to_thread(self.file.write, cost), name="write-step-costs")
+        await asyncio.shield(self._writing)  # a thread goes on when its task is cancelled
         self._kept = cost
-        await asyncio.to_thread(self.file.write, cost)
 
     async def stop(self) -> None:
         """Save a last time; nothing is written afterwards."""
-        if self._saving is not None:
-            self._saving.cancel()
-            await asyncio.gather(self._saving, return_exceptions=True)
+        await self._background.stop()
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
         await self.save()

@@ -79,7 +79,7 @@ class Worker:
         self.loop.start(self._sides(), self._crashed)
         if self.connector is not None:
             self.connector.start(self.restarts)
-        self.costs.start()
+        self.costs.start(self.restarts)
 
     async def drain(self, seconds: float) -> None:
         """Take no new work, finish or hand back what there is, and see all KV handed over."""

@@ -163,7 +163,7 @@ class Preparer:
             seed=secrets.randbits(64) if fields.seed is None else choice_seed(fields.seed, number),
             temperature=1.0 if fields.temperature is None else fields.temperature,
             top_p=1.0 if fields.top_p is None else fields.top_p,
-            top_k=max(fields.top_k or 0, 0),
+            top_k=min(max(fields.top_k or 0, 0), self._served.vocab_size),  # larger ones have no room on the wire
             min_p=fields.min_p or 0.0,
             repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
             presence_penalty=fields.presence_penalty or 0.0,

@@ -1,7 +1,7 @@
 """Runs an engine in a thread of its own and carries what it brings out to the event loop, once per step.
 
-The only place where the two meet. If the engine's thread dies of an exception the worker must leave: what it holds may
-be inconsistent.
+The only place where the two meet. If the engine's thread dies of an exception, or somebody who is told of its steps
+breaks, the worker must leave: what it holds may be inconsistent, and what was to be told is lost.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class EngineLoop:
         self._thread: threading.Thread | None = None
 
     def start(self, listeners: Sequence[OutputListener], on_crash: Callable[[], None]) -> None:
-        """Run steps from now on. `on_crash` is called on the event loop should the engine's thread die."""
+        """Run steps from now on. `on_crash` is called on the event loop, once, if the engine or a listener breaks."""
         self._loop = asyncio.get_running_loop()
         self._listeners = tuple(listeners)
         self._on_crash = on_crash
@@ -77,8 +77,7 @@ class EngineLoop:
             clean = True
         finally:
             if not clean:
-                self.crashed = True
-                self._loop.call_soon_threadsafe(self._tell_crash)
+                self._loop.call_soon_threadsafe(self._crash)
 
     def _sleep(self) -> None:
         with self._wake:
@@ -88,7 +87,7 @@ class EngineLoop:
 
     def _carry(self, outputs: list[SequenceOutput] | None) -> None:
         if outputs:
-            self._loop.call_soon_threadsafe(self._tell_outputs, outputs)
+            self._loop.call_soon_threadsafe(self._surely, self._tell_outputs, outputs)
 
     def _tell_outputs(self, outputs: list[SequenceOutput]) -> None:
         for listener in self._listeners:
@@ -96,13 +95,28 @@ class EngineLoop:
 
     def _layer_done(self, work: Sequence[Work], layer: int) -> None:
         progress = [(item.seq, item.seq.computed + item.count) for item in work]
-        self._loop.call_soon_threadsafe(self._tell_layer, progress, layer)
+        self._loop.call_soon_threadsafe(self._surely, self._tell_layer, progress, layer)
 
     def _tell_layer(self, progress: list[tuple[SequenceState, int]], layer: int) -> None:
         for seq, upto in progress:
             if seq.prefill.handoff is not None:
                 seq.prefill.handoff.layer_done(layer, upto)
 
-    def _tell_crash(self) -> None:
-        log.critical("the engine's thread died; this worker cannot go on")
+    def _surely(self, tell: Callable[..., None], *what: object) -> None:
+        """Tell the listeners; one that breaks leaves others untold, so it is a crash of the whole."""
+        told = False
+        try:
+            tell(*what)
+            told = True
+        finally:
+            if not told:
+                self._crash()
+
+    def _crash(self) -> None:
+        if self.crashed:
+            return
+        self.crashed = True
+        log.critical("the engine has broken; this worker cannot go on")
+        self._stopping = True
+        self.wake()
         self._on_crash()

@@ -19,7 +19,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from serving.step_cost import StepCost, StepLoad
+from serving.step_cost import MOST, StepCost, StepLoad
 
 Array = NDArray[np.float64]
 Sample = tuple[float, int, float, int, float, float]  # 1, then what a coefficient each is multiplied with; seconds
@@ -39,6 +39,8 @@ FLOOR = 0.7  # of the cheapest cadence seen, below which nothing is predicted
 PACE = 0.12  # weight of the newest step in the machine's present pace
 JUMP = 0.3  # of ln(observed / predicted), what one step moves that at most
 RECENT = 32  # newest steps of each kind, by which a new fit takes the pace over
+SHORTEST, LONGEST = 1e-7, 1e3  # seconds that a step may have taken
+MOST_EACH = MOST / 2  # seconds, of any coefficient
 JUDGED = 256  # newest residuals that `error` is made of, of each kind
 
 
@@ -84,18 +86,21 @@ class StepFit:
             load, seconds = self._cheapest
             shortfall = max(0.0, FLOOR * seconds - pace * fitted.seconds(load))
         return StepCost(
-            fixed=pace * fitted.fixed + shortfall,
-            token=pace * fitted.token,
-            pair=pace * fitted.pair,
-            sequence=pace * fitted.sequence,
-            context=pace * fitted.context,
+            fixed=min(max(SHORTEST, pace * fitted.fixed + shortfall), MOST_EACH),
+            token=min(pace * fitted.token, MOST_EACH),
+            pair=min(pace * fitted.pair, MOST_EACH),
+            sequence=min(pace * fitted.sequence, MOST_EACH),
+            context=min(pace * fitted.context, MOST_EACH),
             error=fitted.error,
             samples=fitted.samples,
         )
 
     def observe(self, load: StepLoad, seconds: float, *, prompts: bool) -> None:
-        """A step's load and cadence; `prompts`: it computed tokens of prompts."""
-        if seconds <= 0.0 or not load.new_tokens:
+        """A step's load and cadence; `prompts`: it computed tokens of prompts.
+
+        A cadence that no step has says nothing: the process was stopped meanwhile, or its clock is broken.
+        """
+        if not SHORTEST <= seconds <= LONGEST or not load.new_tokens:
             return
         new, context = load.new_tokens, load.context_tokens
         sample = (1.0, new, load.pairs, load.sequences, context, seconds)

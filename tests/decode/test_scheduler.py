@@ -118,6 +118,20 @@ def test_drafts_leave_the_others_their_turn() -> None:
     assert [work.count for work in plan.work] == [3, 1, 1]
 
 
+def test_drafts_leave_prompts_some_tokens_of_the_step() -> None:
+    kv = make_kv(20, 32)
+    scheduler = make_decoding(kv, drafts=9)
+    scheduler.for_prompts = 4
+    for number in (4, 5, 6):
+        seq = repeating(kv, number)
+        seq.tokens[-1] = 3
+        scheduler.add(seq)
+    for tokens, counts in ((12, [5, 2, 1]), (6, [1, 1, 1]), (2, [1, 1])):
+        plan = StepPlan(tokens, 9)
+        scheduler.fill(plan, 0.0)
+        assert [work.count for work in plan.work] == counts
+
+
 def test_drafts_leave_the_others_their_blocks() -> None:
     kv = make_kv(5, 4, caching=False)
     scheduler = make_decoding(kv, drafts=3)

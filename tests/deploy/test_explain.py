@@ -166,6 +166,9 @@ def test_explain_as_json_is_the_answer(url: str, capsys: pytest.CaptureFixture[s
         (["explain", "another"], "nothing is known"),
         (["explain", "a/b", "--api-key", "wrong"], "a valid API key"),
         (["top", "--once", "--interval", "0"], "--interval"),
+        (["top", "--interval", "inf"], "--interval"),
+        (["top", "--interval", "1e300"], "--interval"),
+        (["top", "--interval", "nan"], "--interval"),
     ],
 )
 def test_what_goes_wrong_is_one_line(

@@ -15,6 +15,7 @@ from kvcache.blocks.manager import KVCacheManager
 from prefill.chunking import (
     FLOOR,
     GAP,
+    HURRIED_STEPS,
     HURRY_SHARE,
     LATELY,
     LEAN_STEPS,
@@ -182,7 +183,11 @@ def test_no_step_is_longer_than_slack_and_pauses_allow_and_prompts_always_go_on(
         tokens = sum(work.count for work in given)
         assert tokens + len(decoding) <= budget
         progressed += tokens
-        bounds = [GAP * tpot / 1e3 for tpot in tpots if tpot is not None]
+        bounds = [
+            GAP * max(tpot / 1e3, cost.seconds(StepLoad.of(length, 1)))
+            for tpot, length in zip(tpots, contexts, strict=False)
+            if tpot is not None
+        ]
         if tokens > FLOOR and bounds:
             assert predicted(decoding, given, cost) <= min(bounds) + 1e-9
     assert progressed >= min(FLOOR, budget - len(tpots), prompts[0])
@@ -203,6 +208,70 @@ def test_steps_are_short_for_the_next_prompt_of_those_more_important() -> None:
     assert 0 < count < BUDGET and COST.seconds(StepLoad.of(0, count)) <= HURRY_SHARE
     assert most(row(tokens=4000), 2.0) == BUDGET, "one as important is not held back"
     assert most(batch, LATELY + 0.9) < BUDGET == most(batch, LATELY + 1.1)
+
+
+@pytest.mark.parametrize("ttft_ms", [1e-3, 20.0, 60.0])
+def test_a_hurry_that_no_step_is_short_enough_for_stops_nobody(ttft_ms: float) -> None:
+    """A step that computes nothing is none: the engine would sleep, and the prompt wait until something wakes it."""
+    step = Step()
+    step.prefill.add(row(tokens=10, ttft_ms=ttft_ms))
+    assert step.prompt_tokens(0.0) == 10
+    step.prefill.queue.clear()
+    step.prefill.add(row(tokens=4000, priority=1))
+    assert step.prompt_tokens(0.1) >= FLOOR
+
+    beside = Step(row(), row())
+    beside.prefill.chunks.most(row(tokens=10, ttft_ms=ttft_ms), StepPlan(BUDGET, 99))
+    beside.prefill.add(row(tokens=4000, priority=1))
+    decoding, prompts = beside.plan(0.1)
+    assert prompts and predicted(decoding, prompts) >= HURRIED_STEPS * predicted(decoding, []) - 0.0015
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    prompts=st.lists(
+        st.tuples(st.integers(1, 400), st.none() | st.floats(1e-3, 1e4), st.integers(-2, 2)), min_size=1, max_size=5
+    ),
+    tpots=st.lists(st.none() | st.floats(1e-3, 500.0), max_size=3),
+    scale=st.sampled_from([1e-3, 1.0, 100.0]),
+)
+def test_whatever_is_asked_for_all_prompts_are_computed_in_the_end(
+    prompts: list[tuple[int, float | None, int]], tpots: list[float | None], scale: float
+) -> None:
+    cost = StepCost(fixed=0.01 * scale, token=1e-3 * scale, pair=1e-7 * scale, context=1e-6 * scale, samples=9)
+    step, now = Step(*map(row, tpots), cost=cost), 0.0
+    for tokens, ttft_ms, priority in prompts:
+        step.prefill.add(row(tokens=tokens, ttft_ms=ttft_ms, priority=priority))
+    for _ in range(LEAN_STEPS * sum(tokens // FLOOR + 1 for tokens, _, _ in prompts)):
+        if not step.prefill.queue:
+            return
+        decoding, given = step.plan(now)
+        assert decoding or given, "a step of nothing is none: the engine would sleep"
+        for work in given:
+            work.seq.computed += work.count
+            if not work.seq.uncomputed:
+                step.prefill.remove(work.seq)
+        now += predicted(decoding, given, cost)
+    assert not step.prefill.queue
+
+
+@pytest.mark.parametrize("tpot_ms", [1e-3, 1.0, 5.0, 11.0])
+def test_a_tpot_that_no_step_is_short_enough_for_counts_as_the_least_that_is(tpot_ms: float) -> None:
+    step = Step(row(tpot_ms), row(500.0))
+    step.prefill.add(row(tokens=4000))
+    least = COST.seconds(StepLoad.of(20, 1))
+    for now in (0.0, 0.1):
+        assert GAP * least - 0.0015 < predicted(*step.plan(now)) <= GAP * least
+
+
+def test_what_is_remembered_of_hurried_prompts_are_the_latest() -> None:
+    chunks, plan = SlackChunks(lambda: COST), StepPlan(BUDGET, 99)
+    for number in (*range(MOST_HURRIED), 5000):
+        chunks.begin(plan, float(number))
+        chunks.most(row(tokens=50, ttft_ms=100.0, priority=number), plan)
+    assert chunks.most(row(tokens=4000, priority=9000), plan) < BUDGET
+    chunks.begin(plan, MOST_HURRIED + LATELY - 0.5)
+    assert chunks.most(row(tokens=4000, priority=9000), plan) < BUDGET, "the last of them is remembered"
 
 
 def test_what_is_remembered_of_hurried_prompts_is_bounded() -> None:

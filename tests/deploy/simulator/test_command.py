@@ -51,13 +51,37 @@ def test_a_search_ends_at_a_rate_that_attains(capsys: pytest.CaptureFixture[str]
         ("--burstiness", "0"),
         ("--bandwidth", "0"),
         ("--rate", "fast"),
+        ("--rate", "1,"),
+        *(
+            (flag, number)
+            for flag in ("--rate", "--first-rate", "--noise", "--heartbeat-interval", "--ttft-ms", "--tpot-ms")
+            for number in ("-1", "nan", "inf")
+        ),
+        ("--rate", "0"),
+        ("--rate", "1e-300"),
+        ("--heartbeat-interval", "0"),
+        ("--tpot-ms", "0"),
+        ("--bandwidth", "nan"),
+        ("--burstiness", "nan"),
+        ("--attainment", "nan"),
+        ("--attainment", "1.1"),
+        ("--rate-tolerance", "nan"),
+        ("--max-tokens", "0"),
+        ("--max-num-batched-tokens", "0"),
+        ("--max-num-seqs", "0"),
+        ("--num-kv-blocks", "0"),
+        ("--seeds", "0"),
+        ("--workers", "mixed=0"),
+        ("--workers", "mixed=²"),
+        ("--role-profiles", "prefill=nobody"),
         ("--role-profiles", "prefill=a100-opt66b-tp4"),
         ("--role-profiles", "router=a100-opt13b"),
     ],
 )
 def test_what_cannot_be_is_refused(wrong: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, "--rate", "1", *wrong]) == 2
-    assert capsys.readouterr().err.startswith("simulator: ")
+    printed = capsys.readouterr()
+    assert printed.err.startswith("simulator: ") and wrong[0] in printed.err and not printed.out
 
 
 def test_workers_and_their_hardware_are_read() -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
+import threading
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from deploy.worker import step_costs
 from deploy.worker.step_costs import WORTH_KEEPING, StepCostFile, StepCostKeeper, step_cost_file
@@ -40,6 +45,17 @@ def content(**changes: Any) -> dict[str, Any]:
     return {"format": 1, "kind": KIND, "cost": asdict(COST)} | changes
 
 
+NUMBERS = st.floats() | st.integers() | st.sampled_from([0, 1, True, 10**400, 1e300, "1", None])
+COST_TABLES = st.fixed_dictionaries({name: NUMBERS | st.floats(0, 1) for name in asdict(COST)})
+CONTENTS = st.fixed_dictionaries(
+    {"cost": NUMBERS | COST_TABLES}, optional={"kind": NUMBERS, "format": NUMBERS, "more": NUMBERS}
+)
+
+
+def as_json(found: dict[str, Any]) -> bytes:
+    return json.dumps({"format": 1, "kind": KIND} | found).encode()
+
+
 @pytest.mark.parametrize(
     "written",
     [
@@ -48,6 +64,9 @@ def content(**changes: Any) -> dict[str, Any]:
         b"\xff\xfe",
         b"[]",
         b"null",
+        b"[" * 100_000,
+        b'{"format": 1' + b"1" * 5000 + b"}",
+        json.dumps(asdict(COST)).encode()[:-9],
         *(
             json.dumps(found).encode()
             for found in (
@@ -59,6 +78,11 @@ def content(**changes: Any) -> dict[str, Any]:
                 content(cost={**asdict(COST), "token": -1.0}),
                 content(cost={**asdict(COST), "token": float("nan")}),
                 content(cost={**asdict(COST), "token": float("inf")}),
+                content(cost={**asdict(COST), "token": 10**400}),
+                content(cost={**asdict(COST), "pair": 1e300}),
+                content(cost={**asdict(COST), "error": -0.1}),
+                content(cost={**asdict(COST), "samples": 2**32}),
+                content(cost={**asdict(COST), "samples": True}),
                 content(cost={**asdict(COST), "token": "1"}),
                 content(cost={**asdict(COST), "token": True}),
                 content(cost={**asdict(COST), "samples": 0}),
@@ -75,6 +99,34 @@ def test_what_is_no_such_cost_is_ignored_with_a_word(
     file.path.write_bytes(written)
     assert file.read() is None
     assert len(caplog.records) == 1 and str(file.path) in caplog.text
+
+
+@pytest.fixture(scope="module")
+def one_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("step-costs")
+
+
+@settings(max_examples=200)
+@given(written=st.binary(max_size=60) | CONTENTS.map(as_json), left=st.none() | st.integers(0, 200))
+def test_whatever_lies_there_is_a_possible_cost_or_none(one_folder: Path, written: bytes, left: int | None) -> None:
+    file = StepCostFile(one_folder / "step-cost.json", KIND)
+    file.path.write_bytes(written[:left])
+    cost = file.read()
+    assert cost is None or (cost.possible and 0 < cost.samples < 2**32)
+
+
+def test_of_a_write_that_fails_nothing_stays(
+    file: StepCostFile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(content: object, part: IO[str]) -> None:
+        part.write("{")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file.write(COST)
+    monkeypatch.setattr(json, "dump", full)
+    file.write(replace(COST, fixed=2e-3))
+    assert "No space left" in caplog.text and file.read() == COST
+    assert [path.name for path in file.path.parent.iterdir()] == [file.path.name]
 
 
 def test_a_file_that_is_a_folder_is_ignored(file: StepCostFile, caplog: pytest.LogCaptureFixture) -> None:
@@ -138,6 +190,52 @@ async def test_it_saves_now_and_then_and_only_what_is_new(file: StepCostFile, mo
         await asyncio.sleep(0.001)
     await kept.stop()
     assert len(written) == 2 and written[0] != written[1]
+
+
+async def test_a_save_that_breaks_is_told_counted_and_tried_again(
+    file: StepCostFile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(step_costs, "SAVE_SECONDS", 0.001)
+    tried: list[StepCost] = []
+
+    def write(self: StepCostFile, cost: StepCost) -> None:
+        tried.append(cost)
+        if len(tried) == 1:
+            raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr(StepCostFile, "write", write)
+    kept, restarts = keeper(file), Counter[str]()
+    kept.start(restarts)
+    while len(tried) < 2:
+        await asyncio.sleep(0.001)
+    await kept.stop()
+    assert tried == [kept.meter.cost()] * 2 and restarts == {"step-costs": 1} and "a mistake of ours" in caplog.text
+
+
+async def test_what_is_being_written_as_it_stops_does_not_win(
+    file: StepCostFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_costs, "SAVE_SECONDS", 0.001)
+    begun, released, written = threading.Event(), threading.Event(), list[StepCost]()
+
+    def write(self: StepCostFile, cost: StepCost) -> None:
+        if not begun.is_set():
+            begun.set()
+            released.wait(10)
+        written.append(cost)
+
+    monkeypatch.setattr(StepCostFile, "write", write)
+    kept = keeper(file)
+    kept.start()
+    await asyncio.to_thread(begun.wait, 10)
+    kept.meter.fit.observe(StepLoad.of(0, 10), 3.0, prompts=True)
+    kept.meter.fit.refit(9.0)
+    stopping = asyncio.create_task(kept.stop())
+    await asyncio.sleep(0.02)
+    assert not stopping.done()
+    released.set()
+    await stopping
+    assert len(written) == 2 and written[-1] == kept.meter.cost()
 
 
 async def test_a_worker_that_has_hardly_worked_leaves_the_file_alone(file: StepCostFile) -> None:

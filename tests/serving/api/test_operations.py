@@ -10,7 +10,9 @@ import pytest
 from serving import __version__
 from serving.api.generation import LARGE_BODY
 from serving.messages import Request
+from serving.proto import millrace_pb2 as pb
 from serving.text.tokenizer import Tokenizer, load_tokenizer
+from serving.wire import from_pb, to_pb
 from tests.fakes.generate import KEY, MAX_MODEL_LEN, MODEL, ScriptedGenerate, app_of, calling, saying
 from tests.tiny import write_tokenizer
 
@@ -151,6 +153,17 @@ async def test_messages_of_every_accepted_form(tokenizer: Tokenizer) -> None:
     assert request.sampling.top_k == 0
     assert request.tenant == "mine"
     assert (request.slo.ttft_ms, request.slo.tpot_ms) == (200, 50.5)
+
+
+@pytest.mark.parametrize("top_k", [2**31, 2**32, 2**63 - 1])
+async def test_the_largest_numbers_of_a_body_fit_on_the_wire(tokenizer: Tokenizer, top_k: int) -> None:
+    script = ScriptedGenerate(saying(tokenizer, "x"))
+    body = {**HELLO, "top_k": top_k, "seed": 2**64 - 1, "priority": 49, "ttft_slo_ms": 5e-324, "tpot_slo_ms": 8.64e7}
+    async with calling(app_of(script, tokenizer)) as client:
+        assert (await client.post(CHAT, json=body)).status_code == 200
+    (request,) = script.started
+    assert from_pb(to_pb(request, pb.Request), Request).sampling == request.sampling
+    assert request.sampling.top_k >= tokenizer.vocab_size, "all tokens are kept"
 
 
 async def test_output_room(tokenizer: Tokenizer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -150,6 +151,33 @@ async def test_an_engine_that_dies_says_so() -> None:
     finally:
         threading.excepthook = hook
     assert made.loop.crashed and raised == [MemoryError]
+
+
+@pytest.mark.parametrize("breaks", ["outputs", "layers"])
+async def test_a_listener_that_breaks_is_a_crash_too_and_no_step_follows(
+    breaks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its sequences would wait for ever, in a worker that says that it is well."""
+    made, crashes = Loop(), list[int]()
+
+    def fail(*_: object) -> None:
+        raise KeyError("a mistake of ours")
+
+    unhandled: list[str] = []
+    running = asyncio.get_running_loop()
+    running.set_exception_handler(lambda _, context: unhandled.append(type(context["exception"]).__name__))
+    if breaks == "outputs":
+        monkeypatch.setattr(made, "deliver", fail)
+    made.loop.start([made], lambda: crashes.append(1) or made.crashed.set())
+    seq, _ = made.add([1])
+    if breaks == "layers":
+        made.loop._layer_done([Work(seq, 1, made.prefill)], 0)
+        seq.prefill.handoff = SimpleNamespace(layer_done=fail)
+    async with asyncio.timeout(5):
+        await made.crashed.wait()
+        await made.loop.stop()
+    await asyncio.sleep(0)
+    assert made.loop.crashed and crashes == [1] and set(unhandled) == {"KeyError"}
 
 
 async def test_stopping_lets_the_step_in_progress_end() -> None:
