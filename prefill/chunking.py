@@ -67,11 +67,11 @@ class SlackChunks(Chunking):
 
     At most the step's budget. What a sequence is early by may be used, but no step is longer than GAP of its TPOTs. One
     that has missed its objectives, or could not catch up any more, is bounded by that alone. Whatever decodes, one step
-    in LEAN_STEPS computes FLOOR tokens, so that prompts go on. Prompts that are less important than a running sequence
-    leave it early: they slow it down to YIELD_SHARE of its TPOT and no further, and what it is early by is there for
-    the next prompt that is as important. Steps of prompts that are less important than some that came lately are short
-    as well: the next of those waits for the step that runs when it comes. Without a model, or where no running sequence
-    has a TPOT objective, it is the fixed budget.
+    in LEAN_STEPS computes FLOOR tokens, so that prompts go on. Prompts that are due at no time and less important than
+    a running sequence leave it early: they slow it down to YIELD_SHARE of its TPOT and no further, and what it is early
+    by is there for the next prompt that is as important. Steps of prompts that are less important than some that came
+    lately are short as well: the next of those waits for the step that runs when it comes. Without a model, or where no
+    running sequence has a TPOT objective, it is the fixed budget.
     """
 
     def __init__(self, cost: Cost):
@@ -127,7 +127,7 @@ class SlackChunks(Chunking):
     def most(self, seq: SequenceState, plan: StepPlan) -> int:
         if self._model is None:
             return plan.tokens
-        seconds = min(self._seconds, self._yielded(seq.objectives.priority, self._model), self._unhurried(seq))
+        seconds = min(self._seconds, self._yielded(seq, self._model), self._unhurried(seq))
         if seconds == inf:
             return plan.tokens
         fits = self._model.chunk_within(seconds, seq.computed, self._load, plan.tokens)
@@ -142,9 +142,10 @@ class SlackChunks(Chunking):
         if self._model is not None:
             self._load += StepLoad.of(seq.computed, count)
 
-    def _yielded(self, priority: int, model: StepCost) -> float:
-        """How long the step may take with a prompt of this priority, for the sake of more important sequences in it."""
-        if self._plan is None:
+    def _yielded(self, seq: SequenceState, model: StepCost) -> float:
+        """How long the step may take with this prompt, for the sake of more important sequences in it."""
+        priority = seq.objectives.priority
+        if self._plan is None or seq.objectives.due < inf:
             return inf
         if priority not in self._yielding:
             self._yielding[priority] = yielding_slack(self._plan, priority, self._now, self._alone) * _certain(model)
@@ -179,9 +180,9 @@ def hopeful_slack(plan: StepPlan, now: float, alone: float) -> float:
 
 
 def yielding_slack(plan: StepPlan, priority: int, now: float, alone: float) -> float:
-    """The least slack that sequences more important than `priority` leave to its prompts; as in hopeful_slack. Seconds.
+    """The least slack that sequences more important than `priority` leave to its prompts; `alone` as in hopeful_slack.
 
-    It is counted from YIELD_SHARE of their TPOT, until they are MOST_KEPT tokens early. Below 0 it is none.
+    Seconds, at least 0. It is counted from YIELD_SHARE of their TPOT, until they are MOST_KEPT tokens early.
     """
     least = inf
     for work in plan.work:
