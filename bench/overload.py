@@ -22,10 +22,15 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+import orjson
+
+from bench.connection import TransportError
 from bench.contenders import Contender, parse_fleet
 from bench.endpoint import ServerError
 from bench.load import Pace, Watch, run_load
+from bench.misses import PARTS, TimeSpent, counted, time_spent
 from bench.mixture import Mixture, RequestKind
 from bench.own_server import OwnServer, commit
 from bench.plot import Panel, sheet
@@ -62,9 +67,13 @@ KINDS = (INTERACTIVE, BATCH)
 
 @dataclass(kw_only=True, slots=True)
 class Observed:
-    """All seeds together. Memory is in bytes by second of the run: the sum of all processes' resident pages."""
+    """All seeds together. Memory is in bytes by second of the run: the sum of all processes' resident pages.
+
+    `spent` tells where the time of every interactive request went.
+    """
 
     arrived: list[Arrived]
+    spent: list[TimeSpent]
     memory: list[list[tuple[float, int]]]
 
 
@@ -84,7 +93,7 @@ async def capacity(server: OpenServer, seconds: float) -> float:
 
 async def surge(server: OpenServer, spans: Sequence[LoadSpan], seeds: int) -> Observed:
     """The spans, once for each seed, until all is answered or refused."""
-    observed = Observed(arrived=[], memory=[])
+    observed = Observed(arrived=[], spent=[], memory=[])
     assert server.own is not None
     for seed in range(seeds):
         timed = timed_in_spans(KINDS, spans, seed=seed)
@@ -101,10 +110,24 @@ async def surge(server: OpenServer, spans: Sequence[LoadSpan], seeds: int) -> Ob
             await asyncio.gather(looking, return_exceptions=True)
         observed.arrived += [Arrived(outcome.scheduled - began, outcome) for outcome in run.outcomes]
         observed.memory.append(memory)
+        for one in observed.arrived[-len(run.outcomes) :]:
+            if one.outcome.kind == INTERACTIVE.name:
+                observed.spent.append(time_spent(one.outcome, await _explanation(server, one.outcome.id), one.at))
         await settle(server)
         good = sum(outcome.error is None for outcome in run.outcomes)
         say(f"seed {seed}: {good} of {len(run.outcomes)} answered in {run.duration:.0f} s")
     return observed
+
+
+async def _explanation(server: OpenServer, name: str) -> dict[str, Any] | None:
+    """What the server tells of a request; None where it knows nothing of it. Raises ServerError."""
+    if not name:
+        return None
+    try:
+        answer = await server.endpoint.client.get(f"/v1/requests/{name}/explain")
+    except TransportError as error:
+        raise ServerError(f"{server.endpoint.target.url}: {error}") from error
+    return orjson.loads(answer.body) if answer.status == 200 else None
 
 
 async def _look(own: OwnServer, memory: list[tuple[float, int]]) -> None:
@@ -145,7 +168,7 @@ def _memory(observed: Observed, surge_at: float) -> tuple[float, float, float]:
 
 
 def markdown(observed: Observed, spans: Sequence[LoadSpan], capable: float, title: str) -> str:
-    """Two tables: what became of each kind in each span, and the verdict."""
+    """Three tables: what became of each kind in each span, the verdict, and where interactive requests' time went."""
     rows = [_row(one, spans) for one in figures(observed.arrived, KINDS, spans)]
     heads = ["class", "span", "offered/s", "offered", "answered", "refused", "failed", "attained", "TTFT p50 / p99, ms"]
     first = table([*heads, "TPOT p50, ms"], rows)
@@ -160,7 +183,20 @@ def markdown(observed: Observed, spans: Sequence[LoadSpan], capable: float, titl
         f"{title} Capacity in a closed loop of {CLOSED_LOOP}: {capable:.2f} req/s. Interactive and batch: {rates}."
         f" Recovery: seconds after the surge from which on each {WINDOW:g} s of arrivals attain 90 % of `before`."
     )
-    return "\n\n".join([about, first, second]) + "\n"
+    heads = ["span", "missed by", *(f"{part}, ms" for part in PARTS)]
+    third = table(heads, [_spent_row(observed.spent, *where) for where in bounds(spans)])
+    told = "Parts of the TTFT of interactive requests that were answered, median / p99; and why others missed."
+    return "\n\n".join([about, first, second, told, third]) + "\n"
+
+
+def _spent_row(spent: Sequence[TimeSpent], span: LoadSpan, first: float, last: float) -> list[str]:
+    own = [one for one in spent if first <= one.at < last]
+    why = ", ".join(f"{reason}: {count}" for reason, count in counted(own, INTERACTIVE.slo).items())
+    cells = []
+    for part in PARTS:
+        values = sorted(1e3 * one.parts[part] for one in own if part in one.parts)
+        cells.append(f"{values[len(values) // 2]:.0f} / {values[int(0.99 * len(values))]:.0f}" if values else "—")
+    return [span.name, why or "—", *cells]
 
 
 def _row(one: SpanFigures, spans: Sequence[LoadSpan]) -> list[str]:
@@ -296,6 +332,7 @@ async def overload(args: argparse.Namespace) -> None:
         "figures": [asdict(one) for one in figures(observed.arrived, KINDS, spans)],
         "verdict": verdict(observed, spans),
         "memory": observed.memory,
+        "interactive": [asdict(one) for one in observed.spent],
     }
     args.out.with_suffix(".json").write_text(json.dumps(told, indent=1))
     print(text)

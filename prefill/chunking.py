@@ -19,6 +19,8 @@ from serving.step_cost import StepCost, StepLoad
 GAP = 3.0  # TPOTs that a step lasts at most, however early a sequence is: what its reader sees as a pause
 FLOOR = 32  # prompt tokens of one step in LEAN_STEPS at least, whatever decodes
 LEAN_STEPS = 8
+YIELD_SHARE = 0.6  # of the TPOT of more important sequences that less important prompts may slow them down to
+MOST_KEPT = 16.0  # TPOTs of slack that are kept for more important prompts at most
 HURRY_SHARE = 0.2  # of a more important TTFT objective that a step may take,
 HURRIED_STEPS = 2.0  # or as long as so many steps without prompts: shorter ones would compute next to nothing
 LATELY = 30.0  # seconds that steps are kept short for the next prompt like those that came
@@ -67,15 +69,19 @@ class SlackChunks(Chunking):
     At most the step's budget. What a sequence is early by may be used, but no step is longer than GAP of its TPOTs. One
     that has missed its objectives, or could not catch up any more, is bounded by that alone; a TPOT below what a step
     of the sequence alone takes counts as that. One step in LEAN_STEPS computes FLOOR tokens whatever decodes, and each
-    where nothing does, so that prompts go on. Steps of prompts that are less important than some that came lately are
-    short as well: the next of those waits for the step that runs when it comes. Without a model, or where no running
-    sequence has a TPOT objective, it is the fixed budget.
+    where nothing does, so that prompts go on. Prompts that are due at no time and less important than a running
+    sequence leave it early: they slow it down to YIELD_SHARE of its TPOT and no further, and what it is early by is
+    there for the next prompt that is as important. Steps of prompts that are less important than some that came lately
+    are short as well: the next of those waits for the step that runs when it comes. Without a model, or where no
+    running sequence has a TPOT objective, it is the fixed budget.
     """
 
     def __init__(self, cost: Cost):
         self.cost = cost
         self._seconds = inf  # that the step may take
         self._model: StepCost | None = None
+        self._plan: StepPlan | None = None
+        self._yielding: dict[int, float] = {}  # seconds it may take with a prompt of this priority
         self._load = StepLoad()
         self._beside = False  # something decodes in the step
         self._alone = 0.0  # seconds of the step without prompts
@@ -88,7 +94,7 @@ class SlackChunks(Chunking):
     def begin(self, plan: StepPlan, now: float) -> None:
         self._lean = self._lean + 1 if self._short else 0
         self._seconds, self._given, self._short, self._now = inf, 0, False, now
-        self._beside = bool(plan.work)
+        self._beside, self._plan, self._yielding = bool(plan.work), None, {}
         model = self.cost()
         self._model = model = model if model is not None and model.samples else None
         if model is None:
@@ -112,9 +118,10 @@ class SlackChunks(Chunking):
         if tightest == inf:
             return
         early = min(early, GAP * tightest)
+        self._plan = plan
         if early < self._alone:
             early = hopeful_slack(plan, now, model, self._alone)
-        self._seconds = early * exp(-SPARED * min(model.error, MOST_ERROR))
+        self._seconds = early * _certain(model)
 
     def usual(self, plan: StepPlan) -> int:
         if self._seconds == inf or self._model is None:
@@ -124,7 +131,7 @@ class SlackChunks(Chunking):
     def most(self, seq: SequenceState, plan: StepPlan) -> int:
         if self._model is None:
             return plan.tokens
-        seconds = min(self._seconds, self._unhurried(seq))
+        seconds = min(self._seconds, self._yielded(seq, self._model), self._unhurried(seq))
         if seconds == inf:
             return plan.tokens
         fits = self._model.chunk_within(seconds, seq.computed, self._load, plan.tokens)
@@ -138,6 +145,15 @@ class SlackChunks(Chunking):
         self._given += count
         if self._model is not None:
             self._load += StepLoad.of(seq.computed, count)
+
+    def _yielded(self, seq: SequenceState, model: StepCost) -> float:
+        """How long the step may take with this prompt, for the sake of more important sequences in it."""
+        priority = seq.objectives.priority
+        if self._plan is None or seq.objectives.due < inf:
+            return inf
+        if priority not in self._yielding:
+            self._yielding[priority] = yielding_slack(self._plan, priority, self._now, self._alone) * _certain(model)
+        return self._yielding[priority]
 
     def _unhurried(self, seq: SequenceState) -> float:
         """How long a step of this prompt may take for the sake of more important ones that come; notes its own TTFT."""
@@ -163,10 +179,35 @@ def hopeful_slack(plan: StepPlan, now: float, model: StepCost, alone: float) -> 
         seq = work.seq
         goals, length = seq.objectives, len(seq.tokens)
         tpot = goals.tpot
-        if tpot == inf:
-            continue
-        slack, left = goals.slack(length, now), seq.request.sampling.max_tokens - seq.output_len
-        hopeless = slack - alone + (left - 1) * (tpot - alone) < 0.0
-        pause = GAP * (tpot if tpot >= alone else max(tpot, model.seconds(StepLoad(1, length, 1, length))))
-        least = min(least, pause, inf if hopeless else slack)
+        if tpot < inf:
+            slack = goals.slack(length, now)
+            pause = GAP * (tpot if tpot >= alone else max(tpot, model.seconds(StepLoad(1, length, 1, length))))
+            least = min(least, pause, inf if _hopeless(seq, slack, alone) else slack)
     return least
+
+
+def yielding_slack(plan: StepPlan, priority: int, now: float, alone: float) -> float:
+    """The least slack that sequences more important than `priority` leave to its prompts; `alone` as in hopeful_slack.
+
+    Seconds, at least 0. It is counted from YIELD_SHARE of their TPOT, until they are MOST_KEPT tokens early.
+    """
+    least = inf
+    for work in plan.work:
+        seq = work.seq
+        goals = seq.objectives
+        if goals.priority < priority and goals.tpot < inf:
+            slack = goals.slack(len(seq.tokens), now)
+            if not _hopeless(seq, slack, alone):
+                least = min(least, slack - goals.tpot * min(MOST_KEPT, (1.0 - YIELD_SHARE) * seq.output_len))
+    return max(0.0, least)
+
+
+def _hopeless(seq: SequenceState, slack: float, alone: float) -> bool:
+    """True if the sequence is late and cannot catch up."""
+    left = seq.request.sampling.max_tokens - seq.output_len
+    return slack - alone + (left - 1) * (seq.objectives.tpot - alone) < 0.0
+
+
+def _certain(model: StepCost) -> float:
+    """The share of slack that a step may be predicted to take, so that it takes no more than all of it."""
+    return exp(-SPARED * min(model.error, MOST_ERROR))

@@ -222,11 +222,9 @@ class PlacementSearch:
     def _further(self, worker: Candidate) -> _FurtherTokens:
         """A decode at this worker, beside the prompts it computes."""
         tokens, cost = self.demand.tokens, self.costs.of(worker)
-        step, prompt = step_seconds(worker, cost, tokens, self.output), beside_seconds(worker, cost, tokens)
-        token, before = (
-            token_seconds(worker, step, prompt),
-            token_seconds(worker, self.costs.step_seconds(worker), prompt),
-        )
+        step = step_seconds(worker, cost, tokens, self.output)
+        token = token_seconds(worker, step, beside_seconds(worker, cost, tokens, self.tpot))
+        before = token_seconds(worker, self.costs.step_seconds(worker), beside_seconds(worker, cost, tokens))
         drift = self.calibration.further(worker.status.instance)
         factor, error = drift.factor, drift.error
         lost = others_lost(worker, before * factor, token * factor, error)

@@ -190,11 +190,11 @@ def token_seconds(worker: Candidate, step: float, prompt: float) -> float:
     return 1.0 / ((1.0 - share) / step + share / (step + prompt)) if share and step else step
 
 
-def beside_seconds(worker: Candidate, cost: StepCost, tokens: int) -> float:
-    """What prompts as long as this add to the decode steps that compute some of them too."""
+def beside_seconds(worker: Candidate, cost: StepCost, tokens: int, tpot: float | None = None) -> float:
+    """What prompts as long as this add to the decode steps that compute some of them too; `tpot` as in chunk_tokens."""
     if not worker.prompt_share:
         return 0.0
-    return cost.seconds(StepLoad.of(0, min(tokens, chunk_tokens(worker, cost, 0, None)))) - cost.fixed
+    return cost.seconds(StepLoad.of(0, min(tokens, chunk_tokens(worker, cost, 0, tpot)))) - cost.fixed
 
 
 def step_seconds(worker: Candidate, cost: StepCost, tokens: int, output: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import exp
+from math import exp, inf
 from typing import Any
 
 import pytest
@@ -21,7 +21,9 @@ from prefill.chunking import (
     LEAN_STEPS,
     MOST_ERROR,
     MOST_HURRIED,
+    MOST_KEPT,
     SPARED,
+    YIELD_SHARE,
     SlackChunks,
 )
 from prefill.scheduler import PrefillScheduler
@@ -169,14 +171,21 @@ def test_who_can_catch_up_is_waited_for() -> None:
     now=st.floats(0.0, 0.3),
     budget=st.integers(16, 600),
     pair=st.sampled_from([0.0, 1e-7, 1e-6]),
+    priority=st.sampled_from([0, 100]),
 )
 def test_no_step_is_longer_than_slack_and_pauses_allow_and_prompts_always_go_on(
-    tpots: list[float | None], contexts: list[int], prompts: list[int], now: float, budget: int, pair: float
+    tpots: list[float | None],
+    contexts: list[int],
+    prompts: list[int],
+    now: float,
+    budget: int,
+    pair: float,
+    priority: int,
 ) -> None:
     cost = replace(COST, pair=pair)
     step = Step(*(row(tpot, tokens) for tpot, tokens in zip(tpots, contexts, strict=False)), cost=cost)
     for tokens in prompts:
-        step.prefill.add(row(tokens=tokens))
+        step.prefill.add(row(tokens=tokens, priority=priority))
     progressed = 0
     for _ in range(LEAN_STEPS):
         decoding, given = step.plan(now, budget)
@@ -191,6 +200,45 @@ def test_no_step_is_longer_than_slack_and_pauses_allow_and_prompts_always_go_on(
         if tokens > FLOOR and bounds:
             assert predicted(decoding, given, cost) <= min(bounds) + 1e-9
     assert progressed >= min(FLOOR, budget - len(tpots), prompts[0])
+
+
+def test_less_important_prompts_leave_what_sequences_are_early_by() -> None:
+    """They slow them down to a share of their TPOT; a prompt as important may use all of it."""
+    seq = row(100.0)
+    step = Step(seq)
+    seq.tokens += [0] * 9
+    seq.computed += 9
+    pace = YIELD_SHARE * 0.1
+    step.prefill.add(row(tokens=2000, priority=1))
+    decoding, prompts = step.plan(10 * pace - 0.05)
+    assert 0.0485 < predicted(decoding, prompts) <= 0.05
+    assert step.prompt_tokens(10 * pace) == 0, "only now and then"
+    whole, goals = 80 + sum(work.count for work in prompts), step.prefill.queue[0].objectives
+    goals.due = 9.0
+    assert step.prompt_tokens(10 * pace - 0.05) > whole, "it is to be in time itself"
+    goals.due, goals.priority = inf, 0
+    assert step.prompt_tokens(10 * pace - 0.05) > whole
+
+
+def test_what_is_kept_for_more_important_prompts_is_bounded() -> None:
+    seq = row(100.0)
+    step = Step(seq)
+    seq.tokens += [0] * 899
+    seq.computed += 899
+    step.prefill.add(row(tokens=2000, priority=1))
+    due = 900 * 0.1
+    assert 0.0485 < predicted(*step.plan(due - MOST_KEPT * 0.1 - 0.05)) <= 0.05
+    assert step.prompt_tokens(due - MOST_KEPT * 0.1) == 0
+
+
+def test_nothing_is_kept_of_a_sequence_that_cannot_catch_up() -> None:
+    late = row(100.0, max_tokens=11)
+    step = Step(late, row(100.0, priority=1))
+    late.tokens += [0] * 9
+    late.computed += 9
+    step.prefill.add(row(tokens=2000, priority=1))
+    step.decode.running[1].objectives.origin += 5.0  # the other one is on time at second 5
+    assert step.prompt_tokens(5.0) > FLOOR
 
 
 def test_steps_are_short_for_the_next_prompt_of_those_more_important() -> None:

@@ -134,6 +134,19 @@ def test_a_request_goes_where_it_meets_its_objectives() -> None:
     assert choose(wanting(ttft=8.0, tpot_ms=15.0), queued, decoding).decode is queued
 
 
+def test_prompts_beside_it_are_held_back_by_its_own_objective() -> None:
+    """A worker of texts without objectives computes long steps of prompts: it will not once this request is there."""
+    nobodys = (0,) * (len(TPOT_BINS_MS) + 1)
+    batches = worker("batches", rows=10, prompt_share=0.9, tpot_counts=nobodys)
+    demand = wanting(tokens=512, tpot_ms=60.0)
+    predicted = choose(demand, batches).predicted
+    assert predicted is not None and predicted.token <= 0.06
+    behind = worker("behind", rows=4, waiting_seconds=0.8, waiting_tokens=1600)
+    assert choose(demand, batches, behind).decode is batches
+    loose = choose(wanting(tokens=512, tpot_ms=None), batches).predicted
+    assert loose is not None and loose.token > 0.06
+
+
 def test_it_does_not_break_what_runs() -> None:
     """One more row would cost many others their objective: the request goes where it is slower itself."""
     counts = [0] * 16
