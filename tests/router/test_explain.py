@@ -183,7 +183,7 @@ class ApartFirst:
         apart = [worker for worker in view.prefill if worker.status.name != decode.status.name]
         return Decision(decode, (apart or list(view.prefill) or [None])[0], "apart")
 
-    def observed(self, decision: Any, *, ttft: float | None = None, tpot: float | None = None) -> None: ...
+    def observed(self, decision: Any, **came: float | None) -> None: ...
 
 
 def ended_state(name: str = "r", **request: Any) -> RequestState:
