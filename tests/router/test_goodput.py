@@ -147,6 +147,20 @@ def test_who_passes_a_long_prompt_decodes_beside_it() -> None:
     assert last.token == pytest.approx(alone.token), "and then decodes alone"
 
 
+@pytest.mark.parametrize("rows", [1, 20, 40])
+def test_a_prompt_beside_decodes_goes_in_steps_as_long_as_workers_make_them(rows: int) -> None:
+    """Not of one TPOT: they go up to three where decodes are early, as prefill.chunking does."""
+    busy = worker("b", rows=rows)
+    assert busy.tightest_tpot is not None
+    at, seconds = 0, 0.0
+    while at < 2000:
+        fits = COST.chunk_within(COST.pause_seconds(busy.tightest_tpot), at, busy.decode_load, 512 - rows)
+        chunk = StepLoad.of(at, min(fits, 2000 - at))
+        seconds += COST.seconds(busy.decode_load + chunk)
+        at += chunk.new_tokens
+    assert prompt_seconds(busy, COST, 0, 2000, None) == pytest.approx(seconds, rel=0.05)
+
+
 # ---- choices -------------------------------------------------------------------------------------------------------
 
 
