@@ -240,8 +240,8 @@ class PlacementSearch:
         each = self.calibration.tokens_a_step(worker.status.instance)
         token = token_seconds(worker, step, prompt) / each
         before = token_seconds(worker, self.costs.step_seconds(worker), prompt) / each
-        pause = pause_seconds(worker, cost, step, self.tpot) / each
         left = backlog_seconds(worker, cost, self.now)
+        pause = pause_seconds(worker, cost, step, self.tpot) / each if left else 0.0
         drift = self.calibration.further(worker.status.instance)
         factor, error = drift.factor, drift.error
         lost = others_lost(worker, before * factor, token * factor, error)

@@ -193,8 +193,9 @@ def pause_seconds(worker: Candidate, cost: StepCost, step: float, tpot: float | 
 
     `tpot` is the objective of the request that is to decode there.
     """
-    tightest = min((each for each in (worker.tightest_tpot, tpot) if each is not None), default=None)
-    full = step + cost.added_seconds(0, worker.status.max_batched_tokens or 512)
+    tightest, full = worker.tightest_tpot, step + cost.added_seconds(0, worker.status.max_batched_tokens or 512)
+    if tightest is None or (tpot is not None and tpot < tightest):
+        tightest = tpot
     return full if tightest is None else min(full, max(step, cost.pause_seconds(tightest)))
 
 
