@@ -14,9 +14,8 @@ from typing import Protocol
 from prefill.ordering import Cost
 from serving.engine.plan import StepPlan
 from serving.engine.sequence import SequenceState
-from serving.step_cost import StepCost, StepLoad
+from serving.step_cost import GAP, MOST_ERROR, SPARED, StepCost, StepLoad
 
-GAP = 3.0  # TPOTs that a step lasts at most, however early a sequence is: what its reader sees as a pause
 FLOOR = 32  # prompt tokens of one step in LEAN_STEPS at least, whatever decodes
 LEAN_STEPS = 8
 YIELD_SHARE = 0.6  # of the TPOT of more important sequences that less important prompts may slow them down to
@@ -25,8 +24,6 @@ HURRY_SHARE = 0.2  # of a more important TTFT objective that a step may take,
 HURRIED_STEPS = 2.0  # or as long as so many steps without prompts: shorter ones would compute next to nothing
 LATELY = 30.0  # seconds that steps are kept short for the next prompt like those that came
 MOST_HURRIED = 16  # priorities that are remembered
-SPARED = 2.0  # standard deviations of the model's error that slack is kept for; what is kept is not lost
-MOST_ERROR = 0.35
 
 
 class Chunking(Protocol):

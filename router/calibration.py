@@ -59,6 +59,8 @@ class Drift:
 class Calibration:
     """Drifts of TTFT by the worker that prefills and of TPOT by the one that decodes, and of all together.
 
+    Beside them the tokens that a sequence gets in a step, more than one where drafts are accepted.
+
     Those of TTFT are kept apart by urgency: who is due soon passes others in a worker's queue, which predictions of a
     queue that is served in turn do not know.
     """
@@ -66,6 +68,7 @@ class Calibration:
     def __init__(self) -> None:
         self._first = [_Drifts() for _ in range(URGENCIES)]
         self._further = _Drifts()
+        self._steps = _Drifts()
 
     def first(self, prefill: str, urgency: int = 0) -> Drift:
         """Of TTFT, at a worker by its instance, for requests of this urgency."""
@@ -75,6 +78,10 @@ class Calibration:
         """Of TPOT, at a worker by its instance."""
         return self._further.of(decode)
 
+    def tokens_a_step(self, decode: str) -> float:
+        """Of a sequence that decodes at this worker, in the (geometric) mean."""
+        return self._steps.of(decode).factor
+
     def first_token(self, prefill: str, predicted: float, observed: float, urgency: int = 0) -> None:
         """TTFT: predicted without correction, and observed; seconds."""
         self._first[urgency].observe(prefill, predicted, observed)
@@ -83,16 +90,21 @@ class Calibration:
         """TPOT: predicted without correction, and observed; seconds."""
         self._further.observe(decode, predicted, observed)
 
+    def steps_took(self, decode: str, tokens: float) -> None:
+        """A sequence has had so many tokens for each step it was part of."""
+        self._steps.observe(decode, 1.0, tokens)
+
     def kept(self) -> dict[str, Any]:
         """All of it as plain data, for `from_kept`."""
-        return {"first": [drifts.kept() for drifts in self._first], "further": self._further.kept()}
+        first = [drifts.kept() for drifts in self._first]
+        return {"first": first, "further": self._further.kept(), "steps": self._steps.kept()}
 
     @classmethod
     def from_kept(cls, kept: Mapping[str, Any]) -> Calibration:
         """As it was kept. Raises ValueError, TypeError, KeyError or AttributeError for what cannot be that."""
         made = cls()
         made._first = [_Drifts.from_kept(drifts) for drifts in kept["first"]]
-        made._further = _Drifts.from_kept(kept["further"])
+        made._further, made._steps = _Drifts.from_kept(kept["further"]), _Drifts.from_kept(kept["steps"])
         if len(made._first) != URGENCIES:
             raise ValueError(f"{len(made._first)} urgencies, not {URGENCIES}")
         return made

@@ -18,9 +18,12 @@ from router.predict import (
     LEAST_ERROR,
     KnownCosts,
     Prediction,
+    after_backlog,
+    backlog_seconds,
     beside_seconds,
     objectives_used,
     others_lost,
+    pause_seconds,
     prompt_seconds,
     queue_seconds,
     queued_lost,
@@ -60,6 +63,8 @@ class _FurtherTokens:
     worker: Candidate
     step: float
     token: float
+    pause: float  # a token, while prompts that wait there now are computed beside it
+    left: float  # until they all are
     before: float  # a token, without the request
     factor: float  # of the correction
     error: float
@@ -127,7 +132,14 @@ class Goodput:
         considered = tuple([placed.told(search.urgency) for placed in (chosen, *others[: KEPT - 1])])
         return Decision(chosen.decode, chosen.prefill, reason, considered[0].predicted, considered)
 
-    def observed(self, decision: Decision, *, ttft: float | None = None, tpot: float | None = None) -> None:
+    def observed(
+        self,
+        decision: Decision,
+        *,
+        ttft: float | None = None,
+        tpot: float | None = None,
+        step_tokens: float | None = None,
+    ) -> None:
         predicted = decision.predicted
         if predicted is None:
             return
@@ -136,6 +148,8 @@ class Goodput:
             self.calibration.first_token(decision.prefill.status.instance, raw, ttft, predicted.urgency)
         if tpot is not None and decision.decode is not None:
             self.calibration.further_tokens(decision.decode.status.instance, predicted.token, tpot)
+        if step_tokens is not None and decision.decode is not None:
+            self.calibration.steps_took(decision.decode.status.instance, step_tokens)
 
 
 def _rank(placed: _Placement) -> tuple[float, float]:
@@ -222,13 +236,16 @@ class PlacementSearch:
     def _further(self, worker: Candidate) -> _FurtherTokens:
         """A decode at this worker, beside the prompts it computes."""
         tokens, cost = self.demand.tokens, self.costs.of(worker)
-        step = step_seconds(worker, cost, tokens, self.output)
-        token = token_seconds(worker, step, beside_seconds(worker, cost, tokens, self.tpot))
-        before = token_seconds(worker, self.costs.step_seconds(worker), beside_seconds(worker, cost, tokens))
+        step, prompt = step_seconds(worker, cost, tokens, self.output), beside_seconds(worker, cost, tokens, self.tpot)
+        each = self.calibration.tokens_a_step(worker.status.instance)
+        token = token_seconds(worker, step, prompt) / each
+        before = token_seconds(worker, self.costs.step_seconds(worker), beside_seconds(worker, cost, tokens)) / each
+        left = backlog_seconds(worker, cost, self.now)
+        pause = pause_seconds(worker, cost, step, self.tpot) / each if left else 0.0
         drift = self.calibration.further(worker.status.instance)
         factor, error = drift.factor, drift.error
         lost = others_lost(worker, before * factor, token * factor, error)
-        return _FurtherTokens(worker, step, token, before, factor, error, lost)
+        return _FurtherTokens(worker, step, token, pause, left, before, factor, error, lost)
 
     def _alone(self, first: _FirstToken) -> _Placement:
         """A request that needs no decode."""
@@ -237,13 +254,16 @@ class PlacementSearch:
     def _pair(self, first: _FirstToken, further: _FurtherTokens) -> _Placement:
         """The two errors are taken for independent."""
         prefill, decode, demand = first.worker, further.worker, self.demand
-        transfer, lost, factor = 0.0, further.lost, further.factor
+        transfer, lost, factor, begun = 0.0, further.lost, further.factor, first.queue
         if prefill is decode:
             after = further.token + first.added / self.output  # what its prompt adds to their steps
             lost = others_lost(decode, further.before * factor, after * factor, further.error)
         else:
             transfer = self.view.links.seconds(prefill.status.instance, decode.status.instance, demand.tokens)
-        token = further.token + transfer / (self.output - 1)  # the handoff delays the second
+            begun += first.compute
+        tokens = self.output - 1
+        token = after_backlog(further.token, further.pause, further.left - begun, tokens)
+        token += transfer / tokens  # the handoff delays the second
         tpot = token * factor
         chance = first.chance if self.tpot is None else first.chance * within(self.tpot, tpot, further.error)
         score = demand.weight * chance - lost - first.lost

@@ -327,7 +327,7 @@ class Placer:
             costs = self.fleet.link_costs
             costs.observed(prefill.status.instance, decode.status.instance, state.tokens, waited - step)
         if ended:
-            self.policy.observed(decision, tpot=attempt.tpot)
+            self.policy.observed(decision, tpot=attempt.tpot, step_tokens=attempt.step_tokens)
             self.outputs.ended(state.request.service_class, len(state.generated))
 
     def _outgrown(self, state: RequestState) -> bool:

@@ -129,8 +129,18 @@ class Policy(Protocol):
 
     def choose(self, demand: Demand, view: FleetView, now: float) -> Decision | None: ...
 
-    def observed(self, decision: Decision, *, ttft: float | None = None, tpot: float | None = None) -> None:
-        """What came of a decision: seconds from it to the first token, or seconds for each token after that."""
+    def observed(
+        self,
+        decision: Decision,
+        *,
+        ttft: float | None = None,
+        tpot: float | None = None,
+        step_tokens: float | None = None,
+    ) -> None:
+        """What came of a decision: seconds from it to the first token, or seconds for each token after that.
+
+        `step_tokens` are those that each decode step has brought the request.
+        """
 
 
 class RankingPolicy:
@@ -159,7 +169,14 @@ class RankingPolicy:
         own = [worker for worker in able if worker.status.instance == order[0].status.instance]
         return self._decision(order[0], own or self.prefill_order(demand, able))
 
-    def observed(self, decision: Decision, *, ttft: float | None = None, tpot: float | None = None) -> None:
+    def observed(
+        self,
+        decision: Decision,
+        *,
+        ttft: float | None = None,
+        tpot: float | None = None,
+        step_tokens: float | None = None,
+    ) -> None:
         """Nothing was predicted."""
 
     def _decision(self, decode: Candidate | None, prefills: Sequence[Candidate]) -> Decision:

@@ -16,7 +16,6 @@ from router.candidate import Candidate, QueuedPrompt
 from serving.messages import Role, Slo
 from serving.step_cost import StepCost, StepLoad
 
-LEAST_CHUNK = 16  # prompt tokens that a step computes at least, however little slack there is
 LEAST_ERROR = 0.05  # of a prediction: nothing is known better
 LATE_SHARE = 0.5  # of what a late prompt takes that one in a hurry is kept waiting by
 SPARE = 2.0  # times what a late prompt takes: one that is due after that lets it go first
@@ -159,7 +158,7 @@ def chunk_tokens(worker: Candidate, cost: StepCost, start: int, tpot: float | No
     """Prompt tokens of a step beside what the worker decodes.
 
     Where sequences run that have a TPOT objective (`tpot` seconds, the request's own, counts too once it decodes
-    there), a step computes as many as the tightest allows.
+    there), a step computes as many as the tightest allows (prefill.chunking).
     """
     most, rows = worker.status.max_batched_tokens or 512, worker.decode_load
     if not rows.sequences:
@@ -170,7 +169,7 @@ def chunk_tokens(worker: Candidate, cost: StepCost, start: int, tpot: float | No
         tightest = tpot
     if tightest is None:
         return chunk
-    return max(min(LEAST_CHUNK, chunk), cost.chunk_within(tightest, start, rows, chunk))
+    return cost.paced_chunk(tightest, start, rows, chunk)
 
 
 def prompt_seconds(worker: Candidate, cost: StepCost, start: int, end: int, tpot: float | None) -> float:
@@ -188,6 +187,28 @@ def token_seconds(worker: Candidate, step: float, prompt: float) -> float:
     """
     share = worker.prompt_share
     return 1.0 / ((1.0 - share) / step + share / (step + prompt)) if share and step else step
+
+
+def pause_seconds(worker: Candidate, cost: StepCost, step: float, tpot: float | None) -> float:
+    """A step of a decode batch, `step` seconds by itself, that computes as much of long prompts as it may.
+
+    `tpot` is the objective of the request that is to decode there.
+    """
+    tightest, full = worker.tightest_tpot, step + cost.added_seconds(0, worker.status.max_batched_tokens or 512)
+    if tightest is None or (tpot is not None and tpot < tightest):
+        tightest = tpot
+    return full if tightest is None else min(full, max(step, cost.pause_seconds(tightest)))
+
+
+def after_backlog(token: float, pause: float, backlog: float, tokens: int) -> float:
+    """The mean time between so many tokens, `pause` seconds each while a backlog of prompts is computed, then `token`.
+
+    What waits behind a prompt when it is computed is not a matter of chance: its decode goes on beside it.
+    """
+    if backlog <= 0.0 or pause <= token:
+        return token
+    beside = backlog / pause
+    return pause if beside >= tokens else (backlog + (tokens - beside) * token) / tokens
 
 
 def beside_seconds(worker: Candidate, cost: StepCost, tokens: int, tpot: float | None = None) -> float:

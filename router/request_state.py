@@ -35,8 +35,10 @@ class Attempt:
     second_at: float | None = None  # the first that was decoded
     last_at: float = 0.0
     tokens: int = 0
+    steps: int = 0  # that have brought tokens after the first
 
     def take(self, tokens: int, now: float) -> None:
+        self.steps += self.first_at is not None
         if self.first_at is None:
             self.first_at = now
         elif self.second_at is None:
@@ -59,6 +61,11 @@ class Attempt:
         if self.first_at is None or self.tokens < 4:
             return None
         return (self.last_at - self.first_at) / (self.tokens - 1)
+
+    @property
+    def step_tokens(self) -> float | None:
+        """Tokens that each decode step has brought; None before there are a few of them."""
+        return None if self.tpot is None else (self.tokens - 1) / self.steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MOST = 1e4  # seconds, for one of anything: beyond that nothing was measured
+GAP = 3.0  # TPOTs that a step with prompts lasts at most beside decodes, however early these are: its reader's pause
+SPARED = 2.0  # standard deviations of the model's error that slack is kept for; what is kept is not lost
+MOST_ERROR = 0.35
+LEAST_CHUNK = 16  # prompt tokens that such steps come to at least in the mean, however little slack there is
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,14 @@ class StepCost:
             + self.sequence * load.sequences
             + self.context * load.context_tokens
         )
+
+    def pause_seconds(self, tpot: float) -> float:
+        """What a step with prompts is planned to take at most, beside decodes of which the tightest has this TPOT."""
+        return GAP * tpot * math.exp(-SPARED * min(self.error, MOST_ERROR))
+
+    def paced_chunk(self, tpot: float, start: int, beside: StepLoad, most: int) -> int:
+        """About how many tokens of a prompt, from `start` on, such a step computes: decodes are early, for the most."""
+        return max(min(LEAST_CHUNK, most), self.chunk_within(self.pause_seconds(tpot), start, beside, most))
 
     def prompt_seconds(self, start: int, end: int, chunk: int, beside: float = 0.0) -> float:
         """Positions `start` to `end` of one prompt in chunks of `chunk` tokens, each step `beside` seconds longer."""

@@ -140,7 +140,7 @@ class Worker:
             context_tokens=context,
             tpot_counts=tpot_counts(running) if self.decode is not None else (),
             prompt_share=self.costs.meter.prompt_share(self.engine.clock()),
-            step_cost=self.costs.meter.cost(),
+            step_cost=self.costs.meter.outlook(),
             max_batched_tokens=limits.max_num_batched_tokens,
             draining=self.draining,
             stalled_seconds=self.engine.stalled_seconds,
@@ -155,7 +155,7 @@ class Worker:
         """
         queued = [(seq.computed, len(seq.tokens)) for seq in list(self.prefill.scheduler.queue)]
         beside = StepLoad(decodes, context, decodes, context)
-        return self.costs.meter.cost().queue_seconds(
+        return self.costs.meter.outlook().queue_seconds(
             queued, self.engine.limits.max_num_batched_tokens - decodes, beside
         )
 

@@ -29,14 +29,14 @@ KEPT = 16  # newest steps of each bucket
 HALF_RANK = 5.0  # steps of a bucket after which an older one weighs half
 HALF_AGE = 4000.0  # steps without one of a bucket after which it weighs half,
 OLD = 0.1  # down to this share
-FIRST = 8  # steps of a kind whose plain mean is the pace
 REFIT_SECONDS = 1.0
 ROUNDS = 5  # of reweighting
 TUNING = 1.5  # standard deviations from which on Huber's weights fall
 LEAST_SPREAD = 0.02  # of ln(observed / predicted): a clock and a scheduler are no better
 GUESSED, LEARNED = 0.7, 0.25  # relative standard deviation of a prior's coefficients: from a model's size, from a fit
 FLOOR = 0.7  # of the cheapest cadence seen, below which nothing is predicted
-PACE = 0.12  # weight of the newest step in the machine's present pace
+PACE = 0.12  # weight of the newest step in the machine's present pace,
+OUTLOOK = 0.04  # and in the one that whoever predicts seconds ahead is told
 JUMP = 0.3  # of ln(observed / predicted), what one step moves that at most
 RECENT = 32  # newest steps of each kind, by which a new fit takes the pace over
 SHORTEST, LONGEST = 1e-7, 1e3  # seconds that a step may have taken
@@ -56,8 +56,53 @@ class StepPace:
         self.residuals: deque[float] = deque(maxlen=JUDGED)  # of ln(observed / predicted), with the pace of the time
 
 
+class MachinePace:
+    """The pace of both kinds of steps in one, each counting as far as it has come lately: `value` is its logarithm.
+
+    `weight` is that of the newest step.
+    """
+
+    __slots__ = ("kinds", "value", "weight")
+
+    def __init__(self, weight: float):
+        self.weight = weight
+        self.kinds = (StepPace(), StepPace())  # of steps without prompts, and with
+        self.value = 0.0
+
+    def follow(self, sample: Sample, ratio: float, prompts: bool) -> None:
+        """Move towards a step's `ratio`, ln(observed / fitted): at first it is their plain mean."""
+        kind, other = self.kinds[prompts], self.kinds[not prompts]
+        kind.steps.append(sample)
+        kind.residuals.append(ratio - self.value)
+        if kind.trust == 0.0:
+            kind.mean = ratio if other.trust == 0.0 else self.value
+        count = len(kind.steps)
+        if count * self.weight < 1.0:
+            kind.mean += (ratio - kind.mean) / count
+        else:
+            kind.mean += self.weight * max(-JUMP, min(JUMP, ratio - kind.mean))
+        kind.trust += self.weight * (1.0 - kind.trust)
+        other.trust *= 1.0 - self.weight
+        self.value = self._blended()
+
+    def take_over(self, before: Array, fitted: Array) -> None:
+        """The fit was [5], and is another [5] from now on: what the last steps say of it."""
+        for kind in self.kinds:
+            if kind.steps:
+                recent = np.array(list(kind.steps))
+                ratios = log_ratios(recent, fitted)
+                kind.mean += float(np.median(ratios - log_ratios(recent, before)))
+                typical = float(np.median(ratios))
+                kind.mean = kind.mean if abs(kind.mean - typical) < JUMP else typical
+        self.value = self._blended()
+
+    def _blended(self) -> float:
+        decode, prompts = self.kinds
+        return (decode.trust * decode.mean + prompts.trust * prompts.mean) / (decode.trust + prompts.trust)
+
+
 class StepFit:
-    """`cost` is the latest estimate: read it from any thread.
+    """`cost` is the latest estimate, `outlook` that of the next seconds: read them from any thread.
 
     `guess` is the prior from the model's size, all coefficients positive; `learned` what an earlier life of the worker
     has fitted, which then is the prior.
@@ -70,8 +115,7 @@ class StepFit:
         self._looseness = GUESSED if learned is None else LEARNED
         self._buckets: dict[int, deque[Sample]] = {}
         self._seen_at: dict[int, int] = {}
-        self._kinds = (StepPace(), StepPace())  # of steps without prompts, and with
-        self._pace = 0.0
+        self._present, self._lasting = MachinePace(PACE), MachinePace(OUTLOOK)
         self._cheapest: tuple[StepLoad, float] | None = None
         self._fitted_to = 0  # steps
         self._refitted_at: float | None = None
@@ -79,8 +123,17 @@ class StepFit:
 
     @property
     def cost(self) -> StepCost:
-        """The fit at the machine's present pace, lifted where the cheapest step seen would cost next to nothing."""
-        fitted, pace = self._fitted, math.exp(self._pace)
+        """The fit at the machine's present pace."""
+        return self._at(self._present)
+
+    @property
+    def outlook(self) -> StepCost:
+        """The fit at the pace of the last seconds, for predictions as far ahead: single steps hardly move it."""
+        return self._at(self._lasting)
+
+    def _at(self, machine: MachinePace) -> StepCost:
+        """The fit at this pace, lifted where the cheapest step seen would cost next to nothing."""
+        fitted, pace = self._fitted, math.exp(machine.value)
         shortfall = 0.0
         if self._cheapest is not None:
             load, seconds = self._cheapest
@@ -109,29 +162,11 @@ class StepFit:
         if bucket is None:
             bucket = self._buckets[key] = deque(maxlen=KEPT)
         bucket.append(sample)
-        self._follow(sample, math.log(seconds / max(1e-12, self._fitted.seconds(load))), prompts)
+        ratio = math.log(seconds / max(1e-12, self._fitted.seconds(load)))
+        self._present.follow(sample, ratio, prompts)
+        self._lasting.follow(sample, ratio, prompts)
         self._seen_at[key] = self.seen
         self.seen += 1  # last: who fits sees no step half observed
-
-    def _follow(self, sample: Sample, ratio: float, prompts: bool) -> None:
-        """Move the pace towards the step's `ratio`, ln(observed / fitted): at first it is their plain mean."""
-        kind, other = self._kinds[prompts], self._kinds[not prompts]
-        kind.steps.append(sample)
-        kind.residuals.append(ratio - self._pace)
-        if kind.trust == 0.0:
-            kind.mean = ratio if other.trust == 0.0 else self._pace
-        count = len(kind.steps)
-        if count < FIRST:
-            kind.mean += (ratio - kind.mean) / count
-        else:
-            kind.mean += PACE * max(-JUMP, min(JUMP, ratio - kind.mean))
-        kind.trust += PACE * (1.0 - kind.trust)
-        other.trust *= 1.0 - PACE
-        self._pace = self._blended()
-
-    def _blended(self) -> float:
-        decode, prompts = self._kinds
-        return (decode.trust * decode.mean + prompts.trust * prompts.mean) / (decode.trust + prompts.trust)
 
     def refit(self, now: float) -> None:
         """Fit anew to what is kept, at most once a second; without news nothing changes."""
@@ -141,14 +176,8 @@ class StepFit:
         rows, weights = self._kept()
         fitted = fit(rows[:, :5], rows[:, 5], weights, self._prior, self._unit, self._looseness)
         before = vector(self._fitted)
-        for kind in self._kinds:
-            if kind.steps:
-                recent = np.array(list(kind.steps))
-                ratios = log_ratios(recent, fitted)
-                kind.mean += float(np.median(ratios - log_ratios(recent, before)))
-                typical = float(np.median(ratios))
-                kind.mean = kind.mean if abs(kind.mean - typical) < JUMP else typical
-        self._pace = self._blended()
+        for pace in (self._present, self._lasting):
+            pace.take_over(before, fitted)
         self._fitted = stated(fitted, error=self._error(), samples=len(rows))
         _, new, seen, sequences, context, seconds = rows[np.argsort(rows[:, 5])[len(rows) // 50]].tolist()
         self._cheapest = StepLoad(int(new), seen, int(sequences), context), seconds
@@ -168,12 +197,12 @@ class StepFit:
     @property
     def errors(self) -> tuple[float | None, float | None]:
         """The standard deviation of ln(observed / predicted) of steps without prompts and with; None: none seen."""
-        decode, prompts = (spread(list(kind.residuals)) if kind.residuals else None for kind in self._kinds)
+        decode, prompts = (spread(list(kind.residuals)) if kind.residuals else None for kind in self._present.kinds)
         return decode, prompts
 
     def _error(self) -> float:
         """That of both kinds, each counting as often as it has come lately."""
-        kinds = [(spread(list(kind.residuals)), len(kind.residuals)) for kind in self._kinds if kind.residuals]
+        kinds = [(spread(list(kind.residuals)), len(kind.residuals)) for kind in self._present.kinds if kind.residuals]
         return math.sqrt(sum(error**2 * count for error, count in kinds) / sum(count for _, count in kinds))
 
 

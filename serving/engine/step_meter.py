@@ -43,5 +43,9 @@ class StepMeter:
         return self._share * math.exp(-idle / SHARE_SECONDS)
 
     def cost(self) -> StepCost:
-        """samples 0: a guess."""
+        """Of the next step; samples 0: a guess."""
         return self.fit.cost
+
+    def outlook(self) -> StepCost:
+        """Of the steps of the next seconds."""
+        return self.fit.outlook

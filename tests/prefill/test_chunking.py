@@ -14,15 +14,12 @@ from decode.scheduler import DecodeScheduler
 from kvcache.blocks.manager import KVCacheManager
 from prefill.chunking import (
     FLOOR,
-    GAP,
     HURRIED_STEPS,
     HURRY_SHARE,
     LATELY,
     LEAN_STEPS,
-    MOST_ERROR,
     MOST_HURRIED,
     MOST_KEPT,
-    SPARED,
     YIELD_SHARE,
     SlackChunks,
 )
@@ -30,7 +27,7 @@ from prefill.scheduler import PrefillScheduler
 from serving.engine.plan import StepPlan, Work
 from serving.engine.sequence import SequenceState
 from serving.messages import Slo
-from serving.step_cost import StepCost, StepLoad
+from serving.step_cost import GAP, MOST_ERROR, SPARED, StepCost, StepLoad
 from tests.fakes.sequences import make_sequence
 from tests.prefill.scripted import make_kv
 
@@ -135,6 +132,29 @@ def test_the_models_error_is_left_as_room() -> None:
         step = Step(row(100.0), cost=replace(COST, error=error))
         step.prefill.add(row(tokens=2000))
         assert predicted(*step.plan(0.0)) == pytest.approx(0.1 * exp(-SPARED * known), abs=0.0015)
+
+
+@given(
+    tpots=st.lists(st.floats(60.0, 400.0), min_size=1, max_size=12),
+    start=st.integers(0, 3000),
+    error=st.floats(0.0, 1.0),
+)
+def test_what_routers_take_a_chunk_for_is_the_chunk(tpots: list[float], start: int, error: float) -> None:
+    """Beside sequences that are early: `StepCost.paced_chunk` is what the step of a worker comes to."""
+    cost, rows = replace(COST, error=error), [row(tpot) for tpot in tpots]
+    step, prompt = Step(*rows, cost=cost), row(tokens=8000)
+    for seq in rows:
+        seq.tokens += [0] * 40
+        seq.computed += 40
+    step.prefill.add(prompt)
+    step.kv.open(prompt)
+    prompt.computed, prompt.prefill.scheduled_at = start, 0.0
+    decoding, (chunk,) = step.plan(0.0)
+    context = sum(len(seq.tokens) for seq in rows)
+    beside = StepLoad(len(rows), context, len(rows), context)
+    paced = cost.paced_chunk(min(tpots) / 1e3, start, beside, BUDGET - len(rows))
+    assert len(decoding) == len(rows) and paced > FLOOR
+    assert chunk.count == pytest.approx(paced, abs=1)
 
 
 def test_prompts_go_on_beside_sequences_without_slack() -> None:

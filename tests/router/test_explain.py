@@ -136,7 +136,7 @@ async def test_retries_say_why(world: World) -> None:
 async def test_predictions_stand_beside_what_came(watching: Watching, world: World) -> None:
     cost = StepCost(fixed=0.01, token=1e-4, pair=0.0, sequence=1e-3, context=0.0)
     world.add("m", step_cost=cost, max_batched_tokens=512)
-    world.placer.policy = Goodput()
+    world.placer.policy = policy = Goodput()
     async for delta in world.router.generate(wanted(max_tokens=8, slo=Slo(ttft_ms=1000.0, tpot_ms=100.0))):
         world.now += 0.02 if delta.index == 0 else 0.005
     told = explained(world)
@@ -145,6 +145,7 @@ async def test_predictions_stand_beside_what_came(watching: Watching, world: Wor
     assert attempt["considered"][0]["prefill"] == "m"
     (ratios,) = watching.ratios
     assert ratios["tpot"] == pytest.approx(attempt["actual"]["tpot"] / attempt["predicted"]["tpot"])
+    assert policy.calibration._steps._all.count == 1 and policy.calibration.tokens_a_step("m-life") == 1.0
 
 
 async def test_a_refusal_is_counted_by_class_and_code(world: World, watching: Watching) -> None:
@@ -183,7 +184,7 @@ class ApartFirst:
         apart = [worker for worker in view.prefill if worker.status.name != decode.status.name]
         return Decision(decode, (apart or list(view.prefill) or [None])[0], "apart")
 
-    def observed(self, decision: Any, *, ttft: float | None = None, tpot: float | None = None) -> None: ...
+    def observed(self, decision: Any, **came: float | None) -> None: ...
 
 
 def ended_state(name: str = "r", **request: Any) -> RequestState:

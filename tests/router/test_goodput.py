@@ -19,6 +19,7 @@ from router.predict import (
     LATE_SHARE,
     KnownCosts,
     Prediction,
+    after_backlog,
     backlog_seconds,
     objectives_used,
     others_lost,
@@ -121,6 +122,43 @@ def test_prompts_go_slower_beside_decodes_whose_objectives_are_tight() -> None:
     assert prompt_seconds(idle, COST, 0, 1000, None) < prompt_seconds(busy, COST, 0, 1000, None)
     assert prompt_seconds(busy, COST, 0, 1000, None) < prompt_seconds(busy, COST, 0, 1000, 0.03)
     assert prompt_seconds(idle, COST, 0, 1000, 0.03) == prompt_seconds(idle, COST, 0, 1000, None)
+
+
+@given(st.floats(1e-3, 0.1), st.floats(1e-3, 0.5), st.floats(0.0, 20.0), st.integers(1, 300))
+def test_a_backlog_slows_as_many_tokens_as_it_takes(token: float, pause: float, backlog: float, count: int) -> None:
+    """Token by token: one takes `pause` as far as the backlog lasts, and `token` from then on."""
+    left, total = backlog, 0.0
+    for _ in range(count):
+        share = min(1.0, left / pause) if pause > token else 0.0
+        left -= share * pause
+        total += share * pause + (1.0 - share) * token
+    assert after_backlog(token, pause, backlog, count) == pytest.approx(total / count)
+
+
+def test_who_passes_a_long_prompt_decodes_beside_it() -> None:
+    """It was due sooner and is computed first, but the text it passes goes on with it: its tokens are later."""
+    idle = worker("i")
+    busy = worker("b", waiting_seconds=2.0, waiting_tokens=4000, queued=[QueuedPrompt(0, 9.0, 2.0)])
+    alone, beside = (choose(wanting(), each).predicted for each in (idle, busy))
+    assert alone is not None and beside is not None and beside.queue == 0.0
+    assert beside.token > 1.5 * alone.token
+    last = choose(wanting(ttft=20.0), busy).predicted
+    assert last is not None and last.queue == pytest.approx(2.0), "it waits for the long one"
+    assert last.token == pytest.approx(alone.token), "and then decodes alone"
+
+
+@pytest.mark.parametrize("rows", [1, 20, 40])
+def test_a_prompt_beside_decodes_goes_in_steps_as_long_as_workers_make_them(rows: int) -> None:
+    """Not of one TPOT: they go up to three where decodes are early, as prefill.chunking does."""
+    busy = worker("b", rows=rows)
+    assert busy.tightest_tpot is not None
+    at, seconds = 0, 0.0
+    while at < 2000:
+        fits = COST.chunk_within(COST.pause_seconds(busy.tightest_tpot), at, busy.decode_load, 512 - rows)
+        chunk = StepLoad.of(at, min(fits, 2000 - at))
+        seconds += COST.seconds(busy.decode_load + chunk)
+        at += chunk.new_tokens
+    assert prompt_seconds(busy, COST, 0, 2000, None) == pytest.approx(seconds, rel=0.05)
 
 
 # ---- choices -------------------------------------------------------------------------------------------------------

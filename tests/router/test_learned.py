@@ -12,9 +12,11 @@ from router.calibration import MOST_WORKERS, Calibration
 from router.goodput import Goodput
 from router.link_costs import LinkCosts
 from router.output_lengths import OutputLengths
+from router.policy import Decision
 from router.predict import (
     within,
 )
+from router.request_state import Attempt
 from tests.router.test_goodput import choose, wanting, worker
 
 
@@ -34,6 +36,33 @@ def test_predictions_are_corrected_by_what_came_of_them() -> None:
     assert slower is not None and quicker is not None
     assert slower.tpot / quicker.tpot == pytest.approx(2.0, rel=0.1), "so far apart is no chance"
     assert quicker.tpot / quicker.token == pytest.approx(1.0, rel=0.1)
+
+
+@given(st.floats(1.0, 4.0))
+@settings(max_examples=20)
+def test_tokens_come_sooner_where_a_step_brings_several(accepted: float) -> None:
+    """Drafts that are accepted: a factor of their own, which no observed TPOT has to make up for."""
+    policy, here = Goodput(), worker("w", rows=4)
+    decision = choose(wanting(), here, policy=policy)
+    first = decision.predicted
+    assert first is not None
+    for _ in range(200):
+        policy.observed(decision, step_tokens=accepted)
+    then = choose(wanting(), here, policy=policy).predicted
+    assert then is not None and then.step == first.step
+    assert first.token / then.token == pytest.approx(min(accepted, 3.0), rel=0.02)
+    again = Calibration.from_kept(policy.calibration.kept())
+    assert again.tokens_a_step("w-life") == pytest.approx(policy.calibration.tokens_a_step("w-life"))
+
+
+@given(st.lists(st.integers(1, 5), max_size=20))
+def test_an_attempt_counts_the_steps_after_its_first_token(brought: list[int]) -> None:
+    attempt = Attempt(Decision(None, None, "test"), 0.0)
+    attempt.take(1, 1.0)
+    for number, tokens in enumerate(brought):
+        attempt.take(tokens, 2.0 + number)
+    told = attempt.step_tokens
+    assert told is None if sum(brought) < 3 else told == pytest.approx(sum(brought) / len(brought))
 
 
 @given(st.integers(0, 1000), st.integers(2, 8), st.floats(0.05, 0.2))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from prefill.chunking import GAP, Chunking, FixedChunks, SlackChunks
+from prefill.chunking import Chunking, FixedChunks, SlackChunks
 from prefill.ordering import SlackOrder
 from prefill.scheduler import PrefillScheduler
 from serving.engine.engine import Engine, LayerDone, RunResult
@@ -15,7 +15,7 @@ from serving.engine.plan import Work
 from serving.engine.sequence import SequenceState
 from serving.messages import Slo
 from serving.sampling.sampler import Sampled, SamplingFailed
-from serving.step_cost import StepCost, StepLoad
+from serving.step_cost import GAP, StepCost, StepLoad
 from tests.fakes.clock import ManualClock
 from tests.fakes.sequences import make_sequence
 from tests.prefill.scripted import ScriptedRunner, make_decoding, make_kv, next_token, step_limits, written_out

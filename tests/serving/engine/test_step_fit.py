@@ -307,3 +307,19 @@ def test_nonnegative_least_squares_are_solved(seed: int) -> None:
             best = min(best, cost(theta)) if (theta >= 0).all() else best
     found = solve_nonnegative(gram, right)
     assert (found >= 0).all() and cost(found) == pytest.approx(best, abs=1e-9)
+
+
+@given(st.floats(1.5, 4.0), st.booleans())
+@settings(max_examples=20)
+def test_single_steps_hardly_move_the_outlook(factor: float, prompts: bool) -> None:
+    """It follows a machine that stays slow all the same."""
+    machine, load = Machine(GUESS, noise=0.02), StepLoad(2, 400, 2, 400)
+    machine.run(400)
+    before, usual = machine.fit.outlook.seconds(load), machine.fit.cost.seconds(load)
+    for _ in range(3):
+        machine.fit.observe(load, factor * machine.takes(load), prompts=prompts)
+    moved = machine.fit.outlook.seconds(load) / before
+    assert 1.0 < moved < 1.15 and moved < 1 + 0.6 * (machine.fit.cost.seconds(load) / usual - 1)
+    for _ in range(400):
+        machine.fit.observe(load, factor * machine.takes(load), prompts=prompts)
+    assert machine.fit.outlook.seconds(load) == pytest.approx(factor * machine.takes(load), rel=0.1)
