@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar
 
 from router.calibration import Calibration, urgency_of
@@ -21,6 +22,7 @@ from router.predict import (
     after_backlog,
     backlog_seconds,
     beside_seconds,
+    held_seconds,
     objectives_used,
     others_lost,
     pause_seconds,
@@ -65,6 +67,7 @@ class _FurtherTokens:
     token: float
     pause: float  # a token, while prompts that wait there now are computed beside it
     left: float  # until they all are
+    held: float  # a token at most, as its objective holds prompts back
     before: float  # a token, without the request
     factor: float  # of the correction
     error: float
@@ -238,14 +241,15 @@ class PlacementSearch:
         tokens, cost = self.demand.tokens, self.costs.of(worker)
         step, prompt = step_seconds(worker, cost, tokens, self.output), beside_seconds(worker, cost, tokens, self.tpot)
         each = self.calibration.tokens_a_step(worker.status.instance)
-        token = token_seconds(worker, step, prompt) / each
+        held = held_seconds(cost, step, self.tpot) / each if worker.prefills else inf
+        token = min(held, token_seconds(worker, step, prompt) / each)
         before = token_seconds(worker, self.costs.step_seconds(worker), beside_seconds(worker, cost, tokens)) / each
         left = backlog_seconds(worker, cost, self.now)
         pause = pause_seconds(worker, cost, step, self.tpot) / each if left else 0.0
         drift = self.calibration.further(worker.status.instance)
         factor, error = drift.factor, drift.error
         lost = others_lost(worker, before * factor, token * factor, error)
-        return _FurtherTokens(worker, step, token, pause, left, before, factor, error, lost)
+        return _FurtherTokens(worker, step, token, pause, left, held, before, factor, error, lost)
 
     def _alone(self, first: _FirstToken) -> _Placement:
         """A request that needs no decode."""
@@ -262,7 +266,7 @@ class PlacementSearch:
             transfer = self.view.links.seconds(prefill.status.instance, decode.status.instance, demand.tokens)
             begun += first.compute
         tokens = self.output - 1
-        token = after_backlog(further.token, further.pause, further.left - begun, tokens)
+        token = min(further.held, after_backlog(further.token, further.pause, further.left - begun, tokens))
         token += transfer / tokens  # the handoff delays the second
         tpot = token * factor
         chance = first.chance if self.tpot is None else first.chance * within(self.tpot, tpot, further.error)

@@ -14,7 +14,7 @@ from statistics import median
 from router.calibration import Drift
 from router.candidate import Candidate, QueuedPrompt
 from serving.messages import Role, Slo
-from serving.step_cost import StepCost, StepLoad
+from serving.step_cost import GAP, StepCost, StepLoad
 
 LEAST_ERROR = 0.05  # of a prediction: nothing is known better
 LATE_SHARE = 0.5  # of what a late prompt takes that one in a hurry is kept waiting by
@@ -198,6 +198,14 @@ def pause_seconds(worker: Candidate, cost: StepCost, step: float, tpot: float | 
     if tightest is None or (tpot is not None and tpot < tightest):
         tightest = tpot
     return full if tightest is None else min(full, max(step, cost.pause_seconds(tightest)))
+
+
+def held_seconds(cost: StepCost, step: float, tpot: float | None) -> float:
+    """The most that a worker's prompts let its tokens take in the mean where decode steps take `step` seconds.
+
+    It gives prompts the slack of the objective (`tpot` seconds) in each step, and so never more than that in all.
+    """
+    return math.inf if tpot is None else max(step, cost.pause_seconds(tpot) / GAP)
 
 
 def after_backlog(token: float, pause: float, backlog: float, tokens: int) -> float:

@@ -35,7 +35,9 @@ def answered() -> overload.Observed:
         if refused:
             outcome.fail("HTTP 429")
         found.append(Arrived(one.at, outcome))
-    return overload.Observed(arrived=found, memory=[[(at / 2, 1 << 30) for at in range(120)] + [(60.0, 3 << 29)]])
+    return overload.Observed(
+        arrived=found, spent=[], memory=[[(at / 2, 1 << 30) for at in range(120)] + [(60.0, 3 << 29)]]
+    )
 
 
 def test_the_verdict_of_an_overload() -> None:
