@@ -12,7 +12,8 @@ from typing import Protocol
 from serving.engine.sequence import SequenceState
 from serving.errors import NoRoom
 from serving.messages import LeaseOrder
-from serving.step_cost import StepCost, StepLoad
+from serving.share import Share
+from serving.step_cost import StepCost
 
 HORIZON = 256  # tokens that each sequence is taken to grow by, or as many as it may
 DECODE_SHARE = 0.9  # of the tightest TPOT that steps may take by the model: it errs
@@ -37,6 +38,8 @@ class Unbound(LeaseBound):
 class TpotBound(LeaseBound):
     """A lease is refused where the step of all leases, their KV grown, takes more than `share` of the tightest TPOT.
 
+    One whose prompt is still computed elsewhere counts as much as leases decode of the time they are held.
+
     The tightest is that of the sequences no less important than the new one, its own, and that of more important ones
     that have come lately. Beside more important ones it may take YIELD_SHARE of that alone: so the next of these finds
     room at once, and need not wait until a text ends. Objectives count that can be met: not those missed
@@ -52,11 +55,12 @@ class TpotBound(LeaseBound):
         self.share = share
         self.prompts = prompts
         self._lately: dict[tuple[int, float], float] = {}  # by priority and TPOT objective: when it was last asked for
+        self._decoding = Share()
 
     def check(self, order: LeaseOrder, held: Collection[SequenceState], now: float) -> None:
         model = self.cost()
-        if self.prompts:
-            held = [seq for seq in held if len(seq.tokens) > seq.start]
+        decoding = sum(_decodes(seq) for seq in held)
+        waiting = 0.0 if self.prompts else self._decoding.look(decoding, len(held), now)
         if model is None or not model.samples or order.generated:
             return
         request = order.request
@@ -65,20 +69,23 @@ class TpotBound(LeaseBound):
         own = own if _attainable(model, own, new) else inf
         if own < inf:
             self._note(request.priority, own, now)
-        if not held:
+        if not (held if waiting else decoding):
             return
         tightest = min(own, YIELD_SHARE * self._kept_for(request.priority, now))
-        context = new
+        context, rows = float(new), 1.0
         for seq in held:
+            counts = 1.0 if _decodes(seq) else waiting
+            if not counts:
+                continue
             length = len(seq.tokens) + min(HORIZON, seq.request.sampling.max_tokens - seq.output_len)
-            context += length
+            context, rows = context + counts * length, rows + counts
             other = seq.objectives
             if other.priority > request.priority or other.missed:
                 continue
             allowed = other.tpot if other.priority == request.priority else YIELD_SHARE * other.tpot
             if allowed < tightest and _attainable(model, other.tpot, length):
                 tightest = allowed
-        step = model.seconds(_decoding(len(held) + 1, context))
+        step = model.decode_seconds(rows, context)
         if step > self.share * tightest:
             raise NoRoom(
                 f"with one more sequence a step would take {step * 1e3:.0f} ms, and for the TPOT of others or its own"
@@ -98,10 +105,10 @@ class TpotBound(LeaseBound):
         return min(found, default=inf)
 
 
-def _decoding(sequences: int, context: int) -> StepLoad:
-    """One token each for so many sequences of so many tokens in all."""
-    return StepLoad(sequences, context, sequences, context)
+def _decodes(seq: SequenceState) -> bool:
+    """True once its first token has been drawn here, or its KV has come with one."""
+    return len(seq.tokens) > seq.start
 
 
 def _attainable(model: StepCost, tpot: float, length: int) -> bool:
-    return model.seconds(_decoding(1, length)) <= tpot < inf
+    return model.decode_seconds(1, length) <= tpot < inf

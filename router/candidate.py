@@ -60,7 +60,9 @@ class Candidate:
 
     `leases` are the router's own that are open now, whatever the status says. `busy_until` is when the prompts it has
     are computed, on the router's clock; None: as the status and what is newer say. A `slow` one works, but much longer.
-    `queued` are those among its prompts that the router has sent.
+    `queued` are those among its prompts that the router has sent. `decoding` is the share of its leases that have
+    decoded over the last seconds, the others waiting for their prompts. `worth` is what a second of its prompts brings:
+    first tokens in time, by the weights of their classes.
 
     It is never changed. Every choice reads hundreds of these, few of which are new: so what follows is computed at
     once, and kept in slots.
@@ -73,6 +75,8 @@ class Candidate:
     busy_until: float | None = None
     slow: bool = False
     queued: tuple[QueuedPrompt, ...] = ()
+    decoding: float = 1.0
+    worth: float = 0.0
 
     instance: str = field(init=False)
     prefills: bool = field(init=False)
@@ -115,13 +119,15 @@ class Candidate:
         self.prompt_share = min(MOST_PROMPT_SHARE, max(0.0, status.prompt_share))
 
     def _decode_load(self) -> StepLoad:
-        """Sequences that do not run yet count as long as the others."""
+        """Sequences that do not run yet count as long as the others, and by the share of leases that decode."""
         rows, running = self.held_leases if self.decodes else 0, self.status.running
-        promised = max(0, self.newer.leases)
-        context = float(self.status.context_tokens + max(0, self.newer.context_tokens))
-        if running and rows > running + promised:
-            context += self.status.context_tokens / running * (rows - running - promised)
-        return StepLoad(rows, context, rows, context)
+        waiting, promised = max(0, rows - running), max(0, self.newer.leases)
+        context = float(max(0, self.newer.context_tokens))
+        if running and waiting > promised:
+            context += self.status.context_tokens / running * (waiting - promised)
+        expected = min(rows, running) + round(self.decoding * waiting)
+        context = self.status.context_tokens + self.decoding * context
+        return StepLoad(expected, context, expected, context)
 
     @property
     def owing(self) -> bool:

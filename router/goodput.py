@@ -23,6 +23,7 @@ from router.predict import (
     backlog_seconds,
     beside_seconds,
     held_seconds,
+    newcomers_lost,
     objectives_used,
     others_lost,
     pause_seconds,
@@ -55,7 +56,7 @@ class _FirstToken:
     ttft: float
     error: float
     chance: float
-    lost: float  # prompts that miss their TTFT because this one passes them
+    lost: float  # prompts that miss their TTFT because this one passes them, or comes before them
 
 
 @dataclass(slots=True)
@@ -225,6 +226,9 @@ class PlacementSearch:
         queue = queue_seconds(worker, cost, prompt, self.now)
         drift = self.calibration.first(worker.status.instance, self.urgency)
         ttft, error, left = (queue + compute) * drift.factor, drift.error, demand.first_token_in
+        lost, limit = queued_lost(worker, cost, prompt, drift, self.now), demand.slo.ttft_ms
+        if limit is not None:
+            lost += newcomers_lost(worker, queue, compute, limit / 1e3, drift)
         return _FirstToken(
             worker,
             queue,
@@ -233,7 +237,7 @@ class PlacementSearch:
             ttft=ttft,
             error=error,
             chance=1.0 if left is None else within(left, ttft, error),
-            lost=queued_lost(worker, cost, prompt, drift, self.now),
+            lost=lost,
         )
 
     def _further(self, worker: Candidate) -> _FurtherTokens:

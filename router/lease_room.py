@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from router.candidate import Candidate
-from router.policy import Demand, FleetView
+from router.policy import Decision, Demand, FleetView
 from router.request_state import RequestState
 from serving.errors import NoRoom
 from serving.messages import TPOT_BINS_MS
@@ -18,6 +18,7 @@ from serving.messages import TPOT_BINS_MS
 MOST_ASKED = 8  # workers that one look asks in vain; where there are no more, all of them are asked each time
 MOST_REMEMBERED = 4096  # workers that have refused
 MOST_OVERTAKEN = 32  # smaller requests of its kind that may find room before one that came earlier
+WORSE = 0.1  # of a request's weight: a placement whose score is so much worse is waited for rather than left
 KEPT_SHARE = 4  # one in so many workers is kept for such requests at most, or one
 
 
@@ -28,6 +29,24 @@ class RoomSearch:
     single: bool  # a single token is wanted
     full: bool | None = None
     overtaken: int = 0  # as its ticket says
+    best: float | None = None  # the score of the best placement whose worker's steps were full at this look
+
+    def refused(self, decision: Decision, error: NoRoom) -> None:
+        """The decision's worker had no room."""
+        self.full = True
+        if error.code == "tpot" and self.best is None and decision.considered:
+            self.best = decision.considered[0].score
+
+    def waits(self, decision: Decision, demand: Demand) -> bool:
+        """True if it waits for the worker whose steps are full just now rather than take this, which is much worse.
+
+        Steps have room again in less than a text's time. Time that passes makes the better placement worse as well, so
+        a request with a TTFT objective does not wait for long, and one without takes what there is.
+        """
+        if self.best is None or demand.first_token_in is None or not decision.considered:
+            return False
+        score = decision.considered[0].score
+        return score is not None and self.best - score > WORSE * demand.weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,16 +142,17 @@ class Placer:
     async def _try_all(self, search: RoomSearch, state: RequestState) -> tuple[RouterLease, Placed | None] | None:
         """A lease on the first trusted worker that grants one, in the policy's order; notes if some were full."""
         look, refusals = self.look(state, search.overtaken), 0
-        demand, view, search.full = look.demand, look.view, look.full
+        demand, view, search.full, search.best = look.demand, look.view, look.full, None
         if look.all_full and not self._judged(state) and not any(each.full and each.owing for each in view.decode):
             return None
         while (decision := self.policy.choose(demand, view, self.fleet.clock())) and decision.decode is not None:
+            if search.waits(decision, demand):
+                break
             if not self._worth(state, demand, decision):
                 search.full = True
                 return None
             worker = decision.decode
-            owes = worker.full and worker.owing
-            if refusals == MOST_ASKED or (look.all_full and not owes):
+            if refusals == MOST_ASKED or (look.all_full and not (worker.full and worker.owing)):
                 break
             if state.generated and outgrown(demand, view.prefill):
                 decision = replace(decision, prefill=None)  # the decode worker itself, unless others have come by then
@@ -159,7 +160,8 @@ class Placer:
                 return await self._open(state, demand, decision)
             except (NoRoom, Draining) as error:  # of a drain its heartbeat will say so
                 if isinstance(error, NoRoom):
-                    search.full, refusals = True, refusals + 1
+                    search.refused(decision, error)
+                    refusals += 1
                     self.room.refused(worker, state, error)
                 state.pass_over(worker.status.name, error)
             except (WorkerLost, StaleLease, Unauthorized) as error:  # gone, restarted meanwhile, or not one of ours
@@ -321,6 +323,8 @@ class Placer:
         decision, prefill, decode = attempt.decision, attempt.decision.prefill, attempt.decision.decode
         if attempt.first_at == attempt.last_at:
             self.policy.observed(decision, ttft=attempt.first_at - attempt.began_at)
+            if prefill is not None and state.in_time:
+                self.fleet.registry.in_time(prefill.status.instance, self.service_class(state).weight, attempt.last_at)
         elif attempt.second_at == attempt.last_at and prefill is not decode and prefill is not None is not decode:
             waited = attempt.second_at - (attempt.first_at or 0.0)
             step = decision.predicted.step if decision.predicted is not None else 0.0

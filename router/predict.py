@@ -17,8 +17,7 @@ from serving.messages import Role, Slo
 from serving.step_cost import GAP, StepCost, StepLoad
 
 LEAST_ERROR = 0.05  # of a prediction: nothing is known better
-LATE_SHARE = 0.5  # of what a late prompt takes that one in a hurry is kept waiting by
-SPARE = 2.0  # times what a late prompt takes: one that is due after that lets it go first
+LATE_SHARE = 0.5  # of what a late prompt takes that one in time is kept waiting by
 GUESSED_ERROR = 0.5  # of a step cost that is taken from other workers
 
 _ROOT_2 = math.sqrt(2.0)
@@ -116,10 +115,9 @@ def backlog_seconds(worker: Candidate, cost: StepCost, now: float) -> float:
 def queue_seconds(worker: Candidate, cost: StepCost, prompt: QueuedPrompt, now: float) -> float:
     """Until this prompt is begun: the backlog, but for the share of it that the prompt passes.
 
-    A worker computes first what is due first, and last what is late already (prefill.ordering). The router knows that
-    of the prompts it has sent; what others have sent is taken to be spread likewise. What is late counts all the same
-    for a prompt that has time to spare, and by a part for one in a hurry: steps that have begun with it, and steps that
-    have room, go on with it. So a worker that is behind is given less until it has caught up.
+    A worker computes first what is due first, and last what will be late in any case (prefill.ordering). The router
+    knows that of the prompts it has sent; what others have sent is taken to be spread likewise. What is late counts by
+    a part: steps that have begun with it, and steps that have room, go on with it.
     """
     left = backlog_seconds(worker, cost, now)
     if not left or not worker.queued:
@@ -128,8 +126,8 @@ def queue_seconds(worker: Candidate, cost: StepCost, prompt: QueuedPrompt, now: 
     for other in worker.queued:
         every += other.seconds
         if _before(other, prompt):
-            passed = other.due <= now and prompt.due - now <= SPARE * other.seconds
-            ahead += LATE_SHARE * other.seconds if passed else other.seconds
+            late = now + other.seconds > other.due
+            ahead += LATE_SHARE * other.seconds if late else other.seconds
     return left * ahead / every if every > 0.0 else left
 
 
@@ -148,6 +146,19 @@ def queued_lost(worker: Candidate, cost: StepCost, prompt: QueuedPrompt, drift: 
         ends += scale * other.seconds
         lost += within(other.due - now, ends, drift.error) - within(other.due - now, ends + added, drift.error)
     return max(0.0, lost)
+
+
+def newcomers_lost(worker: Candidate, queue: float, compute: float, limit: float, drift: Drift) -> float:
+    """How much of what the worker's prompts are worth is lost to requests that come later, as this one goes first.
+
+    Those that come while it takes its `compute` seconds, where one like it would be late behind it (`limit`: seconds of
+    the TTFT objective). A worker whose prompts are late anyhow has nothing to lose: what can meet its objectives
+    nowhere goes there, and not to one that others need.
+    """
+    if not worker.worth:
+        return 0.0
+    taken = compute * drift.factor
+    return worker.worth * taken * (1.0 - within(limit, (queue + compute) * drift.factor + taken, drift.error))
 
 
 def _before(other: QueuedPrompt, prompt: QueuedPrompt) -> bool:

@@ -14,6 +14,7 @@ from math import isfinite
 
 from router.candidate import NOTHING, Candidate, Dispatched, QueuedPrompt
 from serving.messages import WorkerStatus
+from serving.share import Rate, Share
 
 OLDEST_ECHO = 60.0  # seconds: a status that is said to be older, or from the future, carries another clock's time
 LONGEST_WAIT = 86_400.0  # seconds: no worker has prompts for a day
@@ -48,6 +49,8 @@ class RegisteredWorker:
     newer: Dispatched = NOTHING
     slow: bool = False  # it works, but takes much longer than it should (router.slowness)
     busy_until: float = 0.0
+    decoding: Share = field(default_factory=Share)  # of its leases, those that decode
+    in_time: Rate = field(default_factory=Rate)  # first tokens that came in time from here, by their classes' weights
     _sent: deque[tuple[float, Dispatched]] = field(default_factory=deque)
     _prompts: deque[Reservation] = field(default_factory=deque)  # sent since the status was made
     _queued: dict[Reservation, QueuedPrompt] = field(default_factory=dict)  # sent, and without a first token
@@ -86,6 +89,7 @@ class RegisteredWorker:
 
     def report(self, status: WorkerStatus, now: float, made_at: float) -> None:
         """A heartbeat: what was sent before its status was made is part of it."""
+        self.decoding.look(status.running, status.leases, made_at)
         self.status, self.seen, self.made_at, self.suspect = status, now, made_at, False
         while self._sent and self._sent[0][0] < made_at - FLIGHT_SECONDS:
             self.newer += -self._sent.popleft()[1]
@@ -109,9 +113,16 @@ class RegisteredWorker:
     def candidate(self) -> Candidate:
         """The worker as policies see it, made anew when something has changed."""
         if self._candidate is None:
-            queued = tuple(self._queued.values())
             self._candidate = Candidate(
-                self.status, self.newer, self.leases, self.made_at, self.busy_until, self.slow, queued
+                self.status,
+                self.newer,
+                self.leases,
+                self.made_at,
+                self.busy_until,
+                self.slow,
+                tuple(self._queued.values()),
+                self.decoding.share,
+                self.in_time.of(self.seen),
             )
         return self._candidate
 
@@ -187,6 +198,12 @@ class Registry:
         worker = self.workers.get(instance)
         if worker is not None:
             worker.mark_slow(slow)
+
+    def in_time(self, instance: str, weight: float, now: float) -> None:
+        """A first token of a request of this weight has come from there within its objective."""
+        worker = self.workers.get(instance)
+        if worker is not None:
+            worker.in_time.note(weight, now)
 
     def leaves(self, instance: str) -> None:
         """It has said that it drains, before a heartbeat did: send nothing new there."""

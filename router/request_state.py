@@ -145,6 +145,12 @@ class RequestState:
         arrived = self.timeline.first(Moment.ARRIVED)
         return None if slo.ttft_ms is None or arrived is None else arrived + slo.ttft_ms / 1e3 - now
 
+    @property
+    def in_time(self) -> bool:
+        """True if its first token has come within the TTFT objective, where it has one."""
+        ttft, limit = self.timeline.between(Moment.ARRIVED, Moment.FIRST_TOKEN), self.request.slo.ttft_ms
+        return ttft is not None and (limit is None or ttft * 1e3 <= limit)
+
     def pass_over(self, worker: str, error: MillraceError) -> None:
         """The worker was the best, and had no lease to give."""
         if len(self.passed_over) < MOST_PASSED_OVER:

@@ -67,6 +67,10 @@ class StepCost:
         numbers = (self.fixed, self.token, self.pair, self.sequence, self.context, self.error)
         return all(0.0 <= number < MOST for number in numbers) and self.fixed + self.token > 0.0
 
+    def decode_seconds(self, sequences: float, context: float) -> float:
+        """A step of one token each for so many sequences, as many as are expected, of so many tokens in all."""
+        return self.fixed + (self.token + self.sequence) * sequences + (self.pair + self.context) * context
+
     def seconds(self, load: StepLoad) -> float:
         """A step of this load."""
         return (

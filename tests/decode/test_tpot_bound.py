@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -130,6 +131,21 @@ def test_prompts_that_are_computed_here_wait_for_their_turn() -> None:
     for seq in held[:10]:
         seq.tokens.append(0)
     assert refused(held, prompts=True) and not refused(held[1:], prompts=True)
+
+
+def test_prompts_that_are_computed_elsewhere_count_by_the_share_of_leases_that_decode() -> None:
+    """Thirty milliseconds are ten sequences: five that decode and ten that wait, of which a third would at a time."""
+    held = [row(30.0) for _ in range(15)]
+    for seq in held[:5]:
+        seq.tokens.append(0)
+    assert refused(held), "nothing is known of their share yet"
+    bound, order = TpotBound(lambda: COST, share=1.0), make_order([1] * 10, slo=Slo(tpot_ms=30.0))
+    for second in range(60):
+        with suppress(NoRoom):
+            bound.check(order, held, float(second))
+    bound.check(order, held, 60.0)
+    with pytest.raises(NoRoom):
+        bound.check(order, held * 2, 60.0)
 
 
 @settings(max_examples=200, deadline=None)

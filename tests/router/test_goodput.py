@@ -12,154 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.calibration import Calibration, Drift, urgency_of
-from router.candidate import Candidate, Dispatched, QueuedPrompt
+from router.candidate import Dispatched, QueuedPrompt
 from router.goodput import Goodput
-from router.policy import Decision, Demand
 from router.predict import (
-    LATE_SHARE,
     KnownCosts,
     Prediction,
-    after_backlog,
     backlog_seconds,
     objectives_used,
-    others_lost,
-    prompt_seconds,
     queue_seconds,
     queued_lost,
-    within,
 )
 from serving.messages import TPOT_BINS_MS, Role, Slo
-from serving.step_cost import StepCost, StepLoad, pairs
+from serving.step_cost import StepCost
 from tests.router.conftest import World, expected, wanted
-from tests.router.scripted import lease_view, make_status
-
-COST = StepCost(fixed=0.004, token=0.0005, pair=1e-8, sequence=0.0005, context=1e-7, error=0.2, samples=100)
-
-
-def worker(name: str, role: Role = Role.MIXED, **fields: Any) -> Candidate:
-    """One with costs. `rows` decode there, of 300 tokens each and an objective of 100 ms."""
-    rows = fields.pop("rows", 0)
-    counts = [0] * (len(TPOT_BINS_MS) + 1)
-    counts[TPOT_BINS_MS.index(112.0)] = rows
-    plain = {
-        "step_cost": COST,
-        "running": rows,
-        "leases": rows,
-        "context_tokens": 300 * rows,
-        "tpot_counts": tuple(counts),
-        "total_blocks": 10_000,
-        "free_blocks": 10_000 - 20 * rows,
-        "max_seqs": 64,
-        "max_model_len": 32_768,
-        "max_batched_tokens": 512,
-    }
-    newer, queued = fields.pop("newer", Dispatched()), tuple(fields.pop("queued", ()))
-    return Candidate(make_status(name, role, **{**plain, **fields}), newer, queued=queued)
-
-
-def choose(demand: Demand, *workers: Candidate, policy: Goodput | None = None, now: float = 0.0) -> Decision:
-    decision = (policy or Goodput()).choose(demand, lease_view(demand, workers), now)
-    assert decision is not None
-    return decision
-
-
-def wanting(tokens: int = 256, ttft: float | None = 1.0, tpot_ms: float | None = 100.0, **fields: Any) -> Demand:
-    slo = Slo(ttft_ms=ttft * 1e3 if ttft is not None else None, tpot_ms=tpot_ms)
-    return Demand(**{"tokens": tokens, "output": 64, "slo": slo, "first_token_in": ttft, **fields})
-
-
-# ---- arithmetic ----------------------------------------------------------------------------------------------------
-
-
-@given(st.integers(0, 3000), st.integers(1, 3000), st.integers(1, 600))
-def test_a_prompts_seconds_are_the_sum_of_its_steps(start: int, count: int, chunk: int) -> None:
-    total, at = 0.0, start
-    while at < start + count:
-        size = min(chunk, start + count - at)
-        total += COST.seconds(StepLoad.of(at, size))
-        at += size
-    predicted = COST.prompt_seconds(start, start + count, chunk)
-    assert predicted == pytest.approx(total, rel=0.02 + COST.context * chunk / COST.fixed)
-
-
-@given(st.floats(0, 1), st.integers(0, 4000), st.integers(0, 60), st.integers(1, 2000))
-def test_a_chunk_is_the_most_that_fits(seconds: float, start: int, rows: int, most: int) -> None:
-    beside = StepLoad(rows, rows * 300.0, rows, rows * 300.0)
-    chunk = COST.chunk_within(seconds, start, beside, most)
-    assert 0 <= chunk <= most
-    if chunk:
-        assert COST.seconds(beside + StepLoad.of(start, chunk)) <= seconds * (1 + 1e-9)
-    if chunk < most:
-        assert COST.seconds(beside + StepLoad.of(start, chunk + 1)) > seconds * (1 - 1e-9) - 2 * COST.token
-
-
-@given(st.floats(0.0, 1e-15), st.floats(1e-9, 1e-2), st.floats(1e-4, 1.0))
-def test_a_chunk_hardly_depends_on_pairs_that_cost_next_to_nothing(pair: float, token: float, seconds: float) -> None:
-    cost, plain = (StepCost(fixed=1e-5, token=token, pair=each) for each in (pair, 0.0))
-    chunks = [each.chunk_within(seconds, 0, StepLoad(), 512) for each in (cost, plain)]
-    assert chunks[0] == pytest.approx(chunks[1], abs=1, rel=0.01)
-
-
-@given(st.integers(0, 500), st.integers(0, 500))
-def test_pairs_are_counted_one_by_one(start: int, count: int) -> None:
-    assert pairs(start, count) == sum(start + i for i in range(1, count + 1))
-
-
-def test_chances_are_even_at_the_limit_and_grow_with_it() -> None:
-    assert within(1.0, 1.0, 0.3) == pytest.approx(0.5)
-    assert within(2.0, 1.0, 0.3) > 0.95 > within(1.2, 1.0, 0.3) > 0.5
-    assert within(0.0, 1.0, 0.3) == within(-1.0, 1.0, 0.3) == 0.0
-    assert within(1.0, 0.0, 0.3) == 1.0
-
-
-@given(st.integers(0, 40), st.floats(1e-4, 1.0), st.floats(0.0, 1.0))
-def test_no_more_are_lost_than_run(rows: int, before: float, more: float) -> None:
-    assert 0.0 <= others_lost(worker("w", rows=rows), before, before + more, 0.2) <= rows
-
-
-def test_prompts_go_slower_beside_decodes_whose_objectives_are_tight() -> None:
-    idle, busy = worker("i"), worker("b", rows=20)
-    assert prompt_seconds(idle, COST, 0, 1000, None) < prompt_seconds(busy, COST, 0, 1000, None)
-    assert prompt_seconds(busy, COST, 0, 1000, None) < prompt_seconds(busy, COST, 0, 1000, 0.03)
-    assert prompt_seconds(idle, COST, 0, 1000, 0.03) == prompt_seconds(idle, COST, 0, 1000, None)
-
-
-@given(st.floats(1e-3, 0.1), st.floats(1e-3, 0.5), st.floats(0.0, 20.0), st.integers(1, 300))
-def test_a_backlog_slows_as_many_tokens_as_it_takes(token: float, pause: float, backlog: float, count: int) -> None:
-    """Token by token: one takes `pause` as far as the backlog lasts, and `token` from then on."""
-    left, total = backlog, 0.0
-    for _ in range(count):
-        share = min(1.0, left / pause) if pause > token else 0.0
-        left -= share * pause
-        total += share * pause + (1.0 - share) * token
-    assert after_backlog(token, pause, backlog, count) == pytest.approx(total / count)
-
-
-def test_who_passes_a_long_prompt_decodes_beside_it() -> None:
-    """It was due sooner and is computed first, but the text it passes goes on with it: its tokens are later."""
-    idle = worker("i")
-    busy = worker("b", waiting_seconds=2.0, waiting_tokens=4000, queued=[QueuedPrompt(0, 9.0, 2.0)])
-    alone, beside = (choose(wanting(), each).predicted for each in (idle, busy))
-    assert alone is not None and beside is not None and beside.queue == 0.0
-    assert beside.token > 1.5 * alone.token
-    last = choose(wanting(ttft=20.0), busy).predicted
-    assert last is not None and last.queue == pytest.approx(2.0), "it waits for the long one"
-    assert last.token == pytest.approx(alone.token), "and then decodes alone"
-
-
-@pytest.mark.parametrize("rows", [1, 20, 40])
-def test_a_prompt_beside_decodes_goes_in_steps_as_long_as_workers_make_them(rows: int) -> None:
-    """Not of one TPOT: they go up to three where decodes are early, as prefill.chunking does."""
-    busy = worker("b", rows=rows)
-    assert busy.tightest_tpot is not None
-    at, seconds = 0, 0.0
-    while at < 2000:
-        fits = COST.chunk_within(COST.pause_seconds(busy.tightest_tpot), at, busy.decode_load, 512 - rows)
-        chunk = StepLoad.of(at, min(fits, 2000 - at))
-        seconds += COST.seconds(busy.decode_load + chunk)
-        at += chunk.new_tokens
-    assert prompt_seconds(busy, COST, 0, 2000, None) == pytest.approx(seconds, rel=0.05)
-
+from tests.router.costed import COST, choose, wanting, worker
+from tests.router.scripted import lease_view
 
 # ---- choices -------------------------------------------------------------------------------------------------------
 
@@ -337,17 +204,11 @@ QUEUED = st.builds(QueuedPrompt, st.integers(-1, 1), st.floats(-5.0, 20.0), st.f
 def test_a_prompt_that_is_due_soon_does_not_wait_for_those_that_are_not() -> None:
     """Two workers have as much to do: at one all of it may wait, at the other all of it is due sooner."""
     slack = worker("s", waiting_seconds=2.0, queued=[QueuedPrompt(0, 9.0, 1.0)] * 2)
-    tight = worker("t", waiting_seconds=2.0, queued=[QueuedPrompt(0, 0.2, 1.0)] * 2)
+    tight = worker("t", waiting_seconds=2.0, queued=[QueuedPrompt(0, 0.2, 0.1)] * 2)
     chosen = choose(wanting(ttft=0.5), slack, tight)
     assert chosen.prefill is slack and chosen.predicted is not None and chosen.predicted.queue == 0.0
     assert queue_seconds(tight, COST, QueuedPrompt(0, 0.5, 0.1), 0.0) == pytest.approx(2.0)
     assert queue_seconds(slack, COST, QueuedPrompt(1, 0.5, 0.1), 0.0) == pytest.approx(2.0), "priority goes first"
-
-
-def test_what_is_late_is_mostly_passed_by_those_in_a_hurry() -> None:
-    late = worker("l", waiting_seconds=1.0, queued=[QueuedPrompt(0, -1.0, 1.0)])
-    assert queue_seconds(late, COST, QueuedPrompt(0, 0.2, 0.1), 0.0) == pytest.approx(LATE_SHARE)
-    assert queue_seconds(late, COST, QueuedPrompt(0, 5.0, 0.1), 0.0) == pytest.approx(1.0)
 
 
 def test_it_does_not_pass_those_that_would_then_be_late() -> None:

@@ -20,6 +20,7 @@ from serving.links import Deliver
 from serving.messages import LeaseGrant, LeaseOrder, Role, Slo
 from serving.service_class import SERVICE_CLASSES
 from tests.router.conftest import World, expected, wanted
+from tests.router.costed import COST
 from tests.router.scripted import HANG, ScriptedSession, ScriptedWorker, make_status
 from tests.router.test_degrade import classed, late, rest
 
@@ -352,4 +353,48 @@ async def test_while_every_worker_is_full_nobody_is_placed_but_those_whose_class
     await rest()
     assert set(chosen) == {str(SERVICE_CLASSES["interactive"].weight)}
     await ended(running)
+    await world.fleet.close()
+
+
+async def test_it_waits_for_a_worker_whose_steps_are_full_rather_than_go_where_it_would_be_late() -> None:
+    """Until it would be late there too."""
+    world = World(policy="goodput")
+    idle, behind = (
+        world.add(name, step_cost=COST, max_batched_tokens=512, waiting_seconds=waits)
+        for name, waits in (("idle", 0.0), ("behind", 5.0))
+    )
+    idle.script.open = [NoRoom("full steps", code="tpot")] * 4
+    slo = Slo(ttft_ms=2000.0, tpot_ms=100.0)
+    running = asyncio.create_task(world.tokens(replace(wanted("1"), slo=slo)))
+    for _ in range(3):
+        await world.settled()
+        assert not behind.opened and not running.done()
+        world.fleet.notify()
+    world.now += 3.0
+    world.beat()
+    assert await running == expected(wanted("1"))
+    await world.fleet.close()
+
+
+@pytest.mark.parametrize("slo", [Slo(tpot_ms=100.0), Slo()])
+async def test_one_that_is_due_at_no_time_takes_what_there_is(slo: Slo) -> None:
+    world = World(policy="goodput")
+    full, other = (world.add(name, step_cost=COST, max_batched_tokens=512) for name in ("full", "other"))
+    full.script.open = other.script.open = [NoRoom("full steps", code="tpot")]
+    request = replace(wanted("1"), slo=slo)
+    assert await world.tokens(request) == expected(request)
+    await world.fleet.close()
+
+
+async def test_first_tokens_in_time_are_what_a_worker_is_worth() -> None:
+    world = World(policy="goodput")
+    world.add("w", step_cost=COST)
+    assert world.fleet.candidates()[0].worth == 0.0
+    await world.tokens(replace(wanted("1"), slo=Slo(ttft_ms=1000.0)))
+    worth = world.fleet.registry.workers["w-life"].in_time.of(world.now)
+    assert worth > 0.0
+    await world.tokens(replace(wanted("2"), slo=Slo(ttft_ms=-1.0)))
+    assert world.fleet.registry.workers["w-life"].in_time.of(world.now) == worth, "that one was late"
+    world.beat()
+    assert world.fleet.candidates()[0].worth == pytest.approx(worth)
     await world.fleet.close()

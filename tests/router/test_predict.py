@@ -1,0 +1,157 @@
+"""What a placement is predicted to bring: the arithmetic behind the goodput policy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.calibration import Drift
+from router.candidate import QueuedPrompt
+from router.predict import (
+    LATE_SHARE,
+    after_backlog,
+    held_seconds,
+    newcomers_lost,
+    others_lost,
+    prompt_seconds,
+    queue_seconds,
+    within,
+)
+from serving.step_cost import StepCost, StepLoad, pairs
+from tests.router.costed import COST, choose, wanting, worker
+
+
+@given(st.integers(0, 3000), st.integers(1, 3000), st.integers(1, 600))
+def test_a_prompts_seconds_are_the_sum_of_its_steps(start: int, count: int, chunk: int) -> None:
+    total, at = 0.0, start
+    while at < start + count:
+        size = min(chunk, start + count - at)
+        total += COST.seconds(StepLoad.of(at, size))
+        at += size
+    predicted = COST.prompt_seconds(start, start + count, chunk)
+    assert predicted == pytest.approx(total, rel=0.02 + COST.context * chunk / COST.fixed)
+
+
+@given(st.floats(0, 1), st.integers(0, 4000), st.integers(0, 60), st.integers(1, 2000))
+def test_a_chunk_is_the_most_that_fits(seconds: float, start: int, rows: int, most: int) -> None:
+    beside = StepLoad(rows, rows * 300.0, rows, rows * 300.0)
+    chunk = COST.chunk_within(seconds, start, beside, most)
+    assert 0 <= chunk <= most
+    if chunk:
+        assert COST.seconds(beside + StepLoad.of(start, chunk)) <= seconds * (1 + 1e-9)
+    if chunk < most:
+        assert COST.seconds(beside + StepLoad.of(start, chunk + 1)) > seconds * (1 - 1e-9) - 2 * COST.token
+
+
+@given(st.floats(0.0, 1e-15), st.floats(1e-9, 1e-2), st.floats(1e-4, 1.0))
+def test_a_chunk_hardly_depends_on_pairs_that_cost_next_to_nothing(pair: float, token: float, seconds: float) -> None:
+    cost, plain = (StepCost(fixed=1e-5, token=token, pair=each) for each in (pair, 0.0))
+    chunks = [each.chunk_within(seconds, 0, StepLoad(), 512) for each in (cost, plain)]
+    assert chunks[0] == pytest.approx(chunks[1], abs=1, rel=0.01)
+
+
+@given(st.integers(0, 500), st.integers(0, 500))
+def test_pairs_are_counted_one_by_one(start: int, count: int) -> None:
+    assert pairs(start, count) == sum(start + i for i in range(1, count + 1))
+
+
+def test_chances_are_even_at_the_limit_and_grow_with_it() -> None:
+    assert within(1.0, 1.0, 0.3) == pytest.approx(0.5)
+    assert within(2.0, 1.0, 0.3) > 0.95 > within(1.2, 1.0, 0.3) > 0.5
+    assert within(0.0, 1.0, 0.3) == within(-1.0, 1.0, 0.3) == 0.0
+    assert within(1.0, 0.0, 0.3) == 1.0
+
+
+@given(st.integers(0, 40), st.floats(1e-4, 1.0), st.floats(0.0, 1.0))
+def test_no_more_are_lost_than_run(rows: int, before: float, more: float) -> None:
+    assert 0.0 <= others_lost(worker("w", rows=rows), before, before + more, 0.2) <= rows
+
+
+def test_prompts_go_slower_beside_decodes_whose_objectives_are_tight() -> None:
+    idle, busy = worker("i"), worker("b", rows=20)
+    assert prompt_seconds(idle, COST, 0, 1000, None) < prompt_seconds(busy, COST, 0, 1000, None)
+    assert prompt_seconds(busy, COST, 0, 1000, None) < prompt_seconds(busy, COST, 0, 1000, 0.03)
+    assert prompt_seconds(idle, COST, 0, 1000, 0.03) == prompt_seconds(idle, COST, 0, 1000, None)
+
+
+@given(st.floats(1e-3, 0.1), st.floats(1e-3, 0.5), st.floats(0.0, 20.0), st.integers(1, 300))
+def test_a_backlog_slows_as_many_tokens_as_it_takes(token: float, pause: float, backlog: float, count: int) -> None:
+    """Token by token: one takes `pause` as far as the backlog lasts, and `token` from then on."""
+    left, total = backlog, 0.0
+    for _ in range(count):
+        share = min(1.0, left / pause) if pause > token else 0.0
+        left -= share * pause
+        total += share * pause + (1.0 - share) * token
+    assert after_backlog(token, pause, backlog, count) == pytest.approx(total / count)
+
+
+def test_who_passes_a_long_prompt_decodes_beside_it() -> None:
+    """It was due sooner and is computed first, but the text it passes goes on with it: its tokens are later."""
+    idle = worker("i")
+    busy = worker("b", waiting_seconds=2.0, waiting_tokens=4000, queued=[QueuedPrompt(0, 9.0, 2.0)])
+    alone, beside = (choose(wanting(), each).predicted for each in (idle, busy))
+    assert alone is not None and beside is not None and beside.queue == 0.0
+    assert beside.token > 1.5 * alone.token
+    last = choose(wanting(ttft=20.0), busy).predicted
+    assert last is not None and last.queue == pytest.approx(2.0), "it waits for the long one"
+    assert last.token == pytest.approx(alone.token), "and then decodes alone"
+
+
+@pytest.mark.parametrize("rows", [1, 20, 40])
+def test_a_prompt_beside_decodes_goes_in_steps_as_long_as_workers_make_them(rows: int) -> None:
+    """Not of one TPOT: they go up to three where decodes are early, as prefill.chunking does."""
+    busy = worker("b", rows=rows)
+    assert busy.tightest_tpot is not None
+    at, seconds = 0, 0.0
+    while at < 2000:
+        fits = COST.chunk_within(COST.pause_seconds(busy.tightest_tpot), at, busy.decode_load, 512 - rows)
+        chunk = StepLoad.of(at, min(fits, 2000 - at))
+        seconds += COST.seconds(busy.decode_load + chunk)
+        at += chunk.new_tokens
+    assert prompt_seconds(busy, COST, 0, 2000, None) == pytest.approx(seconds, rel=0.05)
+
+
+def test_what_will_be_late_in_any_case_is_mostly_passed() -> None:
+    """Workers compute it last (prefill.ordering), be it due already or not."""
+    for due in (-1.0, 0.5):
+        late = worker("l", waiting_seconds=1.0, queued=[QueuedPrompt(0, due, 1.0)])
+        for other in (0.6, 5.0):
+            assert queue_seconds(late, COST, QueuedPrompt(0, other, 0.1), 0.0) == pytest.approx(LATE_SHARE)
+    hopeful = worker("h", waiting_seconds=1.0, queued=[QueuedPrompt(0, 1.5, 1.0)])
+    assert queue_seconds(hopeful, COST, QueuedPrompt(0, 5.0, 0.1), 0.0) == pytest.approx(1.0)
+
+
+@given(st.floats(0, 50), st.floats(0, 20), st.floats(0, 5), st.floats(0, 5), st.floats(0.01, 5))
+def test_a_prompt_costs_newcomers_what_its_worker_brings_meanwhile(
+    worth: float, queue: float, compute: float, more: float, limit: float
+) -> None:
+    there = replace(worker("w"), worth=worth)
+    lost = newcomers_lost(there, queue, compute, limit, Drift())
+    assert 0.0 <= lost <= worth * compute * (1 + 1e-9)
+    assert lost <= newcomers_lost(there, queue + more, compute, limit, Drift()) + 1e-9
+    assert lost <= newcomers_lost(there, queue, compute + more, limit, Drift()) + 1e-9
+
+
+def test_what_can_be_in_time_nowhere_goes_where_nobody_else_would_be() -> None:
+    """Both workers are full of prompts; from one of them first tokens come in time, from the other none."""
+    useful, lost = (
+        replace(worker(name, waiting_seconds=2.0, waiting_tokens=4000), worth=worth)
+        for name, worth in (("u", 8.0), ("l", 0.0))
+    )
+    assert choose(wanting(tokens=512, ttft=0.3), useful, lost).prefill is lost
+
+
+def test_prompts_hold_back_no_token_beyond_its_objective_in_the_mean() -> None:
+    assert held_seconds(COST, 0.01, 0.05) <= 0.05 and held_seconds(COST, 0.08, 0.05) == 0.08
+    assert held_seconds(COST, 0.01, None) == math.inf
+
+
+@given(st.integers(0, 60), st.integers(0, 60), st.floats(0, 1))
+def test_leases_that_wait_for_prompts_count_by_the_share_that_decodes(running: int, waiting: int, share: float) -> None:
+    there = replace(worker("w", running=running, leases=running + waiting), decoding=share)
+    assert there.decode_load.sequences == running + round(share * waiting)
+    assert replace(there, decoding=1.0).decode_load.sequences == there.held_leases
