@@ -18,6 +18,7 @@ from serving.messages import TPOT_BINS_MS
 MOST_ASKED = 8  # workers that one look asks in vain; where there are no more, all of them are asked each time
 MOST_REMEMBERED = 4096  # workers that have refused
 MOST_OVERTAKEN = 32  # smaller requests of its kind that may find room before one that came earlier
+WAIT_SHARE = 0.25  # of its TTFT objective that a request waits for a better worker at most
 WORSE = 0.1  # of a request's weight: a placement whose score is so much worse is waited for rather than left
 KEPT_SHARE = 4  # one in so many workers is kept for such requests at most, or one
 
@@ -40,10 +41,13 @@ class RoomSearch:
     def waits(self, decision: Decision, demand: Demand) -> bool:
         """True if it waits for the worker whose steps are full just now rather than take this, which is much worse.
 
-        Steps have room again in less than a text's time. Time that passes makes the better placement worse as well, so
-        a request with a TTFT objective does not wait for long, and one without takes what there is.
+        Steps have room again in less than a text's time. It waits for WAIT_SHARE of its TTFT objective at most, and one
+        without takes what there is.
         """
-        if self.best is None or demand.first_token_in is None or not decision.considered:
+        left, objective = demand.first_token_in, demand.slo.ttft_ms
+        if self.best is None or left is None or objective is None or not decision.considered:
+            return False
+        if left * 1e3 < (1.0 - WAIT_SHARE) * objective:
             return False
         score = decision.considered[0].score
         return score is not None and self.best - score > WORSE * demand.weight

@@ -31,12 +31,10 @@ from router.policy import (
     split_only,
     view_for_prefill,
 )
-from router.predict import Prediction
 from router.prefill_call import Placed, PrefillCall
 from router.refusals import (
     NO_DECODE,
     NO_PREFILL,
-    Probes,
     check_hope,
     deadline_passed,
     hopeless,
@@ -61,7 +59,6 @@ class Placer:
         self.prefill_queue = AdmissionQueue(sys.maxsize, fleet.change)  # leases that no worker prefills for just now
         self.room = LeaseRoom()
         self.outputs = OutputLengths()
-        self._probes = Probes()
         self._lease_numbers = count(1)
 
     async def open_lease(self, state: RequestState) -> tuple[RouterLease, Placed | None]:
@@ -216,7 +213,8 @@ class Placer:
         predicted, known = decision.predicted, self.service_class(state)
         if predicted is None or state.generated:
             return True
-        if self._judged(state) and self._hopeless(demand, decision, predicted):
+        objective = None if demand.slo.ttft_ms is None else demand.slo.ttft_ms / 1e3
+        if self._judged(state) and hopeless(predicted, demand.first_token_in, objective):
             if known.shed:
                 check_hope(predicted, demand.first_token_in, state)
             state.degrade()
@@ -227,13 +225,6 @@ class Placer:
         """True if the best placement may end its wait, though no worker has room: its class refuses or degrades it."""
         known = self.service_class(state)
         return not state.generated and (known.shed or (known.degrade and not state.degraded))
-
-    def _hopeless(self, demand: Demand, decision: Decision, predicted: Prediction) -> bool:
-        """True if it is late wherever it goes, and is not tried all the same, to see whether that is still so."""
-        if not hopeless(predicted, demand.first_token_in):
-            return False
-        worker = decision.prefill
-        return worker is None or not self._probes.due(worker, predicted.prefill, self.fleet.clock())
 
     def service_class(self, state: RequestState) -> ServiceClass:
         """The request's; one that is not configured here is as the default one."""

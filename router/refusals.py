@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.candidate import Candidate
 from router.predict import Prediction, within
 from router.request_state import RequestState
 from serving.errors import DeadlineExceeded, Overloaded, Quarantined, Unavailable
@@ -12,9 +11,6 @@ from serving.errors import DeadlineExceeded, Overloaded, Quarantined, Unavailabl
 HOPELESS = 0.1  # a chance to meet the TTFT objective below this counts as none
 JITTER = 0.25  # of retry_after, either way: clients that are refused together do not come back together
 MIN_RETRY, LONGEST_RETRY = 0.1, 600.0  # seconds: after so long a queue is another one
-PROBE_SHARE = 0.2  # of an idle worker's time that requests without hope may take, to see whether there is none
-LEAST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between two of them
-MOST_WORKERS = 4096
 NO_PREFILL = "no prefill worker is ready; start one, or look at /health"
 NO_DECODE = "no decode worker is ready; start one, or look at /health"
 NO_SPLIT = (
@@ -44,9 +40,16 @@ def deadline_passed() -> DeadlineExceeded:
     return DeadlineExceeded("the request's deadline has passed", code="deadline")
 
 
-def hopeless(predicted: Prediction, left: float | None) -> bool:
-    """True if this placement has no chance to meet the TTFT objective, `left` seconds from now; None: there is none."""
-    return left is not None and within(left, predicted.ttft, predicted.error) < HOPELESS
+def hopeless(predicted: Prediction, left: float | None, objective: float | None) -> bool:
+    """True if this placement has no chance to meet the TTFT objective, `left` seconds from now; None: there is none.
+
+    `objective` is the whole of it, in seconds. Where nothing is before a prompt that takes longer by itself, to refuse
+    it would leave a worker idle, and nothing would come that corrects a prediction from a bad minute, or is cached for
+    the next one of its kind.
+    """
+    if left is None or within(left, predicted.ttft, predicted.error) >= HOPELESS:
+        return False
+    return predicted.queue > 0.0 or objective is None or within(objective, predicted.ttft, predicted.error) >= HOPELESS
 
 
 def check_hope(predicted: Prediction, left: float | None, state: RequestState) -> None:
@@ -55,40 +58,13 @@ def check_hope(predicted: Prediction, left: float | None, state: RequestState) -
     It names a time only where waiting helps: where the prompt alone takes longer there is none. A request that comes
     again has its whole objective before it.
     """
-    if left is None or not hopeless(predicted, left):
+    objective = None if state.request.slo.ttft_ms is None else state.request.slo.ttft_ms / 1e3
+    if left is None or not hopeless(predicted, left, objective):
         return
     alone = predicted.ttft * predicted.prefill / max(1e-9, predicted.queue + predicted.prefill)
-    spare, objective = 1.0 + JITTER * (state.salt % 1000 / 500 - 1.0), state.request.slo.ttft_ms
-    whole = left if objective is None else objective / 1e3
+    spare, whole = 1.0 + JITTER * (state.salt % 1000 / 500 - 1.0), left if objective is None else objective
     raise Overloaded(
         f"the first token would come after about {predicted.ttft:.2g} s, {left:.2g} s are left of ttft_slo_ms",
         code="slo",
         retry_after=min(LONGEST_RETRY, max(MIN_RETRY, (predicted.ttft - whole) * spare)) if alone <= whole else None,
     )
-
-
-class Probes:
-    """Requests without hope that are tried all the same, now and then, on workers that have nothing to do.
-
-    A prediction is corrected by what comes of it. Where all are refused, nothing comes, and what was learned in
-    a bad minute would hold for ever.
-    """
-
-    def __init__(self) -> None:
-        self._next: dict[str, float] = {}  # by instance: when one may be tried again
-
-    def __len__(self) -> int:
-        return len(self._next)
-
-    def due(self, worker: Candidate, seconds: float, now: float) -> bool:
-        """True if one may be tried there that is predicted to take so many seconds, and not the first of all."""
-        instance = worker.status.instance
-        if worker.queued_tokens or worker.held_leases:
-            return False
-        known = self._next.pop(instance, None)
-        tried = known is not None and now >= known
-        pause = min(LONGEST_PAUSE, seconds / PROBE_SHARE) if tried else 0.0
-        self._next[instance] = now + max(LEAST_PAUSE, pause) if tried or known is None else known
-        if len(self._next) > MOST_WORKERS:
-            del self._next[next(iter(self._next))]
-        return tried
