@@ -27,7 +27,7 @@ def few_threads() -> None:
     torch.set_num_threads(2)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def own_step_costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Workers of this process learn from no earlier run of the tests, and leave nothing to a later one."""
     with pytest.MonkeyPatch.context() as patch:

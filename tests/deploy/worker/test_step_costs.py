@@ -209,7 +209,8 @@ async def test_a_save_that_breaks_is_told_counted_and_tried_again(
     while len(tried) < 2:
         await asyncio.sleep(0.001)
     await kept.stop()
-    assert tried == [kept.meter.cost()] * 2 and restarts == {"step-costs": 1} and "a mistake of ours" in caplog.text
+    assert set(tried) == {kept.meter.cost()} and restarts == {"step-costs": 1} and "a mistake of ours" in caplog.text
+    assert len(tried) <= 3, "the last one, at the end, where it is not known yet that the second was written"
 
 
 async def test_what_is_being_written_as_it_stops_does_not_win(
