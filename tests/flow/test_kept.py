@@ -43,14 +43,21 @@ def model(request: pytest.FixtureRequest, tiny_model: LoadedModel, narrow_model:
 async def test_the_text_is_that_of_int8_at_both_ends(model: LoadedModel, kernels: str, remote: bool) -> None:
     asked = prompts(16, seed=61)
     engine = {"kernels": kernels}
+
+    async def answers(cluster: Cluster) -> list[list[int]]:
+        """torch's bfloat16 has other last bits in another batch, and a tie may fall otherwise: there one at a time."""
+        if kernels == "torch":
+            return [text for one in asked for text in await texts(cluster, [one])]
+        return await texts(cluster, asked)
+
     async with split(model, End("int8", engine=engine), End("int8", engine=engine)) as cluster:
-        expected = await texts(cluster, asked)
+        expected = await answers(cluster)
         whole = bytes_sent(cluster)
     prefill, decode = End(engine=engine), End("int8", block_size=32, engine=engine)
     async with split(model, prefill, decode, remote=remote) as cluster:
-        assert await texts(cluster, asked) == expected
+        assert await answers(cluster) == expected
         assert bytes_sent(cluster) == whole, "KV travels as the decode worker keeps it"
-        assert await texts(cluster, asked) == expected, "with prefixes reused at both ends"
+        assert await answers(cluster) == expected, "with prefixes reused at both ends"
         assert bytes_sent(cluster) < 2 * whole
 
 
