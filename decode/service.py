@@ -62,8 +62,10 @@ class DecodeService(stubs.DecodeServicer):
                 await reading  # what broke it is not a session that ended
             finally:
                 reading.cancel()
-                await asyncio.gather(reading, return_exceptions=True)
-                await session.close()
+                try:
+                    await asyncio.gather(reading, return_exceptions=True)
+                finally:  # a stream that ended may be cancelled yet: its leases are given up in any case
+                    await session.close()
 
     async def _read(
         self,
