@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from math import inf, nan
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode.service import DecodeService
+from decode.worker import DecodeWorker
 from serving.errors import StaleLease
 from serving.messages import LeaseOrder, Role, Slo
 from serving.proto import millrace_pb2 as pb
@@ -132,3 +133,38 @@ def test_whatever_fits_on_the_wire_is_answered_and_stops_no_engine(
         assert worker.idle()
 
     asyncio.run(play())
+
+
+async def test_a_stream_that_is_cancelled_as_it_ends_gives_its_leases_up() -> None:
+    """Both come when a router leaves: the end of what it sends, and the end of the call."""
+    closed, held = asyncio.Event(), asyncio.Event()
+
+    class Session:
+        name = "router"
+
+        async def close(self) -> None:
+            closed.set()
+
+    class Opener:
+        async def connect(self, *_: object) -> Session:
+            return Session()
+
+    async def requests() -> AsyncIterator[pb.SessionRequest]:
+        yield pb.SessionRequest(hello="router")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await held.wait()  # reading does not end at once
+
+    async def serve() -> None:
+        service = DecodeService(cast(DecodeWorker, Opener()))
+        async for _ in service.Session(requests(), cast(Any, None)):
+            pass
+
+    serving = asyncio.create_task(serve())
+    for _ in range(2):
+        await asyncio.sleep(0.01)
+        serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    assert closed.is_set()
+    held.set()
