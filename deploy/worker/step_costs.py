@@ -136,8 +136,11 @@ class StepCostKeeper:
         cost = self.meter.cost()
         if self.file is None or cost == self._kept or self.meter.fit.seen < WORTH_KEEPING or not cost.samples:
             return
-        self._writing = asyncio.create_task(asyncio.to_thread(self.file.write, cost), name="write-step-costs")
+        self._writing = asyncio.create_task(self._write(self.file, cost), name="write-step-costs")
         await asyncio.shield(self._writing)  # a thread goes on when its task is cancelled
+
+    async def _write(self, file: StepCostFile, cost: StepCost) -> None:
+        await asyncio.to_thread(file.write, cost)
         self._kept = cost
 
     async def stop(self) -> None:

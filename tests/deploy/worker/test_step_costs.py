@@ -212,8 +212,9 @@ async def test_a_save_that_breaks_is_told_counted_and_tried_again(
     assert tried == [kept.meter.cost()] * 2 and restarts == {"step-costs": 1} and "a mistake of ours" in caplog.text
 
 
-async def test_what_is_being_written_as_it_stops_does_not_win(
-    file: StepCostFile, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("newer", [True, False], ids=["with a newer cost", "with nothing newer"])
+async def test_what_is_being_written_as_it_stops_does_not_win_and_is_written_once(
+    file: StepCostFile, monkeypatch: pytest.MonkeyPatch, newer: bool
 ) -> None:
     monkeypatch.setattr(step_costs, "SAVE_SECONDS", 0.001)
     begun, released, written = threading.Event(), threading.Event(), list[StepCost]()
@@ -228,14 +229,15 @@ async def test_what_is_being_written_as_it_stops_does_not_win(
     kept = keeper(file)
     kept.start()
     await asyncio.to_thread(begun.wait, 10)
-    kept.meter.fit.observe(StepLoad.of(0, 10), 3.0, prompts=True)
-    kept.meter.fit.refit(9.0)
+    if newer:
+        kept.meter.fit.observe(StepLoad.of(0, 10), 3.0, prompts=True)
+        kept.meter.fit.refit(9.0)
     stopping = asyncio.create_task(kept.stop())
     await asyncio.sleep(0.02)
     assert not stopping.done()
     released.set()
     await stopping
-    assert len(written) == 2 and written[-1] == kept.meter.cost()
+    assert len(written) == 1 + newer and written[-1] == kept.meter.cost()
 
 
 async def test_a_worker_that_has_hardly_worked_leaves_the_file_alone(file: StepCostFile) -> None:
