@@ -8,6 +8,7 @@ deadline is counted from the sequence's first token, as TPOT is.
 
 from __future__ import annotations
 
+from collections import deque
 from math import exp, inf
 from typing import Protocol
 
@@ -16,14 +17,14 @@ from serving.engine.plan import StepPlan
 from serving.engine.sequence import SequenceState
 from serving.step_cost import GAP, MOST_ERROR, SPARED, StepCost, StepLoad
 
-FLOOR = 32  # prompt tokens of one step in LEAN_STEPS at least, whatever decodes
+FLOOR = 32  # prompt tokens of LEAN_STEPS steps together at least, whatever decodes
 LEAN_STEPS = 8
 YIELD_SHARE = 0.6  # of the TPOT of more important sequences that less important prompts may slow them down to
 MOST_KEPT = 16.0  # TPOTs of slack that are kept for more important prompts at most
-HURRY_SHARE = 0.2  # of a more important TTFT objective that a step may take,
-HURRIED_STEPS = 2.0  # or as long as so many steps without prompts: shorter ones would compute next to nothing
+HURRY_SHARE = 0.2  # of a TTFT objective that a step may take where the next prompt with it would go first,
+HURRIED_STEPS = 4.0
 LATELY = 30.0  # seconds that steps are kept short for the next prompt like those that came
-MOST_HURRIED = 16  # priorities that are remembered
+MOST_HURRIED = 16  # kinds of them that are remembered
 
 
 class Chunking(Protocol):
@@ -65,12 +66,12 @@ class SlackChunks(Chunking):
 
     At most the step's budget. What a sequence is early by may be used, but no step is longer than GAP of its TPOTs. One
     that has missed its objectives, or could not catch up any more, is bounded by that alone; a TPOT below what a step
-    of the sequence alone takes counts as that. One step in LEAN_STEPS computes FLOOR tokens whatever decodes, and each
-    where nothing does, so that prompts go on. Prompts that are due at no time and less important than a running
-    sequence leave it early: they slow it down to YIELD_SHARE of its TPOT and no further, and what it is early by is
-    there for the next prompt that is as important. Steps of prompts that are less important than some that came lately
-    are short as well: the next of those waits for the step that runs when it comes. Without a model, or where no
-    running sequence has a TPOT objective, it is the fixed budget.
+    of the sequence alone takes counts as that. So that prompts go on, LEAN_STEPS in a row compute FLOOR of their tokens
+    together whatever decodes, the last of them what the others did not; where nothing decodes each does. Prompts that
+    are due at no time and less important than a running sequence leave it early: they slow it down to YIELD_SHARE of
+    its TPOT and no further, and what it is early by is there for the next prompt that is as important. Steps of prompts
+    that some like those that came lately would pass are short as well: the next of these waits for the step that runs
+    when it comes. Without a model, or where no running sequence has a TPOT objective, it is the fixed budget.
     """
 
     def __init__(self, cost: Cost):
@@ -83,13 +84,16 @@ class SlackChunks(Chunking):
         self._beside = False  # something decodes in the step
         self._alone = 0.0  # seconds of the step without prompts
         self._given = 0  # prompt tokens of this step
-        self._short = False  # the step had fewer for its first prompt than it is to have now and then
-        self._lean = 0  # such steps in a row
+        self._short = False  # the step has fewer than FLOOR for its first prompt
+        self._lately: deque[int] = deque(maxlen=LEAN_STEPS - 1)  # tokens of such steps in a row
         self._now = 0.0
-        self._hurried: dict[int, tuple[float, float]] = {}  # by priority: a TTFT objective, and when it was last seen
+        self._hurried: dict[tuple[int, float], float] = {}  # by priority and TTFT objective: when it was last seen
 
     def begin(self, plan: StepPlan, now: float) -> None:
-        self._lean = self._lean + 1 if self._short else 0
+        if self._short:
+            self._lately.append(self._given)
+        else:
+            self._lately.clear()
         self._seconds, self._given, self._short, self._now = inf, 0, False, now
         self._beside, self._plan, self._yielding = bool(plan.work), None, {}
         model = self.cost()
@@ -135,8 +139,11 @@ class SlackChunks(Chunking):
         if self._given:
             return fits
         wanted = min(FLOOR, plan.tokens, seq.uncomputed)
-        self._short = fits < wanted and self._beside and self._lean + 1 < LEAN_STEPS
-        return fits if self._short else max(fits, wanted)
+        self._short = fits < wanted and self._beside
+        if not self._short:
+            return max(fits, wanted)
+        lacking = FLOOR - sum(self._lately) if len(self._lately) == LEAN_STEPS - 1 else 0
+        return max(fits, min(wanted, lacking))
 
     def took(self, seq: SequenceState, count: int) -> None:
         self._given += count
@@ -153,17 +160,22 @@ class SlackChunks(Chunking):
         return self._yielding[priority]
 
     def _unhurried(self, seq: SequenceState) -> float:
-        """How long a step of this prompt may take for the sake of more important ones that come; notes its own TTFT."""
-        ttft_ms, priority = seq.request.slo.ttft_ms, seq.objectives.priority
+        """How long a step of this prompt may take for the sake of those to come that go first; notes its own TTFT."""
+        ttft_ms, goals, now = seq.request.slo.ttft_ms, seq.objectives, self._now
+        left = goals.due - now if goals.due > now else inf  # one that is late goes behind the others
         if ttft_ms is not None:
-            self._hurried.pop(priority, None)
-            self._hurried[priority] = ttft_ms / 1e3, self._now
+            left = min(left, ttft_ms / 1e3)
+            kind = goals.priority, ttft_ms / 1e3
+            self._hurried.pop(kind, None)
+            self._hurried[kind] = now
             if len(self._hurried) > MOST_HURRIED:
                 del self._hurried[next(iter(self._hurried))]
-        if not self._hurried or min(self._hurried) >= priority:
+        turn = goals.priority, left
+        first = [kind[1] for kind, at in self._hurried.items() if kind < turn and now - at < LATELY]
+        if not first:
             return inf
-        lately = [ttft for other, (ttft, at) in self._hurried.items() if other < priority and self._now - at < LATELY]
-        return max(HURRY_SHARE * min(lately, default=inf), HURRIED_STEPS * self._alone)
+        least = min(first)
+        return max(HURRY_SHARE * least, HURRIED_STEPS * self._alone)
 
 
 def hopeful_slack(plan: StepPlan, now: float, model: StepCost, alone: float) -> float:
