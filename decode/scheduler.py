@@ -101,10 +101,10 @@ class DecodeScheduler:
         self._joined.append(seq)
 
     def _begin(self, now: float) -> None:
-        """What has joined has just had its first token here: the pace of the others is counted from it."""
+        """What has joined has had its first token, here just now: the pace of the others is counted from it."""
         for seq in self._joined:
-            here = seq.incoming.prefilled_here
-            seq.objectives.begin(len(seq.tokens), len(seq.order.generated), now, here=here)
+            drawn_at = now if seq.incoming.drawn_at is None else seq.incoming.drawn_at
+            seq.objectives.begin(len(seq.tokens), len(seq.order.generated), drawn_at)
         self._joined.clear()
 
     def fill(self, plan: StepPlan, now: float) -> None:

@@ -212,7 +212,7 @@ class DecodeWorker:
 
         Tokens that were to come from the KV pool and did not are returned instead: hand them over and commit again.
         """
-        fence = commit.lease
+        fence, drawn_at = commit.lease, self.engine.clock() - commit.age
         try:
             verify_commit(commit)
             if lacking := await self.direct.settle(fence):
@@ -223,6 +223,7 @@ class DecodeWorker:
                 seq.computed = len(seq.tokens)
                 self.kv.publish(seq)
                 seq.tokens.append(commit.first_token)
+                seq.incoming.drawn_at = drawn_at
                 self.scheduler.add(seq)
         except Retryable as error:
             self._refuse(error, fence)

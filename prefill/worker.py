@@ -132,12 +132,12 @@ class PrefillWorker:
             done, _ = await asyncio.wait([sending, first], return_when=asyncio.FIRST_COMPLETED)
             if sending in done:
                 sending.result()  # a refused chunk ends the try before the prompt is computed
-            prefilled = await first
+            prefilled, drawn_at = await first, self.engine.clock()
             yield prefilled
             if prefilled.delta.finish is None:
                 async with self._in_time(seq):
                     await sending
-                    await handoff.commit(prefilled.delta.tokens[-1])
+                    await handoff.commit(prefilled.delta.tokens[-1], lambda: self.engine.clock() - drawn_at)
         except WorkerLost as error:
             if first.done() and not first.cancelled() and first.exception() is error:
                 raise  # our own engine; anything else is the other end's loss

@@ -23,6 +23,8 @@ from serving.errors import CorruptChunk
 from serving.kvspec import LayerKV
 from serving.messages import LeaseId
 
+LONGEST_WAIT = 60.0  # seconds that a first token may have waited for the rest of its handoff
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
@@ -230,11 +232,20 @@ def _place(chunk: Chunk) -> Chunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
-    """All KV of the lease has been sent, and `first_token` follows the tokens it covers. `digest`: 16 bytes."""
+    """All KV of the lease has been sent, and `first_token` follows the tokens it covers. `digest`: 16 bytes.
+
+    `waited` are the seconds since that token was drawn, as the sender knows them: a hint that the digest leaves out.
+    """
 
     lease: LeaseId
     first_token: int
     digest: bytes
+    waited: float = 0.0
+
+    @property
+    def age(self) -> float:
+        """What of `waited` can be believed: no handoff takes longer, or less than nothing."""
+        return min(LONGEST_WAIT, max(0.0, self.waited))
 
     def header(self) -> bytes:
         """The fields the digest covers, in one unambiguous string, which is no chunk's."""
@@ -243,9 +254,9 @@ class Commit:
         return "\0".join(["commit", *map(str, numbers), *texts]).encode()
 
 
-def sealed_commit(lease: LeaseId, first_token: int) -> Commit:
+def sealed_commit(lease: LeaseId, first_token: int, waited: float = 0.0) -> Commit:
     """The commit with its digest computed: XXH3-128."""
-    bare = Commit(lease=lease, first_token=first_token, digest=b"")
+    bare = Commit(lease=lease, first_token=first_token, digest=b"", waited=waited)
     return replace(bare, digest=digest(bare.header(), b""))
 
 

@@ -6,6 +6,7 @@ It reads the device's tensors in a thread, so that neither the engine nor the ev
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from kvcache.handoff.chunk import Chunk, encode, sealed_commit
 from kvcache.memory.device import DeviceKV
@@ -110,13 +111,12 @@ class Handoff:
         self.progress.leave_out(await self.link.begin())
         await self.run()
 
-    async def commit(self, first_token: int) -> None:
+    async def commit(self, first_token: int, waited: Callable[[], float] = float) -> None:
         """All has been sent: hand the sequence over, with what the other side could not bring itself after all.
 
-        Raises what the link raises.
+        `waited` says how many seconds ago the token was drawn. Raises what the link raises.
         """
-        commit = sealed_commit(self.fence, first_token)
-        lacking = await self.link.commit(commit)
+        lacking = await self.link.commit(sealed_commit(self.fence, first_token, waited()))
         if not lacking:
             return
         if not 0 <= lacking.start < lacking.stop <= self.seq.start:
@@ -126,7 +126,7 @@ class Handoff:
         for layer in range(layers):
             self.progress.layer_done(layer, lacking.stop)
         await self.run()
-        if await self.link.commit(commit):
+        if await self.link.commit(sealed_commit(self.fence, first_token, waited())):
             raise StaleLease("the decode worker still lacks KV", code="incomplete")
 
     async def run(self) -> None:

@@ -48,18 +48,17 @@ class Objectives:
         """True if anything is to be decided by them beside the order of arrival."""
         return self.priority != 0 or self.due < inf or self.tpot < inf
 
-    def begin(self, tokens: int, generated: int, now: float, *, here: bool = True) -> None:
-        """It has `tokens` tokens, the last drawn just now, after `generated` output tokens it came with.
+    def begin(self, tokens: int, generated: int, drawn: float) -> None:
+        """It has `tokens` tokens, the last drawn at `drawn`, after `generated` output tokens it came with.
 
         From here on each token is due TPOT after the one before: TPOT is the mean after the first token. A text that
         goes on is measured from where the router says its next token was due. Where the first token has come too late
-        no other is due at any time; if it was not drawn `here`, that is not known.
+        no other is due at any time.
         """
-        drawn = now  # when the last of them was drawn, or was due
         if generated and self.due < inf:
             drawn = self.due
         else:
-            self.missed = here and now > self.due
+            self.missed = drawn > self.due
         self.origin = inf if self.missed or self.tpot == inf else drawn - (tokens - 1) * self.tpot
 
     def slack(self, tokens: int, now: float) -> float:

@@ -81,6 +81,7 @@ class IncomingKV:
     """What of its KV comes from elsewhere, owned by the worker's connector and its leases."""
 
     prefilled_here: bool  # else a prefill worker computes the prompt and hands its KV over
+    drawn_at: float | None = None  # when a prefill worker drew its first token, on the engine's clock
     arrival: ArrivingKV | None = None  # until all of it has come, or no more will
     fetched: int = 0  # tokens that have come from the KV pool
     lossy: bool = False  # some has come with fewer bits than it is kept in: it is not stored for others

@@ -248,14 +248,16 @@ class Chunk(_message.Message):
     def __init__(self, lease: _Optional[_Union[LeaseId, _Mapping]] = ..., layout: _Optional[str] = ..., first_layer: _Optional[int] = ..., last_layer: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., payload: _Optional[bytes] = ..., digest: _Optional[bytes] = ..., encoding: _Optional[str] = ..., first_head: _Optional[int] = ..., last_head: _Optional[int] = ..., buffer: _Optional[int] = ..., buffer_bytes: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("lease", "first_token", "digest")
+    __slots__ = ("lease", "first_token", "digest", "waited")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    WAITED_FIELD_NUMBER: _ClassVar[int]
     lease: LeaseId
     first_token: int
     digest: bytes
-    def __init__(self, lease: _Optional[_Union[LeaseId, _Mapping]] = ..., first_token: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    waited: float
+    def __init__(self, lease: _Optional[_Union[LeaseId, _Mapping]] = ..., first_token: _Optional[int] = ..., digest: _Optional[bytes] = ..., waited: _Optional[float] = ...) -> None: ...
 
 class PushHello(_message.Message):
     __slots__ = ("transport", "lease")

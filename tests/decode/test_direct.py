@@ -101,11 +101,15 @@ async def test_the_commit_waits_for_the_pool(worker: Direct, session: RouterSess
     grant = await worker.lease(session, PROMPT)
     await worker.stalled(grant.lease)
     await worker.decode.receive(chunk(grant.lease, WHOLE, 14))
-    committing = asyncio.create_task(worker.decode.commit(sealed_commit(grant.lease, 1)))
+    worker.engine.clock = lambda: 7.0
+    committing = asyncio.create_task(worker.decode.commit(sealed_commit(grant.lease, 1, waited=0.5)))
     await asyncio.sleep(0)
     assert not worker.runs(grant.lease) and not committing.done()
+    worker.engine.clock = lambda: 9.0
     worker.reader.gate.set()
     assert await committing is None and worker.runs(grant.lease) and worker.holds(grant.lease)
+    seq = worker.decode.table.check(grant.lease).seq
+    assert seq.incoming.drawn_at == 6.5, "and the first token waits as long"
 
 
 @pytest.mark.parametrize(("part", "block"), [(0, 0), (1, 1), (0, 2)])

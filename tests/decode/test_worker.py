@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from decode.worker import RouterSession
-from kvcache.handoff.chunk import Chunk, encode, sealed_commit
+from kvcache.handoff.chunk import LONGEST_WAIT, Chunk, encode, sealed_commit
 from kvcache.memory.kv_dtype import choose_wire
 from serving.errors import (
     BESIDE_STEP,
@@ -23,7 +23,7 @@ from serving.errors import (
     Preempted,
     StaleLease,
 )
-from serving.messages import FinishReason, LeaseGrant, LeaseId, Role
+from serving.messages import FinishReason, LeaseGrant, LeaseId, Role, Slo
 from tests.decode.workers import FINGERPRINT, SPECS, Worker
 from tests.fakes.kv_layouts import random_pool, token_at
 from tests.fakes.sequences import make_order, make_sequence
@@ -51,15 +51,28 @@ def chunk(fence: LeaseId, start: int, end: int, layers: range = range(2)) -> Chu
     return encode(SOURCE, fence, FINGERPRINT, layers, list(range(8)), start, end)
 
 
-async def hand_over(worker: Worker, grant: LeaseGrant, tokens: list[int]) -> int:
+async def hand_over(worker: Worker, grant: LeaseGrant, tokens: list[int], waited: float = 0.0) -> int:
     """All KV of these tokens, and the first token after them."""
     if grant.cached_tokens < len(tokens):
         await worker.decode.receive(chunk(grant.lease, grant.cached_tokens, len(tokens)))
     seq = worker.decode.table.check(grant.lease).seq
     worker.runner.write(seq.prefix.root, seq.tokens, seq.blocks, seq.computed)
     first = next_token(tokens)
-    await worker.decode.commit(sealed_commit(grant.lease, first))
+    await worker.decode.commit(sealed_commit(grant.lease, first, waited))
     return first
+
+
+@pytest.mark.parametrize("waited", [0.0, 0.4, -1.0, 1e300, float("inf"), float("nan")])
+async def test_the_pace_of_a_text_counts_from_its_first_token(
+    worker: Worker, session: RouterSession, waited: float
+) -> None:
+    """Which its client has had since the prefill worker drew it, whatever the handoff takes."""
+    grant = await worker.lease(session, PROMPT, first_token_in=1.0, max_tokens=4, slo=Slo(tpot_ms=50.0))
+    await hand_over(worker, grant, PROMPT, waited)
+    goals = worker.decode.table.check(grant.lease).seq.objectives
+    worker.step()
+    age = {0.4: 0.4, 1e300: LONGEST_WAIT, float("inf"): LONGEST_WAIT}.get(waited, 0.0)
+    assert not goals.missed and goals.slack(len(PROMPT) + 1, 0.0) == pytest.approx(0.05 - age)
 
 
 async def test_a_lease_holds_room_then_decodes_then_is_gone(worker: Worker, session: RouterSession) -> None:

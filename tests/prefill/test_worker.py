@@ -38,6 +38,7 @@ class Link:
     def __init__(self) -> None:
         self.chunks: list[Chunk] = []
         self.committed: list[tuple[LeaseId, int]] = []
+        self.waited: list[float] = []
         self.closed = 0
         self.start = 0  # what it brings itself of the KV
         self.lacking: list[range] = []  # what it asks for after all, at each commit
@@ -55,6 +56,7 @@ class Link:
 
     async def commit(self, commit: Commit) -> range | None:
         self.committed.append((commit.lease, commit.first_token))
+        self.waited.append(commit.waited)
         return self.lacking.pop(0) if self.lacking else None
 
     async def close(self) -> None:
@@ -131,6 +133,16 @@ async def test_what_it_could_not_bring_after_all_is_sent_last(worker: Prefill) -
     assert [handed_over(worker.link, layer) for layer in range(2)] == [[8, 9, 4, 5, 6, 7]] * 2
     assert worker.link.committed == [(lease_id("r/1", 2, "decode-life"), next_token(PROMPT))] * 2
     assert worker.prefill.bytes_sent == sum(len(chunk.payload) for chunk in worker.link.chunks)
+
+
+async def test_the_decode_worker_is_told_how_long_the_first_token_has_waited(worker: Prefill) -> None:
+    """Each push after it takes a second, and so does what is asked for after all."""
+    times = iter(range(1000))
+    worker.engine.clock = lambda: float(next(times))
+    worker.link.start, worker.link.lacking = 8, [range(4, 8)]
+    await results(worker, order())
+    first, second = worker.link.waited
+    assert 0.0 < first < second
 
 
 @pytest.mark.parametrize("lacking", [[range(4, 11)], [range(4, 8), range(4, 8)]])

@@ -118,9 +118,9 @@ async def test_chunks_arrive_whole_in_order_and_before_the_commit(way: Way, taki
     sent = [chunk(number, 10 + number) for number in range(3 * WINDOW)]
     for one in sent:
         await link.push(one)
-    await link.commit(sealed_commit(lease_id(epoch=3), 17))
+    await link.commit(sealed_commit(lease_id(epoch=3), 17, waited=0.25))
     await link.close()
-    assert taking.chunks == sent and taking.commits == [sealed_commit(lease_id(epoch=3), 17)]
+    assert taking.chunks == sent and taking.commits == [sealed_commit(lease_id(epoch=3), 17, waited=0.25)]
     assert taking.via == {way.kind: len(sent) + 1}, "all of it by the transport that was chosen"
 
 

@@ -49,12 +49,6 @@ def test_a_text_that_goes_on_keeps_the_pace_the_router_knows() -> None:
     assert goals.slack(20, 4.0) == 0.0 and goals.slack(21, 9.0) == -4.5
 
 
-def test_a_first_token_drawn_elsewhere_is_not_judged() -> None:
-    goals = Objectives(due=4.0, tpot=1.0)
-    goals.begin(2, 0, 5.0, here=False)
-    assert not goals.missed and goals.slack(2, 5.0) == 1.0
-
-
 def test_a_first_token_that_comes_late_is_remembered() -> None:
     for due, missed in ((4.0, True), (5.0, False)):
         goals = Objectives(due=due, tpot=1.0)
