@@ -38,7 +38,8 @@ class Unbound(LeaseBound):
 class TpotBound(LeaseBound):
     """A lease is refused where the step of all leases, their KV grown, takes more than `share` of the tightest TPOT.
 
-    One whose prompt is still computed elsewhere counts as much as leases decode of the time they are held.
+    One whose prompt is still computed elsewhere counts as much as leases decode of the time they are held, and not at
+    all once its first token is late: prompts that are late come one by one, whenever others leave time.
 
     The tightest is that of the sequences no less important than the new one, its own, and that of more important ones
     that have come lately. Beside more important ones it may take YIELD_SHARE of that alone: so the next of these finds
@@ -59,6 +60,7 @@ class TpotBound(LeaseBound):
 
     def check(self, order: LeaseOrder, held: Collection[SequenceState], now: float) -> None:
         model = self.cost()
+        held = [seq for seq in held if _decodes(seq) or seq.objectives.due > now]
         decoding = sum(_decodes(seq) for seq in held)
         waiting = 0.0 if self.prompts else self._decoding.look(decoding, len(held), now)
         if model is None or not model.samples or order.generated:

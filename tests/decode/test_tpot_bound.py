@@ -109,11 +109,25 @@ def test_nobody_is_refused_for_the_sake_of_the_less_important() -> None:
 
 
 def test_nor_for_who_has_missed_its_objectives_already() -> None:
-    held = [row(30.0, first_token_in=-1.0) for _ in range(20)]
-    assert refused(held), "its first token may still come in time, as far as is known"
+    held = [row(30.0, first_token_in=1.0) for _ in range(20)]
     for seq in held:
-        seq.objectives.begin(11, 0, 0.0)
+        seq.tokens.append(0)
+        seq.objectives.begin(11, 0, 0.9)
+    assert refused(held)
+    for seq in held:
+        seq.objectives.begin(11, 0, 1.1)
     assert not refused(held)
+
+
+def test_prompts_that_are_late_elsewhere_keep_nobody_out_until_they_decode() -> None:
+    """A queue of late prompts, computed last of all, would keep a decode worker idle for as long as it lasts."""
+    waiting = [row(30.0, first_token_in=left) for left in [1.0] * 20]
+    assert refused(waiting, tpot_ms=30.0)
+    late = [row(30.0, first_token_in=-1.0) for _ in range(20)]
+    assert not refused(late, tpot_ms=30.0)
+    for seq in late:
+        seq.tokens.append(0)
+    assert refused(late, tpot_ms=30.0)
 
 
 def test_their_kv_is_taken_to_grow() -> None:
