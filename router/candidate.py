@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 from zlib import crc32
 
+from router.arrivals import Arrivals
 from serving.messages import TPOT_BINS_MS, Role, WorkerStatus
 from serving.step_cost import StepCost, StepLoad
 
@@ -61,8 +62,8 @@ class Candidate:
     `leases` are the router's own that are open now, whatever the status says. `busy_until` is when the prompts it has
     are computed, on the router's clock; None: as the status and what is newer say. A `slow` one works, but much longer.
     `queued` are those among its prompts that the router has sent. `decoding` is the share of its leases that have
-    decoded over the last seconds, the others waiting for their prompts. `worth` is what a second of its prompts brings:
-    first tokens in time, by the weights of their classes.
+    decoded over the last seconds, the others waiting for their prompts. `arrivals` are prompts like those whose first
+    tokens have lately come from it in time.
 
     It is never changed. Every choice reads hundreds of these, few of which are new: so what follows is computed at
     once, and kept in slots.
@@ -76,7 +77,7 @@ class Candidate:
     slow: bool = False
     queued: tuple[QueuedPrompt, ...] = ()
     decoding: float = 1.0
-    worth: float = 0.0
+    arrivals: tuple[Arrivals, ...] = ()
 
     instance: str = field(init=False)
     prefills: bool = field(init=False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
 
-from router.calibration import Calibration, urgency_of
+from router.calibration import Calibration, Drift, urgency_of
 from router.candidate import Candidate, QueuedPrompt
 from router.policy import Considered, Decision, Demand, FleetView, PrefixAware, spread
 from router.predict import (
@@ -39,6 +39,7 @@ from router.shortlist import quickest_prompts, quickest_steps, quickest_texts, r
 SHORTLIST = 4  # workers of each kind whose placements are predicted
 SCORE_BAND = 0.02  # requests: scores within it are near ties, and the placement with the most to spare wins
 USED_BAND = 0.05  # share of what that uses: placements within it are near ties, and are spread over requests
+LATE = 1.3  # of its TTFT objective that a first token takes at most, as far as predictions learn from it: late is late
 KEPT = 8  # placements that a decision tells it has considered
 
 
@@ -70,8 +71,8 @@ class _FurtherTokens:
     left: float  # until they all are
     held: float  # a token at most, as its objective holds prompts back
     before: float  # a token, without the request
-    factor: float  # of the correction
-    error: float
+    alone: tuple[float, float]  # a token in steps without prompts, without the request and with it
+    drift: Drift
     lost: float  # requests that decode there, where another worker prefills
 
 
@@ -95,15 +96,15 @@ class _Placement:
     def decode(self) -> Candidate | None:
         return self.further.worker if self.further is not None else None
 
-    def predicted(self, urgency: int) -> Prediction:
+    def predicted(self, urgency: int, due_in: float) -> Prediction:
         first, further = self.first, self.further
-        step, error = (further.step, further.error) if further is not None else (0.0, LEAST_ERROR)
+        step, error = (further.step, further.drift.error) if further is not None else (0.0, LEAST_ERROR)
         raw = first.queue, first.compute, self.transfer, step, self.token
-        return Prediction(*raw, first.ttft, self.tpot, first.error, error, urgency)
+        return Prediction(*raw, first.ttft, self.tpot, first.error, error, urgency, due_in)
 
-    def told(self, urgency: int) -> Considered:
+    def told(self, urgency: int, due_in: float) -> Considered:
         decode = self.further.worker.status.name if self.further is not None else ""
-        return Considered(self.prefill.status.name, decode, self.predicted(urgency), self.score)
+        return Considered(self.prefill.status.name, decode, self.predicted(urgency, due_in), self.score)
 
     def spread(self, demand: Demand) -> tuple[int, int]:
         """Orders near ties, for each request otherwise."""
@@ -133,7 +134,8 @@ class Goodput:
         chosen = min(tied, key=lambda placed: placed.spread(demand)) if len(tied) > 1 else tied[0]
         others = [placed for placed in placements[:KEPT] if placed is not chosen]
         reason = "slo" if len(near) < len(placements) else "tie" if len(tied) > 1 else "quickest"
-        considered = tuple([placed.told(search.urgency) for placed in (chosen, *others[: KEPT - 1])])
+        due_in = inf if demand.first_token_in is None else demand.first_token_in
+        considered = tuple([placed.told(search.urgency, due_in) for placed in (chosen, *others[: KEPT - 1])])
         return Decision(chosen.decode, chosen.prefill, reason, considered[0].predicted, considered)
 
     def observed(
@@ -149,6 +151,7 @@ class Goodput:
             return
         if ttft is not None and decision.prefill is not None:
             raw = predicted.queue + predicted.prefill
+            ttft = min(ttft, max(LATE * predicted.due_in, predicted.ttft))
             self.calibration.first_token(decision.prefill.status.instance, raw, ttft, predicted.urgency)
         if tpot is not None and decision.decode is not None:
             self.calibration.further_tokens(decision.decode.status.instance, predicted.token, tpot)
@@ -226,9 +229,8 @@ class PlacementSearch:
         queue = queue_seconds(worker, cost, prompt, self.now)
         drift = self.calibration.first(worker.status.instance, self.urgency)
         ttft, error, left = (queue + compute) * drift.factor, drift.error, demand.first_token_in
-        lost, limit = queued_lost(worker, cost, prompt, drift, self.now), demand.slo.ttft_ms
-        if limit is not None:
-            lost += newcomers_lost(worker, queue, compute, limit / 1e3, drift)
+        lost = queued_lost(worker, cost, prompt, drift, self.now)
+        lost += newcomers_lost(worker, prompt, queue, drift, self.now)
         return _FirstToken(
             worker,
             queue,
@@ -245,15 +247,16 @@ class PlacementSearch:
         tokens, cost = self.demand.tokens, self.costs.of(worker)
         step, prompt = step_seconds(worker, cost, tokens, self.output), beside_seconds(worker, cost, tokens, self.tpot)
         each = self.calibration.tokens_a_step(worker.status.instance)
-        held = held_seconds(cost, step, self.tpot) / each if worker.prefills else inf
+        now_step = self.costs.step_seconds(worker)
+        alone = now_step / each, step / each
+        held = held_seconds(cost, alone[1], self.tpot) if worker.prefills else inf
         token = min(held, token_seconds(worker, step, prompt) / each)
-        before = token_seconds(worker, self.costs.step_seconds(worker), beside_seconds(worker, cost, tokens)) / each
+        before = token_seconds(worker, now_step, beside_seconds(worker, cost, tokens)) / each
         left = backlog_seconds(worker, cost, self.now)
         pause = pause_seconds(worker, cost, step, self.tpot) / each if left else 0.0
         drift = self.calibration.further(worker.status.instance)
-        factor, error = drift.factor, drift.error
-        lost = others_lost(worker, before * factor, token * factor, error)
-        return _FurtherTokens(worker, step, token, pause, left, held, before, factor, error, lost)
+        lost = others_lost(worker, cost, alone, (before, token), drift)
+        return _FurtherTokens(worker, step, token, pause, left, held, before, alone, drift, lost)
 
     def _alone(self, first: _FirstToken) -> _Placement:
         """A request that needs no decode."""
@@ -262,18 +265,18 @@ class PlacementSearch:
     def _pair(self, first: _FirstToken, further: _FurtherTokens) -> _Placement:
         """The two errors are taken for independent."""
         prefill, decode, demand = first.worker, further.worker, self.demand
-        transfer, lost, factor, begun = 0.0, further.lost, further.factor, first.queue
+        transfer, lost, begun, drift = 0.0, further.lost, first.queue, further.drift
         if prefill is decode:
             after = further.token + first.added / self.output  # what its prompt adds to their steps
-            lost = others_lost(decode, further.before * factor, after * factor, further.error)
+            lost = others_lost(decode, self.costs.of(decode), further.alone, (further.before, after), drift)
         else:
             transfer = self.view.links.seconds(prefill.status.instance, decode.status.instance, demand.tokens)
             begun += first.compute
         tokens = self.output - 1
         token = min(further.held, after_backlog(further.token, further.pause, further.left - begun, tokens))
         token += transfer / tokens  # the handoff delays the second
-        tpot = token * factor
-        chance = first.chance if self.tpot is None else first.chance * within(self.tpot, tpot, further.error)
+        tpot = token * drift.factor
+        chance = first.chance if self.tpot is None else first.chance * within(self.tpot, tpot, drift.error)
         score = demand.weight * chance - lost - first.lost
         used = objectives_used(demand.slo, first.ttft, tpot, demand.output)
         return _Placement(first, further, transfer, token, tpot, score, used)

@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 from router.admission import CONTINUATION, AdmissionQueue, Claim
+from router.arrivals import Arrivals
 from router.block_keys import block_keys
 from router.candidate import Candidate, Dispatched
 from router.fleet import Fleet
@@ -315,7 +316,7 @@ class Placer:
         if attempt.first_at == attempt.last_at:
             self.policy.observed(decision, ttft=attempt.first_at - attempt.began_at)
             if prefill is not None and state.in_time:
-                self.fleet.registry.in_time(prefill.status.instance, self.service_class(state).weight, attempt.last_at)
+                self._was_in_time(state, decision, prefill.status.instance, attempt.last_at)
         elif attempt.second_at == attempt.last_at and prefill is not decode and prefill is not None is not decode:
             waited = attempt.second_at - (attempt.first_at or 0.0)
             step = decision.predicted.step if decision.predicted is not None else 0.0
@@ -324,6 +325,13 @@ class Placer:
         if ended:
             self.policy.observed(decision, tpot=attempt.tpot, step_tokens=attempt.step_tokens)
             self.outputs.ended(state.request.service_class, len(state.generated))
+
+    def _was_in_time(self, state: RequestState, decision: Decision, prefill: str, now: float) -> None:
+        limit, predicted = state.request.slo.ttft_ms, decision.predicted
+        if limit is not None and predicted is not None:
+            weight = self.service_class(state).weight
+            prompt = Arrivals(state.request.priority, limit / 1e3, predicted.prefill, weight)
+            self.fleet.registry.in_time(prefill, prompt, now)
 
     def _outgrown(self, state: RequestState) -> bool:
         """True if a text has begun that no worker which prefills could go on with."""

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from router.arrivals import Arrivals
 from router.calibration import Drift
 from router.candidate import Candidate, QueuedPrompt
 from serving.messages import Role, Slo
 from serving.step_cost import GAP, StepCost, StepLoad
 
 LEAST_ERROR = 0.05  # of a prediction: nothing is known better
+NEVER = 0.01  # a chance that is not worth computing with
 LATE_SHARE = 0.5  # of what a late prompt takes that one in time is kept waiting by
 GUESSED_ERROR = 0.5  # of a step cost that is taken from other workers
 
@@ -29,7 +31,7 @@ class Prediction:
 
     `ttft` is `queue` and `prefill`, corrected by what such predictions came to; `tpot` is `token`, corrected likewise.
     `error` and `tpot_error` are the standard deviations of ln(observed / predicted); `urgency` is whose errors TTFT's
-    are (router.calibration).
+    are (router.calibration). `due_in` is when the first token is due, seconds from the decision on.
     """
 
     queue: float
@@ -42,6 +44,7 @@ class Prediction:
     error: float
     tpot_error: float = LEAST_ERROR
     urgency: int = 0
+    due_in: float = math.inf  # seconds left of its TTFT objective
 
 
 def objectives_used(slo: Slo, ttft: float, tpot: float, output: int) -> float:
@@ -148,17 +151,35 @@ def queued_lost(worker: Candidate, cost: StepCost, prompt: QueuedPrompt, drift: 
     return max(0.0, lost)
 
 
-def newcomers_lost(worker: Candidate, queue: float, compute: float, limit: float, drift: Drift) -> float:
-    """How much of what the worker's prompts are worth is lost to requests that come later, as this one goes first.
+def newcomers_lost(worker: Candidate, prompt: QueuedPrompt, queue: float, drift: Drift, now: float) -> float:
+    """How many requests like those that come in time from this worker will be late behind this prompt.
 
-    Those that come while it takes its `compute` seconds, where one like it would be late behind it (`limit`: seconds of
-    the TTFT objective). A worker whose prompts are late anyhow has nothing to lose: what can meet its objectives
-    nowhere goes there, and not to one that others need.
+    Those that come while it waits `queue` seconds and is computed, and are due later: others pass it. One that is late
+    itself is passed by all, and counts by a part (queue_seconds). A worker whose prompts are late anyhow has nothing to
+    lose: what can meet its objectives nowhere goes there, and not to one that others need.
     """
-    if not worker.worth:
+    if not worker.arrivals:
         return 0.0
-    taken = compute * drift.factor
-    return worker.worth * taken * (1.0 - within(limit, (queue + compute) * drift.factor + taken, drift.error))
+    waits, taken, error = queue * drift.factor, prompt.seconds * drift.factor, drift.error
+    due_in = prompt.due - now
+    in_time, lost = within(due_in, waits + taken, error), 0.0
+    for kind in worker.arrivals:
+        alone, behind = kind.seconds * drift.factor, _behind_seconds(prompt, kind, due_in, waits, taken)
+        if behind and in_time > NEVER:
+            before, after = within(kind.limit, waits + alone, error), within(kind.limit, waits + alone + taken, error)
+            lost += kind.rate * behind * in_time * (before - after)
+        if in_time < 1.0 - NEVER:
+            before, after = within(kind.limit, alone, error), within(kind.limit, alone + taken, error)
+            lost += kind.rate * taken * (1.0 - in_time) * LATE_SHARE * (before - after)
+    return lost
+
+
+def _behind_seconds(prompt: QueuedPrompt, kind: Arrivals, due_in: float, waits: float, taken: float) -> float:
+    """How long those that come are computed after a prompt: at most as long as it takes, later ones wait for these."""
+    if kind.priority < prompt.priority:
+        return 0.0
+    first = max(0.0, due_in - kind.limit) if kind.priority == prompt.priority else 0.0
+    return min(taken, max(0.0, waits + taken - first))
 
 
 def _before(other: QueuedPrompt, prompt: QueuedPrompt) -> bool:
@@ -211,12 +232,12 @@ def pause_seconds(worker: Candidate, cost: StepCost, step: float, tpot: float | 
     return full if tightest is None else min(full, max(step, cost.pause_seconds(tightest)))
 
 
-def held_seconds(cost: StepCost, step: float, tpot: float | None) -> float:
-    """The most that a worker's prompts let its tokens take in the mean where decode steps take `step` seconds.
+def held_seconds(cost: StepCost, alone: float, tpot: float | None) -> float:
+    """The most that a worker's prompts let a token take in the mean, which takes `alone` seconds without them.
 
     It gives prompts the slack of the objective (`tpot` seconds) in each step, and so never more than that in all.
     """
-    return math.inf if tpot is None else max(step, cost.pause_seconds(tpot) / GAP)
+    return math.inf if tpot is None else max(alone, cost.pause_seconds(tpot) / GAP)
 
 
 def after_backlog(token: float, pause: float, backlog: float, tokens: int) -> float:
@@ -244,9 +265,20 @@ def step_seconds(worker: Candidate, cost: StepCost, tokens: int, output: int) ->
     return cost.seconds(StepLoad(rows.sequences + 1, context, rows.sequences + 1, context))
 
 
-def others_lost(worker: Candidate, before: float, after: float, error: float) -> float:
-    """How many of the running sequences are expected to miss their TPOT objective as its mean grows so (seconds)."""
+def others_lost(
+    worker: Candidate, cost: StepCost, alone: tuple[float, float], tokens: tuple[float, float], drift: Drift
+) -> float:
+    """How many of the running sequences are expected to miss their TPOT objective because a request joins them.
+
+    Seconds a token before and after: in steps without prompts, and in the mean. Prompts of their own worker slow them
+    down by no more than each objective leaves.
+    """
     lost = 0.0
     for objective, count in worker.objectives:
-        lost += count * (within(objective, before, error) - within(objective, after, error))
+        before, after = tokens
+        if worker.prefills:
+            before = min(before, held_seconds(cost, alone[0], objective))
+            after = min(after, held_seconds(cost, alone[1], objective))
+        early = within(objective, before * drift.factor, drift.error)
+        lost += count * (early - within(objective, after * drift.factor, drift.error))
     return max(0.0, lost)

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import isfinite
 
+from router.arrivals import ArrivalRates, Arrivals
 from router.candidate import NOTHING, Candidate, Dispatched, QueuedPrompt
 from serving.messages import WorkerStatus
-from serving.share import Rate, Share
+from serving.share import Share
 
 OLDEST_ECHO = 60.0  # seconds: a status that is said to be older, or from the future, carries another clock's time
 LONGEST_WAIT = 86_400.0  # seconds: no worker has prompts for a day
@@ -50,7 +51,7 @@ class RegisteredWorker:
     slow: bool = False  # it works, but takes much longer than it should (router.slowness)
     busy_until: float = 0.0
     decoding: Share = field(default_factory=Share)  # of its leases, those that decode
-    in_time: Rate = field(default_factory=Rate)  # first tokens that came in time from here, by their classes' weights
+    in_time: ArrivalRates = field(default_factory=ArrivalRates)  # prompts whose first tokens came in time from here
     _sent: deque[tuple[float, Dispatched]] = field(default_factory=deque)
     _prompts: deque[Reservation] = field(default_factory=deque)  # sent since the status was made
     _queued: dict[Reservation, QueuedPrompt] = field(default_factory=dict)  # sent, and without a first token
@@ -122,7 +123,7 @@ class RegisteredWorker:
                 self.slow,
                 tuple(self._queued.values()),
                 self.decoding.share,
-                self.in_time.of(self.seen),
+                self.in_time.expected(self.seen),
             )
         return self._candidate
 
@@ -199,11 +200,11 @@ class Registry:
         if worker is not None:
             worker.mark_slow(slow)
 
-    def in_time(self, instance: str, weight: float, now: float) -> None:
-        """A first token of a request of this weight has come from there within its objective."""
+    def in_time(self, instance: str, prompt: Arrivals, now: float) -> None:
+        """A prompt's first token has come from there within its objective."""
         worker = self.workers.get(instance)
         if worker is not None:
-            worker.in_time.note(weight, now)
+            worker.in_time.note(prompt, now)
 
     def leaves(self, instance: str) -> None:
         """It has said that it drains, before a heartbeat did: send nothing new there."""

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.calibration import MOST_WORKERS, Calibration
-from router.goodput import Goodput
+from router.goodput import LATE, Goodput
 from router.link_costs import LinkCosts
 from router.output_lengths import OutputLengths
 from router.policy import Decision
@@ -36,6 +36,17 @@ def test_predictions_are_corrected_by_what_came_of_them() -> None:
     assert slower is not None and quicker is not None
     assert slower.tpot / quicker.tpot == pytest.approx(2.0, rel=0.1), "so far apart is no chance"
     assert quicker.tpot / quicker.token == pytest.approx(1.0, rel=0.1)
+
+
+@pytest.mark.parametrize(("late", "taught"), [(0.9, 0.9), (1.2, 1.2), (30.0, LATE)])
+def test_how_late_a_first_token_was_teaches_nothing(late: float, taught: float) -> None:
+    """Workers pass what is late: it then waits for as long as others come, which no prediction is of."""
+    policy = Goodput()
+    for _ in range(300):
+        decision = choose(wanting(tokens=1024, ttft=0.8), worker("w"), policy=policy)
+        policy.observed(decision, ttft=0.8 * late)
+    predicted = choose(wanting(tokens=1024, ttft=0.8), worker("w"), policy=policy).predicted
+    assert predicted is not None and predicted.ttft == pytest.approx(0.8 * taught, rel=0.02)
 
 
 @given(st.floats(1.0, 4.0))

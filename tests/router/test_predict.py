@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.arrivals import Arrivals
 from router.calibration import Drift
 from router.candidate import QueuedPrompt
 from router.predict import (
@@ -21,6 +22,7 @@ from router.predict import (
     queue_seconds,
     within,
 )
+from serving.messages import Role
 from serving.step_cost import StepCost, StepLoad, pairs
 from tests.router.costed import COST, choose, wanting, worker
 
@@ -66,9 +68,29 @@ def test_chances_are_even_at_the_limit_and_grow_with_it() -> None:
     assert within(1.0, 0.0, 0.3) == 1.0
 
 
-@given(st.integers(0, 40), st.floats(1e-4, 1.0), st.floats(0.0, 1.0))
-def test_no_more_are_lost_than_run(rows: int, before: float, more: float) -> None:
-    assert 0.0 <= others_lost(worker("w", rows=rows), before, before + more, 0.2) <= rows
+@given(
+    st.integers(0, 40),
+    st.tuples(st.floats(1e-4, 1.0), st.floats(0.0, 1.0)),
+    st.tuples(st.floats(1e-4, 1.0), st.floats(0.0, 1.0)),
+    st.sampled_from(Role),
+)
+def test_no_more_are_lost_than_run(
+    rows: int, alone: tuple[float, float], token: tuple[float, float], role: Role
+) -> None:
+    """Before and after, the second of a pair is what is added."""
+    before = alone[0], alone[0] + token[0]
+    after = before[0] + alone[1], before[1] + alone[1] + token[1]
+    there = worker("w", role, rows=rows)
+    assert 0.0 <= others_lost(there, COST, (before[0], after[0]), (before[1], after[1]), Drift()) <= rows
+
+
+def test_prompts_of_a_worker_take_no_token_past_the_objective_of_those_it_decodes() -> None:
+    """Objectives are 100 ms; steps without prompts stay short, with prompts they would take too long."""
+    alone, tokens = (0.02, 0.021), (0.09, 0.3)
+    mixed, decode = (worker("w", role, rows=10) for role in (Role.MIXED, Role.DECODE))
+    assert others_lost(mixed, COST, alone, tokens, Drift()) == pytest.approx(0.0)
+    assert others_lost(decode, COST, alone, tokens, Drift()) > 5.0
+    assert others_lost(mixed, COST, (0.02, 0.3), tokens, Drift()) > 5.0, "a step that is too long by itself is"
 
 
 def test_prompts_go_slower_beside_decodes_whose_objectives_are_tight() -> None:
@@ -125,27 +147,63 @@ def test_what_will_be_late_in_any_case_is_mostly_passed() -> None:
     assert queue_seconds(hopeful, COST, QueuedPrompt(0, 5.0, 0.1), 0.0) == pytest.approx(1.0)
 
 
-@given(st.floats(0, 50), st.floats(0, 20), st.floats(0, 5), st.floats(0, 5), st.floats(0.01, 5))
-def test_a_prompt_costs_newcomers_what_its_worker_brings_meanwhile(
-    worth: float, queue: float, compute: float, more: float, limit: float
+ARRIVALS = st.builds(
+    Arrivals, st.integers(-1, 1), st.floats(1e-3, 60.0), st.floats(0.0, 10.0), st.floats(0.0, 50.0)
+)  # fmt: skip
+
+
+@given(st.lists(ARRIVALS, max_size=3), st.floats(0, 20), st.floats(0, 5), st.floats(-9.0, 60.0))
+def test_no_more_newcomers_are_lost_than_come_while_a_prompt_is_computed(
+    kinds: list[Arrivals], queue: float, compute: float, due: float
 ) -> None:
-    there = replace(worker("w"), worth=worth)
-    lost = newcomers_lost(there, queue, compute, limit, Drift())
-    assert 0.0 <= lost <= worth * compute * (1 + 1e-9)
-    assert lost <= newcomers_lost(there, queue + more, compute, limit, Drift()) + 1e-9
-    assert lost <= newcomers_lost(there, queue, compute + more, limit, Drift()) + 1e-9
+    there, prompt = replace(worker("w"), arrivals=tuple(kinds)), QueuedPrompt(0, due, compute)
+    lost = newcomers_lost(there, prompt, queue, Drift(), 0.0)
+    assert -1e-9 <= lost <= sum(kind.rate for kind in kinds) * compute * (1 + 1e-9)
+
+
+def lost_to(kind: Arrivals, prompt: QueuedPrompt, queue: float = 0.0) -> float:
+    return newcomers_lost(replace(worker("w"), arrivals=(kind,)), prompt, queue, Drift(variance=0.01), 0.0)
+
+
+def test_newcomers_that_pass_a_prompt_lose_nothing_to_it() -> None:
+    """Ten a second that are due within a second; the prompt takes two and has six."""
+    urgent = Arrivals(0, 1.0, 0.2, 10.0)
+    assert lost_to(urgent, QueuedPrompt(0, 6.0, 2.0)) < 0.01
+    assert lost_to(urgent._replace(priority=-1), QueuedPrompt(0, 2.5, 2.0)) < 0.2, "more important ones pass any"
+    assert lost_to(urgent, QueuedPrompt(-1, 6.0, 2.0)) > 10.0, "but none that is more important"
+
+
+def test_newcomers_that_are_due_later_wait_behind_it_and_may_be_late() -> None:
+    alike = Arrivals(0, 3.0, 2.0, 1.0)
+    assert lost_to(alike, QueuedPrompt(0, 3.0, 2.0)) == pytest.approx(2.0, rel=0.05), "two seconds' worth"
+    assert lost_to(alike._replace(seconds=0.1), QueuedPrompt(0, 3.0, 2.0)) < 0.1, "short ones are in time even so"
+    assert lost_to(alike, QueuedPrompt(0, 30.0, 2.0), 20.0) < 0.01, "and who is late anyhow loses nothing"
+
+
+def test_a_prompt_that_is_late_costs_newcomers_a_part_of_its_time() -> None:
+    alike = Arrivals(0, 3.0, 2.0, 1.0)
+    assert lost_to(alike, QueuedPrompt(0, 0.1, 2.0)) == pytest.approx(2.0 * LATE_SHARE, rel=0.05)
 
 
 def test_what_can_be_in_time_nowhere_goes_where_nobody_else_would_be() -> None:
     """Both workers are full of prompts; from one of them first tokens come in time, from the other none."""
+    kinds = {"u": (Arrivals(0, 0.3, 0.25, 8.0),), "l": ()}
     useful, lost = (
-        replace(worker(name, waiting_seconds=2.0, waiting_tokens=4000), worth=worth)
-        for name, worth in (("u", 8.0), ("l", 0.0))
+        replace(worker(name, waiting_seconds=2.0, waiting_tokens=4000), arrivals=arrivals)
+        for name, arrivals in kinds.items()
     )
     assert choose(wanting(tokens=512, ttft=0.3), useful, lost).prefill is lost
 
 
+def test_a_long_prompt_goes_to_a_worker_that_is_idle_between_urgent_ones() -> None:
+    """Those pass it; kept away from them it waited behind a queue of its like until it was late."""
+    idle = replace(worker("i"), arrivals=(Arrivals(0, 1.0, 0.2, 2.0),))
+    full = worker("f", waiting_seconds=5.0, waiting_tokens=10_000, queued=[QueuedPrompt(0, 6.0, 5.0)])
+    assert choose(wanting(tokens=3000, ttft=6.0), idle, full).prefill is idle
+
+
 def test_prompts_hold_back_no_token_beyond_its_objective_in_the_mean() -> None:
+    """However many tokens a step brings: its slack is theirs."""
     assert held_seconds(COST, 0.01, 0.05) <= 0.05 and held_seconds(COST, 0.08, 0.05) == 0.08
     assert held_seconds(COST, 0.01, None) == math.inf
 

@@ -386,15 +386,15 @@ async def test_one_that_is_due_at_no_time_takes_what_there_is(slo: Slo) -> None:
     await world.fleet.close()
 
 
-async def test_first_tokens_in_time_are_what_a_worker_is_worth() -> None:
+async def test_prompts_whose_first_tokens_come_in_time_are_likely_to_go_on_coming() -> None:
     world = World(policy="goodput")
     world.add("w", step_cost=COST)
-    assert world.fleet.candidates()[0].worth == 0.0
-    await world.tokens(replace(wanted("1"), slo=Slo(ttft_ms=1000.0)))
-    worth = world.fleet.registry.workers["w-life"].in_time.of(world.now)
-    assert worth > 0.0
+    assert world.fleet.candidates()[0].arrivals == ()
+    await world.tokens(replace(wanted("1"), slo=Slo(ttft_ms=1000.0), priority=3))
     await world.tokens(replace(wanted("2"), slo=Slo(ttft_ms=-1.0)))
-    assert world.fleet.registry.workers["w-life"].in_time.of(world.now) == worth, "that one was late"
+    await world.tokens(replace(wanted("3"), slo=Slo()))
     world.beat()
-    assert world.fleet.candidates()[0].worth == pytest.approx(worth)
+    (kind,) = world.fleet.candidates()[0].arrivals
+    assert (kind.priority, kind.limit) == (3, 1.0), "of the others one was late, and one due at no time"
+    assert kind.rate > 0.0 and kind.seconds > 0.0
     await world.fleet.close()
