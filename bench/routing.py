@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from bench.report import aligned
 from kvcache.blocks.prefix import extend_keys, root_key
+from router.arrivals import Arrivals
 from router.block_keys import block_keys
 from router.candidate import Dispatched
 from router.fleet import Fleet, RouterConfig
@@ -35,6 +36,7 @@ BLOCK = 16  # tokens
 PROMPT = 1520  # tokens
 DOCUMENT = 1500 // BLOCK  # blocks that prompts about one document have in common at most
 HOLDERS = (1, 1, 1, 2, 2, 4)  # workers that hold a document
+LIMITS = (0.5, 2.0, 8.0)  # seconds: TTFT objectives of prompts that have come in time
 OPEN = 64  # requests at a time
 ROLES = {"thirds": (Role.PREFILL, Role.DECODE, Role.MIXED), "mixed": (Role.MIXED,)}
 STEPS = ("block keys", "index lookup", "view", "choose", "accounts", "a request", "a heartbeat")
@@ -101,6 +103,8 @@ class Reporters:
         since = self.fleet.kv_events_since(status.instance) or 0
         events = KVEvents(first=since, next=since + len(fresh) + len(removed), stored=fresh, removed=removed)
         self.fleet.heartbeat(status, events)
+        prompt = Arrivals(0, self.draw.choice(LIMITS), 0.1, 1.0)
+        self.fleet.registry.in_time(status.instance, prompt, self.fleet.clock())
 
     def status(self, number: int) -> WorkerStatus:
         draw, role = self.draw, self.roles[number]

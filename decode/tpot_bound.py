@@ -60,7 +60,7 @@ class TpotBound(LeaseBound):
 
     def check(self, order: LeaseOrder, held: Collection[SequenceState], now: float) -> None:
         model = self.cost()
-        held = [seq for seq in held if _decodes(seq) or seq.objectives.due > now]
+        held = [seq for seq in held if _decodes(seq) or seq.order.generated or seq.objectives.due > now]
         decoding = sum(_decodes(seq) for seq in held)
         waiting = 0.0 if self.prompts else self._decoding.look(decoding, len(held), now)
         if model is None or not model.samples or order.generated:

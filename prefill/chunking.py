@@ -9,10 +9,10 @@ deadline is counted from the sequence's first token, as TPOT is.
 from __future__ import annotations
 
 from collections import deque
-from math import exp, inf
+from math import exp, inf, log2
 from typing import Protocol
 
-from prefill.ordering import Cost
+from prefill.ordering import Cost, turn
 from serving.engine.plan import StepPlan
 from serving.engine.sequence import SequenceState
 from serving.step_cost import GAP, MOST_ERROR, SPARED, StepCost, StepLoad
@@ -71,7 +71,7 @@ class SlackChunks(Chunking):
     are due at no time and less important than a running sequence leave it early: they slow it down to YIELD_SHARE of
     its TPOT and no further, and what it is early by is there for the next prompt that is as important. Steps of prompts
     that some like those that came lately would pass are short as well: the next of these waits for the step that runs
-    when it comes. Without a model, or where no running sequence has a TPOT objective, it is the fixed budget.
+    when it comes. Without a model, or where nobody has an objective that says otherwise, it is the fixed budget.
     """
 
     def __init__(self, cost: Cost):
@@ -84,17 +84,17 @@ class SlackChunks(Chunking):
         self._beside = False  # something decodes in the step
         self._alone = 0.0  # seconds of the step without prompts
         self._given = 0  # prompt tokens of this step
-        self._short = False  # the step has fewer than FLOOR for its first prompt
-        self._lately: deque[int] = deque(maxlen=LEAN_STEPS - 1)  # tokens of such steps in a row
+        self._asked = False  # the step has a prompt to compute
+        self._lately: deque[int] = deque(maxlen=LEAN_STEPS - 1)  # tokens of such steps in a row, less than FLOOR each
         self._now = 0.0
-        self._hurried: dict[tuple[int, float], float] = {}  # by priority and TTFT objective: when it was last seen
+        self._hurried: dict[tuple[int, int], tuple[float, float]] = {}  # TTFT objectives, and when they were last seen
 
     def begin(self, plan: StepPlan, now: float) -> None:
-        if self._short:
+        if self._asked and self._given < FLOOR:
             self._lately.append(self._given)
         else:
             self._lately.clear()
-        self._seconds, self._given, self._short, self._now = inf, 0, False, now
+        self._seconds, self._given, self._asked, self._now = inf, 0, False, now
         self._beside, self._plan, self._yielding = bool(plan.work), None, {}
         model = self.cost()
         self._model = model = model if model is not None and model.samples else None
@@ -132,15 +132,14 @@ class SlackChunks(Chunking):
     def most(self, seq: SequenceState, plan: StepPlan) -> int:
         if self._model is None:
             return plan.tokens
-        seconds = min(self._seconds, self._yielded(seq, self._model), self._unhurried(seq))
+        seconds = min(self._seconds, self._yielded(seq, self._model), self._unhurried(seq, self._model))
         if seconds == inf:
             return plan.tokens
         fits = self._model.chunk_within(seconds, seq.computed, self._load, plan.tokens)
         if self._given:
             return fits
-        wanted = min(FLOOR, plan.tokens, seq.uncomputed)
-        self._short = fits < wanted and self._beside
-        if not self._short:
+        self._asked, wanted = True, min(FLOOR, plan.tokens, seq.uncomputed)
+        if fits >= wanted or not self._beside:
             return max(fits, wanted)
         lacking = FLOOR - sum(self._lately) if len(self._lately) == LEAN_STEPS - 1 else 0
         return max(fits, min(wanted, lacking))
@@ -159,23 +158,28 @@ class SlackChunks(Chunking):
             self._yielding[priority] = yielding_slack(self._plan, priority, self._now, self._alone) * _certain(model)
         return self._yielding[priority]
 
-    def _unhurried(self, seq: SequenceState) -> float:
+    def _unhurried(self, seq: SequenceState, model: StepCost) -> float:
         """How long a step of this prompt may take for the sake of those to come that go first; notes its own TTFT."""
-        ttft_ms, goals, now = seq.request.slo.ttft_ms, seq.objectives, self._now
-        left = goals.due - now if goals.due > now else inf  # one that is late goes behind the others
-        if ttft_ms is not None:
-            left = min(left, ttft_ms / 1e3)
-            kind = goals.priority, ttft_ms / 1e3
-            self._hurried.pop(kind, None)
-            self._hurried[kind] = now
-            if len(self._hurried) > MOST_HURRIED:
-                del self._hurried[next(iter(self._hurried))]
-        turn = goals.priority, left
-        first = [kind[1] for kind, at in self._hurried.items() if kind < turn and now - at < LATELY]
-        if not first:
+        now, ttft_ms, start = self._now, seq.request.slo.ttft_ms, seq.computed
+        own = turn(seq, model.seconds(StepLoad.of(start, seq.uncomputed)), now, 0.0)
+        if ttft_ms is not None and not own[1] and not seq.order.generated:
+            self._note(seq.objectives.priority, ttft_ms / 1e3)
+        least = inf
+        for (priority, _), (ttft, at) in self._hurried.items():
+            if ttft < least and now - at < LATELY and (priority, False, now + ttft) < own:
+                least = ttft
+        if least == inf:
             return inf
-        least = min(first)
-        return max(HURRY_SHARE * least, HURRIED_STEPS * self._alone)
+        shortest = self._alone + model.seconds(StepLoad.of(start, 1)) - model.fixed
+        return max(HURRY_SHARE * least, HURRIED_STEPS * shortest)
+
+    def _note(self, priority: int, ttft: float) -> None:
+        """A prompt that can be in time has come with this TTFT objective."""
+        kind = priority, round(log2(ttft))
+        self._hurried.pop(kind, None)
+        self._hurried[kind] = ttft, self._now
+        if len(self._hurried) > MOST_HURRIED:
+            del self._hurried[next(iter(self._hurried))]
 
 
 def hopeful_slack(plan: StepPlan, now: float, model: StepCost, alone: float) -> float:

@@ -53,14 +53,7 @@ class SlackOrder(PromptOrder):
             return
         remaining = self._remaining(queue, chunk, beside)
         alpha = load_weight(queue, remaining)
-        keys = {}
-        for seq, seconds in zip(queue, remaining, strict=True):
-            goals, since = seq.objectives, seq.prefill.waiting_since
-            level, due = goals.priority - STEP * ((now - since) // AGE), goals.due
-            if due == inf:
-                keys[seq] = (level, False, since + UNHURRIED)
-            else:
-                keys[seq] = (level, now + seconds > due, due + alpha * seconds)
+        keys = {seq: turn(seq, seconds, now, alpha) for seq, seconds in zip(queue, remaining, strict=True)}
         queue.sort(key=keys.__getitem__)
 
     def _remaining(self, queue: Sequence[SequenceState], chunk: int, beside: int) -> list[float]:
@@ -72,6 +65,16 @@ class SlackOrder(PromptOrder):
         each, pair = cost.token + step / max(1, chunk), cost.pair
         left = [(len(seq.tokens) - seq.computed, seq.computed) for seq in queue]
         return [count * (each + pair * (start + count / 2)) for count, start in left]
+
+
+def turn(seq: SequenceState, seconds: float, now: float, alpha: float) -> tuple[float, bool, float]:
+    """What the queue is ordered by: the level of a prompt, whether it is late, and when it is due. It takes `seconds`.
+
+    A prompt that comes now with a TTFT objective has the turn (priority, False, now + objective).
+    """
+    goals, since = seq.objectives, seq.prefill.waiting_since
+    level, due = goals.priority - STEP * ((now - since) // AGE), goals.due
+    return (level, False, since + UNHURRIED) if due == inf else (level, now + seconds > due, due + alpha * seconds)
 
 
 def load_weight(queue: Sequence[SequenceState], remaining: Sequence[float]) -> float:

@@ -39,7 +39,7 @@ from router.shortlist import quickest_prompts, quickest_steps, quickest_texts, r
 SHORTLIST = 4  # workers of each kind whose placements are predicted
 SCORE_BAND = 0.02  # requests: scores within it are near ties, and the placement with the most to spare wins
 USED_BAND = 0.05  # share of what that uses: placements within it are near ties, and are spread over requests
-LATE = 1.3  # of its TTFT objective that a first token takes at most, as far as predictions learn from it: late is late
+LATE = 1.3  # of its TTFT objective: predictions learn nothing from how much later than that a first token was
 KEPT = 8  # placements that a decision tells it has considered
 
 
@@ -134,7 +134,7 @@ class Goodput:
         chosen = min(tied, key=lambda placed: placed.spread(demand)) if len(tied) > 1 else tied[0]
         others = [placed for placed in placements[:KEPT] if placed is not chosen]
         reason = "slo" if len(near) < len(placements) else "tie" if len(tied) > 1 else "quickest"
-        due_in = inf if demand.first_token_in is None else demand.first_token_in
+        due_in = demand.first_token_in if demand.first_token_in is not None and demand.build is None else inf
         considered = tuple([placed.told(search.urgency, due_in) for placed in (chosen, *others[: KEPT - 1])])
         return Decision(chosen.decode, chosen.prefill, reason, considered[0].predicted, considered)
 
@@ -150,9 +150,10 @@ class Goodput:
         if predicted is None:
             return
         if ttft is not None and decision.prefill is not None:
-            raw = predicted.queue + predicted.prefill
-            ttft = min(ttft, max(LATE * predicted.due_in, predicted.ttft))
-            self.calibration.first_token(decision.prefill.status.instance, raw, ttft, predicted.urgency)
+            raw, latest = predicted.queue + predicted.prefill, LATE * predicted.due_in
+            if ttft <= latest or predicted.ttft < latest:
+                learned = min(ttft, latest)
+                self.calibration.first_token(decision.prefill.status.instance, raw, learned, predicted.urgency)
         if tpot is not None and decision.decode is not None:
             self.calibration.further_tokens(decision.decode.status.instance, predicted.token, tpot)
         if step_tokens is not None and decision.decode is not None:
@@ -229,8 +230,9 @@ class PlacementSearch:
         queue = queue_seconds(worker, cost, prompt, self.now)
         drift = self.calibration.first(worker.status.instance, self.urgency)
         ttft, error, left = (queue + compute) * drift.factor, drift.error, demand.first_token_in
+        chance = 1.0 if left is None else within(left, ttft, error)
         lost = queued_lost(worker, cost, prompt, drift, self.now)
-        lost += newcomers_lost(worker, prompt, queue, drift, self.now)
+        lost += newcomers_lost(worker, prompt, queue, drift, self.now, chance)
         return _FirstToken(
             worker,
             queue,
@@ -238,7 +240,7 @@ class PlacementSearch:
             added=cost.added_seconds(start, demand.tokens),
             ttft=ttft,
             error=error,
-            chance=1.0 if left is None else within(left, ttft, error),
+            chance=chance,
             lost=lost,
         )
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count, groupby
+from math import inf
 from operator import attrgetter
 from typing import Any
 
@@ -328,7 +329,7 @@ class Placer:
 
     def _was_in_time(self, state: RequestState, decision: Decision, prefill: str, now: float) -> None:
         limit, predicted = state.request.slo.ttft_ms, decision.predicted
-        if limit is not None and predicted is not None:
+        if limit is not None and predicted is not None and predicted.due_in < inf:
             weight = self.service_class(state).weight
             prompt = Arrivals(state.request.priority, limit / 1e3, predicted.prefill, weight)
             self.fleet.registry.in_time(prefill, prompt, now)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from router.arrivals import Arrivals
 from router.calibration import Drift
 from router.candidate import Candidate, QueuedPrompt
 from serving.messages import Role, Slo
@@ -31,7 +30,8 @@ class Prediction:
 
     `ttft` is `queue` and `prefill`, corrected by what such predictions came to; `tpot` is `token`, corrected likewise.
     `error` and `tpot_error` are the standard deviations of ln(observed / predicted); `urgency` is whose errors TTFT's
-    are (router.calibration). `due_in` is when the first token is due, seconds from the decision on.
+    are (router.calibration). `due_in` is when the first token of a text is due, seconds from the decision on;
+    infinite where it is due at no time, or has come before.
     """
 
     queue: float
@@ -44,7 +44,7 @@ class Prediction:
     error: float
     tpot_error: float = LEAST_ERROR
     urgency: int = 0
-    due_in: float = math.inf  # seconds left of its TTFT objective
+    due_in: float = math.inf
 
 
 def objectives_used(slo: Slo, ttft: float, tpot: float, output: int) -> float:
@@ -151,20 +151,24 @@ def queued_lost(worker: Candidate, cost: StepCost, prompt: QueuedPrompt, drift: 
     return max(0.0, lost)
 
 
-def newcomers_lost(worker: Candidate, prompt: QueuedPrompt, queue: float, drift: Drift, now: float) -> float:
+def newcomers_lost(
+    worker: Candidate, prompt: QueuedPrompt, queue: float, drift: Drift, now: float, chance: float
+) -> float:
     """How many requests like those that come in time from this worker will be late behind this prompt.
 
-    Those that come while it waits `queue` seconds and is computed, and are due later: others pass it. One that is late
-    itself is passed by all, and counts by a part (queue_seconds). A worker whose prompts are late anyhow has nothing to
-    lose: what can meet its objectives nowhere goes there, and not to one that others need.
+    Those that come while it waits `queue` seconds and is computed, and are due later or less important: others pass it.
+    One that is late itself, which it is not by a `chance`, is passed by all that are as important, and counts by a part
+    (queue_seconds). A worker whose prompts are late anyhow has nothing to lose: what can meet its objectives nowhere
+    goes there, and not to one that others need.
     """
-    if not worker.arrivals:
-        return 0.0
-    waits, taken, error = queue * drift.factor, prompt.seconds * drift.factor, drift.error
-    due_in = prompt.due - now
-    in_time, lost = within(due_in, waits + taken, error), 0.0
+    waits, taken, error, lost = queue * drift.factor, prompt.seconds * drift.factor, drift.error, 0.0
     for kind in worker.arrivals:
-        alone, behind = kind.seconds * drift.factor, _behind_seconds(prompt, kind, due_in, waits, taken)
+        if kind.priority < prompt.priority:
+            continue
+        alone, first, in_time = kind.seconds * drift.factor, 0.0, 1.0
+        if kind.priority == prompt.priority:
+            first, in_time = max(0.0, prompt.due - now - kind.limit), chance
+        behind = min(taken, max(0.0, waits + taken - first))  # seconds: those that come later wait for these
         if behind and in_time > NEVER:
             before, after = within(kind.limit, waits + alone, error), within(kind.limit, waits + alone + taken, error)
             lost += kind.rate * behind * in_time * (before - after)
@@ -172,14 +176,6 @@ def newcomers_lost(worker: Candidate, prompt: QueuedPrompt, queue: float, drift:
             before, after = within(kind.limit, alone, error), within(kind.limit, alone + taken, error)
             lost += kind.rate * taken * (1.0 - in_time) * LATE_SHARE * (before - after)
     return lost
-
-
-def _behind_seconds(prompt: QueuedPrompt, kind: Arrivals, due_in: float, waits: float, taken: float) -> float:
-    """How long those that come are computed after a prompt: at most as long as it takes, later ones wait for these."""
-    if kind.priority < prompt.priority:
-        return 0.0
-    first = max(0.0, due_in - kind.limit) if kind.priority == prompt.priority else 0.0
-    return min(taken, max(0.0, waits + taken - first))
 
 
 def _before(other: QueuedPrompt, prompt: QueuedPrompt) -> bool:

@@ -128,6 +128,8 @@ def test_prompts_that_are_late_elsewhere_keep_nobody_out_until_they_decode() -> 
     for seq in late:
         seq.tokens.append(0)
     assert refused(late, tpot_ms=30.0)
+    moved = [row(30.0, first_token_in=-1.0, generated=[1]) for _ in range(20)]
+    assert refused(moved, tpot_ms=30.0), "texts that go on are due at every moment, and soon run"
 
 
 def test_their_kv_is_taken_to_grow() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.arrivals import MOST_KINDS, ArrivalRates, Arrivals
+from router.arrivals import MOST_TOLD, ArrivalRates, Arrivals
 from serving.share import MEAN_SECONDS
 
 CHAT, LONG = Arrivals(0, 1.0, 0.2, 1.0), Arrivals(0, 6.0, 2.0, 0.5)
@@ -35,5 +35,16 @@ def test_few_kinds_are_remembered_whatever_comes(prompts: list[tuple[int, float,
     for at, (priority, limit, seconds) in enumerate(prompts):
         rates.note(Arrivals(priority, limit, seconds, 1.0), float(at))
     kinds = rates.expected(99.0)
-    assert len(kinds) <= MOST_KINDS and bool(kinds) == bool(prompts)
-    assert not prompts or prompts[-1][0] in {kind.priority for kind in kinds}
+    assert len(kinds) <= MOST_TOLD and bool(kinds) == bool(prompts)
+    assert [kind.rate for kind in kinds] == sorted((kind.rate for kind in kinds), reverse=True)
+
+
+def test_kinds_that_hardly_come_push_out_none_that_do() -> None:
+    """Clients choose objectives and priorities: one of them could make all others' prompts unknown."""
+    rates = ArrivalRates()
+    for at in range(500):
+        rates.note(CHAT, at * 0.1)
+        if at % 5 == 0:
+            rates.note(LONG._replace(priority=at), at * 0.1)
+    first = rates.expected(50.0)[0]
+    assert (first.priority, first.limit) == (0, 1.0) and first.rate > 9.0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +19,7 @@ from router.predict import (
     within,
 )
 from router.request_state import Attempt
+from serving.messages import Build
 from tests.router.test_goodput import choose, wanting, worker
 
 
@@ -47,6 +50,26 @@ def test_how_late_a_first_token_was_teaches_nothing(late: float, taught: float) 
         policy.observed(decision, ttft=0.8 * late)
     predicted = choose(wanting(tokens=1024, ttft=0.8), worker("w"), policy=policy).predicted
     assert predicted is not None and predicted.ttft == pytest.approx(0.8 * taught, rel=0.02)
+
+
+@pytest.mark.parametrize("came", [0.1, 0.2, 5.0])
+def test_what_was_known_to_be_late_teaches_only_that_it_was_not(came: float) -> None:
+    """Learned one way only, from those that were quicker, predictions would become ever shorter."""
+    policy, demand = Goodput(), wanting(tokens=1024, ttft=0.15)
+    decision = choose(demand, worker("w", waiting_seconds=1.0, waiting_tokens=2000), policy=policy)
+    assert decision.predicted is not None and decision.predicted.ttft > 1.0
+    for _ in range(300):
+        policy.observed(decision, ttft=came)
+    learned = policy.calibration.first("w-life", decision.predicted.urgency).count
+    assert learned == (300 if came <= 0.15 * LATE else 0)
+
+
+def test_a_text_that_goes_on_is_due_at_no_time_that_predictions_know() -> None:
+    policy, build = Goodput(), Build("model", "model")
+    decision = choose(replace(wanting(), first_token_in=0.01, build=build), worker("w"), policy=policy)
+    assert decision.predicted is not None and decision.predicted.due_in == math.inf
+    policy.observed(decision, ttft=3.0)
+    assert policy.calibration.first("w-life", decision.predicted.urgency).count == 1
 
 
 @given(st.floats(1.0, 4.0))

@@ -152,17 +152,17 @@ ARRIVALS = st.builds(
 )  # fmt: skip
 
 
-@given(st.lists(ARRIVALS, max_size=3), st.floats(0, 20), st.floats(0, 5), st.floats(-9.0, 60.0))
+@given(st.lists(ARRIVALS, max_size=3), st.floats(0, 20), st.floats(0, 5), st.floats(-9.0, 60.0), st.floats(0, 1))
 def test_no_more_newcomers_are_lost_than_come_while_a_prompt_is_computed(
-    kinds: list[Arrivals], queue: float, compute: float, due: float
+    kinds: list[Arrivals], queue: float, compute: float, due: float, chance: float
 ) -> None:
     there, prompt = replace(worker("w"), arrivals=tuple(kinds)), QueuedPrompt(0, due, compute)
-    lost = newcomers_lost(there, prompt, queue, Drift(), 0.0)
+    lost = newcomers_lost(there, prompt, queue, Drift(), 0.0, chance)
     assert -1e-9 <= lost <= sum(kind.rate for kind in kinds) * compute * (1 + 1e-9)
 
 
-def lost_to(kind: Arrivals, prompt: QueuedPrompt, queue: float = 0.0) -> float:
-    return newcomers_lost(replace(worker("w"), arrivals=(kind,)), prompt, queue, Drift(variance=0.01), 0.0)
+def lost_to(kind: Arrivals, prompt: QueuedPrompt, queue: float = 0.0, chance: float = 1.0) -> float:
+    return newcomers_lost(replace(worker("w"), arrivals=(kind,)), prompt, queue, Drift(variance=0.01), 0.0, chance)
 
 
 def test_newcomers_that_pass_a_prompt_lose_nothing_to_it() -> None:
@@ -181,8 +181,10 @@ def test_newcomers_that_are_due_later_wait_behind_it_and_may_be_late() -> None:
 
 
 def test_a_prompt_that_is_late_costs_newcomers_a_part_of_its_time() -> None:
-    alike = Arrivals(0, 3.0, 2.0, 1.0)
-    assert lost_to(alike, QueuedPrompt(0, 0.1, 2.0)) == pytest.approx(2.0 * LATE_SHARE, rel=0.05)
+    alike, prompt = Arrivals(0, 3.0, 2.0, 1.0), QueuedPrompt(0, 0.1, 2.0)
+    assert lost_to(alike, prompt, chance=0.0) == pytest.approx(2.0 * LATE_SHARE, rel=0.05)
+    less = alike._replace(priority=1)
+    assert lost_to(less, prompt, chance=0.0) == pytest.approx(2.0, rel=0.05), "but those less important wait all of it"
 
 
 def test_what_can_be_in_time_nowhere_goes_where_nobody_else_would_be() -> None:
