@@ -162,8 +162,8 @@ class SlackChunks(Chunking):
         """How long a step of this prompt may take for the sake of those to come that go first; notes its own TTFT."""
         now, ttft_ms, start = self._now, seq.request.slo.ttft_ms, seq.computed
         own = turn(seq, model.seconds(StepLoad.of(start, seq.uncomputed)), now, 0.0)
-        if ttft_ms is not None and not own[1] and not seq.order.generated:
-            self._note(seq.objectives.priority, ttft_ms / 1e3)
+        if ttft_ms is not None and 0.0 < ttft_ms < inf and not own[1] and not seq.order.generated:
+            self._note(seq.objectives.priority, ttft_ms)
         least = inf
         for (priority, _), (ttft, at) in self._hurried.items():
             if ttft < least and now - at < LATELY and (priority, False, now + ttft) < own:
@@ -173,11 +173,11 @@ class SlackChunks(Chunking):
         shortest = self._alone + model.seconds(StepLoad.of(start, 1)) - model.fixed
         return max(HURRY_SHARE * least, HURRIED_STEPS * shortest)
 
-    def _note(self, priority: int, ttft: float) -> None:
+    def _note(self, priority: int, ttft_ms: float) -> None:
         """A prompt that can be in time has come with this TTFT objective."""
-        kind = priority, round(log2(ttft))
+        kind = priority, round(log2(ttft_ms))
         self._hurried.pop(kind, None)
-        self._hurried[kind] = ttft, self._now
+        self._hurried[kind] = ttft_ms / 1e3, self._now
         if len(self._hurried) > MOST_HURRIED:
             del self._hurried[next(iter(self._hurried))]
 

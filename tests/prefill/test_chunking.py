@@ -339,6 +339,14 @@ def test_an_objective_that_nothing_can_meet_shortens_no_steps() -> None:
     assert chunks.most(row(tokens=4000, ttft_ms=9e4, first_token_in=90.0), plan) == BUDGET
 
 
+@pytest.mark.parametrize("ttft_ms", [0.0, -1.0, 5e-324, 1e308, inf, float("nan")])
+def test_no_objective_breaks_a_step(ttft_ms: float) -> None:
+    chunks, plan = SlackChunks(lambda: COST), StepPlan(BUDGET, 99)
+    for _ in range(2):
+        chunks.begin(plan, 0.0)
+        assert chunks.most(row(tokens=4000, ttft_ms=ttft_ms), plan) >= FLOOR
+
+
 @pytest.mark.parametrize("start", [0, 10_000, 100_000])
 def test_a_deep_prompt_in_short_steps_goes_not_much_slower(start: int) -> None:
     """What reading its own context takes is no reason to compute next to nothing of it."""
