@@ -53,7 +53,6 @@ class _FirstToken:
     worker: Candidate
     queue: float
     compute: float
-    added: float  # to the steps of what decodes there
     ttft: float
     error: float
     chance: float
@@ -70,10 +69,8 @@ class _FurtherTokens:
     pause: float  # a token, while prompts that wait there now are computed beside it
     left: float  # until they all are
     held: float  # a token at most, as its objective holds prompts back
-    before: float  # a token, without the request
-    alone: tuple[float, float]  # a token in steps without prompts, without the request and with it
     drift: Drift
-    lost: float  # requests that decode there, where another worker prefills
+    lost: float  # requests that decode there and miss their TPOT because this one joins them
 
 
 @dataclass(slots=True)
@@ -237,7 +234,6 @@ class PlacementSearch:
             worker,
             queue,
             compute,
-            added=cost.added_seconds(start, demand.tokens),
             ttft=ttft,
             error=error,
             chance=chance,
@@ -257,8 +253,8 @@ class PlacementSearch:
         left = backlog_seconds(worker, cost, self.now)
         pause = pause_seconds(worker, cost, step, self.tpot) / each if left else 0.0
         drift = self.calibration.further(worker.status.instance)
-        lost = others_lost(worker, cost, alone, (before, token), drift)
-        return _FurtherTokens(worker, step, token, pause, left, held, before, alone, drift, lost)
+        lost = others_lost(worker, alone, (before, token), drift)
+        return _FurtherTokens(worker, step, token, pause, left, held, drift, lost)
 
     def _alone(self, first: _FirstToken) -> _Placement:
         """A request that needs no decode."""
@@ -267,11 +263,8 @@ class PlacementSearch:
     def _pair(self, first: _FirstToken, further: _FurtherTokens) -> _Placement:
         """The two errors are taken for independent."""
         prefill, decode, demand = first.worker, further.worker, self.demand
-        transfer, lost, begun, drift = 0.0, further.lost, first.queue, further.drift
-        if prefill is decode:
-            after = further.token + first.added / self.output  # what its prompt adds to their steps
-            lost = others_lost(decode, self.costs.of(decode), further.alone, (further.before, after), drift)
-        else:
+        transfer, begun, drift = 0.0, first.queue, further.drift
+        if prefill is not decode:
             transfer = self.view.links.seconds(prefill.status.instance, decode.status.instance, demand.tokens)
             begun += first.compute
         tokens = self.output - 1
@@ -279,6 +272,6 @@ class PlacementSearch:
         token += transfer / tokens  # the handoff delays the second
         tpot = token * drift.factor
         chance = first.chance if self.tpot is None else first.chance * within(self.tpot, tpot, drift.error)
-        score = demand.weight * chance - lost - first.lost
+        score = demand.weight * chance - further.lost - first.lost
         used = objectives_used(demand.slo, first.ttft, tpot, demand.output)
         return _Placement(first, further, transfer, token, tpot, score, used)

@@ -261,20 +261,15 @@ def step_seconds(worker: Candidate, cost: StepCost, tokens: int, output: int) ->
     return cost.seconds(StepLoad(rows.sequences + 1, context, rows.sequences + 1, context))
 
 
-def others_lost(
-    worker: Candidate, cost: StepCost, alone: tuple[float, float], tokens: tuple[float, float], drift: Drift
-) -> float:
+def others_lost(worker: Candidate, alone: tuple[float, float], tokens: tuple[float, float], drift: Drift) -> float:
     """How many of the running sequences are expected to miss their TPOT objective because a request joins them.
 
-    Seconds a token before and after: in steps without prompts, and in the mean. Prompts of their own worker slow them
-    down by no more than each objective leaves.
+    Seconds a token before and after: in steps without prompts, and in the mean. Of a worker that computes prompts the
+    former count: it gives these no more than what the objectives leave (prefill.chunking).
     """
+    before, after = alone if worker.prefills else tokens
     lost = 0.0
     for objective, count in worker.objectives:
-        before, after = tokens
-        if worker.prefills:
-            before = min(before, held_seconds(cost, alone[0], objective))
-            after = min(after, held_seconds(cost, alone[1], objective))
         early = within(objective, before * drift.factor, drift.error)
         lost += count * (early - within(objective, after * drift.factor, drift.error))
     return max(0.0, lost)
