@@ -12,12 +12,13 @@ from collections.abc import AsyncIterator, Sequence
 import grpc
 from grpc import aio
 
+from decode.own_prefills import PrefillingSession
 from decode.worker import DecodeWorker
 from kvcache.handoff.messages import PUSH, PushFrame, framing
 from kvcache.handoff.receiver import IncomingHandoff
 from serving.errors import InvalidRequest, MillraceError, WorkerLost
-from serving.links import DecodeSession, LeaseEvent
-from serving.messages import LeaseOrder
+from serving.links import DecodeSession, LeaseEvent, PrefillLink
+from serving.messages import LeaseId, LeaseOrder, Prefilled
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import answering, handle
@@ -29,8 +30,9 @@ log = logging.getLogger(__name__)
 class DecodeService(stubs.DecodeServicer):
     """Serves `Decode` for one worker."""
 
-    def __init__(self, worker: DecodeWorker):
+    def __init__(self, worker: DecodeWorker, prefill: PrefillLink | None = None):
         self.worker = worker
+        self.prefill = prefill  # of the same worker
 
     def add_to(self, server: aio.Server) -> None:
         """Register with a server; `Push` without protobuf's copies of payloads (kvcache.transfer.framing)."""
@@ -49,12 +51,16 @@ class DecodeService(stubs.DecodeServicer):
         def deliver(events: Sequence[LeaseEvent]) -> None:
             replies.put_nowait(pb.SessionReply(events=[event_to_pb(event) for event in events]))
 
+        def told(lease: LeaseId, outcome: Prefilled | MillraceError) -> None:
+            replies.put_nowait(pb.SessionReply(prefilled=_prefilled_to_pb(lease, outcome)))
+
         async with answering(context):
             hello = await anext(aiter(requests), None)
             if hello is None or not hello.hello:
                 raise InvalidRequest("a session begins with the router's name", param="hello")
-            session = await self.worker.connect(hello.hello, deliver, lambda error: None)
-            reading = asyncio.create_task(self._read(requests, session, replies), name=f"session-{session.name}")
+            leases = await self.worker.connect(hello.hello, deliver, lambda error: None)
+            session = PrefillingSession(leases, self.prefill, told)
+            reading = asyncio.create_task(self._read(requests, session, replies), name=f"session-{leases.name}")
             try:
                 yield pb.SessionReply(welcome=True)
                 while (reply := await replies.get()) is not None:
@@ -125,3 +131,12 @@ class DecodeService(stubs.DecodeServicer):
         finally:
             incoming.close()
             self.worker.receiving -= 1
+
+
+def _prefilled_to_pb(lease: LeaseId, outcome: Prefilled | MillraceError) -> pb.LeasePrefilled:
+    message = pb.LeasePrefilled(lease=to_pb(lease, pb.LeaseId))
+    if isinstance(outcome, MillraceError):
+        message.error.CopyFrom(error_to_pb(outcome))
+    else:
+        message.prefilled.CopyFrom(to_pb(outcome, pb.Prefilled))
+    return message

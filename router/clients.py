@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from serving.errors import MillraceError, WorkerLost
+from serving.errors import MillraceError, StaleLease, WorkerLost
 from serving.links import Deliver
 from serving.messages import Audit, LeaseGrant, LeaseOrder, Prefilled, PrefillOrder
 from serving.proto import millrace_pb2 as pb
@@ -23,10 +23,11 @@ class RemoteWorker:
 
     def __init__(self, caller: Caller):
         self.caller = caller
+        self._session: RemoteSession | None = None  # the latest
 
     async def connect(self, router: str, deliver: Deliver, lost: Callable[[MillraceError], None]) -> RemoteSession:
         """Raises WorkerLost when the worker cannot be reached."""
-        session = RemoteSession(self.caller, router, deliver, lost)
+        session = self._session = RemoteSession(self.caller, router, deliver, lost)
         try:
             await session.welcome
         except asyncio.CancelledError:  # the worker may still answer: it would keep the session open for nobody
@@ -35,6 +36,11 @@ class RemoteWorker:
         return session
 
     async def run(self, order: PrefillOrder) -> AsyncIterator[Prefilled]:
+        """A prefill that was asked for with its lease runs already, and ends with it."""
+        asked = self._session.prefills.get(order.order.lease.lease) if self._session is not None else None
+        if asked is not None:
+            yield await asked
+            return
         call = stubs.PrefillStub(self.caller.channel).Run(to_pb(order, pb.PrefillOrder), metadata=self.caller.metadata)
         try:
             with asking(self.caller.address):
@@ -61,6 +67,7 @@ class RemoteSession:
         self.caller = caller
         self.deliver = deliver
         self.lost = lost
+        self.prefills: dict[str, asyncio.Future[Prefilled]] = {}  # asked for with leases, by lease
         self.welcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._outgoing: asyncio.Queue[pb.SessionRequest | None] = asyncio.Queue()
         self._outgoing.put_nowait(pb.SessionRequest(hello=router))
@@ -95,23 +102,43 @@ class RemoteSession:
                     future.set_exception(error_from_pb(answer.error))
                 else:
                     future.set_result(from_pb(answer.grant, LeaseGrant))
+        if reply.HasField("prefilled"):
+            self._prefilled(reply.prefilled)
         if reply.events:
             self.deliver([event_from_pb(event) for event in reply.events])
 
+    def _prefilled(self, told: pb.LeasePrefilled) -> None:
+        asked = self.prefills.get(told.lease.lease)
+        if asked is not None and not asked.done():
+            if told.HasField("error"):
+                asked.set_exception(error_from_pb(told.error))
+            else:
+                asked.set_result(from_pb(told.prefilled, Prefilled))
+
     def _end(self, error: MillraceError) -> None:
         self._over = error
-        waiting: list[asyncio.Future[Any]] = [*self._answers.values(), self.welcome]
+        waiting: list[asyncio.Future[Any]] = [*self._answers.values(), *self.prefills.values(), self.welcome]
         for future in waiting:
             if not future.done():
                 future.set_exception(error)
         self._answers.clear()
+        self.prefills.clear()
         self._outgoing.put_nowait(None)  # gRPC waits for the next request in a task that it does not end itself
         self.lost(error)
 
     async def open(self, order: LeaseOrder) -> LeaseGrant:
-        return await self._ask(order, pb.SessionRequest(open=to_pb(order, pb.LeaseOrder)))
+        lease = order.lease.lease
+        if order.prefill:
+            asked = self.prefills[lease] = asyncio.get_running_loop().create_future()
+            asked.add_done_callback(_retrieved)
+        try:
+            return await self._ask(order, pb.SessionRequest(open=to_pb(order, pb.LeaseOrder)))
+        except BaseException:
+            self._forget(lease)
+            raise
 
     async def advance(self, order: LeaseOrder) -> LeaseGrant:
+        self._forget(order.lease.lease)
         return await self._ask(order, pb.SessionRequest(advance=to_pb(order, pb.LeaseOrder)))
 
     async def _ask(self, order: LeaseOrder, request: pb.SessionRequest) -> LeaseGrant:
@@ -125,10 +152,23 @@ class RemoteSession:
         finally:
             self._answers.pop((order.lease.lease, order.lease.epoch), None)
 
+    def _forget(self, lease: str) -> None:
+        """Nothing comes of the prefill that was asked for with the lease."""
+        asked = self.prefills.pop(lease, None)
+        if asked is not None and not asked.done():
+            asked.set_exception(StaleLease(f"lease {lease} is not open any more", code="lease"))
+
     def cancel(self, lease: str) -> None:
+        self._forget(lease)
         self._outgoing.put_nowait(pb.SessionRequest(cancel=lease))
 
     async def close(self) -> None:
         self._outgoing.put_nowait(None)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+
+
+def _retrieved(asked: asyncio.Future[Prefilled]) -> None:
+    """Its error may be of use to nobody: asyncio need not log that."""
+    if not asked.cancelled():
+        asked.exception()

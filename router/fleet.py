@@ -310,13 +310,13 @@ class Fleet:
 
     # ---- what is opened on workers -----------------------------------------------------------------------------
 
-    async def open(self, worker: Candidate, lease_id: str, state: RequestState) -> WorkerLease:
-        """A lease on the worker. Raises NoRoom, Draining, StaleLease, WorkerLost, InvalidRequest, Unauthorized."""
+    async def open(self, worker: Candidate, lease_id: str, state: RequestState, prefill: bool = False) -> WorkerLease:
+        """A lease on the worker, which with `prefill` computes the prompt at once. Raises as DecodeSession.open."""
         status = worker.status
         self.breakers.begin(status.instance, self.clock())
         reserved = self.reserve(worker, Dispatched(leases=1, context_tokens=state.tokens))
         try:
-            lease = await self.sessions.open(self.link(status), status.instance, lease_id, state)
+            lease = await self.sessions.open(self.link(status), status.instance, lease_id, state, prefill=prefill)
         except BaseException:
             reserved.release()
             raise

@@ -152,14 +152,14 @@ class WorkerSession:
         for lease in list(self.leases.values()):
             lease.fail(error)
 
-    async def open(self, lease_id: str, state: RequestState) -> WorkerLease:
+    async def open(self, lease_id: str, state: RequestState, *, prefill: bool = False) -> WorkerLease:
         """Raises NoRoom, Draining, WorkerLost, InvalidRequest. Close what this returns."""
         if self.lost is not None:
             raise WorkerLost(self.lost.message, code=self.lost.code)
         lease = WorkerLease(self, LeaseId(lease=lease_id, epoch=0, instance=self.instance))
         self.leases[lease_id] = lease
         try:
-            lease.grant = await self.session.open(state.order(lease.fence, self.clock()))
+            lease.grant = await self.session.open(state.order(lease.fence, self.clock(), prefill=prefill))
             self.heard = self.clock()
         except BaseException:
             lease.close()
@@ -193,12 +193,15 @@ class Sessions:
         """When the worker last sent something in its session; 0 without one."""
         return max((session.heard for session in self.established() if session.instance == instance), default=0.0)
 
-    async def open(self, link: DecodeWorkerLink, instance: str, lease_id: str, state: RequestState) -> WorkerLease:
+    async def open(
+        self, link: DecodeWorkerLink, instance: str, lease_id: str, state: RequestState, *, prefill: bool = False
+    ) -> WorkerLease:
         """A lease on the worker behind `link`, in the session with it. Raises what the worker answers, or WorkerLost.
 
+        With `prefill` it is asked to compute the prompt at once.
         WorkerLost comes as soon as the worker is taken for dead, even if it never answers.
         """
-        opening = asyncio.create_task(self._open(link, instance, lease_id, state))
+        opening = asyncio.create_task(self._open(link, instance, lease_id, state, prefill))
         lost: asyncio.Future[MillraceError] = asyncio.get_running_loop().create_future()
         waiting = self._openings.setdefault(instance, set())
         waiting.add(lost)
@@ -215,7 +218,9 @@ class Sessions:
             raise lost.result()
         return opening.result()
 
-    async def _open(self, link: DecodeWorkerLink, instance: str, lease_id: str, state: RequestState) -> WorkerLease:
+    async def _open(
+        self, link: DecodeWorkerLink, instance: str, lease_id: str, state: RequestState, prefill: bool
+    ) -> WorkerLease:
         task = self._connecting.get(instance)
         if task is None or _over(task):
             connecting = WorkerSession.connect(link, instance, self.router, self.clock)
@@ -224,7 +229,7 @@ class Sessions:
         if session.lost is not None:
             known = self._connecting.get(instance) is not task  # the worker has been suspected since, or is back
             raise WorkerLost(session.lost.message, code=OUT_OF_REACH if known else None)
-        return await session.open(lease_id, state)
+        return await session.open(lease_id, state, prefill=prefill)
 
     def _abandon(self, opening: asyncio.Task[WorkerLease]) -> None:
         """The lease is not wanted any more, be it granted meanwhile or not. Waits for nothing: it may be cancelled."""

@@ -62,7 +62,7 @@ class Placement:
         """A prefill into the lease, by the best worker. Raises Unavailable, or what ended the lease meanwhile."""
         assert self.held is not None
         placed, self._placed, self._worker = self._placed, None, None
-        if placed is None or not self.placer.stands(placed.decision.prefill):
+        if placed is None or not (placed.decision.mixed or self.placer.stands(placed.decision.prefill)):
             if placed is not None:
                 placed.release()
             placed = await self.placer.choose_prefill(self.state, self.held, self._avoid)

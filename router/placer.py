@@ -190,7 +190,7 @@ class Placer:
         assert worker is not None
         placed = self.placed(decision, demand)
         try:
-            lease = await self.fleet.open(worker, self._next_lease(state), state)
+            lease = await self.fleet.open(worker, self._next_lease(state), state, prefill=decision.mixed)
         except BaseException:
             placed.release()
             raise

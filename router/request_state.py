@@ -161,7 +161,7 @@ class RequestState:
         if self.attempts and self.attempts[-1].error is None:
             self.attempts[-1].error = f"{type(error).__name__}: {error.message}"
 
-    def order(self, fence: LeaseId, now: float) -> LeaseOrder:
+    def order(self, fence: LeaseId, now: float, *, prefill: bool = False) -> LeaseOrder:
         deadline = self.request.deadline
         return LeaseOrder(
             lease=fence,
@@ -169,6 +169,7 @@ class RequestState:
             generated=tuple(self.generated),
             first_token_in=self.first_token_in(now),
             ends_in=None if deadline is None else deadline - now,
+            prefill=prefill,
         )
 
     def take(self, delta: Delta, now: float) -> Delta:

@@ -32,7 +32,7 @@ class DecodeSession(Protocol):
     """A router's long-lived session with a decode worker; all its leases end with it."""
 
     async def open(self, order: LeaseOrder) -> LeaseGrant:
-        """Raises NoRoom, Draining, StaleLease, WorkerLost, InvalidRequest."""
+        """Raises NoRoom, Draining, StaleLease, WorkerLost, InvalidRequest, Unauthorized."""
         ...
 
     async def advance(self, order: LeaseOrder) -> LeaseGrant:

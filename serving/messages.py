@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from serving.step_cost import StepCost
 
-PROTOCOL = 2  # of registration, leases and handoffs: workers and routers of unequal versions do not meet
+PROTOCOL = 3  # of registration, leases and handoffs: workers and routers of unequal versions do not meet
 
 
 class FinishReason(StrEnum):
@@ -119,6 +119,8 @@ class LeaseOrder:
 
     Times are relative, since clocks are not shared: `first_token_in` seconds the next token is due to meet the
     objectives, less than 0 once it is late; `ends_in` seconds the request's deadline passes.
+    `prefill`: the worker is to compute the prompt too, for this lease, as soon as that is granted. `PrefillLink.run`
+    is called all the same; a link that sends messages then sends no second one.
     """
 
     lease: LeaseId
@@ -126,6 +128,7 @@ class LeaseOrder:
     generated: tuple[int, ...] = ()  # output tokens the client already has
     first_token_in: float | None = None
     ends_in: float | None = None
+    prefill: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -76,7 +76,7 @@ class WorkerProcess:
             stack.push_async_callback(grpc_server.stop, 1.0)
             stubs.add_WorkerServicer_to_server(WorkerService(worker), grpc_server)
             if worker.decode is not None:
-                DecodeService(worker.decode).add_to(grpc_server)
+                DecodeService(worker.decode, worker.prefill).add_to(grpc_server)
             stubs.add_PrefillServicer_to_server(PrefillService(worker.prefill), grpc_server)
             worker.start()
             await grpc_server.start()

@@ -116,18 +116,20 @@ class LeaseId(_message.Message):
     def __init__(self, lease: _Optional[str] = ..., epoch: _Optional[int] = ..., instance: _Optional[str] = ...) -> None: ...
 
 class LeaseOrder(_message.Message):
-    __slots__ = ("lease", "request", "generated", "first_token_in", "ends_in")
+    __slots__ = ("lease", "request", "generated", "first_token_in", "ends_in", "prefill")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     GENERATED_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_IN_FIELD_NUMBER: _ClassVar[int]
     ENDS_IN_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
     lease: LeaseId
     request: Request
     generated: _containers.RepeatedScalarFieldContainer[int]
     first_token_in: float
     ends_in: float
-    def __init__(self, lease: _Optional[_Union[LeaseId, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., generated: _Optional[_Iterable[int]] = ..., first_token_in: _Optional[float] = ..., ends_in: _Optional[float] = ...) -> None: ...
+    prefill: bool
+    def __init__(self, lease: _Optional[_Union[LeaseId, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., generated: _Optional[_Iterable[int]] = ..., first_token_in: _Optional[float] = ..., ends_in: _Optional[float] = ..., prefill: _Optional[bool] = ...) -> None: ...
 
 class LeaseGrant(_message.Message):
     __slots__ = ("lease", "cached_tokens", "address", "kv_dtype", "transports")
@@ -207,15 +209,27 @@ class LeaseAnswer(_message.Message):
     error: Error
     def __init__(self, lease: _Optional[_Union[LeaseId, _Mapping]] = ..., grant: _Optional[_Union[LeaseGrant, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
 
+class LeasePrefilled(_message.Message):
+    __slots__ = ("lease", "prefilled", "error")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    PREFILLED_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    lease: LeaseId
+    prefilled: Prefilled
+    error: Error
+    def __init__(self, lease: _Optional[_Union[LeaseId, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+
 class SessionReply(_message.Message):
-    __slots__ = ("welcome", "answer", "events")
+    __slots__ = ("welcome", "answer", "events", "prefilled")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    PREFILLED_FIELD_NUMBER: _ClassVar[int]
     welcome: bool
     answer: LeaseAnswer
     events: _containers.RepeatedCompositeFieldContainer[LeaseEvent]
-    def __init__(self, welcome: _Optional[bool] = ..., answer: _Optional[_Union[LeaseAnswer, _Mapping]] = ..., events: _Optional[_Iterable[_Union[LeaseEvent, _Mapping]]] = ...) -> None: ...
+    prefilled: LeasePrefilled
+    def __init__(self, welcome: _Optional[bool] = ..., answer: _Optional[_Union[LeaseAnswer, _Mapping]] = ..., events: _Optional[_Iterable[_Union[LeaseEvent, _Mapping]]] = ..., prefilled: _Optional[_Union[LeasePrefilled, _Mapping]] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("lease", "layout", "first_layer", "last_layer", "start", "end", "payload", "digest", "encoding", "first_head", "last_head", "buffer", "buffer_bytes")

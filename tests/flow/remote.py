@@ -39,7 +39,7 @@ class RemoteCluster(LocalCluster):
         worker = build_worker(role, self.model, self.model_config, self.engine_config, links, name=name)
         stubs.add_WorkerServicer_to_server(WorkerService(worker), grpc_server)
         if worker.decode is not None:
-            DecodeService(worker.decode).add_to(grpc_server)
+            DecodeService(worker.decode, worker.prefill).add_to(grpc_server)
         stubs.add_PrefillServicer_to_server(PrefillService(worker.prefill), grpc_server)
         worker.start()
         await grpc_server.start()

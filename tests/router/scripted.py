@@ -146,6 +146,8 @@ class ScriptedSession:
     async def open(self, order: LeaseOrder) -> LeaseGrant:
         assert order.lease.lease not in self.leases, "a lease was opened twice"
         self.worker.opened[order.lease.lease] += 1
+        if order.prefill:
+            self.worker.asked_to_prefill.add(order.lease.lease)
         await self.worker.play(self.worker.script.open, self)
         return self._enter(order)
 
@@ -185,6 +187,7 @@ class ScriptedWorker:
         self.script = Script()
         self.sessions: list[ScriptedSession] = []
         self.opened: Counter[str] = Counter()
+        self.asked_to_prefill: set[str] = set()  # leases that were opened with their prefill
         self.cancelled: Counter[str] = Counter()
         self.runs = 0  # prefills in progress
         self.orders: list[PrefillOrder] = []

@@ -25,7 +25,7 @@ from serving.errors import (
 from serving.messages import FinishReason, Role
 from serving.timeline import Moment
 from tests.router.conftest import World, expected, wanted
-from tests.router.scripted import LOSE, Script
+from tests.router.scripted import LOSE, Script, ScriptedSession, Step
 
 pytestmark = pytest.mark.usefixtures("ties_by_name")
 
@@ -60,6 +60,30 @@ async def test_a_mixed_worker_prefills_what_it_decodes(world: World) -> None:
     request = wanted()
     assert await world.tokens(request) == expected(request)
     assert len(mixed.orders) == 1
+    assert mixed.asked_to_prefill == set(mixed.opened), "its lease asks for it: no second message has to follow"
+
+
+async def test_a_prefill_worker_is_not_asked_with_the_lease(split: World) -> None:
+    await split.tokens(wanted())
+    assert not split.workers["d0"].asked_to_prefill and split.workers["d0"].opened
+
+
+async def test_a_worker_that_begins_to_drain_computes_what_it_was_asked_for(world: World) -> None:
+    """Another may not compute the same prompt: both would write to the lease."""
+    mixed = world.add("m")
+    mixed.script.open = [None]
+    play = mixed.play
+
+    async def drain(steps: list[Step], session: ScriptedSession | None = None) -> Step:
+        if steps is mixed.script.open:
+            world.add("n")
+            world.fleet.heartbeat(mixed.change(draining=True))
+        return await play(steps, session)
+
+    mixed.play = drain  # type: ignore[method-assign]
+    request = wanted()
+    assert await world.tokens(request) == expected(request)
+    assert len(mixed.orders) == 1 and not world.workers["n"].orders
 
 
 async def test_a_single_token_needs_no_lease(split: World) -> None:
