@@ -79,11 +79,11 @@ class GrpcHandoff:
     async def push(self, chunk: Chunk) -> None:
         if not self._ready.done():
             await self._unless_over(self._ready)
-        if not self._buffers.takes(chunk.payload):
+        buffer = await self._buffer_for(chunk)
+        if buffer is None:
             await self._put(chunk_frame(chunk))
-            return
-        buffer = await self._free_buffer()
-        await self._put(_Written(chunk, buffer, self._buffers.write(buffer, chunk.payload)))
+        else:
+            await self._put(_Written(chunk, buffer, self._buffers.write(buffer, chunk.payload)))
 
     async def commit(self, commit: Commit) -> range | None:
         self._lacking = asyncio.get_running_loop().create_future()
@@ -119,12 +119,13 @@ class GrpcHandoff:
         else:
             self._outgoing.put_nowait(message)
 
-    async def _free_buffer(self) -> int:
-        free = self._buffers.free
-        if free.empty():
-            buffer: int = await self._unless_over(asyncio.ensure_future(free.get()))
-            return buffer
-        return free.get_nowait()
+    async def _buffer_for(self, chunk: Chunk) -> int | None:
+        if not self._buffers.takes(chunk.payload):
+            return None
+        buffer = self._buffers.free()
+        if buffer is None:
+            buffer = await self._unless_over(asyncio.ensure_future(self._buffers.buffer(chunk.payload)))
+        return buffer
 
     async def _unless_over(self, wanted: Future[Any]) -> Any:
         """Its result, unless the handoff ends first. Raises the reason then."""

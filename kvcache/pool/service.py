@@ -128,8 +128,7 @@ async def _take_freed(messages: AsyncIterator[pb.GetMessage], buffers: BufferSen
 
 async def _sent(slab: Slab, buffers: BufferSender) -> SlabFrame:
     """The slab's frame: its bytes are in a buffer by then, or go along. Waits for a free buffer."""
-    if buffers.takes(slab.payload):
-        buffer = await buffers.free.get()
-        if await buffers.arrived(buffers.write(buffer, slab.payload)):
-            return slab_frame(slab, buffer)
+    buffer = await buffers.buffer(slab.payload)
+    if buffer is not None and await buffers.arrived(buffers.write(buffer, slab.payload)):
+        return slab_frame(slab, buffer)
     return slab_frame(slab)

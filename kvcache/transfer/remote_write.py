@@ -64,13 +64,13 @@ def writer_to(writers: Mapping[str, RemoteWriters], offers: Iterable[TransportOf
 
 
 class BufferSender:
-    """One transfer's way into lent buffers: `connect`, tell it what is `lent`, write what it `takes`, and `settle`.
+    """One transfer's way into lent buffers: `connect`, tell it what is `lent`, `write` to a `buffer`, and `settle`.
 
-    `free` are the buffers that may be written to. After a failure it takes nothing more.
+    After a failure it takes nothing more.
     """
 
     def __init__(self, writer: RemoteWriter | None, peer: str):
-        self.free: asyncio.Queue[int] = asyncio.Queue()
+        self._free: asyncio.Queue[int | None] = asyncio.Queue()  # may be written to; None: there will be none
         self._writer = writer
         self._peer = peer
         self._addresses: tuple[int, ...] = ()
@@ -95,7 +95,7 @@ class BufferSender:
         """The other end lends `size` bytes at each of these addresses; with none of them no writer is needed."""
         self._addresses, self._size = tuple(addresses), size
         for buffer in range(len(addresses)):
-            self.free.put_nowait(buffer)
+            self._free.put_nowait(buffer)
         if not addresses:
             await self._do_without()
 
@@ -103,10 +103,24 @@ class BufferSender:
         """The other end has taken what was there. Raises InvalidRequest for a buffer it did not lend."""
         if not buffer < len(self._addresses):
             raise InvalidRequest(f"buffer {buffer} was never lent", param="freed_buffer")
-        self.free.put_nowait(buffer)
+        self._free.put_nowait(buffer)
 
     def takes(self, payload: bytes | memoryview) -> bool:
         return self._writer is not None and 0 < len(payload) <= self._size
+
+    def free(self) -> int | None:
+        """A buffer that may be written to now."""
+        return None if self._free.empty() else self._free.get_nowait()
+
+    async def buffer(self, payload: bytes | memoryview) -> int | None:
+        """A buffer to write it to, as soon as there is one; None if it has to go over the stream."""
+        while self.takes(payload):
+            found = await self._free.get()
+            if found is None:
+                self._free.put_nowait(None)  # for whoever waits beside
+            elif self.takes(payload):
+                return found
+        return None
 
     def write(self, buffer: int, payload: bytes | memoryview) -> Future[None]:
         """Begin to write to a free buffer; see RemoteWriter.write."""
@@ -121,6 +135,7 @@ class BufferSender:
             if self._size:
                 log.warning("KV goes to %s over gRPC from now on: %s", self._peer, error)
             self._size = 0
+            self._free.put_nowait(None)  # whoever waits for a buffer would wait for ever
             return False
         return True
 
