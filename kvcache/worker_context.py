@@ -13,19 +13,21 @@ from kvcache.memory.locations import KVLocations
 from serving.engine.engine import Engine
 from serving.engine.loop import EngineLoop
 from serving.engine.sequence import SequenceState
-from serving.errors import ContextLengthExceeded
+from serving.errors import ContextLengthExceeded, InvalidRequest
+from serving.grammar.grammars import Grammars
 from serving.kvspec import AUTO
 from serving.messages import LeaseOrder, WorkerIdentity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerContext:
-    """`locations` are the memories KV lies in."""
+    """`locations` are the memories KV lies in. Without `grammars`, requests that bring one are refused."""
 
     identity: WorkerIdentity
     loop: EngineLoop
     kv: KVCacheManager
     locations: KVLocations
+    grammars: Grammars | None = None
 
     @property
     def engine(self) -> Engine:
@@ -40,7 +42,7 @@ class WorkerContext:
     ) -> SequenceState:
         """A sequence without blocks; `fingerprint` is its KV layout's, by default the worker's own.
 
-        Raises ContextLengthExceeded.
+        Raises ContextLengthExceeded, InvalidRequest.
         """
         request = order.request
         tokens, limit = len(request.prompt) + len(order.generated), self.identity.max_model_len
@@ -52,4 +54,9 @@ class WorkerContext:
         long_rope = 0 < self.identity.long_rope_after < longest
         root = self.kv.root(request.tenant, long_rope, fingerprint)
         now = self.engine.clock()
-        return SequenceState(order, root=root, stays=stays, long_rope=long_rope, now=now, kv_dtype=kv_dtype)
+        seq = SequenceState(order, root=root, stays=stays, long_rope=long_rope, now=now, kv_dtype=kv_dtype)
+        if grammar := request.sampling.grammar:
+            if self.grammars is None:
+                raise InvalidRequest(f"{self.identity.name} follows no grammars", param="grammar")
+            seq.grammar = self.grammars.begin(grammar)
+        return seq

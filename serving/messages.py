@@ -42,6 +42,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; k >= 0: the chosen token's and the k best
+    grammar: str = ""  # that the output follows, as serving.grammar.grammars reads it; empty: none
 
     @property
     def penalised(self) -> bool:

@@ -50,11 +50,13 @@ from serving.engine.step_prior import UNKNOWN, guessed_cost
 from serving.engine.tracing import TraceWriter
 from serving.forward.choose import make_forward, make_sampler
 from serving.forward.forward import Forward
+from serving.grammar.grammars import GRAMMAR_VERSION, GrammarCompiler, Grammars
 from serving.kvspec import LayerKV
 from serving.links import HandoffDialer
 from serving.loader.loading import LoadedModel
 from serving.messages import Role, WorkerIdentity
 from serving.step_cost import StepCost
+from serving.text.tokenizer import load_tokenizer
 
 Measured = Callable[[StepRecord], None]
 
@@ -83,6 +85,7 @@ class ModelParts:
     layout: Layout
     guess: StepCost = UNKNOWN  # what its steps take, from its size
     learned: StepCostFile | None = None  # and what earlier workers of its kind have learned
+    grammars: Grammars | None = None
 
 
 def build_worker(
@@ -118,7 +121,7 @@ def build_worker(
         role=role,
         model=str(model.path),
         fingerprint=layout(kv_dtype)[0],
-        pairing=layout_fingerprint(model.fingerprint, specs if config.deterministic else (), form),
+        pairing=layout_fingerprint(model.fingerprint, specs if config.deterministic else (), form + GRAMMAR_VERSION),
         kv_dtype=kv_dtype,
         max_model_len=limit,
         long_rope_after=spec.long_rope_after,
@@ -135,7 +138,8 @@ def build_worker(
         device=model_config.device,
     )
     learned = step_cost_file(identity.fingerprint, forward.form, role, config.threads, model_config.device)
-    parts = ModelParts(runner=runner, eos_token_ids=eos, layout=layout, guess=guess, learned=learned)
+    grammars = Grammars(GrammarCompiler(lambda: load_tokenizer(model.path), sorted(eos)))
+    parts = ModelParts(runner=runner, eos_token_ids=eos, layout=layout, guess=guess, learned=learned, grammars=grammars)
     return assemble(identity, config, KVLocations(device_kv, host_kv, threading.RLock()), parts, links)
 
 
@@ -176,7 +180,8 @@ def assemble(
         clock=clock,
         trace=trace_writer(config.profile, identity.name),
     )
-    context = WorkerContext(identity=identity, loop=engine_loop(engine), kv=kv, locations=locations)
+    loop = engine_loop(engine)
+    context = WorkerContext(identity=identity, loop=loop, kv=kv, locations=locations, grammars=parts.grammars)
     connector: PoolConnector | None = None
     if client is not None and storing is not None:
         connector = PoolConnector(client, storing, links.pool, kv, locations, cost, lambda: bool(prefilling.queue))

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serving import __version__
+from serving.api.constraints import Constraints
 from serving.api.explain import SALT, RequestNames, explain
 from serving.api.failures import handle_failures
 from serving.api.generation import GenerationResponse, Service
@@ -74,7 +75,8 @@ def create_app(
         names=RequestNames(),
     )
     objectives = PromiseReader(classes, service_config.default_service_class)
-    _add_generation(app, service, Preparer(served=served, prompts=prompts, objectives=objectives))
+    preparer = Preparer(served=served, prompts=prompts, objectives=objectives, constraints=Constraints(tokenizer))
+    _add_generation(app, service, preparer)
     _add_models(app, served)
     _add_placements(app, service)
     _add_tokens(app, TokenEndpoints(tokenizer=tokenizer, served=served, prompts=prompts, config=config))

@@ -33,6 +33,7 @@ from serving.messages import Delta, FinishReason, Generate
 from serving.text.tokenizer import Tokenizer
 
 LARGE_BODY = 8 * 1024  # bytes; a longer body is parsed and tokenized in a thread
+COMPILED = (b"_format", b"guided_", b"structured_outputs", b"\\u")  # may bring a grammar, however spelt
 PLACEMENT, DOWNGRADE, DEGRADED = "x-millrace-placement", "x-millrace-downgrade", "x-millrace-degraded"
 _UNSHOWN = re.compile(r"[^A-Za-z0-9._:-]")  # in a header's words
 
@@ -62,8 +63,8 @@ class Service:
 
 
 async def off_loop(work: Callable[..., T], body: bytes, *arguments: object) -> T:
-    """`work(body, …)`, in a thread if the body is longer than LARGE_BODY, since the event loop would wait for it."""
-    if len(body) > LARGE_BODY:
+    """`work(body, …)`, in a thread if the event loop would wait for it: a long body, or one with a grammar."""
+    if len(body) > LARGE_BODY or any(word in body for word in COMPILED):
         return await asyncio.to_thread(work, body, *arguments)
     return work(body, *arguments)
 

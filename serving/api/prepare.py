@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from serving.api.body import parse_body
+from serving.api.constraints import Constraints
 from serving.api.objectives import Promise, PromiseReader
 from serving.api.plan import ChoiceRequest, Kind, RequestHead, ResponsePlan
 from serving.api.prompts import Prompt, PromptReader, check_token_ids, prompt_too_long
@@ -42,10 +43,13 @@ class _Asked:
 class Preparer:
     """Turns bodies into plans for one model and tokenizer. Safe to use from several threads."""
 
-    def __init__(self, *, served: ServedModel, prompts: PromptReader, objectives: PromiseReader) -> None:
+    def __init__(
+        self, *, served: ServedModel, prompts: PromptReader, objectives: PromiseReader, constraints: Constraints
+    ) -> None:
         self._served = served
         self._prompts = prompts
         self._objectives = objectives
+        self._constraints = constraints
 
     def chat(self, body: bytes, head: RequestHead) -> ResponsePlan:
         """Raises `InvalidRequest` or `NotFound`, naming the field."""
@@ -114,6 +118,7 @@ class Preparer:
     def _sequences(self, fields: SamplingBody, asked: _Asked) -> Iterator[ChoiceRequest]:
         """The choices in order: all of the first prompt, then all of the second."""
         n = fields.n or 1
+        grammar = self._constraints.of(fields)
         for position, prompt in enumerate(asked.prompts):
             room = self._room(prompt, asked)
             text = self._prompts.text_of(prompt, fields.skip_special_tokens) if asked.echo else None
@@ -122,7 +127,7 @@ class Preparer:
                 request = Request(
                     request_id=asked.id if n * len(asked.prompts) == 1 else f"{asked.id}-{index}",
                     prompt=prompt.tokens,
-                    sampling=self._sampling(fields, max(room, 1), number, asked.logprobs),
+                    sampling=self._sampling(fields, max(room, 1), number, asked.logprobs, grammar),
                     slo=asked.promise.slo,
                     tenant=fields.cache_salt or "",
                     deadline=asked.promise.deadline,
@@ -151,7 +156,9 @@ class Preparer:
             )
         return max_tokens
 
-    def _sampling(self, fields: SamplingBody, max_tokens: int, number: int, logprobs: int | None) -> SamplingParams:
+    def _sampling(
+        self, fields: SamplingBody, max_tokens: int, number: int, logprobs: int | None, grammar: str
+    ) -> SamplingParams:
         if fields.min_tokens > max_tokens:
             raise InvalidRequest(
                 f"min_tokens = {fields.min_tokens} is more than the {max_tokens} output tokens allowed",
@@ -173,6 +180,7 @@ class Preparer:
             stop_token_ids=tuple(dict.fromkeys(fields.stop_token_ids or ())),
             ignore_eos=fields.ignore_eos,
             logprobs=logprobs,
+            grammar=grammar,
         )
 
     def _logit_bias(self, biases: dict[str, float]) -> tuple[tuple[int, float], ...]:

@@ -48,8 +48,37 @@ class StreamOptions(_Strict):
     continuous_usage_stats: bool = Field(default=False, description="Usage so far in every chunk")
 
 
-class ResponseFormat(_Strict):
+class TextFormat(_Strict):
     type: Literal["text"]
+
+
+class JsonObjectFormat(_Strict):
+    type: Literal["json_object"]
+
+
+class JsonSchema(_Strict):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = Field(default=None, description="The output follows the schema in any case")
+
+
+class JsonSchemaFormat(_Strict):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class StructuredOutputs(_Strict):
+    """What the output has to follow, in one of these forms; as vLLM names them."""
+
+    json_: dict[str, Any] | bool | str | None = Field(default=None, alias="json", description="A JSON schema")
+    json_object: bool | None = Field(default=None, description="Any JSON object")
+    regex: str | None = Field(default=None, description="A regular expression, of the whole output")
+    choice: list[str] | None = Field(default=None, description="One of these texts")
+    grammar: str | None = Field(default=None, description="A grammar in Lark's form, or in GBNF")
 
 
 class SamplingBody(_Strict):
@@ -75,6 +104,11 @@ class SamplingBody(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = Field(default=None, description="structured_outputs.json")
+    guided_regex: str | None = Field(default=None, description="structured_outputs.regex")
+    guided_choice: list[str] | None = Field(default=None, description="structured_outputs.choice")
+    guided_grammar: str | None = Field(default=None, description="structured_outputs.grammar")
     return_token_ids: bool | None = None
     ttft_slo_ms: float | None = Field(
         default=None, gt=0, le=DAY_MS, description="Objective for the time to the first token, ms; else its class's"

@@ -25,6 +25,7 @@ from serving.engine.plan import Work
 from serving.engine.sequence import SequenceState
 from serving.errors import InternalError
 from serving.forward.forward import Forward
+from serving.grammar.grammars import Allowed, GrammarError
 from serving.kvspec import AUTO
 from serving.messages import TokenLogprob
 from serving.model.spec import ModelSpec
@@ -91,9 +92,10 @@ class ModelRunner(OverlapRunner):
         return joined(parts)
 
     def can_overlap(self, seq: SequenceState) -> bool:
-        """True if a draw needs no earlier token and nothing on the host: no history, no log-probabilities."""
+        """True if a draw needs no earlier token and nothing on the host: no history, grammar or log-probabilities."""
         params = seq.request.sampling
-        return seq.request.prompt_logprobs is None and params.logprobs is None and not params.penalised
+        draws_ahead = params.logprobs is None and not params.penalised and not params.grammar
+        return seq.request.prompt_logprobs is None and draws_ahead
 
     @torch.inference_mode()
     def launch(self, work: Sequence[Work], after: Launched | None) -> Launched:
@@ -179,9 +181,14 @@ class ModelRunner(OverlapRunner):
                 seq = item.seq
                 if seq.penalties is None and seq.request.sampling.penalised:
                     seq.penalties = PenaltyState(seq.request.prompt, self.vocab_size, self.device)
+                try:
+                    allowed = _allowed(item)
+                except GrammarError as error:
+                    drawn[i].append(SamplingFailed(str(error)))
+                    continue
                 for drafted in range(len(item.draft) + 1):
                     output = [*seq.output, *item.draft[:drafted]] if drafted else seq.output
-                    wanted.append(self._row(seq, output))
+                    wanted.append(self._row(seq, output, allowed[drafted]))
                     owners.append(drawn[i])
                     picks.append(first - 1 - len(item.draft) + drafted)
         if wanted:
@@ -190,7 +197,7 @@ class ModelRunner(OverlapRunner):
                 owner.append(sample)
         return drawn, prompt
 
-    def _row(self, seq: SequenceState, output: Sequence[int]) -> SampleRow:
+    def _row(self, seq: SequenceState, output: Sequence[int], allowed: Allowed | None = None) -> SampleRow:
         """The draw after the sequence's prompt and this output, which may be longer than what it has."""
         return SampleRow(
             params=seq.request.sampling,
@@ -199,6 +206,7 @@ class ModelRunner(OverlapRunner):
             prompt_tokens=seq.request.prompt,
             eos_token_ids=self.eos_token_ids,
             state=seq.penalties,
+            allowed=allowed,
         )
 
 
@@ -226,6 +234,12 @@ def joined(parts: Sequence[tuple[Sequence[int], RunResult]]) -> RunResult:
     return RunResult([drawn[i] for i in sorted(drawn)], prompt, total)
 
 
+def _allowed(item: Work) -> Sequence[Allowed | None]:
+    """What may be drawn after the output and after each drafted token. Raises GrammarError."""
+    grammar = item.seq.grammar
+    return [None] * (len(item.draft) + 1) if grammar is None else grammar.allowed(item.seq.output, item.draft)
+
+
 def _greedy(seq: SequenceState) -> bool:
     """True if the next token is simply the best-scored one, and nothing else of the scores is asked for."""
     params = seq.request.sampling
@@ -233,6 +247,7 @@ def _greedy(seq: SequenceState) -> bool:
         params.temperature < GREEDY_BELOW
         and params.logprobs is None
         and not params.logit_bias
+        and not params.grammar
         and not params.penalised
         and seq.output_len >= params.min_tokens
     )

@@ -20,6 +20,7 @@ from serving.kvspec import AUTO
 from serving.messages import Delta, FinishReason, LeaseOrder, Request, TokenLogprob
 
 if TYPE_CHECKING:
+    from serving.grammar.grammars import GrammarState
     from serving.sampling.penalties import PenaltyState
 
 
@@ -100,8 +101,8 @@ class PrefillState:
 class SequenceState:
     """See the module's legend. `stays` says whether decoding goes on in this worker after prefill.
 
-    `blocks` and `offload` belong to the KV manager, `penalties` to the model runner; parts of other owners are objects
-    of their own.
+    `blocks` and `offload` belong to the KV manager, `penalties` and `grammar` to the model runner; parts of other
+    owners are objects of their own.
     """
 
     order: LeaseOrder
@@ -121,7 +122,8 @@ class SequenceState:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     offload: OffloadState | None = None  # KV in host memory: `blocks` begin after it
-    penalties: PenaltyState | None = None  # can be rebuilt from the tokens at any time
+    penalties: PenaltyState | None = None  # can be rebuilt from the tokens at any time, as `grammar`
+    grammar: GrammarState | None = None
     prefix: PrefixKeys = field(init=False)
     incoming: IncomingKV = field(init=False)
     prefill: PrefillState = field(init=False)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from serving.batch.device_copy import on_device
 from serving.errors import InternalError
+from serving.grammar.grammars import Allowed
 from serving.messages import SamplingParams, TokenLogprob
 from serving.sampling.penalties import PenaltyState
 
@@ -47,6 +48,7 @@ class SampleRow:
 
     `position` is the sampled token's absolute position in its sequence. With penalties, `state` saves counting the
     history again at each step: a `PenaltyState` of the same prompt, which the sampler brings up to `output_tokens`.
+    `allowed`: no other tokens may be drawn, whatever their logits; None allows all.
     """
 
     params: SamplingParams
@@ -55,6 +57,7 @@ class SampleRow:
     prompt_tokens: Sequence[int]
     eos_token_ids: tuple[int, ...] = ()
     state: PenaltyState | None = None
+    allowed: Allowed | None = None
 
     @property
     def greedy(self) -> bool:
@@ -66,7 +69,9 @@ class SampleRow:
 
     @property
     def stops_masked(self) -> bool:
-        return len(self.output_tokens) < self.params.min_tokens
+        """True if the output is too short to end; one whose grammar allows nothing else may."""
+        early = len(self.output_tokens) < self.params.min_tokens
+        return early and not (self.allowed is not None and self.allowed.ended)
 
     @property
     def masked_tokens(self) -> tuple[int, ...]:
@@ -132,16 +137,22 @@ class Sampler:
         self.backend = backend
 
     def __call__(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled | SamplingFailed]:
-        """One result for each row of `logits` [R, V] float32, in order. `logits` are left unchanged.
+        """One result for each row of `logits` [R, V] float32, in order; in place, `allowed` rows are masked.
 
         A row with NaN or +inf, or with every token masked, is answered with `SamplingFailed`.
         """
         assert logits.dtype == torch.float32 and logits.shape[0] == len(rows), "one float32 row of logits each"
         if not rows:
             return []
+        constrained = [r for r, row in enumerate(rows) if row.allowed is not None]
+        raw = logits
+        if any(rows[r].params.logprobs is not None for r in constrained):
+            raw = logits.clone()  # log-probabilities are of what the model said
+        for r in constrained:
+            logits[r].masked_fill_(_forbidden(rows[r], logits), float("-inf"))
         tokens = self.backend.sample(logits, rows)
         results = [sampled(token) for token in tokens]
-        self._add_logprobs(results, logits, tokens, rows)
+        self._add_logprobs(results, raw, tokens, rows)
         return results
 
     def _add_logprobs(
@@ -156,6 +167,12 @@ class Sampler:
             values = self.backend.logprobs(take(logits, group), [tokens[r] for r in group], k)
             for r, value in zip(group, values, strict=True):
                 results[r] = Sampled(tokens[r], value)
+
+
+def _forbidden(row: SampleRow, logits: Tensor) -> Tensor:
+    """[V], True for the tokens that its grammar does not allow."""
+    assert row.allowed is not None
+    return torch.from_numpy(~row.allowed.mask(logits.shape[1])).to(logits.device)
 
 
 def take(tensor: Tensor, rows: Sequence[int]) -> Tensor:

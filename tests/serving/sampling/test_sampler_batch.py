@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from serving.grammar.grammars import Allowed
 from serving.messages import SamplingParams
 from serving.sampling.penalties import PenaltyState
-from serving.sampling.sampler import Sampler, SampleRow
+from serving.sampling.sampler import Sampled, Sampler, SampleRow
 from serving.sampling.torch_sampling import TorchSampling, token_weights
 
 
@@ -171,3 +174,42 @@ def test_penalised_text_goes_on_exactly_after_a_takeover(sampler: Sampler) -> No
     assert generate(sampler, logits, params, keep_state=True, take_over_at=17) == expected
     neutral = SamplingParams(max_tokens=99, seed=8, top_p=0.9)
     assert generate(sampler, logits, neutral, keep_state=False) != expected
+
+
+def allowing(*tokens: int, vocab: int = 12) -> Allowed:
+    bits = np.zeros((vocab + 31) // 32 * 32, dtype=np.bool_)
+    bits[list(tokens)] = True
+    return Allowed(np.packbits(bits, bitorder="little"), set(tokens) <= {0})
+
+
+@settings(deadline=None)
+@given(
+    logits=st.lists(st.floats(-5, 5, width=32), min_size=12, max_size=12),
+    tokens=st.sets(st.integers(0, 11), min_size=1),
+    temperature=st.sampled_from([0.0, 0.8]),
+    seed=st.integers(0, 100),
+)
+def test_what_a_grammar_allows_is_drawn_as_if_there_were_nothing_else(
+    sampler: Sampler, logits: list[float], tokens: set[int], temperature: float, seed: int
+) -> None:
+    """And the rows beside it are drawn as ever."""
+    params = SamplingParams(max_tokens=9, temperature=temperature, seed=seed, logprobs=1)
+    free = SampleRow(params, 3, (), (1,))
+    held = replace(free, allowed=allowing(*tokens))
+    minus_inf = [value if token in tokens else float("-inf") for token, value in enumerate(logits)]
+    alone, expected = sampler(torch.tensor([logits, minus_inf]), [free, free])
+    beside, found = sampler(torch.tensor([logits, logits]), [free, held])
+    assert isinstance(found, Sampled) and isinstance(expected, Sampled) and found.token == expected.token
+    assert beside == alone
+    whole = torch.tensor(logits).log_softmax(0)
+    assert found.logprob is not None  # of what the model said, not of what was left of it
+    assert found.logprob.logprob == pytest.approx(float(whole[found.token]), abs=1e-4)
+
+
+def test_where_a_grammar_ends_min_tokens_does_not_hold(sampler: Sampler) -> None:
+    params = SamplingParams(max_tokens=9, temperature=0.0, min_tokens=5)
+    row = SampleRow(params, 3, (), (1,), eos_token_ids=(0,), allowed=allowing(0))
+    (found,) = sampler(torch.zeros(1, 12), [row])
+    assert isinstance(found, Sampled) and found.token == 0
+    (found,) = sampler(torch.zeros(1, 12), [replace(row, allowed=allowing(0, 3))])
+    assert isinstance(found, Sampled) and found.token == 3

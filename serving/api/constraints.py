@@ -1,0 +1,90 @@
+"""What an output has to follow: the forms clients ask in, as one grammar that is known to compile.
+
+A schema that asks for what cannot be kept is refused by name, and none is kept in part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import orjson
+
+from serving.api.schema import JsonObjectFormat, JsonSchemaFormat, SamplingBody, StructuredOutputs
+from serving.errors import InvalidRequest
+from serving.grammar.forms import choice_grammar, json_grammar, regex_grammar, written_grammar
+from serving.grammar.grammars import GrammarCompiler, GrammarError
+from serving.text.tokenizer import Tokenizer
+
+Forms = list[tuple[str, Callable[[], str]]]  # the field that asks, and how its grammar is made
+
+
+class Constraints:
+    """Reads them for one model, from any thread but the event loop's: that they compile is waited for."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._compiler = GrammarCompiler(lambda: tokenizer)
+
+    def of(self, fields: SamplingBody) -> str:
+        """The grammar that the request asks for; empty without one. Raises InvalidRequest that names the field."""
+        forms = _forms(fields)
+        if not forms:
+            return ""
+        if len(forms) > 1:
+            both = " and ".join(param for param, _ in forms[:2])
+            raise InvalidRequest(f"{both} exclude each other: ask for one form of output", param=forms[1][0])
+        if fields.ignore_eos:
+            raise InvalidRequest("ignore_eos: an output with a form ends where that does", param="ignore_eos")
+        param, make = forms[0]
+        try:
+            grammar = make()
+            self._compiler.submit(grammar).result()
+        except GrammarError as error:
+            raise InvalidRequest(f"{param}: {_clear(str(error))}", param=param, code="grammar") from error
+        return grammar
+
+
+def _forms(fields: SamplingBody) -> Forms:
+    found: Forms = []
+    if isinstance(fields.response_format, JsonObjectFormat):
+        found.append(("response_format", partial(json_grammar, {"type": "object"})))
+    elif isinstance(fields.response_format, JsonSchemaFormat):
+        schema = fields.response_format.json_schema.schema_
+        found.append(("response_format", partial(json_grammar, schema)))
+    older = StructuredOutputs.model_construct(
+        json_=fields.guided_json, regex=fields.guided_regex, choice=fields.guided_choice, grammar=fields.guided_grammar
+    )
+    for of, prefix in ((fields.structured_outputs, "structured_outputs."), (older, "guided_")):
+        if of is not None:
+            found += [(prefix + name, make) for name, make in _asked(of)]
+    return found
+
+
+def _asked(of: StructuredOutputs) -> Forms:
+    found: Forms = []
+    if of.json_ is not None:
+        found.append(("json", partial(_schema, of.json_)))
+    if of.json_object:
+        found.append(("json_object", partial(json_grammar, {"type": "object"})))
+    if of.regex is not None:
+        found.append(("regex", partial(regex_grammar, of.regex)))
+    if of.choice is not None:
+        found.append(("choice", partial(choice_grammar, of.choice)))
+    if of.grammar is not None:
+        found.append(("grammar", partial(written_grammar, of.grammar)))
+    return found
+
+
+def _schema(given: object) -> str:
+    """A schema may come as the text of one."""
+    if isinstance(given, str):
+        try:
+            given = orjson.loads(given)
+        except orjson.JSONDecodeError as error:
+            raise GrammarError(f"the schema is not valid JSON: {error}") from error
+    return json_grammar(given)
+
+
+def _clear(told: str) -> str:
+    """The library's words, without its own options."""
+    return told.split(". Enable ")[0].strip()[:500]

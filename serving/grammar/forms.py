@@ -1,0 +1,91 @@
+"""The forms in which clients ask for structured output, as grammars that llguidance reads. Knows no request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any
+
+import orjson
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
+from serving.grammar.grammars import GrammarError
+
+MAX_GRAMMAR = 64 << 10  # bytes: compiling takes about a tenth of a second at most
+MAX_CHOICES = 4096
+# Compiling grows with the square of an object's properties, and with what numbers have to be multiples of.
+MAX_PROPERTIES = 1000
+MAX_MULTIPLE_OF = 50_000  # of all `multipleOf` of a schema together, each without its decimal point
+# Between the parts of a JSON text, as printers write it: a space, or a line break and the next line's indentation.
+# The library's own has no end: models that repeat themselves would never come back.
+WHITESPACE = r"(?: | ?\r?\n[ \t]{0,32})"
+
+
+def json_grammar(schema: Any) -> str:
+    """JSON that a schema accepts. Raises GrammarError."""
+    text = _text({} if schema is True else schema)
+    _check_cost(schema)
+    try:
+        return _bounded(LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE}))
+    except ValueError as error:
+        raise GrammarError(str(error)) from error
+
+
+def regex_grammar(pattern: str) -> str:
+    """Texts that a regular expression (Rust's syntax) accepts as a whole. Raises GrammarError."""
+    return _bounded(LLMatcher.grammar_from_regex(_bounded(pattern)))
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """One of these texts. Raises GrammarError."""
+    if not choices or len(choices) > MAX_CHOICES:
+        raise GrammarError(f"between 1 and {MAX_CHOICES} choices can be given")
+    words = " | ".join(_quoted(choice) for choice in choices)
+    return _bounded(LLMatcher.grammar_from_lark(f"start: {words}"))
+
+
+def written_grammar(grammar: str) -> str:
+    """A grammar written out, in Lark's form or in GBNF. Raises GrammarError."""
+    if "::=" not in _bounded(grammar):
+        return _bounded(LLMatcher.grammar_from_lark(grammar))
+    try:
+        return _bounded(LLMatcher.grammar_from_lark(gbnf_to_lark(grammar)))
+    except (GbnfToLarkError, RecursionError) as error:
+        raise GrammarError(f"the GBNF cannot be read: {error}") from error
+
+
+def _check_cost(schema: Any) -> None:
+    multiples, rest = 0, [schema]
+    while rest:
+        one = rest.pop()
+        if isinstance(one, list):
+            rest += one
+        elif isinstance(one, dict):
+            rest += one.values()
+            properties, multiple = one.get("properties"), one.get("multipleOf")
+            if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
+                raise GrammarError(f"properties: an object has at most {MAX_PROPERTIES}")
+            if isinstance(multiple, (int, float)):
+                _, digits, exponent = Decimal(str(multiple)).normalize().as_tuple()
+                multiples += int("".join(map(str, digits))) * 10 ** max(0, int(exponent))
+    if multiples > MAX_MULTIPLE_OF:
+        raise GrammarError(f"multipleOf: together at most {MAX_MULTIPLE_OF}, counted without decimal points")
+
+
+def _quoted(choice: str) -> str:
+    """A string as Lark reads it: JSON's escapes, and no others."""
+    return _text(choice)
+
+
+def _text(value: Any) -> str:
+    try:
+        return _bounded(orjson.dumps(value).decode())
+    except TypeError as error:
+        raise GrammarError(f"no JSON: {error}") from error
+
+
+def _bounded(text: str) -> str:
+    if len(text.encode()) > MAX_GRAMMAR:
+        raise GrammarError(f"a grammar has at most {MAX_GRAMMAR} bytes")
+    return text

@@ -1,0 +1,185 @@
+"""Grammars that outputs have to follow: compiled once, and for each sequence the tokens that may come next.
+
+A grammar is text that llguidance reads (serving.grammar.forms makes it at the door). What may come next is a function
+of the grammar and the output so far alone, so it can be rebuilt at any moment, on any worker. No torch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, get_version
+from numpy.typing import NDArray
+
+from serving.text.tokenizer import Tokenizer
+
+GRAMMAR_VERSION = f"llguidance {get_version()}"  # workers of unequal ones may allow unequal tokens
+KEPT = 64  # compiled grammars that are kept for the next request
+STACK = 256 << 20  # bytes, of which only those used are taken
+LIMITS = LLParserLimits(step_max_items=20_000, step_lexer_fuel=100_000)  # about 1 and 7 ms a token
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be compiled, or an output that does not follow it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """The tokens that may come next. `bits` [V/8] uint8, the lowest bit first; `ended`: nothing but an end of text."""
+
+    bits: NDArray[np.uint8]
+    ended: bool
+
+    def mask(self, vocab: int) -> NDArray[np.bool_]:
+        """[vocab]; tokens that the tokenizer does not know may not come."""
+        return np.unpackbits(self.bits, count=vocab, bitorder="little").view(np.bool_)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """`matcher` stands at the beginning, and is only copied. `ends` [V/32] int32: the tokens that end a text."""
+
+    matcher: LLMatcher
+    ends: NDArray[np.int32]
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model, in a thread of its own. `tokenizer` reads the model's, once needed.
+
+    The thread's stack is large: the library descends as deep as a grammar does, and a process whose stack ends is gone.
+    """
+
+    def __init__(self, tokenizer: Callable[[], Tokenizer], eos_token_ids: Sequence[int] = ()):
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._vocabulary: LLTokenizer | None = None
+        self._ends: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
+        self._thread: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+
+    def submit(self, grammar: str) -> Future[CompiledGrammar]:
+        """The future raises GrammarError."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = _deep_thread()
+            return self._thread.submit(self._compile, grammar)
+
+    def _compile(self, grammar: str) -> CompiledGrammar:
+        vocabulary = self._vocabulary or self._read(self._tokenizer())
+        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise GrammarError(matcher.get_error())
+        return CompiledGrammar(matcher, self._ends)
+
+    def _read(self, tokenizer: Tokenizer) -> LLTokenizer:
+        known = [token for token in self._eos_token_ids if token < tokenizer.vocab_size]
+        ends = known or [tokenizer.eos_id if tokenizer.eos_id is not None else tokenizer.vocab_size - 1]
+        vocabulary = self._vocabulary = LLTokenizer(TokenizerWrapper(_Spelled(tokenizer, ends[0])), eos_token=ends)
+        bits = np.zeros((vocabulary.vocab_size + 31) // 32 * 32, dtype=np.bool_)
+        bits[ends] = True
+        self._ends = np.packbits(bits, bitorder="little").view(np.int32)
+        return vocabulary
+
+
+def _deep_thread() -> ThreadPoolExecutor:
+    made = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+    before = threading.stack_size(STACK)
+    try:
+        made.submit(int).result()  # the thread begins now
+    finally:
+        threading.stack_size(before)
+    return made
+
+
+class _Spelled:
+    """What llguidance asks of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, eos: int):
+        self.tokenizer = tokenizer
+        self.eos_token_id = eos
+        self.bos_token_id = tokenizer.bos_id
+        self.special_token_ids = sorted(tokenizer.special_ids)
+        self.tokens = [tokenizer.bytes_of[token] for token in range(tokenizer.vocab_size)]
+
+    def __call__(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+class GrammarState:
+    """Where one sequence's output stands in its grammar. Used by one thread at a time."""
+
+    def __init__(self, compiled: Future[CompiledGrammar]):
+        self._compiled = compiled
+        self._matcher: LLMatcher | None = None
+        self._ends: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
+        self._length = 0  # output tokens taken in
+
+    def follow(self, output: Sequence[int]) -> None:
+        """Take in the tokens of `output` that are new; the others must be those taken in before. Raises GrammarError.
+
+        Waits where the grammar is still being compiled.
+        """
+        if self._matcher is None:
+            compiled = self._compiled.result()
+            self._matcher, self._ends = compiled.matcher.deep_copy(), compiled.ends
+        new = list(output[self._length :])
+        if new and self._matcher.try_consume_tokens(new) < len(new):
+            raise GrammarError(f"the output does not follow its grammar: {self._matcher.get_error()}")
+        self._length += len(new)
+
+    def allowed(self, output: Sequence[int], draft: Sequence[int] = ()) -> list[Allowed | None]:
+        """What may follow `output`, and it and each further token of `draft`: None after one that may not come.
+
+        Raises GrammarError.
+        """
+        self.follow(output)
+        matcher = self._matcher
+        assert matcher is not None
+        found: list[Allowed | None] = [self._next(matcher)]
+        taken = 0
+        for token in draft:
+            if not _allows(found[-1], token) or not matcher.try_consume_tokens([token]):
+                break
+            taken += 1
+            found.append(self._next(matcher))
+        if taken:
+            matcher.rollback(taken)
+        return found + [None] * (len(draft) + 1 - len(found))
+
+    def _next(self, matcher: LLMatcher) -> Allowed:
+        words = np.zeros_like(self._ends)
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if matcher.is_error():
+            raise GrammarError(matcher.get_error())
+        return Allowed(words.view(np.uint8), not (words & ~self._ends).any())
+
+
+def _allows(allowed: Allowed | None, token: int) -> bool:
+    if allowed is None or token >= 8 * len(allowed.bits):
+        return False
+    return bool(allowed.bits[token >> 3] >> (token & 7) & 1)
+
+
+class Grammars:
+    """The grammars of one worker's sequences."""
+
+    def __init__(self, compiler: GrammarCompiler):
+        self.compiler = compiler
+        self._compiled: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def begin(self, grammar: str) -> GrammarState:
+        """The state before the first token. The grammar is compiled meanwhile, unless it has been lately."""
+        with self._lock:
+            compiled = self._compiled.get(grammar)
+            if compiled is None:
+                compiled = self._compiled[grammar] = self.compiler.submit(grammar)
+                if len(self._compiled) > KEPT:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(grammar)
+        return GrammarState(compiled)

@@ -1,0 +1,154 @@
+"""What may come next under a grammar: whole outputs follow it, and where one stands is a function of its tokens."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.grammar.forms import json_grammar, regex_grammar
+from serving.grammar.grammars import KEPT, Allowed, GrammarCompiler, GrammarError, Grammars, GrammarState
+from serving.text.tokenizer import Tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", 7, None]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+ENDS = (0, 2)
+
+
+def ids(allowed: Allowed, tokenizer: Tokenizer) -> list[int]:
+    return [int(token) for token in allowed.mask(tokenizer.vocab_size).nonzero()[0]]
+
+
+def walk(state: GrammarState, tokenizer: Tokenizer, seed: int, most: int = 300) -> list[int]:
+    """An output drawn at random, token by token, up to its end."""
+    draw, output = random.Random(seed), list[int]()
+    while len(output) < most:
+        (allowed,) = state.allowed(output)
+        assert allowed is not None
+        found = ids(allowed, tokenizer)
+        ends = [token for token in found if token in ENDS]
+        assert allowed.ended == (set(found) <= set(ENDS))
+        token = ends[0] if ends else draw.choice(found)
+        output.append(token)
+        if token in ENDS:
+            return output
+    raise AssertionError("no end")
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**32))
+def test_every_output_follows_the_schema(grammars: Grammars, tokenizer: Tokenizer, seed: int) -> None:
+    output = walk(grammars.begin(json_grammar(SCHEMA)), tokenizer, seed)
+    value = json.loads(tokenizer.decode(output))
+    assert list(value) == ["name", "age", "tags"] and len(value["name"]) <= 12
+    assert isinstance(value["age"], int) and 0 <= value["age"] <= 150
+    assert len(value["tags"]) <= 3 and all(tag in ("red", "green", 7, None) for tag in value["tags"])
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**32), cut=st.floats(0, 1))
+def test_where_it_stands_is_a_function_of_the_tokens(
+    grammars: Grammars, tokenizer: Tokenizer, seed: int, cut: float
+) -> None:
+    """Another worker goes on after any token, from the tokens alone."""
+    output = walk(grammars.begin(json_grammar(SCHEMA)), tokenizer, seed)
+    begun = int(cut * (len(output) - 1))  # an output that has ended is not gone on with
+    followed, anew = grammars.begin(json_grammar(SCHEMA)), grammars.begin(json_grammar(SCHEMA))
+    for length in range(begun):
+        followed.follow(output[:length])
+    (one,), (other,) = followed.allowed(output[:begun]), anew.allowed(output[:begun])
+    assert one is not None and other is not None
+    assert (one.bits == other.bits).all() and one.ended == other.ended
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**32), at=st.floats(0, 1), wrong=st.integers(0, 8), size=st.integers(0, 8))
+def test_a_draft_is_looked_at_token_by_token(
+    grammars: Grammars, tokenizer: Tokenizer, seed: int, at: float, wrong: int, size: int
+) -> None:
+    """After each drafted token stands what would stand there without drafts; after one that may not come, nothing."""
+    output = walk(grammars.begin(json_grammar(SCHEMA)), tokenizer, seed)
+    begun = int(at * (len(output) - 1))
+    draft = output[begun : min(begun + size, len(output) - 1)]
+    if wrong < len(draft):
+        draft[wrong] = 1  # a special token, which no text has
+    state = grammars.begin(json_grammar(SCHEMA))
+    found = state.allowed(output[:begun], draft)
+    assert len(found) == len(draft) + 1
+    for place, allowed in enumerate(found):
+        if place > wrong and wrong < len(draft):
+            assert allowed is None
+            continue
+        (expected,) = grammars.begin(json_grammar(SCHEMA)).allowed([*output[:begun], *draft[:place]])
+        assert allowed is not None and expected is not None and (allowed.bits == expected.bits).all()
+    (after,) = state.allowed(output[:begun])  # nothing of the draft has stayed
+    (expected,) = grammars.begin(json_grammar(SCHEMA)).allowed(output[:begun])
+    assert after is not None and expected is not None and (after.bits == expected.bits).all()
+
+
+def test_special_tokens_are_no_text(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """Inside a string their letters may come, they themselves may not."""
+    state = grammars.begin(json_grammar({"type": "string"}))
+    (allowed,) = state.allowed(tokenizer.encode('"a', add_special_tokens=False))
+    assert allowed is not None
+    assert not set(ids(allowed, tokenizer)) & tokenizer.special_ids
+    assert set(tokenizer.encode("<|im_end|>x"[1:], add_special_tokens=False)) <= set(ids(allowed, tokenizer))
+
+
+def test_every_token_that_ends_a_text_ends_the_output(grammars: Grammars) -> None:
+    (allowed,) = grammars.begin(regex_grammar("")).allowed([])
+    assert allowed is not None and allowed.ended
+    assert [token for token in range(384) if allowed.mask(384)[token]] == [0, 2]
+
+
+def test_a_larger_vocabulary_has_no_further_tokens(grammars: Grammars) -> None:
+    """Models' logits are padded beyond the tokenizer's words."""
+    (allowed,) = grammars.begin(regex_grammar(r"(?s:.*)")).allowed([])
+    assert allowed is not None
+    mask = allowed.mask(1000)
+    assert mask[:384].any() and not mask[384:].any()
+
+
+def test_an_output_that_does_not_follow_is_an_error(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    with pytest.raises(GrammarError, match="does not follow"):
+        grammars.begin(regex_grammar("[0-9]+")).follow(tokenizer.encode("ab", add_special_tokens=False))
+
+
+def test_a_grammar_that_does_not_compile_is_told_by_its_state(grammars: Grammars) -> None:
+    state = grammars.begin("no grammar")
+    with pytest.raises(GrammarError):
+        state.allowed([])
+
+
+def test_compiled_grammars_are_kept_in_bounds(tokenizer: Tokenizer) -> None:
+    grammars = Grammars(GrammarCompiler(lambda: tokenizer, ENDS))
+    first = grammars.begin(regex_grammar("a"))
+    assert grammars.begin(regex_grammar("a"))._compiled is first._compiled
+    for number in range(2 * KEPT):
+        grammars.begin(regex_grammar(f"a{number}"))
+    assert len(grammars._compiled) == KEPT
+    first.allowed([])  # one that is not kept any more goes on
+
+
+@pytest.mark.parametrize("text", ["a", "aab", "b", "ab", "abb"])
+def test_a_regex_is_of_the_whole_output(grammars: Grammars, tokenizer: Tokenizer, text: str) -> None:
+    state = grammars.begin(regex_grammar("a+b"))
+    try:
+        (allowed,) = state.allowed(tokenizer.encode(text, add_special_tokens=False))
+    except GrammarError:
+        assert not re.fullmatch("a+b", text) and not re.fullmatch("a+", text)
+        return
+    assert allowed is not None
+    assert bool(set(ENDS) & set(ids(allowed, tokenizer))) == bool(re.fullmatch("a+b", text))
