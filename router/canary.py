@@ -171,7 +171,8 @@ class _Trip:
         self.fleet.probing += 1
         asking = asyncio.create_task(self._ask(), name="canary-question")
         try:
-            lease = await self.fleet.open(self.decode, self.state.request.request_id, self.state)
+            own = self.prefill.status.instance == self.decode.status.instance
+            lease = await self.fleet.open(self.decode, self.state.request.request_id, self.state, prefill=own)
             try:
                 self.stage, self.blamed = Stage.PREFILL, self.prefill
                 reserved = self.fleet.reserve(self.prefill, Dispatched(prompt_tokens=len(PROMPT)))

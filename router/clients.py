@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, TypeVar
 
+from router.prefill_call import BROKEN_CALL
 from serving.errors import MillraceError, StaleLease, WorkerLost
-from serving.links import Deliver
+from serving.links import Deliver, LeaseEvent
 from serving.messages import Audit, LeaseGrant, LeaseOrder, Prefilled, PrefillOrder
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import Caller, asking
 from serving.wire import error_from_pb, event_from_pb, from_pb, to_pb
+
+T = TypeVar("T")
 
 
 class RemoteWorker:
@@ -98,22 +101,16 @@ class RemoteSession:
             answer = reply.answer
             future = self._answers.pop((answer.lease.lease, answer.lease.epoch), None)
             if future is not None and not future.done():
-                if answer.HasField("error"):
-                    future.set_exception(error_from_pb(answer.error))
-                else:
-                    future.set_result(from_pb(answer.grant, LeaseGrant))
+                _settle(future, answer, lambda: from_pb(answer.grant, LeaseGrant))
         if reply.HasField("prefilled"):
             self._prefilled(reply.prefilled)
         if reply.events:
-            self.deliver([event_from_pb(event) for event in reply.events])
+            self.deliver([_event(event) for event in reply.events])
 
     def _prefilled(self, told: pb.LeasePrefilled) -> None:
         asked = self.prefills.get(told.lease.lease)
         if asked is not None and not asked.done():
-            if told.HasField("error"):
-                asked.set_exception(error_from_pb(told.error))
-            else:
-                asked.set_result(from_pb(told.prefilled, Prefilled))
+            _settle(asked, told, lambda: from_pb(told.prefilled, Prefilled))
 
     def _end(self, error: MillraceError) -> None:
         self._over = error
@@ -172,3 +169,27 @@ def _retrieved(asked: asyncio.Future[Prefilled]) -> None:
     """Its error may be of use to nobody: asyncio need not log that."""
     if not asked.cancelled():
         asked.exception()
+
+
+# What cannot be read is the error of whom it is for: others share the session.
+
+
+def _settle(future: asyncio.Future[T], told: pb.LeaseAnswer | pb.LeasePrefilled, read: Callable[[], T]) -> None:
+    try:
+        if told.HasField("error"):
+            future.set_exception(error_from_pb(told.error))
+        else:
+            future.set_result(read())
+    except (TypeError, ValueError) as error:
+        future.set_exception(_unreadable(error))
+
+
+def _event(message: pb.LeaseEvent) -> LeaseEvent:
+    try:
+        return event_from_pb(message)
+    except (TypeError, ValueError) as error:
+        return LeaseEvent(message.lease, message.epoch, error=_unreadable(error))
+
+
+def _unreadable(error: Exception) -> WorkerLost:
+    return WorkerLost(f"the worker's answer cannot be read: {error}", code=BROKEN_CALL)

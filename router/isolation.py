@@ -20,9 +20,9 @@ TURN_SECONDS = 10.0  # that a request waits at most while others are tried: they
 class Isolation:
     """`enter` before a request is placed again. Leave what that returns once it has come on, or has ended."""
 
-    def __init__(self, fleet: Fleet):
+    def __init__(self, fleet: Fleet, quarantine: Quarantine):
         self.fleet = fleet
-        self.quarantine = Quarantine(fleet.registry)
+        self.quarantine = quarantine
         self._turn = asyncio.Lock()
 
     async def enter(self, state: RequestState) -> Callable[[], None] | None:

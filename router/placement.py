@@ -11,7 +11,7 @@ from router.candidate import Candidate
 from router.leases import DECODE_LOST, RouterLease
 from router.placer import Placer
 from router.prefill_call import BROKEN_CALL, Placed, PrefillCall
-from router.quarantine import PROGRESS, Quarantine
+from router.quarantine import PROGRESS
 from router.registry import Reservation
 from router.request_state import RequestState
 from serving.errors import (
@@ -30,10 +30,10 @@ LINK_CODES = (DECODE_LOST, "layout", "range", "incomplete")  # of StaleLease, wh
 class Placement:
     """One request's place: its lease, and the prefill workers that have been tried for it. Drop the lease at last."""
 
-    def __init__(self, placer: Placer, state: RequestState, quarantine: Quarantine):
+    def __init__(self, placer: Placer, state: RequestState):
         self.placer = placer
         self.state = state
-        self.quarantine = quarantine
+        self.quarantine = placer.quarantine
         self.alone: Callable[[], None] | None = None  # call it once the request has come on: others are held back
         self.held: RouterLease | None = None
         self._begun = False  # a prefill into the lease has failed: it has to begin anew

@@ -10,17 +10,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count, groupby
-from math import inf
 from operator import attrgetter
 from typing import Any
 
 from router.admission import CONTINUATION, AdmissionQueue, Claim
-from router.arrivals import Arrivals
 from router.block_keys import block_keys
 from router.candidate import Candidate, Dispatched
 from router.fleet import Fleet
+from router.learner import Learner
 from router.lease_room import MOST_ASKED, LeaseRoom, RoomLook, RoomSearch, tpot_bin
-from router.leases import RouterLease
+from router.leases import OUT_OF_REACH, RouterLease
 from router.output_lengths import OutputLengths
 from router.policy import (
     Decision,
@@ -33,7 +32,8 @@ from router.policy import (
     split_only,
     view_for_prefill,
 )
-from router.prefill_call import Placed, PrefillCall
+from router.prefill_call import BROKEN_CALL, Placed, PrefillCall
+from router.quarantine import Quarantine
 from router.refusals import (
     NO_DECODE,
     NO_PREFILL,
@@ -61,6 +61,8 @@ class Placer:
         self.prefill_queue = AdmissionQueue(sys.maxsize, fleet.change)  # leases that no worker prefills for just now
         self.room = LeaseRoom()
         self.outputs = OutputLengths()
+        self.learner = Learner(fleet, self.outputs, self.service_class)
+        self.quarantine = Quarantine(fleet.registry)
         self._lease_numbers = count(1)
 
     async def open_lease(self, state: RequestState) -> tuple[RouterLease, Placed | None]:
@@ -68,7 +70,7 @@ class Placer:
 
         A request of a single token needs no room: it is prefilled, and that is all.
         Raises Overloaded or Unavailable once patience is over, DeadlineExceeded where the deadline comes first,
-        InvalidRequest, ContextLengthExceeded.
+        InvalidRequest, ContextLengthExceeded; WorkerLost where the prompt may have broken a worker.
         """
         single = state.request.sampling.max_tokens - len(state.generated) == 1 and not self._outgrown(state)
         search = RoomSearch(single)
@@ -139,7 +141,10 @@ class Placer:
         return self.fleet.prefill_only(self._next_lease(state)), self.placed(decision, demand)
 
     async def _try_all(self, search: RoomSearch, state: RequestState) -> tuple[RouterLease, Placed | None] | None:
-        """A lease on the first trusted worker that grants one, in the policy's order; notes if some were full."""
+        """A lease on the first trusted worker that grants one, in the policy's order; notes if some were full.
+
+        Raises WorkerLost where a worker was lost that may have begun to compute the prompt.
+        """
         look, refusals = self.look(state, search.overtaken), 0
         demand, view, search.full, search.best = look.demand, look.view, look.full, None
         if look.all_full and not self._judged(state) and not any(each.full and each.owing for each in view.decode):
@@ -166,6 +171,10 @@ class Placer:
             except (WorkerLost, StaleLease, Unauthorized) as error:  # gone, restarted meanwhile, or not one of ours
                 state.pass_over(worker.status.name, error)
                 self.fleet.blame(worker.status.instance, error)
+                if decision.mixed and isinstance(error, WorkerLost) and error.code not in (OUT_OF_REACH, BROKEN_CALL):
+                    now = self.fleet.clock()  # it may have begun with the prompt, and died of it
+                    self.quarantine.lost(state, worker.status.instance, error, now, computing=True)
+                    raise
             view = replace(view, decode=[other for other in view.decode if other is not worker])
             if not view.decode or worker.full:
                 break
@@ -189,6 +198,8 @@ class Placer:
         worker = decision.decode
         assert worker is not None
         placed = self.placed(decision, demand)
+        if decision.mixed:
+            placed = replace(placed, asked_at=self.fleet.clock())
         try:
             lease = await self.fleet.open(worker, self._next_lease(state), state, prefill=decision.mixed)
         except BaseException:
@@ -308,32 +319,6 @@ class Placer:
         entry = self.fleet.registry.get(worker.status.instance) if worker is not None else None
         return entry is not None and not entry.suspect and not entry.status.draining
 
-    def learn(self, state: RequestState) -> None:
-        """Tokens have come: compare what the present attempt has brought with what was predicted of it."""
-        if not state.attempts:
-            return
-        attempt, ended = state.attempts[-1], state.finished
-        decision, prefill, decode = attempt.decision, attempt.decision.prefill, attempt.decision.decode
-        if attempt.first_at == attempt.last_at:
-            self.policy.observed(decision, ttft=attempt.first_at - attempt.began_at)
-            if prefill is not None and state.in_time:
-                self._was_in_time(state, decision, prefill.status.instance, attempt.last_at)
-        elif attempt.second_at == attempt.last_at and prefill is not decode and prefill is not None is not decode:
-            waited = attempt.second_at - (attempt.first_at or 0.0)
-            step = decision.predicted.step if decision.predicted is not None else 0.0
-            costs = self.fleet.link_costs
-            costs.observed(prefill.status.instance, decode.status.instance, state.tokens, waited - step)
-        if ended:
-            self.policy.observed(decision, tpot=attempt.tpot, step_tokens=attempt.step_tokens)
-            self.outputs.ended(state.request.service_class, len(state.generated))
-
-    def _was_in_time(self, state: RequestState, decision: Decision, prefill: str, now: float) -> None:
-        limit, predicted = state.request.slo.ttft_ms, decision.predicted
-        if limit is not None and predicted is not None and predicted.due_in < inf:
-            weight = self.service_class(state).weight
-            prompt = Arrivals(state.request.priority, limit / 1e3, predicted.prefill, weight)
-            self.fleet.registry.in_time(prefill, prompt, now)
-
     def _outgrown(self, state: RequestState) -> bool:
         """True if a text has begun that no worker which prefills could go on with."""
         workers = self.fleet.candidates()
@@ -344,7 +329,8 @@ class Placer:
         """A prefill as decided. From now on the router counts on its blocks there, and on the lease's worker."""
         worker, reserved = placed.decision.prefill, placed.reserved
         assert worker is not None and reserved is not None
-        attempt = Attempt(placed.decision, self.fleet.clock(), state.tokens - reserved.work.prompt_tokens)
+        began = self.fleet.clock() if placed.asked_at is None else placed.asked_at
+        attempt = Attempt(placed.decision, began, state.tokens - reserved.work.prompt_tokens)
         if lease.grant is not None and worker.status.instance != lease.fence.instance:
             attempt.leased_tokens = lease.grant.cached_tokens
         attempt.downgraded = placed.decision.mixed and state.split_asked

@@ -24,10 +24,11 @@ BROKEN_CALL = "broken_call"  # an order or a reply that cannot be read: no worke
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A decision whose prefill has not been sent yet. Release it if it never is."""
+    """A decision whose prefill has not been sent yet, unless with its lease. Release it if it never is."""
 
     decision: Decision
     reserved: Reservation | None  # for the prefill; None where no worker was there to take it
+    asked_at: float | None = None  # when it was asked for with its lease
 
     def release(self) -> None:
         if self.reserved is not None:

@@ -49,7 +49,7 @@ class Router:
         config = self.fleet.config
         budget = RetryConfig(per_second=config.retries_per_second, most=config.retries_saved)
         self.retries = RetryBudget(budget, self.clock())
-        self.isolation = Isolation(self.fleet)
+        self.isolation = Isolation(self.fleet, placer.quarantine)
         self.running = 0  # requests between the first and last line of generate()
         self.tokens = 0  # output tokens so far
 
@@ -83,7 +83,7 @@ class Router:
         failure: BaseException | None = None
         self.running += 1
         self.explained.began(state)
-        place = Placement(self.placer, state, self.isolation.quarantine)
+        place = Placement(self.placer, state)
         try:
             yield state, place
         except BaseException as error:
@@ -106,7 +106,7 @@ class Router:
             self.observer.tokens(now - timeline.last_token, len(delta.tokens))
         self.tokens += len(delta.tokens)
         state.take(delta, now)
-        self.placer.learn(state)
+        self.placer.learner.learn(state, self.placer.policy)
         return delta
 
     async def _retry(self, state: RequestState, error: Retryable) -> None:

@@ -17,6 +17,7 @@ from serving.messages import Delta, Request, Role
 from serving.timeline import Timeline
 from tests.fakes.sequences import make_request
 from tests.prefill.scripted import written_out
+from tests.router.remote import Remote
 from tests.router.scripted import ScriptedWorker, make_status
 
 PROMPT = (3, 1, 4)
@@ -143,3 +144,11 @@ def wanted(name: str = "r", max_tokens: int = 8, prompt: Sequence[int] = PROMPT,
 
 def expected(request: Request) -> list[int]:
     return written_out(request.prompt, request.sampling.max_tokens)
+
+
+@pytest.fixture
+async def remote() -> AsyncIterator[Remote]:
+    made = Remote()
+    await made.start()
+    yield made
+    await made.stop()

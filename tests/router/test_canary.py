@@ -66,6 +66,7 @@ async def test_a_mixed_worker_is_a_pair_of_its_own(world: World) -> None:
     world.add("m")
     world.add("p", Role.PREFILL)
     assert (await probed(world)).outcomes == {"ok": 1}
+    assert world.workers["m"].asked_to_prefill, "the canary goes the way that requests go"
 
 
 async def test_a_pair_that_was_tried_or_used_rests(split: World) -> None:

@@ -19,7 +19,7 @@ from router.request_state import Attempt, RequestState
 from serving.errors import BESIDE_STEP, IN_STEP, CorruptChunk, Draining, MillraceError, Quarantined, WorkerLost
 from serving.messages import Request, Role
 from tests.router.conftest import World, expected, wanted
-from tests.router.scripted import LOSE, ScriptedWorker, make_status
+from tests.router.scripted import LOSE, ScriptedSession, ScriptedWorker, Step, make_status
 
 pytestmark = pytest.mark.usefixtures("ties_by_name")
 
@@ -70,6 +70,15 @@ class Poisoned(ScriptedWorker):
     after: int | None = None  # None: in prefill
     told = False  # its engine says so, or the process is just gone
     died = False
+    unanswered = False  # it computes as soon as the lease is granted, and dies before anybody hears of the grant
+
+    async def play(self, steps: list[Step], session: ScriptedSession | None = None) -> Step:
+        granted = self.unanswered and steps is self.script.open
+        if granted and any(lease.startswith(POISON) for lease in self.asked_to_prefill):
+            self.asked_to_prefill.clear()
+            self.die()
+            raise WorkerLost("reset", code=IN_STEP if self.told else None)
+        return await super().play(steps, session)
 
     async def run(self, order: Any) -> AsyncIterator[Any]:
         if order.order.request.request_id.startswith(POISON):
@@ -106,12 +115,16 @@ def dead(world: World) -> list[str]:
 # ---- poison --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("after", [None, 0, 3], ids=["in prefill", "in its first step", "soon"])
+@pytest.mark.parametrize(
+    "when",
+    [{"unanswered": True}, {"after": None}, {"after": 0}, {"after": 3}],
+    ids=["before its lease is known", "in prefill", "in its first step", "soon"],
+)
 @pytest.mark.parametrize("told", [False, True], ids=["the process is gone", "the engine says so"])
 async def test_a_request_that_broke_two_workers_is_given_to_no_third(
-    monkeypatch: pytest.MonkeyPatch, after: int | None, told: bool
+    monkeypatch: pytest.MonkeyPatch, when: dict[str, Any], told: bool
 ) -> None:
-    world = poisoned(monkeypatch, 6, after=after, told=told)
+    world = poisoned(monkeypatch, 6, told=told, **when)
     [ended] = await run(world, wanted(POISON, max_tokens=60))
     assert isinstance(ended, Quarantined) and (ended.status, ended.code) == (500, "quarantined")
     assert "2 workers died" in ended.message and "w0" in ended.message and "w1" in ended.message

@@ -7,6 +7,9 @@ from contextlib import aclosing
 
 import pytest
 
+from router.leases import RouterLease
+from router.prefill_call import Placed, PrefillCall
+from router.request_state import RequestState
 from serving.errors import (
     CorruptChunk,
     DeadlineExceeded,
@@ -66,6 +69,31 @@ async def test_a_mixed_worker_prefills_what_it_decodes(world: World) -> None:
 async def test_a_prefill_worker_is_not_asked_with_the_lease(split: World) -> None:
     await split.tokens(wanted())
     assert not split.workers["d0"].asked_to_prefill and split.workers["d0"].opened
+
+
+async def test_a_prefill_asked_for_with_its_lease_began_when_it_was_asked_for(world: World) -> None:
+    """A router that is busy reads the answer late: that must not make the prompt look shorter than it was."""
+    mixed = world.add("m")
+    play = mixed.play
+
+    async def slow(steps: list[Step], session: ScriptedSession | None = None) -> Step:
+        world.now += 0.25 * (steps is mixed.script.open)
+        return await play(steps, session)
+
+    mixed.play = slow  # type: ignore[method-assign]
+    mixed.script.open = [None]
+    began: list[float] = []
+    begin = world.placer.begin_prefill
+
+    def noted(placed: Placed, state: RequestState, lease: RouterLease) -> PrefillCall:
+        call = begin(placed, state, lease)
+        began.append(state.attempts[-1].began_at)
+        return call
+
+    world.placer.begin_prefill = noted  # type: ignore[method-assign]
+    now = world.now
+    await world.tokens(wanted())
+    assert began == [now]
 
 
 async def test_a_worker_that_begins_to_drain_computes_what_it_was_asked_for(world: World) -> None:
