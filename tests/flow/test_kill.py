@@ -27,7 +27,7 @@ KINDS = (
     {"stream": False, "temperature": 0.0},
     {"stream": True, "temperature": 1.0, "seed": 11, "top_p": 0.9},
     {"stream": False, "temperature": 1.0, "seed": 12, "frequency_penalty": 0.3},
-    {"stream": True, "temperature": 1.0, "seed": 13, "guided_regex": "([a-z]{1,9} )*"},
+    {"stream": True, "temperature": 1.0, "seed": 13, "extra_body": {"guided_regex": "([a-z]{1,9} )*"}},
 )
 
 Outcomes = list[tuple[str, str | None, int, int]]
