@@ -14,6 +14,7 @@ from serving.grammar.grammars import GrammarError
 
 MAX_GRAMMAR = 64 << 10  # bytes: compiling takes about a tenth of a second at most
 MAX_CHOICES = 4096
+MAX_WRITTEN = 16 << 10  # bytes of expressions, in a schema together, and of grammars written out: the square counts
 # Compiling grows with the square of an object's properties, and with what numbers have to be multiples of.
 MAX_PROPERTIES = 1000
 MAX_MULTIPLE_OF = 50_000  # of all `multipleOf` of a schema together, each without its decimal point
@@ -34,7 +35,7 @@ def json_grammar(schema: Any) -> str:
 
 def regex_grammar(pattern: str) -> str:
     """Texts that a regular expression (Rust's syntax) accepts as a whole. Raises GrammarError."""
-    return _bounded(LLMatcher.grammar_from_regex(_bounded(pattern)))
+    return _bounded(LLMatcher.grammar_from_regex(_bounded(pattern, MAX_WRITTEN)))
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
@@ -47,7 +48,7 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 def written_grammar(grammar: str) -> str:
     """A grammar written out, in Lark's form or in GBNF. Raises GrammarError."""
-    if "::=" not in _bounded(grammar):
+    if "::=" not in _bounded(grammar, MAX_WRITTEN):
         return _bounded(LLMatcher.grammar_from_lark(grammar))
     try:
         return _bounded(LLMatcher.grammar_from_lark(gbnf_to_lark(grammar)))
@@ -56,7 +57,7 @@ def written_grammar(grammar: str) -> str:
 
 
 def _check_cost(schema: Any) -> None:
-    multiples, rest = 0, [schema]
+    multiples, patterns, rest = 0, 0, [schema]
     while rest:
         one = rest.pop()
         if isinstance(one, list):
@@ -66,9 +67,15 @@ def _check_cost(schema: Any) -> None:
             properties, multiple = one.get("properties"), one.get("multipleOf")
             if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
                 raise GrammarError(f"properties: an object has at most {MAX_PROPERTIES}")
+            if isinstance(one.get("pattern"), str):
+                patterns += len(one["pattern"])
+            if isinstance(one.get("patternProperties"), dict):
+                patterns += sum(map(len, one["patternProperties"]))
             if isinstance(multiple, (int, float)):
                 _, digits, exponent = Decimal(str(multiple)).normalize().as_tuple()
                 multiples += int("".join(map(str, digits))) * 10 ** max(0, int(exponent))
+    if patterns > MAX_WRITTEN:
+        raise GrammarError(f"pattern: together at most {MAX_WRITTEN} characters")
     if multiples > MAX_MULTIPLE_OF:
         raise GrammarError(f"multipleOf: together at most {MAX_MULTIPLE_OF}, counted without decimal points")
 
@@ -85,7 +92,7 @@ def _text(value: Any) -> str:
         raise GrammarError(f"no JSON: {error}") from error
 
 
-def _bounded(text: str) -> str:
-    if len(text.encode()) > MAX_GRAMMAR:
-        raise GrammarError(f"a grammar has at most {MAX_GRAMMAR} bytes")
+def _bounded(text: str, most: int = MAX_GRAMMAR) -> str:
+    if len(text.encode()) > most:
+        raise GrammarError(f"at most {most} bytes can be compiled")
     return text

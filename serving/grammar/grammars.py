@@ -6,6 +6,7 @@ of the grammar and the output so far alone, so it can be rebuilt at any moment, 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -13,6 +14,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+
+os.environ["RUST_LIB_BACKTRACE"] = "0"  # an error deep in a grammar takes seconds with a trace at each level
+
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, get_version
 from numpy.typing import NDArray
 

@@ -80,12 +80,15 @@ REFUSED: dict[str, tuple[Callable[[], str], str]] = {
     "a large multiple": (lambda: json_grammar({"items": [{"multipleOf": 50_001}]}), "multipleOf"),
     "a large multiple, written short": (lambda: json_grammar({"multipleOf": 1e300}), "multipleOf"),
     "many multiples": (lambda: json_grammar({"anyOf": [{"multipleOf": 999}] * 51}), "multipleOf"),
-    "too long": (lambda: regex_grammar("a" * (forms.MAX_GRAMMAR + 1)), "at most"),
+    "too long": (lambda: regex_grammar("a" * (forms.MAX_WRITTEN + 1)), "at most"),
+    "a long grammar": (lambda: written_grammar("start: /" + "a" * forms.MAX_WRITTEN + "/"), "at most"),
+    "long patterns": (lambda: json_grammar({"anyOf": [{"pattern": "a" * 1000}] * 17}), "pattern"),
+    "long names": (lambda: json_grammar({"patternProperties": {str(n) * 100: True for n in range(100)}}), "pattern"),
     "a long schema": (lambda: json_grammar({"enum": ["x" * forms.MAX_GRAMMAR]}), "at most"),
     "many choices": (lambda: choice_grammar(["a"] * 5000), "choices"),
     "beyond 64 bits": (lambda: json_grammar({"const": 2**70}), "64"),
     "too deep": (lambda: json_grammar(nested(200)), "recursion"),
-    "deep GBNF": (lambda: written_grammar("root ::= " + "(" * 20_000), "GBNF"),
+    "deep GBNF": (lambda: written_grammar("root ::= " + "(" * 15_000), "GBNF"),
     "unclosed": (lambda: regex_grammar("(a"), "regex"),
 }
 
@@ -105,7 +108,9 @@ COSTLY: dict[str, Callable[[], str]] = {
     "length": lambda: json_grammar({"type": "string", "minLength": 10**6, "maxLength": 10**9}),
     "repetition": lambda: regex_grammar("((((a{1,100}){1,100}){1,100}){1,100})"),
     "ambiguous": lambda: regex_grammar(r"(a|b)*a(a|b){5000}"),
-    "alternatives": lambda: regex_grammar("|".join(f"(x{n}.*y{n}.*)" for n in range(3000))),
+    "alternatives": lambda: regex_grammar("|".join(f"(x{n}.*y{n}.*)" for n in range(1000))),
+    "stars": lambda: regex_grammar("(ab|c)*" * 2300),
+    "an error in the deep": lambda: written_grammar("start: a0\n" + "\n".join(f"a{n}:a{n + 1}" for n in range(1400))),
     "choices": lambda: choice_grammar([f"{n:09d}" for n in range(4096)]),
     "references": lambda: json_grammar(
         {
@@ -123,7 +128,7 @@ def test_the_most_costly_that_are_accepted_take_less_than_a_second(compiler: Gra
     try:
         compiler.submit(COSTLY[name]()).result()
     except GrammarError as error:
-        assert "large" in str(error) or "big" in str(error)
+        assert any(word in str(error) for word in ("large", "big", "precomputation", "unknown name"))
     assert time.process_time() - began < 1.0
 
 
@@ -133,7 +138,7 @@ def chain(links: int) -> dict[str, Any]:
 
 
 def rules(name: str, last: str) -> str:
-    return f"start: {name}0\n" + "\n".join(f"{name}{n}:{name}{n + 1}" for n in range(5000)) + f"\n{name}5000: {last}"
+    return f"start: {name}0\n" + "\n".join(f"{name}{n}:{name}{n + 1}" for n in range(1300)) + f"\n{name}1300: {last}"
 
 
 DEEP: dict[str, Callable[[], str]] = {
