@@ -6,7 +6,8 @@ Pure: no torch, no clock, no I/O. It knows what the leases' sequences hold and a
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from math import inf
+from dataclasses import dataclass
+from math import exp, inf
 from typing import Protocol
 
 from serving.engine.sequence import SequenceState
@@ -19,7 +20,7 @@ HORIZON = 256  # tokens that each sequence is taken to grow by, or as many as it
 DECODE_SHARE = 0.9  # of the tightest TPOT that steps may take by the model: it errs
 MIXED_SHARE = 0.75  # where steps have prompts to compute too
 YIELD_SHARE = 0.7  # of what the more important ones may take
-LATELY = 30.0  # seconds that room is kept for more important requests like those that came
+LATELY = 30.0  # seconds that room is kept at most for more important requests like those that came
 MOST_REMEMBERED = 32  # kinds of them
 
 
@@ -29,10 +30,16 @@ class LeaseBound(Protocol):
     def check(self, order: LeaseOrder, held: Collection[SequenceState], now: float) -> None:
         """Raises NoRoom."""
 
+    def ended(self, seq: SequenceState, now: float) -> None:
+        """A lease is held no more, for whatever reason."""
+
 
 class Unbound(LeaseBound):
     def check(self, order: LeaseOrder, held: Collection[SequenceState], now: float) -> None:
         """Every lease is welcome."""
+
+    def ended(self, seq: SequenceState, now: float) -> None:
+        """Nothing depends on it."""
 
 
 class TpotBound(LeaseBound):
@@ -42,10 +49,15 @@ class TpotBound(LeaseBound):
     all once its first token is late: prompts that are late come one by one, whenever others leave time.
 
     The tightest is that of the sequences no less important than the new one, its own, and that of more important ones
-    that have come lately. Beside more important ones it may take YIELD_SHARE of that alone: so the next of these finds
-    room at once, and need not wait until a text ends. Objectives count that can be met: not those missed
-    already, nor those that this worker could not meet for the sequence alone. A worker that holds nothing refuses
-    nobody, and a text that has begun is never refused: to move it costs more than a slow token.
+    that have come lately. Beside more important ones it may take YIELD_SHARE of that alone, if a sequence fits there
+    at all: so the next of these finds room at once, and need not wait until a text ends. Objectives count that can be
+    met: not those missed already, nor those that this worker could not meet for the sequence alone. A worker that
+    holds nothing refuses nobody, and a text that has begun is never refused: to move it costs more than a slow token.
+
+    For those that came lately room is kept in proportion to what they took: for LATELY after the last of them if texts
+    of HORIZON tokens in all had ended before it, for a tenth of that after a tenth of them. One that less important
+    leases kept out is waiting: for its like room is kept as long, in proportion to its tokens in those of the new one.
+    Nobody else who is refused counts.
 
     Where `prompts` are computed here only what decodes counts: chunks by slack hold the others back until there is
     room, and by their due times, which a queue elsewhere might not.
@@ -55,7 +67,7 @@ class TpotBound(LeaseBound):
         self.cost = cost
         self.share = share
         self.prompts = prompts
-        self._lately: dict[tuple[int, float], float] = {}  # by priority and TPOT objective: when it was last asked for
+        self._lately: dict[tuple[int, float], AskedLately] = {}  # by priority and TPOT objective
         self._decoding = Share()
 
     def check(self, order: LeaseOrder, held: Collection[SequenceState], now: float) -> None:
@@ -65,46 +77,127 @@ class TpotBound(LeaseBound):
         waiting = 0.0 if self.prompts else self._decoding.look(decoding, len(held), now)
         if model is None or not model.samples or order.generated:
             return
-        request = order.request
-        new = len(request.prompt) + min(HORIZON, request.sampling.max_tokens)
-        own = inf if request.slo.tpot_ms is None else request.slo.tpot_ms / 1e3
-        own = own if _attainable(model, own, new) else inf
-        if own < inf:
-            self._note(request.priority, own, now)
+        new = _NewLease.of(order, model)
         if not (held if waiting else decoding):
+            self._note(new, now, kept_out=False)
             return
-        tightest = min(own, YIELD_SHARE * self._kept_for(request.priority, now))
-        context, rows = float(new), 1.0
+        tightest = min(new.tpot, YIELD_SHARE * self._kept_from(new, model, now))
+        everyone, as_important = StepSize(1.0, new.length), StepSize(1.0, new.length)
         for seq in held:
             counts = 1.0 if _decodes(seq) else waiting
             if not counts:
                 continue
             length = len(seq.tokens) + min(HORIZON, seq.request.sampling.max_tokens - seq.output_len)
-            context, rows = context + counts * length, rows + counts
-            other = seq.objectives
-            if other.priority > request.priority or other.missed:
-                continue
-            allowed = other.tpot if other.priority == request.priority else YIELD_SHARE * other.tpot
-            if allowed < tightest and _attainable(model, other.tpot, length):
-                tightest = allowed
-        step = model.decode_seconds(rows, context)
-        if step > self.share * tightest:
-            raise NoRoom(
-                f"with one more sequence a step would take {step * 1e3:.0f} ms, and for the TPOT of others or its own"
-                f" it may take {self.share * tightest * 1e3:.0f} ms",
-                code="tpot",
-            )
+            everyone.add(counts, length)
+            if seq.objectives.priority <= new.priority:
+                as_important.add(counts, length)
+                tightest = min(tightest, self._allowed(seq, length, new, model))
+        step, allowed = everyone.seconds(model), self.share * tightest
+        if step <= allowed:
+            self._note(new, now, kept_out=False)
+            return
+        if as_important.seconds(model) <= allowed:
+            self._note(new, now, kept_out=True)
+        raise NoRoom(
+            f"with one more sequence a step would take {step * 1e3:.0f} ms, and for the TPOT of others or its own"
+            f" it may take {allowed * 1e3:.0f} ms",
+            code="tpot",
+        )
 
-    def _note(self, priority: int, tpot: float, now: float) -> None:
-        self._lately.pop((priority, tpot), None)
-        self._lately[priority, tpot] = now
+    def ended(self, seq: SequenceState, now: float) -> None:
+        asked = self._lately.get((seq.objectives.priority, seq.objectives.tpot))
+        if asked is not None:
+            asked.ended(len(seq.tokens) - seq.start, now)
+
+    def _allowed(self, seq: SequenceState, length: int, new: _NewLease, model: StepCost) -> float:
+        """The step that a held sequence of this length, no less important, allows beside a new one. Seconds."""
+        other = seq.objectives
+        if other.missed or not _attainable(model, other.tpot, length):
+            return inf
+        yields = other.priority < new.priority and self._roomy(model, other.tpot, length)
+        return YIELD_SHARE * other.tpot if yields else other.tpot
+
+    def _roomy(self, model: StepCost, tpot: float, length: int) -> bool:
+        """True if a sequence with this objective fits into what less important ones are held to."""
+        return _attainable(model, self.share * YIELD_SHARE * tpot, length)
+
+    def _note(self, new: _NewLease, now: float, *, kept_out: bool) -> None:
+        if new.tpot == inf:
+            return
+        asked = self._lately.pop((new.priority, new.tpot), None) or AskedLately(now)
+        self._lately[new.priority, new.tpot] = asked
+        asked.came(new, now, kept_out)
         if len(self._lately) > MOST_REMEMBERED:
             del self._lately[next(iter(self._lately))]
 
-    def _kept_for(self, priority: int, now: float) -> float:
-        """The tightest TPOT that more important requests have asked for lately."""
-        found = (tpot for (other, tpot), at in self._lately.items() if other < priority and now - at < LATELY)
+    def _kept_from(self, new: _NewLease, model: StepCost, now: float) -> float:
+        """The tightest TPOT that more important requests have asked for lately, and room is still kept for. Seconds."""
+        found = (
+            tpot
+            for (priority, tpot), asked in self._lately.items()
+            if priority < new.priority and asked.keeps_from(new, now) and self._roomy(model, tpot, asked.length)
+        )
         return min(found, default=inf)
+
+
+@dataclass(frozen=True, slots=True)
+class _NewLease:
+    """What is asked for: `tokens` of text, `length` with its prompt, `tpot` infinite where it cannot be met."""
+
+    priority: int
+    tpot: float
+    tokens: int
+    length: int
+
+    @staticmethod
+    def of(order: LeaseOrder, model: StepCost) -> _NewLease:
+        request = order.request
+        tokens = min(HORIZON, request.sampling.max_tokens)
+        length = len(request.prompt) + tokens
+        tpot = inf if request.slo.tpot_ms is None else request.slo.tpot_ms / 1e3
+        return _NewLease(request.priority, tpot if _attainable(model, tpot, length) else inf, tokens, length)
+
+
+@dataclass(slots=True)
+class AskedLately:
+    """What requests of one priority and TPOT objective have taken, and whether the last was kept out. Tokens."""
+
+    at: float  # seconds; when the last of them came or ended
+    drawn: float = 0.0  # by those that have ended; they fade
+    before: float = 0.0  # the last one
+    waiting: int = 0  # what the last one asked for, if it was kept out
+    length: int = 0  # of the last, with its prompt
+
+    def came(self, new: _NewLease, now: float, kept_out: bool) -> None:
+        self._fade(now)
+        self.waiting, self.length = new.tokens if kept_out else 0, new.length
+
+    def ended(self, tokens: int, now: float) -> None:
+        self._fade(now)
+        self.drawn += tokens
+
+    def _fade(self, now: float) -> None:
+        self.drawn *= exp(-max(0.0, now - self.at) / LATELY)
+        self.at, self.before = now, self.drawn
+
+    def keeps_from(self, new: _NewLease, now: float) -> bool:
+        part = max(self.before / HORIZON, self.waiting / max(1, new.tokens))
+        return now - self.at < LATELY * min(1.0, part)
+
+
+@dataclass(slots=True)
+class StepSize:
+    """Rows of a step and the tokens they attend to, as many as are expected."""
+
+    rows: float
+    context: float
+
+    def add(self, rows: float, length: int) -> None:
+        self.rows += rows
+        self.context += rows * length
+
+    def seconds(self, model: StepCost) -> float:
+        return model.decode_seconds(self.rows, self.context)
 
 
 def _decodes(seq: SequenceState) -> bool:

@@ -150,6 +150,7 @@ class DecodeWorker:
             lease = self.table.end(lease_id)
             if lease is not None:
                 self.engine.end(lease.seq)
+                self.bound.ended(lease.seq, self.engine.clock())
                 self.direct.stop(lease_id)
         self.deadlines.forget(lease_id)
         self._note_idle()

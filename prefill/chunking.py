@@ -8,7 +8,9 @@ deadline is counted from the sequence's first token, as TPOT is.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
+from itertools import accumulate
 from math import exp, inf, log2
 from typing import Protocol
 
@@ -38,7 +40,11 @@ class Chunking(Protocol):
         ...
 
     def most(self, seq: SequenceState, plan: StepPlan) -> int:
-        """The most tokens of this prompt that the step may compute; 0: no more prompts in this one."""
+        """The most tokens of this prompt that the step may compute."""
+        ...
+
+    def passed(self, seq: SequenceState) -> bool:
+        """It may have none: True if prompts behind it may have some in this step all the same."""
         ...
 
     def took(self, seq: SequenceState, count: int) -> None:
@@ -57,6 +63,9 @@ class FixedChunks(Chunking):
     def most(self, seq: SequenceState, plan: StepPlan) -> int:
         return plan.tokens
 
+    def passed(self, seq: SequenceState) -> bool:
+        return False
+
     def took(self, seq: SequenceState, count: int) -> None:
         """The plan counts its tokens."""
 
@@ -68,10 +77,12 @@ class SlackChunks(Chunking):
     that has missed its objectives, or could not catch up any more, is bounded by that alone; a TPOT below what a step
     of the sequence alone takes counts as that. So that prompts go on, LEAN_STEPS in a row compute FLOOR of their tokens
     together whatever decodes, the last of them what the others did not; where nothing decodes each does. Prompts that
-    are due at no time and less important than a running sequence leave it early: they slow it down to YIELD_SHARE of
-    its TPOT and no further, and what it is early by is there for the next prompt that is as important. Steps of prompts
-    that some like those that came lately would pass are short as well: the next of these waits for the step that runs
-    when it comes. Without a model, or where nobody has an objective that says otherwise, it is the fixed budget.
+    are due at no time and less important than a running sequence yield to it, however long they have waited: they slow
+    it down to YIELD_SHARE of its TPOT and no further, and what it is early by is there for the next prompt that is as
+    important. One that has nothing in a step for this reason is passed by prompts that need not yield; if it is the
+    first of the queue, LEAN_STEPS compute FLOOR of its tokens all the same. Steps of prompts that some like those that
+    came lately would pass are short as well: the next of these waits for the step that runs when it comes. Without a
+    model, or where nobody has an objective that says otherwise, it is the fixed budget.
     """
 
     def __init__(self, cost: Cost):
@@ -79,7 +90,9 @@ class SlackChunks(Chunking):
         self._seconds = inf  # that the step may take
         self._model: StepCost | None = None
         self._plan: StepPlan | None = None
-        self._yielding: dict[int, float] = {}  # seconds it may take with a prompt of this priority
+        self._yielding: list[tuple[int, float]] | None = None  # what yielding_slack says of it, once it has been asked
+        self._closed = inf  # the priority from which on prompts that yield have nothing in this step
+        self._passed = False  # the first prompt is one of these
         self._load = StepLoad()
         self._beside = False  # something decodes in the step
         self._alone = 0.0  # seconds of the step without prompts
@@ -90,12 +103,13 @@ class SlackChunks(Chunking):
         self._hurried: dict[tuple[int, int], tuple[float, float]] = {}  # TTFT objectives, and when they were last seen
 
     def begin(self, plan: StepPlan, now: float) -> None:
-        if self._asked and self._given < FLOOR:
-            self._lately.append(self._given)
+        if self._asked and (self._passed or self._given < FLOOR):
+            self._lately.append(0 if self._passed else self._given)
         else:
             self._lately.clear()
         self._seconds, self._given, self._asked, self._now = inf, 0, False, now
-        self._beside, self._plan, self._yielding = bool(plan.work), None, {}
+        self._beside, self._plan, self._yielding = bool(plan.work), None, None
+        self._closed, self._passed = inf, False
         model = self.cost()
         self._model = model = model if model is not None and model.samples else None
         if model is None:
@@ -132,6 +146,8 @@ class SlackChunks(Chunking):
     def most(self, seq: SequenceState, plan: StepPlan) -> int:
         if self._model is None:
             return plan.tokens
+        if seq.objectives.priority >= self._closed and seq.objectives.due == inf:
+            return 0
         seconds = min(self._seconds, self._yielded(seq, self._model), self._unhurried(seq, self._model))
         if seconds == inf:
             return plan.tokens
@@ -144,6 +160,14 @@ class SlackChunks(Chunking):
         lacking = FLOOR - sum(self._lately) if len(self._lately) == LEAN_STEPS - 1 else 0
         return max(fits, min(wanted, lacking))
 
+    def passed(self, seq: SequenceState) -> bool:
+        """Only by prompts that need not yield as it does: what holds all of them back ends the step for all."""
+        if self._model is None or self._yielded(seq, self._model) >= self._seconds:
+            return False
+        self._closed = min(self._closed, seq.objectives.priority)
+        self._passed = self._passed or not self._given
+        return True
+
     def took(self, seq: SequenceState, count: int) -> None:
         self._given += count
         if self._model is not None:
@@ -151,12 +175,12 @@ class SlackChunks(Chunking):
 
     def _yielded(self, seq: SequenceState, model: StepCost) -> float:
         """How long the step may take with this prompt, for the sake of more important sequences in it."""
-        priority = seq.objectives.priority
         if self._plan is None or seq.objectives.due < inf:
             return inf
-        if priority not in self._yielding:
-            self._yielding[priority] = yielding_slack(self._plan, priority, self._now, self._alone) * _certain(model)
-        return self._yielding[priority]
+        if self._yielding is None:
+            self._yielding = yielding_slack(self._plan, self._now, self._alone)
+        more_important = bisect_left(self._yielding, (seq.objectives.priority, -inf))
+        return self._yielding[more_important - 1][1] * _certain(model) if more_important else inf
 
     def _unhurried(self, seq: SequenceState, model: StepCost) -> float:
         """How long a step of this prompt may take for the sake of those to come that go first; notes its own TTFT."""
@@ -199,20 +223,23 @@ def hopeful_slack(plan: StepPlan, now: float, model: StepCost, alone: float) -> 
     return least
 
 
-def yielding_slack(plan: StepPlan, priority: int, now: float, alone: float) -> float:
-    """The least slack that sequences more important than `priority` leave to its prompts; `alone` as in hopeful_slack.
+def yielding_slack(plan: StepPlan, now: float, alone: float) -> list[tuple[int, float]]:
+    """For each priority in the plan, in order, the least slack that sequences up to it leave to less important prompts.
 
-    Seconds, at least 0. It is counted from YIELD_SHARE of their TPOT, until they are MOST_KEPT tokens early.
+    Seconds, at least 0; `alone` as in hopeful_slack. It is counted from YIELD_SHARE of their TPOT, until they are
+    MOST_KEPT tokens early.
     """
-    least = inf
+    least: dict[int, float] = {}
     for work in plan.work:
         seq = work.seq
         goals = seq.objectives
-        if goals.priority < priority and goals.tpot < inf:
+        if goals.tpot < inf:
             slack = goals.slack(len(seq.tokens), now)
             if not _hopeless(seq, slack, alone):
-                least = min(least, slack - goals.tpot * min(MOST_KEPT, (1.0 - YIELD_SHARE) * seq.output_len))
-    return max(0.0, least)
+                left = max(0.0, slack - goals.tpot * min(MOST_KEPT, (1.0 - YIELD_SHARE) * seq.output_len))
+                least[goals.priority] = min(left, least.get(goals.priority, inf))
+    priorities = sorted(least)
+    return list(zip(priorities, accumulate((least[priority] for priority in priorities), min), strict=True))
 
 
 def _hopeless(seq: SequenceState, slack: float, alone: float) -> bool:

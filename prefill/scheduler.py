@@ -18,7 +18,7 @@ class PrefillScheduler:
     """The queue of prompts. `then` takes sequences that go on decoding in this worker (a mixed worker's batch).
 
     Without `order` and `chunks` it is first come, first served within the step's budget. A prompt that holds blocks
-    keeps them, whoever passes it.
+    keeps them, whoever passes it; a step goes on past one that has no tokens in it if `chunks` say so.
     """
 
     def __init__(
@@ -64,6 +64,8 @@ class PrefillScheduler:
             if seq.incoming.arrival is not None or (full and not seq.blocks):
                 continue  # the first prompt that waits for blocks gets the next ones freed
             if self.chunks.most(seq, plan) < 1:
+                if self.chunks.passed(seq):
+                    continue
                 return
             if self._start(seq, now):
                 most = max(1, self.chunks.most(seq, plan))  # there may be less of it to compute now
