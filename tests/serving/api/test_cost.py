@@ -1,0 +1,59 @@
+"""What a body costs before anything is generated grows no faster than the body, in time and in memory."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+
+import httpx
+import pytest
+
+from serving.text.tokenizer import Tokenizer
+from tests.fakes.generate import ScriptedGenerate, app_of, calling, saying
+from tests.serving.api.growing import FAMILIES
+
+SIZE = 64 << 10  # bytes, and twice as many
+MS_PER_KIB = 4.0  # CPU time; a grammar that compiles takes the most
+FLOOR_MS = 8.0  # what a clock and a scheduler may add
+BYTES_PER_BYTE = 400  # at most, at the same time
+
+
+async def cost(client: httpx.AsyncClient, path: str, body: bytes) -> float:
+    """CPU milliseconds of one request, the least of three."""
+    found = []
+    for _ in range(3):
+        began = time.process_time()
+        answer = await client.post(path, content=body, headers={"content-type": "application/json"})
+        found.append(1e3 * (time.process_time() - began))
+        assert answer.status_code in (200, 400, 404, 413, 422), answer.text[:300]
+        assert len(answer.content) < 20 * len(body) + 4096
+    return min(found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_twice_the_body_costs_twice_as_much(tokenizer: Tokenizer, family: str) -> None:
+    path, make = FAMILIES[family]
+    script = ScriptedGenerate(saying(tokenizer, "x"))
+    async with calling(app_of(script, tokenizer)) as client:
+        await cost(client, path, make(64))
+        small, large = make(SIZE), make(2 * SIZE)
+        one, two = await cost(client, path, small), await cost(client, path, large)
+    for body, milliseconds in ((small, one), (large, two)):
+        assert milliseconds <= MS_PER_KIB * len(body) / 1024 + FLOOR_MS
+    growth = len(large) / len(small)
+    assert two <= 1.5 * growth * one + FLOOR_MS, f"{len(small)} bytes took {one:.1f} ms, {len(large)} took {two:.1f}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_memory_is_in_proportion(tokenizer: Tokenizer, family: str) -> None:
+    path, make = FAMILIES[family]
+    body = make(SIZE)
+    async with calling(app_of(ScriptedGenerate(saying(tokenizer, "x")), tokenizer)) as client:
+        await client.post(path, content=make(64))
+        tracemalloc.start()
+        try:
+            await client.post(path, content=body, headers={"content-type": "application/json"})
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert peak <= BYTES_PER_BYTE * len(body) + (4 << 20)

@@ -1,0 +1,16 @@
+"""Random bodies get an answer in time, and no 500; tests.serving.api.fuzzing does so for hours."""
+
+from __future__ import annotations
+
+from serving.text.tokenizer import Tokenizer
+from tests.fakes.generate import ScriptedGenerate, app_of, calling, saying
+from tests.serving.api.fuzzing import fuzz
+
+COUNT = 2_000
+
+
+async def test_random_bodies(tokenizer: Tokenizer) -> None:
+    async with calling(app_of(ScriptedGenerate(saying(tokenizer, "fine")), tokenizer)) as client:
+        found = await fuzz(client, range(COUNT))
+    assert found.wrong == []
+    assert found.statuses[200] > COUNT / 20 and found.statuses[400] > COUNT / 4, "bodies of both kinds are needed"
