@@ -93,6 +93,14 @@ async def test_unknown_fields_are_counted_as_others_and_no_null_is_named(tokeniz
     assert "x-millrace-ignored" not in (await asked.post()).headers
 
 
+def test_so_many_are_named_each_once_and_dots_stand_for_the_rest() -> None:
+    message = {"role": "user", "content": "hi", **{f"mood{number}": 1 for number in range(MOST_NAMED)}}
+    _, ignored = sort_fields(ChatCompletionBody, {"messages": [message, message]})
+    assert ignored.header().split(", ") == [f"messages.mood{number}" for number in range(MOST_NAMED)]
+    _, ignored = sort_fields(ChatCompletionBody, {"messages": [message, {**message, "another": 1}]})
+    assert ignored.header().endswith(f"messages.mood{MOST_NAMED - 1}, ...")
+
+
 @pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [67]})])
 async def test_the_token_endpoints_name_them_too(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
     asked = Asked(tokenizer)
