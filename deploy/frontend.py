@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from deploy.generation_config import sampling_defaults, told
 from deploy.runtime.http_server import HttpServer
 from router.canary import Canary
 from router.candidate import Candidate
@@ -26,9 +27,9 @@ from router.policy import FleetView, split_only
 from router.router import Router
 from serving.api.app import create_app
 from serving.api.in_flight import InFlightRequests
-from serving.api.settings import ServedModel
+from serving.api.settings import SamplingDefaults, ServedModel
 from serving.background import BackgroundTasks
-from serving.config import HttpConfig
+from serving.config import HttpConfig, ModelConfig
 from serving.errors import Unavailable
 from serving.messages import WorkerStatus
 from serving.metrics import FaultFigures, RouterMetrics
@@ -202,14 +203,17 @@ def _some(names: Sequence[str]) -> str:
 
 
 def served_model(
-    path: Path, name: str | None, max_model_len: int, vocab_size: int, fingerprint: str | None
+    path: Path, config: ModelConfig, max_model_len: int, vocab_size: int, fingerprint: str | None
 ) -> ServedModel:
-    """How the API presents the model at this path."""
+    """How the API presents the model at this path. Raises ValueError where its files cannot be read."""
     own = re.sub(r"[.-]I?(Q\d\w*|F16|BF16|F32)$", "", path.stem) if path.is_file() else path.name
+    defaults = sampling_defaults(path) if config.generation_config == "auto" else SamplingDefaults()
+    log.info("sampling where a request names none: %s", told(defaults))
     return ServedModel(
-        names=(name,) if name else (own,),
+        names=(config.served_model_name or own,),
         max_model_len=max_model_len,
         vocab_size=vocab_size,
         created=int(time.time()),
         fingerprint=fingerprint,
+        defaults=defaults,
     )

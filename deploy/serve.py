@@ -83,9 +83,7 @@ async def serve_embedded(settings: Settings) -> int:
             stack.push_async_callback(node.stop)
         await stack.enter_async_context(cluster)
         identity = cluster.workers[0].identity
-        served = served_model(
-            path, config.served_model_name, identity.max_model_len, model.spec.vocab_size, identity.fingerprint
-        )
+        served = served_model(path, config, identity.max_model_len, model.spec.vocab_size, identity.fingerprint)
         canary = settings.placement.canary_interval or 0.0
         front = Frontend(
             cluster.placer,
@@ -166,7 +164,7 @@ def _keeper(placer: Placer, settings: Settings, path: Path) -> SnapshotKeeper | 
 def _frontend(placer: Placer, settings: Settings, path: Path, listening: socket.socket) -> Frontend:
     spec, _, _ = open_checkpoint(path)
     limit = min(spec.max_position, settings.model_config.max_model_len or spec.max_position)
-    served = served_model(path, settings.model_config.served_model_name, limit, spec.vocab_size, None)
+    served = served_model(path, settings.model_config, limit, spec.vocab_size, None)
     given = settings.placement.canary_interval
     canary = CANARY_SECONDS if given is None else given
     return Frontend(

@@ -63,6 +63,12 @@ class ModelConfig:
         "where weights come from; pool: from the KV pool if it has the model, else from disk or hub and then into it",
         choices=("auto", "pool"),
     )
+    generation_config: str = option(
+        "auto",
+        "sampling where a request names none; auto: as the model's generation_config.json says; none: temperature 1"
+        " and nothing else",
+        choices=("auto", "none"),
+    )
     device: str = option("cpu", "torch device of the workers")
 
 
@@ -142,6 +148,9 @@ class HttpConfig:
     body_timeout: float = option(20.0, "seconds a client may take to send a request's body", least=0.01)
     send_timeout: float = option(
         60.0, "seconds a client may take nothing of an answer until it counts as having hung up", least=0.01
+    )
+    strict_fields: bool = option(
+        False, "refuse fields of a body that are not known; else they are ignored and named in x-millrace-ignored"
     )
     log_level: str = option("info", "how much to log", choices=("debug", "info", "warning", "error"))
 

@@ -148,6 +148,7 @@ class RouterMetrics:
         self.cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens whose KV was reused")
         self.success = self._counter("request_success", "Sequences ended, by how", "finished_reason")
         self.refused = self._counter("request_refused", "Requests answered with an error before any token", "status")
+        self.ignored = self._counter("ignored_fields", "Fields of bodies that were ignored, by name", "field")
         self.failed = self._counter("request_failure", "Requests ended by an error, by which", "error")
         self.replacements = self._counter("replacements", "Tries that failed and were placed again, by why", "reason")
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", _TTFT)
@@ -217,6 +218,9 @@ class RouterMetrics:
 
     def request_refused(self, *, status: int) -> None:
         self.refused.labels(self.model, str(status)).inc()
+
+    def field_ignored(self, name: str) -> None:
+        self.ignored.labels(self.model, name).inc()
 
     def note_audit(self, audits: Sequence[Audit]) -> None:
         """Keep the counts of what an audit found that no request owns."""

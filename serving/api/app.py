@@ -75,11 +75,20 @@ def create_app(
         names=RequestNames(),
     )
     objectives = PromiseReader(classes, service_config.default_service_class)
-    preparer = Preparer(served=served, prompts=prompts, objectives=objectives, constraints=Constraints(tokenizer))
+    preparer = Preparer(
+        served=served,
+        prompts=prompts,
+        objectives=objectives,
+        constraints=Constraints(tokenizer),
+        strict_fields=config.strict_fields,
+    )
     _add_generation(app, service, preparer)
     _add_models(app, served)
     _add_placements(app, service)
-    _add_tokens(app, TokenEndpoints(tokenizer=tokenizer, served=served, prompts=prompts, config=config))
+    _add_tokens(
+        app,
+        TokenEndpoints(tokenizer=tokenizer, served=served, prompts=prompts, config=config, observer=observer),
+    )
     _add_operations(app, in_flight, health, audit)
     add_process_routes(app, metrics_text)
     describe_bodies(app, [ChatCompletionBody, CompletionBody, TokenizeBody, DetokenizeBody])

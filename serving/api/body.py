@@ -14,31 +14,11 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Receive
 
+from serving.api.fields import IgnoredFields, shown_path, sort_fields
 from serving.config import HttpConfig
 from serving.errors import InvalidRequest, PayloadTooLarge, RequestTimeout
 
 Body = TypeVar("Body", bound=BaseModel)
-
-# Fields of OpenAI's API that are not served. Clients write null for what they do not use, and null asks for nothing.
-NOT_SERVED = frozenset(
-    {
-        "audio",
-        "function_call",
-        "functions",
-        "modalities",
-        "moderation",
-        "parallel_tool_calls",
-        "prediction",
-        "prompt_cache_retention",
-        "reasoning_effort",
-        "safety_identifier",
-        "suffix",
-        "tool_choice",
-        "tools",
-        "verbosity",
-        "web_search_options",
-    }
-)
 
 
 class ClientGoneError(Exception):
@@ -88,26 +68,33 @@ def _too_large(limit: int) -> PayloadTooLarge:
     return PayloadTooLarge(f"the body is larger than {limit} bytes", code="body_too_large")
 
 
-def parse_body(kind: type[Body], body: bytes) -> Body:
-    """`body` as a `kind`. Raises `InvalidRequest` that names the field at fault."""
+def parse_body(kind: type[Body], body: bytes, *, strict: bool = False) -> tuple[Body, IgnoredFields]:
+    """`body` as a `kind`, and what of it was ignored; `strict` as in `sort_fields`.
+
+    Raises `InvalidRequest` that names the field at fault.
+    """
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(fields, dict):
         raise InvalidRequest("the body must be a JSON object", code="invalid_json")
-    fields = {name: value for name, value in fields.items() if value is not None or name not in NOT_SERVED}
+    kept, ignored = sort_fields(kind, fields, strict=strict)
     try:
-        return kind.model_validate(fields)
+        return kind.model_validate(kept), ignored
     except ValidationError as error:
-        raise _invalid(error, fields) from error
+        raise _invalid(error, kept) from error
 
 
 def _invalid(error: ValidationError, fields: dict[str, Any]) -> InvalidRequest:
-    """The error that points deepest into the body: where a field has several forms, the one that nearly fits."""
-    found = [(_path(details["loc"], fields), details["type"], details["msg"]) for details in error.errors()]
+    """The error that points deepest into the body: where a field has several forms, the one that nearly fits.
+
+    Lists are judged up to their first wrong item, so there are never many.
+    """
+    told = error.errors(include_url=False, include_context=False, include_input=False)
+    found = [(_path(details["loc"], fields), details["type"], details["msg"]) for details in told]
     path, kind, message = max(found, key=lambda entry: len(entry[0]))
-    param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(".")[:200]
+    param = shown_path(path)
     if kind == "extra_forbidden":
         message = "is not a supported field"
     return InvalidRequest(f"{param}: {message.removeprefix('Value error, ')}", param=param)

@@ -21,6 +21,7 @@ from serving.api.body import ClientGoneError, read_body
 from serving.api.choice import Choice, ChoiceDelta
 from serving.api.explain import RequestNames
 from serving.api.failures import error_body
+from serving.api.fields import IgnoredFields
 from serving.api.in_flight import InFlightRequests
 from serving.api.plan import RequestHead, ResponsePlan
 from serving.api.rate_limit import RateLimiter
@@ -35,6 +36,7 @@ from serving.text.tokenizer import Tokenizer
 LARGE_BODY = 8 * 1024  # bytes; a longer body is parsed and tokenized in a thread
 COMPILED = (b"_format", b"guided_", b"structured_outputs", b"\\u")  # may bring a grammar, however spelt
 PLACEMENT, DOWNGRADE, DEGRADED = "x-millrace-placement", "x-millrace-downgrade", "x-millrace-degraded"
+IGNORED = "x-millrace-ignored"
 _UNSHOWN = re.compile(r"[^A-Za-z0-9._:-]")  # in a header's words
 
 T = TypeVar("T")
@@ -69,6 +71,14 @@ async def off_loop(work: Callable[..., T], body: bytes, *arguments: object) -> T
     return work(body, *arguments)
 
 
+def tell_ignored(ignored: IgnoredFields, answer_headers: dict[str, str], observer: ApiObserver) -> None:
+    """Name what was ignored of a body in the headers of its answer, and count it."""
+    if ignored.counted:
+        answer_headers[IGNORED] = ignored.header()
+    for name in ignored.counted.values():
+        observer.field_ignored(name)
+
+
 class GenerationResponse(Response):
     """The ASGI response of a generation endpoint. It reads the body itself, in bounds, and watches for a hang-up.
 
@@ -92,6 +102,7 @@ class GenerationResponse(Response):
                 self._limit(lambda now: service.limits.request(key, now))
                 body = await read_body(receive, self._request_headers, service.config)
                 plan = await off_loop(self._prepare, body, self._head)
+                tell_ignored(plan.ignored, self._answer_headers, service.observer)
                 self._limit(lambda now: service.limits.spend(key, plan.most_tokens, now))
                 service.names.note(plan, self._head.ids, key)
                 choices = [Choice(plan, sequence, service.tokenizer) for sequence in plan.sequences]

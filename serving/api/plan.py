@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from serving.api.fields import IgnoredFields
 from serving.messages import Request
 
 Kind = Literal["chat", "completion"]
@@ -64,6 +65,7 @@ class ResponsePlan:
     return_token_ids: bool
     shows_output: bool  # False: only the echoed prompt is wanted
     deadline: float | None = None  # seconds on the router's clock
+    ignored: IgnoredFields = field(default_factory=IgnoredFields)
 
     @property
     def is_chat(self) -> bool:

@@ -10,16 +10,20 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import TypeVar
 
 from serving.api.body import parse_body
 from serving.api.constraints import Constraints
+from serving.api.fields import IgnoredFields
 from serving.api.objectives import Promise, PromiseReader
 from serving.api.plan import ChoiceRequest, Kind, RequestHead, ResponsePlan
-from serving.api.prompts import Prompt, PromptReader, check_token_ids, prompt_too_long
-from serving.api.schema import ChatCompletionBody, CompletionBody, SamplingBody, StreamOptions
+from serving.api.prompts import Prompt, PromptReader, check_token_ids, context_exceeded
+from serving.api.schema import UNBOUNDED, ChatCompletionBody, CompletionBody, SamplingBody, StreamOptions
 from serving.api.settings import ServedModel
-from serving.errors import ContextLengthExceeded, InvalidRequest
+from serving.errors import InvalidRequest
 from serving.messages import Request, SamplingParams
+
+T = TypeVar("T")
 
 DEFAULT_COMPLETION_TOKENS = 16  # of a text completion, as in OpenAI's API and vLLM; a chat has the rest of the context
 MAX_LOGPROBS = 20
@@ -35,8 +39,9 @@ class _Asked:
     promise: Promise
     client: str  # tells API keys apart
     prompts: Sequence[Prompt]
-    max_tokens: int | None
+    max_tokens: int | None  # None: none were named; UNBOUNDED
     logprobs: int | None
+    ignored: IgnoredFields
     echo: bool = False
 
 
@@ -44,16 +49,23 @@ class Preparer:
     """Turns bodies into plans for one model and tokenizer. Safe to use from several threads."""
 
     def __init__(
-        self, *, served: ServedModel, prompts: PromptReader, objectives: PromiseReader, constraints: Constraints
+        self,
+        *,
+        served: ServedModel,
+        prompts: PromptReader,
+        objectives: PromiseReader,
+        constraints: Constraints,
+        strict_fields: bool = False,
     ) -> None:
         self._served = served
         self._prompts = prompts
         self._objectives = objectives
         self._constraints = constraints
+        self._strict_fields = strict_fields
 
     def chat(self, body: bytes, head: RequestHead) -> ResponsePlan:
         """Raises `InvalidRequest` or `NotFound`, naming the field."""
-        fields = parse_body(ChatCompletionBody, body)
+        fields, ignored = parse_body(ChatCompletionBody, body, strict=self._strict_fields)
         model = self._prompts.model(fields.model)
         prompt = self._prompts.of_messages(fields.messages, fields, add_special_tokens=fields.add_special_tokens)
         asked = _Asked(
@@ -64,12 +76,13 @@ class Preparer:
             prompts=[prompt],
             max_tokens=_chat_max_tokens(fields),
             logprobs=_chat_logprobs(fields),
+            ignored=ignored,
         )
         return self._plan(fields, model, asked)
 
     def completion(self, body: bytes, head: RequestHead) -> ResponsePlan:
         """Raises `InvalidRequest` or `NotFound`, naming the field."""
-        fields = parse_body(CompletionBody, body)
+        fields, ignored = parse_body(CompletionBody, body, strict=self._strict_fields)
         model = self._prompts.model(fields.model)
         if fields.best_of is not None and fields.best_of != (fields.n or 1):
             raise InvalidRequest("best_of is not supported unless it equals n", param="best_of")
@@ -83,8 +96,9 @@ class Preparer:
             promise=self._objectives.promise(fields, head),
             client=head.key,
             prompts=self._prompts.of_completion(fields.prompt, add_special_tokens=fields.add_special_tokens),
-            max_tokens=fields.max_tokens,
+            max_tokens=_least(fields.max_tokens, fields.max_new_tokens),
             logprobs=fields.logprobs,
+            ignored=ignored,
             echo=bool(fields.echo),
         )
         return self._plan(fields, model, asked)
@@ -113,6 +127,7 @@ class Preparer:
             return_token_ids=bool(fields.return_token_ids),
             shows_output=asked.max_tokens != 0,
             deadline=asked.promise.deadline,
+            ignored=asked.ignored,
         )
 
     def _sequences(self, fields: SamplingBody, asked: _Asked) -> Iterator[ChoiceRequest]:
@@ -144,16 +159,14 @@ class Preparer:
         context, count, max_tokens = self._served.max_model_len, len(prompt.tokens), asked.max_tokens
         room = context - count
         if room < 1:
-            raise prompt_too_long(count, context, prompt.param)
+            raise context_exceeded(count, max(1, max_tokens or 1), context, prompt.param)
         if max_tokens is None:
-            return room if asked.kind == "chat" else min(DEFAULT_COMPLETION_TOKENS, room)
+            usual = room if asked.kind == "chat" else DEFAULT_COMPLETION_TOKENS
+            return min(usual, room, self._served.defaults.max_tokens or room)
+        if max_tokens == UNBOUNDED:
+            return room
         if max_tokens > room:
-            raise ContextLengthExceeded(
-                f"the prompt has {count} tokens and max_tokens is {max_tokens}: {max_tokens - room} tokens more than "
-                f"the model's context of {context}",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
+            raise context_exceeded(count, max_tokens, context, "max_tokens")
         return max_tokens
 
     def _sampling(
@@ -165,14 +178,16 @@ class Preparer:
                 param="min_tokens",
             )
         check_token_ids(fields.stop_token_ids or [], "stop_token_ids", self._served.vocab_size)
+        defaults = self._served.defaults
+        top_k = _given(fields.top_k, defaults.top_k)
         return SamplingParams(
             max_tokens=max_tokens,
             seed=secrets.randbits(64) if fields.seed is None else choice_seed(fields.seed, number),
-            temperature=1.0 if fields.temperature is None else fields.temperature,
-            top_p=1.0 if fields.top_p is None else fields.top_p,
-            top_k=min(max(fields.top_k or 0, 0), self._served.vocab_size),  # larger ones have no room on the wire
-            min_p=fields.min_p or 0.0,
-            repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
+            temperature=_given(fields.temperature, defaults.temperature),
+            top_p=_given(fields.top_p, defaults.top_p),
+            top_k=min(max(top_k, 0), self._served.vocab_size),  # larger ones have no room on the wire
+            min_p=_given(fields.min_p, defaults.min_p),
+            repetition_penalty=_given(_repetition_penalty(fields), defaults.repetition_penalty),
             presence_penalty=fields.presence_penalty or 0.0,
             frequency_penalty=fields.frequency_penalty or 0.0,
             logit_bias=self._logit_bias(fields.logit_bias or {}),
@@ -212,7 +227,24 @@ def _chat_max_tokens(fields: ChatCompletionBody) -> int | None:
     old, new = fields.max_tokens, fields.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise InvalidRequest("max_tokens and max_completion_tokens contradict each other", param="max_tokens")
-    return old if new is None else new
+    return _least(old if new is None else new, fields.max_new_tokens)
+
+
+def _least(*bounds: int | None) -> int | None:
+    """The smallest bound of those that are named; UNBOUNDED where there are none but that."""
+    named = [bound for bound in bounds if bound is not None]
+    return min((bound for bound in named if bound != UNBOUNDED), default=UNBOUNDED if named else None)
+
+
+def _repetition_penalty(fields: SamplingBody) -> float | None:
+    named = {fields.repetition_penalty, fields.repeat_penalty} - {None}
+    if len(named) > 1:
+        raise InvalidRequest("repeat_penalty and repetition_penalty contradict each other", param="repeat_penalty")
+    return named.pop() if named else None
+
+
+def _given(value: T | None, default: T) -> T:
+    return default if value is None else value
 
 
 def choice_seed(seed: int, number: int) -> int:

@@ -93,7 +93,7 @@ class PromptReader:
             raise InvalidRequest(f"{param}: the prompt is empty", param=param)
         if len(ids) >= self._served.max_model_len:
             # Refused before each id is looked at, so that a body full of ids costs nothing.
-            raise prompt_too_long(len(ids), self._served.max_model_len, param)
+            raise context_exceeded(len(ids), 1, self._served.max_model_len, param)
         check_token_ids(ids, param, self._served.vocab_size)
         return Prompt(tokens=tuple(ids), text=None, param=param)
 
@@ -104,11 +104,15 @@ class PromptReader:
         return self._tokenizer.decode(prompt.tokens, skip_special_tokens=skip_special_tokens)
 
 
-def prompt_too_long(count: int, context: int, param: str) -> ContextLengthExceeded:
-    """The error for a prompt of `count` tokens that leaves no room for output in `context` tokens."""
+def context_exceeded(prompt: int, output: int, context: int, param: str) -> ContextLengthExceeded:
+    """The error for so many tokens of prompt and output, at least one, that do not fit `context` tokens.
+
+    Its words are OpenAI's, which clients look for to send less, or to ask another model.
+    """
     return ContextLengthExceeded(
-        f"the prompt has {count} tokens, {count + 1 - context} too many: the model's context of {context} tokens "
-        "must hold the prompt and at least one output token",
+        f"This model's maximum context length is {context} tokens. However, you requested {prompt + output} tokens "
+        f"({prompt} in the messages, {output} in the completion). Please reduce the length of the messages or "
+        f"completion. That is {prompt + output - context} tokens too many.",
         param=param,
         code="context_length_exceeded",
     )

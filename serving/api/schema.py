@@ -1,17 +1,21 @@
-"""The request bodies of every endpoint, as strict pydantic models: types, ranges, and no field that is not known.
+"""The request bodies of every endpoint, as strict pydantic models: types, ranges, and the fields that are honoured.
 
-What needs the model or the tokenizer to be judged is checked in `serving.api.prepare`. A field stands here only if
-it is honoured, or if ignoring it breaks no promise; those are marked.
+What becomes of any other field is decided before, in `serving.api.fields`. What needs the model or the tokenizer to be
+judged is checked in `serving.api.prepare`.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+from serving.api.strict import Contract, Items, Strict
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_LENGTH = 1024  # characters
+MAX_LOGIT_BIAS = 1024  # tokens
+UNBOUNDED = -1  # of an output's length: as much as the context has room for
 DAY_MS = 86_400_000.0
 MOST_PRIORITY = 49  # either way: the built-in classes are 100 apart, so a request stays among those of its class
 
@@ -26,7 +30,25 @@ def _check_stop(value: object) -> object:
     return value
 
 
-Stop = Annotated[str | list[str] | None, BeforeValidator(_check_stop)]
+Stop = Annotated[str | Items[str] | None, BeforeValidator(_check_stop)]
+
+
+def _check_biases(value: object) -> object:
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"at most {MAX_LOGIT_BIAS} tokens may have a bias")
+    return value
+
+
+LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, BeforeValidator(_check_biases)]
+
+
+def _check_length(value: object) -> object:
+    if type(value) is int and value < 1 and value != UNBOUNDED:
+        raise ValueError(f"must be at least 1, or {UNBOUNDED} for what the context has room for")
+    return value
+
+
+OutputLength = Annotated[int | None, BeforeValidator(_check_length)]
 
 _TEXT_OR_IDS: dict[str, Any] = {
     "oneOf": [
@@ -39,31 +61,27 @@ _TEXT_OR_IDS: dict[str, Any] = {
 Prompt = Annotated[Any, WithJsonSchema(_TEXT_OR_IDS)]  # judged by `prepare`, which can say what is wrong where
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool = False
     continuous_usage_stats: bool = Field(default=False, description="Usage so far in every chunk")
 
 
-class TextFormat(_Strict):
+class TextFormat(Contract):
     type: Literal["text"]
 
 
-class JsonObjectFormat(_Strict):
+class JsonObjectFormat(Contract):
     type: Literal["json_object"]
 
 
-class JsonSchema(_Strict):
+class JsonSchema(Contract):
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | bool = Field(alias="schema")
     strict: bool | None = Field(default=None, description="The output follows the schema in any case")
 
 
-class JsonSchemaFormat(_Strict):
+class JsonSchemaFormat(Contract):
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
@@ -71,35 +89,37 @@ class JsonSchemaFormat(_Strict):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-class StructuredOutputs(_Strict):
+class StructuredOutputs(Contract):
     """What the output has to follow, in one of these forms; as vLLM names them."""
 
     json_: dict[str, Any] | bool | str | None = Field(default=None, alias="json", description="A JSON schema")
     json_object: bool | None = Field(default=None, description="Any JSON object")
     regex: str | None = Field(default=None, description="A regular expression, of the whole output")
-    choice: list[str] | None = Field(default=None, description="One of these texts")
+    choice: Items[str] | None = Field(default=None, description="One of these texts")
     grammar: str | None = Field(default=None, description="A grammar in Lark's form, or in GBNF")
 
 
-class SamplingBody(_Strict):
+class SamplingBody(Strict):
     """What chat and completions have in common."""
 
     model: str | None = Field(default=None, description="The served model's name; it when not given")
-    temperature: float | None = Field(default=None, ge=0, le=2, description="0 is greedy; 1 when not given")
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    temperature: float | None = Field(default=None, ge=0, le=2, description="0 is greedy; else the model's own, or 1")
+    top_p: float | None = Field(default=None, gt=0, le=1, description="Else the model's own, as of the next two")
     top_k: int | None = Field(default=None, ge=-1, description="0 and -1 keep all")
     min_p: float | None = Field(default=None, ge=0, le=1)
     n: int | None = Field(default=None, ge=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     stop: Stop = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Items[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = Field(default=0, ge=0, description="No stop token or stop string before so many tokens")
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    repeat_penalty: float | None = Field(default=None, ge=0.01, le=100, description="As repetition_penalty")
+    max_new_tokens: OutputLength = Field(default=None, description="Output tokens at most; the smallest bound holds")
+    logit_bias: LogitBias = None
     skip_special_tokens: bool = True
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -107,7 +127,7 @@ class SamplingBody(_Strict):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | bool | str | None = Field(default=None, description="structured_outputs.json")
     guided_regex: str | None = Field(default=None, description="structured_outputs.regex")
-    guided_choice: list[str] | None = Field(default=None, description="structured_outputs.choice")
+    guided_choice: Items[str] | None = Field(default=None, description="structured_outputs.choice")
     guided_grammar: str | None = Field(default=None, description="structured_outputs.grammar")
     return_token_ids: bool | None = None
     ttft_slo_ms: float | None = Field(
@@ -125,29 +145,25 @@ class SamplingBody(_Strict):
         default=None, min_length=1, max_length=512, description="Only requests with the same salt share cached prefixes"
     )
     user: str | None = Field(default=None, description="The request's session where nothing else names one")
-    metadata: dict[str, str] | None = Field(default=None, description="Accepted and not used: it is for `store`")
-    store: Literal[False] | None = Field(default=None, description="Nothing is ever stored")
-    service_tier: Literal["auto", "default"] | None = Field(default=None, description="There is one tier")
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     type: Literal["text"]
     text: str
 
 
-class Message(_Strict):
+class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Items[TextPart]
     name: str | None = Field(default=None, description="Handed to the chat template")
     # An assistant's message sent back as it was received has these, and null says nothing.
     refusal: None = None
-    annotations: None = None
     audio: None = None
     function_call: None = None
     tool_calls: None = None
 
 
-class ChatOptions(_Strict):
+class ChatOptions(Strict):
     """How messages become a prompt."""
 
     add_generation_prompt: bool = True
@@ -158,10 +174,10 @@ class ChatOptions(_Strict):
 class ChatCompletionBody(SamplingBody, ChatOptions):
     """POST /v1/chat/completions"""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Items[Message] = Field(min_length=1)
     add_special_tokens: bool = Field(default=False, description="Add BOS although the template has written it")
-    max_tokens: int | None = Field(default=None, ge=1, description="Output tokens at most; the older name")
-    max_completion_tokens: int | None = Field(default=None, ge=1, description="Output tokens at most")
+    max_tokens: OutputLength = Field(default=None, description="Output tokens at most, -1 for no bound; the older name")
+    max_completion_tokens: OutputLength = Field(default=None, description="Output tokens at most, -1 for no bound")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
 
@@ -170,7 +186,9 @@ class CompletionBody(SamplingBody):
     """POST /v1/completions"""
 
     prompt: Prompt
-    max_tokens: int | None = Field(default=None, ge=0, description="Output tokens at most; 0 only with `echo`")
+    max_tokens: int | None = Field(
+        default=None, ge=UNBOUNDED, description="Output tokens at most, -1 for no bound; 0 only with `echo`"
+    )
     logprobs: int | None = Field(default=None, ge=0)
     echo: bool | None = None
     best_of: int | None = Field(default=None, ge=1, description="Must equal n")
@@ -182,13 +200,13 @@ class TokenizeBody(ChatOptions):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)
+    messages: Items[Message] | None = Field(default=None, min_length=1)
     add_special_tokens: bool | None = Field(default=None, description="True for a prompt, false for messages")
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(_Strict):
+class DetokenizeBody(Strict):
     """POST /detokenize"""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Items[int]

@@ -6,7 +6,7 @@ Plain data, made by `deploy` from the program's configuration.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from serving.messages import FinishReason
@@ -19,6 +19,18 @@ ReadAudit = Callable[[], Awaitable[Mapping[str, Any]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingDefaults:
+    """What holds where a request says nothing."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 keeps all
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None  # None: what the endpoint has
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
     """The model as the API names it."""
 
@@ -27,6 +39,7 @@ class ServedModel:
     vocab_size: int  # token ids below this are valid
     created: int  # Unix seconds
     fingerprint: str | None = None  # returned as `system_fingerprint`
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
     def __post_init__(self) -> None:
         if not self.names or not all(self.names):
@@ -49,6 +62,9 @@ class ApiObserver(Protocol):
 
     def request_refused(self, *, status: int) -> None:
         """A generation request was answered with an error, before it brought any token."""
+
+    def field_ignored(self, name: str) -> None:
+        """A body had a field that was ignored: the name of a hint, or `other`."""
 
 
 class PlacementLog(Protocol):

@@ -40,6 +40,7 @@ class CountingObserver:
         self.started: list[int] = []
         self.finished: list[tuple[FinishReason, int]] = []
         self.refused: list[int] = []
+        self.ignored: list[str] = []
 
     def request_started(self, *, prompt_tokens: int) -> None:
         self.started.append(prompt_tokens)
@@ -49,6 +50,9 @@ class CountingObserver:
 
     def request_refused(self, *, status: int) -> None:
         self.refused.append(status)
+
+    def field_ignored(self, name: str) -> None:
+        self.ignored.append(name)
 
 
 @dataclass

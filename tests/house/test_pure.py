@@ -70,6 +70,7 @@ PURE = (
     "serving/sampling/randomness.py",
     "serving/api/choice.py",
     "serving/api/explain.py",
+    "serving/api/fields.py",
     "serving/api/objectives.py",
     "serving/api/rate_limit.py",
     "serving/api/sse.py",

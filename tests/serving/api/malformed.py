@@ -84,7 +84,7 @@ def _fields(model: str, max_model_len: int, vocab_size: int, body_limit: int) ->
     yield chat("n true", "n", n=True)
     yield chat("n huge", "n", n=10**9)
     yield chat("max_tokens zero", "max_tokens", max_tokens=0)
-    yield chat("max_tokens negative", "max_tokens", max_tokens=-1)
+    yield chat("max_tokens negative", "max_tokens", max_tokens=-2)
     yield chat("max_completion_tokens zero", "max_completion_tokens", max_completion_tokens=0)
     yield chat("two different maxima", "max_tokens", max_completion_tokens=2)
     yield chat("min_tokens above max_tokens", "min_tokens", min_tokens=2)
@@ -103,7 +103,6 @@ def _fields(model: str, max_model_len: int, vocab_size: int, body_limit: int) ->
     yield chat("top_logprobs too many", "top_logprobs", logprobs=True, top_logprobs=21)
     yield chat("stream is text", "stream", stream="yes")
     yield chat("stream_options without stream", "stream_options", stream_options={"include_usage": True})
-    yield chat("unknown stream option", "stream_options.include_all", stream=True, stream_options={"include_all": True})
     yield chat("response_format of no kind", "response_format", response_format={"type": "xml"})
     yield chat(
         "response_format without a schema", "response_format.json_schema", response_format={"type": "json_schema"}
@@ -114,16 +113,35 @@ def _fields(model: str, max_model_len: int, vocab_size: int, body_limit: int) ->
     yield chat("a form without an end", "ignore_eos", guided_json={}, ignore_eos=True)
     yield chat("tools", "tools", tools=[{"type": "function", "function": {"name": "f"}}])
     yield chat("tool_choice", "tool_choice", tool_choice="auto")
-    yield chat("functions", "functions", functions=[])
+    yield chat("functions", "functions", functions=[{"name": "f"}])
+    yield chat("function_call", "function_call", function_call="auto")
+    yield chat("modalities", "modalities", modalities=["text", "audio"])
+    yield chat("audio", "audio", audio={"voice": "alloy", "format": "wav"})
+    yield chat("prediction", "prediction", prediction={"type": "content", "content": "x"})
+    yield chat("web_search_options", "web_search_options", web_search_options={"search_context_size": "low"})
+    yield chat("a template of the client's", "chat_template", chat_template="{{ messages }}")
+    yield chat("beams", "num_beams", num_beams=4)
+    yield chat("mirostat", "mirostat", mirostat=2)
+    yield chat("prompt_logprobs", "prompt_logprobs", prompt_logprobs=1)
+    yield chat("chat: echo", "echo", echo=True)
+    yield chat("two repetition penalties", "repeat_penalty", repetition_penalty=1.1, repeat_penalty=1.2)
+    yield chat("repeat_penalty zero", "repeat_penalty", repeat_penalty=0)
+    yield chat("max_new_tokens zero", "max_new_tokens", max_new_tokens=0)
+    yield chat("logit_bias too long", "logit_bias", logit_bias={str(token): "x" for token in range(5000)})
+    yield chat(
+        "a field beside a form",
+        "response_format.schema",
+        response_format={"type": "json_object", "schema": {"type": "string"}},
+    )
+    yield chat(
+        "an option of a form", "structured_outputs.tag", structured_outputs={"json": {}, "tag": {"begin": "<a>"}}
+    )
     yield chat("guided_json", "guided_json", guided_json={"type": "strin"})
     yield chat("guided_regex", "guided_regex", guided_regex="(a")
     yield chat("guided_choice", "guided_choice", guided_choice=[])
     yield chat("guided_grammar", "guided_grammar", guided_grammar="start: foo")
     yield chat("gbnf", "structured_outputs.grammar", structured_outputs={"grammar": 'root ::= "a'})
     yield chat("beam search", "use_beam_search", use_beam_search=True)
-    yield chat("unknown field, null", "no_such_field", no_such_field=None)
-    yield chat("store", "store", store=True)
-    yield chat("service_tier", "service_tier", service_tier="flex")
     yield chat("ttft_slo_ms zero", "ttft_slo_ms", ttft_slo_ms=0)
     yield chat("tpot_slo_ms beyond a day", "tpot_slo_ms", tpot_slo_ms=86_400_001)
     yield chat("service_class unknown", "service_class", service_class="no-such-class")
@@ -138,7 +156,8 @@ def _fields(model: str, max_model_len: int, vocab_size: int, body_limit: int) ->
     yield completion("completions: logprobs true", "logprobs", logprobs=True)
     yield completion("completions: logprobs too many", "logprobs", logprobs=21)
     yield completion("completions: no output without echo", "max_tokens", max_tokens=0)
-    yield completion("completions: messages", "messages", messages=[])
+    yield completion("completions: messages", "messages", messages=[{"role": "user", "content": "hi"}])
+    yield completion("completions: top_logprobs", "top_logprobs", top_logprobs=3)
 
 
 def _messages(model: str, max_model_len: int, vocab_size: int, body_limit: int) -> Iterator[Case]:
@@ -164,7 +183,7 @@ def _messages(model: str, max_model_len: int, vocab_size: int, body_limit: int) 
     yield case(
         "tool_calls", "messages[0].tool_calls", [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]
     )
-    yield case("unknown message field", "messages[0].mood", [{"role": "user", "content": "x", "mood": "good"}])
+    yield case("images", "messages[0].images", [{"role": "user", "content": "x", "images": ["aGk="]}])
 
 
 def _prompts(model: str, max_model_len: int, vocab_size: int, body_limit: int) -> Iterator[Case]:
@@ -246,10 +265,35 @@ def _tokens(model: str, max_model_len: int, vocab_size: int, body_limit: int) ->
     yield case("both", "/tokenize", "prompt", prompt="a", messages=[message])
     yield case("prompt is a number", "/tokenize", "prompt", prompt=1)
     yield case("unknown model", "/tokenize", "model", 404, prompt="a", model="no-such-model")
-    yield case("unknown field", "/tokenize", "color", prompt="a", color="red")
     yield case("no tokens", "/detokenize", "tokens", model=model)
     yield case("text", "/detokenize", "tokens[0]", tokens=["a"])
     yield case("out of vocabulary", "/detokenize", "tokens[1]", tokens=[0, vocab_size])
+
+
+def strict_cases(*, model: str) -> list[Case]:
+    """For a server with --strict-fields; any other answers them."""
+    message = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
+    good = {"model": model, "messages": [message], "max_tokens": 1}
+
+    def chat(name: str, param: str, **changed: Any) -> Case:
+        return Case(name=f"strict: {name}", status=400, param=param, json={**good, **changed})
+
+    mood = {"type": "text", "text": "x", "mood": "good"}
+    return [
+        chat("unknown field", "no_such_field", no_such_field=1),
+        chat("unknown field, null", "no_such_field", no_such_field=None),
+        chat("unknown stream option", "stream_options.all", stream=True, stream_options={"all": True}),
+        chat("unknown message field", "messages[1].mood", messages=[message, {**message, "mood": "good"}]),
+        chat(
+            "unknown field of a part",
+            "messages[0].content[1].mood",
+            messages=[{"role": "user", "content": [{"type": "text", "text": "x"}, mood]}],
+        ),
+        Case(
+            name="strict: tokenize", status=400, param="color", path="/tokenize", json={"prompt": "a", "color": "red"}
+        ),
+        Case(name="strict: detokenize", status=400, param="k", path="/detokenize", json={"tokens": [67], "k": 1}),
+    ]
 
 
 def key_cases(*, model: str, key: str) -> list[Case]:

@@ -18,7 +18,7 @@ from tests.fakes.generate import (
     listening,
     saying,
 )
-from tests.serving.api.malformed import Case, cases, endless_upload, key_cases, slow_drip
+from tests.serving.api.malformed import Case, cases, endless_upload, key_cases, slow_drip, strict_cases
 
 CASES = cases(model=MODEL, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE)
 
@@ -29,6 +29,17 @@ async def test_malformed(case: Case, tokenizer: Tokenizer) -> None:
     async with calling(app_of(script, tokenizer)) as client:
         case.check(await case.send(client))
     assert script.started == []
+
+
+@pytest.mark.parametrize("case", strict_cases(model=MODEL), ids=lambda case: case.name)
+async def test_strict_fields(case: Case, tokenizer: Tokenizer) -> None:
+    """What is refused with --strict-fields, and ignored without."""
+    script = ScriptedGenerate(saying(tokenizer, "x"))
+    async with calling(app_of(script, tokenizer, strict_fields=True)) as client:
+        case.check(await case.send(client))
+    assert script.started == []
+    async with calling(app_of(script, tokenizer)) as client:
+        assert (await case.send(client)).status_code == 200
 
 
 def test_the_table_is_a_table() -> None:
@@ -121,5 +132,11 @@ async def test_too_long_a_prompt_says_by_how_many_tokens(tokenizer: Tokenizer) -
         too_long = (await client.post("/v1/completions", json=body)).json()["error"]["message"]
         body = {"model": MODEL, "prompt": [1] * 6, "max_tokens": MAX_MODEL_LEN}
         too_much = (await client.post("/v1/completions", json=body)).json()["error"]["message"]
-    assert "5 too many" in too_long
-    assert "6 tokens more" in too_much
+    assert too_long.startswith(
+        f"This model's maximum context length is {MAX_MODEL_LEN} tokens. However, you requested {MAX_MODEL_LEN + 5}"
+        f" tokens ({MAX_MODEL_LEN + 4} in the messages, 1 in the completion). Please reduce the length of the messages"
+        " or completion."
+    )
+    assert "5 tokens too many" in too_long
+    assert f"requested {MAX_MODEL_LEN + 6} tokens (6 in the messages, {MAX_MODEL_LEN} in the completion)" in too_much
+    assert "6 tokens too many" in too_much
