@@ -143,6 +143,12 @@ class HttpConfig:
     send_timeout: float = option(
         60.0, "seconds a client may take nothing of an answer until it counts as having hung up", least=0.01
     )
+    tool_call_parser: str = option(
+        "auto",
+        "the form in which the model writes tool calls; auto: as its chat template shows, generic: described in the"
+        " system message, for templates without tools; none: tools are refused",
+        choices=("auto", "hermes", "llama3_json", "mistral", "phi4_mini_json", "generic", "none"),
+    )
     log_level: str = option("info", "how much to log", choices=("debug", "info", "warning", "error"))
 
 

@@ -29,6 +29,7 @@ from serving.api.schema import ChatCompletionBody, CompletionBody, DetokenizeBod
 from serving.api.settings import ApiObserver, Health, NoPlacementLog, PlacementLog, ReadAudit, ServedModel
 from serving.api.status import add_process_routes
 from serving.api.tokens import TokenEndpoints
+from serving.api.tools import ToolReader
 from serving.config import HttpConfig
 from serving.errors import NotFound, Unavailable
 from serving.messages import Generate
@@ -61,7 +62,7 @@ def create_app(
     in_flight = app.state.in_flight = InFlightRequests()
     app.add_middleware(AuthMiddleware, api_key=config.api_key)
     handle_failures(app)
-    prompts = PromptReader(tokenizer=tokenizer, served=served)
+    prompts = PromptReader(tokenizer=tokenizer, served=served, tool_call_parser=config.tool_call_parser)
     service_config = service_config or ServiceConfig()
     service = Service(
         generate=generate,
@@ -75,7 +76,13 @@ def create_app(
         names=RequestNames(),
     )
     objectives = PromiseReader(classes, service_config.default_service_class)
-    preparer = Preparer(served=served, prompts=prompts, objectives=objectives, constraints=Constraints(tokenizer))
+    preparer = Preparer(
+        served=served,
+        prompts=prompts,
+        objectives=objectives,
+        constraints=Constraints(tokenizer),
+        tools=ToolReader(tokenizer, prompts.tool_prompt),
+    )
     _add_generation(app, service, preparer)
     _add_models(app, served)
     _add_placements(app, service)

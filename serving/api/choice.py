@@ -5,14 +5,16 @@ It decides what the client sees of the tokens (stop strings, special tokens, log
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from serving.api.logprobs import LogprobEntry
-from serving.api.plan import ChoiceRequest, ResponsePlan
+from serving.api.plan import ChoiceRequest, ResponsePlan, ToolPlan
 from serving.errors import InternalError
 from serving.messages import Delta, FinishReason
 from serving.text.detokenizer import Detokenizer, MatchedText, StopMatcher
 from serving.text.tokenizer import Tokenizer
+from serving.text.tools.events import CallDelta
+from serving.text.tools.parser import ToolCallParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,38 @@ class ChoiceDelta:
     tokens: tuple[int, ...]
     finish: FinishReason | None
     stop_reason: str | int | None = None  # the stop string, or the stop token id the client asked for
+    calls: tuple[CallDelta, ...] = ()
+    called: bool = False  # it ends with tool calls, all of them whole
+
+    @property
+    def ending(self) -> str | None:
+        """`finish_reason`, as the API names it."""
+        return "tool_calls" if self.called else self.finish
+
+
+class ChoiceCalls:
+    """Takes the tool calls out of a choice's text."""
+
+    def __init__(self, tools: ToolPlan) -> None:
+        self._parser = ToolCallParser(tools.form, tools.names, many=tools.many)
+        self._begun = 0
+        self._ended = 0
+
+    def read(self, output: ChoiceDelta) -> ChoiceDelta:
+        """The same output, its text split into content and calls."""
+        parsed = [self._parser.push(output.text)]
+        if output.finish is not None:
+            parsed.append(self._parser.finish())
+        calls = tuple(call for part in parsed for call in part.calls)
+        self._begun += sum(call.name is not None for call in calls)
+        self._ended += sum(call.ended for call in calls)
+        stopped = output.finish is FinishReason.STOP
+        return replace(
+            output,
+            text="".join(part.content for part in parsed),
+            calls=calls,
+            called=stopped and 0 < self._begun == self._ended,
+        )
 
 
 class Choice:
@@ -38,7 +72,9 @@ class Choice:
         self.finish: FinishReason | None = None
         self._plan = plan
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=plan.skip_special_tokens)
+        self._calls = None if plan.tools is None else ChoiceCalls(plan.tools)
+        shown = frozenset[int]() if plan.tools is None else plan.tools.shown
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=plan.skip_special_tokens, shown=shown)
         self._matcher = StopMatcher(plan.stops, include=plan.include_stop) if plan.stops else None
         self._echo = sequence.prompt_text
         self._read = len(sequence.prompt_text or "")  # characters that the tokens so far stand for
@@ -70,7 +106,8 @@ class Choice:
         if self._echo is not None:
             text, self._echo = self._echo + text, None
         reason = stop if stop is not None else self._stop_token(delta)
-        return ChoiceDelta(text, entries, delta.tokens[:count], self.finish, reason)
+        output = ChoiceDelta(text, entries, delta.tokens[:count], self.finish, reason)
+        return output if self._calls is None else self._calls.read(output)
 
     def _read_tokens(self, delta: Delta) -> tuple[list[str], str | None]:
         """The text to show for the tokens, and the stop string that ended it."""

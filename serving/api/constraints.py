@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import orjson
 
-from serving.api.schema import JsonObjectFormat, JsonSchemaFormat, SamplingBody, StructuredOutputs
+from serving.api.schema import JsonObjectFormat, JsonSchemaFormat, SamplingBody, StructuredOutputs, TextFormat
+from serving.api.tools import AskedTools
 from serving.errors import InvalidRequest
-from serving.grammar.forms import choice_grammar, json_grammar, regex_grammar, written_grammar
+from serving.grammar.forms import ANY_OBJECT, choice_grammar, json_grammar, regex_grammar, written_grammar
 from serving.grammar.grammars import GrammarCompiler, GrammarError
 from serving.text.tokenizer import Tokenizer
 
@@ -25,9 +27,11 @@ class Constraints:
     def __init__(self, tokenizer: Tokenizer):
         self._compiler = GrammarCompiler(lambda: tokenizer)
 
-    def of(self, fields: SamplingBody) -> str:
+    def of(self, fields: SamplingBody, tools: AskedTools | None = None) -> str:
         """The grammar that the request asks for; empty without one. Raises InvalidRequest that names the field."""
         forms = _forms(fields)
+        if tools is not None:
+            forms = _with_tools(fields, tools, forms)
         if not forms:
             return ""
         if len(forms) > 1:
@@ -47,7 +51,7 @@ class Constraints:
 def _forms(fields: SamplingBody) -> Forms:
     found: Forms = []
     if isinstance(fields.response_format, JsonObjectFormat):
-        found.append(("response_format", partial(json_grammar, {"type": "object"})))
+        found.append(("response_format", partial(json_grammar, ANY_OBJECT)))
     elif isinstance(fields.response_format, JsonSchemaFormat):
         schema = fields.response_format.json_schema.schema_
         found.append(("response_format", partial(json_grammar, schema)))
@@ -60,12 +64,30 @@ def _forms(fields: SamplingBody) -> Forms:
     return found
 
 
+def _with_tools(fields: SamplingBody, tools: AskedTools, forms: Forms) -> Forms:
+    if tools.forced:
+        return [*forms, ("tool_choice", tools.grammar.calls_only)]
+    answer = _answer(fields.response_format)
+    if answer is not None and len(forms) == 1:
+        return [("response_format", partial(tools.grammar.object_or_calls, answer))]
+    if forms or (tools.held and not fields.ignore_eos):
+        return [*forms, ("tools", tools.grammar.text_or_calls)]
+    return forms
+
+
+def _answer(asked: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> dict[str, Any] | bool | None:
+    """The schema of an answer in JSON."""
+    if isinstance(asked, JsonSchemaFormat):
+        return asked.json_schema.schema_
+    return ANY_OBJECT if isinstance(asked, JsonObjectFormat) else None
+
+
 def _asked(of: StructuredOutputs) -> Forms:
     found: Forms = []
     if of.json_ is not None:
         found.append(("json", partial(_schema, of.json_)))
     if of.json_object:
-        found.append(("json_object", partial(json_grammar, {"type": "object"})))
+        found.append(("json_object", partial(json_grammar, ANY_OBJECT)))
     if of.regex is not None:
         found.append(("regex", partial(regex_grammar, of.regex)))
     if of.choice is not None:

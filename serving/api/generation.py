@@ -26,14 +26,14 @@ from serving.api.plan import RequestHead, ResponsePlan
 from serving.api.rate_limit import RateLimiter
 from serving.api.results import ResultWriter
 from serving.api.settings import ApiObserver, PlacementLog
-from serving.api.sse import SseWriter, error_frame
+from serving.api.sse import SseWriter, error_frame, sse_writer
 from serving.config import HttpConfig
 from serving.errors import DeadlineExceeded, InternalError, MillraceError
 from serving.messages import Delta, FinishReason, Generate
 from serving.text.tokenizer import Tokenizer
 
 LARGE_BODY = 8 * 1024  # bytes; a longer body is parsed and tokenized in a thread
-COMPILED = (b"_format", b"guided_", b"structured_outputs", b"\\u")  # may bring a grammar, however spelt
+COMPILED = (b"_format", b"guided_", b"structured_outputs", b'"tools', b"\\u")  # may bring a grammar
 PLACEMENT, DOWNGRADE, DEGRADED = "x-millrace-placement", "x-millrace-downgrade", "x-millrace-degraded"
 _UNSHOWN = re.compile(r"[^A-Za-z0-9._:-]")  # in a header's words
 
@@ -149,7 +149,7 @@ class GenerationResponse(Response):
         self, plan: ResponsePlan, choices: Sequence[Choice], scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Events as tokens come. The status waits for the first token, so that a refusal still has one of its own."""
-        writer = SseWriter(plan, choices, self._service.tokenizer)
+        writer = sse_writer(plan, choices, self._service.tokenizer)
         stream = EventStream(send, writer, lambda: self._tell_placement(plan))
         try:
             async with until_deadline(plan.deadline, self._service.clock):

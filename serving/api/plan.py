@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from serving.messages import Request
+from serving.text.tools.forms import ToolForm
 
 Kind = Literal["chat", "completion"]
 
@@ -43,6 +44,16 @@ class ChoiceRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ToolPlan:
+    """How tool calls are read from an answer."""
+
+    form: ToolForm
+    names: frozenset[str]  # of the request's tools
+    many: bool  # more than one call
+    shown: frozenset[int]  # special tokens that are part of the form
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ResponsePlan:
     """One HTTP request."""
 
@@ -64,6 +75,7 @@ class ResponsePlan:
     return_token_ids: bool
     shows_output: bool  # False: only the echoed prompt is wanted
     deadline: float | None = None  # seconds on the router's clock
+    tools: ToolPlan | None = None  # None: the answer is text
 
     @property
     def is_chat(self) -> bool:

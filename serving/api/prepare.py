@@ -18,6 +18,7 @@ from serving.api.plan import ChoiceRequest, Kind, RequestHead, ResponsePlan
 from serving.api.prompts import Prompt, PromptReader, check_token_ids, prompt_too_long
 from serving.api.schema import ChatCompletionBody, CompletionBody, SamplingBody, StreamOptions
 from serving.api.settings import ServedModel
+from serving.api.tools import AskedTools, ToolReader
 from serving.errors import ContextLengthExceeded, InvalidRequest
 from serving.messages import Request, SamplingParams
 
@@ -38,24 +39,38 @@ class _Asked:
     max_tokens: int | None
     logprobs: int | None
     echo: bool = False
+    tools: AskedTools | None = None
 
 
 class Preparer:
     """Turns bodies into plans for one model and tokenizer. Safe to use from several threads."""
 
     def __init__(
-        self, *, served: ServedModel, prompts: PromptReader, objectives: PromiseReader, constraints: Constraints
+        self,
+        *,
+        served: ServedModel,
+        prompts: PromptReader,
+        objectives: PromiseReader,
+        constraints: Constraints,
+        tools: ToolReader,
     ) -> None:
         self._served = served
         self._prompts = prompts
         self._objectives = objectives
         self._constraints = constraints
+        self._tools = tools
 
     def chat(self, body: bytes, head: RequestHead) -> ResponsePlan:
         """Raises `InvalidRequest` or `NotFound`, naming the field."""
         fields = parse_body(ChatCompletionBody, body)
         model = self._prompts.model(fields.model)
-        prompt = self._prompts.of_messages(fields.messages, fields, add_special_tokens=fields.add_special_tokens)
+        tools = self._tools.of(fields)
+        prompt = self._prompts.of_messages(
+            fields.messages,
+            fields,
+            tools=(fields.tools or ()) if tools is not None else (),
+            add_special_tokens=fields.add_special_tokens,
+        )
         asked = _Asked(
             kind="chat",
             id=f"chatcmpl-{head.ids.unique}",
@@ -64,6 +79,7 @@ class Preparer:
             prompts=[prompt],
             max_tokens=_chat_max_tokens(fields),
             logprobs=_chat_logprobs(fields),
+            tools=tools,
         )
         return self._plan(fields, model, asked)
 
@@ -113,12 +129,13 @@ class Preparer:
             return_token_ids=bool(fields.return_token_ids),
             shows_output=asked.max_tokens != 0,
             deadline=asked.promise.deadline,
+            tools=None if asked.tools is None else asked.tools.plan,
         )
 
     def _sequences(self, fields: SamplingBody, asked: _Asked) -> Iterator[ChoiceRequest]:
         """The choices in order: all of the first prompt, then all of the second."""
         n = fields.n or 1
-        grammar = self._constraints.of(fields)
+        grammar = self._constraints.of(fields, asked.tools)
         for position, prompt in enumerate(asked.prompts):
             room = self._room(prompt, asked)
             text = self._prompts.text_of(prompt, fields.skip_special_tokens) if asked.echo else None

@@ -11,6 +11,7 @@ from serving.api.choice import Choice, ChoiceDelta
 from serving.api.logprobs import chat_logprobs, completion_logprobs
 from serving.api.plan import ResponsePlan
 from serving.api.sse import head_of, usage_of
+from serving.api.tools import call_id
 from serving.text.tokenizer import Tokenizer
 
 
@@ -40,16 +41,18 @@ class ResultWriter:
 
     def _shown(self, choice: Choice, outputs: list[ChoiceDelta]) -> dict[str, Any]:
         plan, text = self._plan, "".join(output.text for output in outputs)
-        message = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls := self._calls(choice, outputs):
+            message |= {"content": text or None, "tool_calls": calls}
         logprobs = None
         if plan.logprobs is not None:
             render = chat_logprobs if plan.is_chat else completion_logprobs
             logprobs = render([entry for output in outputs for entry in output.entries], self._tokenizer)
         shown: dict[str, Any] = {
             "index": choice.index,
-            **(message if plan.is_chat else {"text": text}),
+            **({"message": message} if plan.is_chat else {"text": text}),
             "logprobs": logprobs,
-            "finish_reason": choice.finish,
+            "finish_reason": outputs[-1].ending,
             "stop_reason": outputs[-1].stop_reason,
         }
         if plan.return_token_ids:
@@ -57,3 +60,20 @@ class ResultWriter:
             if not plan.is_chat:
                 shown["prompt_token_ids"] = choice.request.prompt
         return shown
+
+    def _calls(self, choice: Choice, outputs: list[ChoiceDelta]) -> list[dict[str, Any]]:
+        names: list[str] = []
+        arguments: list[list[str]] = []
+        for delta in (call for output in outputs for call in output.calls):
+            if delta.name is not None:
+                names.append(delta.name)
+                arguments.append([])
+            arguments[delta.index].append(delta.arguments)
+        return [
+            {
+                "id": call_id(self._plan.id, choice.index, index),
+                "type": "function",
+                "function": {"name": name, "arguments": "".join(arguments[index])},
+            }
+            for index, name in enumerate(names)
+        ]

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
+from serving.api.conversation import Message, ToolChoice, Tools
+
 MAX_STOP_STRINGS = 32
 MAX_STOP_LENGTH = 1024  # characters
 DAY_MS = 86_400_000.0
@@ -130,29 +132,13 @@ class SamplingBody(_Strict):
     service_tier: Literal["auto", "default"] | None = Field(default=None, description="There is one tier")
 
 
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: str
-
-
-class Message(_Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = Field(default=None, description="Handed to the chat template")
-    # An assistant's message sent back as it was received has these, and null says nothing.
-    refusal: None = None
-    annotations: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: None = None
-
-
 class ChatOptions(_Strict):
     """How messages become a prompt."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables for the chat template")
+    tools: Tools = Field(default=None, description="What the model may call")
 
 
 class ChatCompletionBody(SamplingBody, ChatOptions):
@@ -162,6 +148,8 @@ class ChatCompletionBody(SamplingBody, ChatOptions):
     add_special_tokens: bool = Field(default=False, description="Add BOS although the template has written it")
     max_tokens: int | None = Field(default=None, ge=1, description="Output tokens at most; the older name")
     max_completion_tokens: int | None = Field(default=None, ge=1, description="Output tokens at most")
+    tool_choice: ToolChoice = Field(default=None, description="auto when not given")
+    parallel_tool_calls: bool | None = Field(default=None, description="False: one call at most")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
 
