@@ -15,7 +15,7 @@ ARGUMENTS = ("arguments", "parameters")
 _VALUES = '"{[-0123456789tfn'  # what a JSON value begins with
 
 
-class Reading(Enum):
+class CallState(Enum):
     """How the text so far continues."""
 
     GOES_ON = auto()
@@ -39,7 +39,7 @@ class CallReader:
     """
 
     def __init__(self, known: Collection[str] | None = None) -> None:
-        self.state = Reading.GOES_ON
+        self.state = CallState.GOES_ON
         self.name: str | None = None
         self.begun = False  # that it is a call, and which, is certain
         self.whole = False  # its arguments are complete
@@ -53,7 +53,7 @@ class CallReader:
 
     def read(self, text: str, at: int) -> int:
         """Read on; the position up to which the text belongs to the object, or to what is none."""
-        while at < len(text) and self.state is Reading.GOES_ON:
+        while at < len(text) and self.state is CallState.GOES_ON:
             if self._scanner is not None:
                 end, ended = self._scanner.scan(text, at)
                 (self.arguments if self._streams else self._value).append(text[at:end])
@@ -86,7 +86,7 @@ class CallReader:
         elif due is _Due.COMMA and mark == ",":
             self._due = _Due.KEY
         else:
-            self.state = Reading.NO_CALL
+            self.state = CallState.NO_CALL
             return 0
         return 1
 
@@ -115,12 +115,12 @@ class CallReader:
         if isinstance(name, str) and name and (self._known is None or name in self._known):
             self.name = name
         else:
-            self.state = Reading.NO_CALL
+            self.state = CallState.NO_CALL
 
     def _close(self) -> None:
         if not self.begun and self.name is not None and self._known is None:
             self.arguments, self.begun, self.whole = ["{}"], True, True
-        self.state = Reading.COMPLETE if self.begun else Reading.NO_CALL
+        self.state = CallState.COMPLETE if self.begun else CallState.NO_CALL
 
 
 def _decoded(text: str) -> object:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 
 from serving.text.tools.events import Collected, Parsed
 from serving.text.tools.forms import ToolForm
-from serving.text.tools.objects import CallReader, Reading
+from serving.text.tools.objects import CallReader, CallState
 from serving.text.tools.values import ValueScanner
 
 MOST_HEAD = 256  # characters between a mark and the arguments of a call that begins with its name
@@ -182,7 +182,7 @@ class ToolCallParser:
         end = reader.read(text, at)
         if not reader.begun:
             self._held.append(text[at:end])
-            if reader.state is Reading.NO_CALL:
+            if reader.state is CallState.NO_CALL:
                 self._release()
             return end
         assert reader.name is not None, "a call begins with its name"
@@ -191,7 +191,7 @@ class ToolCallParser:
         if reader.arguments:
             self._arguments("".join(reader.arguments))
             reader.arguments = []
-        if reader.state is not Reading.GOES_ON:
+        if reader.state is not CallState.GOES_ON:
             self._end(complete=reader.whole)
         return end
 

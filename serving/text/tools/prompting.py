@@ -85,7 +85,7 @@ class ToolPrompt:
 def tool_prompt(parser: str, template: ChatTemplate | None, source: str) -> ToolPrompt:
     """How a template shows tools, found by rendering one, and the form for a value of --tool-call-parser."""
     form = form_named(parser, source)
-    if template is None or parser == "generic":
+    if template is None or form is GENERIC:
         return ToolPrompt(form=form)
     system = {"role": "system", "content": "!", "tools": json.dumps([_PROBE_TOOL["function"]])}
     prompt = ToolPrompt(
@@ -108,7 +108,7 @@ def _shows(template: ChatTemplate, messages: Sequence[Message], tools: Tools | N
 def _takes_two_calls(template: ChatTemplate, prompt: ToolPrompt) -> bool:
     calls = [{"id": f"call{i:05}", "type": "function", "function": {"name": _PROBE, "arguments": {}}} for i in range(2)]
     results = [{"role": "tool", "content": "1", "name": _PROBE, "tool_call_id": call["id"]} for call in calls]
-    asked = [_ASKED, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    asked: list[Message] = [_ASKED, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
     messages, tools = prompt.shown(asked, [_PROBE_TOOL])
     try:
         template.render(messages, tools=tools)
