@@ -5,7 +5,7 @@ It decides what the client sees of the tokens (stop strings, special tokens, log
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from serving.api.logprobs import LogprobEntry
 from serving.api.plan import ChoiceRequest, ResponsePlan, ToolPlan
@@ -26,38 +26,23 @@ class ChoiceDelta:
     tokens: tuple[int, ...]
     finish: FinishReason | None
     stop_reason: str | int | None = None  # the stop string, or the stop token id the client asked for
+
+    @property
+    def ending(self) -> str | None:
+        """`finish_reason`, as the API names it."""
+        return self.finish
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedDelta(ChoiceDelta):
+    """The same of a choice that is read for tool calls: `text` is its content."""
+
     calls: tuple[CallDelta, ...] = ()
     called: bool = False  # it ends with tool calls, all of them whole
 
     @property
     def ending(self) -> str | None:
-        """`finish_reason`, as the API names it."""
         return "tool_calls" if self.called else self.finish
-
-
-class ChoiceCalls:
-    """Takes the tool calls out of a choice's text."""
-
-    def __init__(self, tools: ToolPlan) -> None:
-        self._parser = ToolCallParser(tools.form, tools.names, many=tools.many)
-        self._begun = 0
-        self._ended = 0
-
-    def read(self, output: ChoiceDelta) -> ChoiceDelta:
-        """The same output, its text split into content and calls."""
-        parsed = [self._parser.push(output.text)]
-        if output.finish is not None:
-            parsed.append(self._parser.finish())
-        calls = tuple(call for part in parsed for call in part.calls)
-        self._begun += sum(call.name is not None for call in calls)
-        self._ended += sum(call.ended for call in calls)
-        stopped = output.finish is FinishReason.STOP
-        return replace(
-            output,
-            text="".join(part.content for part in parsed),
-            calls=calls,
-            called=stopped and 0 < self._begun == self._ended,
-        )
 
 
 class Choice:
@@ -72,7 +57,6 @@ class Choice:
         self.finish: FinishReason | None = None
         self._plan = plan
         self._tokenizer = tokenizer
-        self._calls = None if plan.tools is None else ChoiceCalls(plan.tools)
         shown = frozenset[int]() if plan.tools is None else plan.tools.shown
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=plan.skip_special_tokens, shown=shown)
         self._matcher = StopMatcher(plan.stops, include=plan.include_stop) if plan.stops else None
@@ -106,8 +90,7 @@ class Choice:
         if self._echo is not None:
             text, self._echo = self._echo + text, None
         reason = stop if stop is not None else self._stop_token(delta)
-        output = ChoiceDelta(text, entries, delta.tokens[:count], self.finish, reason)
-        return output if self._calls is None else self._calls.read(output)
+        return ChoiceDelta(text, entries, delta.tokens[:count], self.finish, reason)
 
     def _read_tokens(self, delta: Delta) -> tuple[list[str], str | None]:
         """The text to show for the tokens, and the stop string that ended it."""
@@ -173,3 +156,33 @@ class Choice:
     def _prompt_only(self, entries: list[LogprobEntry]) -> ChoiceDelta:
         self.finish = FinishReason.LENGTH
         return ChoiceDelta(self._echo or "", entries, (), self.finish)
+
+
+class ParsedChoice(Choice):
+    """A choice whose tool calls are taken out of its text."""
+
+    def __init__(self, plan: ResponsePlan, tools: ToolPlan, sequence: ChoiceRequest, tokenizer: Tokenizer) -> None:
+        super().__init__(plan, sequence, tokenizer)
+        self._parser = ToolCallParser(tools.form, tools.names, many=tools.many)
+        self._begun = 0
+        self._ended = 0
+
+    def push(self, delta: Delta) -> ParsedDelta:
+        output = super().push(delta)
+        parsed = self._parser.push(output.text)
+        content, calls = parsed.content, parsed.calls
+        if output.finish is not None:
+            parsed = self._parser.finish()
+            content, calls = content + parsed.content, calls + parsed.calls
+        for call in calls:
+            self._begun += call.name is not None
+            self._ended += call.ended
+        called = output.finish is FinishReason.STOP and 0 < self._begun == self._ended
+        return ParsedDelta(content, output.entries, output.tokens, output.finish, output.stop_reason, calls, called)
+
+
+def choice_of(plan: ResponsePlan, sequence: ChoiceRequest, tokenizer: Tokenizer) -> Choice:
+    """What reading calls costs, only choices cost that may have some."""
+    if plan.tools is None:
+        return Choice(plan, sequence, tokenizer)
+    return ParsedChoice(plan, plan.tools, sequence, tokenizer)

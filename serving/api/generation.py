@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serving.api.body import ClientGoneError, read_body
-from serving.api.choice import Choice, ChoiceDelta
+from serving.api.choice import Choice, ChoiceDelta, choice_of
 from serving.api.explain import RequestNames
 from serving.api.failures import error_body
 from serving.api.in_flight import InFlightRequests
@@ -94,7 +94,7 @@ class GenerationResponse(Response):
                 plan = await off_loop(self._prepare, body, self._head)
                 self._limit(lambda now: service.limits.spend(key, plan.most_tokens, now))
                 service.names.note(plan, self._head.ids, key)
-                choices = [Choice(plan, sequence, service.tokenizer) for sequence in plan.sequences]
+                choices = [choice_of(plan, sequence, service.tokenizer) for sequence in plan.sequences]
                 answer = self._stream if plan.stream else self._collect
                 with self._refund(plan, choices):
                     await until_hang_up(receive, answer(plan, choices, scope, receive, send))

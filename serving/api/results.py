@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from serving.api.choice import Choice, ChoiceDelta
+from serving.api.choice import Choice, ChoiceDelta, ParsedDelta
 from serving.api.logprobs import chat_logprobs, completion_logprobs
 from serving.api.plan import ResponsePlan
 from serving.api.sse import head_of, usage_of
@@ -64,7 +64,7 @@ class ResultWriter:
     def _calls(self, choice: Choice, outputs: list[ChoiceDelta]) -> list[dict[str, Any]]:
         names: list[str] = []
         arguments: list[list[str]] = []
-        for delta in (call for output in outputs for call in output.calls):
+        for delta in (call for output in outputs if isinstance(output, ParsedDelta) for call in output.calls):
             if delta.name is not None:
                 names.append(delta.name)
                 arguments.append([])

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from serving.api.choice import Choice, ChoiceDelta
+from serving.api.choice import Choice, ChoiceDelta, ParsedDelta
 from serving.api.logprobs import chat_logprobs, completion_logprobs
 from serving.api.plan import ResponsePlan
 from serving.api.tools import call_id
@@ -112,6 +112,9 @@ class ParsedSseWriter(SseWriter):
 
     def frames(self, choice: Choice, output: ChoiceDelta) -> bytes:
         """The events for one output; empty when it has nothing to show yet."""
+        assert isinstance(output, ParsedDelta), "a plan with tools makes choices that are parsed"
+        if not output.calls and output.finish is None and self._announced[choice.index]:
+            return super().frames(choice, output)
         ends = output.finish is not None or bool(output.entries) or self._plan.return_token_ids
         deltas: list[dict[str, Any]] = [{"content": output.text}] if output.text else []
         deltas += [{"tool_calls": [self._call(choice, call)]} for call in output.calls if not call.ended]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
+from functools import cache
 
 from serving.text.tools.events import Collected, Parsed
 from serving.text.tools.forms import ToolForm
@@ -33,7 +34,9 @@ class ToolCallParser:
         self._form = form
         self._known = known
         self._many = many
-        self._marks = re.compile("|".join(re.escape(mark) for mark in (*form.opens, *form.closes)))
+        marks = (*form.opens, *form.closes)
+        self._marks = re.compile("|".join(map(re.escape, marks)))
+        self._possible = re.compile("(?:" + "|".join(map(_beginning, marks)) + r")\Z")
         self._out = Collected()
         self._step: Step = self._first if form.bare else self._content
         self._carry = ""  # the beginning of a mark, perhaps
@@ -70,9 +73,10 @@ class ToolCallParser:
     def _content(self, text: str, at: int) -> int:
         found = self._marks.search(text, at)
         if found is None:
-            kept = self._possible_mark(text, at)
-            self._give(text[at : len(text) - kept])
-            self._carry = text[len(text) - kept :]
+            possible = self._possible.search(text, at)
+            end = len(text) if possible is None else possible.start()
+            self._give(text[at:end])
+            self._carry = text[end:]
             return len(text)
         self._give(text[at : found.start()])
         mark = found.group()
@@ -81,14 +85,6 @@ class ToolCallParser:
         elif not self._calls:
             self._give(mark)
         return found.end()
-
-    def _possible_mark(self, text: str, at: int) -> int:
-        """How many of the last characters may be the beginning of a mark."""
-        marks = (*self._form.opens, *self._form.closes)
-        for length in range(min(max(map(len, marks)) - 1, len(text) - at), 0, -1):
-            if any(mark.startswith(text[-length:]) for mark in marks):
-                return length
-        return 0
 
     def _give(self, text: str) -> None:
         """Content; white space at its end waits for what follows."""
@@ -239,3 +235,12 @@ class ToolCallParser:
     @property
     def _shows(self) -> bool:
         return self._many or self._calls == 1
+
+
+@cache
+def _beginning(mark: str) -> str:
+    """A pattern for every proper beginning of a mark."""
+    pattern = ""
+    for character in mark[-2::-1]:
+        pattern = re.escape(character) + (f"(?:{pattern})?" if pattern else "")
+    return pattern
