@@ -28,6 +28,7 @@ from serving.api.rate_limit import RateLimiter
 from serving.api.schema import ChatCompletionBody, CompletionBody, DetokenizeBody, TokenizeBody
 from serving.api.settings import ApiObserver, Health, NoPlacementLog, PlacementLog, ReadAudit, ServedModel
 from serving.api.status import add_process_routes
+from serving.api.thinking import ThinkingReader
 from serving.api.tokens import TokenEndpoints
 from serving.api.tools import ToolReader
 from serving.config import HttpConfig
@@ -82,6 +83,7 @@ def create_app(
         objectives=objectives,
         constraints=Constraints(tokenizer),
         tools=ToolReader(tokenizer, prompts.tool_prompt),
+        thinking=ThinkingReader(tokenizer, config.reasoning_parser),
     )
     _add_generation(app, service, preparer)
     _add_models(app, served)

@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serving.api.logprobs import LogprobEntry
-from serving.api.plan import ChoiceRequest, ResponsePlan, ToolPlan
+from serving.api.plan import ChoiceRequest, ResponsePlan
 from serving.errors import InternalError
 from serving.messages import Delta, FinishReason
 from serving.text.detokenizer import Detokenizer, MatchedText, StopMatcher
+from serving.text.reasoning import ReasoningSplitter
 from serving.text.tokenizer import Tokenizer
 from serving.text.tools.events import CallDelta
 from serving.text.tools.parser import ToolCallParser
@@ -35,8 +36,9 @@ class ChoiceDelta:
 
 @dataclass(frozen=True, slots=True)
 class ParsedDelta(ChoiceDelta):
-    """The same of a choice that is read for tool calls: `text` is its content."""
+    """The same of a choice that is read for thoughts and tool calls: `text` is its content."""
 
+    thoughts: str = ""
     calls: tuple[CallDelta, ...] = ()
     called: bool = False  # it ends with tool calls, all of them whole
 
@@ -57,8 +59,9 @@ class Choice:
         self.finish: FinishReason | None = None
         self._plan = plan
         self._tokenizer = tokenizer
-        shown = frozenset[int]() if plan.tools is None else plan.tools.shown
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=plan.skip_special_tokens, shown=shown)
+        self._detokenizer = Detokenizer(
+            tokenizer, skip_special_tokens=plan.skip_special_tokens, shown=plan.shown_tokens
+        )
         self._matcher = StopMatcher(plan.stops, include=plan.include_stop) if plan.stops else None
         self._echo = sequence.prompt_text
         self._read = len(sequence.prompt_text or "")  # characters that the tokens so far stand for
@@ -159,30 +162,49 @@ class Choice:
 
 
 class ParsedChoice(Choice):
-    """A choice whose tool calls are taken out of its text."""
+    """A choice whose thoughts and tool calls are taken out of its text."""
 
-    def __init__(self, plan: ResponsePlan, tools: ToolPlan, sequence: ChoiceRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, plan: ResponsePlan, sequence: ChoiceRequest, tokenizer: Tokenizer) -> None:
         super().__init__(plan, sequence, tokenizer)
-        self._parser = ToolCallParser(tools.form, tools.names, many=tools.many)
+        tools, thinking = plan.tools, plan.thinking
+        self._splitter = None if thinking is None else ReasoningSplitter(thinking.form, begun=thinking.begun)
+        self._parser = None if tools is None else ToolCallParser(tools.form, tools.names, many=tools.many)
         self._begun = 0
         self._ended = 0
 
     def push(self, delta: Delta) -> ParsedDelta:
         output = super().push(delta)
-        parsed = self._parser.push(output.text)
+        ends = output.finish is not None
+        thoughts, content = self._split(output.text, ends)
+        content, calls = self._parse(content, ends)
+        called = output.finish is FinishReason.STOP and 0 < self._begun == self._ended
+        return ParsedDelta(
+            content, output.entries, output.tokens, output.finish, output.stop_reason, thoughts, calls, called
+        )
+
+    def _split(self, text: str, ends: bool) -> tuple[str, str]:
+        if self._splitter is None:
+            return "", text
+        thoughts, answer = self._splitter.push(text)
+        if ends:
+            last, rest = self._splitter.finish()
+            return thoughts + last, answer + rest
+        return thoughts, answer
+
+    def _parse(self, text: str, ends: bool) -> tuple[str, tuple[CallDelta, ...]]:
+        if self._parser is None:
+            return text, ()
+        parsed = self._parser.push(text)
         content, calls = parsed.content, parsed.calls
-        if output.finish is not None:
+        if ends:
             parsed = self._parser.finish()
             content, calls = content + parsed.content, calls + parsed.calls
         for call in calls:
             self._begun += call.name is not None
             self._ended += call.ended
-        called = output.finish is FinishReason.STOP and 0 < self._begun == self._ended
-        return ParsedDelta(content, output.entries, output.tokens, output.finish, output.stop_reason, calls, called)
+        return content, calls
 
 
 def choice_of(plan: ResponsePlan, sequence: ChoiceRequest, tokenizer: Tokenizer) -> Choice:
-    """What reading calls costs, only choices cost that may have some."""
-    if plan.tools is None:
-        return Choice(plan, sequence, tokenizer)
-    return ParsedChoice(plan, plan.tools, sequence, tokenizer)
+    """What parsing an answer costs, only choices pay that are parsed."""
+    return (ParsedChoice if plan.parsed else Choice)(plan, sequence, tokenizer)

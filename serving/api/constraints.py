@@ -11,11 +11,13 @@ from typing import Any
 
 import orjson
 
+from serving.api.plan import ThinkingPlan
 from serving.api.schema import JsonObjectFormat, JsonSchemaFormat, SamplingBody, StructuredOutputs, TextFormat
 from serving.api.tools import AskedTools
 from serving.errors import InvalidRequest
 from serving.grammar.forms import ANY_OBJECT, choice_grammar, json_grammar, regex_grammar, written_grammar
 from serving.grammar.grammars import GrammarCompiler, GrammarError
+from serving.grammar.thinking import after_thinking
 from serving.text.tokenizer import Tokenizer
 
 Forms = list[tuple[str, Callable[[], str]]]  # the field that asks, and how its grammar is made
@@ -27,8 +29,11 @@ class Constraints:
     def __init__(self, tokenizer: Tokenizer):
         self._compiler = GrammarCompiler(lambda: tokenizer)
 
-    def of(self, fields: SamplingBody, tools: AskedTools | None = None) -> str:
-        """The grammar that the request asks for; empty without one. Raises InvalidRequest that names the field."""
+    def of(self, fields: SamplingBody, tools: AskedTools | None = None, thinking: ThinkingPlan | None = None) -> str:
+        """The grammar that the request asks for; empty without one. Raises InvalidRequest that names the field.
+
+        A model that thinks does so before it.
+        """
         forms = _forms(fields)
         if tools is not None:
             forms = _with_tools(fields, tools, forms)
@@ -42,6 +47,8 @@ class Constraints:
         param, make = forms[0]
         try:
             grammar = make()
+            if thinking is not None:
+                grammar = after_thinking(grammar, thinking.form, begun=thinking.begun, special=thinking.special)
             self._compiler.submit(grammar).result()
         except GrammarError as error:
             raise InvalidRequest(f"{param}: {_clear(str(error))}", param=param, code="grammar") from error

@@ -53,6 +53,7 @@ class Message(_Strict):
     tool_call_id: str | None = Field(
         default=None, validate_default=True, max_length=MAX_CALL_ID, description="Which call a tool's message answers"
     )
+    reasoning_content: str | None = Field(default=None, description="What an assistant thought, for the chat template")
     # An assistant's message sent back as it was received has these, and null says nothing.
     refusal: None = None
     annotations: None = None

@@ -14,10 +14,11 @@ from hashlib import blake2b
 from serving.api.body import parse_body
 from serving.api.constraints import Constraints
 from serving.api.objectives import Promise, PromiseReader
-from serving.api.plan import ChoiceRequest, Kind, RequestHead, ResponsePlan
+from serving.api.plan import ChoiceRequest, Kind, RequestHead, ResponsePlan, ThinkingPlan
 from serving.api.prompts import Prompt, PromptReader, check_token_ids, prompt_too_long
 from serving.api.schema import ChatCompletionBody, CompletionBody, SamplingBody, StreamOptions
 from serving.api.settings import ServedModel
+from serving.api.thinking import ThinkingReader
 from serving.api.tools import AskedTools, ToolReader
 from serving.errors import ContextLengthExceeded, InvalidRequest
 from serving.messages import Request, SamplingParams
@@ -40,6 +41,7 @@ class _Asked:
     logprobs: int | None
     echo: bool = False
     tools: AskedTools | None = None
+    thinking: ThinkingPlan | None = None
 
 
 class Preparer:
@@ -53,12 +55,14 @@ class Preparer:
         objectives: PromiseReader,
         constraints: Constraints,
         tools: ToolReader,
+        thinking: ThinkingReader,
     ) -> None:
         self._served = served
         self._prompts = prompts
         self._objectives = objectives
         self._constraints = constraints
         self._tools = tools
+        self._thinking = thinking
 
     def chat(self, body: bytes, head: RequestHead) -> ResponsePlan:
         """Raises `InvalidRequest` or `NotFound`, naming the field."""
@@ -80,6 +84,7 @@ class Preparer:
             max_tokens=_chat_max_tokens(fields),
             logprobs=_chat_logprobs(fields),
             tools=tools,
+            thinking=self._thinking.of(prompt.text or ""),
         )
         return self._plan(fields, model, asked)
 
@@ -130,12 +135,13 @@ class Preparer:
             shows_output=asked.max_tokens != 0,
             deadline=asked.promise.deadline,
             tools=None if asked.tools is None else asked.tools.plan,
+            thinking=asked.thinking,
         )
 
     def _sequences(self, fields: SamplingBody, asked: _Asked) -> Iterator[ChoiceRequest]:
         """The choices in order: all of the first prompt, then all of the second."""
         n = fields.n or 1
-        grammar = self._constraints.of(fields, asked.tools)
+        grammar = self._constraints.of(fields, asked.tools, asked.thinking)
         for position, prompt in enumerate(asked.prompts):
             room = self._room(prompt, asked)
             text = self._prompts.text_of(prompt, fields.skip_special_tokens) if asked.echo else None

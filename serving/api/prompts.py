@@ -158,6 +158,8 @@ def _template_message(message: Message) -> Mapping[str, Any]:
         shown["name"] = message.name
     if message.tool_call_id is not None:
         shown["tool_call_id"] = message.tool_call_id
+    if message.reasoning_content is not None:
+        shown["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
         return {**shown, "tool_calls": [_template_call(call) for call in message.tool_calls]}
     return shown

@@ -42,8 +42,8 @@ class ResultWriter:
     def _shown(self, choice: Choice, outputs: list[ChoiceDelta]) -> dict[str, Any]:
         plan, text = self._plan, "".join(output.text for output in outputs)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if calls := self._calls(choice, outputs):
-            message |= {"content": text or None, "tool_calls": calls}
+        if plan.parsed:
+            message |= self._parsed(choice, text, [output for output in outputs if isinstance(output, ParsedDelta)])
         logprobs = None
         if plan.logprobs is not None:
             render = chat_logprobs if plan.is_chat else completion_logprobs
@@ -61,10 +61,19 @@ class ResultWriter:
                 shown["prompt_token_ids"] = choice.request.prompt
         return shown
 
-    def _calls(self, choice: Choice, outputs: list[ChoiceDelta]) -> list[dict[str, Any]]:
+    def _parsed(self, choice: Choice, text: str, outputs: list[ParsedDelta]) -> dict[str, Any]:
+        """Thoughts and calls; beside them content may be null."""
+        parts: dict[str, Any] = {}
+        if thoughts := "".join(output.thoughts for output in outputs):
+            parts["reasoning_content"] = thoughts
+        if calls := self._calls(choice, outputs):
+            parts["tool_calls"] = calls
+        return {"content": text or None, **parts} if parts else {}
+
+    def _calls(self, choice: Choice, outputs: list[ParsedDelta]) -> list[dict[str, Any]]:
         names: list[str] = []
         arguments: list[list[str]] = []
-        for delta in (call for output in outputs if isinstance(output, ParsedDelta) for call in output.calls):
+        for delta in (call for output in outputs for call in output.calls):
             if delta.name is not None:
                 names.append(delta.name)
                 arguments.append([])

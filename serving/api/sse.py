@@ -108,21 +108,22 @@ class SseWriter:
 
 
 class ParsedSseWriter(SseWriter):
-    """The same for a chat whose answers are read for tool calls: each chunk has content, or one call's part."""
+    """The same for a chat whose answers are parsed: each chunk has thoughts, or content, or one call's part."""
 
     def frames(self, choice: Choice, output: ChoiceDelta) -> bytes:
         """The events for one output; empty when it has nothing to show yet."""
-        assert isinstance(output, ParsedDelta), "a plan with tools makes choices that are parsed"
-        if not output.calls and output.finish is None and self._announced[choice.index]:
+        assert isinstance(output, ParsedDelta), "choices of such a plan are parsed"
+        if not output.calls and not output.thoughts and output.finish is None and self._announced[choice.index]:
             return super().frames(choice, output)
         ends = output.finish is not None or bool(output.entries) or self._plan.return_token_ids
-        deltas: list[dict[str, Any]] = [{"content": output.text}] if output.text else []
+        deltas: list[dict[str, Any]] = [{"reasoning_content": output.thoughts}] if output.thoughts else []
+        deltas += [{"content": output.text}] if output.text else []
         deltas += [{"tool_calls": [self._call(choice, call)]} for call in output.calls if not call.ended]
         if not deltas and not ends:
             return b""
         frames = []
         if not self._announced[choice.index]:
-            frames.append(self._announce(choice.index, b"null" if output.calls and not output.text else b'""'))
+            frames.append(self._announce(choice.index, b"null" if deltas and not output.text else b'""'))
         opening = self._open + b'{"index":%d,"delta":' % choice.index
         close = self._usage_so_far() if self._plan.continuous_usage else self._close
         after = b',"logprobs":null,"finish_reason":null}]' + close
@@ -140,8 +141,8 @@ class ParsedSseWriter(SseWriter):
 
 
 def sse_writer(plan: ResponsePlan, choices: Sequence[Choice], tokenizer: Tokenizer) -> SseWriter:
-    """The writer for a plan: what there is to do for tool calls is done only where there may be some."""
-    return (SseWriter if plan.tools is None else ParsedSseWriter)(plan, choices, tokenizer)
+    """The writer for a plan."""
+    return (ParsedSseWriter if plan.parsed else SseWriter)(plan, choices, tokenizer)
 
 
 def error_frame(body: bytes) -> bytes:

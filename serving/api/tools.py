@@ -36,11 +36,7 @@ class ToolReader:
 
     def __init__(self, tokenizer: Tokenizer, prompt: ToolPrompt) -> None:
         self._prompt = prompt
-        marks = () if prompt.form is None else prompt.form.marks
-        spelled = {mark: tokenizer.encode(mark, add_special_tokens=False) for mark in marks}
-        self._special = {
-            mark: ids[0] for mark, ids in spelled.items() if len(ids) == 1 and ids[0] in tokenizer.special_ids
-        }
+        self._special = tokenizer.special_marks(() if prompt.form is None else prompt.form.marks)
 
     def of(self, fields: ChatCompletionBody) -> AskedTools | None:
         """None where nothing may be called: the answer is text."""

@@ -22,7 +22,8 @@ def after_thinking(grammar: str, form: ReasoningForm, *, begun: bool, special: M
     opened_by_token = form.opening in special
     mark = "" if begun or opened_by_token else _pattern(form.opening)
     if form.closing in special:
-        rules = [f"thoughts: TEXT{'' if mark else '?'} <[{special[form.closing]}]>", f"TEXT: /{mark}(.|\\n)*/"]
+        text, spelled = ("TEXT", f"{mark}(.|\\n)*") if mark else ("TEXT?", "(.|\\n)+")
+        rules = [f"thoughts: {text} <[{special[form.closing]}]>", f"TEXT: /{spelled}/"]
     else:
         rules = [f"thoughts[lazy]: /{mark}(.|\\n)*{_pattern(form.closing)}/"]
     opening = f"<[{special[form.opening]}]> " if opened_by_token and not begun else ""

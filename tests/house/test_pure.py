@@ -74,6 +74,7 @@ PURE = (
     "serving/api/rate_limit.py",
     "serving/api/sse.py",
     "serving/text/detokenizer.py",
+    "serving/text/reasoning.py",
     "serving/text/tools/*.py",
     "serving/timeline.py",
     "bench/contenders.py",

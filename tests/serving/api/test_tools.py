@@ -9,9 +9,12 @@ from typing import Any
 
 import openai
 import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 
 from serving.api.settings import ServedModel
 from serving.messages import Request
+from serving.text.parts import TokenizerParts
 from serving.text.tokenizer import Tokenizer
 from tests.fakes.generate import KEY, MODEL, VOCAB_SIZE, ScriptedGenerate, app_of, calling, events, listening
 
@@ -251,3 +254,39 @@ async def test_histories_as_clients_send_them(tokenizer: Tokenizer, name: str, c
     assert response.status_code == 200, response.text
     shown = tokenizer.decode(script.started[0].prompt)
     assert '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>[tool]7 (weather)' in shown
+
+
+async def test_a_mark_that_is_a_special_token_is_read_and_never_shown(tokenizer: Tokenizer) -> None:
+    mark = "[TOOL_CALLS]"
+    backend = Backend.from_str(tokenizer._backend.to_str())
+    backend.add_special_tokens([AddedToken(mark, special=True, normalized=False)])
+    template = TEMPLATE.replace("<tool_call>", mark).replace("</tool_call>", "")
+    parts = TokenizerParts(
+        backend=backend, special_tokens=tokenizer.special_tokens, chat_templates={"default": template}
+    )
+    marked = Tokenizer(parts)
+    (token,) = marked.encode(mark, add_special_tokens=False)
+    script, made = app(marked, f'Well. {mark}[{{"name": "add", "arguments": {{"a": 1}}}}]')
+    async with calling(made) as client:
+        body: dict[str, Any] = {"messages": ASKED, "tools": [ADD]}
+        read = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
+        plain = (await client.post("/v1/chat/completions", json={"messages": ASKED})).json()["choices"][0]["message"]
+        await client.post("/v1/chat/completions", json={**body, "tool_choice": "required"})
+    assert read["content"] == "Well."
+    assert read["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert plain["content"] == 'Well. [{"name": "add", "arguments": {"a": 1}}]'
+    assert f"<[{token}]>" in script.started[2].sampling.grammar
+
+
+async def test_usage_and_token_ids_go_on_in_every_chunk(tokenizer: Tokenizer) -> None:
+    _, made = app(tokenizer, TWO_CALLS, chunk=3)
+    options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    async with calling(made) as client:
+        body = {"messages": ASKED, "tools": [WEATHER, ADD], "return_token_ids": True, **options}
+        lines = (await client.post("/v1/chat/completions", json=body)).text.split("\n")
+    chunks = [json.loads(data) for data in events(lines) if data != "[DONE]"]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    tokens = [token for chunk in chunks for choice in chunk["choices"] for token in choice.get("token_ids", ())]
+    assert tokens == [*tokenizer.encode(TWO_CALLS, add_special_tokens=False), tokenizer.eos_id]
+    assert counts[-1] == len(tokens)
