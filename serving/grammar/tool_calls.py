@@ -47,7 +47,7 @@ class CallGrammar:
             start = [
                 f"start: TEXT | opened {self._calls(self.form.begin.removeprefix(mark))}",
                 f"opened[lazy]: /{_ANYTHING}*{written}/",
-                f"TEXT: /{_ANYTHING}*/ & ~/{_ANYTHING}*{written}{_ANYTHING}*/",
+                f"TEXT: /{_ANYTHING}*/",  # not past the mark: the library ends a lazy lexeme where it first can
             ]
         return lark_grammar([*start, *self._rules()])
 
