@@ -152,6 +152,18 @@ class HttpConfig:
     strict_fields: bool = option(
         False, "refuse fields of a body that are not known; else they are ignored and named in x-millrace-ignored"
     )
+    tool_call_parser: str = option(
+        "auto",
+        "the form in which the model writes tool calls; auto: as its chat template shows, generic: described in the"
+        " system message, for templates without tools; none: tools are refused",
+        choices=("auto", "hermes", "llama3_json", "mistral", "phi4_mini_json", "generic", "none"),
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "the form in which the model thinks, which is answered as reasoning_content; auto: as its chat template shows;"
+        " deepseek_r1: answers begin with thoughts in any case",
+        choices=("auto", "qwen3", "deepseek_r1", "none"),
+    )
     log_level: str = option("info", "how much to log", choices=("debug", "info", "warning", "error"))
 
 

@@ -28,7 +28,9 @@ from serving.api.rate_limit import RateLimiter
 from serving.api.schema import ChatCompletionBody, CompletionBody, DetokenizeBody, TokenizeBody
 from serving.api.settings import ApiObserver, Health, NoPlacementLog, PlacementLog, ReadAudit, ServedModel
 from serving.api.status import add_process_routes
+from serving.api.thinking import ThinkingReader
 from serving.api.tokens import TokenEndpoints
+from serving.api.tools import ToolReader
 from serving.config import HttpConfig
 from serving.errors import NotFound, Unavailable
 from serving.messages import Generate
@@ -61,7 +63,7 @@ def create_app(
     in_flight = app.state.in_flight = InFlightRequests()
     app.add_middleware(AuthMiddleware, api_key=config.api_key)
     handle_failures(app)
-    prompts = PromptReader(tokenizer=tokenizer, served=served)
+    prompts = PromptReader(tokenizer=tokenizer, served=served, tool_call_parser=config.tool_call_parser)
     service_config = service_config or ServiceConfig()
     service = Service(
         generate=generate,
@@ -81,6 +83,8 @@ def create_app(
         objectives=objectives,
         constraints=Constraints(tokenizer),
         strict_fields=config.strict_fields,
+        tools=ToolReader(tokenizer, prompts.tool_prompt),
+        thinking=ThinkingReader(tokenizer, config.reasoning_parser),
     )
     _add_generation(app, service, preparer)
     _add_models(app, served)

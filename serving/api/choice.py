@@ -12,7 +12,10 @@ from serving.api.plan import ChoiceRequest, ResponsePlan
 from serving.errors import InternalError
 from serving.messages import Delta, FinishReason
 from serving.text.detokenizer import Detokenizer, MatchedText, StopMatcher
+from serving.text.reasoning import ReasoningSplitter
 from serving.text.tokenizer import Tokenizer
+from serving.text.tools.events import CallDelta
+from serving.text.tools.parser import ToolCallParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,24 @@ class ChoiceDelta:
     tokens: tuple[int, ...]
     finish: FinishReason | None
     stop_reason: str | int | None = None  # the stop string, or the stop token id the client asked for
+
+    @property
+    def ending(self) -> str | None:
+        """`finish_reason`, as the API names it."""
+        return self.finish
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedDelta(ChoiceDelta):
+    """The same of a choice that is read for thoughts and tool calls: `text` is its content."""
+
+    thoughts: str = ""
+    calls: tuple[CallDelta, ...] = ()
+    called: bool = False  # it ends with tool calls, all of them whole
+
+    @property
+    def ending(self) -> str | None:
+        return "tool_calls" if self.called else self.finish
 
 
 class Choice:
@@ -38,7 +59,9 @@ class Choice:
         self.finish: FinishReason | None = None
         self._plan = plan
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=plan.skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            tokenizer, skip_special_tokens=plan.skip_special_tokens, shown=plan.shown_tokens
+        )
         self._matcher = StopMatcher(plan.stops, include=plan.include_stop) if plan.stops else None
         self._echo = sequence.prompt_text
         self._read = len(sequence.prompt_text or "")  # characters that the tokens so far stand for
@@ -136,3 +159,52 @@ class Choice:
     def _prompt_only(self, entries: list[LogprobEntry]) -> ChoiceDelta:
         self.finish = FinishReason.LENGTH
         return ChoiceDelta(self._echo or "", entries, (), self.finish)
+
+
+class ParsedChoice(Choice):
+    """A choice whose thoughts and tool calls are taken out of its text."""
+
+    def __init__(self, plan: ResponsePlan, sequence: ChoiceRequest, tokenizer: Tokenizer) -> None:
+        super().__init__(plan, sequence, tokenizer)
+        tools, thinking = plan.tools, plan.thinking
+        self._splitter = None if thinking is None else ReasoningSplitter(thinking.form, begun=thinking.begun)
+        self._parser = None if tools is None else ToolCallParser(tools.form, tools.names, many=tools.many)
+        self._begun = 0
+        self._ended = 0
+
+    def push(self, delta: Delta) -> ParsedDelta:
+        output = super().push(delta)
+        ends = output.finish is not None
+        thoughts, content = self._split(output.text, ends)
+        content, calls = self._parse(content, ends)
+        called = output.finish is FinishReason.STOP and 0 < self._begun == self._ended
+        return ParsedDelta(
+            content, output.entries, output.tokens, output.finish, output.stop_reason, thoughts, calls, called
+        )
+
+    def _split(self, text: str, ends: bool) -> tuple[str, str]:
+        if self._splitter is None:
+            return "", text
+        thoughts, answer = self._splitter.push(text)
+        if ends:
+            last, rest = self._splitter.finish()
+            return thoughts + last, answer + rest
+        return thoughts, answer
+
+    def _parse(self, text: str, ends: bool) -> tuple[str, tuple[CallDelta, ...]]:
+        if self._parser is None:
+            return text, ()
+        parsed = self._parser.push(text)
+        content, calls = parsed.content, parsed.calls
+        if ends:
+            parsed = self._parser.finish()
+            content, calls = content + parsed.content, calls + parsed.calls
+        for call in calls:
+            self._begun += call.name is not None
+            self._ended += call.ended
+        return content, calls
+
+
+def choice_of(plan: ResponsePlan, sequence: ChoiceRequest, tokenizer: Tokenizer) -> Choice:
+    """What parsing an answer costs, only choices pay that are parsed."""
+    return (ParsedChoice if plan.parsed else Choice)(plan, sequence, tokenizer)

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import orjson
 
-from serving.api.schema import JsonObjectFormat, JsonSchemaFormat, SamplingBody, StructuredOutputs
+from serving.api.plan import ThinkingPlan
+from serving.api.schema import JsonObjectFormat, JsonSchemaFormat, SamplingBody, StructuredOutputs, TextFormat
+from serving.api.tools import AskedTools
 from serving.errors import InvalidRequest
-from serving.grammar.forms import choice_grammar, json_grammar, regex_grammar, written_grammar
+from serving.grammar.forms import ANY_OBJECT, choice_grammar, json_grammar, regex_grammar, written_grammar
 from serving.grammar.grammars import GrammarCompiler, GrammarError
+from serving.grammar.thinking import after_thinking
 from serving.text.tokenizer import Tokenizer
 
 Forms = list[tuple[str, Callable[[], str]]]  # the field that asks, and how its grammar is made
@@ -25,9 +29,14 @@ class Constraints:
     def __init__(self, tokenizer: Tokenizer):
         self._compiler = GrammarCompiler(lambda: tokenizer)
 
-    def of(self, fields: SamplingBody) -> str:
-        """The grammar that the request asks for; empty without one. Raises InvalidRequest that names the field."""
+    def of(self, fields: SamplingBody, tools: AskedTools | None = None, thinking: ThinkingPlan | None = None) -> str:
+        """The grammar that the request asks for; empty without one. Raises InvalidRequest that names the field.
+
+        A model that thinks does so before it.
+        """
         forms = _forms(fields)
+        if tools is not None:
+            forms = _with_tools(fields, tools, forms)
         if not forms:
             return ""
         if len(forms) > 1:
@@ -38,6 +47,8 @@ class Constraints:
         param, make = forms[0]
         try:
             grammar = make()
+            if thinking is not None:
+                grammar = after_thinking(grammar, thinking.form, begun=thinking.begun, special=thinking.special)
             self._compiler.submit(grammar).result()
         except GrammarError as error:
             raise InvalidRequest(f"{param}: {_clear(str(error))}", param=param, code="grammar") from error
@@ -47,7 +58,7 @@ class Constraints:
 def _forms(fields: SamplingBody) -> Forms:
     found: Forms = []
     if isinstance(fields.response_format, JsonObjectFormat):
-        found.append(("response_format", partial(json_grammar, {"type": "object"})))
+        found.append(("response_format", partial(json_grammar, ANY_OBJECT)))
     elif isinstance(fields.response_format, JsonSchemaFormat):
         schema = fields.response_format.json_schema.schema_
         found.append(("response_format", partial(json_grammar, schema)))
@@ -60,12 +71,30 @@ def _forms(fields: SamplingBody) -> Forms:
     return found
 
 
+def _with_tools(fields: SamplingBody, tools: AskedTools, forms: Forms) -> Forms:
+    if tools.forced:
+        return [*forms, ("tool_choice", tools.grammar.calls_only)]
+    answer = _answer(fields.response_format)
+    if answer is not None and len(forms) == 1:
+        return [("response_format", partial(tools.grammar.object_or_calls, answer))]
+    if forms or (tools.held and not fields.ignore_eos):
+        return [*forms, ("tools", tools.grammar.text_or_calls)]
+    return forms
+
+
+def _answer(asked: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> dict[str, Any] | bool | None:
+    """The schema of an answer in JSON."""
+    if isinstance(asked, JsonSchemaFormat):
+        return asked.json_schema.schema_
+    return ANY_OBJECT if isinstance(asked, JsonObjectFormat) else None
+
+
 def _asked(of: StructuredOutputs) -> Forms:
     found: Forms = []
     if of.json_ is not None:
         found.append(("json", partial(_schema, of.json_)))
     if of.json_object:
-        found.append(("json_object", partial(json_grammar, {"type": "object"})))
+        found.append(("json_object", partial(json_grammar, ANY_OBJECT)))
     if of.regex is not None:
         found.append(("regex", partial(regex_grammar, of.regex)))
     if of.choice is not None:

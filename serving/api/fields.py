@@ -41,7 +41,6 @@ HINTS = frozenset(
         "prompt_cache_retention",
         "provider_specific_fields",
         "reasoning",
-        "reasoning_content",
         "reasoning_details",
         "reasoning_effort",
         "request_id",

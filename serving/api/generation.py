@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serving.api.body import ClientGoneError, read_body
-from serving.api.choice import Choice, ChoiceDelta
+from serving.api.choice import Choice, ChoiceDelta, choice_of
 from serving.api.explain import RequestNames
 from serving.api.failures import error_body
 from serving.api.fields import IgnoredFields
@@ -27,14 +27,14 @@ from serving.api.plan import RequestHead, ResponsePlan
 from serving.api.rate_limit import RateLimiter
 from serving.api.results import ResultWriter
 from serving.api.settings import ApiObserver, PlacementLog
-from serving.api.sse import SseWriter, error_frame
+from serving.api.sse import SseWriter, error_frame, sse_writer
 from serving.config import HttpConfig
 from serving.errors import DeadlineExceeded, InternalError, MillraceError
 from serving.messages import Delta, FinishReason, Generate
 from serving.text.tokenizer import Tokenizer
 
 LARGE_BODY = 8 * 1024  # bytes; a longer body is parsed and tokenized in a thread
-COMPILED = (b"_format", b"guided_", b"structured_outputs", b"\\u")  # may bring a grammar, however spelt
+COMPILED = (b"_format", b"guided_", b"structured_outputs", b'"tools', b"\\u")  # may bring a grammar
 PLACEMENT, DOWNGRADE, DEGRADED = "x-millrace-placement", "x-millrace-downgrade", "x-millrace-degraded"
 IGNORED = "x-millrace-ignored"
 _UNSHOWN = re.compile(r"[^A-Za-z0-9._:-]")  # in a header's words
@@ -105,7 +105,7 @@ class GenerationResponse(Response):
                 tell_ignored(plan.ignored, self._answer_headers, service.observer)
                 self._limit(lambda now: service.limits.spend(key, plan.most_tokens, now))
                 service.names.note(plan, self._head.ids, key)
-                choices = [Choice(plan, sequence, service.tokenizer) for sequence in plan.sequences]
+                choices = [choice_of(plan, sequence, service.tokenizer) for sequence in plan.sequences]
                 answer = self._stream if plan.stream else self._collect
                 with self._refund(plan, choices):
                     await until_hang_up(receive, answer(plan, choices, scope, receive, send))
@@ -160,7 +160,7 @@ class GenerationResponse(Response):
         self, plan: ResponsePlan, choices: Sequence[Choice], scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Events as tokens come. The status waits for the first token, so that a refusal still has one of its own."""
-        writer = SseWriter(plan, choices, self._service.tokenizer)
+        writer = sse_writer(plan, choices, self._service.tokenizer)
         stream = EventStream(send, writer, lambda: self._tell_placement(plan))
         try:
             async with until_deadline(plan.deadline, self._service.clock):

@@ -11,6 +11,8 @@ from typing import Literal
 
 from serving.api.fields import IgnoredFields
 from serving.messages import Request
+from serving.text.reasoning import ReasoningForm
+from serving.text.tools.forms import ToolForm
 
 Kind = Literal["chat", "completion"]
 
@@ -44,6 +46,25 @@ class ChoiceRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ToolPlan:
+    """How tool calls are read from an answer."""
+
+    form: ToolForm
+    names: frozenset[str]  # of the request's tools
+    many: bool  # more than one call
+    shown: frozenset[int]  # special tokens that are part of the form
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThinkingPlan:
+    """How thoughts are read from an answer."""
+
+    form: ReasoningForm
+    begun: bool  # by the prompt
+    special: Mapping[str, int]  # marks of the form that are special tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ResponsePlan:
     """One HTTP request."""
 
@@ -66,6 +87,19 @@ class ResponsePlan:
     shows_output: bool  # False: only the echoed prompt is wanted
     deadline: float | None = None  # seconds on the router's clock
     ignored: IgnoredFields = field(default_factory=IgnoredFields)
+    tools: ToolPlan | None = None  # None: there are no calls in the answer
+    thinking: ThinkingPlan | None = None  # None: there are no thoughts in it
+
+    @property
+    def parsed(self) -> bool:
+        """The answer is more than its text."""
+        return self.tools is not None or self.thinking is not None
+
+    @property
+    def shown_tokens(self) -> frozenset[int]:
+        """Special tokens that mean something to whoever parses the answer."""
+        tools = frozenset[int]() if self.tools is None else self.tools.shown
+        return tools if self.thinking is None else tools.union(self.thinking.special.values())
 
     @property
     def is_chat(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TypeVar
 
@@ -16,10 +16,12 @@ from serving.api.body import parse_body
 from serving.api.constraints import Constraints
 from serving.api.fields import IgnoredFields
 from serving.api.objectives import Promise, PromiseReader
-from serving.api.plan import ChoiceRequest, Kind, RequestHead, ResponsePlan
+from serving.api.plan import ChoiceRequest, Kind, RequestHead, ResponsePlan, ThinkingPlan
 from serving.api.prompts import Prompt, PromptReader, check_token_ids, context_exceeded
 from serving.api.schema import UNBOUNDED, ChatCompletionBody, CompletionBody, SamplingBody, StreamOptions
 from serving.api.settings import ServedModel
+from serving.api.thinking import ThinkingReader
+from serving.api.tools import AskedTools, ToolReader
 from serving.errors import InvalidRequest
 from serving.messages import Request, SamplingParams
 
@@ -43,6 +45,8 @@ class _Asked:
     logprobs: int | None
     ignored: IgnoredFields
     echo: bool = False
+    tools: AskedTools | None = None
+    thinking: ThinkingPlan | None = None
 
 
 class Preparer:
@@ -55,6 +59,8 @@ class Preparer:
         prompts: PromptReader,
         objectives: PromiseReader,
         constraints: Constraints,
+        tools: ToolReader,
+        thinking: ThinkingReader,
         strict_fields: bool = False,
     ) -> None:
         self._served = served
@@ -62,12 +68,20 @@ class Preparer:
         self._objectives = objectives
         self._constraints = constraints
         self._strict_fields = strict_fields
+        self._tools = tools
+        self._thinking = thinking
 
     def chat(self, body: bytes, head: RequestHead) -> ResponsePlan:
         """Raises `InvalidRequest` or `NotFound`, naming the field."""
         fields, ignored = parse_body(ChatCompletionBody, body, strict=self._strict_fields)
         model = self._prompts.model(fields.model)
-        prompt = self._prompts.of_messages(fields.messages, fields, add_special_tokens=fields.add_special_tokens)
+        tools = self._tools.of(fields)
+        prompt = self._prompts.of_messages(
+            fields.messages,
+            fields,
+            tools=(fields.tools or ()) if tools is not None else (),
+            add_special_tokens=fields.add_special_tokens,
+        )
         asked = _Asked(
             kind="chat",
             id=f"chatcmpl-{head.ids.unique}",
@@ -77,6 +91,8 @@ class Preparer:
             max_tokens=_chat_max_tokens(fields),
             logprobs=_chat_logprobs(fields),
             ignored=ignored,
+            tools=tools,
+            thinking=self._thinking.of(prompt.text or ""),
         )
         return self._plan(fields, model, asked)
 
@@ -128,21 +144,28 @@ class Preparer:
             shows_output=asked.max_tokens != 0,
             deadline=asked.promise.deadline,
             ignored=asked.ignored,
+            tools=None if asked.tools is None else asked.tools.plan,
+            thinking=asked.thinking,
         )
 
     def _sequences(self, fields: SamplingBody, asked: _Asked) -> Iterator[ChoiceRequest]:
         """The choices in order: all of the first prompt, then all of the second."""
         n = fields.n or 1
-        grammar = self._constraints.of(fields)
+        sampling = self._sampling(fields, asked)  # once: it may have as much in it as the body
         for position, prompt in enumerate(asked.prompts):
             room = self._room(prompt, asked)
+            if fields.min_tokens > max(room, 1):
+                raise InvalidRequest(
+                    f"min_tokens = {fields.min_tokens} is more than the {max(room, 1)} output tokens allowed",
+                    param="min_tokens",
+                )
             text = self._prompts.text_of(prompt, fields.skip_special_tokens) if asked.echo else None
             for number in range(n):
                 index = position * n + number
                 request = Request(
                     request_id=asked.id if n * len(asked.prompts) == 1 else f"{asked.id}-{index}",
                     prompt=prompt.tokens,
-                    sampling=self._sampling(fields, max(room, 1), number, asked.logprobs, grammar),
+                    sampling=replace(sampling, max_tokens=max(room, 1), seed=_seed(fields.seed, number)),
                     slo=asked.promise.slo,
                     tenant=fields.cache_salt or "",
                     deadline=asked.promise.deadline,
@@ -169,20 +192,13 @@ class Preparer:
             raise context_exceeded(count, max_tokens, context, "max_tokens")
         return max_tokens
 
-    def _sampling(
-        self, fields: SamplingBody, max_tokens: int, number: int, logprobs: int | None, grammar: str
-    ) -> SamplingParams:
-        if fields.min_tokens > max_tokens:
-            raise InvalidRequest(
-                f"min_tokens = {fields.min_tokens} is more than the {max_tokens} output tokens allowed",
-                param="min_tokens",
-            )
+    def _sampling(self, fields: SamplingBody, asked: _Asked) -> SamplingParams:
+        """What all choices have in common."""
         check_token_ids(fields.stop_token_ids or [], "stop_token_ids", self._served.vocab_size)
         defaults = self._served.defaults
         top_k = _given(fields.top_k, defaults.top_k)
         return SamplingParams(
-            max_tokens=max_tokens,
-            seed=secrets.randbits(64) if fields.seed is None else choice_seed(fields.seed, number),
+            max_tokens=0,
             temperature=_given(fields.temperature, defaults.temperature),
             top_p=_given(fields.top_p, defaults.top_p),
             top_k=min(max(top_k, 0), self._served.vocab_size),  # larger ones have no room on the wire
@@ -194,8 +210,8 @@ class Preparer:
             min_tokens=fields.min_tokens,
             stop_token_ids=tuple(dict.fromkeys(fields.stop_token_ids or ())),
             ignore_eos=fields.ignore_eos,
-            logprobs=logprobs,
-            grammar=grammar,
+            logprobs=asked.logprobs,
+            grammar=self._constraints.of(fields, asked.tools, asked.thinking),
         )
 
     def _logit_bias(self, biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
@@ -245,6 +261,10 @@ def _repetition_penalty(fields: SamplingBody) -> float | None:
 
 def _given(value: T | None, default: T) -> T:
     return default if value is None else value
+
+
+def _seed(seed: int | None, number: int) -> int:
+    return secrets.randbits(64) if seed is None else choice_seed(seed, number)
 
 
 def choice_seed(seed: int, number: int) -> int:

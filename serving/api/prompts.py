@@ -5,15 +5,21 @@ Knows the tokenizer and the chat template, not how a prompt will be sampled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from serving.api.schema import ChatOptions, Message
+import orjson
+
+from serving.api.conversation import Message, Tool, ToolCall
+from serving.api.schema import ChatOptions
 from serving.api.settings import ServedModel
+from serving.api.tools import template_tools, tools_refused
 from serving.errors import ContextLengthExceeded, InvalidRequest, NotFound
 from serving.text.chat import RESERVED, ChatTemplate
 from serving.text.tokenizer import Tokenizer
+from serving.text.tools.prompting import ToolPrompt, tool_prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,11 +32,12 @@ class Prompt:
 class PromptReader:
     """Raises `InvalidRequest` that names the field, down to the item of a list."""
 
-    def __init__(self, *, tokenizer: Tokenizer, served: ServedModel) -> None:
+    def __init__(self, *, tokenizer: Tokenizer, served: ServedModel, tool_call_parser: str = "auto") -> None:
         self._tokenizer = tokenizer
         self._served = served
         source = tokenizer.chat_template
         self._template = None if source is None else ChatTemplate(source, tokenizer.special_tokens)
+        self.tool_prompt: ToolPrompt = tool_prompt(tool_call_parser, self._template, source or "")
 
     def model(self, name: str | None) -> str:
         """The name the model goes by in the answer. Raises NotFound for any but a served one."""
@@ -41,8 +48,14 @@ class PromptReader:
         return name
 
     def of_messages(
-        self, messages: Sequence[Message], options: ChatOptions, *, add_special_tokens: bool = False
+        self,
+        messages: Sequence[Message],
+        options: ChatOptions,
+        *,
+        tools: Sequence[Tool] = (),
+        add_special_tokens: bool = False,
     ) -> Prompt:
+        """`tools` are those that the prompt shows."""
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions", param="messages", code="no_chat_template"
@@ -54,8 +67,14 @@ class PromptReader:
             raise InvalidRequest(
                 "continue_final_message needs add_generation_prompt: false", param="continue_final_message"
             )
+        if tools and self.tool_prompt.form is None:
+            raise tools_refused()
+        shown, given = [_template_message(message) for message in messages], None
+        if tools or any(message.tool_calls or message.role == "tool" for message in messages):
+            shown, given = self.tool_prompt.shown(shown, template_tools(tools))
         text = self._template.render(
-            [_template_message(message) for message in messages],
+            shown,
+            tools=given,
             add_generation_prompt=options.add_generation_prompt,
             continue_final_message=options.continue_final_message,
             variables=variables,
@@ -133,10 +152,28 @@ def _all_of(kind: type[Any], items: list[Any], name: str) -> list[Any]:
     return items
 
 
-def _template_message(message: Message) -> dict[str, Any]:
-    """As templates know it: content is one text, and `developer` is the newer word for `system`."""
-    content = message.content
+def _template_message(message: Message) -> Mapping[str, Any]:
+    """As templates know it: content is one text, arguments are objects, and `developer` is the newer `system`."""
+    content = message.content or ""
     if not isinstance(content, str):
         content = "\n".join(part.text for part in content)
     shown = {"role": "system" if message.role == "developer" else message.role, "content": content}
-    return shown if message.name is None else {**shown, "name": message.name}
+    if message.name is not None:
+        shown["name"] = message.name
+    if message.tool_call_id is not None:
+        shown["tool_call_id"] = message.tool_call_id
+    if message.reasoning_content is not None:
+        shown["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        return {**shown, "tool_calls": [_template_call(call) for call in message.tool_calls]}
+    return shown
+
+
+def _template_call(call: ToolCall) -> dict[str, Any]:
+    """What is no object is a model's mistake, and shown as the text that it is."""
+    arguments = call.function.arguments or {}
+    if isinstance(arguments, str):
+        with suppress(orjson.JSONDecodeError):
+            parsed = orjson.loads(arguments)
+            arguments = parsed if isinstance(parsed, dict) else arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

@@ -7,10 +7,11 @@ from typing import Any
 
 import orjson
 
-from serving.api.choice import Choice, ChoiceDelta
+from serving.api.choice import Choice, ChoiceDelta, ParsedDelta
 from serving.api.logprobs import chat_logprobs, completion_logprobs
 from serving.api.plan import ResponsePlan
 from serving.api.sse import head_of, usage_of
+from serving.api.tools import call_id
 from serving.text.tokenizer import Tokenizer
 
 
@@ -40,16 +41,18 @@ class ResultWriter:
 
     def _shown(self, choice: Choice, outputs: list[ChoiceDelta]) -> dict[str, Any]:
         plan, text = self._plan, "".join(output.text for output in outputs)
-        message = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if plan.parsed:
+            message |= self._parsed(choice, text, [output for output in outputs if isinstance(output, ParsedDelta)])
         logprobs = None
         if plan.logprobs is not None:
             render = chat_logprobs if plan.is_chat else completion_logprobs
             logprobs = render([entry for output in outputs for entry in output.entries], self._tokenizer)
         shown: dict[str, Any] = {
             "index": choice.index,
-            **(message if plan.is_chat else {"text": text}),
+            **({"message": message} if plan.is_chat else {"text": text}),
             "logprobs": logprobs,
-            "finish_reason": choice.finish,
+            "finish_reason": outputs[-1].ending,
             "stop_reason": outputs[-1].stop_reason,
         }
         if plan.return_token_ids:
@@ -57,3 +60,29 @@ class ResultWriter:
             if not plan.is_chat:
                 shown["prompt_token_ids"] = choice.request.prompt
         return shown
+
+    def _parsed(self, choice: Choice, text: str, outputs: list[ParsedDelta]) -> dict[str, Any]:
+        """Thoughts and calls; beside them content may be null."""
+        parts: dict[str, Any] = {}
+        if thoughts := "".join(output.thoughts for output in outputs):
+            parts["reasoning_content"] = thoughts
+        if calls := self._calls(choice, outputs):
+            parts["tool_calls"] = calls
+        return {"content": text or None, **parts} if parts else {}
+
+    def _calls(self, choice: Choice, outputs: list[ParsedDelta]) -> list[dict[str, Any]]:
+        names: list[str] = []
+        arguments: list[list[str]] = []
+        for delta in (call for output in outputs for call in output.calls):
+            if delta.name is not None:
+                names.append(delta.name)
+                arguments.append([])
+            arguments[delta.index].append(delta.arguments)
+        return [
+            {
+                "id": call_id(self._plan.id, choice.index, index),
+                "type": "function",
+                "function": {"name": name, "arguments": "".join(arguments[index])},
+            }
+            for index, name in enumerate(names)
+        ]

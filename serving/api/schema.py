@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
+from serving.api.conversation import Message, ToolChoice, Tools
 from serving.api.strict import Contract, Items, Strict
 
 MAX_STOP_STRINGS = 32
@@ -147,28 +148,13 @@ class SamplingBody(Strict):
     user: str | None = Field(default=None, description="The request's session where nothing else names one")
 
 
-class TextPart(Strict):
-    type: Literal["text"]
-    text: str
-
-
-class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Items[TextPart]
-    name: str | None = Field(default=None, description="Handed to the chat template")
-    # An assistant's message sent back as it was received has these, and null says nothing.
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: None = None
-
-
 class ChatOptions(Strict):
     """How messages become a prompt."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables for the chat template")
+    tools: Tools = Field(default=None, description="What the model may call")
 
 
 class ChatCompletionBody(SamplingBody, ChatOptions):
@@ -178,6 +164,8 @@ class ChatCompletionBody(SamplingBody, ChatOptions):
     add_special_tokens: bool = Field(default=False, description="Add BOS although the template has written it")
     max_tokens: OutputLength = Field(default=None, description="Output tokens at most, -1 for no bound; the older name")
     max_completion_tokens: OutputLength = Field(default=None, description="Output tokens at most, -1 for no bound")
+    tool_choice: ToolChoice = Field(default=None, description="auto when not given")
+    parallel_tool_calls: bool | None = Field(default=None, description="False: one call at most")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
 

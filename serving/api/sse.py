@@ -11,10 +11,12 @@ from typing import Any
 
 import orjson
 
-from serving.api.choice import Choice, ChoiceDelta
+from serving.api.choice import Choice, ChoiceDelta, ParsedDelta
 from serving.api.logprobs import chat_logprobs, completion_logprobs
 from serving.api.plan import ResponsePlan
+from serving.api.tools import call_id
 from serving.text.tokenizer import Tokenizer
+from serving.text.tools.events import CallDelta
 
 DONE = b"data: [DONE]\n\n"
 
@@ -72,10 +74,10 @@ class SseWriter:
             return announcement + (body + self._usage_so_far() if self._plan.continuous_usage else body)
         return announcement + self._full(choice, output)
 
-    def _announce(self, index: int) -> bytes:
+    def _announce(self, index: int, content: bytes = b'""') -> bytes:
         """A chat choice begins with a chunk that says whose turn it is."""
         self._announced[index] = True
-        role = self._open + b'{"index":%d,"delta":{"role":"assistant","content":""}' % index
+        role = self._open + b'{"index":%d,"delta":{"role":"assistant","content":%s}' % (index, content)
         ids = b""
         if self._plan.return_token_ids:
             ids = b',"prompt_token_ids":' + orjson.dumps(self._choices[index].request.prompt)
@@ -84,16 +86,12 @@ class SseWriter:
 
     def _full(self, choice: Choice, output: ChoiceDelta) -> bytes:
         """A chunk with more than text."""
+        return self._before[choice.index] + orjson.dumps(output.text) + self._after + self._rest(output)
+
+    def _rest(self, output: ChoiceDelta) -> bytes:
+        """What follows the delta in a chunk."""
         rendered = self._render_logprobs(output.entries, self._tokenizer) if output.entries else None
-        parts = [
-            self._before[choice.index],
-            orjson.dumps(output.text),
-            self._after,
-            b',"logprobs":',
-            orjson.dumps(rendered),
-            b',"finish_reason":',
-            orjson.dumps(output.finish),
-        ]
+        parts = [b',"logprobs":', orjson.dumps(rendered), b',"finish_reason":', orjson.dumps(output.ending)]
         if output.finish is not None:
             parts += [b',"stop_reason":', orjson.dumps(output.stop_reason)]
         if self._plan.return_token_ids:
@@ -107,6 +105,44 @@ class SseWriter:
     def end(self) -> bytes:
         """What follows the last choice's end: the usage when asked for, and the mark of a complete stream."""
         return self._open + b"]" + self._usage_so_far() + DONE if self._plan.include_usage else DONE
+
+
+class ParsedSseWriter(SseWriter):
+    """The same for a chat whose answers are parsed: each chunk has thoughts, or content, or one call's part."""
+
+    def frames(self, choice: Choice, output: ChoiceDelta) -> bytes:
+        """The events for one output; empty when it has nothing to show yet."""
+        assert isinstance(output, ParsedDelta), "choices of such a plan are parsed"
+        if not output.calls and not output.thoughts and output.finish is None and self._announced[choice.index]:
+            return super().frames(choice, output)
+        ends = output.finish is not None or bool(output.entries) or self._plan.return_token_ids
+        deltas: list[dict[str, Any]] = [{"reasoning_content": output.thoughts}] if output.thoughts else []
+        deltas += [{"content": output.text}] if output.text else []
+        deltas += [{"tool_calls": [self._call(choice, call)]} for call in output.calls if not call.ended]
+        if not deltas and not ends:
+            return b""
+        frames = []
+        if not self._announced[choice.index]:
+            frames.append(self._announce(choice.index, b"null" if deltas and not output.text else b'""'))
+        opening = self._open + b'{"index":%d,"delta":' % choice.index
+        close = self._usage_so_far() if self._plan.continuous_usage else self._close
+        after = b',"logprobs":null,"finish_reason":null}]' + close
+        frames += [opening + orjson.dumps(delta) + after for delta in deltas]
+        if ends:
+            frames.append(opening + b"{}" + self._rest(output))
+        return b"".join(frames)
+
+    def _call(self, choice: Choice, call: CallDelta) -> dict[str, Any]:
+        if call.name is None:
+            return {"index": call.index, "function": {"arguments": call.arguments}}
+        name = {"name": call.name, "arguments": call.arguments}
+        shown = call_id(self._plan.id, choice.index, call.index)
+        return {"index": call.index, "id": shown, "type": "function", "function": name}
+
+
+def sse_writer(plan: ResponsePlan, choices: Sequence[Choice], tokenizer: Tokenizer) -> SseWriter:
+    """The writer for a plan."""
+    return (ParsedSseWriter if plan.parsed else SseWriter)(plan, choices, tokenizer)
 
 
 def error_frame(body: bytes) -> bytes:

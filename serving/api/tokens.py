@@ -51,7 +51,10 @@ class TokenEndpoints:
             raise InvalidRequest("give either prompt or messages", param="prompt")
         if fields.messages is not None:
             tokens = self._prompts.of_messages(
-                fields.messages, fields, add_special_tokens=bool(fields.add_special_tokens)
+                fields.messages,
+                fields,
+                tools=fields.tools or (),
+                add_special_tokens=bool(fields.add_special_tokens),
             ).tokens
         else:
             adds = fields.add_special_tokens is not False

@@ -21,12 +21,13 @@ MAX_MULTIPLE_OF = 50_000  # of all `multipleOf` of a schema together, each witho
 # Between the parts of a JSON text, as printers write it: a space, or a line break and the next line's indentation.
 # The library's own has no end: models that repeat themselves would never come back.
 WHITESPACE = r"(?: | ?\r?\n[ \t]{0,32})"
+ANY_OBJECT = {"type": "object"}
 
 
 def json_grammar(schema: Any) -> str:
     """JSON that a schema accepts. Raises GrammarError."""
     text = _text({} if schema is True else schema)
-    _check_cost(schema)
+    check_cost(schema)
     try:
         return _bounded(LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE}))
     except ValueError as error:
@@ -42,7 +43,7 @@ def choice_grammar(choices: Sequence[str]) -> str:
     """One of these texts. Raises GrammarError."""
     if not choices or len(choices) > MAX_CHOICES:
         raise GrammarError(f"between 1 and {MAX_CHOICES} choices can be given")
-    words = " | ".join(_quoted(choice) for choice in choices)
+    words = " | ".join(quoted(choice) for choice in choices)
     return _bounded(LLMatcher.grammar_from_lark(f"start: {words}"))
 
 
@@ -56,7 +57,27 @@ def written_grammar(grammar: str) -> str:
         raise GrammarError(f"the GBNF cannot be read: {error}") from error
 
 
-def _check_cost(schema: Any) -> None:
+def lark_grammar(rules: Sequence[str]) -> str:
+    """Rules in Lark's form as one grammar. Raises GrammarError."""
+    return _bounded(LLMatcher.grammar_from_lark(_bounded("\n".join(rules))))
+
+
+def json_part(schema: Any) -> str:
+    """JSON that a schema accepts, as a part of a rule in Lark's form. Raises GrammarError."""
+    given = {} if schema is True else {"not": {}} if schema is False else schema
+    check_cost(given)
+    if not isinstance(given, dict):
+        raise GrammarError("a schema is an object")
+    return "%json " + _text({**given, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+
+
+def quoted(choice: str) -> str:
+    """A string as Lark reads it: JSON's escapes, and no others."""
+    return _text(choice)
+
+
+def check_cost(schema: Any) -> None:
+    """Raises GrammarError for a schema, or a list of those that become one grammar, that takes long to compile."""
     multiples, patterns, rest = 0, 0, [schema]
     while rest:
         one = rest.pop()
@@ -78,11 +99,6 @@ def _check_cost(schema: Any) -> None:
         raise GrammarError(f"pattern: together at most {MAX_WRITTEN} characters")
     if multiples > MAX_MULTIPLE_OF:
         raise GrammarError(f"multipleOf: together at most {MAX_MULTIPLE_OF}, counted without decimal points")
-
-
-def _quoted(choice: str) -> str:
-    """A string as Lark reads it: JSON's escapes, and no others."""
-    return _text(choice)
 
 
 def _text(value: Any) -> str:

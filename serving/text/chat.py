@@ -96,8 +96,9 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt for `messages`, each with at least "role" and "content" (a string).
+        """The prompt for `messages`, each with at least "role" and "content" (a string), and `tools` as OpenAI's.
 
         `continue_final_message` ends the prompt right after the last message's content, so that the model goes on
         with it. Raises `InvalidRequest` naming `messages` when the template rejects them.
@@ -112,7 +113,7 @@ class ChatTemplate:
                     **(variables or {}),
                     "messages": conversation,
                     "add_generation_prompt": add_generation_prompt,
-                    "tools": None,
+                    "tools": None if tools is None else [dict(tool) for tool in tools],
                     "documents": None,
                 }
             )

@@ -23,10 +23,22 @@ class Detokenizer:
 
     __slots__ = ("_bytes_of", "_pending", "_skip", "_strip")
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, continues: bool = True) -> None:
-        """`continues` says that other tokens come before these, as a prompt does before output."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        continues: bool = True,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        """`continues` says that other tokens come before these, as a prompt does before output.
+
+        `shown` are special tokens that are not skipped.
+        """
         self._bytes_of = tokenizer.bytes_of
         self._skip = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        if shown:
+            self._skip = self._skip - shown
         self._pending = b""  # the start of a character, at most 3 bytes
         self._strip = 0 if continues else tokenizer.bytes_of.leading_spaces
 

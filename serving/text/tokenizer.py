@@ -57,6 +57,11 @@ class Tokenizer:
         text = b"".join([bytes_of[token] for token in ids if token not in skip]).decode("utf-8", errors="replace")
         return text if continues else strip_leading(text, bytes_of.leading_spaces)
 
+    def special_marks(self, marks: Iterable[str]) -> dict[str, int]:
+        """Those of the marks that are one special token each, and that token."""
+        spelled = {mark: self.encode(mark, add_special_tokens=False) for mark in marks}
+        return {mark: ids[0] for mark, ids in spelled.items() if len(ids) == 1 and ids[0] in self.special_ids}
+
     def token_text(self, token_id: int) -> str:
         """How one token reads alone, in a continued text; U+FFFD stands for bytes that are no whole character."""
         return self.bytes_of[token_id].decode("utf-8", errors="replace")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +48,20 @@ def test_chat_streamed_is_the_chat(client: OpenAI) -> None:
     assert parts[-1].usage.completion_tokens == whole.usage.completion_tokens == 30
     assert parts[-1].usage.prompt_tokens == whole.usage.prompt_tokens
     assert [part.choices[0].finish_reason for part in parts if part.choices][-1] == "length"
+
+
+def test_a_call_that_is_required_is_one_whatever_the_model_says(client: OpenAI) -> None:
+    parameters = {"properties": {"city": {"enum": ["Ulm", "Bonn"]}}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "rain", "parameters": parameters}}
+    asked = {"model": "tiny", "messages": ask("Rain?"), "tools": [tool], "tool_choice": "required", "seed": 5}
+    whole = client.chat.completions.create(**asked, parallel_tool_calls=False)  # type: ignore[call-overload]
+    parts = list(client.chat.completions.create(**asked, parallel_tool_calls=False, stream=True))  # type: ignore[call-overload]
+    (call,) = whole.choices[0].message.tool_calls
+    deltas = [delta for part in parts for delta in part.choices[0].delta.tool_calls or ()]
+    assert call.function.name == deltas[0].function.name == "rain"
+    assert json.loads(call.function.arguments)["city"] in ("Ulm", "Bonn")
+    assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
+    assert whole.choices[0].finish_reason == parts[-1].choices[0].finish_reason == "tool_calls"
 
 
 def test_logprobs_rank_the_greedy_choice_first(client: OpenAI) -> None:

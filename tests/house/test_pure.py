@@ -75,6 +75,8 @@ PURE = (
     "serving/api/rate_limit.py",
     "serving/api/sse.py",
     "serving/text/detokenizer.py",
+    "serving/text/reasoning.py",
+    "serving/text/tools/*.py",
     "serving/timeline.py",
     "bench/contenders.py",
     "bench/mixture.py",

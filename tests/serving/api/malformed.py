@@ -111,8 +111,7 @@ def _fields(model: str, max_model_len: int, vocab_size: int, body_limit: int) ->
     yield chat("a keyword that cannot be kept", "response_format", response_format=unkept)
     yield chat("two forms", "guided_regex", guided_json={}, guided_regex="a")
     yield chat("a form without an end", "ignore_eos", guided_json={}, ignore_eos=True)
-    yield chat("tools", "tools", tools=[{"type": "function", "function": {"name": "f"}}])
-    yield chat("tool_choice", "tool_choice", tool_choice="auto")
+    yield from _tools(good)
     yield chat("functions", "functions", functions=[{"name": "f"}])
     yield chat("function_call", "function_call", function_call="auto")
     yield chat("modalities", "modalities", modalities=["text", "audio"])
@@ -160,6 +159,36 @@ def _fields(model: str, max_model_len: int, vocab_size: int, body_limit: int) ->
     yield completion("completions: top_logprobs", "top_logprobs", top_logprobs=3)
 
 
+def _tools(good: dict[str, Any]) -> Iterator[Case]:
+    def chat(name: str, param: str, tools: Any, **changed: Any) -> Case:
+        return Case(name=f"tools: {name}", status=400, param=param, json={**good, "tools": tools, **changed})
+
+    def tool(name: Any = "f", **changed: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, **changed}}
+
+    def named(name: str) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name}}
+
+    nested: dict[str, Any] = {}
+    for _ in range(300):
+        nested = {"items": nested}
+    yield chat("an object", "tools", {})
+    yield chat("of another kind", "tools[0].type", [{"type": "web_search"}])
+    yield chat("without a function", "tools[1].function", [tool(), {"type": "function"}])
+    yield chat("without a name", "tools[0].function.name", [{"type": "function", "function": {}}])
+    yield chat("a name of two words", "tools[0].function.name", [tool("two words")])
+    yield chat("a long name", "tools[0].function.name", [tool("f" * 65)])
+    yield chat("two of one name", "tools[1].function.name", [tool(), tool()])
+    yield chat("parameters as text", "tools[0].function.parameters", [tool(parameters="{}")])
+    yield chat("nested deep", "tools[0].function.parameters", [tool(parameters=nested)])
+    yield chat("too many", "tools", [tool(f"f{i}") for i in range(129)])
+    yield chat("too large", "tools", [tool(f"f{i}", description="x" * 100_000) for i in range(3)])
+    yield chat("choice of no kind", "tool_choice", [tool()], tool_choice="maybe")
+    yield chat("choice of another tool", "tool_choice.function.name", [tool()], tool_choice=named("g"))
+    yield chat("choice without tools", "tool_choice", [], tool_choice="required")
+    yield chat("named without tools", "tool_choice", None, tool_choice=named("f"))
+
+
 def _messages(model: str, max_model_len: int, vocab_size: int, body_limit: int) -> Iterator[Case]:
     def case(name: str, param: str, messages: Any) -> Case:
         return Case(name=name, status=400, param=param, json={"model": model, "messages": messages})
@@ -170,7 +199,13 @@ def _messages(model: str, max_model_len: int, vocab_size: int, body_limit: int) 
     yield case("message is text", "messages[0]", ["hi"])
     yield case("role missing", "messages[0].role", [{"content": "hi"}])
     yield case("role unknown", "messages[1].role", [{"role": "user", "content": "a"}, {"role": "king", "content": "b"}])
-    yield case("role tool", "messages[0].role", [{"role": "tool", "content": "a"}])
+    yield case("a result without its call", "messages[0].tool_call_id", [{"role": "tool", "content": "a"}])
+    yield case(
+        "a call's id where none belongs",
+        "messages[0].tool_call_id",
+        [{"role": "user", "content": "", "tool_call_id": "1"}],
+    )
+    yield case("a result without content", "messages[0].content", [{"role": "tool", "tool_call_id": "1"}])
     yield case("content missing", "messages[0].content", [{"role": "user"}])
     yield case("content null", "messages[0].content", [{"role": "user", "content": None}])
     yield case("content is a number", "messages[0].content", [{"role": "user", "content": 3}])
@@ -180,10 +215,21 @@ def _messages(model: str, max_model_len: int, vocab_size: int, body_limit: int) 
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}],
     )
     yield case("part without text", "messages[0].content[0].text", [{"role": "user", "content": [{"type": "text"}]}])
-    yield case(
-        "tool_calls", "messages[0].tool_calls", [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]
-    )
     yield case("images", "messages[0].images", [{"role": "user", "content": "x", "images": ["aGk="]}])
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for name, param, role, calls in (
+        ("a call of nothing", "messages[0].tool_calls[0].function", "assistant", [{"id": "1", "type": "function"}]),
+        (
+            "a call of a number",
+            "messages[0].tool_calls[0].function.name",
+            "assistant",
+            [{**call, "function": {"name": 1, "arguments": ""}}],
+        ),
+        ("a call of no kind", "messages[0].tool_calls[0].type", "assistant", [{**call, "type": "custom"}]),
+        ("a user's call", "messages[0].tool_calls", "user", [call]),
+        ("too many calls", "messages[0].tool_calls", "assistant", [call] * 200),
+    ):
+        yield case(name, param, [{"role": role, "content": "x", "tool_calls": calls}])
 
 
 def _prompts(model: str, max_model_len: int, vocab_size: int, body_limit: int) -> Iterator[Case]:

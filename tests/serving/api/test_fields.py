@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from serving.api.body import parse_body
+from serving.api.conversation import Message
 from serving.api.fields import CONTRACTS, HINTS, MOST_NAMED, OTHER, sort_fields
 from serving.api.schema import ChatCompletionBody, CompletionBody, DetokenizeBody, TokenizeBody
 from serving.api.settings import SamplingDefaults, ServedModel
@@ -46,7 +47,8 @@ json_values = st.recursive(
     lambda inside: st.lists(inside, max_size=3) | st.dictionaries(st.text(max_size=8), inside, max_size=3),
     max_leaves=8,
 )
-known = frozenset(CONTRACTS).union(*(kind.model_fields for kind in KINDS), {"audio", "images", "type", "text"})
+inside = set(Message.model_fields) | {"audio", "images", "type", "text"}
+known = frozenset(CONTRACTS).union(*(kind.model_fields for kind in KINDS), inside)
 unknown_fields = st.dictionaries(
     st.text(max_size=80).filter(lambda name: name not in known) | st.sampled_from(sorted(HINTS)),
     json_values,

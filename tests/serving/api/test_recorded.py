@@ -27,6 +27,7 @@ CLIENTS = (
     "continue",
     "kimi_code",
     "lm_eval",
+    "with_tools",
 )
 BODIES = [(client, sent) for client in CLIENTS for sent in json.loads((FOLDER / f"{client}.json").read_text())]
 SERVED = ServedModel(names=(MODEL,), max_model_len=65_536, vocab_size=VOCAB_SIZE, created=1_700_000_000)
