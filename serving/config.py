@@ -143,6 +143,24 @@ class HttpConfig:
     send_timeout: float = option(
         60.0, "seconds a client may take nothing of an answer until it counts as having hung up", least=0.01
     )
+    max_connections: int = option(
+        4096,
+        "connections at most, fewer where the system allows fewer open files; one more takes the place of the one that"
+        " has been idle for longest, or gets a 503",
+        least=1,
+    )
+    max_connections_per_address: int = option(
+        1024,
+        "of those, connections of one address (IPv6: of one /64); more get a 429 unless one of them is idle; behind a"
+        " proxy all come from its address; 0: any number",
+        least=0,
+    )
+    header_timeout: float = option(
+        10.0, "seconds for a request's headers, also for a new connection to begin with them", least=0.01
+    )
+    max_header_size: int = option(32 << 10, "bytes of a request's line and headers at most", least=1024)
+    max_header_count: int = option(100, "headers of a request at most", least=1)
+    keep_alive_timeout: float = option(30.0, "seconds a connection is kept for its next request", least=0.01)
     log_level: str = option("info", "how much to log", choices=("debug", "info", "warning", "error"))
 
 
