@@ -26,6 +26,7 @@ class ConnectionEnd(StrEnum):
     HEADER_SIZE = "header_size"
     HEADER_COUNT = "header_count"
     PIPELINED = "pipelined"  # too many requests sent ahead
+    BODY_PIECES = "body_pieces"  # a body in very many very small pieces
     MALFORMED = "malformed"  # not HTTP
     KEEP_ALIVE = "keep_alive"  # no further request came
     BODY_UNREAD = "body_unread"  # answered while the body was still being sent

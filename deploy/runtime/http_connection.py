@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 SLICE_BYTES = 16 << 10  # parsed between two looks at how long the headers have become
 MOST_AHEAD = 8  # requests that wait on a connection for the one before them
 MOST_BYTES_AHEAD = 256 << 10  # of their bodies
+# Each piece of a body is a call for us, however small it is: bodies of more pieces than that have larger ones.
+MANY_PIECES = 1024
+LEAST_PIECE_BYTES = 32
 LINGER_S = 2.0  # for which a client is listened to whose last answer has been sent
 LINGER_BYTES = 32 << 20
 _FRAMING = (b"content-length", b"transfer-encoding")
@@ -52,6 +55,8 @@ class HttpConnection(HttpToolsProtocol):
         self._in_head = False
         self._head_bytes = 0  # of the headers of the request that arrives, as far as the parser has told them
         self._head_count = 0
+        self._body_bytes = 0
+        self._body_pieces = 0
         self._untold = 0  # bytes the parser has taken since it last told of anything
         self._framing = b""  # headers that announce the body of a request which offers another protocol
         self._silent = False  # the parser is being told of that body
@@ -101,7 +106,7 @@ class HttpConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.table.leave(self)
         self._stop_timer()
-        self.watch.stop()
+        self.watch.end()
         self.pipeline.clear()
         self._end_running()
         super().connection_lost(exc)
@@ -142,6 +147,7 @@ class HttpConnection(HttpToolsProtocol):
             return
         self._in_head = True
         self._head_bytes = self._head_count = self._untold = 0
+        self._body_bytes = self._body_pieces = 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -182,6 +188,10 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._untold = 0
+        self._body_bytes += len(body)
+        self._body_pieces += 1
+        if self._body_pieces > max(MANY_PIECES, self._body_bytes // LEAST_PIECE_BYTES):
+            raise _RefusedError(ConnectionEnd.BODY_PIECES)
         super().on_body(body)
         if self.pipeline:
             if sum(len(cycle.body) for cycle, _ in self.pipeline) > MOST_BYTES_AHEAD:

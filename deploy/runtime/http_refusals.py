@@ -47,6 +47,9 @@ _REFUSALS = {
     ConnectionEnd.PIPELINED: Refusal(
         HTTPStatus.TOO_MANY_REQUESTS, "overloaded_error", "too much was sent ahead of the answers on this connection"
     ),
+    ConnectionEnd.BODY_PIECES: Refusal(
+        HTTPStatus.BAD_REQUEST, "invalid_request_error", "the body comes in too many small pieces"
+    ),
     ConnectionEnd.MALFORMED: Refusal(
         HTTPStatus.BAD_REQUEST, "invalid_request_error", "this is not a valid HTTP/1.1 request"
     ),

@@ -38,6 +38,11 @@ class SendWatch:
             self._look.cancel()
             self._look = None
 
+    def end(self) -> None:
+        """The connection is gone. Nothing refers to it from here any more, so that it is freed at once."""
+        self.stop()
+        self._give_up = _nothing
+
     def check(self) -> None:
         """Had the client taken anything, less would be left."""
         if self.untaken() < self._left:
@@ -53,3 +58,7 @@ class SendWatch:
         except OSError:  # a system that does not tell: then the client has to take more to be seen to take anything
             queued = 0
         return int(self._transport.get_write_buffer_size()) + int(queued)
+
+
+def _nothing() -> None:
+    """Of a connection that is gone there is nothing to give up."""

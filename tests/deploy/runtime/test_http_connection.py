@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 from deploy.runtime.connection_table import ConnectionEnd
-from deploy.runtime.http_connection import MOST_AHEAD, MOST_BYTES_AHEAD
+from deploy.runtime.http_connection import MANY_PIECES, MOST_AHEAD, MOST_BYTES_AHEAD
 from deploy.runtime.http_server import HttpServer, bind
 from serving.config import HttpConfig
 from serving.messages import FinishReason
@@ -162,6 +164,20 @@ async def test_what_is_no_body_is_bounded_within_one(tokenizer: Tokenizer, tail:
         await client.send(CHUNKED, *tail)
         assert (await client.answer())[0] == 431
         assert made.script.started == []
+
+
+async def test_a_body_in_small_pieces_is_refused_before_it_costs_much(tokenizer: Tokenizer) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: door\r\ntransfer-encoding: chunked\r\n\r\n"
+    async with door(tokenizer) as made:
+        made.go.set()
+        small, fair = await made.client(), await made.client()
+        await small.send(head + b"1\r\nx\r\n" * (MANY_PIECES + 1))
+        assert (await small.answer())[0] == 400
+        text = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 1}).encode().ljust(2 * MANY_PIECES * 64)
+        pieces = [b"40\r\n" + text[at : at + 64] + b"\r\n" for at in range(0, len(text), 64)]
+        await fair.send(head + b"".join(pieces) + b"0\r\n\r\n")
+        assert (await fair.answer())[0] == 200
+        assert made.ends() == {"body_pieces": 1}
 
 
 async def test_trailers_are_no_headers(tokenizer: Tokenizer) -> None:
@@ -415,6 +431,22 @@ async def test_a_client_that_takes_nothing_does_not_hold_a_connection_that_close
         await client.send(b"GET /openapi.json HTTP/1.1\r\nhost: door\r\n\r\n")
         await made.until(lambda: not made.server.table)
         assert sum(made.server.table.ended[end] for end in (ConnectionEnd.SEND_TIMEOUT, ConnectionEnd.KEEP_ALIVE)) > 0
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD, GET, b"nonsense\r\n\r\n", GET * 3 + HEAD], ids=repr)
+async def test_a_connection_that_is_gone_is_freed_at_once(tokenizer: Tokenizer, sent: bytes) -> None:
+    """Nothing of it waits for the collector of cycles, which comes late after a crowd."""
+    async with door(tokenizer) as made:
+        client = await made.client()
+        gc.disable()
+        try:
+            await client.send(sent)
+            gone = [weakref.ref(one) for one in made.server._server.server_state.connections]
+            client.writer.close()
+            await made.until(lambda: not made.server._server.server_state.connections)
+            await made.until(lambda: [ref() for ref in gone] == [None])
+        finally:
+            gc.enable()
 
 
 async def test_stopping_lets_the_answer_under_way_end(tokenizer: Tokenizer) -> None:
