@@ -143,17 +143,9 @@ class HttpConfig:
     send_timeout: float = option(
         60.0, "seconds a client may take nothing of an answer until it counts as having hung up", least=0.01
     )
-    max_connections: int = option(
-        4096,
-        "connections at most, fewer where the system allows fewer open files; one more takes the place of the one that"
-        " has been idle for longest, or gets a 503",
-        least=1,
-    )
+    max_connections: int = option(4096, "connections at most; one more replaces the longest idle or gets 503", least=1)
     max_connections_per_address: int = option(
-        1024,
-        "of those, connections of one address (IPv6: of one /64); more get a 429 unless one of them is idle; behind a"
-        " proxy all come from its address; 0: any number",
-        least=0,
+        1024, "of those, of one address (behind a proxy all are of one), or of one IPv6 /64; 0: any number", least=0
     )
     header_timeout: float = option(
         10.0, "seconds for a request's headers, also for a new connection to begin with them", least=0.01

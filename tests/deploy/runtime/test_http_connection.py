@@ -6,109 +6,20 @@ import asyncio
 import gc
 import json
 import weakref
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from typing import Any
+from contextlib import suppress
 
 import pytest
 
 from deploy.runtime.connection_table import ConnectionEnd
-from deploy.runtime.http_connection import MANY_PIECES, MOST_AHEAD, MOST_BYTES_AHEAD
-from deploy.runtime.http_server import HttpServer, bind
-from serving.config import HttpConfig
-from serving.messages import FinishReason
+from deploy.runtime.http_connection import MANY_PIECES
 from serving.text.tokenizer import Tokenizer
-from tests.fakes.generate import KEY, MODEL, CountingObserver, ScriptedGenerate, app_of, tiny_tokenizer
-
-GET = b"GET /live HTTP/1.1\r\nhost: door\r\n\r\n"
-HEAD = b"GET /live HTTP/1.1\r\nhost: door\r\n"
-LIMIT = 4096
+from tests.deploy.runtime.door import CHUNKED, GET, HEAD, LIMIT, Client, door, post
+from tests.fakes.generate import KEY, MODEL, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-def post(*, stream: bool = False, tokens: int = 4, more: bytes = b"") -> bytes:
-    body = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": tokens, "stream": stream}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: door\r\ncontent-length: {len(body)}\r\n".encode()
-    return head + more + b"\r\n" + body
-
-
-class Client:
-    """One connection, read in answers."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        self.reader, self.writer = reader, writer
-
-    async def send(self, *parts: bytes) -> None:
-        """Each part in a packet of its own, more or less."""
-        for part in parts:
-            self.writer.write(part)
-            with suppress(ConnectionError):
-                await self.writer.drain()
-            await asyncio.sleep(0.005)
-
-    async def answer(self) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body of the next answer."""
-        head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
-        if "content-length" in headers:
-            body = await self.reader.readexactly(int(headers["content-length"]))
-        else:
-            body = await self.reader.readuntil(b"0\r\n\r\n")
-        return int(head[0].split()[1]), headers, body
-
-    async def ended(self) -> bytes:
-        """What still came before the server closed."""
-        try:
-            return await self.reader.read()
-        except ConnectionError:
-            return b""
-
-
-class Door:
-    """A server whose texts wait for `go`, and clients of it."""
-
-    def __init__(self, tokenizer: Tokenizer, **config: Any):
-        self.go = asyncio.Event()
-        self.script = ScriptedGenerate(lambda request: [5] * 50, before=lambda request, i: self.go.wait())
-        self.observer = CountingObserver()
-        key = config.get("api_key")
-        self.app = app_of(self.script, tokenizer, observer=self.observer, **({"api_key": key} if key else {}))
-        limits = {"max_header_size": LIMIT, "header_timeout": 5.0, **config}
-        self.server = HttpServer(self.app, bind("127.0.0.1", 0), HttpConfig(**limits))
-        self.clients: list[Client] = []
-
-    async def client(self, source: str = "127.0.0.1") -> Client:
-        made = Client(*await asyncio.open_connection("127.0.0.1", self.server.port, local_addr=(source, 0)))
-        self.clients.append(made)
-        return made
-
-    def ends(self) -> dict[str, int]:
-        return {end.value: count for end, count in self.server.table.ended.items() if count}
-
-    async def until(self, condition: Any) -> None:
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
-@asynccontextmanager
-async def door(tokenizer: Tokenizer, **config: Any) -> AsyncIterator[Door]:
-    """Nothing is held at the end."""
-    made = Door(tokenizer, **config)
-    await made.server.start()
-    try:
-        async with asyncio.timeout(20):
-            yield made
-            for client in made.clients:
-                client.writer.close()
-            await made.until(lambda: not made.server.table and not made.server._server.server_state.connections)
-            made.go.set()
-            await made.app.state.in_flight.wait_idle()
-    finally:
-        await made.server.stop()
 
 
 @pytest.mark.parametrize(
@@ -141,13 +52,6 @@ async def test_headers_are_bounded(
                 assert json.loads(body)["error"]["code"] == end
                 assert await client.ended() == b""
         assert made.ends() == ({end: 1} if end else {})
-
-
-CHUNKED = (
-    b"POST /v1/completions HTTP/1.1\r\nhost: door\r\ntransfer-encoding: chunked\r\n\r\n"
-    + f'{len(b"""{"model":"tiny","prompt":"a"}"""):x}\r\n'.encode()
-    + b'{"model":"tiny","prompt":"a"}\r\n'
-)
 
 
 @pytest.mark.parametrize(
@@ -268,88 +172,6 @@ async def test_all_connections_have_a_bound(tokenizer: Tokenizer) -> None:
         made.go.set()
         assert (await second.answer())[0] == (await third.answer())[0] == 200
         assert made.ends() == {"evicted": 1, "connections": 1}
-
-
-async def test_pipelined_requests_are_answered_in_order(tokenizer: Tokenizer) -> None:
-    async with door(tokenizer) as made:
-        client = await made.client()
-        paths = [b"/live", b"/version", b"/nowhere", b"/load"]
-        await client.send(post(stream=True), *[b"GET %b HTTP/1.1\r\nhost: door\r\n\r\n" % path for path in paths])
-        await made.until(lambda: made.script.started)
-        made.go.set()
-        statuses = [(await client.answer())[0] for _ in range(5)]
-        assert statuses == [200, 200, 200, 404, 200]
-        await client.send(GET)
-        assert (await client.answer())[0] == 200
-
-
-@pytest.mark.parametrize("second", [post(tokens=5), post(tokens=5) + GET * 3, HEAD, post()[:-5]], ids=repr)
-@pytest.mark.parametrize("leave", ["close", "abort", "half"])
-async def test_a_client_that_leaves_ends_all_it_has_sent(tokenizer: Tokenizer, second: bytes, leave: str) -> None:
-    """The one that runs, and those behind it, which never begin."""
-    async with door(tokenizer) as made:
-        client = await made.client()
-        await client.send(post(stream=True), second)
-        await made.until(lambda: made.script.started)
-        if leave == "close":
-            client.writer.close()
-        elif leave == "abort":
-            client.writer.transport.abort()
-        else:
-            client.writer.write_eof()
-        await made.script.all_closed.wait()
-        await made.app.state.in_flight.wait_idle()
-        assert len(made.script.started) == 1
-        assert [reason for reason, _ in made.observer.finished] == [FinishReason.ABORT]
-
-
-@pytest.mark.parametrize("size", [1, MOST_BYTES_AHEAD // 4])
-async def test_a_large_request_behind_one_that_runs_hides_no_hang_up(tokenizer: Tokenizer, size: int) -> None:
-    async with door(tokenizer) as made:
-        client = await made.client()
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: door\r\ncontent-length: 1000000\r\n\r\n"
-        await client.send(post(), head, *[b"x" * size] * 3)
-        await made.until(lambda: made.script.started)
-        client.writer.close()
-        await made.script.all_closed.wait()
-
-
-@pytest.mark.parametrize(
-    ("ahead", "answered", "end", "status"),
-    [
-        pytest.param(GET * (MOST_AHEAD + 1), MOST_AHEAD, "pipelined", 429, id="many"),
-        pytest.param(GET * 20_000, MOST_AHEAD, "pipelined", 429, id="very many"),
-        pytest.param(
-            b"POST /v1/completions HTTP/1.1\r\nhost: door\r\ncontent-length: 1000000\r\n\r\n" + b"x" * 300_000,
-            0,
-            "pipelined",
-            429,
-            id="a large body",
-        ),
-        pytest.param(GET + b"nonsense\r\n\r\n", 1, "malformed", 400, id="nonsense"),
-        pytest.param(GET + HEAD + b"x: " + b"y" * 40_000, 1, "header_size", 431, id="a long header"),
-        pytest.param(CHUNKED + b"zzz\r\n", 0, "malformed", 400, id="a bad chunk"),
-    ],
-)
-async def test_what_is_sent_ahead_is_bounded_and_harms_no_answer(
-    tokenizer: Tokenizer, ahead: bytes, answered: int, end: str, status: int
-) -> None:
-    """The refusal comes after the answers of those before it, the one under way among them."""
-    async with door(tokenizer) as made:
-        client = await made.client()
-        await client.send(post(stream=True, tokens=9), ahead)
-        await made.until(lambda: made.script.started)
-        sending = asyncio.create_task(client.writer.drain())
-        made.go.set()
-        _, _, body = await client.answer()
-        assert body.count(b"data: ") == 10 and b"data: [DONE]" in body
-        for _ in range(answered):
-            assert (await client.answer())[0] == 200
-        found, headers, body = await client.answer()
-        assert (found, headers["connection"], json.loads(body)["error"]["code"]) == (status, "close", end)
-        assert made.ends() == {end: 1}
-        await asyncio.gather(sending, return_exceptions=True)
-        assert len(made.script.started) == 1
 
 
 async def test_a_broken_body_ends_its_own_request(tokenizer: Tokenizer) -> None:
