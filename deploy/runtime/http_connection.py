@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -296,7 +297,8 @@ class HttpConnection(HttpToolsProtocol):
         self._deaf = True
         self.table.idle(self)
         self.flow.resume_reading()
-        self.transport.write_eof()
+        with suppress(OSError):  # the client has reset it: the transport is about to hear
+            self.transport.write_eof()
         self._stop_timer()
         self._timer = self.loop.call_later(LINGER_S, self.transport.abort)
 
