@@ -183,8 +183,11 @@ async def test_a_broken_body_ends_its_own_request(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("head", [b"content-length: 100000000\r\n", b"transfer-encoding: chunked\r\n"])
-async def test_without_a_key_nothing_is_held(tokenizer: Tokenizer, head: bytes) -> None:
-    """A 401 comes before the body, is read by a client that goes on sending, and is the last."""
+async def test_without_a_key_nothing_is_held(
+    tokenizer: Tokenizer, head: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A 401 comes before the body, is read by a client that goes on sending, and is the last: the end comes with it."""
+    monkeypatch.setattr("deploy.runtime.http_connection.LINGER_S", 1000.0)
     async with door(tokenizer, api_key=KEY) as made:
         client = await made.client()
         await client.send(b"POST /v1/completions HTTP/1.1\r\nhost: door\r\n" + head + b"\r\n")

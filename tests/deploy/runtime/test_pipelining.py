@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 
 import pytest
 
@@ -11,6 +12,7 @@ from deploy.runtime.http_connection import MOST_AHEAD, MOST_BYTES_AHEAD
 from serving.messages import FinishReason
 from serving.text.tokenizer import Tokenizer
 from tests.deploy.runtime.door import CHUNKED, GET, HEAD, door, post
+from tests.fakes.fault_proxy import RESET_AT_ONCE
 from tests.fakes.generate import tiny_tokenizer
 
 
@@ -33,7 +35,7 @@ async def test_pipelined_requests_are_answered_in_order(tokenizer: Tokenizer) ->
 
 
 @pytest.mark.parametrize("second", [post(tokens=5), post(tokens=5) + GET * 3, HEAD, post()[:-5]], ids=repr)
-@pytest.mark.parametrize("leave", ["close", "abort", "half"])
+@pytest.mark.parametrize("leave", ["close", "reset", "half"])
 async def test_a_client_that_leaves_ends_all_it_has_sent(tokenizer: Tokenizer, second: bytes, leave: str) -> None:
     """The one that runs, and those behind it, which never begin."""
     async with door(tokenizer) as made:
@@ -42,7 +44,8 @@ async def test_a_client_that_leaves_ends_all_it_has_sent(tokenizer: Tokenizer, s
         await made.until(lambda: made.script.started)
         if leave == "close":
             client.writer.close()
-        elif leave == "abort":
+        elif leave == "reset":
+            client.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_ONCE)
             client.writer.transport.abort()
         else:
             client.writer.write_eof()
