@@ -28,8 +28,8 @@ from router.policies import POLICIES, make_policy
 from router.prefix_index import PrefixIndex
 from router.registry import Reservation
 from router.request_state import RequestState
-from serving.config import parse_bytes
 from serving.messages import KVEvents, Request, Role, SamplingParams, Slo, WorkerStatus
+from serving.options import parse_bytes
 from serving.step_cost import StepCost
 
 BLOCK = 16  # tokens

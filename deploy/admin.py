@@ -13,8 +13,8 @@ from urllib.parse import quote, urlsplit
 
 import orjson
 
-from serving.config import ENV_PREFIX
 from serving.errors import InvalidRequest, NotFound, Unauthorized, Unavailable
+from serving.options import ENV_PREFIX
 
 URL = "http://localhost:8000"
 KEY = ENV_PREFIX + "API_KEY"

@@ -19,9 +19,9 @@ from kvcache.pool.client import PoolClient
 from kvcache.pool.links import BlockSelection
 from kvcache.pool.models import push
 from kvcache.pool.remote import RemoteNode
-from serving.config import ENV_PREFIX
 from serving.errors import MillraceError, Unauthorized, WorkerLost
 from serving.messages import PoolReport, TierStat
+from serving.options import ENV_PREFIX
 
 NODES = ENV_PREFIX + "KVCACHE_NODES"
 KEY = ENV_PREFIX + "CLUSTER_KEY"

@@ -10,8 +10,8 @@ from typing import Any
 from deploy.runtime.cpu_binding import parse_cpus
 from deploy.runtime.settings import Settings
 from deploy.runtime.supervisor import ChildSpec
-from serving.config import names
 from serving.messages import Role
+from serving.options import names
 
 
 def child_specs(path: Path, children: Mapping[Role, int], router: str, settings: Settings) -> list[ChildSpec]:

@@ -14,10 +14,11 @@ from bench import command as bench
 from deploy import cache, explain, quantize, top
 from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings, read_settings
 from serving import __version__
-from serving.config import PlacementConfig, add_flags
+from serving.config import PlacementConfig
 from serving.errors import MillraceError
 from serving.logs import setup_logging
 from serving.messages import Role
+from serving.options import add_flags
 from serving.service_config import configured_classes
 
 # Commands that read none of the settings below.

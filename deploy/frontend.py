@@ -75,6 +75,7 @@ class Frontend:
             self._faults,
             classes=self.fleet.config.classes,
             waiting_by_class=placer.admission.waiting_by_class,
+            connections=lambda: self.server.connections(),
         )
         self.router = Router(placer, self.metrics, self.metrics.placements)
         self.leaving = asyncio.Event()
@@ -93,7 +94,7 @@ class Frontend:
             observer=self.metrics,
         )
         self.in_flight: InFlightRequests = app.state.in_flight
-        self.server = HttpServer(app, listening, send_timeout=http.send_timeout)
+        self.server = HttpServer(app, listening, http)
 
     def _statuses(self) -> list[WorkerStatus]:
         """Of the workers that can be believed: a dead one's last words are no measurement. One that has left may not be

@@ -22,10 +22,11 @@ from kvcache.pool.store import BlockStore
 from kvcache.pool.storeconfig import StoreConfig
 from serving.api.status import status_app
 from serving.background import BackgroundTasks
-from serving.config import KvCacheConfig, parse_bytes
+from serving.config import KvCacheConfig
 from serving.malloc import keep_freed_memory
 from serving.messages import PoolReport
 from serving.metrics import pool_metrics
+from serving.options import parse_bytes
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as registry
 from serving.proto import pool_pb2 as pool

@@ -127,6 +127,14 @@ class FaultFigures:
     protocols_refused: int = 0  # heartbeats
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConnectionFigures:
+    """What the HTTP server says of its connections."""
+
+    open: Mapping[str, int] = field(default_factory=dict)  # now, by state: idle, busy
+    ended: Mapping[str, int] = field(default_factory=dict)  # by the server, by why
+
+
 class RouterMetrics:
     """Metrics of the router (its RouterObserver), the HTTP API (its ApiObserver), the workers and the KV pool."""
 
@@ -140,6 +148,7 @@ class RouterMetrics:
         *,
         classes: Collection[str] = tuple(SERVICE_CLASSES),
         waiting_by_class: Callable[[], Mapping[str, int]] = dict,
+        connections: Callable[[], ConnectionFigures] = ConnectionFigures,
     ):
         self.registry = CollectorRegistry()
         self.model = model_name
@@ -169,6 +178,7 @@ class RouterMetrics:
         self.registry.register(PoolCollector(pools))
         self.placements = ClassMetrics(self.registry, model_name, classes, waiting_by_class)
         self.registry.register(FaultCollector(model_name, faults))
+        self.registry.register(ConnectionCollector(model_name, connections))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"millrace:{name}", text, ("model_name", *labels), registry=self.registry)
@@ -301,6 +311,23 @@ class FaultCollector:
         yield _family(Counters, "background_restarts", text, ("model_name", "task"), restarts)
         text = "Heartbeats refused because the worker speaks another protocol"
         yield _family(Counters, "protocol_refused", text, ("model_name",), [((model,), now.protocols_refused)])
+
+
+class ConnectionCollector(Collector):
+    """Connections of the HTTP server."""
+
+    def __init__(self, model_name: str, figures: Callable[[], ConnectionFigures]):
+        self.model = model_name
+        self.figures = figures
+
+    def collect(self) -> Iterator[Metric]:
+        now, model = self.figures(), self.model
+        text = "Connections of the HTTP server: idle ones wait for a request or its headers"
+        states = (((model, state), number) for state, number in now.open.items())
+        yield _family(Gauges, "http_connections", text, ("model_name", "state"), states)
+        text = "Connections that the HTTP server ended, by why"
+        ended = (((model, why), number) for why, number in now.ended.items())
+        yield _family(Counters, "http_connections_ended", text, ("model_name", "reason"), ended)
 
 
 def worker_metrics(model_name: str, status: Callable[[], WorkerStatus]) -> Callable[[], bytes]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serving.config import ConfigError, option
+from serving.options import ConfigError, option
 from serving.service_class import SERVICE_CLASSES, STANDARD, ServiceClass
 
 MOST_CLASSES = 64  # they are values of a label in metrics

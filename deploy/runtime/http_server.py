@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import resource
 import socket
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
@@ -12,8 +14,16 @@ from typing import cast
 import uvicorn
 from fastapi import FastAPI
 
+from deploy.runtime.connection_table import ConnectionEnd, ConnectionTable
 from deploy.runtime.http_connection import HttpConnection
 from serving.config import HttpConfig
+from serving.metrics import ConnectionFigures
+
+log = logging.getLogger(__name__)
+
+OTHER_FILES = 256  # descriptors kept for what is no connection: files, workers, pipes
+# A peer that has vanished without a word is asked for after a minute, and given up after another.
+KEEP_ALIVE_PROBES = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
 
 
 class _Server(uvicorn.Server):
@@ -37,6 +47,10 @@ def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # accepted connections have this from it
+    for name, value in KEEP_ALIVE_PROBES:
+        if hasattr(socket, name):
+            bound.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     try:
         bound.bind((host, port))
     except (OSError, OverflowError) as error:
@@ -45,22 +59,44 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-class HttpServer:
-    """An app on a socket from `bind`. `send_timeout`: seconds for which a client may take nothing of its answer."""
+def descriptors_for(connections: int) -> int:
+    """Raise the limit of open files for so many connections, as far as it may be; how many there is room for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return connections
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    room = max(allowed - OTHER_FILES, allowed // 2)
+    if room < connections:
+        log.warning("%d files may be open: %d connections instead of --max-connections %d", allowed, room, connections)
+    return min(room, connections)
 
-    def __init__(self, app: FastAPI, listening: socket.socket, *, send_timeout: float):
+
+class HttpServer:
+    """An app on a socket from `bind`, its connections within the bounds of `http`."""
+
+    def __init__(self, app: FastAPI, listening: socket.socket, http: HttpConfig):
         self.listening = listening
         self.port: int = listening.getsockname()[1]
+        room = descriptors_for(http.max_connections)
+        self.table: ConnectionTable[HttpConnection] = ConnectionTable(room, http.max_connections_per_address)
         config = uvicorn.Config(
             app,
-            http=cast("type[asyncio.Protocol]", partial(HttpConnection, send_timeout=send_timeout)),
+            http=cast("type[asyncio.Protocol]", partial(HttpConnection, limits=http, table=self.table)),
+            ws="none",
             log_config=None,
             access_log=False,
             lifespan="off",
-            timeout_keep_alive=30,
             timeout_graceful_shutdown=5,
         )
         self._server = _Server(config)
+
+    def connections(self) -> ConnectionFigures:
+        """Connections now, by state, and how many the server has ended, by why."""
+        idle = self.table.idle_count
+        ended = {end.value: self.table.ended[end] for end in ConnectionEnd}
+        return ConnectionFigures(open={"idle": idle, "busy": len(self.table) - idle}, ended=ended)
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._server.serve(sockets=[self.listening]), name=f"http-{self.port}")
@@ -73,6 +109,6 @@ class HttpServer:
 
 async def open_status_door(app: FastAPI, http: HttpConfig, port: int, stack: AsyncExitStack) -> None:
     """Serve the app of a process that has no API, until the stack closes."""
-    door = HttpServer(app, bind(http.host, port), send_timeout=http.send_timeout)
+    door = HttpServer(app, bind(http.host, port), http)
     await door.start()
     stack.push_async_callback(door.stop)

@@ -15,10 +15,8 @@ from serving.config import (
     ModelConfig,
     PlacementConfig,
     PoolConfig,
-    build,
-    load_file,
-    names,
 )
+from serving.options import build, load_file, names
 from serving.service_config import ServiceConfig
 
 

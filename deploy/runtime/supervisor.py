@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from serving.config import ENV_PREFIX
+from serving.options import ENV_PREFIX
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,6 @@ Exceptions that are not ours (Starlette's, and bugs) become answers here too; no
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 
@@ -14,7 +13,6 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from serving.api.body import ClientGoneError
 from serving.errors import (
@@ -31,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 NO_USE_TO_REPEAT = ("slo", "rate_limit_exceeded")  # codes of refusals that, without a time, hold at any time
 _LONGEST_RETRY_S = 86_400.0
-_LINGER_S = 2.0
-_LINGER_BYTES = 32 * 1024 * 1024
 
 
 def error_body(error: MillraceError) -> bytes:
@@ -48,43 +44,15 @@ def error_response(error: MillraceError) -> Response:
     if isinstance(error, Quarantined):
         headers["x-should-retry"] = "false"  # OpenAI's clients send what ends with a 500 again, unless they are told
     if error.status == 401:
-        headers["www-authenticate"] = "Bearer"
+        headers |= {"www-authenticate": "Bearer", "connection": "close"}  # a connection is kept for those with a key
     if isinstance(error, (PayloadTooLarge, RequestTimeout)):
         headers["connection"] = "close"  # the rest of the body is not wanted
-    kind = _LingeringResponse if isinstance(error, PayloadTooLarge) else Response
-    return kind(error_body(error), error.status, headers, media_type="application/json")
+    return Response(error_body(error), error.status, headers, media_type="application/json")
 
 
 def _whole_seconds(seconds: float) -> int:
     """Rounded up, from 1 to a day: an error of another service may carry any number."""
     return math.ceil(min(_LONGEST_RETRY_S, max(1.0, seconds)))
-
-
-class _LingeringResponse(Response):
-    """Answers while the client is still sending, and listens on for a moment before it closes.
-
-    A connection closed with unread bytes is reset, and a reset can take the answer away from the client. What
-    arrives is thrown away, up to bounds in time and size.
-    """
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        try:
-            async with asyncio.timeout(_LINGER_S):
-                await _discard(receive, _LINGER_BYTES)
-        except TimeoutError:
-            logger.debug("a client went on sending a body that was refused")
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _discard(receive: Receive, limit: int) -> None:
-    left = limit
-    while left > 0:
-        message = await receive()
-        left -= len(message.get("body", b""))
-        if message["type"] == "http.disconnect" or not message.get("more_body", False):
-            return
 
 
 async def _on_our_error(request: Request, error: Exception) -> Response:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bench.contenders import PRESETS, Contender, of_policies, parse_contender, parse_fleet, parse_peer
-from serving.config import EngineConfig, PlacementConfig, names
+from serving.config import EngineConfig, PlacementConfig
+from serving.options import names
 
 
 def test_a_fleet_is_a_name_and_flags() -> None:

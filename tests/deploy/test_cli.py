@@ -27,10 +27,9 @@ from serving.config import (
     ModelConfig,
     PlacementConfig,
     PoolConfig,
-    build,
-    names,
 )
 from serving.messages import Role
+from serving.options import build, names
 
 WORKERS = ("prefill", "decode", "mixed")
 

@@ -25,8 +25,9 @@ from kvcache.pool.client import PoolClient
 from kvcache.pool.remote import RemoteNode
 from router.fleet import Fleet, RouterConfig
 from router.service import RegistryService
-from serving.config import ClusterConfig, ConfigError, KvCacheConfig
+from serving.config import ClusterConfig, KvCacheConfig
 from serving.messages import PoolReport
+from serving.options import ConfigError
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import listen, server
 from tests.kvcache.pool.nodes import KEY, PARTS, Served, block, content

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -11,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 from fastapi import FastAPI
 
+from deploy.runtime.http_server import HttpServer, bind
 from serving.api.app import create_app
 from serving.api.settings import ServedModel
 from serving.config import HttpConfig
@@ -145,27 +144,15 @@ async def calling(app: FastAPI, **options: Any) -> AsyncIterator[httpx.AsyncClie
         yield client
 
 
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
-
-
 @asynccontextmanager
-async def listening(app: FastAPI) -> AsyncIterator[int]:
-    """The app on a real socket of this event loop; gives the port."""
-    server = _Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", ws="none", lifespan="off"))
-    serving = asyncio.create_task(server.serve())
+async def listening(app: FastAPI, **config: Any) -> AsyncIterator[int]:
+    """The app on a real socket of this event loop; gives the port. `config` is of `HttpConfig`."""
+    server = HttpServer(app, bind("127.0.0.1", 0), HttpConfig(**config))
+    await server.start()
     try:
-        await asyncio.wait_for(server.listening.wait(), timeout=10)
-        yield server.servers[0].sockets[0].getsockname()[1]
+        yield server.port
     finally:
-        server.should_exit = True
-        await serving
+        await server.stop()
 
 
 def events(lines: Iterable[str]) -> list[str]:

@@ -16,6 +16,7 @@ from tests.house.source import imports, matching, start_closure, tree
 # Files that decide. The thin shells around them wait, measure and send: router/admission.py waits for a turn, the
 # workers and transports act. What merely describes (configuration, messages, specs) is not listed.
 PURE = (
+    "deploy/runtime/connection_table.py",
     "router/breaker.py",
     "router/block_keys.py",
     "router/calibration.py",

@@ -13,19 +13,14 @@ from hypothesis import strategies as st
 
 from serving.config import (
     ClusterConfig,
-    ConfigError,
     EngineConfig,
     HttpConfig,
     KvCacheConfig,
     ModelConfig,
     PlacementConfig,
     PoolConfig,
-    add_flags,
-    build,
-    load_file,
-    names,
-    parse_bytes,
 )
+from serving.options import ConfigError, add_flags, build, load_file, names, parse_bytes
 
 CONFIGS = (ModelConfig, EngineConfig, HttpConfig, PlacementConfig, ClusterConfig, PoolConfig, KvCacheConfig)
 FIELDS = [(config, field) for config in CONFIGS for field in dataclasses.fields(config)]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.config import ConfigError
+from serving.options import ConfigError
 from serving.service_class import SERVICE_CLASSES, ServiceClass
 from serving.service_config import (
     DAY,

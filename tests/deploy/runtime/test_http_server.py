@@ -12,6 +12,7 @@ import pytest
 
 from deploy.runtime.http_connection import HttpConnection
 from deploy.runtime.http_server import HttpServer, bind
+from serving.config import HttpConfig
 from serving.messages import FinishReason
 from serving.text.tokenizer import Tokenizer
 from tests.fakes.generate import MODEL, CountingObserver, ScriptedGenerate, app_of, tiny_tokenizer
@@ -33,7 +34,7 @@ class Unread:
         self.app = app_of(self.script, tokenizer, observer=self.observer)
         listening = bind("127.0.0.1", 0)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # what it accepts has that too
-        self.server = HttpServer(self.app, listening, send_timeout=send_timeout)
+        self.server = HttpServer(self.app, listening, HttpConfig(send_timeout=send_timeout))
 
     async def ask(self) -> None:
         self.client = socket.socket()
@@ -77,14 +78,14 @@ async def test_a_client_that_reads_slowly_is_not(tokenizer: Tokenizer) -> None:
     async with unread(tokenizer, send_timeout=1000.0) as stream:
         connection = await paused(stream.server)
         for _ in range(3):
-            left = connection._untaken()
+            left = connection.watch.untaken()
             await read_until_less(stream.client, connection, left)
-            connection._check()
+            connection.watch.check()
             assert not connection.transport.is_closing()
         async with asyncio.timeout(10):
             while not connection.transport.is_closing():  # what is still on its way comes to an end
                 await asyncio.sleep(0)
-                connection._check()
+                connection.watch.check()
         await stream.freed()
 
 
@@ -102,7 +103,7 @@ async def paused(server: HttpServer) -> HttpConnection:
 async def read_until_less(client: socket.socket, connection: HttpConnection, left: int) -> None:
     """How much has to be read until the other end is told is the system's affair."""
     async with asyncio.timeout(10):
-        while connection._untaken() >= left:
+        while connection.watch.untaken() >= left:
             with suppress(BlockingIOError):
                 client.recv(1000)
             await asyncio.sleep(0.001)

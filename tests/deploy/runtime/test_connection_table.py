@@ -1,0 +1,75 @@
+"""Bounds on connections: they always hold, whoever comes in whatever order, and nobody is evicted for a stranger."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deploy.runtime.connection_table import Admission, ConnectionEnd, ConnectionTable, network_of
+
+Event = tuple[str, int, int]  # what happens, to which connection, of which network
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["come", "idle", "busy", "leave"]), st.integers(0, 15), st.integers(0, 2)), max_size=60
+)
+
+
+@given(events=EVENTS, most=st.integers(1, 8), most_of_address=st.integers(0, 4))
+def test_bounds_hold_and_only_idle_ones_make_room(events: list[Event], most: int, most_of_address: int) -> None:
+    table: ConnectionTable[int] = ConnectionTable(most, most_of_address)
+    network: dict[int, str] = {}
+    waiting: list[int] = []  # the idle ones, the one that has waited for longest first
+    for what, who, number in events:
+        if what == "come" and who not in network:
+            came = str(number)
+            mine = [one for one in waiting if network[one] == came]
+            crowded = most_of_address > 0 and list(network.values()).count(came) >= most_of_address
+            full = len(network) >= most
+            able = mine if crowded else waiting
+            admission = table.admit(who, came)
+            if not crowded and not full:
+                assert admission == Admission()
+            elif able:
+                assert admission == Admission(evicted=able[0])
+                del network[able[0]]
+                waiting.remove(able[0])
+            else:
+                assert admission.refused is (ConnectionEnd.ADDRESS if crowded else ConnectionEnd.CONNECTIONS)
+            if admission.refused is None:
+                network[who] = came
+                waiting.append(who)
+        elif what == "idle":
+            table.idle(who)
+            if who in network and who not in waiting:
+                waiting.append(who)
+        elif what == "busy":
+            table.busy(who)
+            if who in waiting:
+                waiting.remove(who)
+        elif what == "leave":
+            table.leave(who)
+            network.pop(who, None)
+            if who in waiting:
+                waiting.remove(who)
+        assert len(table) == len(network) <= most
+        assert table.idle_count == len(waiting)
+        for name in ("0", "1", "2"):
+            assert table.of(name) == list(network.values()).count(name)
+            assert not most_of_address or table.of(name) <= most_of_address
+    for who in list(network):
+        table.leave(who)
+    assert not any((table._network, table._count, table._idle, table._idle_of))
+
+
+@pytest.mark.parametrize(
+    ("host", "network"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("", ""),
+    ],
+)
+def test_one_host_is_one_network(host: str, network: str) -> None:
+    assert network_of(host) == network
