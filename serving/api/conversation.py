@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import CoreSchema
+
+
+class _FirstFault:
+    """Lets a list be judged up to its first wrong item alone: a body has room for very many."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return {**handler(source), "fail_fast": True}
+
+
+T = TypeVar("T")
+Items = Annotated[list[T], _FirstFault()]
 
 MAX_TOOLS = 128
 MAX_CALLS = 128  # in one message
@@ -43,11 +63,11 @@ def _check_calls(value: object) -> object:
 
 class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = Field(
+    content: str | Items[TextPart] | None = Field(
         default=None, validate_default=True, description="May be left out or null in an assistant's message"
     )
     name: str | None = Field(default=None, description="Handed to the chat template")
-    tool_calls: Annotated[list[ToolCall] | None, BeforeValidator(_check_calls)] = Field(
+    tool_calls: Annotated[Items[ToolCall] | None, BeforeValidator(_check_calls)] = Field(
         default=None, description="What an assistant called"
     )
     tool_call_id: str | None = Field(
@@ -103,7 +123,7 @@ def _check_tools(value: object) -> object:
     return value
 
 
-Tools = Annotated[list[Tool] | None, BeforeValidator(_check_tools)]
+Tools = Annotated[Items[Tool] | None, BeforeValidator(_check_tools)]
 
 
 class NamedFunction(_Strict):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from serving.api.conversation import Message, ToolChoice, Tools
+from serving.api.conversation import Items, Message, ToolChoice, Tools
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_LENGTH = 1024  # characters
@@ -144,7 +144,7 @@ class ChatOptions(_Strict):
 class ChatCompletionBody(SamplingBody, ChatOptions):
     """POST /v1/chat/completions"""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Items[Message] = Field(min_length=1)
     add_special_tokens: bool = Field(default=False, description="Add BOS although the template has written it")
     max_tokens: int | None = Field(default=None, ge=1, description="Output tokens at most; the older name")
     max_completion_tokens: int | None = Field(default=None, ge=1, description="Output tokens at most")
@@ -170,7 +170,7 @@ class TokenizeBody(ChatOptions):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)
+    messages: Items[Message] | None = Field(default=None, min_length=1)
     add_special_tokens: bool | None = Field(default=None, description="True for a prompt, false for messages")
     return_token_strs: bool | None = None
 
