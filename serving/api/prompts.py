@@ -69,7 +69,7 @@ class PromptReader:
             )
         if tools and self.tool_prompt.form is None:
             raise tools_refused()
-        shown, given = [_template_message(message) for message in messages], None
+        shown, given = [_template_message(message, i) for i, message in enumerate(messages)], None
         if tools or any(message.tool_calls or message.role == "tool" for message in messages):
             shown, given = self.tool_prompt.shown(shown, template_tools(tools))
         text = self._template.render(
@@ -152,7 +152,7 @@ def _all_of(kind: type[Any], items: list[Any], name: str) -> list[Any]:
     return items
 
 
-def _template_message(message: Message) -> Mapping[str, Any]:
+def _template_message(message: Message, position: int) -> Mapping[str, Any]:
     """As templates know it: content is one text, arguments are objects, and `developer` is the newer `system`."""
     content = message.content or ""
     if not isinstance(content, str):
@@ -165,15 +165,24 @@ def _template_message(message: Message) -> Mapping[str, Any]:
     if message.reasoning_content is not None:
         shown["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
-        return {**shown, "tool_calls": [_template_call(call) for call in message.tool_calls]}
+        where = f"messages[{position}].tool_calls"
+        return {
+            **shown,
+            "tool_calls": [_template_call(call, f"{where}[{i}]") for i, call in enumerate(message.tool_calls)],
+        }
     return shown
 
 
-def _template_call(call: ToolCall) -> dict[str, Any]:
+def _template_call(call: ToolCall, param: str) -> dict[str, Any]:
     """What is no object is a model's mistake, and shown as the text that it is."""
     arguments = call.function.arguments or {}
     if isinstance(arguments, str):
         with suppress(orjson.JSONDecodeError):
             parsed = orjson.loads(arguments)
             arguments = parsed if isinstance(parsed, dict) else arguments
+    try:
+        orjson.dumps(arguments)
+    except TypeError as error:
+        param = f"{param}.function.arguments"
+        raise InvalidRequest(f"{param}: is nested too deep", param=param) from error
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

@@ -29,6 +29,8 @@ TORCH_FREE = (
     "serving/text/*",
     "serving/proto/*",
     "serving/config.py",
+    "serving/grammar/*",
+    "serving/options.py",
     "serving/errors.py",
     "serving/kvspec.py",
     "serving/links.py",

@@ -43,7 +43,8 @@ def values(field: dataclasses.Field[Any]) -> list[tuple[str, Any]]:
     if kind.startswith("bool"):
         return [("true", True), ("off", False), ("1", True)]
     if kind.startswith("int"):
-        return [("3", 3), ("2KiB", 2048), ("7", 7)]
+        least = int(field.metadata["least"] or 0)
+        return [(str(least + 3), least + 3), ("2KiB", 2048), (str(least + 7), least + 7)]
     if kind.startswith("float"):
         return [("1.5", 1.5), ("2", 2.0), ("0.25", 0.25)]
     return [("one", "one"), ("two", "two"), ("three", "three")]

@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 import pytest
+from pydantic import BaseModel
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
@@ -290,3 +291,47 @@ async def test_usage_and_token_ids_go_on_in_every_chunk(tokenizer: Tokenizer) ->
     tokens = [token for chunk in chunks for choice in chunk["choices"] for token in choice.get("token_ids", ())]
     assert tokens == [*tokenizer.encode(TWO_CALLS, add_special_tokens=False), tokenizer.eos_id]
     assert counts[-1] == len(tokens)
+
+
+class Weather(BaseModel):
+    """The weather of a city"""
+
+    city: str
+    days: int = 1
+
+
+async def test_the_packages_own_helpers_read_calls(tokenizer: Tokenizer) -> None:
+    text = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Ulm", "days": 2}}\n</tool_call>'
+    script, made = app(tokenizer, text)
+    tools = [openai.pydantic_function_tool(Weather)]
+    asked: dict[str, Any] = {"model": MODEL, "messages": ASKED, "tools": tools, "parallel_tool_calls": False}
+    async with listening(made) as port, client_at(port) as client:
+        parsed = await client.chat.completions.parse(**asked)
+        async with client.chat.completions.stream(**asked) as stream:
+            kinds = [event.type async for event in stream]
+            streamed = await stream.get_final_completion()
+    for completion in (parsed, streamed):
+        (call,) = completion.choices[0].message.tool_calls
+        assert call.function.parsed_arguments == Weather(city="Ulm", days=2)
+    assert kinds.count("tool_calls.function.arguments.done") == 1
+    assert "TEXT" in script.started[0].sampling.grammar
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE], ids=["generic", "native"])
+@pytest.mark.parametrize("depth", [200, 300, 500, 980])
+@pytest.mark.parametrize("as_text", [True, False])
+async def test_arguments_nested_deep_are_the_clients_mistake(
+    tokenizer: Tokenizer, template: str | None, depth: int, as_text: bool
+) -> None:
+    text = '{"a":' * depth + "1" + "}" * depth
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": text if as_text else "ARGUMENTS"}}
+    said = {"role": "assistant", "tool_calls": [call]}
+    body = json.dumps({"messages": [*ASKED, said]}).replace('"ARGUMENTS"', text)
+    _, made = app(tokenizer if template is None else with_template(tokenizer, template), "Hi")
+    async with calling(made) as client:
+        response = await client.post("/v1/chat/completions", content=body)
+    if depth > 254:
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "messages[1].tool_calls[0].function.arguments"
+    else:
+        assert response.status_code == 200
