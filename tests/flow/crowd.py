@@ -32,7 +32,7 @@ SOURCES = 32  # addresses of loopback that the crowd comes from; the client to s
 OPENING = 256  # connections that are being opened at once
 PAIRS = 16  # pairs of requests that run at once
 PAIR_STAYS_S = 0.2
-TICK_S = 0.5  # between two pieces of headers
+TICK_S = 0.2  # between two pieces of headers
 # Twenty connections of a crowd.
 MIXTURE = ("silent", "kept", "slow", "silent", "endless", "kept", "silent", "slow", "pair", "half closed") * 2
 MIXTURE = (*MIXTURE[:-1], "half body")
@@ -68,6 +68,8 @@ class Hostile(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self.tally["opened"] += 1
+        self.tally["open"] += 1
+        self.tally["open at once"] = max(self.tally["open at once"], self.tally["open"])
         self.transport.write(FIRST[self.kind])
         if self.kind == "half closed":
             self.transport.write_eof()
@@ -78,6 +80,7 @@ class Hostile(asyncio.Protocol):
             self.tally[data[9:12].decode("latin-1")] += 1
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.tally["open"] -= 1
         self.gone.set()
 
     def go_on(self) -> None:
@@ -128,7 +131,6 @@ async def crowd(port: int, count: int, seconds: float, kinds: Sequence[str]) -> 
     chosen = list(islice(cycle(kinds), count))
     random.Random(count).shuffle(chosen)
     await asyncio.gather(*(pair(i) if kind == "pair" else stay(i, kind) for i, kind in enumerate(chosen)))
-    tally["open at once"] = sum(not member.gone.is_set() for member in members)
     await asyncio.sleep(seconds)
     tally["open at the end"] = sum(not member.gone.is_set() for member in members)
     pushing.cancel()
