@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
+from math import prod
 from typing import Any
 
 import orjson
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from serving.grammar.grammars import GrammarError
 
@@ -17,7 +19,8 @@ MAX_CHOICES = 4096
 MAX_WRITTEN = 16 << 10  # bytes of expressions, in a schema together, and of grammars written out: the square counts
 # Compiling grows with the square of an object's properties, and with what numbers have to be multiples of.
 MAX_PROPERTIES = 1000
-MAX_MULTIPLE_OF = 50_000  # of all `multipleOf` of a schema together, each without its decimal point
+MAX_MULTIPLE_OF = 50_000  # of a schema's `multipleOf` together, as a sum and, of different ones, as a product
+MAX_GBNF = 2 << 10  # bytes: it is read in Python, and not in linear time
 # Between the parts of a JSON text, as printers write it: a space, or a line break and the next line's indentation.
 # The library's own has no end: models that repeat themselves would never come back.
 WHITESPACE = r"(?: | ?\r?\n[ \t]{0,32})"
@@ -49,12 +52,16 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 def written_grammar(grammar: str) -> str:
     """A grammar written out, in Lark's form or in GBNF. Raises GrammarError."""
+    if grammar.lstrip().startswith("{") or "%json" in grammar:
+        raise GrammarError("schemas within a grammar are not supported: ask for json")  # their cost is not known here
     if "::=" not in _bounded(grammar, MAX_WRITTEN):
         return _bounded(LLMatcher.grammar_from_lark(grammar))
-    try:
-        return _bounded(LLMatcher.grammar_from_lark(gbnf_to_lark(grammar)))
-    except (GbnfToLarkError, RecursionError) as error:
-        raise GrammarError(f"the GBNF cannot be read: {error}") from error
+    _bounded(grammar, MAX_GBNF)
+    with ThreadPoolExecutor(1) as thread:  # whatever the library's reader raises is this grammar's error
+        reading = thread.submit(gbnf_to_lark, grammar)
+    if (mistake := reading.exception()) is not None:
+        raise GrammarError(f"the GBNF cannot be read: {mistake}") from mistake
+    return _bounded(LLMatcher.grammar_from_lark(reading.result()))
 
 
 def lark_grammar(rules: Sequence[str]) -> str:
@@ -78,7 +85,8 @@ def quoted(choice: str) -> str:
 
 def check_cost(schema: Any) -> None:
     """Raises GrammarError for a schema, or a list of those that become one grammar, that takes long to compile."""
-    multiples, patterns, rest = 0, 0, [schema]
+    multiples: list[int] = []  # without their decimal points
+    patterns, rest = 0, [schema]
     while rest:
         one = rest.pop()
         if isinstance(one, list):
@@ -92,12 +100,12 @@ def check_cost(schema: Any) -> None:
                 patterns += len(one["pattern"])
             if isinstance(one.get("patternProperties"), dict):
                 patterns += sum(map(len, one["patternProperties"]))
-            if isinstance(multiple, (int, float)):
+            if isinstance(multiple, (int, float)) and not isinstance(multiple, bool):
                 _, digits, exponent = Decimal(str(multiple)).normalize().as_tuple()
-                multiples += int("".join(map(str, digits))) * 10 ** max(0, int(exponent))
+                multiples.append(int("".join(map(str, digits))) * 10 ** max(0, int(exponent)))
     if patterns > MAX_WRITTEN:
         raise GrammarError(f"pattern: together at most {MAX_WRITTEN} characters")
-    if multiples > MAX_MULTIPLE_OF:
+    if max(sum(multiples), prod({abs(multiple) or 1 for multiple in multiples})) > MAX_MULTIPLE_OF:
         raise GrammarError(f"multipleOf: together at most {MAX_MULTIPLE_OF}, counted without decimal points")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from codecs import utf_8_decode
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from serving.text.tokenizer import Tokenizer, strip_leading
 
@@ -140,7 +141,8 @@ class StopMatcher:
         return complete
 
 
-def _borders(text: str) -> list[int]:
+@lru_cache(maxsize=256)  # every choice of a response has the same
+def _borders(text: str) -> Sequence[int]:
     """For each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(text)
     length = 0

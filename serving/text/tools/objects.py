@@ -126,6 +126,8 @@ class CallReader:
 def _decoded(text: str) -> object:
     """The value; text that is none stands for itself."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return text if text[:1] != '"' else ()
+    # Half of a surrogate pair is no text, and could not be sent.
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if isinstance(value, str) else value

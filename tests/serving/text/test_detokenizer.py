@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -130,3 +131,13 @@ def test_skipped_text_neither_begins_nor_completes_a_stop() -> None:
     assert matcher.skip("b a").text == "ab a"
     assert matcher.push("b").stop is None
     assert matcher.push("ab").stop == "ab"
+
+
+def test_stop_strings_are_made_ready_once_for_all_choices() -> None:
+    """A response has up to 256 choices, each with a matcher of its own."""
+    stops = [f"{number:04d}" + "ab" * 510 for number in range(32)]
+    StopMatcher(stops)
+    began = time.process_time()
+    for _ in range(256):
+        StopMatcher(stops)
+    assert time.process_time() - began < 0.5

@@ -204,3 +204,13 @@ def test_reading_takes_linear_time(form: ToolForm, unit: str) -> None:
     seconds(100)
     short = min(seconds(1_000) for _ in range(3))
     assert min(seconds(8_000) for _ in range(2)) < 8 * 4 * short + 0.01
+
+
+@pytest.mark.parametrize("arguments", ['"\\ud83d"', '"{\\"a\\": \\"\\ud83d\\"}"'])
+def test_half_of_a_surrogate_pair_can_be_sent(arguments: str) -> None:
+    """A model may write its escape: the answer goes on, with a replacement for it."""
+    for parts in cuts_of(f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'):
+        _, calls = read(HERMES, parts)
+        assert "\ufffd" in "".join(text for _, text, _ in calls)
+        for name, text, _ in calls:
+            (name + text).encode()
