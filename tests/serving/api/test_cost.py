@@ -12,6 +12,8 @@ from serving.text.tokenizer import Tokenizer
 from tests.fakes.generate import ScriptedGenerate, app_of, calling, saying
 from tests.serving.api.growing import FAMILIES
 
+pytestmark = pytest.mark.thorough
+
 SIZE = 64 << 10  # bytes, and twice as many
 MS_PER_KIB = 4.0  # CPU time; a grammar that compiles takes the most
 FLOOR_MS = 8.0  # what a clock and a scheduler may add

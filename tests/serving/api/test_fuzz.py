@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from serving.text.tokenizer import Tokenizer
 from tests.fakes.generate import ScriptedGenerate, app_of, calling, saying
 from tests.serving.api.fuzzing import fuzz
+
+pytestmark = pytest.mark.thorough
 
 COUNT = 2_000
 
