@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import tracemalloc
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -18,6 +20,15 @@ SIZE = 64 << 10  # bytes, and twice as many
 MS_PER_KIB = 4.0  # CPU time; a grammar that compiles takes the most
 FLOOR_MS = 8.0  # what a clock and a scheduler may add
 BYTES_PER_BYTE = 400  # at most, at the same time
+
+
+@pytest.fixture(autouse=True)
+def own_heap() -> Iterator[None]:
+    """A collection looks at what a test makes, not at all that the process has."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 async def cost(client: httpx.AsyncClient, path: str, body: bytes) -> float:
