@@ -38,7 +38,7 @@ serve: $(READY)  ## serve SmolLM2-135M-Instruct on http://localhost:8000; FLAGS=
 test: $(READY)  ## run every test; FLAGS='-k sampling' adds flags
 	$(BIN)/python -m pytest $(PROCESSES) $(FLAGS)
 
-test-fast: $(READY)  ## the inner loop: no kills, no large grids, few examples, one flow; at most two minutes
+test-fast: $(READY)  ## the inner loop: no kills, no large grids, few examples, one flow; two minutes and a half
 	$(BIN)/python -m pytest -q $(PROCESSES) --hypothesis-profile=fast -m 'not slow and not thorough and not real' $(FLAGS)
 
 check: $(READY)  ## formatting, lint, types and the rules of the house
