@@ -114,7 +114,7 @@ class DecodeScheduler:
         for seq in list(self.running):
             if plan.tokens < 1 or plan.seqs < 1:
                 break
-            if seq in plan.preempted:
+            if seq in plan.preempted or not seq.may_draw:
                 continue
             if self._make_room(seq, plan, now):
                 draft = self._draft(seq, plan, turns) if drafting else ()
@@ -130,8 +130,8 @@ class DecodeScheduler:
         for seq in self.running:
             if plan.tokens < 1 or plan.seqs < 1:
                 break
-            if seq.full_with(seq.in_flight, self.max_model_len):
-                continue  # the step that runs draws its last token
+            if seq.full_with(seq.in_flight, self.max_model_len) or not seq.may_draw:
+                continue  # the step that runs draws its last token, or its grammar is being compiled
             if seq.offload is not None or not self._hold(seq, seq.in_flight):
                 return False
             plan.add(seq, 1, self)
@@ -164,7 +164,10 @@ class DecodeScheduler:
         others = len(self.running) - len(plan.work) - 1
         held = seq.held_blocks * self.kv.block_size - len(seq.tokens)  # a draft is not worth a block
         room = min(left, held, plan.tokens - 1 - others - self.for_prompts)
-        return tuple(self.speculation.draft(lookup, seq.tokens, room, len(self.running), turns))
+        draft = self.speculation.draft(lookup, seq.tokens, room, len(self.running), turns)
+        if seq.grammar is not None and draft:
+            draft = draft[: seq.grammar.possible(seq.output, draft)]  # the rest would be computed in vain
+        return tuple(draft)
 
     def _make_room(self, seq: SequenceState, plan: StepPlan, now: float) -> bool:
         """Grow `seq` by a block if it needs one, preempting others for it; False if it had to go itself."""

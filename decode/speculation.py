@@ -132,8 +132,10 @@ class Speculation:
     def __init__(self, limit: int):
         self.limit = limit
         self.cost = DraftCost()
+        self.drafts = 0
         self.drafted = 0
         self.accepted = 0
+        self.accepted_at = [0] * limit  # of the drafts so many had their first token accepted, their second, …
 
     def draft(
         self, lookup: PromptLookup, tokens: Sequence[int], room: int, batch: int, turns: DraftTurns | None = None
@@ -160,8 +162,11 @@ class Speculation:
 
     def verified(self, lookup: PromptLookup, drafted: int, accepted: int) -> None:
         lookup.verified(drafted, accepted)
+        self.drafts += 1
         self.drafted += drafted
         self.accepted += accepted
+        for position in range(accepted):
+            self.accepted_at[position] += 1
 
     def measured(self, record: StepRecord) -> None:
         self.cost.observe(record.new_tokens, record.busy_seconds)

@@ -75,6 +75,8 @@ def config_flags(config: Any, but: Sequence[str] = ()) -> list[str]:
         flag = "--" + name.replace("_", "-")
         if isinstance(value, bool):
             flags.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, tuple):
+            flags += [f"{flag}={','.join(value)}"] if value else []
         elif value is not None and name not in but:
             flags.append(f"{flag}={value}")  # in one, since a value may begin with a dash
     return flags

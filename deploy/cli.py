@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import select
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,20 +13,26 @@ from pathlib import Path
 from typing import Any
 
 from bench import command as bench
-from deploy import cache, explain, quantize, top
+from deploy import cache, explain, quantize, top, upcycle
+from deploy.foreign_flags import translate
 from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings, read_settings
+from deploy.runtime.signals import leave_at_once_on_signals
+from deploy.runtime.tls import server_context
 from serving import __version__
 from serving.config import PlacementConfig
 from serving.errors import MillraceError
 from serving.logs import setup_logging
 from serving.messages import Role
-from serving.options import add_flags
+from serving.options import add_flags, check_last_word
 from serving.service_config import configured_classes
+
+log = logging.getLogger(__name__)
 
 # Commands that read none of the settings below.
 ALONE = {
     "bench": bench.run,
     "quantize": quantize.run,
+    "upcycle": upcycle.run,
     "cache": cache.run,
     "explain": explain.run,
     "top": top.run,
@@ -49,12 +57,14 @@ COMMANDS = {
     "decode": "a decode worker alone",
     "mixed": "a worker that prefills and decodes, alone",
 }
+FOREIGN = "Flags of vLLM and SGLang are understood, or refused with what to use instead: docs/cli.md has the table."
 WORKERS = tuple(Role)  # commands that run one worker alone
 KVCACHE = "a node of the KV pool alone: prefixes that any worker computed, for all of them"
 CACHE = "show, drop or check what the nodes of a KV pool hold"
 EXPLAIN = "why a request went where it went, and how long everything took against what was predicted"
 TOP = "a live view of workers, queues and objectives met; q leaves"
 QUANTIZE = "write a model as INT8 weights and activations, in the compressed-tensors convention"
+UPCYCLE = "write a dense model as a mixture of experts that gives the same text"
 MEASURE = "measure any OpenAI-compatible endpoint: latencies, throughput, goodput"
 
 
@@ -65,7 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"millrace {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=sentence(text))
+        command = commands.add_parser(name, help=text, description=sentence(text), epilog=FOREIGN)
         command.add_argument(
             "model", nargs="?", help="a folder, a .gguf file or a hub name (default: SmolLM2-135M-Instruct)"
         )
@@ -84,6 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
     top.add_arguments(commands.add_parser("top", help=TOP, description=sentence(TOP)))
     bench.add_arguments(commands.add_parser("bench", help=MEASURE, description=sentence(MEASURE)))
     quantize.add_arguments(commands.add_parser("quantize", help=QUANTIZE, description=sentence(QUANTIZE)))
+    upcycle.add_arguments(commands.add_parser("upcycle", help=UPCYCLE, description=sentence(UPCYCLE)))
     return parser
 
 
@@ -112,31 +123,48 @@ def _add_counts(command: argparse.ArgumentParser) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the process's exit code."""
-    parsed = make_parser().parse_args(arguments)
+    arguments, told = list(sys.argv[1:] if arguments is None else arguments), list[str]()
     try:
+        if arguments[:1] and arguments[0] in COMMANDS:
+            known = translate(arguments)
+            arguments, told = known.arguments, known.told
+        parsed = make_parser().parse_args(arguments)
         if parsed.command in ALONE:
             code = ALONE[parsed.command](parsed)
             sys.stdout.flush()
             return code
         given = vars(parsed)
+        if parsed.command != "kvcache":
+            check_last_word(arguments, given, "model", *CONFIGS)
         settings = read_settings(given)
         check_heartbeats(settings.placement)
+        server_context(settings.http)  # certificates that cannot be used are told of before anything has started
         configured_classes(settings.service)
         setup_logging(settings.cluster.worker_name or parsed.command, settings.http.log_level)
+        for line in told:
+            log.info("%s", line)
         return _start(given, settings)
-    except BrokenPipeError:  # the reader of our output has seen enough, as in `millrace cache ls | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the last flush fail
-        return 128 + signal.SIGPIPE
     except (MillraceError, ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _reader_has_left(sys.stdout.fileno()):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the last flush fail
+            return 128 + signal.SIGPIPE
         print(f"millrace: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
 
 
+def _reader_has_left(output: int) -> bool:
+    """The reader of our output has seen enough, as in `millrace cache ls | head`; it is no other pipe that broke."""
+    poll = select.poll()
+    poll.register(output, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
 def _start(given: Mapping[str, Any], settings: Settings) -> int:
     import uvloop
 
+    leave_at_once_on_signals()
     command, parent = given["command"], given.get("parent")
     if command == "kvcache":
         from deploy.kvcache_process import KvcacheProcess

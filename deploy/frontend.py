@@ -6,9 +6,9 @@ It starts them in order, says when they are ready, and on SIGTERM lets every acc
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import re
-import signal
 import socket
 import time
 from collections import Counter
@@ -17,8 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from deploy.embedding_form import embedding_form
 from deploy.generation_config import sampling_defaults, told
 from deploy.runtime.http_server import HttpServer
+from deploy.runtime.signals import on_signals
 from router.canary import Canary
 from router.candidate import Candidate
 from router.overview import RouterOverview
@@ -26,13 +28,18 @@ from router.placer import Placer
 from router.policy import FleetView, split_only
 from router.router import Router
 from serving.api.app import create_app
+from serving.api.body_work import BodyWork
+from serving.api.grammar_gate import GrammarGate
 from serving.api.in_flight import InFlightRequests
 from serving.api.settings import SamplingDefaults, ServedModel
 from serving.background import BackgroundTasks
 from serving.config import HttpConfig, ModelConfig
 from serving.errors import Unavailable
+from serving.http_metrics import HttpMetrics
+from serving.malloc import give_back_memory
 from serving.messages import WorkerStatus
 from serving.metrics import FaultFigures, RouterMetrics
+from serving.model.spec import ModelSpec
 from serving.service_config import ServiceConfig
 from serving.text.tokenizer import Tokenizer
 
@@ -41,6 +48,8 @@ log = logging.getLogger(__name__)
 LAST_WORDS_SECONDS = 2.0  # for the errors of requests that had to be ended to reach their clients
 MOST_PAIRS = 1024  # where there are more, /metrics tells of the broken ones alone
 SHOWN = 8  # broken pairs that /health names
+TIDY_SECONDS = 5.0
+CROWD = 500  # connections that have gone, between two looks or more
 AUDIT_SECONDS = 2.0  # between looks for leaks, while nothing runs
 
 
@@ -76,7 +85,9 @@ class Frontend:
             classes=self.fleet.config.classes,
             waiting_by_class=placer.admission.waiting_by_class,
             connections=lambda: self.server.connections(),
+            prefix=http.metrics_prefix,
         )
+        self.http_metrics = HttpMetrics()
         self.router = Router(placer, self.metrics, self.metrics.placements)
         self.leaving = asyncio.Event()
         app = create_app(
@@ -90,10 +101,13 @@ class Frontend:
             placements=RouterOverview(self.router),
             health=self.health,
             audit=self.audit,
-            metrics_text=self.metrics.text,
+            metrics_text=lambda: self.metrics.text() + self.http_metrics.text(),
             observer=self.metrics,
+            http_observer=self.http_metrics,
         )
         self.in_flight: InFlightRequests = app.state.in_flight
+        self.bodies: BodyWork = app.state.bodies
+        self.grammars: GrammarGate = app.state.grammars
         self.server = HttpServer(app, listening, http)
 
     def _statuses(self) -> list[WorkerStatus]:
@@ -156,17 +170,19 @@ class Frontend:
 
     def leave_on_signals(self) -> None:
         """SIGTERM and Ctrl-C begin the end; a second one does not hurry it, SIGKILL does."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.leaving.set)
+        on_signals(self.leaving.set)
 
     async def run(self) -> None:
         """Serve until told to leave, then drain. Start the fleet first."""
+        await self.bodies.start()
+        gc.collect()
+        gc.freeze()  # what has been loaded stays: looking through it again held everybody up for 0.3 s
         await self.server.start()
         background = self.background
         background.every(min(1.0, self.fleet.config.silence / 4), "expire", self.fleet.expire)
         background.start("audit", self._watch_leaks)
         background.start("announce", self._announce)
+        background.start("tidy", self._give_back_memory)
         if self.canary is not None:
             background.start("canary", self.canary.run)
         await self.leaving.wait()
@@ -178,17 +194,33 @@ class Frontend:
         except TimeoutError:
             log.warning("%d requests did not end in %g s", self.in_flight.count, self.http.shutdown_timeout)
             self.fleet.refuse_all(Unavailable("the server is shutting down", code="draining", retry_after=5.0))
+            self.grammars.close()
+            await self.bodies.close()  # those whose bodies have not been read, or grammars not tried, are told as well
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.in_flight.wait_idle(), LAST_WORDS_SECONDS)
         await background.stop()
         await self.server.stop()
+        self.grammars.close()
+        await self.bodies.close()
 
     async def _announce(self) -> None:
         """Say once that requests can be served, and how to send one."""
         while not self.health()[0]:
             await self.fleet.change()
         host = "localhost" if self.http.host in ("0.0.0.0", "::", "127.0.0.1") else self.http.host  # noqa: S104
-        log.info("ready: http://%s:%d/v1 serves %s", host, self.server.port, self.served.names[0])
+        scheme = "https" if self.http.ssl_certfile else "http"
+        log.info("ready: %s://%s:%d/v1 serves %s", scheme, host, self.server.port, ", ".join(self.served.names))
+
+    async def _give_back_memory(self) -> None:
+        """When a crowd of connections has gone, so does the memory it needed, which malloc would keep."""
+        most = 0
+        while True:
+            await asyncio.sleep(TIDY_SECONDS)
+            count = len(self.server.table)
+            if most - count >= CROWD:
+                await asyncio.to_thread(give_back_memory)
+                most = count
+            most = max(most, count)
 
     async def _watch_leaks(self) -> None:
         """While nothing runs, look for what has no owner."""
@@ -204,17 +236,18 @@ def _some(names: Sequence[str]) -> str:
 
 
 def served_model(
-    path: Path, config: ModelConfig, max_model_len: int, vocab_size: int, fingerprint: str | None
+    path: Path, config: ModelConfig, max_model_len: int, spec: ModelSpec, fingerprint: str | None
 ) -> ServedModel:
     """How the API presents the model at this path. Raises ValueError where its files cannot be read."""
     own = re.sub(r"[.-]I?(Q\d\w*|F16|BF16|F32)$", "", path.stem) if path.is_file() else path.name
     defaults = sampling_defaults(path) if config.generation_config == "auto" else SamplingDefaults()
     log.info("sampling where a request names none: %s", told(defaults))
     return ServedModel(
-        names=(config.served_model_name or own,),
+        names=config.served_model_name or (own,),
         max_model_len=max_model_len,
-        vocab_size=vocab_size,
+        vocab_size=spec.vocab_size,
         created=int(time.time()),
         fingerprint=fingerprint,
         defaults=defaults,
+        embedding=embedding_form(path, spec.hidden),
     )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from deploy.runtime.addresses import announced, warn_if_open
 from deploy.runtime.heartbeats import Heartbeats, addresses
 from deploy.runtime.http_server import open_status_door
 from deploy.runtime.settings import Settings
+from deploy.runtime.signals import on_signals
 from kvcache.pool.disk import NAMESPACE
 from kvcache.pool.node import PoolNode
 from kvcache.pool.service import PoolService
@@ -25,13 +25,13 @@ from serving.background import BackgroundTasks
 from serving.config import KvCacheConfig
 from serving.malloc import keep_freed_memory
 from serving.messages import PoolReport
-from serving.metrics import pool_metrics
 from serving.options import parse_bytes
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as registry
 from serving.proto import pool_pb2 as pool
 from serving.rpc import Caller, listen, server
 from serving.wire import to_pb
+from serving.worker_metrics import pool_metrics
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +48,7 @@ class KvcacheProcess:
         self._last: PoolReport | None = None
 
     async def run(self) -> int:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._leaving.set)
+        on_signals(self._leaving.set)
         keep_freed_memory()
         grpc_server = server(self.cluster.cluster_key)
         port = listen(grpc_server, self.cluster.grpc_host, self.cluster.grpc_port)
@@ -114,7 +112,7 @@ class KvcacheProcess:
         self._last = first = await node.report()
         app = status_app(
             health=lambda: (False, "draining") if node.draining else (True, "ok"),
-            metrics_text=pool_metrics(lambda: self._last or first),
+            metrics_text=pool_metrics(lambda: self._last or first, self.settings.http.metrics_prefix),
             audit=lambda: {"calls": node.calls, "puts": node.puts},
         )
         await open_status_door(app, self.settings.http, self.cluster.metrics_port, stack)

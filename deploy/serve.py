@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from deploy.chat_template import read_chat_template
 from deploy.children import child_specs, node_specs
 from deploy.frontend import Frontend, served_model
 from deploy.kvcache_process import store_config
@@ -20,6 +21,7 @@ from deploy.runtime.addresses import near, warn_if_open
 from deploy.runtime.cpu_binding import use_cores
 from deploy.runtime.http_server import bind
 from deploy.runtime.settings import Settings
+from deploy.runtime.signals import on_signals
 from deploy.runtime.supervisor import Supervisor
 from deploy.worker.model_cache import load_from
 from kvcache.pool.node import PoolNode
@@ -59,13 +61,14 @@ def router_config(settings: Settings) -> RouterConfig:
 
 async def serve_embedded(settings: Settings) -> int:
     """One process: a mixed worker, the router and the API; with --disk, a node of the KV pool too."""
+    template = read_chat_template(settings.http.chat_template)
     listening = bind(settings.http.host, settings.http.port)
     use_cores(settings.engine.cpus, settings.engine.threads)
     path = resolve(settings.model)
     log.info("loading %s", path)
     config = settings.model_config
     model, tokenizer = await asyncio.gather(
-        asyncio.to_thread(load_from, path, config), asyncio.to_thread(load_tokenizer, path)
+        asyncio.to_thread(load_from, path, config), asyncio.to_thread(load_tokenizer, path, template)
     )
     node = await own_node(settings)
     cluster = LocalCluster(
@@ -83,7 +86,7 @@ async def serve_embedded(settings: Settings) -> int:
             stack.push_async_callback(node.stop)
         await stack.enter_async_context(cluster)
         identity = cluster.workers[0].identity
-        served = served_model(path, config, identity.max_model_len, model.spec.vocab_size, identity.fingerprint)
+        served = served_model(path, config, identity.max_model_len, model.spec, identity.fingerprint)
         canary = settings.placement.canary_interval or 0.0
         front = Frontend(
             cluster.placer,
@@ -116,6 +119,7 @@ async def serve_front(settings: Settings, children: Mapping[Role, int], nodes: i
 
     So do the KV pool's nodes, of which `nodes` are children too.
     """
+    template = read_chat_template(settings.http.chat_template)
     listening = bind(settings.http.host, settings.http.port)
     path = resolve(settings.model)
     key = settings.cluster.cluster_key or (secrets.token_hex(16) if children else None)
@@ -133,11 +137,15 @@ async def serve_front(settings: Settings, children: Mapping[Role, int], nodes: i
     router = f"{near(settings.cluster.grpc_host)}:{port}"
     specs = node_specs(nodes, router, settings) + child_specs(path, children, router, settings)
     supervisor = Supervisor(specs, {"MILLRACE_CLUSTER_KEY": key or ""} if key else {})
+    early = asyncio.Event()
+    on_signals(early.set)  # from now on there are children to be told
     supervisor.start()
     try:
-        front = await asyncio.to_thread(_frontend, placer, settings, path, listening)
+        front = await asyncio.to_thread(_frontend, placer, settings, path, template, listening)
         front.leave_on_signals()
-        await front.run()
+        await asyncio.sleep(0)  # a signal that came before may still be told of
+        if not early.is_set():
+            await front.run()
     finally:
         if keeper is not None:
             await keeper.stop()
@@ -161,17 +169,19 @@ def _keeper(placer: Placer, settings: Settings, path: Path) -> SnapshotKeeper | 
     return keeper
 
 
-def _frontend(placer: Placer, settings: Settings, path: Path, listening: socket.socket) -> Frontend:
+def _frontend(
+    placer: Placer, settings: Settings, path: Path, template: str | None, listening: socket.socket
+) -> Frontend:
     spec, _, _ = open_checkpoint(path)
     limit = min(spec.max_position, settings.model_config.max_model_len or spec.max_position)
-    served = served_model(path, settings.model_config, limit, spec.vocab_size, None)
+    served = served_model(path, settings.model_config, limit, spec, None)
     given = settings.placement.canary_interval
     canary = CANARY_SECONDS if given is None else given
     return Frontend(
         placer,
         settings.http,
         served,
-        load_tokenizer(path),
+        load_tokenizer(path, template),
         listening,
         service=settings.service,
         canary_interval=canary,

@@ -50,8 +50,7 @@ class WorkerContext:
             raise ContextLengthExceeded(
                 f"{tokens} tokens leave no room to generate within the context of {limit}", param="prompt"
             )
-        longest = len(request.prompt) + request.sampling.max_tokens
-        long_rope = 0 < self.identity.long_rope_after < longest
+        long_rope = 0 < self.identity.long_rope_after < request.longest
         root = self.kv.root(request.tenant, long_rope, fingerprint)
         now = self.engine.clock()
         seq = SequenceState(order, root=root, stays=stays, long_rope=long_rope, now=now, kv_dtype=kv_dtype)
@@ -59,4 +58,6 @@ class WorkerContext:
             if self.grammars is None:
                 raise InvalidRequest(f"{self.identity.name} follows no grammars", param="grammar")
             seq.grammar = self.grammars.begin(grammar)
+            if not seq.may_draw:
+                seq.grammar.when_ready(self.loop.wake)  # a step that has nothing else to do sleeps
         return seq

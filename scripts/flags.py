@@ -9,9 +9,11 @@ import argparse
 from pathlib import Path
 
 from deploy.cli import make_parser
+from deploy.foreign_flags import FLAGS, ForeignFlag
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/cli.md"
 BEGIN, END = "<!-- begin tables: make docs -->", "<!-- end tables -->"
+FOREIGN_BEGIN, FOREIGN_END = "<!-- begin flags of others: make docs -->", "<!-- end flags of others -->"
 PLAIN_GROUPS = ("positional arguments", "options")
 
 
@@ -55,13 +57,37 @@ def row(action: argparse.Action) -> str:
     return f"| {name} | {meaning} |"
 
 
+def foreign_table() -> str:
+    """What becomes of the flags of other servers, in Markdown."""
+    return "| flag | here |\n|---|---|\n" + "\n".join(map(foreign_row, FLAGS)) + "\n"
+
+
+def foreign_row(flag: ForeignFlag) -> str:
+    parts = []
+    if flag.always:
+        values = "" if "*" in flag.always else " or ".join(f"`{value}`" for value in flag.always if value) + ": "
+        parts.append(f"{values}accepted: {flag.told}")
+    if flag.to:
+        renamed = ", ".join(f"`{theirs}` as `{ours}`" for theirs, ours in flag.values.items() if theirs != ours)
+        parts.append(f"{'else ' if parts else ''}`{flag.to}`" + (f", {renamed}" if renamed else ""))
+    if flag.instead:
+        parts.append(f"{'else refused' if parts else 'refused'}: {flag.instead}")
+    names = ", ".join(f"`{name}`" for name in flag.names)
+    return f"| {names} | {'; '.join(parts).replace('|', '/')} |"
+
+
 def render(page: str, parser: argparse.ArgumentParser) -> str:
     """The page with its tables written anew. Raises ValueError when the markers are not there."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page has no place between {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n\n{tables(parser)}\n{END}{after}"
+    return _filled(_filled(page, FOREIGN_BEGIN, foreign_table(), FOREIGN_END), BEGIN, tables(parser), END)
+
+
+def _filled(page: str, begin: str, text: str, end: str) -> str:
+    """The page with this text between these markers."""
+    before, found, rest = page.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not found or not ended:
+        raise ValueError(f"the page has no place between {begin!r} and {end!r}")
+    return f"{before}{begin}\n\n{text}\n{end}{after}"
 
 
 def main() -> None:

@@ -31,8 +31,10 @@ class ClassMetrics:
         model_name: str,
         classes: Collection[str] = tuple(SERVICE_CLASSES),
         waiting: Callable[[], Mapping[str, int]] = dict,
+        prefix: str = "millrace",
     ):
         self.registry = registry
+        self.prefix = prefix
         self.model = model_name
         self.classes = frozenset(classes)
         self.offered = self._counter("requests_offered", "Requests that ended, by how", "class", "outcome")
@@ -47,13 +49,13 @@ class ClassMetrics:
         )
         self.ttft = self._histogram("ttft_prediction_ratio", "Observed by predicted time to the first token")
         self.tpot = self._histogram("tpot_prediction_ratio", "Observed by predicted time for each token after it")
-        registry.register(_QueueByClass(model_name, self.classes, waiting))
+        registry.register(_QueueByClass(model_name, self.classes, waiting, prefix))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"millrace:{name}", text, ("model_name", *labels), registry=self.registry)
+        return Counter(f"{self.prefix}:{name}", text, ("model_name", *labels), registry=self.registry)
 
     def _histogram(self, name: str, text: str) -> Histogram:
-        made = Histogram(f"millrace:{name}", text, ("model_name",), registry=self.registry, buckets=_RATIO)
+        made = Histogram(f"{self.prefix}:{name}", text, ("model_name",), registry=self.registry, buckets=_RATIO)
         return made.labels(self.model)
 
     def placed(self, *, reason: str, downgraded: bool) -> None:
@@ -85,14 +87,17 @@ def _bounded(word: str, known: Collection[str]) -> str:
 class _QueueByClass:
     """How many requests of each class wait for room."""
 
-    def __init__(self, model_name: str, classes: Collection[str], waiting: Callable[[], Mapping[str, int]]):
+    def __init__(
+        self, model_name: str, classes: Collection[str], waiting: Callable[[], Mapping[str, int]], prefix: str
+    ):
+        self.prefix = prefix
         self.model = model_name
         self.classes = classes
         self.waiting = waiting
 
     def collect(self) -> Iterator[Metric]:
         text = "Requests waiting for room, by service class"
-        family = GaugeMetricFamily("millrace:router_queue_class_requests", text, labels=("model_name", "class"))
+        family = GaugeMetricFamily(f"{self.prefix}:router_queue_class_requests", text, labels=("model_name", "class"))
         counts = dict.fromkeys(sorted(self.classes), 0)
         for name, count in self.waiting().items():
             named = _bounded(name, self.classes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from serving.options import ConfigError, option
@@ -20,7 +21,10 @@ class ModelConfig:
         None, "compress the weights when they are loaded: int8 weights and activations (W8A8)", choices=("int8",)
     )
     kv_cache_dtype: str = option("auto", "type of the KV cache; auto: as --dtype", choices=("auto", "int8"))
-    served_model_name: str | None = option(None, "the model's name in the API; default: the model's own")
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "names of the model in the API: requests may use any, metrics have the first; default: the model's own",
+    )
     max_model_len: int | None = option(
         None, "tokens of prompt and output at most; default: what the model allows", least=2
     )
@@ -58,8 +62,8 @@ class EngineConfig:
     )
     prefill_order: str = option(
         "slack",
-        "in which order prompts are computed; slack: by priority and by when they are due, where they have objectives;"
-        " fcfs: first come, first served",
+        "in which order prompts are computed; slack: by priority, by when they are due, where they have objectives, and"
+        " fair to API keys where not all are in time; fcfs: first come, first served",
         choices=("slack", "fcfs"),
     )
     tpot_admission: bool = option(
@@ -105,9 +109,10 @@ class HttpConfig:
     port: int = option(8000, "port of the HTTP API", least=0, most=65535)
     api_key: str | None = option(
         None,
-        "require this key, or one of several with commas between them (Authorization: Bearer ...); better set"
-        " MILLRACE_API_KEY",
+        "require this key, or one of several (Authorization: Bearer ..., or x-api-key: ...); better set"
+        " MILLRACE_API_KEY, with commas between several",
         secret=True,
+        several=True,
     )
     shutdown_timeout: float = option(120.0, "seconds running requests may take to finish after SIGTERM", least=0)
     max_body_size: int = option(4 << 20, "bytes of a request body at most", least=1)
@@ -140,7 +145,36 @@ class HttpConfig:
     max_header_size: int = option(32 << 10, "bytes of a request's line and headers at most", least=1024)
     max_header_count: int = option(100, "headers of a request at most", least=1)
     keep_alive_timeout: float = option(30.0, "seconds a connection is kept for its next request", least=0.01)
+    allowed_origins: tuple[str, ...] = option(
+        (), "origins whose pages may call the API from a browser (CORS), such as https://chat.example.com, or *"
+    )
+    allowed_methods: tuple[str, ...] = option(("*",), "methods that such pages may use")
+    allowed_headers: tuple[str, ...] = option(("*",), "headers that such pages may send")
+    allow_credentials: bool = option(False, "let such pages send cookies and HTTP authentication along")
+    ssl_keyfile: str | None = option(None, "PEM file of the private key for --ssl-certfile; default: that file itself")
+    ssl_certfile: str | None = option(None, "PEM file of the server's certificate and its chain: serve HTTPS alone")
+    ssl_ca_certs: str | None = option(
+        None, "PEM file of the authorities whose certificates clients may show; --ssl-cert-reqs says whether they must"
+    )
+    ssl_cert_reqs: str = option(
+        "0",
+        "whether clients show a certificate; 0: they are not asked, 1: if they have one, 2: they must",
+        choices=("0", "1", "2"),
+    )
+    chat_template: str | None = option(
+        None, "a file of a chat template in Jinja, or such a template itself, instead of the model's own"
+    )
+    metrics_prefix: str = option(
+        "millrace", "what the names of metrics begin with; vllm: as boards and pickers made for vLLM ask for them"
+    )
     log_level: str = option("info", "how much to log", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.metrics_prefix):
+            told = (
+                f"--metrics-prefix: {self.metrics_prefix!r} is no beginning of a metric's name: letters, digits and _"
+            )
+            raise ConfigError(told, param="metrics_prefix")
 
 
 @dataclass(frozen=True, kw_only=True)

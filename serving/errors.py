@@ -57,6 +57,7 @@ class MillraceError(Exception):
         self.param = param  # the request field at fault, as a path such as `messages[0].role`
         self.code = code  # a short machine-readable reason
         self.retry_after = retry_after  # seconds
+        self.ignored: object = None  # what of the request's body was ignored, where it was read (serving.api.fields)
 
 
 MillraceError.by_name["MillraceError"] = MillraceError

@@ -58,3 +58,15 @@ def gqa_int8(kv_heads: int, head_dim: int) -> LayerKV:
             Plane("v_scale", (kv_heads,), "float32"),
         ),
     )
+
+
+def mla(kv_rank: int, rope_dim: int, dtype: str) -> LayerKV:
+    """MLA's latent and rotated key, which all heads share: planes c [kv_rank] and r [rope_dim] a token.
+
+    In int8 each has a float32 scale a token, in c_scale and r_scale.
+    """
+    planes = (Plane("c", (kv_rank,), dtype), Plane("r", (rope_dim,), dtype))
+    if dtype != "int8":
+        return LayerKV("mla", planes)
+    scales = tuple(Plane(plane.name + SCALE, (), "float32") for plane in planes)
+    return LayerKV("mla_int8", (*planes, *scales))

@@ -37,5 +37,5 @@ def setup_logging(service: str, level: str = "info") -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    for chatty in ("asyncio", "httpx", "urllib3", "uvicorn.error"):
+    for chatty in ("asyncio", "httpx", "torch", "urllib3", "uvicorn.error"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -21,3 +21,12 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return bool(mallopt(_TRIM_THRESHOLD, KEPT_BYTES)) and bool(mallopt(_MMAP_THRESHOLD, HEAP_BYTES))
+
+
+def give_back_memory() -> bool:
+    """Have malloc give all that is free back to the kernel; False where it has none, or cannot (not glibc).
+
+    Takes about a millisecond for each 4 MiB that are free.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim is not None and bool(trim(0))

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from serving.step_cost import StepCost
 
-PROTOCOL = 3  # of registration, leases and handoffs: workers and routers of unequal versions do not meet
+PROTOCOL = 5  # of registration, leases and handoffs: workers and routers of unequal versions do not meet
 
 
 class FinishReason(StrEnum):
@@ -22,6 +22,14 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens or the model's context
     ABORT = "abort"  # the client left
     ERROR = "error"
+
+
+class Pooling(StrEnum):
+    """How a prompt's hidden states after the final norm become one embedding."""
+
+    LAST = "last"  # the last token's
+    MEAN = "mean"  # of all tokens'
+    FIRST = "first"  # the first token's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,8 +79,19 @@ class Request:
     service_class: str = "standard"  # of the configured classes
     priority: int = 0  # smaller goes first, its class's priority included
     session: str = ""  # requests that name the same one belong together; the router's alone
-    client: str = ""  # tells API keys apart, for the router's fairness alone; empty where none is required
+    client: str = ""  # tells API keys apart, for fairness alone; empty where none is required
     prompt_logprobs: int | None = None  # like SamplingParams.logprobs, for the prompt's tokens
+    pooling: Pooling | None = None  # an embedding is wanted and no token; `max_tokens` is 1 then
+
+    @property
+    def longest(self) -> int:
+        """Tokens of prompt and output that it may come to."""
+        return len(self.prompt) + (self.sampling.max_tokens if self.pooling is None else 0)
+
+    @property
+    def reuses_kv(self) -> bool:
+        """True if cached KV may stand in for computing a token: nothing else of that token is wanted."""
+        return self.prompt_logprobs is None and self.pooling in (None, Pooling.LAST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +115,7 @@ class Delta:
     finish: FinishReason | None = None
     cached_tokens: int = 0  # prompt tokens whose KV was reused; meaningful on the first delta
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # on the first delta, when asked for
+    embedding: bytes = b""  # float32, little-endian, neither shortened nor normalized; there are no tokens then
 
 
 Generate = Callable[[Request], AsyncIterator[Delta]]
@@ -204,6 +224,7 @@ class WorkerIdentity:
 
 TPOT_BINS_MS = (5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0, 56.0, 80.0, 112.0, 160.0, 224.0, 320.0, 448.0, 640.0)
 """Upper bounds of the bins of WorkerStatus.tpot_counts; a last bin counts sequences with a later objective or none."""
+STEP_TOKEN_BINS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens of a step: at most; as vLLM
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,3 +43,9 @@ class Timeline:
         if first is None or self.last_token is None or self.tokens < 2:
             return None
         return (self.last_token - first) / (self.tokens - 1)
+
+    @property
+    def decode_seconds(self) -> float | None:
+        """From the first token to the last: 0 for a single one, None before any."""
+        first = self.first(Moment.FIRST_TOKEN)
+        return None if first is None else max(first, self.last_token or first) - first

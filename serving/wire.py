@@ -180,12 +180,7 @@ _DIFFERENT: dict[type, _Different] = {
         lambda message: {"logit_bias": tuple(zip(message.bias_tokens, message.bias_values, strict=True))},
     ),
     Request: _Different(
-        (
-            "slo",
-            "deadline",
-            "session",
-            "client",
-        ),  # the router's: its clock is its own, and it queues and places
+        ("slo", "deadline", "session"),  # the router's: its clock is its own, and it places
         lambda request: {"ttft_slo_ms": request.slo.ttft_ms, "tpot_slo_ms": request.slo.tpot_ms},
         _request_slo,
     ),
@@ -219,7 +214,7 @@ def logprob_from_pb(message: pb.TokenLogprob) -> TokenLogprob | None:
 
 
 def delta_to_pb(delta: Delta) -> pb.Delta:
-    return pb.Delta(
+    made = pb.Delta(
         index=delta.index,
         tokens=delta.tokens,
         logprobs=[logprob_to_pb(item) for item in delta.logprobs],
@@ -227,6 +222,9 @@ def delta_to_pb(delta: Delta) -> pb.Delta:
         cached_tokens=delta.cached_tokens,
         prompt_logprobs=[logprob_to_pb(item) for item in delta.prompt_logprobs],
     )
+    if delta.embedding:
+        made.embedding = delta.embedding
+    return made
 
 
 def delta_from_pb(message: pb.Delta) -> Delta:
@@ -237,6 +235,7 @@ def delta_from_pb(message: pb.Delta) -> Delta:
         finish=FinishReason(message.finish) if message.finish else None,
         cached_tokens=message.cached_tokens,
         prompt_logprobs=tuple(map(logprob_from_pb, message.prompt_logprobs)),
+        embedding=message.embedding,
     )
 
 

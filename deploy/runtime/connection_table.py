@@ -5,7 +5,6 @@ A connection is idle while no request of it is being answered: it is new, sends 
 
 from __future__ import annotations
 
-import ipaddress
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -113,16 +112,3 @@ class ConnectionTable(Generic[C]):
             self._count[network] -= 1
             if not self._count[network]:
                 del self._count[network]
-
-
-def network_of(host: str) -> str:
-    """What counts as one address: an IPv4 address, or the /64 of an IPv6 one, which one host has whole."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is not None:
-            return str(address.ipv4_mapped)
-        return str(ipaddress.IPv6Network((address, 64), strict=False))
-    return str(address)

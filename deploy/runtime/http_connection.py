@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
+from collections.abc import Hashable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from deploy.runtime.connection_table import ConnectionEnd, ConnectionTable, network_of
+from deploy.runtime.connection_table import ConnectionEnd, ConnectionTable
 from deploy.runtime.http_refusals import RESPONSES
 from deploy.runtime.send_watch import SendWatch
+from serving.addresses import network_of
 from serving.config import HttpConfig
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,12 @@ class _RefusedError(Exception):
         self.end = end
 
 
+class Connection(Hashable, Protocol):
+    """What a table of connections holds: one that can be ended to make room."""
+
+    def abort(self) -> None: ...
+
+
 class HttpConnection(HttpToolsProtocol):
     """uvicorn's protocol, with the bounds of an `HttpConfig`. All connections of a server share a `table`.
 
@@ -48,10 +55,11 @@ class HttpConnection(HttpToolsProtocol):
     headers, or to the next request. A refusal that comes while an answer is under way is sent after it.
     """
 
-    def __init__(self, *arguments: Any, limits: HttpConfig, table: ConnectionTable[HttpConnection], **more: Any):
+    def __init__(self, *arguments: Any, limits: HttpConfig, table: ConnectionTable[Connection], **more: Any):
         super().__init__(*arguments, **more)
         self.limits = limits
         self.table = table
+        self.before: Connection | None = None  # what stood for it in the table until it was made
         self._running: RequestResponseCycle | None = None  # the request that is being answered
         self._in_head = False
         self._head_bytes = 0  # of the headers of the request that arrives, as far as the parser has told them
@@ -73,15 +81,21 @@ class HttpConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.watch = SendWatch(self.transport, self.limits.send_timeout, self._unread)
+        if self.before is not None:
+            self.table.leave(self.before)
+            self.before = None
         admission = self.table.admit(self, network_of(self.client[0] if self.client else ""))
         if admission.evicted is not None:
-            admission.evicted.transport.abort()
+            admission.evicted.abort()
         if admission.refused is not None:
             self._deaf = True
             self.transport.write(RESPONSES[admission.refused])
             self.transport.close()
         else:
             self._wait_for(ConnectionEnd.SILENT, self.limits.header_timeout)
+
+    def abort(self) -> None:
+        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._deaf:
@@ -297,8 +311,12 @@ class HttpConnection(HttpToolsProtocol):
         self._deaf = True
         self.table.idle(self)
         self.flow.resume_reading()
-        with suppress(OSError):  # the client has reset it: the transport is about to hear
+        try:
             self.transport.write_eof()
+        except NotImplementedError:  # TLS has no half of a connection: closing says the end, and takes what still comes
+            self.transport.close()
+        except OSError:
+            pass  # the client has reset it: the transport is about to hear
         self._stop_timer()
         self._timer = self.loop.call_later(LINGER_S, self.transport.abort)
 

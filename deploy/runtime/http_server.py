@@ -6,7 +6,8 @@ import asyncio
 import logging
 import resource
 import socket
-from collections.abc import Iterator
+import ssl
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from typing import cast
@@ -15,7 +16,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from deploy.runtime.connection_table import ConnectionEnd, ConnectionTable
-from deploy.runtime.http_connection import HttpConnection
+from deploy.runtime.http_connection import Connection, HttpConnection
+from deploy.runtime.tls import server_context
+from deploy.runtime.tls_acceptor import TlsAcceptor
 from serving.config import HttpConfig
 from serving.metrics import ConnectionFigures
 
@@ -29,13 +32,34 @@ KEEP_ALIVE_PROBES = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT"
 class _Server(uvicorn.Server):
     """Signals belong to the program, not to one of its servers; and it says when it is up."""
 
-    def __init__(self, config: uvicorn.Config):
+    def __init__(self, config: uvicorn.Config, http: HttpConfig, table: ConnectionTable[Connection]):
         super().__init__(config)
         self.up = asyncio.Event()
+        self.http = http
+        self.table = table
+        self.context = server_context(http)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        if self.context is None:
+            await super().startup(sockets)
+        else:
+            self._startup_tls(sockets or [], self.context)
         self.up.set()
+
+    def _startup_tls(self, sockets: list[socket.socket], context: ssl.SSLContext) -> None:
+        """As uvicorn's, which holds connections in their handshakes without bounds of number and time."""
+        make = partial(
+            cast("Callable[..., HttpConnection]", self.config.http_protocol_class),
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        seconds, backlog = self.http.header_timeout, self.config.backlog
+        made = [
+            TlsAcceptor(sock, context, make, self.table, handshake_seconds=seconds, backlog=backlog) for sock in sockets
+        ]
+        self.servers = cast("list[asyncio.Server]", made)  # of which it closes them, and waits for that
+        self.started = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -74,13 +98,15 @@ def descriptors_for(connections: int) -> int:
 
 
 class HttpServer:
-    """An app on a socket from `bind`, its connections within the bounds of `http`."""
+    """An app on a socket from `bind`, its connections within the bounds of `http`. Raises ValueError for certificates
+    that cannot be used.
+    """
 
     def __init__(self, app: FastAPI, listening: socket.socket, http: HttpConfig):
         self.listening = listening
         self.port: int = listening.getsockname()[1]
         room = descriptors_for(http.max_connections)
-        self.table: ConnectionTable[HttpConnection] = ConnectionTable(room, http.max_connections_per_address)
+        self.table: ConnectionTable[Connection] = ConnectionTable(room, http.max_connections_per_address)
         config = uvicorn.Config(
             app,
             http=cast("type[asyncio.Protocol]", partial(HttpConnection, limits=http, table=self.table)),
@@ -90,7 +116,7 @@ class HttpServer:
             lifespan="off",
             timeout_graceful_shutdown=5,
         )
-        self._server = _Server(config)
+        self._server = _Server(config, http, self.table)
 
     def connections(self) -> ConnectionFigures:
         """Connections now, by state, and how many the server has ended, by why."""

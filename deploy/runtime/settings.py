@@ -16,7 +16,7 @@ from serving.config import (
     PlacementConfig,
     PoolConfig,
 )
-from serving.options import build, load_file, names
+from serving.options import ConfigError, build, load_file, names
 from serving.service_config import ServiceConfig
 
 
@@ -42,6 +42,14 @@ NODE_CONFIGS = (KvCacheConfig, HttpConfig, PlacementConfig, ClusterConfig)  # wh
 
 def read_settings(given: Mapping[str, Any]) -> Settings:
     """The settings of parsed flags, over the environment, over the file they name. Raises ConfigError."""
-    file = load_file(given.get("config"), names(*CONFIGS))
-    groups: dict[str, Any] = {name: build(kind, file, os.environ, given) for name, kind in GROUPS.items()}
+    file, environ = load_file(given.get("config"), names(*CONFIGS)), _environment(os.environ)
+    groups: dict[str, Any] = {name: build(kind, file, environ, given) for name, kind in GROUPS.items()}
     return Settings(model=given.get("model"), **groups)
+
+
+def _environment(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment with vLLM's key as ours, for nobody is to believe it is asked for. Raises ConfigError."""
+    key = environ.get("VLLM_API_KEY", "")
+    if "," in key:
+        raise ConfigError("VLLM_API_KEY: a key cannot have a comma here, where it parts keys", param="VLLM_API_KEY")
+    return {"MILLRACE_API_KEY": key, **environ} if key else environ

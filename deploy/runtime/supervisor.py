@@ -10,11 +10,11 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from serving.child_process import import_path, module_command
 from serving.options import ENV_PREFIX
 
 log = logging.getLogger(__name__)
@@ -37,8 +37,13 @@ class Supervisor:
 
     def __init__(self, children: Sequence[ChildSpec], environ: Mapping[str, str]):
         self.children = children
-        own = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
-        self.environ = {**own, **environ}  # our settings reach children as flags; the API's port and key are not theirs
+        of_ours = (ENV_PREFIX, "VLLM_API_KEY")
+        own = {name: value for name, value in os.environ.items() if not name.startswith(of_ours)}
+        self.environ = {
+            **own,
+            "PYTHONPATH": import_path(own),
+            **environ,
+        }  # our settings reach children as flags; the API's port and key are not theirs
         self.processes: dict[str, asyncio.subprocess.Process] = {}
         self._stopping = False
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by the child that each keeps running
@@ -53,9 +58,7 @@ class Supervisor:
         while not self._stopping:
             began = time.monotonic()
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "deploy.cli",
+                *module_command("deploy.cli"),
                 *child.arguments,
                 env=self.environ,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -75,6 +78,7 @@ class Supervisor:
         running = {name: process for name, process in self.processes.items() if process.returncode is None}
         for process in running.values():
             process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGCONT)  # one that is stopped would hear it only when it goes on
         for name, task in self._tasks.items():
             if name not in running:  # it waits to start its child again
                 task.cancel()

@@ -39,10 +39,11 @@ from prefill.ordering import Cost, FirstComeFirstServed, PromptOrder, SlackOrder
 from prefill.scheduler import PrefillScheduler
 from prefill.worker import Layout, PrefillWorker
 from serving.config import EngineConfig, ModelConfig, PoolConfig
-from serving.engine.engine import Engine, Runner, StepLimits
+from serving.engine.engine import Engine, StepLimits
 from serving.engine.loop import EngineLoop
 from serving.engine.overlap import engine_for
 from serving.engine.plan import Scheduler, StepRecord
+from serving.engine.run import Runner
 from serving.engine.runner import ModelRunner
 from serving.engine.step_fit import StepFit
 from serving.engine.step_meter import StepMeter

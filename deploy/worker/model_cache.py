@@ -26,6 +26,7 @@ from serving.loader.loading import LoadedModel, load, resolve
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import Caller, asking
+from serving.temporary import temporary_folder
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +83,8 @@ class ModelCache:
     async def _pulled(self, found: PoolClient, where: Path) -> LoadedModel:
         """By way of a folder that is gone at the end; files mapped from it live on."""
         name, began = model_name(self.model), time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="millrace-", dir=where) as folder:
-            path = await pull(found, name, Path(folder))
+        with temporary_folder(where) as folder:
+            path = await pull(found, name, folder)
             fetched = time.monotonic()
             loaded = await asyncio.to_thread(load_from, path, self.config)
         took = time.monotonic() - began

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -14,6 +13,7 @@ from deploy.runtime.cpu_binding import use_cores
 from deploy.runtime.heartbeats import Heartbeats, RouterClocks, addresses
 from deploy.runtime.http_server import open_status_door
 from deploy.runtime.settings import Settings
+from deploy.runtime.signals import on_signals
 from deploy.worker.build import WorkerLinks, build_worker
 from deploy.worker.model_cache import ModelCache
 from deploy.worker.worker import Worker
@@ -23,10 +23,10 @@ from kvcache.transfer.choice import lenders_for, lenders_on_demand
 from kvcache.transfer.lent_memory import MemoryLenders
 from prefill.service import PrefillService
 from serving.api.status import status_app
+from serving.fleet_metrics import worker_metrics
 from serving.loader.loading import LoadedModel
 from serving.malloc import keep_freed_memory
 from serving.messages import Role
-from serving.metrics import worker_metrics
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import Caller, listen, server
@@ -62,11 +62,9 @@ class WorkerProcess:
     async def run(self) -> int:
         settings, cluster = self.settings, self.cluster
         use_cores(settings.engine.cpus, settings.engine.threads)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._leaving.set)
         cache = ModelCache(settings.model, settings.model_config, settings.pool, cluster)
         model = await cache.load()
+        on_signals(self._leaving.set)
         grpc_server = server(cluster.cluster_key)
         port = listen(grpc_server, cluster.grpc_host, cluster.grpc_port)
         warn_if_open(cluster)
@@ -137,10 +135,10 @@ class WorkerProcess:
     async def _open_status_door(self, worker: Worker, stack: AsyncExitStack) -> None:
         if self.cluster.metrics_port is None:
             return
-        name = self.settings.model_config.served_model_name or worker.identity.model
+        name, *_ = (*self.settings.model_config.served_model_name, worker.identity.model)
         app = status_app(
             health=lambda: health_of(worker),
-            metrics_text=worker_metrics(name, worker.status),
+            metrics_text=worker_metrics(name, worker.status, self.settings.http.metrics_prefix),
             audit=lambda: worker.audit_now().counts,
         )
         await open_status_door(app, self.settings.http, self.cluster.metrics_port, stack)

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from decode.speculation import Speculation
 from decode.worker import DecodeWorker, RouterSession
 from deploy.worker.step_costs import StepCostKeeper
 from kvcache.blocks.events import KVEventLog
@@ -20,7 +21,7 @@ from prefill.worker import PrefillWorker
 from serving.engine.sequence import SequenceState
 from serving.errors import InvalidRequest, MillraceError, WorkerLost
 from serving.links import Deliver
-from serving.messages import TPOT_BINS_MS, Audit, KVEvents, Prefilled, PrefillOrder, WorkerStatus
+from serving.messages import STEP_TOKEN_BINS, TPOT_BINS_MS, Audit, KVEvents, Prefilled, PrefillOrder, WorkerStatus
 from serving.step_cost import StepLoad
 
 FLUSH_SECONDS = 5.0  # a leaving worker gives what it computed so long to reach the KV pool
@@ -178,8 +179,7 @@ class Worker:
             "deadlines_exceeded": float(self.prefill.expired + (self.decode.expired if self.decode is not None else 0)),
         }
         if decoding is not None and decoding.speculation is not None:
-            counters["spec_decode_num_draft_tokens"] = float(decoding.speculation.drafted)
-            counters["spec_decode_num_accepted_tokens"] = float(decoding.speculation.accepted)
+            counters |= drafting(decoding.speculation)
         if self.connector is not None:
             counters.update(self.connector.counters())
         if host is not None:
@@ -187,7 +187,8 @@ class Worker:
             counters["host_kv_bytes_in"] = float(host.bytes_in)
         if self.decode is not None:
             counters.update(self.decode.counters())
-        return counters
+        bins = zip((*STEP_TOKEN_BINS, "+Inf"), totals.sizes, strict=True)
+        return counters | {f"iteration_tokens/{most}": float(count) for most, count in bins if count}
 
     def kv_events(self, since: int) -> KVEvents:
         """The block keys stored and removed since event number `since` (kvcache.blocks.events)."""
@@ -228,3 +229,14 @@ def tpot_counts(running: Sequence[SequenceState]) -> tuple[int, ...]:
         objective = seq.request.slo.tpot_ms
         counts[len(TPOT_BINS_MS) if objective is None else bisect_left(TPOT_BINS_MS, objective)] += 1
     return tuple(counts)
+
+
+def drafting(speculation: Speculation) -> dict[str, float]:
+    """Running totals of drafts, by metric."""
+    counters = {
+        "spec_decode_num_drafts": float(speculation.drafts),
+        "spec_decode_num_draft_tokens": float(speculation.drafted),
+        "spec_decode_num_accepted_tokens": float(speculation.accepted),
+    }
+    at = enumerate(speculation.accepted_at)
+    return counters | {f"spec_decode_num_accepted_tokens_per_pos/{position}": float(count) for position, count in at}

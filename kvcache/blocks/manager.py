@@ -139,7 +139,7 @@ class KVCacheManager:
 
     def shareable_keys(self, seq: SequenceState) -> list[bytes]:
         """The keys of the blocks that may come from elsewhere: all full ones, but for one token left to compute."""
-        if not self.allocator.caching or seq.request.prompt_logprobs is not None:
+        if not self.allocator.caching or not seq.request.reuses_kv:
             return []
         reusable = len(seq.tokens) - 1
         extend_keys(seq.prefix.keys, seq.prefix.root, seq.tokens, self.block_size, upto=reusable)

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP API over a `generate` that it is given: the table of its endpoints.
+"""The HTTP API, in OpenAI's and Anthropic's dialects, over a `generate` that it is given: the table of its endpoints.
 
 It knows neither router nor workers; health, audit, metrics and placements come in from outside.
 """
@@ -14,25 +14,29 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serving import __version__
-from serving.api.constraints import Constraints
+from serving.api.body import read_body
+from serving.api.body_work import BodyWork, client_of
+from serving.api.cors import allow_origins
+from serving.api.dialect import Dialect
+from serving.api.embedding_plan import EmbeddingPreparer
+from serving.api.embeddings import EmbeddingResponse
 from serving.api.explain import SALT, RequestNames, explain
 from serving.api.failures import handle_failures
-from serving.api.generation import GenerationResponse, Service
+from serving.api.generation import GenerationResponse
+from serving.api.grammar_gate import GrammarGate
 from serving.api.in_flight import InFlightRequests
-from serving.api.middleware import AuthMiddleware
-from serving.api.objectives import PromiseReader
+from serving.api.messages_body import CountTokensBody
+from serving.api.middleware import AuthMiddleware, ObservedMiddleware
 from serving.api.openapi import describe_bodies, takes
-from serving.api.prepare import Preparer
-from serving.api.prompts import PromptReader
 from serving.api.rate_limit import RateLimiter
-from serving.api.schema import ChatCompletionBody, CompletionBody, DetokenizeBody, TokenizeBody
-from serving.api.settings import ApiObserver, Health, NoPlacementLog, PlacementLog, ReadAudit, ServedModel
+from serving.api.readers import Readers, ReaderSettings
+from serving.api.schema import DetokenizeBody, EmbeddingBody, TokenizeBody
+from serving.api.service import Service, tell_ignored, tell_refusal, until_hang_up
+from serving.api.settings import ApiObserver, Health, HttpObserver, NoPlacementLog, PlacementLog, ReadAudit, ServedModel
 from serving.api.status import add_process_routes
-from serving.api.thinking import ThinkingReader
-from serving.api.tokens import TokenEndpoints
-from serving.api.tools import ToolReader
+from serving.api.tokens import Answer
 from serving.config import HttpConfig
-from serving.errors import NotFound, Unavailable
+from serving.errors import MillraceError, NotFound, Unavailable
 from serving.messages import Generate
 from serving.service_class import SERVICE_CLASSES, ServiceClass
 from serving.service_config import ServiceConfig
@@ -53,18 +57,26 @@ def create_app(
     classes: Mapping[str, ServiceClass] = SERVICE_CLASSES,
     clock: Callable[[], float] = time.monotonic,
     placements: PlacementLog | None = None,
+    http_observer: HttpObserver | None = None,
 ) -> FastAPI:
-    """The ASGI application. `app.state.in_flight` is the `InFlightRequests` through which a server drains it.
+    """The ASGI app. Of `app.state`, a server drains it through `in_flight` (InFlightRequests), may start `bodies`
+    (BodyWork), so that long ones are read in processes of their own, and closes those and `grammars` (GrammarGate).
 
     `clock` is the router's: deadlines are times on it.
     Raises `ValueError` when the tokenizer's chat template is not valid.
     """
     app = FastAPI(title="millrace", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     in_flight = app.state.in_flight = InFlightRequests()
-    app.add_middleware(AuthMiddleware, api_key=config.api_key)
-    handle_failures(app)
-    prompts = PromptReader(tokenizer=tokenizer, served=served, tool_call_parser=config.tool_call_parser)
+    _surround(app, config, http_observer, clock)
     service_config = service_config or ServiceConfig()
+    settings = ReaderSettings(
+        tokenizer=tokenizer,
+        served=served,
+        config=config,
+        classes=classes,
+        default_class=service_config.default_service_class,
+    )
+    bodies = app.state.bodies = BodyWork(settings)
     service = Service(
         generate=generate,
         tokenizer=tokenizer,
@@ -75,42 +87,46 @@ def create_app(
         limits=RateLimiter(service_config.rate_limit_requests, service_config.rate_limit_tokens),
         placements=placements or NoPlacementLog(),
         names=RequestNames(),
+        bodies=bodies,
+        grammars=GrammarGate(tokenizer),
     )
-    objectives = PromiseReader(classes, service_config.default_service_class)
-    preparer = Preparer(
-        served=served,
-        prompts=prompts,
-        objectives=objectives,
-        constraints=Constraints(tokenizer),
-        strict_fields=config.strict_fields,
-        tools=ToolReader(tokenizer, prompts.tool_prompt),
-        thinking=ThinkingReader(tokenizer, config.reasoning_parser),
-    )
-    _add_generation(app, service, preparer)
+    app.state.grammars, readers = service.grammars, bodies.readers
+    for dialect in readers.dialects:
+        _add_generation(app, service, dialect)
+    _add_embeddings(app, service, readers.embeddings)
     _add_models(app, served)
     _add_placements(app, service)
-    _add_tokens(
-        app,
-        TokenEndpoints(tokenizer=tokenizer, served=served, prompts=prompts, config=config, observer=observer),
-    )
+    _add_tokens(app, service, readers)
     _add_operations(app, in_flight, health, audit)
     add_process_routes(app, metrics_text)
-    describe_bodies(app, [ChatCompletionBody, CompletionBody, TokenizeBody, DetokenizeBody])
+    others = (EmbeddingBody, TokenizeBody, DetokenizeBody, CountTokensBody)
+    describe_bodies(app, [*(dialect.kind for dialect in readers.dialects), *others])
+    allow_origins(app, config)
     return app
+
+
+def _surround(app: FastAPI, config: HttpConfig, observer: HttpObserver | None, clock: Callable[[], float]) -> None:
+    """What stands around every endpoint; CORS comes last, when the app is complete."""
+    app.add_middleware(AuthMiddleware, api_key=config.api_key)
+    if observer is not None:
+        app.add_middleware(ObservedMiddleware, observer=observer, clock=clock)
+    handle_failures(app)
 
 
 def _json(content: object) -> Response:
     return Response(orjson.dumps(content), media_type="application/json")
 
 
-def _add_generation(app: FastAPI, service: Service, preparer: Preparer) -> None:
-    @app.post("/v1/chat/completions", openapi_extra=takes(ChatCompletionBody))
-    async def chat_completions(request: Request) -> Response:
-        return GenerationResponse(service, preparer.chat, request.headers, request.state)
+def _add_generation(app: FastAPI, service: Service, dialect: Dialect) -> None:
+    @app.post(dialect.path, name=type(dialect).__name__, openapi_extra=takes(dialect.kind))
+    async def generate(request: Request) -> Response:
+        return GenerationResponse(service, dialect, request.headers, request.state)
 
-    @app.post("/v1/completions", openapi_extra=takes(CompletionBody))
-    async def completions(request: Request) -> Response:
-        return GenerationResponse(service, preparer.completion, request.headers, request.state)
+
+def _add_embeddings(app: FastAPI, service: Service, preparer: EmbeddingPreparer) -> None:
+    @app.post("/v1/embeddings", openapi_extra=takes(EmbeddingBody))
+    async def embeddings(request: Request) -> Response:
+        return EmbeddingResponse(service, preparer.prepare, request.headers, request.state)
 
 
 def _add_placements(app: FastAPI, service: Service) -> None:
@@ -147,14 +163,35 @@ def _add_models(app: FastAPI, served: ServedModel) -> None:
         return _json(card(name))
 
 
-def _add_tokens(app: FastAPI, tokens: TokenEndpoints) -> None:
+def _add_tokens(app: FastAPI, service: Service, readers: Readers) -> None:
+    tokens = readers.tokens
+
+    async def answer(request: Request, work: Callable[[bytes], Answer]) -> Response:
+        body = await read_body(request.receive, request.headers, service.config)
+        client = client_of(request.scope)
+        try:
+            told, ignored = await until_hang_up(request.receive, service.bodies.run(work, body, client=client))
+        except MillraceError as error:
+            tell_refusal(error, request.state.answer_headers, service.observer)
+            raise
+        tell_ignored(ignored, request.state.answer_headers, service.observer)
+        return Response(told, media_type="application/json")
+
     @app.post("/tokenize", openapi_extra=takes(TokenizeBody))
     async def tokenize(request: Request) -> Response:
-        return _json(await tokens.answer(request, tokens.tokenize))
+        return await answer(request, tokens.tokenize)
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        return _json(tokens.info())
 
     @app.post("/detokenize", openapi_extra=takes(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
-        return _json(await tokens.answer(request, tokens.detokenize))
+        return await answer(request, tokens.detokenize)
+
+    @app.post(f"{readers.messages.path}/count_tokens", openapi_extra=takes(CountTokensBody))
+    async def count_tokens(request: Request) -> Response:
+        return await answer(request, readers.messages.count)
 
 
 def _add_operations(app: FastAPI, in_flight: InFlightRequests, health: Health, audit: ReadAudit) -> None:

@@ -6,19 +6,22 @@ A client that sends too much or too slowly is refused while it is still sending;
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import orjson
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Receive
 
 from serving.api.fields import IgnoredFields, shown_path, sort_fields
+from serving.api.strict import Strict
 from serving.config import HttpConfig
-from serving.errors import InvalidRequest, PayloadTooLarge, RequestTimeout
+from serving.errors import InvalidRequest, MillraceError, PayloadTooLarge, RequestTimeout
 
-Body = TypeVar("Body", bound=BaseModel)
+Body = TypeVar("Body", bound=Strict)
 
 
 class ClientGoneError(Exception):
@@ -80,13 +83,29 @@ def parse_body(kind: type[Body], body: bytes, *, strict: bool = False) -> tuple[
     if not isinstance(fields, dict):
         raise InvalidRequest("the body must be a JSON object", code="invalid_json")
     kept, ignored = sort_fields(kind, fields, strict=strict)
+    with telling(ignored):
+        return checked(kind, kept), ignored
+
+
+@contextmanager
+def telling(ignored: IgnoredFields) -> Iterator[None]:
+    """An error raised inside says what of its body was ignored."""
     try:
-        return kind.model_validate(kept), ignored
+        yield
+    except MillraceError as error:
+        error.ignored = ignored
+        raise
+
+
+def checked(kind: type[Body], fields: Mapping[str, Any]) -> Body:
+    """`fields` as a `kind`. Raises `InvalidRequest` that names the field at fault."""
+    try:
+        return kind.model_validate(fields)
     except ValidationError as error:
-        raise _invalid(error, kept) from error
+        raise _invalid(error, fields) from error
 
 
-def _invalid(error: ValidationError, fields: dict[str, Any]) -> InvalidRequest:
+def _invalid(error: ValidationError, fields: Mapping[str, Any]) -> InvalidRequest:
     """The error that points deepest into the body: where a field has several forms, the one that nearly fits.
 
     Lists are judged up to their first wrong item, so there are never many.
@@ -100,7 +119,7 @@ def _invalid(error: ValidationError, fields: dict[str, Any]) -> InvalidRequest:
     return InvalidRequest(f"{param}: {message.removeprefix('Value error, ')}", param=param)
 
 
-def _path(location: tuple[int | str, ...], fields: dict[str, Any]) -> list[int | str]:
+def _path(location: tuple[int | str, ...], fields: Mapping[str, Any]) -> list[int | str]:
     """Pydantic's location without the names of the union members it tried: only steps that exist in the body.
 
     The last step of a missing field does not exist either, and is kept when nothing else is left to follow.

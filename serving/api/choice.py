@@ -14,7 +14,7 @@ from serving.messages import Delta, FinishReason
 from serving.text.detokenizer import Detokenizer, MatchedText, StopMatcher
 from serving.text.reasoning import ReasoningSplitter
 from serving.text.tokenizer import Tokenizer
-from serving.text.tools.events import CallDelta
+from serving.text.tools.events import CallDelta, Parsed, Part
 from serving.text.tools.parser import ToolCallParser
 
 
@@ -39,8 +39,16 @@ class ParsedDelta(ChoiceDelta):
     """The same of a choice that is read for thoughts and tool calls: `text` is its content."""
 
     thoughts: str = ""
-    calls: tuple[CallDelta, ...] = ()
+    parts: tuple[Part, ...] = ()  # content and calls, in the order of the text
     called: bool = False  # it ends with tool calls, all of them whole
+
+    @property
+    def calls(self) -> tuple[CallDelta, ...]:
+        return Parsed(self.parts).calls
+
+    @property
+    def lead(self) -> int:
+        return Parsed(self.parts).lead
 
     @property
     def ending(self) -> str | None:
@@ -63,6 +71,7 @@ class Choice:
             tokenizer, skip_special_tokens=plan.skip_special_tokens, shown=plan.shown_tokens
         )
         self._matcher = StopMatcher(plan.stops, include=plan.include_stop) if plan.stops else None
+        self.reasoning_tokens = 0
         self._echo = sequence.prompt_text
         self._read = len(sequence.prompt_text or "")  # characters that the tokens so far stand for
         self._shown = self._read  # characters given out; the rest is held back as a possible stop string
@@ -104,6 +113,7 @@ class Choice:
             if position == hidden:
                 break
             text = self._detokenizer.push(token)
+            self._note(self._read)
             if self._plan.logprobs is not None:
                 self._waiting.append(LogprobEntry(token, delta.logprobs[position], self._read))
             self._read += len(text)
@@ -112,6 +122,9 @@ class Choice:
             if matched.stop is not None:
                 return shown, matched.stop
         return shown, None
+
+    def _note(self, start: int) -> None:
+        """A token's text begins here, in characters of the answer."""
 
     def _match(self, text: str) -> MatchedText:
         if self._matcher is None:
@@ -171,15 +184,27 @@ class ParsedChoice(Choice):
         self._parser = None if tools is None else ToolCallParser(tools.form, tools.names, many=tools.many)
         self._begun = 0
         self._ended = 0
+        self._starts: list[int] = []  # of tokens that may be thoughts
+
+    def _note(self, start: int) -> None:
+        if self._splitter is not None and self._splitter.over is None:
+            self._starts.append(start)
 
     def push(self, delta: Delta) -> ParsedDelta:
         output = super().push(delta)
         ends = output.finish is not None
         thoughts, content = self._split(output.text, ends)
-        content, calls = self._parse(content, ends)
+        parsed = self._parse(content, ends)
         called = output.finish is FinishReason.STOP and 0 < self._begun == self._ended
         return ParsedDelta(
-            content, output.entries, output.tokens, output.finish, output.stop_reason, thoughts, calls, called
+            parsed.content,
+            output.entries,
+            output.tokens,
+            output.finish,
+            output.stop_reason,
+            thoughts,
+            parsed.parts,
+            called,
         )
 
     def _split(self, text: str, ends: bool) -> tuple[str, str]:
@@ -188,21 +213,26 @@ class ParsedChoice(Choice):
         thoughts, answer = self._splitter.push(text)
         if ends:
             last, rest = self._splitter.finish()
-            return thoughts + last, answer + rest
+            thoughts, answer = thoughts + last, answer + rest
+        self._count(self._splitter)
         return thoughts, answer
 
-    def _parse(self, text: str, ends: bool) -> tuple[str, tuple[CallDelta, ...]]:
+    def _count(self, splitter: ReasoningSplitter) -> None:
+        """Tokens count as thoughts up to the one that ends the mark behind them."""
+        if splitter.over is not None and self._starts:
+            self.reasoning_tokens = sum(start < splitter.over for start in self._starts)
+            self._starts = []
+
+    def _parse(self, text: str, ends: bool) -> Parsed:
         if self._parser is None:
-            return text, ()
+            return Parsed((text,) if text else ())
         parsed = self._parser.push(text)
-        content, calls = parsed.content, parsed.calls
         if ends:
-            parsed = self._parser.finish()
-            content, calls = content + parsed.content, calls + parsed.calls
-        for call in calls:
+            parsed += self._parser.finish()
+        for call in parsed.calls:
             self._begun += call.name is not None
             self._ended += call.ended
-        return content, calls
+        return parsed
 
 
 def choice_of(plan: ResponsePlan, sequence: ChoiceRequest, tokenizer: Tokenizer) -> Choice:

@@ -1,4 +1,4 @@
-"""What an output has to follow: the forms clients ask in, as one grammar that is known to compile.
+"""What an output has to follow: the forms clients ask in, as one grammar.
 
 A schema that asks for what cannot be kept is refused by name, and none is kept in part.
 """
@@ -11,48 +11,42 @@ from typing import Any
 
 import orjson
 
-from serving.api.plan import ThinkingPlan
+from serving.api.plan import OutputForm, ThinkingPlan
 from serving.api.schema import JsonObjectFormat, JsonSchemaFormat, SamplingBody, StructuredOutputs, TextFormat
 from serving.api.tools import AskedTools
 from serving.errors import InvalidRequest
 from serving.grammar.forms import ANY_OBJECT, choice_grammar, json_grammar, regex_grammar, written_grammar
-from serving.grammar.grammars import GrammarCompiler, GrammarError
+from serving.grammar.grammars import GrammarError
 from serving.grammar.thinking import after_thinking
-from serving.text.tokenizer import Tokenizer
 
 Forms = list[tuple[str, Callable[[], str]]]  # the field that asks, and how its grammar is made
 
 
-class Constraints:
-    """Reads them for one model, from any thread but the event loop's: that they compile is waited for."""
+def output_form(
+    fields: SamplingBody, tools: AskedTools | None = None, thinking: ThinkingPlan | None = None
+) -> OutputForm:
+    """What the request asks for; whether it compiles is not looked at. Raises InvalidRequest that names the field.
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._compiler = GrammarCompiler(lambda: tokenizer)
-
-    def of(self, fields: SamplingBody, tools: AskedTools | None = None, thinking: ThinkingPlan | None = None) -> str:
-        """The grammar that the request asks for; empty without one. Raises InvalidRequest that names the field.
-
-        A model that thinks does so before it.
-        """
-        forms = _forms(fields)
-        if tools is not None:
-            forms = _with_tools(fields, tools, forms)
-        if not forms:
-            return ""
-        if len(forms) > 1:
-            both = " and ".join(param for param, _ in forms[:2])
-            raise InvalidRequest(f"{both} exclude each other: ask for one form of output", param=forms[1][0])
-        if fields.ignore_eos:
-            raise InvalidRequest("ignore_eos: an output with a form ends where that does", param="ignore_eos")
-        param, make = forms[0]
-        try:
-            grammar = make()
-            if thinking is not None:
-                grammar = after_thinking(grammar, thinking.form, begun=thinking.begun, special=thinking.special)
-            self._compiler.submit(grammar).result()
-        except GrammarError as error:
-            raise InvalidRequest(f"{param}: {_clear(str(error))}", param=param, code="grammar") from error
-        return grammar
+    A model that thinks does so before it.
+    """
+    forms = _forms(fields)
+    if tools is not None:
+        forms = _with_tools(fields, tools, forms)
+    if not forms:
+        return OutputForm()
+    if len(forms) > 1:
+        both = " and ".join(param for param, _ in forms[:2])
+        raise InvalidRequest(f"{both} exclude each other: ask for one form of output", param=forms[1][0])
+    if fields.ignore_eos:
+        raise InvalidRequest("ignore_eos: an output with a form ends where that does", param="ignore_eos")
+    param, make = forms[0]
+    try:
+        grammar = make()
+        if thinking is not None:
+            grammar = after_thinking(grammar, thinking.form, begun=thinking.begun, special=thinking.special)
+    except GrammarError as error:
+        raise InvalidRequest(f"{param}: {clear(str(error))}", param=param, code="grammar") from error
+    return OutputForm(grammar, param)
 
 
 def _forms(fields: SamplingBody) -> Forms:
@@ -77,7 +71,7 @@ def _with_tools(fields: SamplingBody, tools: AskedTools, forms: Forms) -> Forms:
     answer = _answer(fields.response_format)
     if answer is not None and len(forms) == 1:
         return [("response_format", partial(tools.grammar.object_or_calls, answer))]
-    if forms or (tools.held and not fields.ignore_eos):
+    if forms or (tools.held and (tools.strict or not fields.ignore_eos)):
         return [*forms, ("tools", tools.grammar.text_or_calls)]
     return forms
 
@@ -114,6 +108,6 @@ def _schema(given: object) -> str:
     return json_grammar(given)
 
 
-def _clear(told: str) -> str:
+def clear(told: str) -> str:
     """The library's words, without its own options."""
     return told.split(". Enable ")[0].strip()[:500]

@@ -94,13 +94,13 @@ class Tool(Strict):
     function: FunctionTool
 
 
-def _check_tools(value: object) -> object:
+def check_tools(value: object) -> object:
     if isinstance(value, list) and len(value) > MAX_TOOLS:
         raise ValueError(f"at most {MAX_TOOLS} tools are supported")
     return value
 
 
-Tools = Annotated[Items[Tool] | None, BeforeValidator(_check_tools)]
+Tools = Annotated[Items[Tool] | None, BeforeValidator(check_tools)]
 
 
 class NamedFunction(Strict):

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+from serving.api.embedding_plan import EmbeddingPlan
 from serving.api.plan import RequestIds, ResponsePlan
 from serving.api.settings import PlacementLog
 from serving.errors import NotFound
@@ -33,7 +34,7 @@ class RequestNames:
     def __len__(self) -> int:
         return len(self._found)
 
-    def note(self, plan: ResponsePlan, ids: RequestIds, key: str) -> None:
+    def note(self, plan: ResponsePlan | EmbeddingPlan, ids: RequestIds, key: str) -> None:
         requests = [sequence.request for sequence in plan.sequences[:MOST_SEQUENCES]]
         for name in (plan.id, ids.shown):
             whose = (key, requests[0].tenant, name)

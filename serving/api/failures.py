@@ -1,4 +1,4 @@
-"""Every error as OpenAI clients expect it: an HTTP status, and a JSON object with message, type, param and code.
+"""Every error as clients expect it: OpenAI's an HTTP status and a JSON object with message, type, param and code.
 
 Exceptions that are not ours (Starlette's, and bugs) become answers here too; nothing is retried.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import orjson
 from fastapi import FastAPI
@@ -15,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serving.api.body import ClientGoneError
+from serving.api.messages_errors import ErrorAnswer, messages_error
 from serving.errors import (
     InternalError,
     InvalidRequest,
@@ -36,8 +39,31 @@ def error_body(error: MillraceError) -> bytes:
     return orjson.dumps({"error": told})
 
 
-def error_response(error: MillraceError) -> Response:
-    """The whole answer for an error of ours."""
+def _openai_error(error: MillraceError, request: str) -> ErrorAnswer:
+    return ErrorAnswer(error.status, error_body(error))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorForm:
+    """How an API answers errors, given them and the id of the HTTP request, and the header that has the id."""
+
+    write: Callable[[MillraceError, str], ErrorAnswer]
+    id_header: str
+
+
+OPENAI_FORM = ErrorForm(write=_openai_error, id_header="x-request-id")
+ERROR_FORMS = {"/v1/messages": ErrorForm(write=messages_error, id_header="request-id")}
+"""By path, for what lies there and below, where that is not OpenAI's."""
+
+
+def error_form(path: str) -> ErrorForm:
+    """The form of the API that a request's path belongs to."""
+    return next((form for at, form in ERROR_FORMS.items() if path == at or path.startswith(at + "/")), OPENAI_FORM)
+
+
+def error_response(error: MillraceError, path: str = "", request: str = "") -> Response:
+    """The whole answer for an error of ours; `request` is the HTTP request's id."""
+    status, body = error_form(path).write(error, request)
     headers: dict[str, str] = {}
     if error.retry_after is not None or (error.status in (429, 503) and error.code not in NO_USE_TO_REPEAT):
         headers["retry-after"] = str(_whole_seconds(error.retry_after or 1.0))
@@ -47,7 +73,7 @@ def error_response(error: MillraceError) -> Response:
         headers |= {"www-authenticate": "Bearer", "connection": "close"}  # a connection is kept for those with a key
     if isinstance(error, (PayloadTooLarge, RequestTimeout)):
         headers["connection"] = "close"  # the rest of the body is not wanted
-    return Response(error_body(error), error.status, headers, media_type="application/json")
+    return Response(body, status, headers, media_type="application/json")
 
 
 def _whole_seconds(seconds: float) -> int:
@@ -59,17 +85,18 @@ async def _on_our_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, MillraceError)
     if isinstance(error, InternalError):
         logger.error("request %s failed: %s", request.state.ids.shown, error.message, exc_info=error)
-    return error_response(error)
+    return error_response(error, request.url.path, request.state.ids.shown)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """Starlette's own: no such route, wrong method, wrong media type."""
     assert isinstance(error, HTTPException)
+    path, ids = request.url.path, request.state.ids
     if error.status_code == 404:
-        return error_response(NotFound(f"there is nothing at {request.url.path[:200]}", code="unknown_route"))
+        return error_response(NotFound(f"there is nothing at {path[:200]}", code="unknown_route"), path, ids.shown)
     message = f"{request.method} is not allowed here" if error.status_code == 405 else str(error.detail)
-    body = error_body(InvalidRequest(message))
-    return Response(body, error.status_code, error.headers, media_type="application/json")
+    told = error_response(InvalidRequest(message), path, ids.shown)
+    return Response(told.body, error.status_code, error.headers, media_type="application/json")
 
 
 async def _on_hang_up(request: Request, error: Exception) -> Response:
@@ -79,8 +106,9 @@ async def _on_hang_up(request: Request, error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """Any other exception: the server logs its trace, the client gets a 500 without details."""
-    response = error_response(InternalError("the server failed on this request"))
-    response.headers["x-request-id"] = request.state.ids.shown
+    path, shown = request.url.path, request.state.ids.shown
+    response = error_response(InternalError("the server failed on this request"), path, shown)
+    response.headers.update({"x-request-id": shown, error_form(path).id_header: shown})
     return response
 
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
-
-from serving.api.schema import ChatCompletionBody, CompletionBody
-from serving.api.strict import Contract
+from serving.api.schema import ChatCompletionBody, CompletionBody, GenerationBody
+from serving.api.strict import Contract, Strict
 from serving.errors import InvalidRequest
 
 HINTS = frozenset(
@@ -65,6 +63,8 @@ CONTRACTS: Mapping[str, tuple[object, ...]] = {
     "chat_template": (),
     "documents": (),
     "dry_multiplier": (),
+    "embed_dtype": ("float32",),
+    "endianness": ("little", "native"),
     "function_call": ("none",),
     "functions": (),
     "images": (),
@@ -88,6 +88,7 @@ CONTRACTS: Mapping[str, tuple[object, ...]] = {
     "top_a": (),
     "truncate_prompt_tokens": (),
     "typical_p": (1,),
+    "use_activation": (),
     "use_beam_search": (),
     "web_search_options": (),
     "xtc_probability": (),
@@ -99,8 +100,9 @@ Where a model of serving.api.schema has such a field, it is served there. `_NOTH
 _NOTHING: tuple[object, ...] = (None, False, "", [], {})
 _PLAIN = frozenset({str, int, float, bool})
 _EMPTY_LISTS = frozenset({"tools", "tool_calls", "functions", "annotations", "modalities", "stop", "stop_token_ids"})
-_GENERATION = (ChatCompletionBody, CompletionBody)  # what one of them serves, the other does not ignore
+_GENERATION = (ChatCompletionBody, CompletionBody)  # what they serve, no other generation endpoint ignores
 
+MOST_PARTS = 65_536  # messages and other items, and fields that are not served, of a body together: 2 to 8 µs each
 MOST_NAMED = 16  # ignored fields that are named and counted, of one request
 _MOST_LETTERS = 64  # of each step of a name
 _UNSHOWN = re.compile(r"[^A-Za-z0-9_-]")
@@ -114,16 +116,23 @@ class IgnoredFields:
     counted: Mapping[str, str] = field(default_factory=dict)  # name → what it is counted as: a hint, or OTHER
     more: bool = False  # there were others
 
+    def and_hint(self, name: str, field: str) -> IgnoredFields:
+        """With one more, `name`, that turned out to be a hint: `field`, or a value of it."""
+        if len(self.counted) >= MOST_NAMED:
+            return replace(self, more=True)
+        return replace(self, counted={**self.counted, name: field})
+
     def header(self) -> str:
         """The value of a header that names them: letters, digits and `_-.`, bounded in length. Empty for none."""
         return ", ".join((*self.counted, "...") if self.more else self.counted)
 
 
 def sort_fields(
-    kind: type[BaseModel], body: Mapping[str, Any], *, strict: bool = False
+    kind: type[Strict], body: Mapping[str, Any], *, strict: bool = False
 ) -> tuple[dict[str, Any], IgnoredFields]:
     """`body` with the fields of `kind` alone, less those that ask for nothing, and what was ignored of it.
 
+    Counted before they are looked at, there are MOST_PARTS of fields and items at most.
     With `strict`, a field that is neither served nor a hint is refused. Raises InvalidRequest that names the field.
     """
     sorter = _Sorter(strict)
@@ -134,11 +143,13 @@ def sort_fields(
 class _Sorter:
     def __init__(self, strict: bool):
         self._strict = strict
+        self._parts = 0
         self.ignored: dict[str, str] = {}
         self.more = False
 
-    def sort(self, kind: type[BaseModel], given: Mapping[str, Any], path: tuple[str | int, ...]) -> dict[str, Any]:
+    def sort(self, kind: type[Strict], given: Mapping[str, Any], path: tuple[str | int, ...]) -> dict[str, Any]:
         shape = _shape(kind)
+        self._count(len(given.keys() - shape.inside.keys()), path)
         kept: dict[str, Any] = {}
         for name, value in given.items():
             inside = shape.inside.get(name)
@@ -148,8 +159,9 @@ class _Sorter:
                 kept[name] = self._sort_value(inside, value, (*path, name)) if inside else value
         return kept
 
-    def _sort_value(self, kinds: tuple[type[BaseModel], ...], value: Any, path: tuple[str | int, ...]) -> Any:
+    def _sort_value(self, kinds: tuple[type[Strict], ...], value: Any, path: tuple[str | int, ...]) -> Any:
         if isinstance(value, list):
+            self._count(len(value), path)
             shapes = [_shape(kind) for kind in kinds]
             return [
                 item if any(shape.is_plain(item) for shape in shapes) else self._sort_value(kinds, item, (*path, i))
@@ -160,17 +172,27 @@ class _Sorter:
         kind = next((kind for kind in kinds if _shape(kind).fits(value)), None)
         return value if kind is None else self.sort(kind, value, path)  # of no form: validation says which there are
 
+    def _count(self, more: int, path: tuple[str | int, ...]) -> None:
+        self._parts += more
+        if self._parts > MOST_PARTS:
+            param = shown_path(path) or None
+            where = f"{param}: " if param else ""
+            raise InvalidRequest(
+                f"{where}a body has at most {MOST_PARTS} messages, parts and unknown fields", param=param
+            )
+
     def _leave_out(self, shape: _Shape, name: str, value: Any, path: tuple[str | int, ...]) -> None:
         contract = shape.contract or name in shape.contracts
         if contract and any(value == neutral for neutral in (*_NOTHING, *shape.contracts.get(name, ()))):
             return
-        if contract or (self._strict and name not in HINTS):
+        if contract or (self._strict and name not in shape.hints):
             param = shown_path((*path, name))
             raise InvalidRequest(f"{param}: is not a supported field", param=param)
-        if value is not None and not (value == [] and name in HINTS):
-            self._note(name, path)
+        hint = name in shape.hints
+        if value is not None and not (value == [] and hint):
+            self._note(name, path, name if hint else OTHER)
 
-    def _note(self, name: str, path: tuple[str | int, ...]) -> None:
+    def _note(self, name: str, path: tuple[str | int, ...], counted: str) -> None:
         if self.more:
             return
         steps = (*(step for step in path if isinstance(step, str)), name)
@@ -180,15 +202,16 @@ class _Sorter:
         if len(self.ignored) == MOST_NAMED:
             self.more = True
             return
-        self.ignored[shown] = name if name in HINTS else OTHER
+        self.ignored[shown] = counted
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
     """What sorting has to know of a model."""
 
-    inside: Mapping[str, tuple[type[BaseModel], ...]]  # by each field's name: the models its value may be made of
+    inside: Mapping[str, tuple[type[Strict], ...]]  # by each field's name: the models its value may be made of
     required: frozenset[str]
+    hints: frozenset[str]
     contracts: Mapping[str, tuple[object, ...]]
     contract: bool  # every field that it does not know is one
     literals: Mapping[str, tuple[object, ...]]  # fields that only have certain values: they tell models apart
@@ -200,23 +223,26 @@ class _Shape:
         return self.inside.keys() >= value.keys() and _PLAIN.issuperset(map(type, value.values()))
 
     def fits(self, value: Mapping[str, Any]) -> bool:
-        return all(name not in value or value[name] in values for name, values in self.literals.items())
+        return all(value.get(name) is None or value[name] in values for name, values in self.literals.items())
 
 
 @cache
-def _shape(kind: type[BaseModel]) -> _Shape:
+def _shape(kind: type[Strict]) -> _Shape:
     fields = {of.alias or name: of for name, of in kind.model_fields.items()}
-    elsewhere = [name for other in _GENERATION for name in other.model_fields] if kind in _GENERATION else []
+    generates = issubclass(kind, GenerationBody)
+    elsewhere = [name for other in _GENERATION for name in other.model_fields] if generates else []
+    contracts = {**dict.fromkeys(elsewhere, ()), **CONTRACTS, **kind.contracts}
     return _Shape(
         inside={name: tuple(_models(of.annotation)) for name, of in fields.items()},
         required=frozenset(name for name, of in fields.items() if of.is_required()),
-        contracts={**dict.fromkeys(elsewhere, ()), **CONTRACTS},
+        hints=HINTS | kind.hints,
+        contracts={name: neutral for name, neutral in contracts.items() if name not in kind.hints},
         contract=issubclass(kind, Contract),
         literals={name: get_args(of.annotation) for name, of in fields.items() if get_origin(of.annotation) is Literal},
     )
 
 
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+def _models(annotation: Any) -> Iterator[type[Strict]]:
     """The models that values of this type are made of."""
     origin = get_origin(annotation)
     if origin is Annotated:
@@ -224,7 +250,7 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
     elif origin in (Union, types.UnionType, list):
         for member in get_args(annotation):
             yield from _models(member)
-    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    elif isinstance(annotation, type) and issubclass(annotation, Strict):
         yield annotation
 
 

@@ -1,4 +1,4 @@
-"""ASGI middleware around every endpoint: gives each request its ids, and checks the API key where one is required.
+"""ASGI middleware around every endpoint: ids of requests, the API key where one is required, what was answered.
 
 It looks at headers only; keys are compared in constant time and never logged.
 """
@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import hmac
 import re
+from collections.abc import Callable
 from hashlib import sha256
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving.api.failures import error_response
+from serving.api.failures import error_form, error_response
 from serving.api.plan import RequestIds
+from serving.api.settings import HttpObserver
 from serving.errors import Unauthorized
 
 OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/metrics", "/version"})
@@ -40,30 +42,70 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        ids = request_ids(headers.get("x-request-id", ""))
+        ids, path = request_ids(headers.get("x-request-id", "")), scope["path"]
         answer_headers: dict[str, str] = {}
         state = scope.setdefault("state", {})
         state |= {"ids": ids, "key": "", "answer_headers": answer_headers}
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update({**answer_headers, "x-request-id": ids.shown})
+                shown = {"x-request-id": ids.shown, error_form(path).id_header: ids.shown}
+                MutableHeaders(scope=message).update({**answer_headers, **shown})
             await send(message)
 
-        if self._keys and scope["path"] not in OPEN_PATHS:
-            state["key"] = self._key(headers.get("authorization", ""))
+        if self._keys and path not in OPEN_PATHS:
+            state["key"] = self._key(headers)
         if state["key"] is None:
-            refusal = Unauthorized("a valid API key is required: Authorization: Bearer <key>", code="invalid_api_key")
-            await error_response(refusal)(scope, receive, send_with_id)
+            told = "a valid API key is required: Authorization: Bearer <key>, or x-api-key: <key>"
+            refusal = Unauthorized(told, code="invalid_api_key")
+            await error_response(refusal, path, ids.shown)(scope, receive, send_with_id)
             return
         await self._app(scope, receive, send_with_id)
 
-    def _key(self, authorization: str) -> str | None:
-        """The digest of the valid key it shows, cut short; None without one."""
-        scheme, _, key = authorization.partition(" ")
-        digest = sha256(key.strip().encode("latin-1")).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._keys]  # all of them: no early end
-        return digest.hex()[:16] if scheme.lower() == "bearer" and any(matches) else None
+    def _key(self, headers: Headers) -> str | None:
+        """The digest of the valid key that they show in one of two ways, cut short; None without one."""
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        found: str | None = None
+        for key in (bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")):
+            digest = sha256(key.strip(" \t").encode("latin-1")).digest()
+            matches = [hmac.compare_digest(digest, known) for known in self._keys]  # all of them: no early end
+            found = found or (digest.hex()[:16] if any(matches) else None)
+        return found
+
+
+class ObservedMiddleware:
+    """Tells an observer of every answer but those of OPEN_PATHS, and of a bug as the 500 that it becomes outside.
+
+    A request whose client left before it was answered is not told.
+    """
+
+    def __init__(self, app: ASGIApp, *, observer: HttpObserver, clock: Callable[[], float]) -> None:
+        self._app = app
+        self._observer = observer
+        self._clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        began, status = self._clock(), 0
+
+        async def note_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note_status)
+        except Exception:
+            status = status or 500
+            raise
+        finally:
+            if status:
+                handler = getattr(scope.get("route"), "path", "none")
+                seconds = self._clock() - began
+                self._observer.answered(method=scope["method"], handler=handler, status=status, seconds=seconds)
 
 
 def request_ids(wanted: str) -> RequestIds:

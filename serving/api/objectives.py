@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from serving.api.plan import RequestHead
-from serving.api.schema import DAY_MS, MOST_PRIORITY, SamplingBody
+from serving.api.schema import DAY_MS, MOST_PRIORITY, PlacedBody
 from serving.errors import InvalidRequest
 from serving.messages import Slo
 from serving.service_class import ServiceClass
@@ -32,6 +32,11 @@ HEADERS = {
 """The headers that are read, and what each of them means."""
 
 
+def with_read_headers(head: RequestHead) -> RequestHead:
+    """The same with no headers but those that are read."""
+    return replace(head, headers={name: head.headers[name] for name in HEADERS if name in head.headers})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Promise:
     """As serving.messages.Request has it; `deadline` is on the router's clock."""
@@ -50,7 +55,7 @@ class PromiseReader:
         self._classes = classes
         self._default = classes[default]
 
-    def promise(self, fields: SamplingBody, head: RequestHead) -> Promise:
+    def promise(self, fields: PlacedBody, head: RequestHead) -> Promise:
         """Raises InvalidRequest that names the field or header."""
         headers = head.headers
         known = self._class(fields.service_class, headers)

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from serving.api.objectives import HEADERS
-from serving.api.schema import SamplingBody
+from serving.api.schema import PlacedBody
 
 _REFERENCE = "#/components/schemas/{model}"
 
@@ -18,7 +18,7 @@ def takes(kind: type[BaseModel]) -> dict[str, Any]:
     """The `openapi_extra` of an endpoint whose body is a `kind`."""
     schema = {"$ref": _REFERENCE.format(model=kind.__name__)}
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
-    if not issubclass(kind, SamplingBody):
+    if not issubclass(kind, PlacedBody):
         return {"requestBody": body}
     headers = [
         {"name": name, "in": "header", "description": text, "schema": {"type": "string"}}

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from serving.api.fields import IgnoredFields
 from serving.messages import Request
 from serving.text.reasoning import ReasoningForm
 from serving.text.tools.forms import ToolForm
-
-Kind = Literal["chat", "completion"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +42,14 @@ class ChoiceRequest:
     prompt_text: str | None = None  # shown before the output, when the prompt is to be echoed
 
 
+@dataclass(frozen=True, slots=True)
+class OutputForm:
+    """What the output follows, and the field that asks for it."""
+
+    grammar: str = ""  # empty: none
+    param: str = ""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolPlan:
     """How tool calls are read from an answer."""
@@ -68,7 +73,6 @@ class ThinkingPlan:
 class ResponsePlan:
     """One HTTP request."""
 
-    kind: Kind
     id: str  # of the response
     created: int  # Unix seconds
     model: str  # the name the client used
@@ -89,6 +93,7 @@ class ResponsePlan:
     ignored: IgnoredFields = field(default_factory=IgnoredFields)
     tools: ToolPlan | None = None  # None: there are no calls in the answer
     thinking: ThinkingPlan | None = None  # None: there are no thoughts in it
+    form: OutputForm = field(default_factory=OutputForm)  # not known to compile yet
 
     @property
     def parsed(self) -> bool:
@@ -100,10 +105,6 @@ class ResponsePlan:
         """Special tokens that mean something to whoever parses the answer."""
         tools = frozenset[int]() if self.tools is None else self.tools.shown
         return tools if self.thinking is None else tools.union(self.thinking.special.values())
-
-    @property
-    def is_chat(self) -> bool:
-        return self.kind == "chat"
 
     @property
     def most_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Parses and validates a request's body into a `ResponsePlan`; every 400 of a generation request is raised from here.
+"""Turns a request's body into a `ResponsePlan`; every 400 of a generation request is raised from here.
 
 Pure apart from the seed of a request that gives none; slow for long texts, so callers may run it in a thread.
 """
@@ -12,16 +12,17 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TypeVar
 
-from serving.api.body import parse_body
-from serving.api.constraints import Constraints
+from serving.api.body import Body, checked, parse_body
+from serving.api.constraints import output_form
 from serving.api.fields import IgnoredFields
 from serving.api.objectives import Promise, PromiseReader
-from serving.api.plan import ChoiceRequest, Kind, RequestHead, ResponsePlan, ThinkingPlan
-from serving.api.prompts import Prompt, PromptReader, check_token_ids, context_exceeded
+from serving.api.plan import ChoiceRequest, RequestHead, ResponsePlan, ThinkingPlan
+from serving.api.prompts import Prompt, PromptReader, check_token_ids, context_exceeded, prompt_count
 from serving.api.schema import UNBOUNDED, ChatCompletionBody, CompletionBody, SamplingBody, StreamOptions
 from serving.api.settings import ServedModel
 from serving.api.thinking import ThinkingReader
 from serving.api.tools import AskedTools, ToolReader
+from serving.api.translation import Translation, in_clients_words, place_of
 from serving.errors import InvalidRequest
 from serving.messages import Request, SamplingParams
 
@@ -34,14 +35,15 @@ MAX_CHOICES = 256  # sequences of one HTTP request: prompts times n
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Asked:
-    """What the two endpoints have under different names, or by different rules."""
+    """What chat and text completions have under different names, or by different rules."""
 
-    kind: Kind
     id: str  # of the response
     promise: Promise
     client: str  # tells API keys apart
     prompts: Sequence[Prompt]
     max_tokens: int | None  # None: none were named; UNBOUNDED
+    usual_tokens: int | None = None  # where none were named; None: the rest of the context
+    clips: bool = False  # more than there is room for is as much as there is room for
     logprobs: int | None
     ignored: IgnoredFields
     echo: bool = False
@@ -58,7 +60,6 @@ class Preparer:
         served: ServedModel,
         prompts: PromptReader,
         objectives: PromiseReader,
-        constraints: Constraints,
         tools: ToolReader,
         thinking: ThinkingReader,
         strict_fields: bool = False,
@@ -66,39 +67,69 @@ class Preparer:
         self._served = served
         self._prompts = prompts
         self._objectives = objectives
-        self._constraints = constraints
         self._strict_fields = strict_fields
         self._tools = tools
         self._thinking = thinking
 
-    def chat(self, body: bytes, head: RequestHead) -> ResponsePlan:
-        """Raises `InvalidRequest` or `NotFound`, naming the field."""
-        fields, ignored = parse_body(ChatCompletionBody, body, strict=self._strict_fields)
+    def read(self, kind: type[Body], body: bytes) -> tuple[Body, IgnoredFields]:
+        """`body` as a `kind`, and what of it was ignored. Raises `InvalidRequest` that names the field."""
+        return parse_body(kind, body, strict=self._strict_fields)
+
+    def translated(
+        self, asked: Translation, ignored: IgnoredFields, head: RequestHead, name: str, *, clips: bool = False
+    ) -> ResponsePlan:
+        """As `chat`, for a body of another API: errors name the fields of that."""
+        with in_clients_words(asked.places):
+            plan = self.chat(checked(ChatCompletionBody, asked.chat), ignored, head, name, clips=clips)
+        return replace(plan, form=replace(plan.form, param=place_of(plan.form.param, asked.places)))
+
+    def count(self, asked: Translation) -> int:
+        """Tokens of the prompt that `translated` makes, however many. Raises as that does."""
+        with in_clients_words(asked.places):
+            fields = checked(ChatCompletionBody, asked.chat)
+            self._prompts.model(fields.model)
+            return len(self._prompt(fields, self._tools.of(fields)).tokens)
+
+    def chat(
+        self,
+        fields: ChatCompletionBody,
+        ignored: IgnoredFields,
+        head: RequestHead,
+        name: str,
+        *,
+        clips: bool = False,
+    ) -> ResponsePlan:
+        """`name` is the response's id; with `clips`, more output than the context has room for is no error.
+
+        Raises `InvalidRequest` or `NotFound`, naming the field.
+        """
         model = self._prompts.model(fields.model)
         tools = self._tools.of(fields)
-        prompt = self._prompts.of_messages(
+        prompt = self._prompt(fields, tools)
+        asked = _Asked(
+            id=name,
+            promise=self._objectives.promise(fields, head),
+            client=head.key,
+            prompts=[prompt],
+            max_tokens=_chat_max_tokens(fields),
+            clips=clips,
+            logprobs=_chat_logprobs(fields),
+            ignored=ignored,
+            tools=tools,
+            thinking=self._thinking.of(prompt.text or "", _continued(fields)),
+        )
+        return self._plan(fields, model, asked)
+
+    def _prompt(self, fields: ChatCompletionBody, tools: AskedTools | None) -> Prompt:
+        return self._prompts.of_messages(
             fields.messages,
             fields,
             tools=(fields.tools or ()) if tools is not None else (),
             add_special_tokens=fields.add_special_tokens,
         )
-        asked = _Asked(
-            kind="chat",
-            id=f"chatcmpl-{head.ids.unique}",
-            promise=self._objectives.promise(fields, head),
-            client=head.key,
-            prompts=[prompt],
-            max_tokens=_chat_max_tokens(fields),
-            logprobs=_chat_logprobs(fields),
-            ignored=ignored,
-            tools=tools,
-            thinking=self._thinking.of(prompt.text or ""),
-        )
-        return self._plan(fields, model, asked)
 
-    def completion(self, body: bytes, head: RequestHead) -> ResponsePlan:
+    def completion(self, fields: CompletionBody, ignored: IgnoredFields, head: RequestHead) -> ResponsePlan:
         """Raises `InvalidRequest` or `NotFound`, naming the field."""
-        fields, ignored = parse_body(CompletionBody, body, strict=self._strict_fields)
         model = self._prompts.model(fields.model)
         if fields.best_of is not None and fields.best_of != (fields.n or 1):
             raise InvalidRequest("best_of is not supported unless it equals n", param="best_of")
@@ -106,13 +137,14 @@ class Preparer:
             raise InvalidRequest("max_tokens must be at least 1 unless the prompt is echoed", param="max_tokens")
         if fields.logprobs is not None and fields.logprobs > MAX_LOGPROBS:
             raise InvalidRequest(f"logprobs must be at most {MAX_LOGPROBS}", param="logprobs")
+        _check_choices(fields.n or 1, prompt_count(fields.prompt))
         asked = _Asked(
-            kind="completion",
             id=f"cmpl-{head.ids.unique}",
             promise=self._objectives.promise(fields, head),
             client=head.key,
             prompts=self._prompts.of_completion(fields.prompt, add_special_tokens=fields.add_special_tokens),
             max_tokens=_least(fields.max_tokens, fields.max_new_tokens),
+            usual_tokens=DEFAULT_COMPLETION_TOKENS,
             logprobs=fields.logprobs,
             ignored=ignored,
             echo=bool(fields.echo),
@@ -124,13 +156,13 @@ class Preparer:
         if fields.stream_options is not None and not fields.stream:
             raise InvalidRequest("stream_options is only allowed with stream: true", param="stream_options")
         options = fields.stream_options or StreamOptions()
+        form = output_form(fields, asked.tools, asked.thinking)
         return ResponsePlan(
-            kind=asked.kind,
             id=asked.id,
             created=int(time.time()),
             model=model,
             fingerprint=self._served.fingerprint,
-            sequences=tuple(self._sequences(fields, asked)),
+            sequences=tuple(self._sequences(fields, asked, form.grammar)),
             prompt_tokens=sum(len(prompt.tokens) for prompt in asked.prompts),
             stream=bool(fields.stream),
             include_usage=options.include_usage,
@@ -146,12 +178,13 @@ class Preparer:
             ignored=asked.ignored,
             tools=None if asked.tools is None else asked.tools.plan,
             thinking=asked.thinking,
+            form=form,
         )
 
-    def _sequences(self, fields: SamplingBody, asked: _Asked) -> Iterator[ChoiceRequest]:
+    def _sequences(self, fields: SamplingBody, asked: _Asked, grammar: str) -> Iterator[ChoiceRequest]:
         """The choices in order: all of the first prompt, then all of the second."""
         n = fields.n or 1
-        sampling = self._sampling(fields, asked)  # once: it may have as much in it as the body
+        sampling = self._sampling(fields, asked, grammar)  # once: it may have as much in it as the body
         for position, prompt in enumerate(asked.prompts):
             room = self._room(prompt, asked)
             if fields.min_tokens > max(room, 1):
@@ -184,15 +217,14 @@ class Preparer:
         if room < 1:
             raise context_exceeded(count, max(1, max_tokens or 1), context, prompt.param)
         if max_tokens is None:
-            usual = room if asked.kind == "chat" else DEFAULT_COMPLETION_TOKENS
-            return min(usual, room, self._served.defaults.max_tokens or room)
-        if max_tokens == UNBOUNDED:
+            return min(asked.usual_tokens or room, room, self._served.defaults.max_tokens or room)
+        if max_tokens == UNBOUNDED or (asked.clips and max_tokens > room):
             return room
         if max_tokens > room:
             raise context_exceeded(count, max_tokens, context, "max_tokens")
         return max_tokens
 
-    def _sampling(self, fields: SamplingBody, asked: _Asked) -> SamplingParams:
+    def _sampling(self, fields: SamplingBody, asked: _Asked, grammar: str) -> SamplingParams:
         """What all choices have in common."""
         check_token_ids(fields.stop_token_ids or [], "stop_token_ids", self._served.vocab_size)
         defaults = self._served.defaults
@@ -211,7 +243,7 @@ class Preparer:
             stop_token_ids=tuple(dict.fromkeys(fields.stop_token_ids or ())),
             ignore_eos=fields.ignore_eos,
             logprobs=asked.logprobs,
-            grammar=self._constraints.of(fields, asked.tools, asked.thinking),
+            grammar=grammar,
         )
 
     def _logit_bias(self, biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
@@ -228,6 +260,12 @@ def _check_choices(n: int, prompts: int) -> None:
         raise InvalidRequest(f"n must be at most {MAX_CHOICES}", param="n")
     if n * prompts > MAX_CHOICES:
         raise InvalidRequest(f"{prompts} prompts times n = {n} is more than {MAX_CHOICES} choices", param="prompt")
+
+
+def _continued(fields: ChatCompletionBody) -> str:
+    """The answer that the model goes on with; empty where it begins one."""
+    content = fields.messages[-1].content if fields.continue_final_message else None
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
 
 
 def _chat_logprobs(fields: ChatCompletionBody) -> int | None:

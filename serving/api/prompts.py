@@ -5,9 +5,9 @@ Knows the tokenizer and the chat template, not how a prompt will be sampled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -37,6 +37,7 @@ class PromptReader:
         self._served = served
         source = tokenizer.chat_template
         self._template = None if source is None else ChatTemplate(source, tokenizer.special_tokens)
+        self.template_variables = frozenset[str]() if self._template is None else self._template.variables
         self.tool_prompt: ToolPrompt = tool_prompt(tool_call_parser, self._template, source or "")
 
     def model(self, name: str | None) -> str:
@@ -89,25 +90,36 @@ class PromptReader:
 
     def of_completion(self, prompt: Any, *, add_special_tokens: bool) -> list[Prompt]:
         """One prompt or several: a string, a list of strings, a list of token ids, a list of lists of ids."""
-        match prompt:
-            case str():
-                return [self.of_text(prompt, "prompt", add_special_tokens=add_special_tokens)]
-            case []:
-                raise InvalidRequest("prompt: the list is empty", param="prompt")
-            case [str(), *_]:
-                texts = _all_of(str, prompt, "a string")
-                return [
-                    self.of_text(text, f"prompt[{i}]", add_special_tokens=add_special_tokens)
-                    for i, text in enumerate(texts)
-                ]
-            case [list(), *_]:
-                lists = _all_of(list, prompt, "a list of token ids")
-                return [self._of_ids(ids, f"prompt[{i}]") for i, ids in enumerate(lists)]
-            case [*_]:
-                return [self._of_ids(prompt, "prompt")]
-        raise InvalidRequest("prompt must be a string, token ids, or a list of either", param="prompt")
+        return list(self.each(prompt, "prompt", add_special_tokens=add_special_tokens))
 
-    def _of_ids(self, ids: list[Any], param: str) -> Prompt:
+    def each(
+        self, given: Any, field: str, *, add_special_tokens: bool, most: int | None = None, last: int | None = None
+    ) -> Iterator[Prompt]:
+        """The prompts of a field that has one or several, no more than `most`; of each its `last` tokens, or all.
+
+        Nothing is worked on before it is asked for.
+        """
+        match given:
+            case str():
+                yield _shortened(self.of_text(given, field, add_special_tokens=add_special_tokens), last)
+            case []:
+                raise InvalidRequest(f"{field}: the list is empty", param=field)
+            case [str() | list(), *_] if most is not None and len(given) > most:
+                raise InvalidRequest(f"{field}: {len(given)} are more than {most}", param=field)
+            case [str(), *_]:
+                for i, text in enumerate(_all_of(str, given, "a string", field)):
+                    prompt = self.of_text(text, f"{field}[{i}]", add_special_tokens=add_special_tokens)
+                    yield _shortened(prompt, last)
+            case [list(), *_]:
+                for i, ids in enumerate(_all_of(list, given, "a list of token ids", field)):
+                    yield self._of_ids(ids, f"{field}[{i}]", last)
+            case [*_]:
+                yield self._of_ids(given, field, last)
+            case _:
+                raise InvalidRequest(f"{field} must be a string, token ids, or a list of either", param=field)
+
+    def _of_ids(self, ids: list[Any], param: str, last: int | None = None) -> Prompt:
+        ids = ids if last is None else ids[-last:]
         if not ids:
             raise InvalidRequest(f"{param}: the prompt is empty", param=param)
         if len(ids) >= self._served.max_model_len:
@@ -121,6 +133,11 @@ class PromptReader:
         if prompt.text is not None:
             return prompt.text
         return self._tokenizer.decode(prompt.tokens, skip_special_tokens=skip_special_tokens)
+
+
+def prompt_count(prompt: Any) -> int:
+    """How many prompts there are in a completion's field, before any of them is looked at."""
+    return len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)) else 1
 
 
 def context_exceeded(prompt: int, output: int, context: int, param: str) -> ContextLengthExceeded:
@@ -145,10 +162,15 @@ def check_token_ids(ids: list[Any], param: str, vocab_size: int) -> None:
             raise InvalidRequest(f"{where}: is not a token id between 0 and {vocab_size - 1}", param=where)
 
 
-def _all_of(kind: type[Any], items: list[Any], name: str) -> list[Any]:
+def _shortened(prompt: Prompt, last: int | None) -> Prompt:
+    return prompt if last is None else replace(prompt, tokens=prompt.tokens[-last:])
+
+
+def _all_of(kind: type[Any], items: list[Any], name: str, field: str) -> list[Any]:
     for position, item in enumerate(items):
         if not isinstance(item, kind):
-            raise InvalidRequest(f"prompt[{position}]: is not {name}, as the first one is", param=f"prompt[{position}]")
+            where = f"{field}[{position}]"
+            raise InvalidRequest(f"{where}: is not {name}, as the first one is", param=where)
     return items
 
 

@@ -16,7 +16,10 @@ from serving.text.tokenizer import Tokenizer
 
 
 class ResultWriter:
-    """Collects the outputs of each choice until all have ended."""
+    """Collects the outputs of each choice until all have ended. This is a text completion's."""
+
+    kind = "text_completion"
+    render_logprobs = staticmethod(completion_logprobs)
 
     def __init__(self, plan: ResponsePlan, choices: Sequence[Choice], tokenizer: Tokenizer) -> None:
         self._plan = plan
@@ -24,42 +27,60 @@ class ResultWriter:
         self._tokenizer = tokenizer
         self._outputs: list[list[ChoiceDelta]] = [[] for _ in choices]
 
-    async def add(self, choice: Choice, delta: ChoiceDelta) -> None:
-        self._outputs[choice.index].append(delta)
+    async def add(self, choice: Choice, output: ChoiceDelta) -> None:
+        self._outputs[choice.index].append(output)
 
     def body(self) -> bytes:
         """The JSON of the complete response."""
-        kind = "chat.completion" if self._plan.is_chat else "text_completion"
-        result = {
-            **head_of(self._plan, kind),
+        return orjson.dumps(self._result())
+
+    def _result(self) -> dict[str, Any]:
+        return {
+            **head_of(self._plan, self.kind),
             "choices": [self._shown(choice, self._outputs[choice.index]) for choice in self._choices],
             "usage": usage_of(self._plan, self._choices),
         }
-        if self._plan.is_chat and self._plan.return_token_ids:
-            result["prompt_token_ids"] = self._choices[0].request.prompt
-        return orjson.dumps(result)
 
     def _shown(self, choice: Choice, outputs: list[ChoiceDelta]) -> dict[str, Any]:
-        plan, text = self._plan, "".join(output.text for output in outputs)
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if plan.parsed:
-            message |= self._parsed(choice, text, [output for output in outputs if isinstance(output, ParsedDelta)])
         logprobs = None
-        if plan.logprobs is not None:
-            render = chat_logprobs if plan.is_chat else completion_logprobs
-            logprobs = render([entry for output in outputs for entry in output.entries], self._tokenizer)
-        shown: dict[str, Any] = {
+        if self._plan.logprobs is not None:
+            logprobs = self.render_logprobs([entry for output in outputs for entry in output.entries], self._tokenizer)
+        return {
             "index": choice.index,
-            **({"message": message} if plan.is_chat else {"text": text}),
+            **self._answer(choice, outputs),
             "logprobs": logprobs,
             "finish_reason": outputs[-1].ending,
             "stop_reason": outputs[-1].stop_reason,
+            **(self._token_ids(choice, outputs) if self._plan.return_token_ids else {}),
         }
-        if plan.return_token_ids:
-            shown["token_ids"] = [token for output in outputs for token in output.tokens]
-            if not plan.is_chat:
-                shown["prompt_token_ids"] = choice.request.prompt
-        return shown
+
+    def _answer(self, choice: Choice, outputs: list[ChoiceDelta]) -> dict[str, Any]:
+        return {"text": "".join(output.text for output in outputs)}
+
+    def _token_ids(self, choice: Choice, outputs: list[ChoiceDelta]) -> dict[str, Any]:
+        tokens = [token for output in outputs for token in output.tokens]
+        return {"token_ids": tokens, "prompt_token_ids": choice.request.prompt}
+
+
+class ChatResultWriter(ResultWriter):
+    kind = "chat.completion"
+    render_logprobs = staticmethod(chat_logprobs)
+
+    def _result(self) -> dict[str, Any]:
+        result = super()._result()
+        if self._plan.return_token_ids:
+            result["prompt_token_ids"] = self._choices[0].request.prompt
+        return result
+
+    def _answer(self, choice: Choice, outputs: list[ChoiceDelta]) -> dict[str, Any]:
+        text = "".join(output.text for output in outputs)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self._plan.parsed:
+            message |= self._parsed(choice, text, [output for output in outputs if isinstance(output, ParsedDelta)])
+        return {"message": message}
+
+    def _token_ids(self, choice: Choice, outputs: list[ChoiceDelta]) -> dict[str, Any]:
+        return {"token_ids": [token for output in outputs for token in output.tokens]}
 
     def _parsed(self, choice: Choice, text: str, outputs: list[ParsedDelta]) -> dict[str, Any]:
         """Thoughts and calls; beside them content may be null."""

@@ -21,7 +21,7 @@ DAY_MS = 86_400_000.0
 MOST_PRIORITY = 49  # either way: the built-in classes are 100 apart, so a request stays among those of its class
 
 
-def _check_stop(value: object) -> object:
+def check_stop(value: object) -> object:
     stops = [value] if isinstance(value, str) else value
     if isinstance(stops, list):
         if len(stops) > MAX_STOP_STRINGS:
@@ -31,7 +31,7 @@ def _check_stop(value: object) -> object:
     return value
 
 
-Stop = Annotated[str | Items[str] | None, BeforeValidator(_check_stop)]
+Stop = Annotated[str | Items[str] | None, BeforeValidator(check_stop)]
 
 
 def _check_biases(value: object) -> object:
@@ -100,37 +100,10 @@ class StructuredOutputs(Contract):
     grammar: str | None = Field(default=None, description="A grammar in Lark's form, or in GBNF")
 
 
-class SamplingBody(Strict):
-    """What chat and completions have in common."""
+class PlacedBody(Strict):
+    """What every request has that is given to workers: where it may go, and by when."""
 
     model: str | None = Field(default=None, description="The served model's name; it when not given")
-    temperature: float | None = Field(default=None, ge=0, le=2, description="0 is greedy; else the model's own, or 1")
-    top_p: float | None = Field(default=None, gt=0, le=1, description="Else the model's own, as of the next two")
-    top_k: int | None = Field(default=None, ge=-1, description="0 and -1 keep all")
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    n: int | None = Field(default=None, ge=1)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    stop: Stop = None
-    stop_token_ids: Items[int] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    min_tokens: int = Field(default=0, ge=0, description="No stop token or stop string before so many tokens")
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
-    repeat_penalty: float | None = Field(default=None, ge=0.01, le=100, description="As repetition_penalty")
-    max_new_tokens: OutputLength = Field(default=None, description="Output tokens at most; the smallest bound holds")
-    logit_bias: LogitBias = None
-    skip_special_tokens: bool = True
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | bool | str | None = Field(default=None, description="structured_outputs.json")
-    guided_regex: str | None = Field(default=None, description="structured_outputs.regex")
-    guided_choice: Items[str] | None = Field(default=None, description="structured_outputs.choice")
-    guided_grammar: str | None = Field(default=None, description="structured_outputs.grammar")
-    return_token_ids: bool | None = None
     ttft_slo_ms: float | None = Field(
         default=None, gt=0, le=DAY_MS, description="Objective for the time to the first token, ms; else its class's"
     )
@@ -146,6 +119,47 @@ class SamplingBody(Strict):
         default=None, min_length=1, max_length=512, description="Only requests with the same salt share cached prefixes"
     )
     user: str | None = Field(default=None, description="The request's session where nothing else names one")
+
+
+class GenerationBody(PlacedBody):
+    """What every endpoint that generates takes, whatever its API."""
+
+    temperature: float | None = Field(default=None, ge=0, le=2, description="0 is greedy; else the model's own, or 1")
+    top_p: float | None = Field(default=None, gt=0, le=1, description="Else the model's own, as of the next two")
+    top_k: int | None = Field(default=None, ge=-1, description="0 and -1 keep all")
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    stop_token_ids: Items[int] | None = None
+    ignore_eos: bool = False
+    min_tokens: int = Field(default=0, ge=0, description="No stop token or stop string before so many tokens")
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    logit_bias: LogitBias = None
+    skip_special_tokens: bool = True
+    stream: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = Field(default=None, description="structured_outputs.json")
+    guided_regex: str | None = Field(default=None, description="structured_outputs.regex")
+    guided_choice: Items[str] | None = Field(default=None, description="structured_outputs.choice")
+    guided_grammar: str | None = Field(default=None, description="structured_outputs.grammar")
+
+    def shared(self) -> dict[str, Any]:
+        """The fields from here that were given, as they are in a chat request too."""
+        return {name: getattr(self, name) for name in GenerationBody.model_fields if name in self.model_fields_set}
+
+
+class SamplingBody(GenerationBody):
+    """What chat and completions have in common."""
+
+    n: int | None = Field(default=None, ge=1)
+    stop: Stop = None
+    include_stop_str_in_output: bool = False
+    repeat_penalty: float | None = Field(default=None, ge=0.01, le=100, description="As repetition_penalty")
+    max_new_tokens: OutputLength = Field(default=None, description="Output tokens at most; the smallest bound holds")
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    return_token_ids: bool | None = None
 
 
 class ChatOptions(Strict):
@@ -181,6 +195,19 @@ class CompletionBody(SamplingBody):
     echo: bool | None = None
     best_of: int | None = Field(default=None, ge=1, description="Must equal n")
     add_special_tokens: bool = Field(default=True, description="Add what the model expects around a text prompt")
+
+
+class EmbeddingBody(PlacedBody):
+    """POST /v1/embeddings"""
+
+    input: Prompt
+    encoding_format: Literal["float", "base64"] = Field(default="float", description="base64: little-endian float32")
+    dimensions: int | None = Field(default=None, ge=1, description="The first so many, of models trained for that")
+    normalize: bool | None = Field(default=None, description="To length 1; else as the model says")
+    truncate_prompt_tokens: OutputLength = Field(
+        default=None, description="Of each input its last so many tokens, -1 for what the context has room for"
+    )
+    add_special_tokens: bool = Field(default=True, description="Add what the model expects around a text")
 
 
 class TokenizeBody(ChatOptions):

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from serving.messages import FinishReason
+from serving.messages import FinishReason, Pooling
 
 Health = Callable[[], tuple[bool, str]]
 """True if the service can serve, and the reason if it cannot."""
@@ -31,6 +31,17 @@ class SamplingDefaults:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EmbeddingForm:
+    """How the model's hidden states become an embedding. As vLLM has it where a model says nothing."""
+
+    size: int = 0  # numbers of an embedding; 0: not known
+    pooling: Pooling = Pooling.LAST
+    normalize: bool = True  # to length 1
+    dimensions: tuple[int, ...] | None = None  # what it may be cut to (arXiv 2205.13147): (): anything; None: nothing
+    refusal: str = ""  # why the model has no embeddings here; empty where it has
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
     """The model as the API names it."""
 
@@ -40,6 +51,7 @@ class ServedModel:
     created: int  # Unix seconds
     fingerprint: str | None = None  # returned as `system_fingerprint`
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    embedding: EmbeddingForm = field(default_factory=EmbeddingForm)
 
     def __post_init__(self) -> None:
         if not self.names or not all(self.names):
@@ -60,11 +72,21 @@ class ApiObserver(Protocol):
     def request_finished(self, *, finish: FinishReason, completion_tokens: int) -> None:
         """It ended; called exactly once for each `request_started`."""
 
+    def response_finished(self, *, most_tokens: int) -> None:
+        """All choices of an answer have ended, the longest with so many tokens."""
+
     def request_refused(self, *, status: int) -> None:
-        """A generation request was answered with an error, before it brought any token."""
+        """A request, for text or for tokens alone, was answered with an error before it brought any token."""
 
     def field_ignored(self, name: str) -> None:
         """A body had a field that was ignored: the name of a hint, or `other`."""
+
+
+class HttpObserver(Protocol):
+    """Is told of every answer, with the path of its endpoint, or `none`."""
+
+    def answered(self, *, method: str, handler: str, status: int, seconds: float) -> None:
+        """`seconds` from the request's headers to the end of the answer."""
 
 
 class PlacementLog(Protocol):

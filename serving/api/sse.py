@@ -6,15 +6,17 @@ what to show.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
 
 from serving.api.choice import Choice, ChoiceDelta, ParsedDelta
-from serving.api.logprobs import chat_logprobs, completion_logprobs
+from serving.api.failures import error_body
+from serving.api.logprobs import LogprobEntry, chat_logprobs, completion_logprobs
 from serving.api.plan import ResponsePlan
 from serving.api.tools import call_id
+from serving.errors import MillraceError
 from serving.text.tokenizer import Tokenizer
 from serving.text.tools.events import CallDelta
 
@@ -46,22 +48,22 @@ def head_of(plan: ResponsePlan, kind: str) -> dict[str, Any]:
 
 
 class SseWriter:
-    """The bytes of one stream's events."""
+    """The bytes of one stream's events. This is a text completion's."""
+
+    kind = "text_completion"
+    before, after = b',"text":', b""  # around the text
+    announces = False  # a choice begins with a chunk that says whose turn it is
+    render_logprobs: Callable[[Sequence[LogprobEntry], Tokenizer], dict[str, Any]] = staticmethod(completion_logprobs)
 
     def __init__(self, plan: ResponsePlan, choices: Sequence[Choice], tokenizer: Tokenizer) -> None:
         self._plan = plan
         self._choices = choices
         self._tokenizer = tokenizer
-        is_chat = plan.is_chat
-        self._render_logprobs = chat_logprobs if is_chat else completion_logprobs
-        kind = "chat.completion.chunk" if is_chat else "text_completion"
-        self._open = b"data: " + orjson.dumps(head_of(plan, kind))[:-1] + b',"choices":['
-        before = b',"delta":{"content":' if is_chat else b',"text":'
-        self._after = b"}" if is_chat else b""  # closes the delta
-        self._before = [self._open + b'{"index":%d' % choice.index + before for choice in choices]
+        self._open = b"data: " + orjson.dumps(head_of(plan, self.kind))[:-1] + b',"choices":['
+        self._before = [self._open + b'{"index":%d' % choice.index + self.before for choice in choices]
         self._close = b"" if plan.continuous_usage else b',"usage":null}\n\n' if plan.include_usage else b"}\n\n"
-        self._plain = self._after + b',"logprobs":null,"finish_reason":null}]' + self._close
-        self._announced = [not is_chat for _ in choices]
+        self._plain = self.after + b',"logprobs":null,"finish_reason":null}]' + self._close
+        self._announced = [not self.announces for _ in choices]
 
     def frames(self, choice: Choice, output: ChoiceDelta) -> bytes:
         """The events for one output; empty when it has nothing to show yet."""
@@ -75,7 +77,6 @@ class SseWriter:
         return announcement + self._full(choice, output)
 
     def _announce(self, index: int, content: bytes = b'""') -> bytes:
-        """A chat choice begins with a chunk that says whose turn it is."""
         self._announced[index] = True
         role = self._open + b'{"index":%d,"delta":{"role":"assistant","content":%s}' % (index, content)
         ids = b""
@@ -86,11 +87,11 @@ class SseWriter:
 
     def _full(self, choice: Choice, output: ChoiceDelta) -> bytes:
         """A chunk with more than text."""
-        return self._before[choice.index] + orjson.dumps(output.text) + self._after + self._rest(output)
+        return self._before[choice.index] + orjson.dumps(output.text) + self.after + self._rest(output)
 
     def _rest(self, output: ChoiceDelta) -> bytes:
         """What follows the delta in a chunk."""
-        rendered = self._render_logprobs(output.entries, self._tokenizer) if output.entries else None
+        rendered = self.render_logprobs(output.entries, self._tokenizer) if output.entries else None
         parts = [b',"logprobs":', orjson.dumps(rendered), b',"finish_reason":', orjson.dumps(output.ending)]
         if output.finish is not None:
             parts += [b',"stop_reason":', orjson.dumps(output.stop_reason)]
@@ -106,8 +107,19 @@ class SseWriter:
         """What follows the last choice's end: the usage when asked for, and the mark of a complete stream."""
         return self._open + b"]" + self._usage_so_far() + DONE if self._plan.include_usage else DONE
 
+    def failed(self, error: MillraceError) -> bytes:
+        """The error, without the mark of a complete stream."""
+        return b"data: " + error_body(error) + b"\n\n"
 
-class ParsedSseWriter(SseWriter):
+
+class ChatSseWriter(SseWriter):
+    kind = "chat.completion.chunk"
+    before, after = b',"delta":{"content":', b"}"
+    announces = True
+    render_logprobs = staticmethod(chat_logprobs)
+
+
+class ParsedSseWriter(ChatSseWriter):
     """The same for a chat whose answers are parsed: each chunk has thoughts, or content, or one call's part."""
 
     def frames(self, choice: Choice, output: ChoiceDelta) -> bytes:
@@ -138,13 +150,3 @@ class ParsedSseWriter(SseWriter):
         name = {"name": call.name, "arguments": call.arguments}
         shown = call_id(self._plan.id, choice.index, call.index)
         return {"index": call.index, "id": shown, "type": "function", "function": name}
-
-
-def sse_writer(plan: ResponsePlan, choices: Sequence[Choice], tokenizer: Tokenizer) -> SseWriter:
-    """The writer for a plan."""
-    return (ParsedSseWriter if plan.parsed else SseWriter)(plan, choices, tokenizer)
-
-
-def error_frame(body: bytes) -> bytes:
-    """An error after streaming has begun. The stream ends with it, without the mark of a complete one."""
-    return b"data: " + body + b"\n\n"

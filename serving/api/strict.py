@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
@@ -10,6 +11,11 @@ from pydantic_core import CoreSchema
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    hints: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are hints in this model, beside those of serving.api.fields.HINTS."""
+    contracts: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    """Fields that are contracts in this model, as serving.api.fields.CONTRACTS has them."""
 
 
 class Contract(Strict):

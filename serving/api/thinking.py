@@ -15,8 +15,19 @@ class ThinkingReader:
         marks = () if self._form is None else (self._form.opening, self._form.closing)
         self._special = tokenizer.special_marks(marks)
 
-    def of(self, prompt: str) -> ThinkingPlan | None:
-        """For the answer to this prompt; None where the model does not think."""
-        if self._form is None:
+    @property
+    def thinks(self) -> bool:
+        """The model can."""
+        return self._form is not None
+
+    def of(self, prompt: str, continued: str = "") -> ThinkingPlan | None:
+        """For the answer to this prompt, or what follows where an answer is `continued`; None without thoughts."""
+        form = self._form
+        if form is None:
             return None
-        return ThinkingPlan(form=self._form, begun=self._form.begun(prompt), special=self._special)
+        begun = form.begun(prompt)
+        if continued.strip():
+            begun = form.inside(continued)
+            if not begun:
+                return None
+        return ThinkingPlan(form=form, begun=begun, special=self._special)

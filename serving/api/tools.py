@@ -23,12 +23,16 @@ NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedTools:
-    """The tools a request may call. `forced`: the answer is calls; `held`: it is text or calls, by grammar."""
+    """The tools a request may call. `forced`: the answer is calls; `held`: it is text or calls, by grammar.
+
+    `strict`: some of them promise that.
+    """
 
     plan: ToolPlan
     grammar: CallGrammar
     forced: bool
     held: bool
+    strict: bool
 
 
 class ToolReader:
@@ -66,6 +70,7 @@ class ToolReader:
             ),
             forced=forced,
             held=not forced and (strict or self._prompt.form.name == "generic"),
+            strict=strict,
         )
 
 

@@ -5,12 +5,16 @@ Names and shapes only; it opens no file. With these a tensor-parallel rank can r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from serving.model.quantization_config import SCALE_LEAF, ZERO_POINT_LEAF
 from serving.model.spec import ModelSpec
+
+_LEAVES = {"scale": SCALE_LEAF, "correction": "e_score_correction_bias"}
+_EXPERT = re.compile(r"(?<=experts)\.(\d+)\.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +23,8 @@ class Part:
 
     name: str
     transposed: bool = False  # GPT-2 stores [in, out]
-    paired_heads: int = 0  # GGUF's llama stores each of that many heads with the two halves of a rope pair adjacent
+    paired_heads: int = 0  # in each of that many heads the two halves of a rope pair are stored adjacent
+    paired_rows: int | None = None  # only in so many last rows of a head; None: in all
     rows: int | None = None  # how many are written; None: all
 
 
@@ -103,7 +108,36 @@ _GGUF = Scheme(
     ignored=("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"),
 )
 
-_HUGGING_FACE = {"opt": _OPT, "gpt2": _GPT2}
+_QWEN_MOE = {
+    "mlp.router": "mlp.gate",
+    "mlp.experts.{}.gate_up": "mlp.experts.{}.gate_proj mlp.experts.{}.up_proj",
+    "mlp.experts.{}.down": "mlp.experts.{}.down_proj",
+}
+_MIXTRAL = {
+    "mlp.router": "block_sparse_moe.gate",
+    "mlp.experts.{}.gate_up": "block_sparse_moe.experts.{}.w1 block_sparse_moe.experts.{}.w3",
+    "mlp.experts.{}.down": "block_sparse_moe.experts.{}.w2",
+}
+_DEEPSEEK = {
+    **_QWEN_MOE,
+    "mlp.shared.gate_up": "mlp.shared_experts.gate_proj mlp.shared_experts.up_proj",
+    "mlp.shared.down": "mlp.shared_experts.down_proj",
+    "attention.qkv_a": (
+        "self_attn.q_a_proj self_attn.kv_a_proj_with_mqa | self_attn.q_proj self_attn.kv_a_proj_with_mqa"
+    ),
+    "attention.q_a_norm": "self_attn.q_a_layernorm",
+    "attention.q_b": "self_attn.q_b_proj",
+    "attention.kv_a_norm": "self_attn.kv_a_layernorm",
+    "attention.kv_b": "self_attn.kv_b_proj",
+}
+_HUGGING_FACE = {
+    "opt": _OPT,
+    "gpt2": _GPT2,
+    "deepseek_v2": replace(_LLAMA, inner={**_LLAMA.inner, **_DEEPSEEK}),
+    "deepseek_v3": replace(_LLAMA, inner={**_LLAMA.inner, **_DEEPSEEK}),
+    "mixtral": replace(_LLAMA, inner={**_LLAMA.inner, **_MIXTRAL}),
+    "qwen3_moe": replace(_LLAMA, inner={**_LLAMA.inner, **_QWEN_MOE}),
+}
 
 
 def sources(
@@ -117,17 +151,20 @@ def sources(
     """For each of the decoder's `parameters`, the tensors of the checkpoint whose rows make it up, in order.
 
     `present` are the names in the checkpoint. Raises ValueError when one we need is missing, or (with `all_used`) when
-    there is one we would not use: a model with unknown parts would run, and answer nonsense.
+    there is one we would not use: a model with unknown parts would run, and answer nonsense. Layers that predict
+    further tokens (`ModelSpec.mtp_layers`) are left out.
     """
     scheme = _GGUF if container == "gguf" else _HUGGING_FACE.get(spec.architecture, _LLAMA)
     embed, head = scheme.outer["embed"], scheme.outer["head"]
     prefix = next((prefix for prefix in scheme.prefixes if f"{prefix}{embed}.weight" in present), scheme.prefixes[0])
     found = {name: _parts(name, spec, scheme, prefix, present) for name in parameters}
     used = {part.name for parts in found.values() for part in parts}
+    left_out = tuple(prefix + scheme.layer.format(spec.layers + layer) for layer in range(spec.mtp_layers))
     spare = sorted(
         name
         for name in present
         if name not in used
+        and not (left_out and name.startswith(left_out))
         and not name.endswith((*scheme.ignored, f".{ZERO_POINT_LEAF}"))
         and not (spec.tied_embeddings and name == f"{head}.weight")
     )
@@ -145,20 +182,33 @@ def destinations(spec: ModelSpec, parameters: Iterable[str]) -> dict[str, tuple[
     scheme = _HUGGING_FACE.get(spec.architecture, _LLAMA)
     query, key, half = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.intermediate
     rows = {"attention.qkv": (query, key, key), "mlp.gate_up": (half, half)}
+    if spec.mla is not None:
+        rows["attention.qkv_a"] = (spec.mla.q_rank or query, spec.mla.kv_rank + spec.mla.rope_dim)
+    if spec.moe is not None:
+        rows["mlp.experts.{}.gate_up"] = (spec.moe.intermediate,) * 2
+        rows["mlp.shared.gate_up"] = (spec.moe.shared_intermediate,) * 2
     found = {}
     for name in parameters:
         module, leaf, prefix, groups = _named(name, scheme, scheme.prefixes[0])
-        group = groups[-1 if spec.architecture == "phi3" else 0]  # Phi-3 keeps in one what others keep apart
+        # Phi-3 keeps in one what others keep apart; queries of MLA may not be compressed.
+        uncompressed = module == "attention.qkv_a" and spec.mla is not None and spec.mla.q_rank is None
+        group = groups[-1 if uncompressed or spec.architecture == "phi3" else 0]
         counts = rows[module] if len(group) > 1 else (None,)
         found[name] = tuple(
-            Part(name=f"{prefix}{source}.{leaf}", rows=count, transposed=_transposed(module, leaf, scheme))
+            replace(
+                _part(f"{prefix}{source}.{leaf}", spec, transposed=_transposed(module, leaf, scheme)),
+                rows=count,
+            )
             for source, count in zip(group, counts, strict=True)
         )
     return found
 
 
 def _named(name: str, scheme: Scheme, prefix: str) -> tuple[str, str, str, list[list[str]]]:
-    """`layers.3.attention.qkv.weight` → the module within its layer, the leaf, the prefix, alternatives of names."""
+    """`layers.3.attention.qkv.weight` → the module within its layer, the leaf, the prefix, alternatives of names.
+
+    An expert's number is left out of the module, and put into the names.
+    """
     module, leaf = name.rsplit(".", 1)
     table = scheme.outer
     if module.startswith("layers."):
@@ -167,8 +217,12 @@ def _named(name: str, scheme: Scheme, prefix: str) -> tuple[str, str, str, list[
         prefix += scheme.layer.format(layer)
     elif module == "head":
         prefix = ""
-    groups = [group.split() for group in table[module].split("|")]
-    return module, SCALE_LEAF if leaf == "scale" else leaf, prefix, groups
+    expert = _EXPERT.search(module)
+    if expert is not None:
+        module = _EXPERT.sub(".{}.", module)
+    names = table[module] if expert is None else table[module].replace("{}", expert[1])
+    groups = [group.split() for group in names.split("|")]
+    return module, _LEAVES.get(leaf, leaf), prefix, groups
 
 
 def _transposed(module: str, leaf: str, scheme: Scheme) -> bool:
@@ -185,8 +239,17 @@ def _parts(name: str, spec: ModelSpec, scheme: Scheme, prefix: str, present: Col
         missing = ", ".join(tensor for tensor in alternatives[0] if tensor not in present)
         raise ValueError(f"the checkpoint lacks {missing}, which a {spec.architecture} model of this config needs")
     paired = scheme is _GGUF and spec.architecture == "llama" and module == "attention.qkv" and len(chosen) == 3
-    heads = (spec.heads, spec.kv_heads, 0) if paired else (0,) * len(chosen)
-    return tuple(
-        Part(name=tensor, transposed=_transposed(module, leaf, scheme), paired_heads=count)
-        for tensor, count in zip(chosen, heads, strict=True)
-    )
+    parts = tuple(_part(tensor, spec, transposed=_transposed(module, leaf, scheme)) for tensor in chosen)
+    if not paired:
+        return parts
+    heads = (spec.heads, spec.kv_heads, 0)
+    return tuple(replace(part, paired_heads=count) for part, count in zip(parts, heads, strict=True))
+
+
+def _part(tensor: str, spec: ModelSpec, *, transposed: bool) -> Part:
+    """DeepSeek's checkpoints have rope pairs in the last rows of each head of the queries, and of the latent's key."""
+    source = tensor.rsplit(".", 2)[-2]
+    heads = {"q_proj": spec.heads, "q_b_proj": spec.heads, "kv_a_proj_with_mqa": 1}.get(source, 0)
+    if spec.mla is None or not spec.mla.interleaved or not heads:
+        return Part(name=tensor, transposed=transposed)
+    return Part(name=tensor, transposed=transposed, paired_heads=heads, paired_rows=spec.mla.rope_dim)

@@ -11,19 +11,17 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 from serving.batch.layer_barrier import LayerBarrier
+from serving.engine.blame import run_step
 from serving.engine.plan import KVBlocks, PlannedLoad, Scheduler, StepPlan, StepRecord, StepTotals, Work
+from serving.engine.run import LayerDone, Runner, RunResult, RunTimes
 from serving.engine.sequence import SequenceOutput, SequenceState
 from serving.engine.tracing import TraceWriter
 from serving.errors import Preempted
-from serving.messages import FinishReason, TokenLogprob
+from serving.messages import Delta, FinishReason, TokenLogprob
 from serving.sampling.sampler import Sampled, SamplingFailed
 from serving.step_cost import StepLoad
-
-LayerDone = Callable[[Sequence[Work], int], None]
-"""Called, on any thread, when a layer's KV of this work is written: for each layer in order, once for each work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,24 +32,6 @@ class StepLimits:
     max_num_seqs: int
     max_model_len: int
     eos_token_ids: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class RunTimes:
-    """Seconds a run spent building its batch, in the model, and drawing tokens."""
-
-    batch: float
-    forward: float
-    sample: float
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """`drawn[i]` are the draws for work i: none where its prompt goes on, else one more than it has drafted."""
-
-    drawn: list[list[Sampled | SamplingFailed]]
-    prompt_logprobs: dict[int, list[TokenLogprob | None]]
-    times: RunTimes
 
 
 Lock = AbstractContextManager[object]
@@ -66,14 +46,6 @@ class BegunStep:
     began: float
     load: PlannedLoad
     planning_seconds: float
-
-
-class Runner(Protocol):
-    """What the engine asks of the thing that computes (serving.engine.runner.ModelRunner)."""
-
-    def run(self, work: Sequence[Work], layer_done: LayerDone | None) -> RunResult:
-        """`layer_done` is told of work whose sequences are handed over, and of no other."""
-        ...
 
 
 class Engine:
@@ -126,7 +98,7 @@ class Engine:
     def _step(self, plan: StepPlan, began: float, layer_done: LayerDone | None) -> list[SequenceOutput]:
         """The rest of a step, once it is planned."""
         step = self.begun(plan, began)
-        return self.finish(step, self.runner.run(plan.work, layer_done))
+        return self.finish(step, run_step(self.runner, plan.work, layer_done))
 
     def begun(self, plan: StepPlan, began: float) -> BegunStep:
         """The planned work, not empty, is about to run: `finish` this with what came of it."""
@@ -181,8 +153,10 @@ class Engine:
                 seq.computed += work.count - len(work.draft)
                 if drawn:
                     outputs.append(self._append(work, drawn))
-                else:
-                    self.kv.publish(seq)
+                    continue
+                self.kv.publish(seq)
+                if i in result.embeddings:
+                    outputs.append(self._embedded(seq, result.embeddings[i]))
             self.flying = self.flying[len(plan.work) :]
             self.barrier = None
         return outputs
@@ -215,6 +189,14 @@ class Engine:
         else:
             work.by.stepped(seq)
         return output
+
+    def _embedded(self, seq: SequenceState, embedding: bytes | SamplingFailed) -> SequenceOutput:
+        """The prompt is computed, and that is all that was asked for."""
+        self._finish(seq)
+        if isinstance(embedding, SamplingFailed):
+            return SequenceOutput(seq, error=embedding.error(), prefilled=True)
+        delta = Delta(index=0, tokens=(), finish=FinishReason.STOP, cached_tokens=seq.cached, embedding=embedding)
+        return SequenceOutput(seq, delta=delta, prefilled=True)
 
     def _finish(self, seq: SequenceState) -> None:
         """No more tokens here. The blocks of one that leaves may still be read: its prefill run frees them."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from serving.batch.device_copy import on_device
-from serving.engine.engine import RunResult, RunTimes
 from serving.engine.overlap import Launched
 from serving.engine.plan import Work
+from serving.engine.run import RunResult, RunTimes
 from serving.sampling.sampler import SampleRow, SamplingBackend, sampled
 from serving.sampling.torch_sampling import TorchSampling, sample_on_device
 

@@ -10,17 +10,24 @@ Step n+1 is the same sequences, one token each, but for those that can have no f
 joined since. Only a step in which each sequence decodes one token is followed so, and only by another; before anything
 else the engine waits for the tokens. A sequence that turns out to have ended with step n keeps its blocks until
 n+1 is over, and what n+1 drew for it is dropped: it appears in no output, and its KV under no key.
+
+A step that raises, when it is begun or read, is computed again with its tokens known, and so is one that follows it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from serving.engine.engine import Engine, LayerDone, Runner, RunResult, RunTimes
+from serving.engine.blame import MISTAKES, run_step
+from serving.engine.engine import Engine
 from serving.engine.plan import PlannedLoad, StepPlan, Work
+from serving.engine.run import LayerDone, Runner, RunResult, RunTimes
 from serving.engine.sequence import SequenceOutput, SequenceState
+
+log = logging.getLogger(__name__)
 
 
 class Launched(Protocol):
@@ -51,10 +58,10 @@ class OverlapRunner(Runner, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step under way. Seconds on the engine's clock."""
+    """A step under way; `launched` is None if it waits to be computed again. Seconds on the engine's clock."""
 
     plan: StepPlan
-    launched: Launched
+    launched: Launched | None
     load: PlannedLoad
     planning_seconds: float
     follows: bool  # another, which ran when this one began
@@ -92,6 +99,8 @@ class OverlapEngine(Engine):
 
     def _follow(self, flight: Flight) -> Flight | None:
         """Begin the step after this one, which runs; None where its tokens are needed first."""
+        if flight.launched is None:
+            return None
         began = self.clock()
         with self.lock:
             plan = StepPlan(self.limits.max_num_batched_tokens, self.limits.max_num_seqs, ahead=True, can_overlap=True)
@@ -105,13 +114,21 @@ class OverlapEngine(Engine):
     def _launch(self, plan: StepPlan, after: Launched | None, began: float) -> Flight:
         load = plan.load()
         planned = self.clock()
-        return Flight(plan, self.runner.launch(plan.work, after), load, planned - began, after is not None)
+        launched: Launched | None = None
+        try:
+            launched = self.runner.launch(plan.work, after)
+        except MISTAKES:
+            log.exception("a step of %d cannot be begun ahead", len(plan.work))
+        return Flight(plan, launched, load, planned - began, after is not None)
 
     def _account(self, flight: Flight, following: Flight | None) -> list[SequenceOutput]:
         """Wait for a step's tokens, and do with them what is done after any step."""
         began = self.step_began
         assert began is not None, "a flight is a step that runs"
-        result = flight.launched.collect()
+        result = self._collected(flight)
+        if result is None:
+            result = self._computed_again(flight.plan)
+            following = following and replace(following, launched=None)  # it goes on from what was not drawn
         ended = self.step_began = self.clock()  # the next is the one that runs now
         self.flight = following
         outputs = self.postprocess(flight.plan, result)
@@ -122,6 +139,25 @@ class OverlapEngine(Engine):
             ended, self.step_began = accounted, None
         self._record_flight(flight, began, ended, result.times, hidden)
         return outputs
+
+    def _collected(self, flight: Flight) -> RunResult | None:
+        """What the step gave; None if it has to be computed again."""
+        if flight.launched is None:
+            return None
+        try:
+            return flight.launched.collect()
+        except MISTAKES:
+            log.exception("a step of %d that was begun ahead cannot be read", len(flight.plan.work))
+            return None
+
+    def _computed_again(self, plan: StepPlan) -> RunResult:
+        """With all tokens known. Of sequences that have ended since it was planned, nothing is wanted."""
+        live = [i for i, work in enumerate(plan.work) if not work.seq.ended]
+        if not live:
+            return RunResult([[] for _ in plan.work], {}, RunTimes(0.0, 0.0, 0.0))
+        found = run_step(self.runner, [plan.work[i] for i in live], None)
+        drawn = dict(zip(live, found.drawn, strict=True))
+        return RunResult([drawn.get(i, []) for i in range(len(plan.work))], {}, found.times)
 
     def _record_flight(self, flight: Flight, began: float, ended: float, times: RunTimes, hidden: float) -> None:
         """A step lasts from the end of the one before it until its tokens are read or, if none follows, accounted for.

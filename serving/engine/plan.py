@@ -5,11 +5,13 @@ Schedulers fill a plan in the order the worker's role lists them. Pure; no torch
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from serving.batch.layer_barrier import LayerBarrier
 from serving.engine.sequence import SequenceState
+from serving.messages import STEP_TOKEN_BINS
 from serving.step_cost import StepLoad, pairs
 
 
@@ -209,8 +211,11 @@ class StepRecord:
 
 @dataclass(slots=True)
 class StepTotals:
-    """Running sums over all steps of a worker's life."""
+    """Running sums over all steps of a worker's life. `sizes` counts steps by their tokens, in the bins of
+    STEP_TOKEN_BINS.
+    """
 
+    sizes: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKEN_BINS) + 1))
     steps: int = 0
     tokens: int = 0
     step_seconds: float = 0.0
@@ -220,6 +225,7 @@ class StepTotals:
     waited_seconds: float = 0.0
 
     def add(self, record: StepRecord) -> None:
+        self.sizes[bisect_left(STEP_TOKEN_BINS, record.new_tokens)] += 1
         self.steps += 1
         self.tokens += record.new_tokens
         self.step_seconds += record.step_seconds

@@ -1,7 +1,8 @@
 """Runs a planned step on the model: builds the ragged batch, computes logits where a token is drawn, samples.
 
 It knows torch and the model, and nothing of queues, leases or sockets. Sequences whose KV is kept otherwise than the
-worker's own make a batch of theirs; those with KV in host memory are computed one by one, after all others.
+worker's own make a batch of theirs, and so do those whose embedding is wanted: no token of others is touched by these.
+Those with KV in host memory are computed one by one, after all others.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import torch
 from torch import Tensor
 
 from serving.batch.ragged import OffloadedKV, RaggedBatch
-from serving.engine.engine import LayerDone, RunResult, RunTimes
 from serving.engine.launched import LaunchedStep, draw
 from serving.engine.offload import OffloadMove, OffloadState
 from serving.engine.overlap import Launched, OverlapRunner
 from serving.engine.plan import Work
+from serving.engine.pooling import pool, pooled_rows
+from serving.engine.run import LayerDone, RunResult, RunTimes
 from serving.engine.sequence import SequenceState
 from serving.errors import InternalError
 from serving.forward.forward import Forward
@@ -43,6 +45,9 @@ from serving.sampling.torch_sampling import TorchSampling
 
 Draws = tuple[list[list[Sampled | SamplingFailed]], dict[int, list[TokenLogprob | None]]]
 """For each work item what was drawn, and the prompt log-probabilities of those that asked."""
+
+AllowedAfter = Sequence[Allowed | None] | SamplingFailed
+"""What a sequence may draw after its output and after each drafted token; or why it cannot draw."""
 
 
 class OffloadBackend(Protocol):
@@ -114,7 +119,7 @@ class ModelRunner(OverlapRunner):
         if after is not None and any(row is not None for row in rows):
             batch = replace(batch, tokens=after.followed(batch.tokens, rows))
         built = time.perf_counter()
-        if all(_greedy(item.seq) for item in work):
+        if all(_greedy(item, [None]) for item in work):
             tokens = self.forward.greedy(batch, None)
         else:
             # Without penalties, only how many tokens there are matters: with the one that `after` draws, where it does.
@@ -135,10 +140,41 @@ class ModelRunner(OverlapRunner):
     def _compute(
         self, work: Sequence[Work], layer_done: LayerDone | None, offloaded: OffloadedKV | None = None
     ) -> RunResult:
+        if work[0].seq.request.pooling is not None:
+            return self._embed(work, offloaded)
         began = time.perf_counter()
         wants_all = [i for i, item in enumerate(work) if item.seq.request.prompt_logprobs is not None]
         rows = logits_rows(work, frozenset(wants_all))
-        batch = RaggedBatch.build(
+        batch = self._batch(work, rows, offloaded)
+        allowed = [_allowed(item) for item in work]
+        greedy = not wants_all and all(map(_greedy, work, allowed))
+        built = time.perf_counter()
+        handed_over = [item for item in work if item.seq.prefill.handoff is not None]
+        tell = partial(layer_done, handed_over) if layer_done is not None and handed_over else None
+        forward = self.forwards[work[0].seq.kv_dtype]
+        scores = forward.greedy(batch, tell, _of_rows(allowed)) if greedy else forward.logits(batch, tell)
+        computed = time.perf_counter()
+        if work[0].left:
+            return RunResult([[]], {}, RunTimes(built - began, computed - built, 0.0))
+        drawn, prompt = _chosen(work, scores) if greedy else self._draw(work, allowed, rows, scores)
+        times = RunTimes(built - began, computed - built, time.perf_counter() - computed)
+        return RunResult(drawn, prompt, times)
+
+    def _embed(self, work: Sequence[Work], offloaded: OffloadedKV | None) -> RunResult:
+        """Work whose embeddings are wanted: no tokens are drawn."""
+        began = time.perf_counter()
+        rows = pooled_rows(work)
+        batch = self._batch(work, rows, offloaded)
+        built = time.perf_counter()
+        hidden = self.forwards[work[0].seq.kv_dtype].hidden(batch, None)
+        computed = time.perf_counter()
+        embeddings = {} if work[0].left else pool(work, rows, hidden)
+        times = RunTimes(built - began, computed - built, time.perf_counter() - computed)
+        return RunResult([[] for _ in work], {}, times, embeddings)
+
+    def _batch(self, work: Sequence[Work], rows: Sequence[range], offloaded: OffloadedKV | None) -> RaggedBatch:
+        """The work's new tokens; of these rows something is returned."""
+        return RaggedBatch.build(
             tokens=[item.tokens for item in work],
             starts=[item.seq.computed for item in work],
             block_tables=[item.seq.blocks for item in work],
@@ -149,20 +185,8 @@ class ModelRunner(OverlapRunner):
             barrier=work[0].barrier,
             device=self.device,
         )
-        greedy = not wants_all and all(_greedy(item.seq) for item in work if item.completes)
-        built = time.perf_counter()
-        handed_over = [item for item in work if item.seq.prefill.handoff is not None]
-        tell = partial(layer_done, handed_over) if layer_done is not None and handed_over else None
-        forward = self.forwards[work[0].seq.kv_dtype]
-        scores = (forward.greedy if greedy else forward.logits)(batch, tell)
-        computed = time.perf_counter()
-        if work[0].left:
-            return RunResult([[]], {}, RunTimes(built - began, computed - built, 0.0))
-        drawn, prompt = _chosen(work, scores) if greedy else self._draw(work, rows, scores)
-        times = RunTimes(built - began, computed - built, time.perf_counter() - computed)
-        return RunResult(drawn, prompt, times)
 
-    def _draw(self, work: Sequence[Work], rows: list[range], logits: Tensor) -> Draws:
+    def _draw(self, work: Sequence[Work], allowed: Sequence[AllowedAfter], rows: list[range], logits: Tensor) -> Draws:
         """Split the logits back to their sequences, and draw after each last token and after each drafted one."""
         prompt: dict[int, list[TokenLogprob | None]] = {}
         drawn: list[list[Sampled | SamplingFailed]] = [[] for _ in work]
@@ -170,7 +194,7 @@ class ModelRunner(OverlapRunner):
         owners: list[list[Sampled | SamplingFailed]] = []
         picks: list[int] = []
         first = 0
-        for i, (item, span) in enumerate(zip(work, rows, strict=True)):
+        for i, (item, after, span) in enumerate(zip(work, allowed, rows, strict=True)):
             if item.seq.request.prompt_logprobs is not None:
                 try:
                     prompt[i] = prompt_logprobs(item, logits[first : first + len(span)], self.sampler.backend)
@@ -181,14 +205,12 @@ class ModelRunner(OverlapRunner):
                 seq = item.seq
                 if seq.penalties is None and seq.request.sampling.penalised:
                     seq.penalties = PenaltyState(seq.request.prompt, self.vocab_size, self.device)
-                try:
-                    allowed = _allowed(item)
-                except GrammarError as error:
-                    drawn[i].append(SamplingFailed(str(error)))
+                if isinstance(after, SamplingFailed):
+                    drawn[i].append(after)
                     continue
                 for drafted in range(len(item.draft) + 1):
                     output = [*seq.output, *item.draft[:drafted]] if drafted else seq.output
-                    wanted.append(self._row(seq, output, allowed[drafted]))
+                    wanted.append(self._row(seq, output, after[drafted]))
                     owners.append(drawn[i])
                     picks.append(first - 1 - len(item.draft) + drafted)
         if wanted:
@@ -216,7 +238,7 @@ def batches(work: Sequence[Work]) -> tuple[list[list[int]], list[int]]:
     alone: list[int] = []
     for i, item in enumerate(work):
         offload = item.seq.offload
-        (alone if offload is not None and offload.moved else together.setdefault(item.seq.kv_dtype, [])).append(i)
+        (alone if offload is not None and offload.moved else together.setdefault(item.seq.batched_with, [])).append(i)
     return list(together.values()), alone
 
 
@@ -227,29 +249,47 @@ def joined(parts: Sequence[tuple[Sequence[int], RunResult]]) -> RunResult:
     for places, result in parts:
         drawn.update(zip(places, result.drawn, strict=True))
         prompt.update((places[i], found) for i, found in result.prompt_logprobs.items())
+    embeddings: dict[int, bytes | SamplingFailed] = {}
+    for places, result in parts:
+        embeddings.update((places[i], found) for i, found in result.embeddings.items())
     times = [result.times for _, result in parts]
     total = RunTimes(
         sum(one.batch for one in times), sum(one.forward for one in times), sum(one.sample for one in times)
     )
-    return RunResult([drawn[i] for i in sorted(drawn)], prompt, total)
+    return RunResult([drawn[i] for i in sorted(drawn)], prompt, total, embeddings)
 
 
-def _allowed(item: Work) -> Sequence[Allowed | None]:
-    """What may be drawn after the output and after each drafted token. Raises GrammarError."""
+def _allowed(item: Work) -> AllowedAfter:
+    """What may be drawn after the output and after each drafted token; nothing where the item draws nothing."""
+    if not item.completes:
+        return []
     grammar = item.seq.grammar
-    return [None] * (len(item.draft) + 1) if grammar is None else grammar.allowed(item.seq.output, item.draft)
+    if grammar is None:
+        return [None] * (len(item.draft) + 1)
+    try:
+        return grammar.allowed(item.seq.output, item.draft)
+    except GrammarError as error:
+        return SamplingFailed(str(error))
 
 
-def _greedy(seq: SequenceState) -> bool:
-    """True if the next token is simply the best-scored one, and nothing else of the scores is asked for."""
-    params = seq.request.sampling
+def _of_rows(allowed: Sequence[AllowedAfter]) -> list[Allowed | None]:
+    """For each row that is drawn from; none where every row allows everything."""
+    rows = [one for after in allowed if not isinstance(after, SamplingFailed) for one in after]
+    return rows if any(one is not None for one in rows) else []
+
+
+def _greedy(item: Work, allowed: AllowedAfter) -> bool:
+    """True if the item draws the best-scored tokens of those allowed, and asks for nothing else of the scores."""
+    if not item.completes:
+        return True
+    seq, params = item.seq, item.seq.request.sampling
     return (
         params.temperature < GREEDY_BELOW
         and params.logprobs is None
         and not params.logit_bias
-        and not params.grammar
         and not params.penalised
         and seq.output_len >= params.min_tokens
+        and not isinstance(allowed, SamplingFailed)
     )
 
 

@@ -22,6 +22,7 @@ from serving.messages import Delta, FinishReason, LeaseOrder, Request, TokenLogp
 if TYPE_CHECKING:
     from serving.grammar.grammars import GrammarState
     from serving.sampling.penalties import PenaltyState
+    from serving.sampling.pooling import PooledState
 
 
 class LayerSink(Protocol):
@@ -101,8 +102,8 @@ class PrefillState:
 class SequenceState:
     """See the module's legend. `stays` says whether decoding goes on in this worker after prefill.
 
-    `blocks` and `offload` belong to the KV manager, `penalties` and `grammar` to the model runner; parts of other
-    owners are objects of their own.
+    `blocks` and `offload` belong to the KV manager, `penalties`, `grammar` and `pooled` to the model runner; parts of
+    other owners are objects of their own.
     """
 
     order: LeaseOrder
@@ -112,6 +113,7 @@ class SequenceState:
     long_rope: bool = False
     now: InitVar[float] = 0.0
     kv_dtype: str = AUTO  # what its blocks hold; `root` is of the same
+    batched_with: str = field(init=False)  # sequences of which it is the same are computed together
     request: Request = field(init=False)
     tokens: list[int] = field(init=False)
     start: int = field(init=False)
@@ -124,6 +126,7 @@ class SequenceState:
     offload: OffloadState | None = None  # KV in host memory: `blocks` begin after it
     penalties: PenaltyState | None = None  # can be rebuilt from the tokens at any time, as `grammar`
     grammar: GrammarState | None = None
+    pooled: PooledState | None = None  # of the tokens computed so far, where an embedding is wanted
     prefix: PrefixKeys = field(init=False)
     incoming: IncomingKV = field(init=False)
     prefill: PrefillState = field(init=False)
@@ -131,6 +134,7 @@ class SequenceState:
 
     def __post_init__(self, root: bytes, now: float) -> None:
         self.request = self.order.request
+        self.batched_with = self.kv_dtype if self.request.pooling is None else f"{self.kv_dtype} embeddings"
         self.tokens = [*self.request.prompt, *self.order.generated]
         self.start = len(self.tokens)
         self.prefix = PrefixKeys(root)
@@ -150,6 +154,11 @@ class SequenceState:
     @property
     def output_len(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def may_draw(self) -> bool:
+        """False while its grammar is being compiled: a step that drew for it would wait, and all others with it."""
+        return self.grammar is None or self.grammar.ready
 
     @property
     def held_blocks(self) -> int:

@@ -9,18 +9,23 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 os.environ["RUST_LIB_BACKTRACE"] = "0"  # an error deep in a grammar takes seconds with a trace at each level
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, get_version
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, get_version
 from numpy.typing import NDArray
 
-from serving.text.tokenizer import Tokenizer
+from serving.grammar.vocabulary import Encode, Vocabulary
+
+if TYPE_CHECKING:
+    from serving.text.tokenizer import Tokenizer
 
 GRAMMAR_VERSION = f"llguidance {get_version()}"  # workers of unequal ones may allow unequal tokens
 KEPT = 64  # compiled grammars that are kept for the next request
@@ -34,7 +39,10 @@ class GrammarError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """The tokens that may come next. `bits` [V/8] uint8, the lowest bit first; `ended`: nothing but an end of text."""
+    """The tokens that may come next; no token beyond the bits may.
+
+    `bits` [V/8] uint8, a multiple of four, the lowest bit first; `ended`: nothing but an end of text may come.
+    """
 
     bits: NDArray[np.uint8]
     ended: bool
@@ -43,10 +51,27 @@ class Allowed:
         """[vocab]; tokens that the tokenizer does not know may not come."""
         return np.unpackbits(self.bits, count=vocab, bitorder="little").view(np.bool_)
 
+    @property
+    def address(self) -> int:
+        """Where the bits are, which stay there as long as this does."""
+        return self.bits.ctypes.data
+
+    @property
+    def tokens(self) -> int:
+        """How many there are bits for."""
+        return 8 * len(self.bits)
+
+    def none_but(self, tokens: Collection[int]) -> bool:
+        """True if no other token may come."""
+        return int(np.unpackbits(self.bits).sum()) <= sum(_allows(self, token) for token in set(tokens))
+
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """`matcher` stands at the beginning, and is only copied. `ends` [V/32] int32: the tokens that end a text."""
+    """`matcher` stands at the beginning, its mask computed, and is only copied.
+
+    `ends` [V/32] int32: the tokens that end a text.
+    """
 
     matcher: LLMatcher
     ends: NDArray[np.int32]
@@ -61,8 +86,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Callable[[], Tokenizer], eos_token_ids: Sequence[int] = ()):
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
-        self._vocabulary: LLTokenizer | None = None
-        self._ends: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
+        self._compile: Compile | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
@@ -70,27 +94,46 @@ class GrammarCompiler:
         """The future raises GrammarError."""
         with self._lock:
             if self._thread is None:
-                self._thread = _deep_thread()
-            return self._thread.submit(self._compile, grammar)
+                self._thread = deep_thread()
+            return self._thread.submit(self._compiled, grammar)
 
-    def _compile(self, grammar: str) -> CompiledGrammar:
-        vocabulary = self._vocabulary or self._read(self._tokenizer())
-        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
+    def _compiled(self, grammar: str) -> CompiledGrammar:
+        if self._compile is None:
+            tokenizer = self._tokenizer()
+            vocabulary = Vocabulary.of(tokenizer, self._eos_token_ids)
+            self._compile = Compile(vocabulary, partial(tokenizer.encode, add_special_tokens=False))
+        return self._compile(grammar)
+
+
+class Compile:
+    """Compiles grammars over a vocabulary, in whatever thread asks: one at a time."""
+
+    def __init__(self, vocabulary: Vocabulary, encode: Encode):
+        self._tokens: LLTokenizer = vocabulary.read(encode)
+        self._executor = LLExecutor(1)  # masks computed by it leave the interpreter to other threads
+        bits = np.zeros((self._tokens.vocab_size + 31) // 32 * 32, dtype=np.bool_)
+        bits[vocabulary.ends] = True
+        self._ends = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def __call__(self, grammar: str) -> CompiledGrammar:
+        """With the first mask, which is a part of the cost and by which some grammars fail. Raises GrammarError."""
+        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            words = np.zeros_like(self._ends)
+            self._executor.unsafe_compute_mask_ptr([(matcher, 0)], words.ctypes.data, words.nbytes, 1)
         if matcher.is_error():
-            raise GrammarError(matcher.get_error())
+            raise GrammarError(_told(matcher))
         return CompiledGrammar(matcher, self._ends)
 
-    def _read(self, tokenizer: Tokenizer) -> LLTokenizer:
-        known = [token for token in self._eos_token_ids if token < tokenizer.vocab_size]
-        ends = known or [tokenizer.eos_id if tokenizer.eos_id is not None else tokenizer.vocab_size - 1]
-        vocabulary = self._vocabulary = LLTokenizer(TokenizerWrapper(_Spelled(tokenizer, ends[0])), eos_token=ends)
-        bits = np.zeros((vocabulary.vocab_size + 31) // 32 * 32, dtype=np.bool_)
-        bits[ends] = True
-        self._ends = np.packbits(bits, bitorder="little").view(np.int32)
-        return vocabulary
+
+def _told(matcher: LLMatcher) -> str:
+    """What is wrong, in the library's words: after those of a mask that fails come its whole state and the grammar."""
+    first: str = matcher.get_error().partition("\n<state>")[0].strip()
+    return "no text follows it" if first == "NoExtensionBias" else first
 
 
-def _deep_thread() -> ThreadPoolExecutor:
+def deep_thread() -> ThreadPoolExecutor:
+    """One thread, with the stack that grammars need."""
     made = ThreadPoolExecutor(1, thread_name_prefix="grammar")
     before = threading.stack_size(STACK)
     try:
@@ -98,20 +141,6 @@ def _deep_thread() -> ThreadPoolExecutor:
     finally:
         threading.stack_size(before)
     return made
-
-
-class _Spelled:
-    """What llguidance asks of a tokenizer."""
-
-    def __init__(self, tokenizer: Tokenizer, eos: int):
-        self.tokenizer = tokenizer
-        self.eos_token_id = eos
-        self.bos_token_id = tokenizer.bos_id
-        self.special_token_ids = sorted(tokenizer.special_ids)
-        self.tokens = [tokenizer.bytes_of[token] for token in range(tokenizer.vocab_size)]
-
-    def __call__(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
 
 
 class GrammarState:
@@ -123,18 +152,43 @@ class GrammarState:
         self._ends: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
         self._length = 0  # output tokens taken in
 
+    @property
+    def ready(self) -> bool:
+        """False while the grammar is being compiled: following would wait for it."""
+        return self._compiled.done()
+
+    def when_ready(self, told: Callable[[], object]) -> None:
+        """Call `told` once it is, in whatever thread; now if it is."""
+        self._compiled.add_done_callback(lambda _: told())
+
     def follow(self, output: Sequence[int]) -> None:
         """Take in the tokens of `output` that are new; the others must be those taken in before. Raises GrammarError.
 
         Waits where the grammar is still being compiled.
         """
         if self._matcher is None:
+            if (mistake := self._compiled.exception()) is not None:  # whatever it is, it is this grammar's alone
+                raise GrammarError(str(mistake)) from mistake
             compiled = self._compiled.result()
             self._matcher, self._ends = compiled.matcher.deep_copy(), compiled.ends
         new = list(output[self._length :])
         if new and self._matcher.try_consume_tokens(new) < len(new):
-            raise GrammarError(f"the output does not follow its grammar: {self._matcher.get_error()}")
+            raise GrammarError(f"the output does not follow its grammar: {_told(self._matcher)}")
         self._length += len(new)
+
+    def possible(self, output: Sequence[int], draft: Sequence[int]) -> int:
+        """How many of the draft's first tokens may follow `output`: about 2 µs, without their masks.
+
+        Before the first draw here it is not known, and all may; an output that does not follow shows at its draw.
+        """
+        if self._matcher is None:
+            return len(draft)
+        try:
+            self.follow(output)
+        except GrammarError:
+            return 0
+        valid: int = self._matcher.validate_tokens(list(draft))
+        return valid
 
     def allowed(self, output: Sequence[int], draft: Sequence[int] = ()) -> list[Allowed | None]:
         """What may follow `output`, and it and each further token of `draft`: None after one that may not come.
@@ -159,12 +213,12 @@ class GrammarState:
         words = np.zeros_like(self._ends)
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if matcher.is_error():
-            raise GrammarError(matcher.get_error())
+            raise GrammarError(_told(matcher))
         return Allowed(words.view(np.uint8), not (words & ~self._ends).any())
 
 
 def _allows(allowed: Allowed | None, token: int) -> bool:
-    if allowed is None or token >= 8 * len(allowed.bits):
+    if allowed is None or not 0 <= token < 8 * len(allowed.bits):
         return False
     return bool(allowed.bits[token >> 3] >> (token & 7) & 1)
 

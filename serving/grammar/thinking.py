@@ -26,7 +26,8 @@ def after_thinking(grammar: str, form: ReasoningForm, *, begun: bool, special: M
         rules = [f"thoughts: {text} <[{special[form.closing]}]>", f"TEXT: /{spelled}/"]
     else:
         rules = [f"thoughts[lazy]: /{mark}(.|\\n)*{_pattern(form.closing)}/"]
-    opening = f"<[{special[form.opening]}]> " if opened_by_token and not begun else ""
+    # A model may write the mark once more where the prompt has.
+    opening = f"<[{special[form.opening]}]>{'?' if begun else ''} " if opened_by_token else ""
     start = f"{opening}thoughts SPACE?"
     lark = "\n".join([f"start: {start if begun else f'({start})?'} @{_ANSWER}", *rules, "SPACE: /[ \\n]{1,4}/"])
     # A grammar is Lark's text, or JSON around one or several of which the first is where it begins.

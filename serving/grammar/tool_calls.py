@@ -29,37 +29,39 @@ class CallGrammar:
 
     def calls_only(self) -> str:
         """One call at least, and nothing else. Raises GrammarError."""
-        return lark_grammar([f"start: {self._calls(self.form.begin)}", *self._rules()])
+        return lark_grammar([f"start: {self._calls(self.form.begin, self.form.end)}", *self._rules()])
 
     def text_or_calls(self) -> str:
         """Any text, which calls may follow or take the place of. Raises GrammarError."""
-        mark = next((mark for mark in self.form.opens if self.form.begin.startswith(mark)), None)
-        if mark is None:
-            start = [
-                f"start: | TEXT | {self._calls(self.form.begin)}",
-                f"TEXT: /[ \\t\\r\\n]*[^{{ \\t\\r\\n]{_ANYTHING}*/",
-            ]
-        elif mark in self.special:
-            rest = self._calls(self.form.begin)
-            start = [f"start: TEXT? | TEXT? {rest}", f"TEXT: /{_ANYTHING}+/"]
-        else:
-            written = re.escape(mark).replace("/", "\\/")
-            start = [
-                f"start: TEXT | opened {self._calls(self.form.begin.removeprefix(mark))}",
-                f"opened[lazy]: /{_ANYTHING}*{written}/",
-                f"TEXT: /{_ANYTHING}*/",  # not past the mark: the library ends a lazy lexeme where it first can
-            ]
-        return lark_grammar([*start, *self._rules()])
+        bare, starts, opened = not self.form.begin, ["TEXT?"], list[str]()
+        # In forms without a mark what begins as an object is a call.
+        text = f"[ \\t\\r\\n]*[^{{ \\t\\r\\n]{_ANYTHING}*" if bare else f"{_ANYTHING}+"
+        for number, (begin, end) in enumerate(((self.form.begin, self.form.end), *self.form.others)):
+            mark = next((mark for mark in self.form.opens if begin.startswith(mark)), None)
+            if mark is None:
+                starts.append(self._calls(begin, end))
+            elif mark in self.special:
+                starts.append(f"TEXT? {self._calls(begin, end)}")
+            else:  # TEXT does not go past the mark: the library ends a lazy lexeme where it first can
+                written = re.escape(mark).replace("/", "\\/")
+                before = f"({text})?" if bare else f"{_ANYTHING}*"
+                starts.append(f"opened_{number} {self._calls(begin.removeprefix(mark), end)}")
+                opened.append(f"opened_{number}[lazy]: /{before}{written}/")
+        return lark_grammar([f"start: {' | '.join(starts)}", *opened, f"TEXT: /{text}/", *self._rules()])
 
     def object_or_calls(self, schema: Any) -> str:
         """JSON that a schema accepts, or calls. Raises GrammarError."""
         return lark_grammar(
-            [f"start: answer | {self._calls(self.form.begin)}", f"answer: {json_part(schema)}", *self._rules()]
+            [
+                f"start: answer | {self._calls(self.form.begin, self.form.end)}",
+                f"answer: {json_part(schema)}",
+                *self._rules(),
+            ]
         )
 
-    def _calls(self, begin: str) -> str:
+    def _calls(self, begin: str, end: str) -> str:
         more = f"(between call){{0,{MOST_CALLS - 1}}}" if self.many else ""
-        return " ".join([*self._pieces(begin), "call", more, *self._pieces(self.form.end)])
+        return " ".join([*self._pieces(begin), "call", more, *self._pieces(end)])
 
     def _rules(self) -> list[str]:
         check_cost(list(self.schemas.values()))

@@ -48,7 +48,7 @@ class _Edits:
 
     def order(self, row: SampleRow) -> bytes:
         params = row.params
-        first, counts, seen = len(self.ids), 0, 0
+        first, counts, seen, allowed = len(self.ids), 0, 0, 0
         if row.edited:
             self._change(params.logit_bias)
             self._change([(token, float("-inf")) for token in row.masked_tokens])
@@ -56,11 +56,14 @@ class _Edits:
                 history = row.counted(self.vocab)
                 self.histories.append(history)
                 counts, seen = history.counts.data_ptr(), history.seen.data_ptr()
+        if row.allowed is not None:
+            allowed = row.allowed.address
         return cpu.ORDER.pack(
             params.seed,
             row.position,
             counts,
             seen,
+            allowed,
             params.top_p,
             params.min_p,
             0.0 if row.greedy else params.temperature,
@@ -70,7 +73,7 @@ class _Edits:
             min(params.top_k, self.vocab),
             first,
             len(self.ids) - first,
-            0,
+            0 if row.allowed is None else row.allowed.tokens,
         )
 
     def _change(self, pairs: Sequence[tuple[int, float]]) -> None:

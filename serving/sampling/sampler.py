@@ -70,8 +70,10 @@ class SampleRow:
     @property
     def stops_masked(self) -> bool:
         """True if the output is too short to end; one whose grammar allows nothing else may."""
-        early = len(self.output_tokens) < self.params.min_tokens
-        return early and not (self.allowed is not None and self.allowed.ended)
+        early, allowed = len(self.output_tokens) < self.params.min_tokens, self.allowed
+        if not early or allowed is None:
+            return early
+        return not allowed.ended and not allowed.none_but(self.eos_token_ids + self.params.stop_token_ids)
 
     @property
     def masked_tokens(self) -> tuple[int, ...]:
@@ -137,22 +139,16 @@ class Sampler:
         self.backend = backend
 
     def __call__(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled | SamplingFailed]:
-        """One result for each row of `logits` [R, V] float32, in order; in place, `allowed` rows are masked.
+        """One result for each row of `logits` [R, V] float32, in order.
 
         A row with NaN or +inf, or with every token masked, is answered with `SamplingFailed`.
         """
         assert logits.dtype == torch.float32 and logits.shape[0] == len(rows), "one float32 row of logits each"
         if not rows:
             return []
-        constrained = [r for r, row in enumerate(rows) if row.allowed is not None]
-        raw = logits
-        if any(rows[r].params.logprobs is not None for r in constrained):
-            raw = logits.clone()  # log-probabilities are of what the model said
-        for r in constrained:
-            logits[r].masked_fill_(_forbidden(rows[r], logits), float("-inf"))
         tokens = self.backend.sample(logits, rows)
         results = [sampled(token) for token in tokens]
-        self._add_logprobs(results, raw, tokens, rows)
+        self._add_logprobs(results, logits, tokens, rows)
         return results
 
     def _add_logprobs(
@@ -167,12 +163,6 @@ class Sampler:
             values = self.backend.logprobs(take(logits, group), [tokens[r] for r in group], k)
             for r, value in zip(group, values, strict=True):
                 results[r] = Sampled(tokens[r], value)
-
-
-def _forbidden(row: SampleRow, logits: Tensor) -> Tensor:
-    """[V], True for the tokens that its grammar does not allow."""
-    assert row.allowed is not None
-    return torch.from_numpy(~row.allowed.mask(logits.shape[1])).to(logits.device)
 
 
 def take(tensor: Tensor, rows: Sequence[int]) -> Tensor:

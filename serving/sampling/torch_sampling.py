@@ -18,6 +18,7 @@ from torch import Tensor
 from serving.batch.device_copy import all_on_device, on_device
 from serving.errors import InternalError
 from serving.messages import TokenLogprob
+from serving.sampling.allowed import only_allowed
 from serving.sampling.penalties import add_bias, mask, penalise
 from serving.sampling.randomness import uniforms
 from serving.sampling.sampler import ALL_MASKED, NOT_NUMBERS, REASONS, SampleRow, take
@@ -52,6 +53,7 @@ class TorchSampling:
 
 def sample_on_device(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """The tokens of `TorchSampling.sample`, int64 [R], on the logits' device, without waiting for it."""
+    logits = only_allowed(logits, [row.allowed for row in rows])
     if all(row.greedy and not row.edited for row in rows):
         peaks, tokens = logits.max(dim=-1)
     else:

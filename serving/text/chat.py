@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -76,7 +76,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """A chat template compiled once; rendering is safe from several threads.
+    """A chat template compiled once; rendering is safe from several threads. `variables` are those that it looks at.
 
     Raises `ValueError` on construction when the template is not valid Jinja.
     """
@@ -84,8 +84,10 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """`special_tokens` maps names a template may use, such as "bos_token", to their text."""
         self._special_tokens = dict(special_tokens)
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except TemplateError as error:
             raise ValueError(f"the chat template is not valid Jinja: {error}") from error
 

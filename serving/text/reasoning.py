@@ -25,6 +25,10 @@ class ReasoningForm:
         end = prompt.rstrip()
         return end.endswith(self.opening) or (self.always and not end.endswith(self.closing))
 
+    def inside(self, answer: str) -> bool:
+        """True if what follows this part of an answer is thoughts."""
+        return answer.rfind(self.opening) > answer.rfind(self.closing)
+
 
 _FORMS = {form.name: form for form in (ReasoningForm(name="qwen3"), ReasoningForm(name="deepseek_r1", always=True))}
 
@@ -41,20 +45,26 @@ class ReasoningSplitter:
 
     def __init__(self, form: ReasoningForm, *, begun: bool) -> None:
         self._form = form
-        self._step: Callable[[str], tuple[str, str]] = self._think if begun else self._open
+        self._step: Callable[[str], tuple[str, str]] = self._begin_thoughts if begun else self._open
+        self.over: int | None = None
+        """Where thoughts and the mark behind them end, in characters of the whole text; None: not known yet."""
+        self._pushed = 0  # characters
         self._held = ""  # the beginning of a mark, perhaps
         self._spaces: list[str] = []  # thought if more thoughts follow
         self._thought = False
 
     def push(self, text: str) -> tuple[str, str]:
         """The thoughts and the answer that the next part of the text makes certain."""
+        self._pushed += len(text)
         return self._step(text)
 
     def finish(self) -> tuple[str, str]:
         """What is left when no text follows."""
         held, self._held = self._held, ""
-        if self._step == self._think:
+        if self._step in (self._think, self._begin_thoughts):
+            self.over = self._pushed
             return self._thoughts(held), ""
+        self.over = self.over or 0
         return "", held
 
     def _open(self, text: str) -> tuple[str, str]:
@@ -68,8 +78,20 @@ class ReasoningSplitter:
             if mark.startswith(begins):
                 self._held = text
                 return "", ""
-        self._held, self._step = "", self._pass_on
+        self._held, self._step, self.over = "", self._pass_on, 0
         return "", text
+
+    def _begin_thoughts(self, text: str) -> tuple[str, str]:
+        """The prompt has begun them; some models write the mark once more."""
+        text = self._held + text
+        begins, mark = text.lstrip(), self._form.opening
+        if len(text) - len(begins) <= MOST_LEAD:
+            if mark.startswith(begins) and begins != mark:
+                self._held = text
+                return "", ""
+            text = begins.removeprefix(mark)
+        self._held, self._step = "", self._think
+        return self._think(text)
 
     def _think(self, text: str) -> tuple[str, str]:
         text, mark = self._held + text, self._form.closing
@@ -77,6 +99,7 @@ class ReasoningSplitter:
         end = text.find(mark)
         if end >= 0:
             self._step = self._begin_answer
+            self.over = self._pushed - len(text) + end + len(mark)
             return self._thoughts(text[:end]), self._begin_answer(text[end + len(mark) :])[1]
         kept = next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)
         self._held = text[len(text) - kept :]

@@ -6,6 +6,7 @@ It knows nothing of models or requests; chat templates are only carried here, an
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from serving.text.folder_tokenizer import read_folder
@@ -25,6 +26,7 @@ class Tokenizer:
         backend = parts.backend
         backend.no_truncation()
         backend.no_padding()
+        self._parts = parts
         self._backend = backend
         self.bytes_of = TokenBytes(backend)
         self.special_tokens = dict(parts.special_tokens)
@@ -36,6 +38,9 @@ class Tokenizer:
         self.eos_id: int | None = roles.get("eos_token")
         marked = {token_id for token_id, token in added.items() if token.special}
         self.special_ids: frozenset[int] = frozenset(marked | {i for i in roles.values() if i is not None})
+
+    def __reduce__(self) -> tuple[type[Tokenizer], tuple[TokenizerParts]]:
+        return Tokenizer, (self._parts,)  # in another process it is made anew
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`; `add_special_tokens` adds what the model expects around a text, such as BOS.
@@ -73,11 +78,14 @@ def strip_leading(text: str, spaces: int) -> str:
     return text[min(spaces, len(text) - len(kept)) :]
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder or a .gguf file.
+def load_tokenizer(path: Path, chat_template: str | None = None) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder or a .gguf file; with another chat template than its own, where given.
 
     Raises `FileNotFoundError`, or `ValueError` when what is there cannot be read or is not supported.
     """
     if not path.exists():
         raise FileNotFoundError(f"no tokenizer at {path}: there is no such file or folder")
-    return Tokenizer(read_folder(path) if path.is_dir() else read_gguf(path))
+    parts = read_folder(path) if path.is_dir() else read_gguf(path)
+    if chat_template is not None:
+        parts = replace(parts, chat_templates={"default": chat_template})
+    return Tokenizer(parts)

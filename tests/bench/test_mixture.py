@@ -75,3 +75,9 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
         Mixture(name="m", kinds=(RequestKind(name="a"), RequestKind(name="a")))
     with pytest.raises(ValueError, match="no workload 'chats', but chat"):
         mixture_of("chats")
+
+
+def test_a_kind_may_repeat_itself() -> None:
+    kind = RequestKind(name="edit", prompt_tokens=100, repeats=8)
+    ((_, ask),) = Mixture(name="edits", kinds=(kind,)).asks(1, seed=0)
+    assert len(ask.pieces) == 100 and ask.pieces[:13] * 7 == ask.pieces[:91] and len(set(ask.pieces)) > 6

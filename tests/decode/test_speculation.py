@@ -76,7 +76,14 @@ def test_it_stops_when_its_drafts_fail_and_looks_again_later() -> None:
     tried = [i for i, draft in enumerate(drafts) if draft]
     assert all(len(drafts[i]) == 1 for i in tried), "a trial costs one token"
     assert len(tried) == 3
-    assert (made.drafted, made.accepted) == (80, 0)
+    assert (made.drafts, made.drafted, made.accepted) == (20, 80, 0)
+
+
+def test_accepted_tokens_are_counted_by_their_place_in_the_draft() -> None:
+    made, lookup = Speculation(3), PromptLookup()
+    for drafted, accepted in ((3, 1), (3, 3), (1, 0)):
+        made.verified(lookup, drafted, accepted)
+    assert (made.drafts, made.drafted, made.accepted, made.accepted_at) == (3, 7, 4, [2, 1, 1])
 
 
 def test_large_batches_need_better_drafts() -> None:

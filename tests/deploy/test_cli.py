@@ -30,33 +30,9 @@ from serving.config import (
 )
 from serving.messages import Role
 from serving.options import build, names
+from tests.deploy.conftest import Started
 
 WORKERS = ("prefill", "decode", "mixed")
-
-
-@pytest.fixture(autouse=True)
-def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("MILLRACE_")]:
-        monkeypatch.delenv(name)
-
-
-class Started:
-    """What a command would have run."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.given: dict[str, Any] = {}
-        self.settings: Any = None
-        monkeypatch.setattr(cli, "_start", self.start)
-        monkeypatch.setattr(cli, "setup_logging", lambda service, level: None)
-
-    def start(self, given: dict[str, Any], settings: Settings) -> int:
-        self.given, self.settings = dict(given), settings
-        return 0
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Started:
-    return Started(monkeypatch)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -95,7 +71,44 @@ def test_the_environment_and_a_file_are_read(started: Started, monkeypatch: pyte
     assert made.http.api_key == "secret"
 
 
+@pytest.mark.parametrize(
+    ("environ", "key"),
+    [
+        ({"VLLM_API_KEY": "sk-1"}, "sk-1"),
+        ({"VLLM_API_KEY": ""}, None),
+        ({"VLLM_API_KEY": "a", "MILLRACE_API_KEY": "b"}, "b"),
+    ],
+)
+def test_a_key_set_for_vllm_is_required(
+    started: Started, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], key: str | None
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert main(["serve"]) == 0
+    assert started.settings.http.api_key == key
+
+
+def test_a_list_is_words_after_a_flag_or_a_text_with_commas_or_an_array(
+    started: Started, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "millrace.toml"
+    path.write_text("served-model-name = ['filed', 'twice']\nallowed-origins = 'http://a,http://b'\n")
+    assert main(["serve", "--config", str(path)]) == 0
+    assert started.settings.model_config.served_model_name == ("filed", "twice")
+    assert started.settings.http.allowed_origins == ("http://a", "http://b")
+    monkeypatch.setenv("MILLRACE_SERVED_MODEL_NAME", "environed, too")
+    assert main(["serve", "--config", str(path), "--allowed-origins", '["*"]']) == 0
+    assert started.settings.model_config.served_model_name == ("environed", "too")
+    assert started.settings.http.allowed_origins == ("*",)
+    assert main(["serve", "--served-model-name", "one", "two", "--api-key", "sk-1", "sk-2,sk-3"]) == 0
+    assert started.settings.model_config.served_model_name == ("one", "two")
+    assert started.settings.http.api_key == "sk-1,sk-2,sk-3"
+
+
 MISTAKES = {
+    "--allowed-origins": ["serve", "--allowed-origins", "[1]"],
+    "--metrics-prefix": ["serve", "--metrics-prefix", "my app:"],
+    "VLLM_API_KEY": ["serve"],
     "--block-size": ["serve", "--block-size", "many"],
     "MILLRACE_PORT": ["serve"],
     "--config": ["router", "--config", "/nowhere.toml"],
@@ -115,6 +128,8 @@ def test_a_mistake_is_one_clear_line(
     named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cli, "setup_logging", lambda service, level: None)
+    if named == "VLLM_API_KEY":
+        monkeypatch.setenv("VLLM_API_KEY", "sk-1,2")
     if named == "MILLRACE_PORT":
         monkeypatch.setenv("MILLRACE_PORT", "tcp://10.0.0.1:8000")  # what Kubernetes says of a service of this name
     assert main(MISTAKES[named]) == 2
@@ -196,6 +211,8 @@ def drawn(config: type, **special: st.SearchStrategy[Any]) -> st.SearchStrategy[
             base = st.integers(int(least), int(most or 2**40))
         if kind.startswith("float"):
             base = st.floats(least, 1e6)
+        if kind.startswith("tuple"):
+            base = st.lists(WORD.filter(lambda word: not set(word) & {",", "["} and word == word.strip())).map(tuple)
         if kind.startswith("str"):
             base = st.sampled_from(field.metadata["choices"]) if field.metadata["choices"] else WORD
         strategies[field.name] = base | st.none() if "None" in kind else base
@@ -226,9 +243,9 @@ def as_a_child(flags: list[str], config: type, command: tuple[str, ...] = ("deco
 
 @settings(max_examples=40)
 @given(
-    drawn(ModelConfig, served_model_name=st.none() | WORD.filter(lambda word: not word.startswith("-"))),
+    drawn(ModelConfig),
     drawn(EngineConfig, profile=st.none() | WORD.filter(lambda word: not word.startswith("-"))),
-    drawn(HttpConfig),
+    drawn(HttpConfig, metrics_prefix=st.sampled_from(("millrace", "vllm"))),
     drawn(PlacementConfig),
     drawn(PoolConfig),
     drawn(KvCacheConfig),
@@ -275,9 +292,9 @@ def test_a_childs_flags_hold_no_secret() -> None:
 
 
 def test_a_name_may_begin_with_a_dash() -> None:
-    made = settings_of(model_config=ModelConfig(served_model_name="-tiny"))
+    made = settings_of(model_config=ModelConfig(served_model_name=("-tiny", "small")))
     try:
-        assert as_a_child(worker_flags(made), ModelConfig).served_model_name == "-tiny"
+        assert as_a_child(worker_flags(made), ModelConfig).served_model_name == ("-tiny", "small")
     except SystemExit:
         pytest.fail("the child cannot read its flags")
 
@@ -366,3 +383,14 @@ def test_one_process_cannot_be_strictly_disaggregated(
     monkeypatch.setattr(cli, "setup_logging", lambda service, level: None)
     assert main(["serve", "--strict-disaggregation"]) == 2
     assert "--strict-disaggregation needs workers apart" in capsys.readouterr().err
+
+
+def test_a_pipe_of_another_kind_is_told_of() -> None:
+    """Before: a server whose child could not begin left without a word, as if nobody read its output."""
+    code = (
+        "import sys\nfrom deploy import cli\n"
+        "def broken(parsed): raise BrokenPipeError(32, 'Broken pipe')\n"
+        "cli.ALONE['explain'] = broken\nsys.exit(cli.main(['explain', 'a']))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert (ended.returncode, ended.stderr) == (2, b"millrace: [Errno 32] Broken pipe\n")

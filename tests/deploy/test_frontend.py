@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from deploy.frontend import Frontend
+from deploy import frontend
+from deploy.frontend import CROWD, Frontend, served_model
 from serving.api.settings import ServedModel
-from serving.config import HttpConfig
+from serving.config import HttpConfig, ModelConfig
 from serving.messages import Role
+from tests.deploy.test_generation_config import SPEC
 from tests.fakes.generate import tiny_tokenizer
 from tests.router.conftest import World
 
@@ -71,9 +73,41 @@ async def test_metrics_have_one_worker_of_a_name(tmp_path: Path, listening: sock
     world.add("a", instance="a-1", address="local:1", draining=True, running=7)
     world.add("a", instance="a-2", address="local:2", running=3)
     lines = front_of(world, tmp_path, listening).metrics.text().decode().splitlines()
-    assert [line for line in lines if line.startswith("millrace:num_requests_running{")] == [
-        'millrace:num_requests_running{engine="a",model_name="tiny"} 3.0'
+    assert 'millrace:num_requests_running{model_name="tiny"} 3.0' in lines
+    assert [line for line in lines if line.startswith("millrace:worker_num_requests_running{")] == [
+        'millrace:worker_num_requests_running{engine="a",model_name="tiny"} 3.0'
     ]
     samples = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]
     assert sorted(set(samples)) == sorted(samples)
     await world.fleet.close()
+
+
+class Counted:
+    """A table of connections of which there are so many, one number after the other."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self.counts = counts
+
+    def __len__(self) -> int:
+        return self.counts.pop(0)
+
+
+async def test_memory_is_given_back_once_when_a_crowd_has_gone(
+    tmp_path: Path, listening: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that goes little by little; what comes and goes in small numbers changes nothing."""
+    front = front_of(World(), tmp_path, listening)
+    counts = [0, 9, 0, CROWD + 5, CROWD // 2, 4, 4, CROWD, 10]
+    left: list[int] = []
+    monkeypatch.setattr(frontend, "TIDY_SECONDS", 0.0)
+    monkeypatch.setattr(frontend, "give_back_memory", lambda: left.append(len(counts)))
+    monkeypatch.setattr(front.server, "table", Counted(counts))
+    with pytest.raises(IndexError):
+        await front._give_back_memory()
+    assert left == [3]
+
+
+def test_a_model_is_served_under_the_names_it_is_given(tmp_path: Path) -> None:
+    given = ModelConfig(served_model_name=("large", "small"))
+    assert served_model(tmp_path, given, 64, SPEC, None).names == ("large", "small")
+    assert served_model(tmp_path, ModelConfig(), 64, SPEC, None).names == (tmp_path.name,)

@@ -10,12 +10,27 @@ from typing import Any
 import pytest
 
 from deploy.frontend import served_model
+from deploy.generation_config import sampling_defaults
 from serving.api.settings import SamplingDefaults
 from serving.config import ModelConfig
+from serving.model.spec import ModelSpec
+
+SPEC = ModelSpec(
+    architecture="llama",
+    vocab_size=384,
+    hidden=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    intermediate=128,
+    max_position=64,
+    norm_eps=1e-5,
+)
 
 
 def defaults_of(path: Path, **config: Any) -> SamplingDefaults:
-    return served_model(path, ModelConfig(**config), 64, 384, None).defaults
+    return served_model(path, ModelConfig(**config), 64, SPEC, None).defaults
 
 
 def write(folder: Path, text: str) -> Path:
@@ -64,7 +79,7 @@ def test_a_folder_without_the_file_and_a_gguf_file_have_none(tmp_path: Path) -> 
     assert defaults_of(tmp_path) == SamplingDefaults()
     file = tmp_path / "model-Q8_0.gguf"
     file.write_bytes(b"GGUF")
-    assert defaults_of(file) == SamplingDefaults()
+    assert sampling_defaults(file) == SamplingDefaults()
 
 
 def test_a_file_that_is_no_json_is_an_error(tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 from fastapi import FastAPI
 
 from deploy.runtime.http_server import HttpServer, bind
 from serving.api.app import create_app
-from serving.api.settings import ServedModel
+from serving.api.settings import EmbeddingForm, ServedModel
 from serving.config import HttpConfig
 from serving.messages import Delta, FinishReason, Request, TokenLogprob
 from serving.service_config import ServiceConfig
@@ -23,6 +24,7 @@ from tests.tiny import write_tokenizer
 
 MODEL = "tiny"
 VOCAB_SIZE = 384
+EMBEDDING_SIZE = 8
 MAX_MODEL_LEN = 256
 KEY = "sk-test-0123456789"
 
@@ -38,6 +40,7 @@ class CountingObserver:
     def __init__(self) -> None:
         self.started: list[int] = []
         self.finished: list[tuple[FinishReason, int]] = []
+        self.longest: list[int] = []
         self.refused: list[int] = []
         self.ignored: list[str] = []
 
@@ -46,6 +49,9 @@ class CountingObserver:
 
     def request_finished(self, *, finish: FinishReason, completion_tokens: int) -> None:
         self.finished.append((finish, completion_tokens))
+
+    def response_finished(self, *, most_tokens: int) -> None:
+        self.longest.append(most_tokens)
 
     def request_refused(self, *, status: int) -> None:
         self.refused.append(status)
@@ -73,6 +79,12 @@ class ScriptedGenerate:
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
         self.started.append(request)
         try:
+            if request.pooling is not None:
+                if self.before is not None:
+                    await self.before(request, 0)
+                await asyncio.sleep(0)
+                yield Delta(index=0, tokens=(), finish=FinishReason.STOP, embedding=embedding_of(request.prompt))
+                return
             tokens = list(self.tokens(request))[: request.sampling.max_tokens]
             for start in range(0, len(tokens), self.chunk):
                 if self.before is not None:
@@ -103,6 +115,11 @@ class ScriptedGenerate:
         )
 
 
+def embedding_of(prompt: Sequence[int]) -> bytes:
+    """Some numbers that are a function of the prompt."""
+    return np.random.default_rng(list(prompt)).standard_normal(EMBEDDING_SIZE).astype("<f4").tobytes()
+
+
 def logprob_of(token: int, k: int) -> TokenLogprob:
     """Some numbers that are a function of the token, the token itself the best of the k."""
     return TokenLogprob(-token / 100, tuple(((token + i) % VOCAB_SIZE, -token / 100 - i) for i in range(k)))
@@ -120,7 +137,11 @@ def app_of(script: ScriptedGenerate, tokenizer: Tokenizer, **options: Any) -> Fa
     service = {name: options.pop(name) for name in list(options) if name in ServiceConfig.__dataclass_fields__}
     given: dict[str, Any] = {
         "served": ServedModel(
-            names=(MODEL, "tiny-alias"), max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, created=1_700_000_000
+            names=(MODEL, "tiny-alias"),
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCAB_SIZE,
+            created=1_700_000_000,
+            embedding=EmbeddingForm(size=EMBEDDING_SIZE),
         ),
         "config": HttpConfig(**config),
         "service_config": ServiceConfig(**service),

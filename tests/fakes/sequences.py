@@ -9,7 +9,16 @@ from kvcache.blocks.manager import KVCacheManager
 from serving.engine.sequence import SequenceState
 from serving.messages import LeaseId, LeaseOrder, Request, SamplingParams
 
-OWN = ("tenant", "prompt_logprobs", "deadline", "slo", "priority", "service_class")  # of Request, not its sampling
+OWN = (
+    "tenant",
+    "client",
+    "prompt_logprobs",
+    "deadline",
+    "slo",
+    "priority",
+    "service_class",
+    "pooling",
+)  # of Request, not its sampling
 
 
 def lease_id(lease: str = "r/1", epoch: int = 0, instance: str = "decode") -> LeaseId:

@@ -48,12 +48,12 @@ FIRST = {
     "silent": b"",
     "kept": b"GET /live HTTP/1.1\r\nhost: tiny\r\n\r\n",
     "slow": HEAD + b"x-slow: ",
-    "endless": HEAD,
+    "endless": HEAD + b"x-more: " + b"y" * 50_000 + b"\r\n",
     "half closed": HEAD,
     "half body": HEAD + b'content-length: 1000\r\n\r\n{"model":',
     "pair": completion(200) + completion(200),
 }
-NEXT = {"slow": b"y", "endless": b"x-more: " + b"y" * 20_000 + b"\r\n"}
+NEXT = {"slow": b"y", "endless": b"x-more: " + b"y" * 50_000 + b"\r\n"}
 
 
 class Hostile(asyncio.Protocol):
@@ -90,7 +90,7 @@ class Hostile(asyncio.Protocol):
 
 
 async def crowd(port: int, count: int, seconds: float, kinds: Sequence[str]) -> Counter[str]:
-    """Open so many, hold them for so long, and leave; what came of them: statuses, and how many were still open."""
+    """Open so many, hold them for so long at most, and leave; what came of them, and how many were still open."""
     tally: Counter[str] = Counter()
     opening, pairs = asyncio.Semaphore(OPENING), asyncio.Semaphore(PAIRS)
     members: list[Hostile] = []
@@ -131,7 +131,8 @@ async def crowd(port: int, count: int, seconds: float, kinds: Sequence[str]) -> 
     chosen = list(islice(cycle(kinds), count))
     random.Random(count).shuffle(chosen)
     await asyncio.gather(*(pair(i) if kind == "pair" else stay(i, kind) for i, kind in enumerate(chosen)))
-    await asyncio.sleep(seconds)
+    with suppress(TimeoutError):
+        await asyncio.wait_for(asyncio.gather(*(member.gone.wait() for member in members)), seconds)
     tally["open at the end"] = sum(not member.gone.is_set() for member in members)
     pushing.cancel()
     for member in members:
@@ -140,12 +141,15 @@ async def crowd(port: int, count: int, seconds: float, kinds: Sequence[str]) -> 
 
 
 @contextmanager
-def attacking(port: int, count: int, seconds: float, kinds: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """The crowd in a process of its own."""
+def attacking(
+    port: int, count: int, seconds: float, kinds: Sequence[str], niceness: int
+) -> Iterator[subprocess.Popen[str]]:
+    """The crowd in a process of its own; at the lowest priority, 19, what it costs is what the server does for it."""
     command = [sys.executable, "-m", "tests.flow.crowd", "--attack", str(port), "--connections", str(count)]
     command += ["--seconds", str(seconds), "--kinds", *kinds]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
     try:
+        os.setpriority(os.PRIO_PROCESS, process.pid, niceness)
         yield process
     finally:
         process.kill()
@@ -220,12 +224,23 @@ class Visit:
     ended: dict[str, float]
 
 
-def visit(server: MillraceServer, count: int, seconds: float, text: str, kinds: Sequence[str] = MIXTURE) -> Visit:
-    """Let the crowd come while the client is served, and wait until the server holds nothing of it."""
+def visit(
+    server: MillraceServer,
+    count: int,
+    seconds: float,
+    text: str,
+    kinds: Sequence[str] = MIXTURE,
+    rest: float = 0.0,
+    niceness: int = 0,
+) -> Visit:
+    """Let the crowd come while the client is served, and wait until the server holds nothing of it.
+
+    After that it may rest for some seconds: it gives memory back then.
+    """
     before, served = Figures.of(server), Served()
     most = [before]
     ended = counted(server)
-    with attacking(server.port, count, seconds, kinds) as process:
+    with attacking(server.port, count, seconds, kinds, niceness) as process:
 
         def over() -> bool:
             most.append(Figures.of(server))
@@ -236,6 +251,7 @@ def visit(server: MillraceServer, count: int, seconds: float, text: str, kinds: 
         tally = Counter(json.loads(process.stdout.read()))
     wait_until(lambda: Figures.of(server).descriptors <= before.descriptors + 4, 30, "descriptors have returned")
     server.wait_idle()
+    time.sleep(rest)
     peak = Figures(max(f.descriptors for f in most), max(f.resident for f in most))
     now = counted(server)
     return Visit(before, peak, Figures.of(server), tally, served, {name: now[name] - ended[name] for name in now})
@@ -272,9 +288,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.flow.crowd")
     parser.add_argument("--attack", type=int, metavar="PORT", help=argparse.SUPPRESS)
     parser.add_argument("--connections", type=int, default=10_000)
-    parser.add_argument("--seconds", type=float, default=15.0, help="for which they are held once all are open")
+    parser.add_argument("--seconds", type=float, default=15.0, help="for which they are held at most once all are open")
+    parser.add_argument("--rest", type=float, default=7.0, help="seconds after each visit, before memory is looked at")
     parser.add_argument("--visits", type=int, default=2)
     parser.add_argument("--calm", type=int, default=200, help="requests before the first visit")
+    parser.add_argument("--nice", type=int, default=19, help="of the crowd, whose own cost is not the server's")
     parser.add_argument("--kinds", nargs="+", choices=sorted(FIRST), default=MIXTURE, help="default: a mixture")
     given, flags = parser.parse_known_args()
     if given.attack:
@@ -284,7 +302,7 @@ def main() -> None:
         model = tiny_llama(Path(folder) / "tiny")
         with MillraceServer(str(model), "--served-model-name", "tiny", *flags, workers=("mixed-0",)) as server:
             text, calm = undisturbed(server, given.calm)
-            crowds = (given.connections, given.seconds, text, given.kinds)
+            crowds = (given.connections, given.seconds, text, given.kinds, given.rest, given.nice)
             table(calm, [visit(server, *crowds) for _ in range(given.visits)])
 
 

@@ -52,3 +52,10 @@ def prompts(count: int, *, vocab: int = 384, shortest: int = 3, longest: int = 2
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
     return [torch.randint(3, vocab, (length,), generator=generator).tolist() for length in lengths]
+
+
+def hidden_states(path: Path, prompt: Sequence[int]) -> Tensor:
+    """[T, H] float32: `transformers`' last hidden state of each token, after the final norm."""
+    with torch.inference_mode():
+        states: Tensor = _model(path).model(torch.tensor([list(prompt)])).last_hidden_state[0]
+    return states

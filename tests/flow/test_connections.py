@@ -24,7 +24,7 @@ def test_a_crowd_of_connections_harms_nobody(tiny_path: Path, flags: tuple[str, 
     given = (str(tiny_path), "--dtype", "float32", "--served-model-name", "tiny", *TIMES, *flags)
     with MillraceServer(*given, workers=("mixed-0",)) as server:
         text, _ = undisturbed(server, 10)
-        seen = visit(server, CROWD, 1.5, text)
+        seen = visit(server, CROWD, 30, text)
     assert seen.served.wrong == []
     assert len(seen.served.first) >= 10
     assert (seen.crowd["opened"], seen.crowd["not opened"], seen.crowd["open at the end"]) == (CROWD, 0, 0)
@@ -32,6 +32,8 @@ def test_a_crowd_of_connections_harms_nobody(tiny_path: Path, flags: tuple[str, 
     assert seen.after.resident <= seen.before.resident + MEMORY
     if room == CROWD:
         assert seen.crowd["open at once"] > CROWD / 2
-        assert all(seen.ended[reason] for reason in ("silent", "header_timeout", "header_size", "keep_alive"))
+        assert {"silent", "header_timeout", "header_size", "keep_alive"} <= {
+            why for why, count in seen.ended.items() if count
+        }
     else:
         assert seen.ended["evicted"] > CROWD / 2

@@ -7,9 +7,11 @@ at which KV of the lost try was on its way or written are run in every form of c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from signal import SIGCONT, SIGKILL, SIGSTOP
 
+import httpx
 import pytest
 
 from deploy.cli import main
@@ -133,12 +135,12 @@ def over(asked: Asked) -> bool:
 
 
 def waiting(server: MillraceServer, name: str) -> float:
-    return server.metric("num_requests_waiting", engine=name)
+    return server.metric("worker_num_requests_waiting", engine=name)
 
 
 def decoding(server: MillraceServer) -> list[str]:
     """The decode workers that have something to do."""
-    return [name for name in ("decode-0", "decode-1") if server.metric("num_requests_running", engine=name)]
+    return [name for name in ("decode-0", "decode-1") if server.metric("worker_num_requests_running", engine=name)]
 
 
 def leases(server: MillraceServer) -> int:
@@ -159,6 +161,30 @@ def test_prefill_worker_dies_with_the_request_queued(
     finally:
         server.signal_worker("prefill-0", SIGKILL)
     assert client.finish(asked) == undisturbed
+    assert server.metric("replacements_total") > before
+    server.wait_idle()
+
+
+def embedded(server: MillraceServer, inputs: list[list[int]]) -> list[str]:
+    """In base64: to the bit."""
+    asked = {"input": inputs, "encoding_format": "base64"}
+    answer = httpx.post(f"{server.url}/v1/embeddings", json=asked, timeout=120).raise_for_status()
+    return [item["embedding"] for item in answer.json()["data"]]
+
+
+@in_bfloat16
+def test_prefill_worker_dies_with_embeddings_to_compute(server: MillraceServer) -> None:
+    server.wait_ready()
+    inputs = prompts(8, shortest=300, longest=400, seed=4)
+    undisturbed, before = embedded(server, inputs), server.metric("replacements_total")
+    server.signal_worker("prefill-0", SIGSTOP)  # what is sent there now stays in its socket
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            asked = thread.submit(embedded, server, inputs)
+            wait_until(lambda: waiting(server, "prefill-1"), 60, "the inputs are placed")
+        finally:
+            server.signal_worker("prefill-0", SIGKILL)
+        assert asked.result() == undisturbed
     assert server.metric("replacements_total") > before
     server.wait_idle()
 

@@ -69,7 +69,7 @@ async def test_a_worker_told_to_leave_moves_what_it_cannot_finish(tiny_path: Pat
     ) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
             asking = [asyncio.create_task(stream(client, prompt, 900, None)) for prompt in wanted]
-            while server.metric("num_requests_running", engine="decode-0") < 1:
+            while server.metric("worker_num_requests_running", engine="decode-0") < 1:
                 await asyncio.sleep(0.02)
             server.signal_worker("decode-0", signal.SIGTERM)
             found = await asyncio.gather(*asking)

@@ -93,7 +93,7 @@ async def test_long_prompts_go_on_beside_what_is_being_stored(tiny_model: Loaded
     others = [long_prompt(980 + 10 * seed, seed=seed) for seed in range(4)]
     async with cluster(tiny_model, pool, MIXED, ROOMY, kvcache_fetch="never", kvcache_store="none") as roomy:
         expected = [(await served(roomy, ask(prompt)))[0] for prompt in others]
-    async with cluster(tiny_model, pool, MIXED, tight, kvcache_bandwidth=1 << 20) as workers:
+    async with cluster(tiny_model, pool, MIXED, tight, kvcache_bandwidth=1 << 17) as workers:
         assert [(await served(workers, ask(prompt)))[0] for prompt in others] == expected
         connector = workers.cluster.workers[0].connector
         assert connector is not None and connector.write_back.dropped > 0

@@ -48,14 +48,14 @@ async def test_a_hanging_decode_worker_is_taken_for_dead(tiny_path: Path) -> Non
     with MillraceServer(str(tiny_path), *flags, *beats, workers=workers) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
             asking = [asyncio.create_task(stream(client, prompt, 1000, None)) for prompt in wanted]
-            while server.metric("num_requests_running", engine="decode-0") < 1:
+            while server.metric("worker_num_requests_running", engine="decode-0") < 1:
                 await asyncio.sleep(0.02)
             server.signal_worker("decode-0", SIGSTOP)
             while not server.metric("replacements_total"):
                 await asyncio.sleep(0.02)
             server.signal_worker("decode-0", SIGCONT)
             await asyncio.to_thread(server.wait_ready)
-            while server.metric("num_requests_running", engine="decode-0"):
+            while server.metric("worker_num_requests_running", engine="decode-0"):
                 assert not all(task.done() for task in asking), "it was meant to free at once what it held"
                 await asyncio.sleep(0.02)
             found = await asyncio.gather(*asking)

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from openai import AuthenticationError, BadRequestError, OpenAI
 
+from tests.flow.reference import hidden_states, prompts
 from tests.flow.server import MillraceServer
 from tests.serving.api.malformed import cases, key_cases, slow_drip
 
@@ -133,6 +135,17 @@ async def test_every_malformed_request_gets_its_answer(server: MillraceServer) -
         good = await raw.post("/v1/completions", json={"model": "tiny", "prompt": "hi", "max_tokens": 2})
     assert good.status_code == 200
     await asyncio.to_thread(server.wait_idle)
+
+
+def test_embeddings_are_the_models(client: OpenAI, server: MillraceServer, tiny_path: Path) -> None:
+    inputs = prompts(5, seed=8)
+    for asked in ({}, {"encoding_format": "float"}):  # the package asks for base64 by itself
+        answer = client.embeddings.create(model="tiny", input=inputs, **asked)  # type: ignore[call-overload]
+        for item, ids in zip(answer.data, inputs, strict=True):
+            last = hidden_states(tiny_path, ids)[-1]
+            assert (torch.tensor(item.embedding) - last / last.norm()).abs().max() < 1e-4
+    assert answer.usage.prompt_tokens == sum(map(len, inputs))
+    server.wait_idle()
 
 
 def test_metrics_have_vllms_names(server: MillraceServer, client: OpenAI) -> None:

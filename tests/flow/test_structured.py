@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections.abc import Callable
 
 import pytest
 
 from serving.errors import MillraceError
 from serving.grammar.forms import choice_grammar, json_grammar, regex_grammar
+from serving.grammar.grammars import Compile, CompiledGrammar
 from serving.messages import Request, SamplingParams
 from serving.text.tokenizer import Tokenizer, load_tokenizer
 from tests.flow.conftest import ClusterMaker
@@ -88,3 +90,27 @@ async def test_a_grammar_that_does_not_compile_is_one_requests_error(make_cluste
         with pytest.raises(MillraceError):
             await cluster.tokens(broken)
         assert await good
+
+
+@pytest.mark.parametrize("placement", ["embedded", "split-local"])
+async def test_a_compile_holds_up_its_own_request_alone(
+    make_cluster: ClusterMaker, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others come to their end while it lasts, and what waits goes on by itself."""
+    held, free, compile_grammar = requests()[0], requests()[-1], Compile.__call__
+    go = threading.Event()
+
+    def hanging(self: Compile, grammar: str) -> CompiledGrammar:
+        assert go.wait(60)
+        return compile_grammar(self, grammar)
+
+    async with make_cluster(placement) as cluster:
+        expected = await cluster.tokens(held)
+    async with make_cluster(placement) as cluster:
+        monkeypatch.setattr(Compile, "__call__", hanging)
+        waiting = asyncio.create_task(cluster.tokens(held))
+        await asyncio.wait_for(cluster.tokens(free), 30)
+        assert not waiting.done()
+        go.set()
+        assert await asyncio.wait_for(waiting, 30) == expected
+        await cluster.idle()

@@ -9,18 +9,19 @@ import pytest
 
 from deploy.cli import make_parser
 from scripts.flags import PAGE, render
+from serving.http_metrics import HttpMetrics
 from serving.metrics import RouterMetrics
 from tests.house.source import ROOT
 
-EXPORTED = re.compile(r"^# TYPE (millrace:\w+) (\w+)$", re.MULTILINE)
-DOCUMENTED = re.compile(r"^\| `(millrace:\w+)` \| (\w+) \|", re.MULTILINE)
+EXPORTED = re.compile(r"^# TYPE ([\w:]+) (\w+)$", re.MULTILINE)
+DOCUMENTED = re.compile(r"^\| `([\w:]+)` \| (counter|gauge|histogram) \|", re.MULTILINE)
 PAGES = ("*.md", "docs/**/*.md", "tests/*.md")
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#]+)(?:#[^)]*)?\)")
 
 
 def exported() -> dict[str, str]:
     """Name and type of every metric on the router's /metrics, which holds the workers' too."""
-    text = RouterMetrics("model", lambda: [], lambda: 0).text().decode()
+    text = (RouterMetrics("model", lambda: [], lambda: 0).text() + HttpMetrics().text()).decode()
     return {name: kind for name, kind in EXPORTED.findall(text) if not name.endswith("_created")}
 
 

@@ -58,7 +58,7 @@ DOORS = {
     "starlette": ("serving/api/*",),
     "uvicorn": ("deploy/*",),
     "pydantic": ("serving/api/*",),
-    "prometheus_client": ("serving/metrics.py", "serving/class_metrics.py"),
+    "prometheus_client": ("serving/*metrics.py",),
     "rich": ("deploy/*",),
     "grpc": (
         "serving/rpc.py",

@@ -22,7 +22,7 @@ LAYERS = {
         ("serving/grammar",),
         ("serving/kernels",),
         ("serving/model",),
-        ("serving/sampling", "serving/checkpoint"),
+        ("serving/sampling", "serving/checkpoint", "serving/expert_parallel"),
         ("serving/quantization",),
         ("serving/loader",),
         ("serving/forward",),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving.errors import CorruptChunk, NoRoom
-from serving.messages import Audit, Delta, FinishReason, PoolReport, PoolStat, Tier, TierStat, WorkerStatus
-from serving.metrics import FaultFigures, RouterMetrics, pool_metrics, worker_metrics
+from serving.fleet_metrics import worker_metrics
+from serving.messages import Audit, Delta, FinishReason, Pooling, PoolReport, PoolStat, Tier, TierStat, WorkerStatus
+from serving.metrics import FaultFigures, RouterMetrics
 from serving.step_cost import StepCost
 from serving.timeline import Moment, Timeline
+from serving.worker_metrics import pool_metrics
 from tests.fakes.sequences import make_request
 from tests.router.scripted import make_status
 
@@ -53,6 +56,14 @@ def test_tokens_are_counted_as_they_come() -> None:
     assert told.value("inter_token_latency_seconds_sum") == pytest.approx(0.05), "seconds a token, not a message"
 
 
+def test_an_embedding_has_a_prompt_and_no_token() -> None:
+    told = Told()
+    told.metrics.first_token(replace(REQUEST, pooling=Pooling.MEAN), 0.05, 2)
+    assert told.value("prompt_tokens_total") == 3 and told.value("prompt_tokens_cached_total") == 2
+    assert not told.has("generation_tokens_total")
+    assert told.value("time_to_first_token_seconds_count") == 0
+
+
 def timeline() -> Timeline:
     moments = (Moment.ARRIVED, Moment.LEASED, Moment.PREFILL_SENT, Moment.FIRST_TOKEN)
     made = Timeline(tokens=5, last_token=9.0)
@@ -69,6 +80,7 @@ def test_a_finished_request_leaves_its_latencies() -> None:
         ("e2e_request_latency_seconds", 9.0),
         ("request_queue_time_seconds", 1.0),
         ("request_prefill_time_seconds", 1.0),
+        ("request_decode_time_seconds", 5.0),
         ("request_time_per_output_token_seconds", 1.25),
     ):
         assert (told.value(f"{name}_count"), told.value(f"{name}_sum")) == (1, seconds), name
@@ -98,10 +110,12 @@ def test_workers_are_told_apart_by_name() -> None:
     counters |= {"kv_handoffs/nixl": 3.0, "kv_received_bytes/grpc": 7.0}
     one = make_status("one", running=3, waiting=2, free_blocks=25, draining=True, counters=counters)
     told = Told([one, make_status("two", total_blocks=0, free_blocks=0)])
-    assert told.value("num_requests_running", "one") == 3 and told.value("num_requests_waiting", "one") == 2
-    assert told.value("kv_cache_usage_perc", "one") == 0.75
+    assert told.value("worker_num_requests_running", "one") == 3
+    assert told.value("worker_num_requests_waiting", "one") == 2
+    assert told.value("worker_kv_cache_usage_perc", "one") == 0.75
     assert (told.value("worker_draining", "one"), told.value("worker_draining", "two")) == (1, 0)
-    assert (told.value("prefix_cache_hits_total", "one"), told.value("prefix_cache_hits_total", "two")) == (6, 0)
+    hits = "worker_prefix_cache_hits_total"
+    assert (told.value(hits, "one"), told.value(hits, "two")) == (6, 0)
     assert told.value("kv_chunks_refused_total", "one", "digest") == 2
     assert told.value("kv_chunks_refused_total", "one", "epoch") == 1
     assert not told.has("kv_chunks_refused_total", "two", "digest")
@@ -136,9 +150,9 @@ def test_the_queue_and_the_leaks_are_told() -> None:
 def test_a_worker_alone_tells_of_itself_as_it_is_now() -> None:
     running = [1]
     text = worker_metrics("tiny", lambda: make_status("one", running=running[0]))
-    assert samples(text())["num_requests_running", ("one",)] == 1
+    assert samples(text())["worker_num_requests_running", ("one",)] == 1
     running[0] = 5
-    assert samples(text())["num_requests_running", ("one",)] == 5
+    assert samples(text())["worker_num_requests_running", ("one",)] == 5
 
 
 def test_two_services_in_a_process_do_not_mix() -> None:

@@ -25,6 +25,7 @@ class ToolForm:
     end: str
     key: str = "arguments"
     writes_named: bool = False
+    others: tuple[tuple[str, str], ...] = ()  # further (begin, end) that models of this form write
 
     def head(self, name: str) -> str:
         if self.writes_named:
@@ -56,7 +57,14 @@ HERMES = ToolForm(
 )
 GENERIC = replace(HERMES, name="generic")
 LLAMA3_JSON = ToolForm(
-    name="llama3_json", opens=("<|python_tag|>",), bare=True, begin="", between="; ", end="", key="parameters"
+    name="llama3_json",
+    opens=("<|python_tag|>",),
+    bare=True,
+    begin="",
+    between="; ",
+    end="",
+    key="parameters",
+    others=(("<|python_tag|>", ""),),
 )
 MISTRAL = ToolForm(
     name="mistral",
@@ -75,8 +83,11 @@ PHI4_MINI_JSON = ToolForm(
     begin="<|tool_call|>[",
     between=", ",
     end="]<|/tool_call|>",
+    others=(("functools[", "]"),),
 )
-PHI_FUNCTOOLS = replace(PHI4_MINI_JSON, begin="functools[", end="]")
+PHI_FUNCTOOLS = replace(
+    PHI4_MINI_JSON, begin="functools[", end="]", others=((PHI4_MINI_JSON.begin, PHI4_MINI_JSON.end),)
+)
 
 
 def form_named(parser: str, template: str) -> ToolForm | None:

@@ -48,6 +48,7 @@ class ToolCallParser:
         self._scanner = ValueScanner()
         self._in_list = False
         self._listed = 0  # calls begun when the list did
+        self._just_called = False  # no content since the last call
 
     def push(self, text: str) -> Parsed:
         """What the next part of the text makes certain."""
@@ -61,12 +62,19 @@ class ToolCallParser:
         held, self._held = "".join(self._held), []
         if self._step == self._head:
             held += self._name
-        self._give(held + self._carry)
+        if not self._cut_after_call():
+            self._give(held + self._carry)
         self._carry = ""
         if not self._calls:
             self._out.content("".join(self._spaces))
         self._spaces = []
         return self._out.take()
+
+    def _cut_after_call(self) -> bool:
+        """True if the text breaks off in the mark or the comma that follows a call: none of its content."""
+        if self._step == self._item:
+            return self._calls > self._listed
+        return self._just_called and self._step in (self._content, self._first)
 
     # Content and marks
 
@@ -91,7 +99,7 @@ class ToolCallParser:
         shown = text.rstrip()
         if shown:
             self._out.content("".join(self._spaces) + shown)
-            self._spaces = []
+            self._spaces, self._just_called = [], False
         if len(shown) < len(text):
             self._spaces.append(text[len(shown) :])
 
@@ -215,7 +223,7 @@ class ToolCallParser:
         return end
 
     def _begin(self, name: str) -> None:
-        self._held, self._spaces = [], []
+        self._held, self._spaces, self._just_called = [], [], True
         self._calls += 1
         if self._shows:
             self._out.begin(self._calls - 1, name)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.runtime.connection_table import Admission, ConnectionEnd, ConnectionTable, network_of
+from deploy.runtime.connection_table import Admission, ConnectionEnd, ConnectionTable
 
 Event = tuple[str, int, int]  # what happens, to which connection, of which network
 EVENTS = st.lists(
@@ -59,17 +58,3 @@ def test_bounds_hold_and_only_idle_ones_make_room(events: list[Event], most: int
     for who in list(network):
         table.leave(who)
     assert not any((table._network, table._count, table._idle, table._idle_of))
-
-
-@pytest.mark.parametrize(
-    ("host", "network"),
-    [
-        ("192.0.2.7", "192.0.2.7"),
-        ("::ffff:192.0.2.7", "192.0.2.7"),
-        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
-        ("fe80::1%eth0", "fe80::/64"),
-        ("", ""),
-    ],
-)
-def test_one_host_is_one_network(host: str, network: str) -> None:
-    assert network_of(host) == network

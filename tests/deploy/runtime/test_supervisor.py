@@ -13,12 +13,15 @@ import pytest
 
 from deploy.runtime import supervisor as supervisors
 from deploy.runtime.supervisor import ChildSpec, Supervisor
+from serving.child_process import ROOT
 
 CHILD = """
 import os, signal, sys
 name, folder, how = sys.argv[1:4]
 if how == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if how == "obliging":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 with open(os.path.join(folder, name), "a") as log:
     log.write(f"{os.getpid()} {os.getsid(0)} {os.environ.get('MILLRACE_TOLD', '')}\\n")
 if how == "dies":
@@ -33,7 +36,7 @@ class Children:
     def __init__(self, folder: Path):
         self.folder = folder
         self.program = folder / "millrace"
-        self.program.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} -S -E {folder / "child.py"} "$@"\n')
+        self.program.write_text(f'#!/bin/sh\nshift 3\nexec {sys.executable} -S -E {folder / "child.py"} "$@"\n')
         self.program.chmod(0o755)
         (folder / "child.py").write_text(CHILD)
         self.supervisor: Supervisor
@@ -94,7 +97,7 @@ async def test_a_child_that_dies_is_started_again(children: Children) -> None:
 
 async def test_a_child_that_keeps_dying_is_started_again_and_again(children: Children) -> None:
     children.start(one="dies", two="stays")
-    await until(lambda: len(children.lives("one")) >= 3)
+    await until(lambda: len(children.lives("one")) >= 3 and children.lives("two"))
     assert len(children.lives("two")) == 1, "the others are left alone"
 
 
@@ -104,6 +107,15 @@ async def test_a_child_that_does_not_leave_is_killed(children: Children) -> None
     await children.supervisor.stop(0.05)
     assert not runs(children.lives("one")[0][0])
     assert children.supervisor.processes["one"].returncode == -signal.SIGKILL
+
+
+async def test_a_child_that_was_stopped_leaves_as_well(children: Children) -> None:
+    children.start(one="obliging")
+    await until(lambda: children.lives("one"))
+    os.kill(int(children.lives("one")[0][0]), signal.SIGSTOP)
+    async with asyncio.timeout(5):
+        await children.supervisor.stop(60.0)
+    assert children.supervisor.processes["one"].returncode == 0
 
 
 async def test_nobody_is_started_again_once_it_stops(children: Children, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +142,12 @@ def test_settings_of_the_front_alone_do_not_reach_its_children(monkeypatch: pyte
         monkeypatch.setenv(f"MILLRACE_{name}", "x")
     environ = Supervisor([], {}).environ
     assert [name for name in environ if name.startswith("MILLRACE_")] == []
+
+
+def test_children_import_what_we_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: whatever lay in the working directory came first."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(("", ".", "/elsewhere")))
+    assert Supervisor([], {}).environ["PYTHONPATH"] == f"{ROOT}{os.pathsep}/elsewhere"
 
 
 def test_endings_are_told_by_name_where_they_have_one() -> None:

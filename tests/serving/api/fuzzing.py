@@ -76,6 +76,113 @@ GOOD: dict[str, list[dict[str, Any]]] = {
         {"prompt": "hi", "max_tokens": 3, "echo": True, "logprobs": 2, "best_of": 1},
         {"prompt": [[1, 2], [3]], "max_tokens": 0, "echo": True, "n": 2},
     ],
+    "/v1/messages": [
+        {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
+        {
+            "model": "tiny",
+            "max_tokens": 9,
+            "system": [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}],
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "hm", "signature": "a"},
+                        {"type": "redacted_thinking", "data": "a"},
+                        {"type": "tool_use", "id": "a", "name": "weather", "input": {"a": 1}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "a",
+                            "is_error": True,
+                            "content": [{"type": "text", "text": "no"}],
+                        },
+                    ],
+                },
+            ],
+            "tools": [{"name": "weather", "input_schema": {"type": "object"}, "strict": False}],
+            "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+            "metadata": {"user_id": "me"},
+            "temperature": 1,
+            "top_p": 0.9,
+            "top_k": 5,
+            "stop_sequences": ["x"],
+            "stream": True,
+            "service_tier": "auto",
+            "context_management": {"edits": []},
+        },
+        {
+            "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}],
+            "max_tokens": 9,
+            "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}, "effort": "low"},
+        },
+    ],
+    "/v1/messages/count_tokens": [
+        {
+            "messages": [{"role": "user", "content": "hi"}],
+            "system": "be brief",
+            "tools": [{"name": "weather", "input_schema": {"type": "object"}}],
+        }
+    ],
+    "/v1/responses": [
+        {"input": "hi", "max_output_tokens": 3, "stream": True, "include": ["message.output_text.logprobs"]},
+        {
+            "model": "tiny",
+            "instructions": "be brief",
+            "input": [
+                {"role": "user", "content": "hi"},
+                {"type": "reasoning", "id": "a", "summary": [], "content": [{"type": "reasoning_text", "text": "a"}]},
+                {"role": "assistant", "content": [{"type": "output_text", "text": "a", "annotations": []}]},
+                {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}", "status": "completed"},
+                {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "7"}]},
+            ],
+            "tools": [{"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}],
+            "tool_choice": {"type": "function", "name": "weather"},
+            "parallel_tool_calls": False,
+            "reasoning": {"effort": "low", "summary": "auto"},
+            "text": {"format": {"type": "text"}, "verbosity": "low"},
+            "metadata": {"a": "b"},
+            "store": False,
+            "truncation": "auto",
+            "previous_response_id": None,
+            "top_logprobs": 1,
+            "max_output_tokens": 3,
+        },
+        {
+            "input": [{"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "hi"}]}],
+            "text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}, "strict": True}},
+            "max_output_tokens": 9,
+        },
+        {
+            "input": "hi",
+            "tools": [{"type": "function", "name": "weather"}, {"type": "function", "name": "add", "strict": True}],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [{"type": "function", "name": "weather"}],
+            },
+        },
+    ],
+    "/v1/embeddings": [
+        {"input": "hi"},
+        {
+            "model": "tiny",
+            "input": ["hi", "on"],
+            "encoding_format": "base64",
+            "dimensions": 8,
+            "normalize": False,
+            "truncate_prompt_tokens": 2,
+            "add_special_tokens": True,
+            "user": "me",
+            "priority": 1,
+        },
+        {"input": [[1, 2], [3]], "truncate_prompt_tokens": -1, "cache_salt": "a"},
+    ],
     "/tokenize": [{"prompt": "hi"}, {"messages": [{"role": "user", "content": "hi"}], "return_token_strs": True}],
     "/detokenize": [{"tokens": [1, 2, 3]}],
 }
@@ -84,6 +191,7 @@ ENDS: list[Any] = [
     *(0, 1, -1, 2**21, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63), 10**40),
     *(0.0, -0.0, 1e-320, 1e308, -1e308, 0.1, 1.0, 3.0000001),
     *("auto", "none", "required", "json_object", "user", "tool", "assistant", "{", "(a", "start: a", 'root ::= "a"'),
+    *("text", "image", "tool_use", "tool_result", "thinking", "x-anthropic-billing-header:"),
     {"type": "object", "properties": {"a": {"$ref": "#"}}},
     {"type": "function", "function": {"name": "weather"}},
 ]
@@ -99,6 +207,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def end(draw: random.Random) -> Any:
+    """One of ENDS, for this body alone: it may be changed further."""
     return copy.deepcopy(draw.choice(ENDS))
 
 
@@ -114,11 +223,9 @@ def changed(draw: random.Random, body: dict[str, Any]) -> dict[str, Any]:
         if kind < 0.15 and isinstance(part, dict):
             part.pop(last, None)
         elif kind < 0.3 and isinstance(part, dict):
-            part[draw.choice(["x", "tools", "role", "content", "type", "n", "guided_json", "functions", "stop"])] = (
-                draw.choice(ENDS)
-            )
+            part[draw.choice(ADDED)] = end(draw)
         elif kind < 0.4 and isinstance(part, list):
-            part += [end(draw)] * draw.choice([1, 2, 50])
+            part += [end(draw) for _ in range(draw.choice([1, 2, 50]))]
         else:
             part[last] = end(draw)
     return made

@@ -11,7 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES = "/v1/responses"
+EMBEDDINGS = "/v1/embeddings"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 
 Make = Callable[[int], bytes]
 
@@ -27,6 +30,14 @@ def _content(content: Any) -> bytes:
 
 def _completion(**fields: Any) -> bytes:
     return json.dumps({"prompt": "hi", "max_tokens": 1, **fields}, separators=(",", ":")).encode()
+
+
+def _response(**fields: Any) -> bytes:
+    return json.dumps({"input": "hi", "max_output_tokens": 1, **fields}, separators=(",", ":")).encode()
+
+
+def _embedding(given: Any, **fields: Any) -> bytes:
+    return json.dumps({"input": given, **fields}, separators=(",", ":")).encode()
 
 
 def _raw(text: str) -> bytes:
@@ -47,7 +58,81 @@ def _tool(number: int, parameters: Any = None) -> dict[str, Any]:
     return {"type": "function", "function": {"name": f"f{number}", "parameters": parameters or {"type": "object"}}}
 
 
+def _messages(**fields: Any) -> bytes:
+    good: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    return json.dumps({**good, **fields}, separators=(",", ":")).encode()
+
+
+def _blocks(role: str, block: Any, size: int) -> bytes:
+    """A conversation whose second turn has so many blocks."""
+    count = size // len(json.dumps(block, separators=(",", ":")))
+    return _messages(messages=[{"role": "user", "content": "hi"}, {"role": role, "content": [block] * count}])
+
+
+_TEXT_BLOCK = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+_THOUGHT = {"type": "thinking", "thinking": "hm", "signature": "a"}
+_USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+_RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "a"}]}
+_CLIENT_TOOL = {"name": "f", "input_schema": {"type": "object"}}
+FUNCTION = {"type": "function", "name": "f"}
+THOUGHT = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "a"}]}
+CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "c", "output": "a"}
+OF_RESPONSES: dict[str, tuple[str, Make]] = {
+    "an input": (RESPONSES, lambda n: _response(input="mill " * (n // 5))),
+    "instructions": (RESPONSES, lambda n: _response(instructions="mill " * (n // 5))),
+    "streamed instructions": (RESPONSES, lambda n: _response(instructions="mill " * (n // 5), stream=True)),
+    "items": (RESPONSES, lambda n: _response(input=[{"role": "user", "content": "a"}] * (n // 29))),
+    "items of an assistant": (RESPONSES, lambda n: _response(input=[{"role": "assistant", "content": ""}] * (n // 33))),
+    "items of no type": (RESPONSES, lambda n: _response(input=[{}] * (n // 3))),
+    "wrong items": (RESPONSES, lambda n: _response(input=[1] * (n // 2))),
+    "items of a wrong type": (RESPONSES, lambda n: _response(input=[{"type": "x"}] * (n // 13))),
+    "items of thoughts": (RESPONSES, lambda n: _response(input=[THOUGHT] * (n // 71))),
+    "items of calls": (RESPONSES, lambda n: _response(input=[CALLED] * (n // 71))),
+    "calls and results": (RESPONSES, lambda n: _response(input=[CALLED, RESULT] * (n // 131))),
+    "items of results": (RESPONSES, lambda n: _response(input=[RESULT] * (n // 59))),
+    "parts of items": (
+        RESPONSES,
+        lambda n: _response(input=[{"role": "user", "content": [{"type": "input_text", "text": "a"}] * (n // 32)}]),
+    ),
+    "parts of thoughts": (
+        RESPONSES,
+        lambda n: _response(
+            input=[{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a"}] * (n // 36)}]
+        ),
+    ),
+    "a long type": (RESPONSES, lambda n: _response(input=[{"type": "x" * n}])),
+    "includes": (RESPONSES, lambda n: _response(include=["reasoning.encrypted_content"] * (n // 30))),
+    "pairs": (RESPONSES, lambda n: _response(metadata={str(i): "a" for i in range(n // 11)})),
+    "a large function": (
+        RESPONSES,
+        lambda n: _response(
+            tools=[
+                {"type": "function", "name": "f", "parameters": {"properties": {f"k{i}": {} for i in range(n // 10)}}}
+            ]
+        ),
+    ),
+    "allowed tools": (
+        RESPONSES,
+        lambda n: _response(
+            tool_choice={
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [FUNCTION] * (n // 33),
+            }
+        ),
+    ),
+    "a form of words": (
+        RESPONSES,
+        lambda n: _response(
+            text={"format": {"type": "json_schema", "name": "a", "schema": {"enum": [f"w{i}" for i in range(n // 9)]}}}
+        ),
+    ),
+}
+
+
 FAMILIES: dict[str, tuple[str, Make]] = {
+    **OF_RESPONSES,
     "a long text": (CHAT, lambda n: _content("mill " * (n // 5))),
     "one long word": (CHAT, lambda n: _content("x" * n)),
     "no letters": (CHAT, lambda n: _content(" \n" * (n // 3))),
@@ -115,10 +200,74 @@ FAMILIES: dict[str, tuple[str, Make]] = {
     "texts": (COMPLETIONS, lambda n: _completion(prompt=["a"] * (n // 4))),
     "lists of ids": (COMPLETIONS, lambda n: _completion(prompt=[[7]] * (n // 4))),
     "an echoed text": (COMPLETIONS, lambda n: _completion(prompt="mill " * (n // 5), echo=True)),
+    "a text to embed": (EMBEDDINGS, lambda n: _embedding("mill " * (n // 5))),
+    "texts to embed": (EMBEDDINGS, lambda n: _embedding(["mill " * (n // 10000)] * min(2000, n // 5))),
+    "more texts than may be": (EMBEDDINGS, lambda n: _embedding(["a"] * (n // 4))),
+    "ids to embed": (EMBEDDINGS, lambda n: _embedding([7] * (n // 2))),
+    "ids to embed, cut": (EMBEDDINGS, lambda n: _embedding([7] * (n // 2), truncate_prompt_tokens=8)),
+    "lists of ids to embed": (EMBEDDINGS, lambda n: _embedding([[7] * max(1, n // 4000)] * min(2000, n // 4))),
+    "wrong ids to embed": (EMBEDDINGS, lambda n: _embedding([7] * (n // 2) + ["a"], truncate_prompt_tokens=-1)),
+    "vectors as base64": (
+        EMBEDDINGS,
+        lambda n: _embedding([[7] * (n // 1024)] * min(512, n), encoding_format="base64"),
+    ),
     "a text to count": (TOKENIZE, lambda n: json.dumps({"prompt": "mill " * (n // 5)}).encode()),
     "messages to count": (
         TOKENIZE,
         lambda n: json.dumps({"messages": [{"role": "user", "content": "a"}] * (n // 33)}).encode(),
     ),
     "ids to read": (DETOKENIZE, lambda n: json.dumps({"tokens": [7] * (n // 3)}).encode()),
+    "turns of one role": (MESSAGES, lambda n: _messages(messages=[{"role": "user", "content": "a"}] * (n // 29))),
+    "turns in turn": (
+        MESSAGES,
+        lambda n: _messages(
+            messages=[{"role": role, "content": "a"} for _ in range(n // 63) for role in ("user", "assistant")]
+        ),
+    ),
+    "blocks of text": (MESSAGES, lambda n: _blocks("user", _TEXT_BLOCK, n)),
+    "thoughts": (MESSAGES, lambda n: _blocks("assistant", _THOUGHT, n)),
+    "tool uses": (MESSAGES, lambda n: _blocks("assistant", _USE, n)),
+    "a large input": (
+        MESSAGES,
+        lambda n: _blocks("assistant", {**_USE, "input": {f"k{i}": i for i in range(n // 14)}}, 2 * n),
+    ),
+    "a deep input": (
+        MESSAGES,
+        lambda n: (
+            b'{"max_tokens":1,"messages":[{"role":"assistant","content":[{"type":"tool_use","id":"a","name":"f",'
+            b'"input":{"a":' + _nested("[", "]", n).encode() + b"}}]}]}"
+        ),
+    ),
+    "results": (MESSAGES, lambda n: _blocks("user", _RESULT, n)),
+    "images": (MESSAGES, lambda n: _blocks("user", {"type": "image", "source": {"type": "base64", "data": ""}}, n)),
+    "wrong blocks": (MESSAGES, lambda n: _messages(messages=[{"role": "user", "content": [1] * (n // 2)}])),
+    "a long type of block": (MESSAGES, lambda n: _blocks("user", {"type": "x" * n}, n)),
+    "a long role": (MESSAGES, lambda n: _messages(messages=[{"role": "x" * n, "content": "a"}])),
+    "a system of blocks": (MESSAGES, lambda n: _messages(system=[_TEXT_BLOCK] * (n // 66))),
+    "a long system": (MESSAGES, lambda n: _messages(system="mill " * (n // 5))),
+    "billing": (MESSAGES, lambda n: _messages(system="x-anthropic-billing-header:\n" * (n // 28))),
+    "client tools": (MESSAGES, lambda n: _messages(tools=[{**_CLIENT_TOOL, "name": f"f{i}"} for i in range(n // 52)])),
+    "a large client tool": (
+        MESSAGES,
+        lambda n: _messages(
+            tools=[{**_CLIENT_TOOL, "input_schema": {"properties": {f"k{i}": {} for i in range(n // 10)}}}]
+        ),
+    ),
+    "stop sequences": (MESSAGES, lambda n: _messages(stop_sequences=["a"] * (n // 4))),
+    "edits": (MESSAGES, lambda n: _messages(context_management={"edits": [{"type": "clear"}] * (n // 17)})),
+    "an output format": (
+        MESSAGES,
+        lambda n: _messages(
+            output_config={
+                "format": {"type": "json_schema", "schema": {"properties": {f"k{i}": True for i in range(n // 11)}}}
+            }
+        ),
+    ),
+    "a long user id": (MESSAGES, lambda n: _messages(metadata={"user_id": "x" * n})),
+    "turns to count": (COUNT_TOKENS, lambda n: _messages(messages=[{"role": "user", "content": "a"}] * (n // 29))),
+    "a text to count in a turn": (
+        COUNT_TOKENS,
+        lambda n: _messages(messages=[{"role": "user", "content": "mill " * (n // 5)}]),
+    ),
+    "blocks to count": (COUNT_TOKENS, lambda n: _blocks("assistant", _USE, n)),
 }

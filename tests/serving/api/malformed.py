@@ -264,7 +264,7 @@ def _sizes(model: str, max_model_len: int, vocab_size: int, body_limit: int) -> 
         code = "context_length_exceeded"
         yield Case(name=f"{param} past the context", status=400, param=param, path=path, json=body, code=code)
     big = b'{"model": "' + b"x" * (10 * 1024 * 1024) + b'"}'
-    for path in (CHAT, COMPLETIONS, "/tokenize"):
+    for path in (CHAT, COMPLETIONS, "/v1/embeddings", "/tokenize"):
         yield Case(name=f"10 MB body to {path}", status=413, param=None, path=path, body=big, code="body_too_large")
     yield Case(name="one byte too many", status=413, param=None, body=b" " * (body_limit + 1))
 
@@ -314,6 +314,10 @@ def _tokens(model: str, max_model_len: int, vocab_size: int, body_limit: int) ->
     yield case("no tokens", "/detokenize", "tokens", model=model)
     yield case("text", "/detokenize", "tokens[0]", tokens=["a"])
     yield case("out of vocabulary", "/detokenize", "tokens[1]", tokens=[0, vocab_size])
+    yield case("no input", "/v1/embeddings", "input", model=model)
+    yield case("unknown model", "/v1/embeddings", "model", 404, input="a", model="no-such-model")
+    yield case("out of vocabulary", "/v1/embeddings", "input[1]", input=[0, vocab_size])
+    yield case("past the context", "/v1/embeddings", "input", input=[1] * max_model_len)
 
 
 def strict_cases(*, model: str) -> list[Case]:
@@ -353,6 +357,8 @@ def key_cases(*, model: str, key: str) -> list[Case]:
         "empty key": {"authorization": "Bearer "},
         "no scheme": {"authorization": key},
         "wrong scheme": {"authorization": f"Basic {key}"},
+        "wrong x-api-key": {"x-api-key": f"{key[:-1]}x"},
+        "a scheme in x-api-key": {"x-api-key": f"Bearer {key}"},
     }
     posts = [
         Case(name=name, status=401, param=None, path=COMPLETIONS, json=body, headers=headers, code="invalid_api_key")

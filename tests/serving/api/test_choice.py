@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.api.choice import Choice, ChoiceDelta
-from serving.api.plan import ChoiceRequest, ResponsePlan
 from serving.errors import InternalError
-from serving.messages import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from serving.messages import Delta, FinishReason, SamplingParams
 from serving.text.tokenizer import Tokenizer
 from tests.fakes.generate import VOCAB_SIZE
+from tests.serving.api.plans import PLAIN, deltas, plan_of
 
 STOP_TOKEN = 5
 
@@ -23,42 +23,9 @@ def choice_of(
     tokenizer: Tokenizer, *, stops: Sequence[str] = (), min_tokens: int = 0, include_stop: bool = False
 ) -> Choice:
     sampling = SamplingParams(max_tokens=100, logprobs=0, stop_token_ids=(STOP_TOKEN,))
-    sequence = ChoiceRequest(
-        index=0, prompt_number=0, request=Request(request_id="r", prompt=(1,), sampling=sampling), prompt_text=None
-    )
-    plan = ResponsePlan(
-        kind="chat",
-        id="r",
-        created=0,
-        model="m",
-        fingerprint=None,
-        sequences=(sequence,),
-        prompt_tokens=1,
-        stream=True,
-        include_usage=False,
-        continuous_usage=False,
-        stops=tuple(stops),
-        include_stop=include_stop,
-        skip_special_tokens=True,
-        min_tokens=min_tokens,
-        logprobs=0,
-        return_token_ids=False,
-        shows_output=True,
-    )
-    return Choice(plan, sequence, tokenizer)
-
-
-def deltas(tokens: Sequence[int], cuts: Sequence[int], finish: FinishReason) -> list[Delta]:
-    edges = [0, *sorted({cut for cut in cuts if 0 < cut < len(tokens)}), len(tokens)]
-    return [
-        Delta(
-            index=start,
-            tokens=tuple(tokens[start:end]),
-            logprobs=tuple(TokenLogprob(-1.0) for _ in tokens[start:end]),
-            finish=finish if end == len(tokens) else None,
-        )
-        for start, end in itertools.pairwise(edges)
-    ]
+    request = replace(PLAIN, sampling=sampling)
+    plan = plan_of(request, stops=tuple(stops), include_stop=include_stop, min_tokens=min_tokens)
+    return Choice(plan, plan.sequences[0], tokenizer)
 
 
 def play(choice: Choice, parts: list[Delta]) -> list[ChoiceDelta]:

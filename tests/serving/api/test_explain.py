@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from serving.api.explain import RequestNames
-from serving.api.plan import ChoiceRequest, RequestIds, ResponsePlan
+from serving.api.plan import RequestIds
 from serving.errors import Overloaded, Quarantined
 from serving.messages import Request
 from serving.text.tokenizer import Tokenizer
 from tests.fakes.generate import MODEL, ScriptedGenerate, app_of, calling, saying
+from tests.serving.api.plans import plan_of
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
@@ -130,13 +131,7 @@ async def test_names_are_kept_in_bounds(tokenizer: Tokenizer) -> None:
     await api.post()
     names = RequestNames(most=5)
     for number in range(100):
-        request = api.script.started[0]
-        sequence = ChoiceRequest(index=0, prompt_number=0, request=request)
-        plan = ResponsePlan(
-            kind="chat", id=f"id-{number}", created=0, model="m", fingerprint=None, sequences=(sequence,),
-            prompt_tokens=1, stream=False, include_usage=False, continuous_usage=False, stops=(), include_stop=False,
-            skip_special_tokens=True, min_tokens=0, logprobs=None, return_token_ids=False, shows_output=True,
-        )  # fmt: skip
+        plan = plan_of(api.script.started[0], id=f"id-{number}")
         names.note(plan, RequestIds(shown=f"shown-{number}", unique=f"shown-{number}"), "")
         assert len(names) <= 10
     assert names.sequences("id-99", "", "") and not names.sequences("id-0", "", "")

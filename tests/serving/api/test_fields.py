@@ -14,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
+from serving.api import fields
 from serving.api.body import parse_body
 from serving.api.conversation import Message
-from serving.api.fields import CONTRACTS, HINTS, MOST_NAMED, OTHER, sort_fields
+from serving.api.fields import CONTRACTS, HINTS, MOST_NAMED, MOST_PARTS, OTHER, sort_fields
 from serving.api.schema import ChatCompletionBody, CompletionBody, DetokenizeBody, TokenizeBody
+from serving.api.service import IGNORED
 from serving.api.settings import SamplingDefaults, ServedModel
 from serving.errors import InvalidRequest
 from serving.messages import Request
@@ -64,7 +66,7 @@ class Asked:
         self.observer = CountingObserver()
         self.app = app_of(self.script, tokenizer, observer=self.observer, **options)
 
-    async def post(self, path: str = CHAT, **body: Any) -> httpx.Response:
+    async def post(self, path: str = CHAT, /, **body: Any) -> httpx.Response:
         start: dict[str, Any] = {"messages": MESSAGES} if path == CHAT else {"prompt": "hi"}
         async with calling(self.app) as http:
             return await http.post(path, json={"seed": 1, **start, **body})
@@ -85,6 +87,45 @@ async def test_hints_are_named_and_counted(tokenizer: Tokenizer, strict: bool) -
         "messages.content.cache_control, messages.cache_control, service_tier, store"
     )
     assert asked.observer.ignored == ["cache_control", "cache_control", "service_tier", "store"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{}] * (MOST_PARTS + 1)},
+        {"messages": [{"role": "user", "content": "a"}] * (MOST_PARTS + 1)},
+        {"messages": [{"role": "user", "content": [{}] * (MOST_PARTS // 8)}] * 9},
+        {"messages": [{f"a{i}": 1 for i in range(MOST_PARTS + 1)}]},
+        {"messages": [{"a": 1}] * (MOST_PARTS // 2 + 1)},
+        {"messages": [{"role": "assistant", "tool_calls": [{}] * (MOST_PARTS + 1)}]},
+        {"messages": [], "tools": [{}] * (MOST_PARTS + 1)},
+    ],
+)
+def test_many_parts_are_counted_and_not_looked_at(body: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = 0
+    is_plain = fields._Shape.is_plain
+
+    def counting(shape: fields._Shape, value: Any) -> bool:
+        nonlocal looked
+        looked += 1
+        return is_plain(shape, value)
+
+    monkeypatch.setattr(fields._Shape, "is_plain", counting)
+    with pytest.raises(InvalidRequest, match=f"at most {MOST_PARTS} messages, parts and unknown fields") as refused:
+        sort_fields(ChatCompletionBody, body)
+    assert looked <= MOST_PARTS and refused.value.param
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": "hot"}, {"max_tokens": 10**6}, {"guided_regex": "("}])
+async def test_a_refusal_names_them_too(tokenizer: Tokenizer, wrong: dict[str, Any]) -> None:
+    """Wherever it was refused: by its types, by what it asks for, or by its grammar."""
+    observer = CountingObserver()
+    app = app_of(ScriptedGenerate(saying(tokenizer, "x")), tokenizer, observer=observer)
+    async with calling(app) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "a", "metadata": {"a": 1}, **wrong})
+    assert answer.status_code == 400
+    assert answer.headers[IGNORED] == "metadata"
+    assert observer.ignored == ["metadata"]
 
 
 async def test_unknown_fields_are_counted_as_others_and_no_null_is_named(tokenizer: Tokenizer) -> None:
@@ -237,8 +278,8 @@ def test_no_field_is_both() -> None:
 @pytest.mark.parametrize(
     ("kind", "broken"),
     [
-        (ChatCompletionBody, {"messages": [{"role": 1}] * 100_000}),
-        (ChatCompletionBody, {"messages": [{"role": "user", "content": [{"type": "x"}] * 100_000}]}),
+        (ChatCompletionBody, {"messages": [{"role": 1}] * 60_000}),
+        (ChatCompletionBody, {"messages": [{"role": "user", "content": [{"type": "x"}] * 60_000}]}),
         (ChatCompletionBody, {"messages": MESSAGES, "stop_token_ids": ["a"] * 100_000}),
         (ChatCompletionBody, {"messages": MESSAGES, "stop": [1] * 100_000}),
         (ChatCompletionBody, {"messages": MESSAGES, "guided_choice": [1] * 100_000}),
@@ -278,3 +319,27 @@ def test_sorting_takes_time_linear_in_the_body(where: str) -> None:
 
     few, many = 2_000, 32_000
     assert _seconds(many, body(many)) < 6 * _seconds(few, body(few))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "hi", "dimensions": 3}),
+        ("/v1/embeddings", {"input": "hi", "model": "x"}),
+        ("/tokenize", {"prompt": "hi", "model": "x"}),
+        ("/detokenize", {"tokens": [10**6]}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hi"}], "model": "x"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "model": "x"}),
+        ("/v1/responses", {"input": "hi", "model": "x"}),
+    ],
+)
+async def test_every_endpoint_names_what_it_ignored_where_it_refuses(
+    tokenizer: Tokenizer, path: str, body: dict[str, Any]
+) -> None:
+    observer = CountingObserver()
+    made = app_of(ScriptedGenerate(saying(tokenizer, "x")), tokenizer, observer=observer)
+    async with calling(made) as client:
+        answer = await client.post(path, json={**body, "mood": 1})
+    assert answer.status_code in (400, 404)
+    assert answer.headers["x-millrace-ignored"] == "mood"
+    assert (len(observer.ignored), observer.refused) == (1, [answer.status_code])

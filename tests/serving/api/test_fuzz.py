@@ -8,7 +8,7 @@ import pytest
 
 from serving.text.tokenizer import Tokenizer
 from tests.fakes.generate import ScriptedGenerate, app_of, calling, saying
-from tests.serving.api.fuzzing import fuzz
+from tests.serving.api.fuzzing import bodies, fuzz
 
 pytestmark = pytest.mark.thorough
 
@@ -25,3 +25,7 @@ async def test_random_bodies(tokenizer: Tokenizer) -> None:
             gc.unfreeze()
     assert found.wrong == []
     assert found.statuses[200] > COUNT / 20 and found.statuses[400] > COUNT / 4, "bodies of both kinds are needed"
+
+
+def test_a_seed_names_one_body() -> None:
+    assert [bodies(seed) for seed in range(500)] == [bodies(seed) for seed in range(500)]

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from serving import __version__
-from serving.api.generation import LARGE_BODY
+from serving.api.body_work import LARGE_BODY
 from serving.messages import Request
 from serving.proto import millrace_pb2 as pb
 from serving.text.tokenizer import Tokenizer, load_tokenizer

@@ -82,3 +82,25 @@ async def test_thoughts_are_sent_back(tokenizer: Tokenizer) -> None:
     async with calling(made) as client:
         assert (await client.post("/v1/chat/completions", json={"messages": [said, *ASKED]})).status_code == 200
     assert "[assistant]I thought.|Yes." in tokenizer.decode(script.started[0].prompt)
+
+
+@pytest.mark.parametrize(
+    ("begun", "text", "thoughts", "content"),
+    [
+        ("It is", " 7 degrees.", None, " 7 degrees."),  # an answer goes on
+        ("<think>Warm?</think>It is", " 7 degrees.", None, " 7 degrees."),
+        ("<think>Warm", "? é</think>7 degrees.", "? é", "7 degrees."),
+        ("", "Warm?</think>7 degrees.", "Warm?", "7 degrees."),
+        ("", "<think>Warm?</think>7 degrees.", "Warm?", "7 degrees."),
+    ],
+)
+async def test_an_answer_that_goes_on_is_no_thought(
+    tokenizer: Tokenizer, begun: str, text: str, thoughts: str | None, content: str
+) -> None:
+    _, made = app(with_template(tokenizer, CHAT), text, reasoning_parser="deepseek_r1")
+    fields: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False} if begun else {}
+    messages = [*ASKED, {"role": "assistant", "content": begun}] if begun else ASKED
+    async with calling(made) as client:
+        answer = (await client.post("/v1/chat/completions", json={"messages": messages, **fields})).json()
+    message = answer["choices"][0]["message"]
+    assert (message.get("reasoning_content"), message["content"]) == (thoughts, content)

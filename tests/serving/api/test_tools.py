@@ -192,12 +192,14 @@ async def test_a_grammar_holds_what_is_forced(tokenizer: Tokenizer, fields: dict
 async def test_forms_that_exclude_each_other_are_refused(tokenizer: Tokenizer) -> None:
     unkept = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"uniqueItems": True}}}}}
     strict = {**unkept, "function": {**unkept["function"], "strict": True}}
+    kept = {"type": "function", "function": {"name": "f", "strict": True}}
     cases: list[tuple[dict[str, Any], str, str]] = [
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "exclude"),
         ({"guided_regex": "a"}, "tools", "exclude"),
         ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos", "ends"),
         ({"tools": [unkept], "tool_choice": "required"}, "tool_choice", "uniqueItems"),
         ({"tools": [strict]}, "tools", "uniqueItems"),
+        ({"tools": [kept], "ignore_eos": True}, "ignore_eos", "ends"),
     ]
     _, made = app(with_template(tokenizer, TEMPLATE), CALL)
     async with calling(made) as client:

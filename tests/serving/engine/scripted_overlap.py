@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import count
 
 from kvcache.blocks.manager import KVCacheManager
-from serving.engine.engine import RunResult, RunTimes
 from serving.engine.overlap import Launched, OverlapEngine, OverlapRunner
 from serving.engine.plan import Scheduler, Work
+from serving.engine.run import RunResult, RunTimes
 from serving.engine.sequence import SequenceState
 from serving.sampling.sampler import Sampled, SamplingFailed
 from tests.prefill.scripted import ScriptedRunner, next_token, step_limits

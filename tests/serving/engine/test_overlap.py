@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from decode.scheduler import TRIAL_STEPS
 from kvcache.blocks.manager import KVCacheManager
@@ -267,6 +270,36 @@ def test_an_error_on_the_device_is_the_engines(mixed: Mixed) -> None:
     mixed.runner.during = fail
     with pytest.raises(RuntimeError, match="device is gone"):
         mixed.engine.step()
+
+
+@settings(max_examples=100)
+@given(at=st.integers(0, 40), lasting=st.booleans(), others=st.integers(0, 3), stops=st.integers(2, 9))
+def test_a_request_that_breaks_steps_begun_ahead_fails_alone(at: int, lasting: bool, others: int, stops: int) -> None:
+    """From its call number `at` on the runner raises over one request, when a step begins, is read, or is repeated."""
+    mixed = Mixed()
+    prompts = [[5 + i, 6, 7] for i in range(others)]
+    for i, prompt in enumerate(prompts):
+        mixed.handed_over(prompt, request_id=f"r{i}", max_tokens=stops + i)
+    poison = mixed.handed_over([1, 2], request_id="poison", max_tokens=7)
+    calls = count()
+
+    def breaks(work: Sequence[Work]) -> None:
+        number = next(calls)
+        if any(item.seq is poison for item in work) and (number >= at if lasting else number == at):
+            raise IndexError("a mistake over one request")
+
+    mixed.runner.during = breaks
+    outputs = mixed.drain()
+    failed = [output for output in outputs if output.error is not None]
+    told = texts([output for output in outputs if output.error is None])
+    assert {f"r{i}": told[f"r{i}"] for i in range(others)} == {
+        f"r{i}": written_out(prompt, stops + i)[1:] for i, prompt in enumerate(prompts)
+    }
+    whole = written_out([1, 2], 7)[1:]
+    assert told.get("poison", []) == whole[: len(told.get("poison", []))]
+    assert (len(failed) == 1) == (told.get("poison", []) != whole)
+    assert lasting or not failed, "what raises once is repeated"
+    assert mixed.kv.allocator.held == 0 and mixed.engine.flying == []
 
 
 def test_settling_brings_out_what_was_begun(mixed: Mixed) -> None:

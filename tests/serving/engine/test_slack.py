@@ -10,8 +10,9 @@ import pytest
 from prefill.chunking import Chunking, FixedChunks, SlackChunks
 from prefill.ordering import SlackOrder
 from prefill.scheduler import PrefillScheduler
-from serving.engine.engine import Engine, LayerDone, RunResult
+from serving.engine.engine import Engine
 from serving.engine.plan import Work
+from serving.engine.run import LayerDone, RunResult
 from serving.engine.sequence import SequenceState
 from serving.messages import Slo
 from serving.sampling.sampler import Sampled, SamplingFailed

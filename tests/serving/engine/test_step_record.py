@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from prefill.scheduler import PrefillScheduler
-from serving.engine.engine import Engine, RunResult, RunTimes
+from serving.engine.engine import Engine
 from serving.engine.plan import StepPlan, StepRecord, StepTotals, Work
+from serving.engine.run import RunResult, RunTimes
 from serving.step_cost import StepLoad
 from tests.fakes.sequences import make_sequence
 from tests.prefill.scripted import ScriptedRunner, make_decoding, make_engine, make_kv

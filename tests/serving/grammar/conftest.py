@@ -8,6 +8,7 @@ import pytest
 
 from serving.grammar.grammars import GrammarCompiler, Grammars
 from serving.text.tokenizer import Tokenizer, load_tokenizer
+from tests.serving.grammar.following import ENDS
 from tests.tiny import write_tokenizer
 
 
@@ -20,9 +21,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def grammars(tokenizer: Tokenizer) -> Grammars:
-    return Grammars(GrammarCompiler(lambda: tokenizer, (0, 2)))
+    return Grammars(GrammarCompiler(lambda: tokenizer, ENDS))
 
 
 @pytest.fixture(scope="session")
 def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
-    return GrammarCompiler(lambda: tokenizer, (0, 2))
+    return GrammarCompiler(lambda: tokenizer, ENDS)

@@ -5,14 +5,24 @@ from __future__ import annotations
 import json
 import random
 import re
+from concurrent.futures import Future
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.grammar.forms import json_grammar, regex_grammar
-from serving.grammar.grammars import KEPT, Allowed, GrammarCompiler, GrammarError, Grammars, GrammarState
+from serving.grammar.grammars import (
+    KEPT,
+    Allowed,
+    CompiledGrammar,
+    GrammarCompiler,
+    GrammarError,
+    Grammars,
+    GrammarState,
+)
 from serving.text.tokenizer import Tokenizer
+from tests.serving.grammar.following import ENDS
 
 SCHEMA = {
     "type": "object",
@@ -24,7 +34,6 @@ SCHEMA = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
-ENDS = (0, 2)
 
 
 def ids(allowed: Allowed, tokenizer: Tokenizer) -> list[int]:
@@ -45,6 +54,15 @@ def walk(state: GrammarState, tokenizer: Tokenizer, seed: int, most: int = 300) 
         if token in ENDS:
             return output
     raise AssertionError("no end")
+
+
+def begun_and_draft(
+    grammars: Grammars, tokenizer: Tokenizer, seed: int, at: float, size: int
+) -> tuple[list[int], list[int]]:
+    """An output of SCHEMA up to somewhere, and the tokens that come next, but for its end."""
+    output = walk(grammars.begin(json_grammar(SCHEMA)), tokenizer, seed)
+    begun = int(at * (len(output) - 1))
+    return output[:begun], output[begun : min(begun + size, len(output) - 1)]
 
 
 @settings(deadline=None, max_examples=60)
@@ -79,22 +97,20 @@ def test_a_draft_is_looked_at_token_by_token(
     grammars: Grammars, tokenizer: Tokenizer, seed: int, at: float, wrong: int, size: int
 ) -> None:
     """After each drafted token stands what would stand there without drafts; after one that may not come, nothing."""
-    output = walk(grammars.begin(json_grammar(SCHEMA)), tokenizer, seed)
-    begun = int(at * (len(output) - 1))
-    draft = output[begun : min(begun + size, len(output) - 1)]
+    output, draft = begun_and_draft(grammars, tokenizer, seed, at, size)
     if wrong < len(draft):
         draft[wrong] = 1  # a special token, which no text has
     state = grammars.begin(json_grammar(SCHEMA))
-    found = state.allowed(output[:begun], draft)
+    found = state.allowed(output, draft)
     assert len(found) == len(draft) + 1
     for place, allowed in enumerate(found):
         if place > wrong and wrong < len(draft):
             assert allowed is None
             continue
-        (expected,) = grammars.begin(json_grammar(SCHEMA)).allowed([*output[:begun], *draft[:place]])
+        (expected,) = grammars.begin(json_grammar(SCHEMA)).allowed([*output, *draft[:place]])
         assert allowed is not None and expected is not None and (allowed.bits == expected.bits).all()
-    (after,) = state.allowed(output[:begun])  # nothing of the draft has stayed
-    (expected,) = grammars.begin(json_grammar(SCHEMA)).allowed(output[:begun])
+    (after,) = state.allowed(output)  # nothing of the draft has stayed
+    (expected,) = grammars.begin(json_grammar(SCHEMA)).allowed(output)
     assert after is not None and expected is not None and (after.bits == expected.bits).all()
 
 
@@ -152,3 +168,40 @@ def test_a_regex_is_of_the_whole_output(grammars: Grammars, tokenizer: Tokenizer
         return
     assert allowed is not None
     assert bool(set(ENDS) & set(ids(allowed, tokenizer))) == bool(re.fullmatch("a+b", text))
+
+
+def test_whatever_breaks_a_compile_breaks_its_own_output_alone() -> None:
+    """A panic of the library is no ordinary exception."""
+
+    class Panic(BaseException):
+        pass
+
+    compiled: Future[CompiledGrammar] = Future()
+    compiled.set_exception(Panic("out of bounds"))
+    with pytest.raises(GrammarError, match="out of bounds"):
+        GrammarState(compiled).allowed([])
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**32), at=st.floats(0, 1), wrong=st.integers(0, 8), size=st.integers(0, 8))
+def test_a_draft_is_possible_as_far_as_its_masks_allow(
+    grammars: Grammars, tokenizer: Tokenizer, seed: int, at: float, wrong: int, size: int
+) -> None:
+    output, draft = begun_and_draft(grammars, tokenizer, seed, at, size)
+    if wrong < len(draft):
+        draft[wrong] = random.Random(seed).randrange(tokenizer.vocab_size)
+    state = grammars.begin(json_grammar(SCHEMA))
+    assert state.possible(output, draft) == len(draft)  # nothing has been drawn here yet
+    masks = state.allowed(output, draft)
+    expected = sum(mask is not None for mask in masks) - 1
+    assert state.possible(output, draft) == expected
+    assert state.allowed(output)[0] is not None  # nothing of the draft has stayed
+
+
+def test_a_draft_after_what_does_not_follow_is_not_possible(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    state = grammars.begin(regex_grammar("a"))
+    state.allowed([])
+    wrong = tokenizer.encode("b", add_special_tokens=False)
+    assert state.possible(wrong, wrong) == 0
+    with pytest.raises(GrammarError):
+        state.allowed(wrong)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,10 +23,9 @@ from serving.text.tools.forms import (
     ToolForm,
 )
 from serving.text.tools.parser import ToolCallParser
+from tests.serving.grammar.following import ENDS, SPECIAL, accepts
 
 FORMS = [HERMES, GENERIC, LLAMA3_JSON, MISTRAL, MISTRAL_NAMED, PHI4_MINI_JSON, PHI_FUNCTOOLS]
-ENDS = {0, 2}
-SPECIAL = 1  # a token that stands for a form's mark
 WEATHER = {
     "type": "object",
     "properties": {"city": {"$ref": "#/$defs/name"}, "days": {"type": "integer"}},
@@ -39,19 +39,6 @@ GOOD = [("weather", '{"city": "Ulm", "days": 2}'), ("add", '{"a": [1]}')]
 def grammar_of(form: ToolForm, *, special: bool = False, **options: Any) -> CallGrammar:
     marks = {form.opens[0]: SPECIAL} if special else {}
     return CallGrammar(**{"form": form, "schemas": SCHEMAS, "special": marks, **options})
-
-
-def accepts(grammars: Grammars, tokenizer: Tokenizer, written: str, text: str, mark: str = "") -> bool:
-    """True if the text may be an output; `mark` in it is the special token."""
-    tokens: list[int] = []
-    for i, part in enumerate(text.split(mark) if mark else [text]):
-        tokens += [SPECIAL] * (i > 0) + tokenizer.encode(part, add_special_tokens=False)
-    try:
-        (allowed,) = grammars.begin(written).allowed(tokens)
-    except GrammarError:
-        return False
-    assert allowed is not None
-    return any(allowed.mask(tokenizer.vocab_size)[end] for end in ENDS)
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -82,6 +69,26 @@ def test_text_may_come_before_calls_or_without_any(grammars: Grammars, tokenizer
         assert not accepts(grammars, tokenizer, either, before + form.begin + "oops") or form.bare
     if form.bare:
         assert not accepts(grammars, tokenizer, either, '{"name": "plan", "parameters": {}}')
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("form", [LLAMA3_JSON, PHI4_MINI_JSON, PHI_FUNCTOOLS], ids=lambda form: form.begin or form.name)
+def test_calls_are_held_after_every_mark(
+    grammars: Grammars, tokenizer: Tokenizer, form: ToolForm, special: bool
+) -> None:
+    """Of a form with several, the one that is its own and the others, as text and as special tokens."""
+    bad = [("weather", "{}")]
+    for i, (begin, end) in enumerate(((form.begin, form.end), *form.others)):
+        other = replace(form, begin=begin, end=end)
+        mark = next((mark for mark in form.opens if begin.startswith(mark)), "")
+        if special and not mark:
+            continue
+        one_mark = {mark: SPECIAL} if special else {}
+        either = CallGrammar(form=form, schemas=SCHEMAS, special=one_mark).text_or_calls()
+        for before in ("", "Let me see. ") if mark else ("",):
+            assert accepts(grammars, tokenizer, either, before + other.write(GOOD), mark if special else ""), i
+            assert not accepts(grammars, tokenizer, either, before + other.write(bad), mark if special else ""), i
+    assert accepts(grammars, tokenizer, either, "No function to call.")
 
 
 def test_one_call_or_several(grammars: Grammars, tokenizer: Tokenizer) -> None:

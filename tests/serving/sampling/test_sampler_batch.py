@@ -213,3 +213,7 @@ def test_where_a_grammar_ends_min_tokens_does_not_hold(sampler: Sampler) -> None
     assert isinstance(found, Sampled) and found.token == 0
     (found,) = sampler(torch.zeros(1, 12), [replace(row, allowed=allowing(0, 3))])
     assert isinstance(found, Sampled) and found.token == 3
+    row = replace(row, params=replace(params, stop_token_ids=(3, 4, 999, -1)))
+    for tokens, drawn in (((3,), {3}), ((0, 3, 4), {0}), ((3, 5), {5})):  # a form that only a stop token goes on with
+        (found,) = sampler(torch.zeros(1, 12), [replace(row, allowed=allowing(*tokens))])
+        assert isinstance(found, Sampled) and found.token in drawn

@@ -30,6 +30,10 @@ def split(parts: Sequence[str], *, begun: bool) -> tuple[str, str]:
         ("\n\n</think>\n\nYes.", True, "", "Yes."),
         ("<think>\n\n</think>\n\nYes.", False, "", "Yes."),
         ("I wonder </thin", True, "I wonder </thin", ""),
+        ("<think>\nI wonder.</think>Yes.", True, "I wonder.", "Yes."),  # though the prompt has the mark
+        ("<think></think>Yes.", True, "", "Yes."),
+        ("<thin", True, "<thin", ""),
+        ("a <think>b</think>c", True, "a <think>b", "c"),
         ("<think>I wonder \n", False, "I wonder", ""),
         ("Yes. <think>no</think>", False, "", "Yes. <think>no</think>"),
         (" <thin", False, "", " <thin"),

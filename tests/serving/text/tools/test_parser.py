@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serving.text.tools.events import Parsed
 from serving.text.tools.forms import (
     GENERIC,
     HERMES,
@@ -49,6 +50,19 @@ def read(form: ToolForm, parts: Sequence[str], *, many: bool = True) -> tuple[st
     return content, [(name, text, i in ended) for i, (name, text) in enumerate(zip(names, arguments, strict=True))]
 
 
+def in_order(form: ToolForm, parts: Sequence[str]) -> list[str | int]:
+    """Content joined, and the number of each call, as they follow each other in the answer."""
+    parser, order = ToolCallParser(form, KNOWN), list[str | int]()
+    for part in (part for parsed in [*map(parser.push, parts), parser.finish()] for part in parsed.parts):
+        if not isinstance(part, str):
+            order += [part.index] if part.name is not None else []
+        elif order and isinstance(order[-1], str):
+            order[-1] += part
+        else:
+            order.append(part)
+    return order
+
+
 def in_parts(text: str, cuts: Sequence[int]) -> list[str]:
     ends = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     return [text[start:end] for start, end in pairwise(ends)]
@@ -71,6 +85,13 @@ ANSWERS: list[tuple[ToolForm, str, str, list[Call]]] = [
     (HERMES, f"Let me see.\n\n<tool_call>\n{OBJECT}\n</tool_call>\n", "Let me see.", [WEATHER]),
     (HERMES, f"<tool_call>{OBJECT}</tool_call>\n<tool_call>{ADD_OBJECT}</tool_call> So.", " So.", [WEATHER, ADD]),
     (HERMES, '<tool_call>{"name": "no-op"}</tool_call>', "", [EMPTY]),
+    (HERMES, f"<tool_call>\n{OBJECT}\n</tool_call", "", [WEATHER]),  # cut off by max_tokens
+    (HERMES, f"<tool_call>\n{OBJECT}\n</tool_call>\n<tool_", "", [WEATHER]),
+    (HERMES, f"<tool_call>\n{OBJECT}\n</tool_call> So <", "\n So <", [WEATHER]),
+    (HERMES, "Is a </tool", "Is a </tool", []),
+    (LLAMA3_JSON, f"{ADD_OBJECT}; ", "", [ADD]),
+    (PHI4_MINI_JSON, f"<|tool_call|>[{ADD_OBJECT}, ", "", [ADD]),
+    (PHI4_MINI_JSON, f"<|tool_call|>[{ADD_OBJECT}]<|/to", "", [ADD]),
     (HERMES, '<tool_call>{"name": "no-op", "arguments": null}</tool_call>', "", [EMPTY]),
     (HERMES, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [ADD]),
     (HERMES, '<tool_call>{"id": 7, "type": "function", "name": "add", "arguments": {"a": 1}}', "", [ADD]),
@@ -160,6 +181,13 @@ def test_any_text_is_read_the_same_however_it_is_cut(
     assert read(form, list(text), many=many) == whole
     if not whole[1]:
         assert whole[0] == text
+    assert in_order(form, in_parts(text, cuts)) == in_order(form, [text]) == in_order(form, list(text))
+
+
+def test_content_and_calls_come_in_order() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    for parts in cuts_of(f"One{call} two{call}"):
+        assert in_order(HERMES, parts) == ["One", 0, " two", 1], parts
 
 
 json_values = st.recursive(
@@ -214,3 +242,26 @@ def test_half_of_a_surrogate_pair_can_be_sent(arguments: str) -> None:
         assert "\ufffd" in "".join(text for _, text, _ in calls)
         for name, text, _ in calls:
             (name + text).encode()
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    form=st.sampled_from(FORMS),
+    pieces=st.lists(
+        st.sampled_from(['<tool_call>{"name": "add", "arguments": {}}</tool_call>', "a ", " ", "\n", "[TOOL_CALLS]"]),
+        max_size=6,
+    ),
+    cuts=st.lists(st.integers(0, 300), max_size=10),
+)
+def test_content_before_the_first_call_is_told(form: ToolForm, pieces: list[str], cuts: list[int]) -> None:
+    text = "".join(pieces)
+    found = []
+    for parts in ([text], in_parts(text, cuts)):
+        parser = ToolCallParser(form, KNOWN)
+        total = Parsed()
+        for parsed in [*map(parser.push, parts), parser.finish()]:
+            total += parsed
+        found.append((total.content, total.lead, len(total.calls) > 0))
+    assert found[0] == found[1]
+    content, lead, called = found[0]
+    assert called or lead == len(content)

@@ -1,0 +1,39 @@
+"""HTTPS: the certificate of the HTTP server, and whether its clients have to show one."""
+
+from __future__ import annotations
+
+import ssl
+
+from serving.config import HttpConfig
+
+_ASKED = {"0": ssl.CERT_NONE, "1": ssl.CERT_OPTIONAL, "2": ssl.CERT_REQUIRED}
+
+
+def server_context(http: HttpConfig) -> ssl.SSLContext | None:
+    """None for plain HTTP. Raises ValueError that names the flag and what is wrong with it."""
+    if http.ssl_certfile is None:
+        for flag, given in (("keyfile", http.ssl_keyfile), ("ca-certs", http.ssl_ca_certs)):
+            if given is not None:
+                raise ValueError(f"--ssl-{flag} has no use without --ssl-certfile")
+    if http.ssl_cert_reqs != "0" and http.ssl_ca_certs is None:
+        raise ValueError(f"--ssl-cert-reqs {http.ssl_cert_reqs} needs --ssl-ca-certs: whose certificates clients show")
+    if http.ssl_certfile is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(http.ssl_certfile, http.ssl_keyfile, password=_no_password)
+    except (OSError, ValueError) as error:  # an ssl.SSLError is an OSError
+        raise ValueError(f"--ssl-certfile {http.ssl_certfile}, --ssl-keyfile {http.ssl_keyfile}: {error}") from None
+    if http.ssl_ca_certs is not None:
+        try:
+            context.load_verify_locations(http.ssl_ca_certs)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--ssl-ca-certs {http.ssl_ca_certs}: {error}") from None
+        context.verify_mode = _ASKED[http.ssl_cert_reqs]
+    return context
+
+
+def _no_password() -> str:
+    """Else OpenSSL asks for one on the terminal, and waits."""
+    raise ValueError("the key has a password, which cannot be given; `openssl pkey -in KEY -out NEW` takes it off")

@@ -1,0 +1,29 @@
+"""Temporary folders that go with the process that made them, also where it leaves while they are in use."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_folders: set[Path] = set()
+
+
+@contextmanager
+def temporary_folder(where: Path) -> Iterator[Path]:
+    """A new folder in `where`, gone at the end."""
+    with tempfile.TemporaryDirectory(prefix="millrace-", dir=where) as made:
+        folder = Path(made)
+        _folders.add(folder)
+        try:
+            yield folder
+        finally:
+            _folders.discard(folder)
+
+
+def remove_temporary_folders() -> None:
+    """All there are, for a process that ends without unwinding."""
+    for folder in tuple(_folders):
+        shutil.rmtree(folder, ignore_errors=True)

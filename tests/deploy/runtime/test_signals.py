@@ -1,0 +1,76 @@
+"""A process that is told to leave while its model loads, in a thread that nobody can stop, leaves at once."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import tiny_llama
+
+pytestmark = pytest.mark.thorough
+
+LOADING = """
+import sys, time
+from deploy import cli, serve
+
+def load(*given):
+    print("loads", flush=True)
+    time.sleep(60)
+
+serve.load_from = load
+if sys.argv[2:]:
+    import os, threading
+    from pathlib import Path
+    from serving.temporary import temporary_folder
+    os.set_blocking(1, True)
+    made = temporary_folder(Path(sys.argv[2]))
+    (made.__enter__() / "weights").write_bytes(b"x")
+    read, write = os.pipe()
+    os.dup2(write, 2)  # nobody reads it
+    os.set_blocking(2, False)
+    try:
+        while os.write(2, bytes(65536)):
+            pass
+    except BlockingIOError:
+        os.set_blocking(2, True)
+    cli.setup_logging = lambda service, level: None
+    serve.log.info = lambda *given: None
+sys.exit(cli.main(["serve", sys.argv[1], "--port", "0", "--host", "127.0.0.1"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_leaves_while_its_model_loads(tmp_path: Path, number: signal.Signals) -> None:
+    """Before: after the load, with tracebacks; and as process 1 of a container not at all."""
+    command = [sys.executable, "-c", LOADING, str(tiny_llama(tmp_path / "tiny"))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "loads\n"
+            began = time.monotonic()
+            process.send_signal(number)
+            _, said = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert time.monotonic() - began < 10.0
+    assert process.returncode == 0 and "Traceback" not in said
+    assert f"{number.name} before anything was served: leaving" in said.splitlines()[-1]
+
+
+def test_it_leaves_no_folder_behind_and_waits_for_no_reader(tmp_path: Path) -> None:
+    """Before: a model that came from the pool stayed in shared memory, and a pipe that was full held the signal up."""
+    (tmp_path / "memory").mkdir()
+    command = [sys.executable, "-c", LOADING, str(tiny_llama(tmp_path / "tiny")), str(tmp_path / "memory")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "loads\n"
+            assert len(list((tmp_path / "memory").iterdir())) == 1
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
+    assert list((tmp_path / "memory").iterdir()) == []
