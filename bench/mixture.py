@@ -24,7 +24,7 @@ class RequestKind:
     """Requests of one kind, `share` of all by weight. Lengths are in tokens, objectives in milliseconds.
 
     `spread` is the standard deviation of the logarithm of both lengths, 0 for equal ones. The first `prefix_tokens` of
-    a prompt are one of `prefix_texts` texts.
+    a prompt are one of `prefix_texts` texts. What follows them is the same tokens `repeats` times.
     """
 
     name: str
@@ -34,6 +34,7 @@ class RequestKind:
     spread: float = 0.0
     prefix_tokens: int = 0
     prefix_texts: int = 1
+    repeats: int = 1
     slo: SloTargets = field(default_factory=SloTargets)
     service_class: str | None = None
 
@@ -96,7 +97,9 @@ class Mixture:
             kind = self.kinds[index]
             prompt = max(kind.prefix_tokens + 1, _length(kind.prompt_tokens, kind.spread, z_prompt))
             shared = texts[kind.name][int(group * kind.prefix_texts)] if kind.prefix_tokens else ()
-            own = tuple(contents.integers(PIECE_RANGE, size=prompt - len(shared)).tolist())
+            count = prompt - len(shared)
+            once = contents.integers(PIECE_RANGE, size=-(-count // kind.repeats)).tolist()
+            own = tuple(once * kind.repeats)[:count]
             output = _length(kind.output_tokens, kind.spread, z_output)
             found.append((kind, Ask(pieces=shared + own, output_tokens=output)))
         return found

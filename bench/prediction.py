@@ -40,7 +40,8 @@ from bench.surge import LoadSpan, bounds, timed_in_spans
 CHAT, LONG = MIXTURES["long-mixed"].kinds
 # Nothing is refused, so that every prediction is seen; and 64 tokens are too few for a mean to be foreseen: what a
 # chance prompt or two take of them is as much as the tokens themselves.
-KINDS = (replace(CHAT, service_class=None, output_tokens=128, slo=SloTargets(ttft_ms=1000.0, tpot_ms=40.0)), LONG)
+CHATS = replace(CHAT, service_class=None, output_tokens=128, slo=SloTargets(ttft_ms=1000.0, tpot_ms=40.0))
+KINDS = (CHATS, LONG, replace(CHATS, name="repeating", repeats=8))  # the last accept most of what is drafted
 STEADY, CHANGED = "steady", "changed"
 AFTER_CHANGE = 5.0  # seconds that are shown apart
 SLOT = 4.0  # seconds of requests that a point of the plot is the median of
@@ -188,6 +189,7 @@ def arguments() -> argparse.ArgumentParser:
         "--chats", default="0.4,0.5", metavar="X,X", help="chats before and after the change, as shares of the capacity"
     )
     add("--long", default="0,0.05", metavar="X,X", help="long prompts, likewise: one costs as much as several chats")
+    add("--repeating", default="0,0", metavar="X,X", help="chats whose prompts repeat themselves, likewise")
     add("--capacity", type=float, metavar="R", help="chats a second, instead of measuring it")
     add("--warm-up", type=float, default=15.0, metavar="S", help="seconds of a closed loop (15)")
     add("--seed", type=int, default=0, metavar="N", help="(0)")
@@ -200,7 +202,7 @@ def spans_of(args: argparse.Namespace, capable: float) -> list[LoadSpan]:
     for name, value in (("seconds", args.seconds), ("warm-up", args.warm_up), ("capacity", args.capacity)):
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name} {value:g}: give a number above 0")
-    shares = [shares_of(name, text) for name, text in (("chats", args.chats), ("long", args.long))]
+    shares = [shares_of(name, text) for name, text in _rates(args)]
     return [
         LoadSpan(
             name=name,
@@ -211,9 +213,15 @@ def spans_of(args: argparse.Namespace, capable: float) -> list[LoadSpan]:
     ]
 
 
+def _rates(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+    """Flags and what they say, of each of KINDS."""
+    return ("chats", args.chats), ("long", args.long), ("repeating", args.repeating)
+
+
 def told_rates(spans: Sequence[LoadSpan]) -> str:
     return "; ".join(
-        f"{span.name} {span.seconds:g} s: " + ", ".join(f"{rate:.2f} {kind}/s" for kind, rate in span.rates.items())
+        f"{span.name} {span.seconds:g} s: "
+        + ", ".join(f"{rate:.2f} {kind}/s" for kind, rate in span.rates.items() if rate)
         for span in spans
     )
 

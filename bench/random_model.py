@@ -32,12 +32,15 @@ def llama(**sizes: Any) -> ModelSpec:
 def random_model(
     spec: ModelSpec, weights: str, dtype: torch.dtype, device: torch.device, *, kept: str = "head"
 ) -> Decoder:
-    """A decoder whose numbers stay of the size real ones have; with `weights` int8 all linear layers but `kept` are."""
+    """A decoder whose numbers stay of the size real ones have.
+
+    With `weights` int8 all its linear layers are, but for `kept` and routers.
+    """
     with torch.device("meta"):
         model = Decoder(spec)
         if weights == "int8":
             linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-            hold_int8(model, [name for name in linears if name != kept])
+            hold_int8(model, [name for name in linears if name != kept and not name.endswith(".router")])
     for name, parameter in list(model.named_parameters()):
         owner, leaf = name.rsplit(".", 1)
         value = _random(leaf, parameter, spec.hidden, dtype, device)

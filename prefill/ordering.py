@@ -1,4 +1,4 @@
-"""In which order waiting prompts are computed: first come, first served, or by their class and by how they can be met.
+"""In which order waiting prompts are computed: first come, first served, or by class, tenant and how they can be met.
 
 Pure: no torch, no clock, no I/O. It knows neither blocks nor the rest of the step, and takes nothing from anyone.
 
@@ -9,10 +9,11 @@ beyond. So α grows with the load. Ageing bounds how long anyone is passed by.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Protocol
 
+from prefill.fairness import FairPrompts, of_several
 from serving.engine.sequence import SequenceState
 from serving.step_cost import StepCost
 
@@ -31,30 +32,63 @@ class PromptOrder(Protocol):
     def sort(self, queue: list[SequenceState], chunk: int, beside: int, now: float) -> None:
         """In place. A step computes about `chunk` prompt tokens, `beside` so many sequences that decode."""
 
+    def arrived(self, seq: SequenceState, queue: Sequence[SequenceState]) -> None:
+        """The prompt comes into the queue, which does not hold it yet."""
+
+    def computing(self, seq: SequenceState, tokens: int) -> None:
+        """A step computes so many tokens of the prompt."""
+
 
 class FirstComeFirstServed(PromptOrder):
     def sort(self, queue: list[SequenceState], chunk: int, beside: int, now: float) -> None:
         """As they came."""
 
+    def arrived(self, seq: SequenceState, queue: Sequence[SequenceState]) -> None:
+        """It is the last."""
+
+    def computing(self, seq: SequenceState, tokens: int) -> None:
+        """Nothing depends on it."""
+
 
 class SlackOrder(PromptOrder):
     """By priority, which waiting raises; those that can still be in time first; then by due time + α · remaining.
 
+    Where some of a level would be late that way, or nobody has any objectives, tenants share it: those of the level
+    go first that end first if each tenant is computed as many tokens (prefill.fairness).
+
     Of two prompts of priorities p and q, the first is never behind the second if that came later by
-    ((p − q) / STEP + 1) · AGE seconds: so nobody starves. Prompts without any objectives keep the order they came in,
-    and the whole queue does while nobody has any.
+    ((p − q) / STEP + 1) · AGE seconds: so nobody starves. Prompts of one tenant without any objectives keep the order
+    they came in, and the whole queue does while nobody has any and all are one tenant's.
     """
 
     def __init__(self, cost: Cost):
         self.cost = cost
+        self.fair = FairPrompts()
+
+    def arrived(self, seq: SequenceState, queue: Sequence[SequenceState]) -> None:
+        self.fair.arrived(seq, queue)
+
+    def computing(self, seq: SequenceState, tokens: int) -> None:
+        self.fair.computing(seq, tokens)
 
     def sort(self, queue: list[SequenceState], chunk: int, beside: int, now: float) -> None:
-        if len(queue) < 2 or not any(seq.objectives.due != inf or seq.objectives.priority for seq in queue):
+        if len(queue) < 2:
+            return
+        stated = any(seq.objectives.due != inf or seq.objectives.priority for seq in queue)
+        several = of_several(queue)
+        if not (stated or several):
             return
         remaining = self._remaining(queue, chunk, beside)
         alpha = load_weight(queue, remaining)
-        keys = {seq: turn(seq, seconds, now, alpha) for seq, seconds in zip(queue, remaining, strict=True)}
-        queue.sort(key=keys.__getitem__)
+        seconds = dict(zip(queue, remaining, strict=True))
+        keys = {seq: turn(seq, seconds[seq], now, alpha) for seq in queue}
+        if stated:
+            queue.sort(key=keys.__getitem__)
+        levels = {seq: key[0] for seq, key in keys.items()}
+        shared = (late_levels(queue, seconds, levels, now) if stated else set(levels.values())) if several else set()
+        if shared:
+            turns = self.fair.turns(queue, levels)
+            queue.sort(key=lambda seq: (levels[seq], turns[seq] if levels[seq] in shared else 0))
 
     def _remaining(self, queue: Sequence[SequenceState], chunk: int, beside: int) -> list[float]:
         """Predicted seconds of what is left of each prompt, were it the only one; 0 where nothing is known."""
@@ -75,6 +109,21 @@ def turn(seq: SequenceState, seconds: float, now: float, alpha: float) -> tuple[
     goals, since = seq.objectives, seq.prefill.waiting_since
     level, due = goals.priority - STEP * ((now - since) // AGE), goals.due
     return (level, False, since + UNHURRIED) if due == inf else (level, now + seconds > due, due + alpha * seconds)
+
+
+def late_levels(
+    queue: Sequence[SequenceState],
+    seconds: Mapping[SequenceState, float],
+    levels: Mapping[SequenceState, float],
+    now: float,
+) -> set[float]:
+    """The levels with prompts that are late if they are computed in this order, each in so many `seconds`."""
+    end, found = now, set()
+    for seq in queue:
+        end, due = end + seconds[seq], seq.objectives.due
+        if end > (due if due < inf else seq.prefill.waiting_since + UNHURRIED):
+            found.add(levels[seq])
+    return found
 
 
 def load_weight(queue: Sequence[SequenceState], remaining: Sequence[float]) -> float:

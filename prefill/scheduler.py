@@ -38,6 +38,7 @@ class PrefillScheduler:
         self.queue: list[SequenceState] = []
 
     def add(self, seq: SequenceState) -> None:
+        self.order.arrived(seq, self.queue)
         self.queue.append(seq)
 
     @property
@@ -67,10 +68,15 @@ class PrefillScheduler:
                 if self.chunks.passed(seq):
                     continue
                 return
+            if _waits(seq, self.chunks.most(seq, plan)):
+                continue
             if self._start(seq, now):
                 most = max(1, self.chunks.most(seq, plan))  # there may be less of it to compute now
+                if _waits(seq, most):
+                    continue
                 count = self.kv.make_room(seq, min(seq.uncomputed, most))
                 self.chunks.took(seq, count)
+                self.order.computing(seq, count)
                 plan.add(seq, count, self)
             else:
                 full = True  # but prompts that hold their blocks go on: theirs are the ones that will come free
@@ -82,7 +88,7 @@ class PrefillScheduler:
         full = False
         self.order.sort(self.queue, plan.tokens, len(plan.work), now)
         for seq in self.queue if plan.tokens and plan.seqs else ():
-            if seq.incoming.arrival is not None or (full and not seq.blocks):
+            if seq.incoming.arrival is not None or (full and not seq.blocks) or _waits(seq, plan.tokens):
                 continue
             if self._start(seq, now):
                 return False
@@ -92,11 +98,12 @@ class PrefillScheduler:
     def _fill_arriving(self, plan: StepPlan, now: float) -> None:
         """Nothing else is to run: begin a prompt whose prefix is still coming, alone, for the step may have to wait."""
         for seq in self.queue:
-            if seq.incoming.arrival is not None:
+            if seq.incoming.arrival is not None and seq.may_draw:
                 seq.incoming.arrival.enter()
                 if seq.prefill.scheduled_at is None:
                     seq.prefill.scheduled_at = now
-                plan.add(seq, min(seq.uncomputed, plan.tokens), self, barrier=seq.incoming.arrival.barrier)
+                count = min(seq.uncomputed, plan.tokens)  # charged to no tenant: the step may leave, and delays nobody
+                plan.add(seq, count, self, barrier=seq.incoming.arrival.barrier)
                 return
 
     def _start(self, seq: SequenceState, now: float) -> bool:
@@ -134,3 +141,8 @@ class PrefillScheduler:
 
     def sequences(self) -> list[SequenceState]:
         return list(self.queue)
+
+
+def _waits(seq: SequenceState, most: int) -> bool:
+    """True if computing so many of its tokens at most would draw one, and its grammar is not compiled yet."""
+    return not seq.may_draw and seq.uncomputed <= most

@@ -16,13 +16,13 @@ from itertools import count
 from typing import Any
 
 from serving.errors import Overloaded
+from serving.fair_shares import FairShares
 
 log = logging.getLogger(__name__)
 
 CONTINUATION = -(1 << 31)  # the priority of a request the client already sees tokens of
 MOST_LOOKS = 64  # at a time
 LOOK_SECONDS = 0.02  # a look that takes longer (a worker is slow to answer) does not hold up the next one
-MOST_TENANTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,35 +51,6 @@ class Ticket:
     def idle(self) -> bool:
         """True if it waits for its turn: it neither looks nor is about to leave."""
         return not self.turn.done() and (self.looked is None or self.looked.done())
-
-
-class FairShares:
-    """Tokens that tenants were served, by which the next is chosen: the one that has had the least.
-
-    Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): a tenant that comes back is lifted to the
-    least of those that wait, so that nobody saves up service while idle. Where nobody waits it is lifted to what
-    the one served last had: a newcomer is owed nothing of what others were served before it came.
-    """
-
-    def __init__(self) -> None:
-        self._served: dict[str, float] = {}
-        self._last = 0.0  # what the tenant served last had before
-
-    def arrived(self, tenant: str, waiting: set[str]) -> None:
-        """The tenant has a request again; `waiting` are those that have some."""
-        if tenant not in waiting:
-            least = min((self._served.get(other, 0.0) for other in waiting), default=self._last)
-            self._served[tenant] = max(self._served.pop(tenant, 0.0), least)
-            while len(self._served) > MOST_TENANTS:
-                del self._served[next(iter(self._served))]
-
-    def charge(self, tenant: str, tokens: float) -> None:
-        served = self._served.get(tenant, 0.0)
-        self._last = max(self._last, served)
-        self._served[tenant] = served + tokens
-
-    def served(self, tenant: str) -> float:
-        return self._served.get(tenant, 0.0)
 
 
 class AdmissionQueue:

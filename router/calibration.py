@@ -14,6 +14,9 @@ from serving.messages import Slo
 
 WEIGHT = 0.02  # of the newest observation
 ALIKE = 16  # observations in a row that tell no more than one: their requests met the same queue and the same batch
+TEXTS_ALIKE = 2  # the same of texts, which share little
+MOST_TOKENS = 16.0  # a step
+TEXT_KINDS = 3  # of a text (router.text_kinds)
 CERTAIN = 2.0  # times as far apart as chance alone would have them is where workers begin to count as different
 MOST = 3.0  # a factor is within 1/MOST and MOST: beyond that something else is wrong
 PRIOR_ERROR = 0.3
@@ -29,6 +32,7 @@ class Drift:
     mean: float = 0.0
     variance: float = PRIOR_ERROR**2
     count: int = 0
+    alike: int = ALIKE
 
     def observe(self, predicted: float, observed: float) -> None:
         """Seconds, as predicted before any correction."""
@@ -48,7 +52,7 @@ class Drift:
     @property
     def chance(self) -> float:
         """The variance that its mean has by chance."""
-        return self.variance * ALIKE / max(1.0, min(self.count, 2.0 / WEIGHT - 1.0))
+        return self.variance * self.alike / max(1.0, min(self.count, 2.0 / WEIGHT - 1.0))
 
     @property
     def factor(self) -> float:
@@ -59,7 +63,8 @@ class Drift:
 class Calibration:
     """Drifts of TTFT by the worker that prefills and of TPOT by the one that decodes, and of all together.
 
-    Beside them the tokens that a sequence gets in a step, more than one where drafts are accepted.
+    Beside them the tokens that a sequence gets in a step, more than one where drafts are accepted: by the worker, and
+    by what kinds its text is of, each as far as the coarser ones leave to it (router.text_kinds).
 
     Those of TTFT are kept apart by urgency: who is due soon passes others in a worker's queue, which predictions of a
     queue that is served in turn do not know.
@@ -69,6 +74,7 @@ class Calibration:
         self._first = [_Drifts() for _ in range(URGENCIES)]
         self._further = _Drifts()
         self._steps = _Drifts()
+        self._texts = [_Drifts(TEXTS_ALIKE) for _ in range(TEXT_KINDS)]
 
     def first(self, prefill: str, urgency: int = 0) -> Drift:
         """Of TTFT, at a worker by its instance, for requests of this urgency."""
@@ -78,9 +84,13 @@ class Calibration:
         """Of TPOT, at a worker by its instance."""
         return self._further.of(decode)
 
-    def tokens_a_step(self, decode: str) -> float:
-        """Of a sequence that decodes at this worker, in the (geometric) mean."""
-        return self._steps.of(decode).factor
+    def tokens_a_step(self, decode: str, apart: float = 0.0) -> float:
+        """Of a sequence that decodes at this worker, in the (geometric) mean, its text `apart` from all."""
+        return min(MOST_TOKENS, math.exp(max(0.0, self._steps.of(decode).mean + apart)))
+
+    def apart(self, texts: Sequence[str]) -> float:
+        """The logarithm of how many times as many tokens a step texts of these kinds get as all, as far as is known."""
+        return sum(map(_Drifts.apart, self._texts, texts))
 
     def first_token(self, prefill: str, predicted: float, observed: float, urgency: int = 0) -> None:
         """TTFT: predicted without correction, and observed; seconds."""
@@ -90,14 +100,21 @@ class Calibration:
         """TPOT: predicted without correction, and observed; seconds."""
         self._further.observe(decode, predicted, observed)
 
-    def steps_took(self, decode: str, tokens: float) -> None:
-        """A sequence has had so many tokens for each step it was part of."""
+    def steps_took(self, decode: str, tokens: float, texts: Sequence[str] = ()) -> None:
+        """A sequence of these kinds of texts has had so many tokens for each step it was part of."""
+        expected = math.exp(self._steps.of(decode).mean)
         self._steps.observe(decode, 1.0, tokens)
+        for drifts, name in zip(self._texts, texts, strict=False):
+            further = drifts.apart(name)
+            if name:
+                drifts.observe(name, expected, tokens)
+            expected *= math.exp(further)
 
     def kept(self) -> dict[str, Any]:
         """All of it as plain data, for `from_kept`."""
         first = [drifts.kept() for drifts in self._first]
-        return {"first": first, "further": self._further.kept(), "steps": self._steps.kept()}
+        texts = [drifts.kept() for drifts in self._texts]
+        return {"first": first, "further": self._further.kept(), "steps": self._steps.kept(), "texts": texts}
 
     @classmethod
     def from_kept(cls, kept: Mapping[str, Any]) -> Calibration:
@@ -105,8 +122,9 @@ class Calibration:
         made = cls()
         made._first = [_Drifts.from_kept(drifts) for drifts in kept["first"]]
         made._further, made._steps = _Drifts.from_kept(kept["further"]), _Drifts.from_kept(kept["steps"])
-        if len(made._first) != URGENCIES:
-            raise ValueError(f"{len(made._first)} urgencies, not {URGENCIES}")
+        made._texts = [_Drifts.from_kept(drifts, TEXTS_ALIKE) for drifts in kept["texts"]]
+        if len(made._first) != URGENCIES or len(made._texts) != TEXT_KINDS:
+            raise ValueError(f"{len(made._first)} urgencies and {len(made._texts)} kinds of texts")
         return made
 
 
@@ -125,8 +143,9 @@ class _Drifts:
     lucky lately; one that is slow in a way that its step cost does not say gets its own.
     """
 
-    def __init__(self) -> None:
-        self._all = Drift()
+    def __init__(self, alike: int = ALIKE) -> None:
+        self.alike = alike
+        self._all = Drift(alike=alike)
         self._own: dict[str, Drift] = {}
         # Over `_own`: the means, their squares, and the variances that they have by chance.
         self._sum = self._squares = self._chance = 0.0
@@ -135,7 +154,7 @@ class _Drifts:
         self._all.observe(predicted, observed)
         own = self._own.get(instance)
         if own is None:
-            own = self._own[instance] = Drift()
+            own = self._own[instance] = Drift(alike=self.alike)
         else:
             self._count(own, -1)
         own.observe(predicted, observed)
@@ -160,17 +179,21 @@ class _Drifts:
         mean, variance = (
             whole + share * (part - whole) for whole, part in ((every.mean, own.mean), (every.variance, own.variance))
         )
-        return Drift(mean, variance, own.count)
+        return Drift(mean, variance, own.count, self.alike)
+
+    def apart(self, name: str) -> float:
+        """By how much the mean of this one differs from that of all, as far as is no chance."""
+        return self.of(name).mean - self._all.mean
 
     def kept(self) -> dict[str, Any]:
         own = {instance: _numbers(drift) for instance, drift in self._own.items()}
         return {"all": _numbers(self._all), "own": own}
 
     @classmethod
-    def from_kept(cls, kept: Mapping[str, Any]) -> _Drifts:
-        made = cls()
-        made._all = _drift(kept["all"])
-        made._own = {str(instance): _drift(numbers) for instance, numbers in kept["own"].items()}
+    def from_kept(cls, kept: Mapping[str, Any], alike: int = ALIKE) -> _Drifts:
+        made = cls(alike)
+        made._all = _drift(kept["all"], alike)
+        made._own = {str(instance): _drift(numbers, alike) for instance, numbers in kept["own"].items()}
         for own in made._own.values():
             made._count(own, 1)
         return made
@@ -180,8 +203,8 @@ def _numbers(drift: Drift) -> list[float]:
     return [drift.mean, drift.variance, drift.count]
 
 
-def _drift(numbers: Sequence[float]) -> Drift:
+def _drift(numbers: Sequence[float], alike: int) -> Drift:
     mean, variance, count = numbers
     if not (-OUTLIER <= mean <= OUTLIER and 0.0 <= variance < math.inf and count >= 0):
         raise ValueError(f"no drift: {numbers}")
-    return Drift(mean, variance, int(count))
+    return Drift(mean, variance, int(count), alike)

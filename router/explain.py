@@ -85,7 +85,8 @@ class ExplainLog:
         counts.tokens += len(state.generated)
         self._tell_observer(state, error, outcome, within)
         who = _who(state) if state.attempts else None
-        self._keep(name, who, orjson.dumps(told(state, outcome, error)))
+        # A copy: what orjson returns holds 8 KiB however short it is.
+        self._keep(name, who, bytes(memoryview(orjson.dumps(told(state, outcome, error)))))
 
     def _tell_observer(self, state: RequestState, error: BaseException | None, outcome: str, within: bool) -> None:
         if self.observer is None:

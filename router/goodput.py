@@ -133,7 +133,7 @@ class Goodput:
         reason = "slo" if len(near) < len(placements) else "tie" if len(tied) > 1 else "quickest"
         due_in = demand.first_token_in if demand.first_token_in is not None and demand.build is None else inf
         considered = tuple([placed.told(search.urgency, due_in) for placed in (chosen, *others[: KEPT - 1])])
-        return Decision(chosen.decode, chosen.prefill, reason, considered[0].predicted, considered)
+        return Decision(chosen.decode, chosen.prefill, reason, considered[0].predicted, considered, demand.texts)
 
     def observed(
         self,
@@ -154,7 +154,7 @@ class Goodput:
         if tpot is not None and decision.decode is not None:
             self.calibration.further_tokens(decision.decode.status.instance, predicted.token, tpot)
         if step_tokens is not None and decision.decode is not None:
-            self.calibration.steps_took(decision.decode.status.instance, step_tokens)
+            self.calibration.steps_took(decision.decode.status.instance, step_tokens, decision.texts)
 
 
 def _rank(placed: _Placement) -> tuple[float, float]:
@@ -183,6 +183,7 @@ class PlacementSearch:
         self.urgency = urgency_of(demand.slo)
         self.tpot = demand.slo.tpot_ms / 1e3 if demand.slo.tpot_ms is not None else None
         self.output = max(2, demand.output)
+        self.apart = calibration.apart(demand.texts)
 
     def placements(self) -> list[_Placement]:
         """The shortlisted placements, on workers whose device holds the whole text and that have room, if any do."""
@@ -244,16 +245,16 @@ class PlacementSearch:
         """A decode at this worker, beside the prompts it computes."""
         tokens, cost = self.demand.tokens, self.costs.of(worker)
         step, prompt = step_seconds(worker, cost, tokens, self.output), beside_seconds(worker, cost, tokens, self.tpot)
-        each = self.calibration.tokens_a_step(worker.status.instance)
-        now_step = self.costs.step_seconds(worker)
-        alone = now_step / each, step / each
-        held = held_seconds(cost, alone[1], self.tpot) if worker.prefills else inf
-        token = min(held, token_seconds(worker, step, prompt) / each)
-        before = token_seconds(worker, now_step, beside_seconds(worker, cost, tokens)) / each
+        instance, now_step = worker.status.instance, self.costs.step_seconds(worker)
+        each, usual = (self.calibration.tokens_a_step(instance, apart) for apart in (self.apart, 0.0))
+        held = held_seconds(cost, step / each, self.tpot) if worker.prefills else inf
+        mean = token_seconds(worker, step, prompt)
+        token = min(held, mean / each)
+        before = token_seconds(worker, now_step, beside_seconds(worker, cost, tokens))
         left = backlog_seconds(worker, cost, self.now)
         pause = pause_seconds(worker, cost, step, self.tpot) / each if left else 0.0
-        drift = self.calibration.further(worker.status.instance)
-        lost = others_lost(worker, alone, (before, token), drift)
+        drift = self.calibration.further(instance)
+        lost = others_lost(worker, (now_step / usual, step / usual), (before / usual, mean / usual), drift)
         return _FurtherTokens(worker, step, token, pause, left, held, drift, lost)
 
     def _alone(self, first: _FirstToken) -> _Placement:

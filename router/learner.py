@@ -43,7 +43,8 @@ class Learner:
             costs.observed(prefill.status.instance, decode.status.instance, state.tokens, waited - step)
         if ended:
             policy.observed(decision, tpot=attempt.tpot, step_tokens=attempt.step_tokens)
-            self.outputs.ended(state.request.service_class, len(state.generated))
+            if state.request.pooling is None:
+                self.outputs.ended(state.request.service_class, len(state.generated))
 
     def _was_in_time(self, state: RequestState, decision: Decision, prefill: str, now: float) -> None:
         limit, predicted = state.request.slo.ttft_ms, decision.predicted

@@ -44,7 +44,9 @@ from router.refusals import (
     nobody_ready,
 )
 from router.request_state import Attempt, RequestState
+from router.text_kinds import text_kinds
 from serving.errors import Draining, MillraceError, NoRoom, StaleLease, Unauthorized, WorkerLost
+from serving.fair_shares import tenant_of
 from serving.messages import Build
 from serving.service_class import ServiceClass
 
@@ -112,7 +114,7 @@ class Placer:
         single = request.sampling.max_tokens - len(state.generated) == 1
         known = self.service_class(state).name  # classes wait for other things: one of them for shorter queues
         kind = build, tpot_bin(state), single, known
-        return Claim(priority, request.client or request.tenant, state.tokens, kind, request.service_class)
+        return Claim(priority, tenant_of(request), state.tokens, kind, request.service_class)
 
     def _waited(self, state: RequestState, search: RoomSearch, patience: float, by_deadline: bool) -> MillraceError:
         """Why the request had no place in the end."""
@@ -351,9 +353,10 @@ class Placer:
         cached = self._cached(state, workers) if self.fleet.prefixes is not None else {}
         request, now = state.request, self.fleet.clock()
         left = request.sampling.max_tokens - len(state.generated)
+        output = self.outputs.expected(request.service_class, len(state.generated), left)
         return Demand(
             tokens=state.tokens,
-            output=self.outputs.expected(request.service_class, len(state.generated), left),
+            output=output,
             build=build,
             cached=cached,
             slo=request.slo,
@@ -362,6 +365,7 @@ class Placer:
             first_token_in=state.first_token_in(now),
             session=request.session,
             salt=state.salt,
+            texts=text_kinds(request.service_class, output, state.repeats, tenant_of(request), request.session),
         )
 
     def _cached(self, state: RequestState, workers: Sequence[Candidate]) -> dict[str, int]:

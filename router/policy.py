@@ -39,6 +39,7 @@ class Demand:
     priority: int = 0  # smaller goes first in a worker's queue
     session: str = ""  # requests that name the same one belong together
     salt: int = 0  # of the request: spreads near ties
+    texts: tuple[str, ...] = ()  # kinds that its text is of (router.text_kinds)
 
     def uncached(self, worker: Candidate) -> int:
         """Tokens this worker would have to compute."""
@@ -108,6 +109,7 @@ class Decision:
     reason: str
     predicted: Prediction | None = None
     considered: tuple[Considered, ...] = ()
+    texts: tuple[str, ...] = ()  # as in the demand
 
     @property
     def split(self) -> bool:

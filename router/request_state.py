@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from zlib import crc32
 
 from router.policy import Decision
+from router.text_kinds import repetition
 from serving.errors import MillraceError
 from serving.messages import Build, Delta, LeaseId, LeaseOrder, Prefilled, Request, Slo
 from serving.service_class import DEGRADED_PRIORITY
@@ -94,6 +95,10 @@ class RequestState:
     promised: Request | None = None  # as it was before it went on without its objectives
     split_asked: bool = False  # prefill and decode by two workers was decided at some time
     block_keys: dict[tuple[str, int], list[bytes]] = field(default_factory=dict)  # by fingerprint and block size
+    repeats: int = field(init=False)  # how much the prompt repeats itself (router.text_kinds)
+
+    def __post_init__(self) -> None:
+        self.repeats = repetition(self.request.prompt)
 
     @property
     def asked(self) -> Request:

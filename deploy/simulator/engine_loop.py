@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from serving.engine.engine import BegunStep, Engine, RunResult
+from serving.engine.engine import BegunStep, Engine
 from serving.engine.loop import EngineLoop, OutputListener
 from serving.engine.plan import Work
+from serving.engine.run import RunResult
 from serving.engine.sequence import SequenceOutput, SequenceState
 
 

@@ -34,18 +34,24 @@ class NetworkModel:
 
 
 class Ports:
-    """Until when each worker's way in or out is taken, by its address."""
+    """Each worker's way in and way out, by its address: a transfer takes both, each behind what came there before it.
+
+    Neither waits for the other: what another receiver keeps waiting takes nothing of this one's way in.
+    """
 
     def __init__(self) -> None:
-        self._free_at: dict[str, float] = {}
+        self._out: dict[str, float] = {}  # when it is free, by address
+        self._in: dict[str, float] = {}
 
-    def take(self, sender: str, receiver: str, seconds: float, now: float) -> float:
-        """Both are taken, one transfer after the other; when this one is over."""
-        ways = (f"out:{sender}", f"in:{receiver}")
-        end = max(now, *(self._free_at.get(way, 0.0) for way in ways)) + seconds
-        for way in ways:
-            self._free_at[way] = end
-        return end
+    async def carry(self, sender: str, receiver: str, seconds: float) -> None:
+        """A transfer that takes each way so long: it arrives as it leaves, once the way in is free."""
+        loop = asyncio.get_running_loop()
+        begins = max(loop.time(), self._out.get(sender, 0.0))
+        self._out[sender] = begins + seconds
+        if begins > loop.time():
+            await asyncio.sleep(begins - loop.time())
+        ends = self._in[receiver] = max(begins, self._in.get(receiver, 0.0)) + seconds
+        await asyncio.sleep(ends - loop.time())
 
 
 class ModelledDialer:
@@ -83,10 +89,10 @@ class ModelledHandoff:
         return await self.receiver.begin(self.grant.lease)
 
     async def push(self, chunk: Chunk) -> None:
-        dialer, now = self.dialer, asyncio.get_running_loop().time()
+        dialer = self.dialer
         seconds = len(chunk.payload) * dialer.kv_bytes / dialer.network.bytes_per_second
-        over = dialer.ports.take(dialer.address, self.grant.address, seconds, now)
-        await asyncio.sleep(over - now + dialer.network.transfer_seconds)
+        await dialer.ports.carry(dialer.address, self.grant.address, seconds)
+        await asyncio.sleep(dialer.network.transfer_seconds)
         await self.receiver.receive(chunk, MODELLED)
 
     async def commit(self, commit: Commit) -> range | None:

@@ -11,8 +11,8 @@ import numpy as np
 
 from deploy.simulator.profiles import Profile, StepWork
 from deploy.simulator.texts import ScriptedTexts
-from serving.engine.engine import LayerDone, Runner, RunResult, RunTimes
 from serving.engine.plan import Work
+from serving.engine.run import LayerDone, Runner, RunResult, RunTimes
 from serving.sampling.sampler import Sampled, SamplingFailed
 
 _NOISE_DRAWS = 4096  # at a time

@@ -12,8 +12,9 @@ from decode.speculation import DraftTurns, PromptLookup, Speculation
 from kvcache.blocks.allocator import BlockAllocator
 from kvcache.blocks.manager import KVCacheManager
 from kvcache.blocks.offload import OffloadManager, OffloadPlan
-from serving.engine.engine import Engine, LayerDone, Runner, RunResult, RunTimes, StepLimits
+from serving.engine.engine import Engine, StepLimits
 from serving.engine.plan import Scheduler, Work
+from serving.engine.run import LayerDone, Runner, RunResult, RunTimes
 from serving.engine.sequence import SequenceState
 from serving.sampling.sampler import Sampled, SamplingFailed
 

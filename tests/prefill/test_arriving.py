@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from prefill.scheduler import PrefillScheduler
 from serving.batch.layer_barrier import LayerBarrier
-from serving.engine.engine import LayerDone, RunResult, RunTimes
 from serving.engine.plan import StepPlan, StepRecord, Work
+from serving.engine.run import LayerDone, RunResult, RunTimes
 from serving.engine.sequence import SequenceState
 from tests.fakes.sequences import make_sequence
 from tests.prefill.scripted import ScriptedRunner, make_engine, make_kv, next_token

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.admission import CONTINUATION, AdmissionQueue, Claim, FairShares, Ticket
+from router.admission import CONTINUATION, AdmissionQueue, Claim, Ticket
 from serving.errors import Overloaded
+from serving.fair_shares import FairShares
 
 NEW = 0
 HANG = "hang"  # a kind whose look never ends

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -281,6 +282,20 @@ def test_memory_is_bounded_and_the_oldest_go_first() -> None:
     assert log.held == sum(len(explained) for _, explained in log._ended.values()), (
         "a name that is used again is held once"
     )
+
+
+def test_memory_is_what_is_counted() -> None:
+    """What orjson returns holds 8 KiB however short it is."""
+    log = ExplainLog(("standard",))
+    tracemalloc.start()
+    try:
+        for number in range(300):
+            log.ended(finished_state(f"r{number}"), None)
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(log) == 300
+    assert taken < 3 * log.held
 
 
 def test_classes_that_are_not_configured_are_counted_together() -> None:

@@ -18,8 +18,9 @@ from router.policy import Decision
 from router.predict import (
     within,
 )
-from router.request_state import Attempt
-from serving.messages import Build
+from router.request_state import Attempt, RequestState
+from serving.messages import Build, Delta, FinishReason, Pooling
+from tests.router.conftest import World, wanted
 from tests.router.test_goodput import choose, wanting, worker
 
 
@@ -84,7 +85,7 @@ def test_tokens_come_sooner_where_a_step_brings_several(accepted: float) -> None
         policy.observed(decision, step_tokens=accepted)
     then = choose(wanting(), here, policy=policy).predicted
     assert then is not None and then.step == first.step
-    assert first.token / then.token == pytest.approx(min(accepted, 3.0), rel=0.02)
+    assert first.token / then.token == pytest.approx(accepted, rel=0.02)
     again = Calibration.from_kept(policy.calibration.kept())
     assert again.tokens_a_step("w-life") == pytest.approx(policy.calibration.tokens_a_step("w-life"))
 
@@ -182,3 +183,14 @@ def test_expected_outputs_follow_the_class() -> None:
     assert lengths.expected("chat", 0, 1000) == pytest.approx(40, abs=3)
     assert 1 <= lengths.expected("chat", 200, 1000) <= 50
     assert lengths.expected("other", 0, 1000) == 128
+
+
+@pytest.mark.parametrize(("pooling", "expected"), [(None, 1), (Pooling.LAST, 128)])
+async def test_embeddings_teach_nothing_of_outputs(pooling: Pooling | None, expected: int) -> None:
+    world = World()
+    request = replace(wanted(max_tokens=1), pooling=pooling)
+    state = RequestState(request=request, attempts=[Attempt(Decision(None, None, "tie"), 0.0)])
+    tokens = () if pooling is not None else (7,)
+    state.take(Delta(index=0, tokens=tokens, finish=FinishReason.STOP), 1.0)
+    world.placer.learner.learn(state, world.placer.policy)
+    assert world.placer.outputs.expected(request.service_class, 0, 1000) == expected

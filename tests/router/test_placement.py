@@ -15,7 +15,7 @@ from router.block_keys import block_keys
 from router.fleet import RECHECK_SECONDS
 from router.request_state import RequestState
 from serving.errors import DeadlineExceeded, NoRoom, Overloaded
-from serving.messages import Request, Role, Slo
+from serving.messages import Pooling, Request, Role, Slo
 from serving.service_class import SERVICE_CLASSES, ServiceClass
 from serving.step_cost import StepCost
 from tests.router.conftest import World, expected, wanted
@@ -121,6 +121,12 @@ def test_block_keys_are_those_of_the_worker() -> None:
     assert block_keys(state, make_status(long_rope_after=70, block_size=8)) == smaller
     echoed = RequestState(request=wanted(prompt=SHARED, prompt_logprobs=1))
     assert block_keys(echoed, status) == [], "a prompt whose log-probabilities are wanted is computed whole"
+    pooled = RequestState(request=replace(wanted(prompt=SHARED, tenant="t"), pooling=Pooling.MEAN))
+    assert block_keys(pooled, status) == [], "and so is one of whose every hidden state an embedding is made"
+    last = RequestState(request=replace(pooled.request, pooling=Pooling.LAST))
+    short: list[bytes] = []
+    extend_keys(short, root_key("model", "t", long_rope=False), SHARED[: len(SHARED) - 1], 16)
+    assert block_keys(last, make_status(long_rope_after=len(SHARED))) == short, "no token follows its prompt"
 
 
 async def test_a_worker_of_other_blocks_is_credited_with_its_own_keys_alone() -> None:
