@@ -19,9 +19,11 @@ from serving.batch.ragged import RaggedBatch
 from serving.forward.forward import best_tokens
 from serving.forward.layer_events import LayerDone
 from serving.forward.llama_shape import layer_weights, linear_weights, norm_weight, rotary_tables, unlike_llama
+from serving.grammar.grammars import Allowed
 from serving.kernels import cpu
 from serving.kernels.cpu.offloaded_step import offloaded_step
 from serving.model.decoder import Decoder, Planes
+from serving.sampling.allowed import only_allowed
 
 WATCH_SECONDS = 0.0005  # between reads of how many layers are done, in a step with `layer_done`
 LEFT = -1  # in place of that number: the step left at the barrier, the rest of the layers will not be done
@@ -67,21 +69,37 @@ class CpuForward:
     def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         if batch.offloaded is not None:
             return offloaded_step(self.decoder, batch, layer_done)
-        return self._step(batch, layer_done, greedy=False)
+        return self._step(batch, layer_done, cpu.StepOutput.LOGITS)
 
-    def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+    def greedy(
+        self, batch: RaggedBatch, layer_done: LayerDone | None, allowed: Sequence[Allowed | None] = ()
+    ) -> Tensor:
         if batch.offloaded is None:
-            return self._step(batch, layer_done, greedy=True)
+            return self._step(batch, layer_done, cpu.StepOutput.GREEDY, allowed)
         logits = offloaded_step(self.decoder, batch, layer_done)
-        return best_tokens(logits.masked_fill_(logits.isnan(), float("-inf")))
+        return best_tokens(only_allowed(logits.masked_fill_(logits.isnan(), float("-inf")), allowed))
 
-    def _step(self, batch: RaggedBatch, layer_done: LayerDone | None, *, greedy: bool) -> Tensor:
+    def hidden(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+        if batch.offloaded is not None:
+            return offloaded_step(self.decoder, batch, layer_done, cpu.StepOutput.HIDDEN)
+        return self._step(batch, layer_done, cpu.StepOutput.HIDDEN)
+
+    def _step(
+        self,
+        batch: RaggedBatch,
+        layer_done: LayerDone | None,
+        output: cpu.StepOutput,
+        allowed: Sequence[Allowed | None] = (),
+    ) -> Tensor:
+        bits = [0 if one is None else one.address for one in allowed]
+        bits_each = next((one.tokens for one in allowed if one is not None), 0)
+        step = partial(self.decoder.step, batch, output, allowed=bits if bits_each else (), bits=bits_each)
         if layer_done is None:
-            return self.decoder.step(batch, greedy=greedy)
+            return step()
         self._progress.zero_()
         watching = self._watcher.submit(self._watch, layer_done)
         try:
-            return self.decoder.step(batch, greedy=greedy, progress=self._progress)
+            return step(progress=self._progress)
         finally:
             self._progress.fill_(LEFT if batch.barrier is not None and batch.barrier.left else self.layers)
             watching.result()

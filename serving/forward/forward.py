@@ -1,9 +1,9 @@
 """The protocol of a forward pass over a ragged batch, and its plainest form, the model's own modules.
 
 The compiled forms (CpuForward, TritonForward) have files of their own; `choose.make_forward` picks one. A form writes
-the batch's KV and returns logits; it knows no sequences, leases or sampling.
+the batch's KV and returns logits or hidden states; it knows no sequences, leases or sampling.
 
-Shapes: R rows of the batch whose logits are wanted, V vocabulary.
+Shapes: R rows of the batch whose logits or hidden states are wanted, V vocabulary, H hidden width.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from torch import Tensor
 
 from serving.batch.ragged import RaggedBatch
 from serving.forward.layer_events import LayerDone, layer_notifier
+from serving.grammar.grammars import Allowed
 from serving.model.decoder import Decoder, Planes
+from serving.sampling.allowed import only_allowed
 
 
 class Forward(Protocol):
@@ -39,11 +41,16 @@ class Forward(Protocol):
         The two compute one after the other. Raises ValueError for planes this form cannot take.
         """
 
-    def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+    def greedy(
+        self, batch: RaggedBatch, layer_done: LayerDone | None, allowed: Sequence[Allowed | None] = ()
+    ) -> Tensor:
         """The token [R] int64 of the highest logit for each of `batch.logits_rows`, the lowest id among equals.
 
-        -1 where that logit is not finite.
+        -1 where that logit is not finite. `allowed` has an entry for each row, or none: no other token is chosen there.
         """
+
+    def hidden(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+        """Hidden states [R, H] float32 after the final norm of `batch.logits_rows`, in memory of the caller's own."""
 
 
 class EagerForward:
@@ -60,12 +67,20 @@ class EagerForward:
         return EagerForward(self.model, planes)
 
     def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
-        with nullcontext() if layer_done is None else self.notify_layers(layer_done) as written:
-            hidden = self.model(batch, self.planes, written)
-            return self.model.logits(hidden[batch.logits_rows])
+        return self.model.logits(self._rows(batch, layer_done))
 
-    def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
-        return best_tokens(self.logits(batch, layer_done))
+    def greedy(
+        self, batch: RaggedBatch, layer_done: LayerDone | None, allowed: Sequence[Allowed | None] = ()
+    ) -> Tensor:
+        return best_tokens(only_allowed(self.logits(batch, layer_done), allowed))
+
+    def hidden(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+        return self._rows(batch, layer_done).float()
+
+    def _rows(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+        with nullcontext() if layer_done is None else self.notify_layers(layer_done) as written:
+            hidden: Tensor = self.model(batch, self.planes, written)
+            return hidden[batch.logits_rows]
 
 
 def best_tokens(logits: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """What the compiled forms of a forward pass share: is a model of the Llama shape, and its tensors as kernels take them.
 
-They compute decoders of RMS norms, gated MLPs and rope; the torch form computes any.
+They compute decoders of RMS norms, gated MLPs (some also routed experts of them) and rope; the torch form computes any.
 """
 
 from __future__ import annotations
@@ -10,18 +10,32 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from serving.kernels.layer_weights import L, LayerWeights, LinearWeights
-from serving.model.decoder import Attention, GatedMlp, Layer, RmsNorm
+from serving.kernels.layer_weights import L, LayerWeights, LinearWeights, MlpWeights, MoeWeights
+from serving.model.decoder import Attention, Layer
+from serving.model.gated_mlp import GatedMlp
+from serving.model.moe import MoeMlp
+from serving.model.moe_spec import MoeSpec
+from serving.model.norms import RmsNorm
 from serving.model.quantized_linear import QuantizedLinear
 from serving.model.rope import Rope
 from serving.model.spec import ModelSpec
 
 
 def unlike_llama(spec: ModelSpec) -> str | None:
-    """Why a model is not of the Llama shape, or None if it is."""
+    """Why a model is not of the Llama shape, or None if it is. Layers may have experts in place of their MLP."""
+    if spec.mla is not None:
+        return "the fused step has no latent attention"
+    if spec.moe is not None and not _plainly_routed(spec.moe):
+        return f"the fused step does not route experts as {spec.architecture} does"
     if spec.norm == "rms" and spec.mlp == "gated_silu" and spec.rope is not None and not spec.learned_positions:
         return None
     return f"{spec.architecture} is not of the Llama shape"
+
+
+def _plainly_routed(moe: MoeSpec) -> bool:
+    """True if these few fields say all of a mixture of experts: the kernels know no others."""
+    known = ("experts", "top_k", "intermediate", "sparse", "normalized")
+    return moe == MoeSpec(**{name: getattr(moe, name) for name in known})
 
 
 def rotary_tables(rope: Rope | None, positions: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
@@ -39,7 +53,7 @@ def layer_weights(
     gate_up: Callable[[nn.Module], L],
 ) -> LayerWeights[L]:
     """The weights of a decoder's `layer`, each as the function for its kind makes it of the module."""
-    assert isinstance(layer, Layer) and isinstance(layer.attention, Attention) and isinstance(layer.mlp, GatedMlp)
+    assert isinstance(layer, Layer) and isinstance(layer.attention, Attention)
     attention = layer.attention
     head_norms = None
     if attention.q_norm is not None and attention.k_norm is not None:
@@ -49,11 +63,29 @@ def layer_weights(
         mlp_norm=norm(layer.mlp_norm),
         qkv=linear(attention.qkv),
         o=linear(attention.o),
-        gate_up=gate_up(layer.mlp.gate_up),
-        down=linear(layer.mlp.down),
+        mlp=_mlp_weights(layer.mlp, linear, gate_up),
         head_norms=head_norms,
         window=attention.window,
     )
+
+
+def _mlp_weights(
+    mlp: nn.Module, linear: Callable[[nn.Module], L], gate_up: Callable[[nn.Module], L]
+) -> MlpWeights[L] | MoeWeights[L]:
+    if isinstance(mlp, GatedMlp):
+        return _gated(mlp, linear, gate_up)
+    assert isinstance(mlp, MoeMlp)
+    return MoeWeights(
+        router=linear(mlp.router),
+        experts=tuple(_gated(expert, linear, gate_up) for expert in mlp.experts),
+        top_k=mlp.spec.top_k,
+        normalized=mlp.spec.normalized,
+    )
+
+
+def _gated(mlp: nn.Module, linear: Callable[[nn.Module], L], gate_up: Callable[[nn.Module], L]) -> MlpWeights[L]:
+    assert isinstance(mlp, GatedMlp)
+    return MlpWeights(gate_up=gate_up(mlp.gate_up), down=linear(mlp.down))
 
 
 def norm_weight(norm: nn.Module) -> Tensor:

@@ -8,7 +8,7 @@ device, except with `layer_done`: such a step ends once its last layer's KV is w
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 
 import torch
@@ -19,10 +19,12 @@ from serving.forward.cuda_graphs import PADDING_SLOT, CudaGraphs, GraphSizes
 from serving.forward.forward import EagerForward, Forward, best_tokens
 from serving.forward.layer_events import LayerDone
 from serving.forward.llama_shape import layer_weights, linear_weights, norm_weight, rotary_tables, unlike_llama
+from serving.grammar.grammars import Allowed
 from serving.kernels import gpu
 from serving.kernels.gpu.decoder import TritonDecoder
 from serving.model.decoder import Decoder, Planes
 from serving.model.quantized_linear import QuantizedLinear
+from serving.sampling.allowed import only_allowed
 
 log = logging.getLogger(__name__)
 
@@ -95,22 +97,34 @@ class TritonForward:
             return replayed[0].clone()
         return self._launched(batch, layer_done)
 
-    def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+    def greedy(
+        self, batch: RaggedBatch, layer_done: LayerDone | None, allowed: Sequence[Allowed | None] = ()
+    ) -> Tensor:
         if batch.offloaded is not None:
-            return self._modules.greedy(batch, layer_done)
+            return self._modules.greedy(batch, layer_done, allowed)
         if self.graphs is not None and layer_done is None and (replayed := self.graphs(batch)) is not None:
-            return replayed[1].clone()
-        return best_tokens(self._launched(batch, layer_done))
+            held = any(one is not None for one in allowed)
+            return best_tokens(only_allowed(replayed[0], allowed)) if held else replayed[1].clone()
+        return best_tokens(only_allowed(self._launched(batch, layer_done), allowed))
 
-    def _launched(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+    def hidden(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+        if batch.offloaded is not None:
+            return self._modules.hidden(batch, layer_done)
+        return self._launched(batch, layer_done, self.kernels.hidden)
+
+    def _launched(
+        self, batch: RaggedBatch, layer_done: LayerDone | None, compute: Callable[..., Tensor] | None = None
+    ) -> Tensor:
+        """`compute` is a method of the kernels, `logits` by default."""
+        compute = compute or self.kernels.logits
         angles = None
         if batch.long_rope is not None:
             assert self.model.rotary is not None
             angles = self.model.rotary(batch)
         if layer_done is None:
-            return self.kernels.logits(batch, angles=angles)
+            return compute(batch, angles=angles)
         with self._modules.notify_layers(layer_done) as written:
-            return self.kernels.logits(batch, angles=angles, written=written)
+            return compute(batch, angles=angles, written=written)
 
     def _decode(self, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
         """What a graph is captured of: logits [N, V], and the best token of each row."""
@@ -139,6 +153,8 @@ def supports(model: Decoder, dtype: str, kv: Planes) -> str | None:
     spec, kind = model.spec, getattr(torch, dtype)
     if reason := unlike_llama(spec):
         return reason
+    if spec.moe is not None:
+        return "the Triton kernels have no experts"
     if not gpu.supports_rows(max(spec.hidden, spec.intermediate), kind):
         return f"the kernels do not compute rows of {max(spec.hidden, spec.intermediate)} in {dtype}"
     if not gpu.supports_rotary(spec.head_dim, kv[0].dtype):

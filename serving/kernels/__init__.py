@@ -10,16 +10,21 @@ from torch import Tensor
 
 from serving.batch.ragged import RaggedBatch
 from serving.kernels import int8, reference
+from serving.kernels.latent_attention import absorbed_attention, expanded_attention, part_of, write_latent
 from serving.kernels.offloaded_attention import offloaded_attention
 from serving.kernels.reference import layer_norm, rms_norm, rope, silu_mul
 
 __all__ = [
+    "absorbed_attention",
+    "expanded_attention",
     "layer_norm",
     "paged_attention",
+    "part_of",
     "rms_norm",
     "rope",
     "silu_mul",
     "write_kv",
+    "write_latent",
 ]
 
 _BY_PLANES: dict[int, Any] = {2: reference, 4: int8}  # k and v; k, v and the scales of each

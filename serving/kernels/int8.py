@@ -24,7 +24,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """int8 of x [..., W] = round(127 x / max|x|) for each row, and the float32 scales max|x| / 127 [...]."""
     x = x.float()
     largest = x.abs().amax(dim=-1)
-    inverse = torch.where(largest > 0, LARGEST / largest, 0.0)
+    # A quotient, as in the compiled kernels: a number over a tensor would be its reciprocal times the number.
+    inverse = torch.where(largest > 0, torch.full_like(largest, LARGEST) / largest, 0.0)
     return (x * inverse[..., None]).round().to(torch.int8), largest / LARGEST
 
 
@@ -42,10 +43,14 @@ def integer_product(a: Tensor, b: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., K] · (weight [N, K] int8 * scale [N])ᵀ + bias, each row of x quantized on its own; in x's dtype."""
     values, row_scale = quantize_rows(x.reshape(-1, x.shape[-1]))
-    out = integer_product(values, weight).float() * (scale * row_scale[:, None])
-    if bias is not None:
-        out = out + bias.float()
+    out = quantized_linear(values, row_scale, weight, scale, bias)
     return out.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+
+
+def quantized_linear(values: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear` of rows that are quantized already, int8 [M, K] and [M]; float32 [M, N]."""
+    out = integer_product(values, weight).float() * (scale * row_scale[:, None])
+    return out if bias is None else out + bias.float()
 
 
 def write_kv(

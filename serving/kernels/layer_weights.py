@@ -20,14 +20,31 @@ class LinearWeights:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MlpWeights(Generic[L]):
+    """A gated MLP. Outputs of `gate_up` are gate's and up's."""
+
+    gate_up: L
+    down: L
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoeWeights(Generic[L]):
+    """Experts in place of an MLP, as serving.model.moe.route chooses among them: the `top_k` best of a token."""
+
+    router: L
+    experts: tuple[MlpWeights[L], ...]
+    top_k: int
+    normalized: bool  # the weights of a token's experts sum to 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerWeights(Generic[L]):
-    """Outputs of `qkv` are the heads of q, then of k, then of v; those of `gate_up` gate's and up's."""
+    """Outputs of `qkv` are the heads of q, then of k, then of v."""
 
     attention_norm: Tensor  # [hidden]
     mlp_norm: Tensor  # [hidden]
     qkv: L
     o: L
-    gate_up: L
-    down: L
+    mlp: MlpWeights[L] | MoeWeights[L]
     head_norms: tuple[Tensor, Tensor] | None = None  # [head_dim] for q and for k
     window: int | None = None  # tokens a query sees, its own included; None: all

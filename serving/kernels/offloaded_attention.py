@@ -44,18 +44,23 @@ class RunningAttention:
     for chunks fetched from the host (arXiv 2408.16978).
     """
 
-    def __init__(self, q: Tensor, kv_heads: int, start: int, scale: float, window: int | None):
+    def __init__(
+        self, q: Tensor, kv_heads: int, start: int, scale: float, window: int | None, value_dim: int | None = None
+    ):
+        """`value_dim` is the width of values where it is not that of keys, D."""
         self.start = start
         self.window = window
         count, heads, dim = q.shape
         self.q_HGTD = (q.float() * scale).view(count, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
-        self.sum_HGTD = torch.zeros_like(self.q_HGTD)
+        self.sum_HGTD = self.q_HGTD.new_zeros(*self.q_HGTD.shape[:3], dim if value_dim is None else value_dim)
         self.total_HGT = q.new_zeros(self.q_HGTD.shape[:3], dtype=torch.float32)
         self.top_HGT = torch.full_like(self.total_HGT, float("-inf"))
 
     def add(self, keys_LHD: Tensor, values_LHD: Tensor, first: int) -> None:
         """Join the keys at positions first, first + 1, ..."""
         for row in range(0, self.q_HGTD.shape[2], QUERY_BLOCK):
+            if first >= self.start + row + QUERY_BLOCK:
+                continue  # all of these keys come after all of these queries
             self._add(slice(row, row + QUERY_BLOCK), keys_LHD.permute(1, 2, 0), values_LHD.permute(1, 0, 2), first)
 
     def _add(self, rows: slice, keys_HDL: Tensor, values_HLD: Tensor, first: int) -> None:
@@ -73,7 +78,7 @@ class RunningAttention:
         base_HGT = top_HGT.masked_fill(top_HGT == float("-inf"), 0.0)  # nothing visible yet: weights of 0, not NaN
         keep_HGT = (before_HGT - base_HGT).exp()
         weights_HGTL = (scores_HGTL - base_HGT[..., None]).exp()
-        part_HGTD = torch.bmm(weights_HGTL.flatten(1, 2), values_HLD).view(heads, group, count, dim)
+        part_HGTD = torch.bmm(weights_HGTL.flatten(1, 2), values_HLD).view(heads, group, count, -1)
         self.sum_HGTD[:, :, rows] = self.sum_HGTD[:, :, rows] * keep_HGT[..., None] + part_HGTD
         self.total_HGT[:, :, rows] = self.total_HGT[:, :, rows] * keep_HGT + weights_HGTL.sum(-1)
         self.top_HGT[:, :, rows] = top_HGT

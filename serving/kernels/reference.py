@@ -68,7 +68,7 @@ def paged_attention(
 
     `window` limits a query to that many last tokens, its own included. This step's k and v must be written already.
     """
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:2], v_plane.shape[3])
     single: dict[int, list[int]] = {}  # sequences with one query, by the magnitude of their context
     row = 0
     for sequence, (queries, context) in enumerate(zip(batch.query_lens, batch.context_lens_list, strict=True)):
@@ -95,7 +95,7 @@ def _attend_prompt(
     blocks = table[skipped : -(-context // block_size)]
     keys_HDL = k_plane[blocks].flatten(0, 1)[: context - origin].float().permute(1, 2, 0)
     values_HLD = v_plane[blocks].flatten(0, 1)[: context - origin].float().permute(1, 0, 2)
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:2], v_plane.shape[3])
     for first in range(0, q.shape[0], QUERY_BLOCK):
         piece = q[first : first + QUERY_BLOCK]
         count = piece.shape[0]
@@ -108,7 +108,7 @@ def _attend_prompt(
         if window is not None:
             hidden_TL |= positions_L <= positions_T1 - window
         weights_HQL = scores_HGTL.masked_fill_(hidden_TL, float("-inf")).softmax(-1).flatten(1, 2)
-        out_HGTD = torch.bmm(weights_HQL, values_HLD[:, :end]).view(kv_heads, -1, count, q.shape[2])
+        out_HGTD = torch.bmm(weights_HQL, values_HLD[:, :end]).view(kv_heads, -1, count, v_plane.shape[3])
         out[first : first + count] = out_HGTD.permute(2, 0, 1, 3).flatten(1, 2)
     return out
 

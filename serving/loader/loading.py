@@ -5,6 +5,7 @@ The way from a path to a model that can run. Tokenizers and chat templates are r
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from serving.checkpoint.weights import Part, sources
 from serving.kernels.onednn import use_onednn
 from serving.loader.quantize_at_load import quantize
 from serving.model.decoder import Decoder
+from serving.model.moe import float32_parameters
 from serving.model.quantized_linear import hold_int8, own_dtypes
 from serving.model.spec import ModelSpec
 
@@ -35,21 +37,33 @@ class LoadedModel:
     path: Path
 
 
-def load(path: Path, dtype: str = "auto", device: str = "cpu", quantization: str | None = None) -> LoadedModel:
+def load(
+    path: Path,
+    dtype: str = "auto",
+    device: str = "cpu",
+    quantization: str | None = None,
+    layout: Callable[[Decoder], None] | None = None,
+) -> LoadedModel:
     """Load the Hugging Face folder or GGUF file at `path`.
 
     `dtype` is float32, bfloat16, float16 or auto: the checkpoint's own for a folder, bfloat16 for a GGUF file.
     `quantization` int8 makes its linear layers ones of 8-bit weights and activations, unless its files hold such.
+    `layout` takes modules that other ranks hold off the model before it has memory: what they need is not read.
     Raises ValueError when the model is not supported or its files do not fit together.
     """
     if dtype not in (*DTYPES, "auto"):
         raise ValueError(f"dtype {dtype!r} is not supported; choose auto or one of {', '.join(DTYPES)}")
     spec, checkpoint, own_dtype = open_checkpoint(path)
+    if layout is not None and quantization == "int8" and not checkpoint.int8_names:
+        raise ValueError("a rank that loads a part of a model cannot quantize it: `millrace quantize` it first")
     dtype = own_dtype if dtype == "auto" else dtype
     with torch.device("meta"):
         model = Decoder(spec)
         hold_int8(model, int8_modules(model, checkpoint))
-    fill(model, checkpoint, DTYPES[dtype], torch.device(device))
+    every = [name for name, _ in model.named_parameters()]
+    if layout is not None:
+        layout(model)
+    fill(model, checkpoint, DTYPES[dtype], torch.device(device), every)
     if device == "cpu":
         if dtype != "float32":
             use_float32_head(model)
@@ -72,15 +86,21 @@ def open_checkpoint(path: Path) -> tuple[ModelSpec, Checkpoint, str]:
     return spec, folder, named if named in DTYPES else folder.dtype
 
 
-def fill(model: Decoder, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-    """Give every parameter of `model`, built on meta, its values out of `checkpoint`, one tensor at a time."""
+def fill(
+    model: Decoder, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, every: Collection[str] = ()
+) -> None:
+    """Give every parameter of `model`, built on meta, its values out of `checkpoint`, one tensor at a time.
+
+    `every` are the whole model's parameters, where this is a part of one.
+    """
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    dtypes = own_dtypes(model)
-    for name, parts in sources(model.spec, shapes, checkpoint.names, checkpoint.container).items():
+    dtypes = own_dtypes(model) | float32_parameters(model)
+    found = sources(model.spec, every or shapes, checkpoint.names, checkpoint.container)
+    for name, parts in ((name, found[name]) for name in shapes):
         value = torch.empty(shapes[name], dtype=dtypes.get(name, dtype), device=device)
         row = 0
         for part in parts:
-            tensor = _in_order(checkpoint.read(part.name), part)
+            tensor = _in_order(_read(checkpoint, part.name, value), part)
             if value.dim() == 1 and tensor.shape[1:] == (1,):  # scales, which are stored as a column
                 tensor = tensor[:, 0]
             if tensor.shape[1:] != value.shape[1:] or row + len(tensor) > len(value):
@@ -95,6 +115,13 @@ def fill(model: Decoder, checkpoint: Checkpoint, dtype: torch.dtype, device: tor
         setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
     model.tie_weights()
     model.to(device)  # the rotary frequencies
+
+
+def _read(checkpoint: Checkpoint, name: str, value: Tensor) -> Tensor:
+    """Raises ValueError for INT8 that belongs to no quantized layer: its scales would be left out."""
+    if name in checkpoint.int8_names and value.dtype != torch.int8:
+        raise ValueError(f"{name} is INT8, which is not supported for this tensor; keep it in a float type")
+    return checkpoint.read(name)
 
 
 def int8_modules(model: Decoder, checkpoint: Checkpoint) -> list[str]:
@@ -126,7 +153,10 @@ def _in_order(tensor: Tensor, part: Part) -> Tensor:
     """The part's values as [out, in] rows, each head's halves of rope pairs apart as the decoder has them."""
     if part.transposed:
         tensor = tensor.t()
-    if part.paired_heads:
-        shape = tensor.shape
-        tensor = tensor.view(part.paired_heads, -1, 2, *shape[1:]).transpose(1, 2).reshape(shape)
-    return tensor
+    if not part.paired_heads:
+        return tensor
+    heads = tensor.reshape(part.paired_heads, -1, *tensor.shape[1:])
+    count = part.paired_rows or heads.shape[1]
+    alone, paired = torch.split(heads, [heads.shape[1] - count, count], dim=1)
+    halves = paired.reshape(len(heads), -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(paired.shape)
+    return torch.cat((alone, halves), dim=1).reshape(tensor.shape)

@@ -18,6 +18,10 @@ from torch.nn import functional as F
 
 from serving import kernels
 from serving.batch.ragged import RaggedBatch
+from serving.model.gated_mlp import GatedMlp
+from serving.model.mla import MlaAttention
+from serving.model.moe import MoeMlp
+from serving.model.norms import LayerNorm, RmsNorm
 from serving.model.rope import Rope
 from serving.model.spec import ModelSpec
 
@@ -90,9 +94,9 @@ class Layer(nn.Module):
     def __init__(self, spec: ModelSpec, index: int) -> None:
         super().__init__()
         self.attention_norm = make_norm(spec)
-        self.attention = Attention(spec, spec.window(index))
+        self.attention = _attention(spec, index)
         self.mlp_norm = make_norm(spec)
-        self.mlp = GatedMlp(spec) if spec.mlp == "gated_silu" else PlainMlp(spec)
+        self.mlp = _mlp(spec, index)
 
     def forward(self, x_TH: Tensor, rotation: Rotation | None, batch: RaggedBatch, planes: Planes) -> Tensor:
         x_TH = x_TH + self.attention(self.attention_norm(x_TH), rotation, batch, planes)
@@ -124,16 +128,10 @@ class Attention(nn.Module):
         return self.o(out_TND.flatten(1))  # type: ignore[no-any-return]
 
 
-class GatedMlp(nn.Module):
-    """down(silu(gate(x)) * up(x)). Rows of `gate_up` are those of gate, then of up."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        self.gate_up = nn.Linear(spec.hidden, 2 * spec.intermediate, bias=spec.mlp_bias)
-        self.down = nn.Linear(spec.intermediate, spec.hidden, bias=spec.mlp_bias)
-
-    def forward(self, x_TH: Tensor) -> Tensor:
-        return self.down(kernels.silu_mul(self.gate_up(x_TH)))  # type: ignore[no-any-return]
+def _attention(spec: ModelSpec, layer: int) -> Attention | MlaAttention:
+    if spec.mla is not None:
+        return MlaAttention(spec.hidden, spec.heads, spec.mla, bias=spec.qkv_bias)
+    return Attention(spec, spec.window(layer))
 
 
 class PlainMlp(nn.Module):
@@ -149,25 +147,12 @@ class PlainMlp(nn.Module):
         return self.down(self.activation(self.up(x_TH)))  # type: ignore[no-any-return]
 
 
-class RmsNorm(nn.Module):
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return kernels.rms_norm(x, self.weight, self.eps)
-
-
-class LayerNorm(nn.Module):
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return kernels.layer_norm(x, self.weight, self.bias, self.eps)
+def _mlp(spec: ModelSpec, layer: int) -> GatedMlp | PlainMlp | MoeMlp:
+    if spec.moe is not None and spec.moe.sparse[layer]:
+        return MoeMlp(spec.hidden, spec.moe)
+    if spec.mlp == "gated_silu":
+        return GatedMlp(spec.hidden, spec.intermediate, bias=spec.mlp_bias)
+    return PlainMlp(spec)
 
 
 def make_norm(spec: ModelSpec) -> RmsNorm | LayerNorm:

@@ -41,7 +41,10 @@ def check_config(config: Mapping[str, Any] | None) -> None:
         return
     method = config.get("quant_method", "unknown")
     if method != QUANT_METHOD:
-        raise ValueError(f"{method!r} quantized checkpoints are not supported; use unquantized weights or a GGUF file")
+        raise ValueError(
+            f"{method!r} quantized checkpoints are not supported (quantization_config.quant_method); "
+            "use unquantized weights or a GGUF file"
+        )
     if config.get("format") != FORMAT:
         raise ValueError(f"{QUANT_METHOD} format {config.get('format')!r} is not supported; {FORMAT} is")
     if config.get("kv_cache_scheme"):

@@ -31,6 +31,10 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return int8.linear(x, self.weight, self.scale, self.bias)
 
+    def of_quantized(self, values: Tensor, row_scale: Tensor) -> Tensor:
+        """`forward`, float32 [M, out], of rows that `int8.quantize_rows` has made int8 [M, in] and [M]."""
+        return int8.quantized_linear(values, row_scale, self.weight, self.scale, self.bias)
+
 
 def hold_int8(model: nn.Module, names: Sequence[str]) -> None:
     """Replace the linear modules `names` of a model built on meta, so that INT8 tensors can be loaded into them."""

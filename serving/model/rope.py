@@ -137,15 +137,19 @@ def _yarn(base: tuple[float, ...], parameters: Mapping[str, Any], theta: float, 
     )
 
 
-def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
-    def scale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+def yarn_scale(factor: float, weight: float) -> float:
+    """YaRN's growth of attention scores for a context stretched `factor` times, weighted as configs say (`mscale`)."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
+
+def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
     given = parameters.get("attention_factor")
     if given is not None:
         return float(given)
     one, all_dims = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    return scale(float(one)) / scale(float(all_dims)) if one and all_dims else scale(1.0)
+    if not one or not all_dims:
+        return yarn_scale(factor, 1.0)
+    return yarn_scale(factor, float(one)) / yarn_scale(factor, float(all_dims))
 
 
 def _longrope(base: tuple[float, ...], parameters: Mapping[str, Any], factor: float, original: int) -> Rope:

@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from serving.kvspec import LayerKV, gqa, gqa_int8
+from serving.kvspec import LayerKV, gqa, gqa_int8, mla
+from serving.model.mla_spec import MlaSpec
+from serving.model.moe_spec import MoeSpec
 from serving.model.quantization_config import check_config
-from serving.model.rope import Rope, from_parameters
+from serving.model.rope import Rope, from_parameters, yarn_scale
 
 NormKind = Literal["rms", "layernorm"]
 MlpKind = Literal["gated_silu", "gelu", "gelu_tanh", "relu"]
@@ -28,7 +30,7 @@ PLAIN_MLPS: dict[str, MlpKind] = {
 class ModelSpec:
     """A pre-norm decoder-only transformer. Widths are in elements, positions in tokens."""
 
-    architecture: str  # the family's name in checkpoints: llama, mistral, qwen2, qwen3, phi3, opt, gpt2
+    architecture: str  # the family's name in checkpoints: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, …
     vocab_size: int
     hidden: int
     layers: int
@@ -48,6 +50,9 @@ class ModelSpec:
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm over each head of q and k, before rope
     tied_embeddings: bool = False
+    moe: MoeSpec | None = None
+    mla: MlaSpec | None = None  # attention over latents; `kv_heads` is then `heads`, `head_dim` a query's whole width
+    mtp_layers: int = 0  # the checkpoint's layers after the last that predict further tokens; they are not loaded
     windows: tuple[int | None, ...] = ()  # for each layer how many last tokens it sees; None and () are all
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -57,6 +62,8 @@ class ModelSpec:
             raise ValueError(f"{self.heads} attention heads cannot share {self.kv_heads} key-value heads evenly")
         if self.windows and len(self.windows) != self.layers:
             raise ValueError(f"{len(self.windows)} attention windows are given for {self.layers} layers")
+        if self.moe is not None and len(self.moe.sparse) != self.layers:
+            raise ValueError(f"experts are told of {len(self.moe.sparse)} layers of {self.layers}")
 
     def window(self, layer: int) -> int | None:
         """How many tokens, its own included, a token of this layer attends to; None is all before it."""
@@ -64,7 +71,12 @@ class ModelSpec:
 
     def kv_layers(self, dtype: str) -> tuple[LayerKV, ...]:
         """What each layer keeps per token when KV is stored as `dtype`: a float type, or int8 with scales beside it."""
-        layer = gqa_int8(self.kv_heads, self.head_dim) if dtype == "int8" else gqa(self.kv_heads, self.head_dim, dtype)
+        if self.mla is not None:
+            layer = mla(self.mla.kv_rank, self.mla.rope_dim, dtype)
+        elif dtype == "int8":
+            layer = gqa_int8(self.kv_heads, self.head_dim)
+        else:
+            layer = gqa(self.kv_heads, self.head_dim, dtype)
         return (layer,) * self.layers
 
     def rope_is_long(self, total_tokens: int) -> bool:
@@ -172,6 +184,116 @@ def _qwen3(config: Mapping[str, Any]) -> ModelSpec:
     return replace(spec, qk_norm=True, qkv_bias=bias, o_bias=bias, windows=_qwen_windows(config, spec))
 
 
+def _mixtral(config: Mapping[str, Any]) -> ModelSpec:
+    spec = _llama_shape({"rope_theta": 1e6, **config}, norm_eps=1e-5)
+    moe = MoeSpec(
+        experts=int(config.get("num_local_experts", 8)),
+        top_k=int(config.get("num_experts_per_tok", 2)),
+        intermediate=spec.intermediate,
+        sparse=(True,) * spec.layers,
+    )
+    return replace(spec, moe=moe, windows=_same_window(spec, config.get("sliding_window")))
+
+
+def _qwen3_moe(config: Mapping[str, Any]) -> ModelSpec:
+    spec = _llama_shape(config)
+    dense, step = config.get("mlp_only_layers") or (), int(config.get("decoder_sparse_step", 1))
+    moe = MoeSpec(
+        experts=int(config.get("num_experts", config.get("num_local_experts", 128))),
+        top_k=int(config.get("num_experts_per_tok", 8)),
+        intermediate=int(config.get("moe_intermediate_size", 768)),
+        sparse=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(spec.layers)),
+        normalized=bool(config.get("norm_topk_prob", False)),
+    )
+    bias = bool(config.get("attention_bias", False))
+    windows = _qwen_windows(config, spec)
+    return replace(spec, qk_norm=True, qkv_bias=bias, o_bias=bias, moe=moe, windows=windows)
+
+
+def _deepseek_v2(config: Mapping[str, Any]) -> ModelSpec:
+    """Weights that are normalized are not scaled, as in the models' own code; `transformers` never normalizes."""
+    method = _one_of(config, "topk_method", ("greedy", "group_limited_greedy"))
+    _one_of(config, "scoring_func", ("softmax",))
+    normalized = bool(config.get("norm_topk_prob", False)) and int(config.get("num_experts_per_tok") or 1) > 1
+    grouped = method == "group_limited_greedy"
+    return _deepseek(
+        config,
+        normalized=normalized,
+        scaling=1.0 if normalized else float(config.get("routed_scaling_factor", 1.0)),
+        groups=int(config["n_group"]) if grouped else 1,
+        top_groups=int(config["topk_group"]) if grouped else 1,
+    )
+
+
+def _deepseek_v3(config: Mapping[str, Any]) -> ModelSpec:
+    _one_of(config, "topk_method", ("noaux_tc",))
+    _one_of(config, "scoring_func", ("sigmoid",))
+    spec = _deepseek(
+        config,
+        normalized=bool(config.get("norm_topk_prob", True)),
+        scaling=float(config.get("routed_scaling_factor", 2.5)),
+        groups=int(config.get("n_group", 8)),
+        top_groups=int(config.get("topk_group", 4)),
+        group_best=2,
+        scoring="sigmoid",
+        biased=True,
+    )
+    extra = int(config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 0)) or 0)
+    return replace(spec, mtp_layers=extra)
+
+
+def _deepseek(config: Mapping[str, Any], **routing: Any) -> ModelSpec:
+    """What DeepSeek-V2 and V3 share: latent attention, leading dense layers, shared experts, a router in float32."""
+    _one_of(config, "mlp_bias", (False,))
+    bias, q_rank = bool(config.get("attention_bias", False)), config.get("q_lora_rank")
+    if bias and q_rank is None:
+        raise ValueError("attention_bias without q_lora_rank is not supported")
+    nope, turned = int(config["qk_nope_head_dim"]), int(config["qk_rope_head_dim"])
+    shape = _llama_shape({**config, "head_dim": nope + turned, "num_key_value_heads": config["num_attention_heads"]})
+    mla = MlaSpec(
+        kv_rank=int(config["kv_lora_rank"]),
+        q_rank=None if q_rank is None else int(q_rank),
+        nope_dim=nope,
+        rope_dim=turned,
+        value_dim=int(config["v_head_dim"]),
+        scale=(nope + turned) ** -0.5 * _score_growth(config),
+        interleaved=bool(config.get("rope_interleave", True)),
+    )
+    spec = replace(shape, rope=_rope(config, turned), mla=mla, qkv_bias=bias, o_bias=bias)
+    if config.get("n_routed_experts") is None:
+        return spec
+    first, step = int(config.get("first_k_dense_replace", 0)), int(config.get("moe_layer_freq", 1))
+    width = int(config["moe_intermediate_size"])
+    moe = MoeSpec(
+        experts=int(config["n_routed_experts"]),
+        top_k=int(config["num_experts_per_tok"]),
+        intermediate=width,
+        sparse=tuple(layer >= first and layer % step == 0 for layer in range(spec.layers)),
+        shared_intermediate=width * int(config.get("n_shared_experts") or 0),
+        router_float32=True,
+        **routing,
+    )
+    return replace(spec, moe=moe)
+
+
+def _score_growth(config: Mapping[str, Any]) -> float:
+    """What DeepSeek multiplies scores by for YaRN's sake, beside the magnitude of cos and sin."""
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    weight = parameters.get("mscale_all_dim", 0)
+    if parameters.get("rope_type", parameters.get("type", "default")) in ("default", None) or not weight:
+        return 1.0
+    return yarn_scale(float(parameters["factor"]), float(weight)) ** 2
+
+
+def _one_of(config: Mapping[str, Any], key: str, known: tuple[Any, ...]) -> Any:
+    """The value at `key`, by default the first of those `known`. Raises ValueError for any other."""
+    value = config.get(key, known[0])
+    if value not in known:
+        supported = " and ".join(map(repr, known))
+        raise ValueError(f"{key} {value!r} is not supported for {config['model_type']}; supported is {supported}")
+    return value
+
+
 def _same_window(spec: ModelSpec, window: int | None) -> tuple[int | None, ...]:
     return () if window is None else (int(window),) * spec.layers
 
@@ -250,10 +372,14 @@ def _plain_mlp(activation: str) -> MlpKind:
 
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
     "llama": _llama,
     "mistral": _mistral,
+    "mixtral": _mixtral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
     "phi3": _phi3,
     "opt": _opt,
     "gpt2": _gpt2,

@@ -9,14 +9,18 @@ rows of up theirs (down, where the gate multiplies: a plain activation does not 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from serving.model.decoder import Decoder, GatedMlp, Layer, LayerNorm, RmsNorm
+from serving.model.decoder import Decoder, Layer, PlainMlp
+from serving.model.gated_mlp import GatedMlp
+from serving.model.mla import MlaAttention
+from serving.model.norms import LayerNorm, RmsNorm
 from serving.model.quantized_linear import QuantizedLinear
+from serving.model.spec import ModelSpec
 from serving.quantization.calibrate import LayerInputs, activations
 from serving.quantization.scheme import Int8Scheme, Scales
 from serving.quantization.search import clipped_scales, rounded, smoothing
@@ -43,18 +47,40 @@ def linear_sites(model: Decoder, scheme: Int8Scheme) -> Iterator[LinearSite]:
     }
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, Layer)
-        at, gated = f"layers.{index}", isinstance(layer.mlp, GatedMlp)
-        qkv, up = f"{at}.attention.qkv", f"{at}.mlp.gate_up" if gated else f"{at}.mlp.up"
-        group, v_rows = spec.heads // spec.kv_heads, qkv if qkv in wanted else None
-        found = (
-            LinearSite(name=qkv, norm=layer.attention_norm),
-            LinearSite(name=f"{at}.attention.o", feeder=v_rows, shared=group, head_dim=spec.head_dim),
-            LinearSite(name=up, norm=layer.mlp_norm),
-            LinearSite(name=f"{at}.mlp.down", feeder=up if gated and up in wanted else None),
-        )
+        at = f"layers.{index}"
+        found = (*_attention_sites(layer, f"{at}.attention", wanted, spec), *_mlp_sites(layer, f"{at}.mlp", wanted))
         yield from (site for site in found if site.name in wanted)
     if "head" in wanted:
         yield LinearSite(name="head", norm=model.norm)
+
+
+def _attention_sites(layer: Layer, at: str, wanted: Collection[str], spec: ModelSpec) -> Iterator[LinearSite]:
+    """Of a layer's attention, named `at`. MLA's values are made by a layer that stays wide: it absorbs nothing."""
+    if isinstance(layer.attention, MlaAttention):
+        yield LinearSite(name=f"{at}.qkv_a", norm=layer.attention_norm)
+        yield LinearSite(name=f"{at}.q_b", norm=layer.attention.q_a_norm)
+        yield LinearSite(name=f"{at}.o")
+        return
+    qkv, group = f"{at}.qkv", spec.heads // spec.kv_heads
+    yield LinearSite(name=qkv, norm=layer.attention_norm)
+    yield LinearSite(name=f"{at}.o", feeder=qkv if qkv in wanted else None, shared=group, head_dim=spec.head_dim)
+
+
+def _mlp_sites(layer: Layer, at: str, wanted: Collection[str]) -> Iterator[LinearSite]:
+    """Of a layer's MLP, named `at`. A norm before a router and many experts has no smoothing that suits them all."""
+    if isinstance(layer.mlp, PlainMlp):
+        yield LinearSite(name=f"{at}.up", norm=layer.mlp_norm)
+        yield LinearSite(name=f"{at}.down")
+        return
+    if isinstance(layer.mlp, GatedMlp):
+        gated = [at]
+    else:
+        shared = [] if layer.mlp.shared is None else [f"{at}.shared"]
+        gated = [*(f"{at}.experts.{i}" for i in range(len(layer.mlp.experts))), *shared]
+    for one in gated:
+        up = f"{one}.gate_up"
+        yield LinearSite(name=up, norm=layer.mlp_norm if one == at else None)
+        yield LinearSite(name=f"{one}.down", feeder=up if up in wanted else None)
 
 
 @torch.no_grad()

@@ -31,13 +31,17 @@ class LayerInputs:
 def activations(
     model: Decoder, sequences: Sequence[Sequence[int]], names: Sequence[str], rows: int
 ) -> dict[str, LayerInputs]:
-    """What the modules `names` are given: the inputs of about `rows` tokens spread over the sequences, all measured."""
+    """What the modules `names` are given: the inputs of about `rows` tokens spread over the sequences, all measured.
+
+    An expert is given some of the tokens: of those about as many. One that no token goes to is left out.
+    """
     kept: dict[str, LayerInputs] = {}
     batch, planes = _one_batch(model, sequences)
     chosen = _rows(sequences, rows)
 
     def keep(name: str, module: nn.Module, given: tuple[Tensor, ...]) -> None:
-        kept[name] = _recorded(given[0], chosen)
+        x = given[0]
+        kept[name] = _recorded(x, chosen if len(x) == len(batch.tokens) else slice(0, None, max(len(x) // rows, 1)))
 
     with ExitStack() as stack:
         for name in names:
@@ -49,17 +53,17 @@ def activations(
     return kept
 
 
-def _recorded(x: Tensor, chosen: Tensor) -> LayerInputs:
+def _recorded(x: Tensor, chosen: Tensor | slice) -> LayerInputs:
     return LayerInputs(x[chosen].float(), input_sizes(x.float()))
 
 
 def _one_batch(model: Decoder, sequences: Sequence[Sequence[int]]) -> tuple[RaggedBatch, list[tuple[Tensor, ...]]]:
-    """All sequences as one batch, and KV tensors [blocks, BLOCK_SIZE, Hkv, D] that hold just them."""
+    """All sequences as one batch, and KV tensors [blocks, BLOCK_SIZE, ...] that hold just them."""
     reference = model.norm.weight
     borders = list(accumulate((-(-len(sequence) // BLOCK_SIZE) for sequence in sequences), initial=0))
-    shape = (borders[-1], BLOCK_SIZE, model.spec.kv_heads, model.spec.head_dim)
-    planes: list[tuple[Tensor, ...]] = [
-        (reference.new_zeros(shape), reference.new_zeros(shape)) for _ in range(model.spec.layers)
+    kept = model.spec.kv_layers(str(reference.dtype).removeprefix("torch."))
+    planes = [
+        tuple(reference.new_zeros(borders[-1], BLOCK_SIZE, *plane.shape) for plane in layer.planes) for layer in kept
     ]
     batch = RaggedBatch.build(
         tokens=sequences,

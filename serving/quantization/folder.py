@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from serving.checkpoint.weights import destinations
+from serving.checkpoint.weights import Part, destinations
 from serving.model.decoder import Decoder
+from serving.model.mla import KvExpansion
 from serving.model.quantization_config import int8_config
 from serving.model.quantized_linear import QuantizedLinear
 from serving.model.rope import default_frequencies
@@ -48,17 +49,30 @@ def stored_tensors(model: Decoder) -> dict[str, Tensor]:
         value = parameters[name]
         if name.endswith(".scale"):
             value = value[:, None]
-        elif value.is_floating_point():
+        elif value.is_floating_point() and not name.endswith(".correction"):
             value = value.to(dtype)
         sizes = [len(value) if part.rows is None else part.rows for part in parts]
         for part, rows in zip(parts, torch.split(value, sizes), strict=True):
+            rows = _as_stored(rows, part)
             stored[part.name] = (rows.t() if part.transposed else rows).contiguous()
     return stored
 
 
+def _as_stored(rows: Tensor, part: Part) -> Tensor:
+    """The rows with the halves of rope pairs beside each other, where checkpoints have them so."""
+    if not part.paired_heads:
+        return rows
+    heads = rows.reshape(part.paired_heads, -1, *rows.shape[1:])
+    count = part.paired_rows or heads.shape[1]
+    alone, halves = torch.split(heads, [heads.shape[1] - count, count], dim=1)
+    paired = halves.reshape(len(heads), 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(halves.shape)
+    return torch.cat((alone, paired), dim=1).reshape(rows.shape)
+
+
 def _ignored(model: Decoder) -> list[str]:
     """The linear modules that are not INT8, by their names in the checkpoint."""
-    kept = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    wide = (nn.Linear, KvExpansion)
+    kept = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, wide)]
     return [part.name.removesuffix(".weight") for parts in destinations(model.spec, kept).values() for part in parts]
 
 
@@ -68,7 +82,7 @@ def config_from_spec(spec: ModelSpec, theta: float) -> dict[str, Any]:
     Raises ValueError for what a config cannot be made for: other families than Llama's kin, and scaled rope, whose
     parameters a GGUF file does not hold.
     """
-    hint = "quantize it from its Hugging Face folder"
+    hint = "use its Hugging Face folder"
     if spec.architecture not in _CLASSES or spec.rope is None:
         raise ValueError(f"no config.json can be made for a {spec.architecture} model from GGUF; {hint}")
     pairs = len(spec.rope.frequencies)

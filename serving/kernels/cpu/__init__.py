@@ -16,11 +16,11 @@ import ctypes
 import logging
 from collections.abc import Callable
 
-from serving.kernels.cpu.decoder import CpuDecoder, DecoderShape, KvPlanes
+from serving.kernels.cpu.decoder import CpuDecoder, DecoderShape, KvPlanes, StepOutput
 from serving.kernels.cpu.extension import Kernels, default_threads, forms, open_library
 from serving.kernels.cpu.sampling import ORDER, Logprobs, logprobs, sample
 from serving.kernels.cpu.structures import Finish, Kind
-from serving.kernels.cpu.weights import PackedLinear, interleave
+from serving.kernels.cpu.weights import PackedExperts, PackedLinear, interleave
 
 __all__ = [
     "ORDER",
@@ -31,7 +31,9 @@ __all__ = [
     "Kind",
     "KvPlanes",
     "Logprobs",
+    "PackedExperts",
     "PackedLinear",
+    "StepOutput",
     "default_threads",
     "forms",
     "interleave",

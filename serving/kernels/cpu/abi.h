@@ -60,6 +60,16 @@ struct KVRange {
     float* out;      // [T, heads, head_dim]: the result, when this is the last range; else null
 };
 
+// The routed experts of a layer, all of them here: gated MLPs of one shape and kind, of which a token takes `top_k`.
+struct Experts {
+    int32_t count;          // 0: the layer has an MLP of its own
+    int32_t top_k;
+    int32_t normalized;     // 1: the weights of a token's experts sum to 1
+    Linear router;          // outputs: a score for each expert
+    const Linear* gate_up;  // [count], as `gate_up` of Layer
+    const Linear* down;     // [count]
+};
+
 struct Layer {
     const float* attention_norm;  // [hidden]
     const float* mlp_norm;        // [hidden]
@@ -67,8 +77,9 @@ struct Layer {
     const float* k_norm;
     Linear qkv;      // outputs q heads, then k heads, then v heads
     Linear o;
-    Linear gate_up;  // 16 gate channels, 16 up channels, and so on: see FINISH_SWIGLU
+    Linear gate_up;  // 16 gate channels, 16 up channels, and so on: see FINISH_SWIGLU; all zero where there are experts
     Linear down;
+    Experts experts;
     KvPlanes kv;
     int32_t window;  // tokens a query sees, itself included; 0 means all
 };
@@ -103,6 +114,9 @@ struct LayerBarrier {
 struct Results {
     float* logits;      // [R, vocab]
     int64_t* greedy;    // [R]: the best token, the lowest id among equals
+    const uint32_t* const* allowed;  // [R]: the tokens that `greedy` may choose, as bits; null for all of them
+    int64_t allowed_tokens;  // bits of each; no token beyond them may be chosen
+    float* hidden;      // [R, hidden]: the rows after the final norm; alone, the head is left out
     int32_t* progress;  // one int32: layers whose KV of this step is written, stored with release order
     LayerBarrier* barrier;  // where the step waits for each layer's earlier KV before it counts or reads it
 };

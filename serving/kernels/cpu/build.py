@@ -12,10 +12,11 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from serving.temporary import temporary_folder
 
 log = logging.getLogger("millrace.kernels")
 
@@ -87,15 +88,15 @@ def build(compiler: str, progress: Callable[[str], None] = log.info) -> Path:
 
 def _compile(compiler: str, target: Path) -> None:
     units = [(SOURCES / "form.cpp", name, (*flags, f"-DMILLRACE_FORM={name}")) for name, flags in forms().items()]
-    units += [(SOURCES / "exports.cpp", "exports", ()), (SOURCES / "threads.cpp", "threads", ())]
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        objects = [str(Path(folder) / f"{name}.o") for _, name, _ in units]
+    units += [(SOURCES / f"{name}.cpp", name, ()) for name in ("exports", "threads", "exchange")]
+    with temporary_folder(target.parent) as folder:
+        objects = [str(folder / f"{name}.o") for _, name, _ in units]
         commands = [
             [compiler, *COMMON, *flags, "-c", str(source), "-o", output]
             for (source, _, flags), output in zip(units, objects, strict=True)
         ]
         _run(commands)
-        library = str(Path(folder) / "library.so")
+        library = str(folder / "library.so")
         _run([[compiler, "-shared", "-pthread", "-o", library, *objects]])
         Path(library).replace(target)  # atomic: another process sees all of it or nothing
 

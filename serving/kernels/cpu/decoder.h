@@ -3,9 +3,10 @@
 // Two ways to share the work out. Few tokens: every linear layer is cut by panels of its weights, so each byte of
 // weight is read by one thread, and threads meet between phases. Many tokens: a thread takes a block of rows through
 // everything between two attentions, so they meet once a layer. Each output has the same order of additions in both.
+// Layers with experts are always of the first way: an expert's weights are read once for all tokens that go to it.
 #pragma once
 
-#include "workspace.h"
+#include "experts.h"
 
 namespace {
 
@@ -17,6 +18,13 @@ INLINE long widest_window(const Model& model) {
     for (long i = 0; i < model.layers; ++i)
         widest = model.layer[i].window == 0 || widest == 0 ? 0 : most(widest, model.layer[i].window);
     return widest;
+}
+
+// The first layer that has experts, or null.
+INLINE const Layer* sparse_layer(const Model& model) {
+    for (long i = 0; i < model.layers; ++i)
+        if (model.layer[i].experts.count) return &model.layer[i];
+    return nullptr;
 }
 
 INLINE Rows rows_for(const Linear& next, const RowBuffers& to) {
@@ -38,18 +46,24 @@ struct Step {
     ItemPlan plan;
     ThreadScratch* local;  // [threads]
     int* counters;         // [layers + 1]
+    ExpertTeam experts;    // where a layer has some
+    int* expert_counters;  // [layers][chunks of tokens][2]
 
     Step(ThreadTeam* team, const Model& model, const Batch& batch, const Results& results, Arena& arena)
         : team(team), model(model), batch(batch), results(results), threads(team_threads(team)),
           sizes(sizes_of(model)) {
         const long tokens = batch.tokens_count;
-        const bool rows_mode = tokens >= ROWS_MODE_TOKENS * threads;
+        const Layer* const sparse = sparse_layer(model);
+        const bool rows_mode = tokens >= ROWS_MODE_TOKENS * threads && !sparse;
         blocks = rows_mode ? round_up((tokens + ITEM_TOKENS - 1) / ITEM_TOKENS, threads) : 0;
         block_rows = rows_mode ? (tokens + blocks - 1) / blocks : 0;
         x = arena.take<float>(tokens * model.hidden);
         q = arena.take<int32_t>(tokens * sizes.q_words);
-        shared = take_rows(arena, sizes, most(rows_mode ? 0 : tokens, batch.logits_count));
+        shared = take_rows(arena, sizes, most(rows_mode ? 0 : tokens, results.hidden ? 0 : batch.logits_count));
         counters = arena.take<int>(model.layers + 1);
+        const long expert_items = sparse ? model.layers * expert_chunks(tokens) * 2 : 0;
+        expert_counters = arena.take<int>(expert_items);
+        if (sparse) experts = ExpertTeam::take(arena, team, sizes_of(sparse->experts), tokens);
         local = arena.take<ThreadScratch>(threads);
         plan = plan_items(arena, batch, model.layer[0].kv, {model.heads, widest_window(model), 0.0f}, threads);
         for (int t = 0; t < threads; ++t) {
@@ -60,8 +74,9 @@ struct Step {
             s.best = arena.take<Best>(batch.logits_count);
             if (arena.base) local[t] = s;
         }
-        if (arena.base)
-            for (long i = 0; i <= model.layers; ++i) counters[i] = 0;
+        if (!arena.base) return;
+        for (long i = 0; i <= model.layers; ++i) counters[i] = 0;
+        for (long i = 0; i < expert_items; ++i) expert_counters[i] = 0;
     }
 
     AttentionShape shape(const Layer& layer) const { return {model.heads, layer.window, model.attention_scale}; }
@@ -223,6 +238,10 @@ struct Step {
             encode_attended(layer, row0, row1, a, s);
         });
         panels(layer.o, attended, tokens, {FINISH_ADD, x, model.hidden}, thread);
+        if (layer.experts.count) {
+            add_experts(layer, index, thread);
+            return true;
+        }
         const Rows halfway = norm(layer.mlp_norm, layer.gate_up);
         panels(layer.gate_up, halfway, tokens, {FINISH_SWIGLU, shared.h, sizes.h_width}, thread);
         const Rows gated = prepare(layer.down, thread, [&](long row0, long row1, const Rows& a, ThreadScratch&) {
@@ -230,6 +249,19 @@ struct Step {
         });
         panels(layer.down, gated, tokens, {FINISH_ADD, x, model.hidden}, thread);
         return true;
+    }
+
+    void add_experts(const Layer& layer, long index, int thread) const {
+        const long tokens = batch.tokens_count;
+        float* const normed = local[thread].normed;
+        const auto row = [&](long t) {
+            rms_norm(x_row(t), layer.mlp_norm, model.hidden, model.eps, normed);
+            return normed;
+        };
+        const auto choose = [&](long, const float* values, ExpertScratch& s, Choice* out) {
+            route(layer.experts, values, s, out);
+        };
+        experts.add(layer.experts, tokens, thread, expert_counters + index * expert_chunks(tokens) * 2, x, row, choose);
     }
 
     // Rows of attention's output, whose split chunks are joined here: into the thread's own copy when every thread does
@@ -255,7 +287,9 @@ struct Step {
         }
         for (long i = 0; i < rows; ++i) local[thread].best[i] = {-__builtin_inff(), 0};
         team_barrier(team);
-        panels(model.head, a, rows, {FINISH_LOGITS, results.logits, model.head.outputs, local[thread].best}, thread);
+        const Target target = {FINISH_LOGITS,   results.logits,         model.head.outputs, local[thread].best,
+                               results.allowed, long(results.allowed_tokens)};
+        panels(model.head, a, rows, target, thread);
         if (thread != 0 || !results.greedy) return;
         for (long i = 0; i < rows; ++i) {
             Best best = local[0].best[i];
@@ -265,6 +299,13 @@ struct Step {
             const bool finite = best.value > -__builtin_inff() && best.value < __builtin_inff();
             results.greedy[i] = finite ? best.token : -1;
         }
+    }
+
+    void hidden(int thread) {
+        const Span mine = share(batch.logits_count, thread, threads);
+        for (long i = mine.first; i < mine.last; ++i)
+            rms_norm(x_row(batch.logits_rows[i]), model.final_norm, model.hidden, model.eps,
+                     results.hidden + i * model.hidden);
     }
 
     void run(int thread) {
@@ -277,7 +318,10 @@ struct Step {
             for (long i = 0; i < model.layers; ++i)
                 if (!layer_by_panels(model.layer[i], i, thread)) return;
         }
-        logits(thread);
+        if (results.hidden)
+            hidden(thread);
+        else
+            logits(thread);
     }
 };
 

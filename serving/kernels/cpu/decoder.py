@@ -6,9 +6,11 @@ It may not know checkpoints or schedulers: it is handed tensors, and a ragged ba
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from ctypes import Structure
 from dataclasses import KW_ONLY, dataclass, replace
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -16,12 +18,20 @@ from torch import Tensor
 from serving.batch.ragged import RaggedBatch
 from serving.kernels.cpu.extension import Kernels
 from serving.kernels.cpu.structures import STRUCTURES, Kind
-from serving.kernels.cpu.weights import HALF, PANEL, PackedLinear, address
-from serving.kernels.layer_weights import LayerWeights
+from serving.kernels.cpu.weights import HALF, PANEL, PackedExperts, PackedLinear, address
+from serving.kernels.layer_weights import LayerWeights, MoeWeights
 
 CHUNK = 128  # keys, as in chunk.h
 STATE_EXTRA = 32  # floats, as in attention.h
 BATCH_ARRAYS = ("tokens", "positions", "slots", "query_start", "context_lens", "block_tables", "logits_rows")
+
+
+class StepOutput(Enum):
+    """What a step returns of its R logits rows."""
+
+    LOGITS = "logits"  # [R, vocab] float32
+    GREEDY = "greedy"  # [R] int64: the best token, the lowest id among equal logits; -1 where its logit is not finite
+    HIDDEN = "hidden"  # [R, hidden] float32: after the final norm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +128,9 @@ class CpuDecoder:
     def __post_init__(self) -> None:
         self._check()
         self.layers, self.kv = tuple(self.layers), tuple(self.kv)  # the C side holds addresses
-        self._layers = (STRUCTURES["Layer"] * len(self.layers))(*map(_layer, self.layers, self.kv))
+        self.experts = [PackedExperts(w.mlp) if isinstance(w.mlp, MoeWeights) else None for w in self.layers]
+        self._check_experts()
+        self._layers = (STRUCTURES["Layer"] * len(self.layers))(*map(_layer, self.layers, self.experts, self.kv))
         self._model = STRUCTURES["Model"](
             layers=len(self.layers),
             hidden=self.shape.hidden,
@@ -133,20 +145,37 @@ class CpuDecoder:
             **{name: address(getattr(self, name)) for name in ("cos", "sin", "embedding", "final_norm")},
         )
 
-    def step(self, batch: RaggedBatch, *, greedy: bool = False, progress: Tensor | None = None) -> Tensor:
-        """Writes the batch's KV and returns logits [R, vocab] float32 for its R logits rows.
+    def step(
+        self,
+        batch: RaggedBatch,
+        output: StepOutput = StepOutput.LOGITS,
+        *,
+        allowed: Sequence[int] = (),
+        bits: int = 0,
+        progress: Tensor | None = None,
+    ) -> Tensor:
+        """Writes the batch's KV and returns `output` for its R logits rows.
 
-        With `greedy` their best tokens instead, [R] int64, the lowest id among equal logits. `progress`, one int32,
-        counts the layers whose KV of this step is written; another thread may watch it. Raises ValueError past the last
-        known position. Where the step has left the batch's barrier, what it returns means nothing.
+        `allowed`, R addresses of `bits` bits each, the lowest first: no tokens are chosen in a row but those; 0 allows
+        all, and so does an empty list. `progress`, one int32, counts the layers whose KV of this step is written;
+        another thread may watch it. Raises ValueError past the last known position. Where the step has left the batch's
+        barrier, what it returns means nothing.
         """
         self.check(batch)
         rows = batch.logits_rows.shape[0]
-        out = torch.empty(rows, dtype=torch.int64) if greedy else torch.empty(rows, self.shape.vocab)
+        chooses = output is StepOutput.GREEDY
+        assert not allowed or (chooses and len(allowed) == rows), "bits for each row whose best token is looked for"
+        places = array("Q", allowed)
+        if chooses:
+            out = torch.empty(rows, dtype=torch.int64)
+        else:
+            out = torch.empty(rows, self.shape.vocab if output is StepOutput.LOGITS else self.shape.hidden)
         results = STRUCTURES["Results"](
+            allowed=places.buffer_info()[0] if allowed else None,
+            allowed_tokens=bits,
             progress=address(progress),
             barrier=None if batch.barrier is None else batch.barrier.address,
-            **{"greedy" if greedy else "logits": out.data_ptr()},
+            **{output.value: out.data_ptr()},
         )
         self.kernels.run("step", self._model, _batch(batch), results)
         return out
@@ -214,17 +243,31 @@ class CpuDecoder:
         qkv, gate_up = (shape.heads + 2 * shape.kv_heads) * shape.head_dim, -(-shape.intermediate // HALF) * PANEL
         for w in self.layers:
             plain += [w.attention_norm, w.mlp_norm, *(w.head_norms or ())]
-            outputs = [linear.outputs for linear in (w.qkv, w.o, w.gate_up, w.down)]
-            if outputs != [qkv, shape.hidden, gate_up, shape.hidden] or w.down.inputs != shape.intermediate:
+            fits = (w.qkv.outputs, w.o.outputs) == (qkv, shape.hidden)
+            if not isinstance(w.mlp, MoeWeights):
+                outputs = (w.mlp.gate_up.outputs, w.mlp.down.outputs)
+                fits &= outputs == (gate_up, shape.hidden) and w.mlp.down.inputs == shape.intermediate
+            if not fits:
                 raise ValueError(f"a layer's projections do not fit {shape}")
         if any(one.dtype != torch.float32 or not one.is_contiguous() for one in plain) or not embedding.is_contiguous():
             raise ValueError("norm weights and rotary tables must be contiguous float32, the embedding contiguous")
 
+    def _check_experts(self) -> None:
+        """Raises ValueError where layers' experts differ in number or widths: they work in the same buffers."""
+        sparse = [one for one in self.experts if one is not None]
+        sizes = {(len(one.weights.experts), one.weights.top_k, one.hidden, one.inner) for one in sparse}
+        if len(sizes) > 1 or any(one.hidden != self.shape.hidden for one in sparse):
+            raise ValueError("the fused step needs experts of the same number and widths in all layers that have some")
 
-def _layer(w: LayerWeights[PackedLinear], planes: KvPlanes) -> Structure:
+
+def _layer(w: LayerWeights[PackedLinear], experts: PackedExperts | None, planes: KvPlanes) -> Structure:
     q_norm, k_norm = w.head_norms or (None, None)
     norms = {"attention_norm": w.attention_norm, "mlp_norm": w.mlp_norm, "q_norm": q_norm, "k_norm": k_norm}
-    linears = {name: getattr(w, name).as_c() for name in ("qkv", "o", "gate_up", "down")}
+    linears = {"qkv": w.qkv.as_c(), "o": w.o.as_c()}
+    if experts is not None:
+        linears["experts"] = experts.as_c()
+    elif not isinstance(w.mlp, MoeWeights):
+        linears |= {"gate_up": w.mlp.gate_up.as_c(), "down": w.mlp.down.as_c()}
     return STRUCTURES["Layer"](
         **{name: address(norm) for name, norm in norms.items()}, **linears, kv=planes.as_c(), window=w.window or 0
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from serving.kernels.cpu.build import BuildError, build, find_compiler
 from serving.kernels.cpu.structures import Finish, Kind, declare, operations
-from serving.kernels.cpu.weights import HALF, PANEL, PackedLinear, pad
+from serving.kernels.cpu.weights import HALF, PANEL, PackedExperts, PackedLinear, pad
 
 log = logging.getLogger("millrace.kernels")
 
@@ -115,9 +115,32 @@ class Kernels:
         self.run("linear", w.as_c(), int(finish), x.data_ptr(), rows, out.data_ptr())
         return out
 
+    def experts(self, x: Tensor, experts: PackedExperts, out: Tensor) -> None:
+        """out [T, hidden] += what the experts that each row of x [T, hidden] is routed to make of it; both float32."""
+        _check_rows(x, experts, out)
+        self.run("experts", experts.as_c(), x.data_ptr(), len(x), out.data_ptr())
+
+    def expert_rows(self, x: Tensor, chosen: Tensor, experts: PackedExperts, out: Tensor) -> None:
+        """out [N, hidden] += what expert `chosen` [N] int32 makes of each row of x [N, hidden]; x and out float32.
+
+        Without router or weights: for rows that were routed elsewhere. Raises ValueError for experts there are not.
+        """
+        _check_rows(x, experts, out)
+        chosen = chosen.to(torch.int32).contiguous()
+        if len(chosen) != len(x) or (len(x) and not 0 <= chosen.min() <= chosen.max() < len(experts.weights.experts)):
+            raise ValueError(f"each of {len(x)} rows needs one of {len(experts.weights.experts)} experts")
+        self.run("expert_rows", experts.as_c(), x.data_ptr(), chosen.data_ptr(), len(x), out.data_ptr())
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x²) + eps) · weight over the last dimension of x [M, n] float32."""
         x, weight, out = x.contiguous(), weight.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
         rows, n = x.shape
         self.run("rms_norm", x.data_ptr(), weight.data_ptr(), rows, n, eps, out.data_ptr())
         return out
+
+
+def _check_rows(x: Tensor, experts: PackedExperts, out: Tensor) -> None:
+    """Raises ValueError for rows the kernels cannot read: they see addresses only."""
+    for rows in (x, out):
+        if rows.shape != (len(x), experts.hidden) or rows.dtype != torch.float32 or not rows.is_contiguous():
+            raise ValueError(f"rows must be contiguous float32 [T, {experts.hidden}], alike in and out")

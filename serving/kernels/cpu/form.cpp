@@ -53,6 +53,25 @@ struct AttentionCall {
     }
 };
 
+// The experts of one layer for the operations that call them alone.
+template <class Choose>
+void add_experts(Context& c, const Experts& e, const ExpertSizes& sizes, const float* x, long rows, float* out,
+                 Choose choose) {
+    ExpertTeam work;
+    int* counters;
+    const long items = expert_chunks(rows) * 2;
+    const auto lay_out = [&](Arena arena) {
+        work = ExpertTeam::take(arena, c.team, sizes, rows);
+        counters = arena.take<int>(items);
+        return arena.used;
+    };
+    lay_out({c.scratch.reserve(lay_out({nullptr}))});
+    for (long i = 0; i < items; ++i) counters[i] = 0;
+    team_each(c.team, [&](int thread) {
+        work.add(e, rows, thread, counters, out, [&](long t) { return x + t * sizes.hidden; }, choose);
+    });
+}
+
 }  // namespace
 
 KERNEL(linear)(Context& c, const Linear& w, int finish, const float* x, long rows, float* out) {
@@ -77,6 +96,22 @@ KERNEL(linear)(Context& c, const Linear& w, int finish, const float* x, long row
         for (long row = thread * PANEL_ROWS; row < rows; row += threads * PANEL_ROWS)
             linear_block(w, a, row, least(row + PANEL_ROWS, rows), 0, count, target);
     });
+}
+
+// out [rows, H] += what the experts that x [rows, H], a layer's normed input, is routed to make of it.
+KERNEL(experts)(Context& c, const Experts& e, const float* x, long rows, float* out) {
+    const Turn turn(c);
+    add_experts(c, e, sizes_of(e), x, rows, out,
+                [&](long, const float* row, ExpertScratch& s, Choice* choices) { route(e, row, s, choices); });
+}
+
+// out [rows, H] += what expert chosen[row] makes of each row of x.
+KERNEL(expert_rows)(Context& c, const Experts& e, const float* x, const int32_t* chosen, long rows, float* out) {
+    const Turn turn(c);
+    ExpertSizes sizes = sizes_of(e);
+    sizes.top_k = 1;
+    add_experts(c, e, sizes, x, rows, out,
+                [&](long t, const float*, ExpertScratch&, Choice* choices) { *choices = {chosen[t], 1.0f}; });
 }
 
 KERNEL(rms_norm)(Context& c, const float* x, const float* weight, long rows, long n, float eps, float* out) {

@@ -171,7 +171,10 @@ struct Target {
     float* out;
     long ld;
     Best* best = nullptr;  // [rows], FINISH_LOGITS only
+    const uint32_t* const* allowed = nullptr;  // [rows], the tokens that `best` may be, as bits; null for all of them
+    long allowed_tokens = 0;                   // bits of each
 };
+static_assert(PANEL == 32, "a panel's tokens are one word of `allowed`");
 
 // Scales one tile row of a panel to float32 in place. Padding columns hold zero weights and are never written out.
 INLINE void to_values(const Linear& w, long panel, float row_scale, int32_t* raw) {
@@ -192,6 +195,20 @@ INLINE void keep_best(const float* value, long first, long columns, Best& best) 
         if (value[j] > best.value) best = {value[j], first + j};
 }
 
+// The same of the tokens that are allowed: bit j is token first + j.
+INLINE void keep_best_of(uint32_t allowed, const float* value, long first, Best& best) {
+    for (; allowed; allowed &= allowed - 1) {
+        const long j = __builtin_ctz(allowed);
+        if (value[j] > best.value) best = {value[j], first + j};
+    }
+}
+
+// The bits of a panel's tokens, of which there are `columns`.
+INLINE uint32_t allowed_of(const uint32_t* bits, long tokens, long panel, long columns) {
+    const long known = least(columns, tokens - panel * PANEL);
+    return known <= 0 ? 0 : bits[panel] & (~0u >> (PANEL - known));
+}
+
 INLINE void deliver(const Linear& w, long panel, const float* value, const Target& target, long row) {
     if (target.finish == FINISH_SWIGLU) {
         float* out = target.out + row * target.ld + panel * (PANEL / 2);
@@ -202,7 +219,14 @@ INLINE void deliver(const Linear& w, long panel, const float* value, const Targe
     if (target.finish == FINISH_LOGITS) {
         vf top = load(value);
         for (int j = LANES; j < PANEL; j += LANES) top = maximum(top, load(value + j));
-        if (max_lanes(top) > target.best[row].value) keep_best(value, panel * PANEL, columns, target.best[row]);
+        if (max_lanes(top) > target.best[row].value) {
+            const uint32_t* const bits = target.allowed ? target.allowed[row] : nullptr;
+            if (!bits)
+                keep_best(value, panel * PANEL, columns, target.best[row]);
+            else
+                keep_best_of(allowed_of(bits, target.allowed_tokens, panel, columns), value, panel * PANEL,
+                             target.best[row]);
+        }
         if (!target.out) return;
     }
     float* out = target.out + row * target.ld + panel * PANEL;

@@ -12,14 +12,18 @@ import torch
 from torch import Tensor
 
 from serving.batch.ragged import RaggedBatch
-from serving.kernels.cpu.decoder import CpuDecoder, KvPlanes, KVRange
+from serving.kernels.cpu.decoder import CpuDecoder, KvPlanes, KVRange, StepOutput
 from serving.kernels.cpu.structures import Finish
-from serving.kernels.cpu.weights import PackedLinear
-from serving.kernels.layer_weights import LayerWeights
+from serving.kernels.layer_weights import MlpWeights
 
 
-def offloaded_step(decoder: CpuDecoder, batch: RaggedBatch, layer_done: Callable[[int], None] | None = None) -> Tensor:
-    """`decoder.step(batch)` for a batch with `offloaded` KV: [R, vocab] float32. Raises ValueError as `step`.
+def offloaded_step(
+    decoder: CpuDecoder,
+    batch: RaggedBatch,
+    layer_done: Callable[[int], None] | None = None,
+    output: StepOutput = StepOutput.LOGITS,
+) -> Tensor:
+    """`decoder.step(batch, output)` for a batch with `offloaded` KV, logits or hidden. Raises ValueError as `step`.
 
     `layer_done(layer)` is called when that layer's KV for this batch is complete.
     """
@@ -33,11 +37,12 @@ def offloaded_step(decoder: CpuDecoder, batch: RaggedBatch, layer_done: Callable
             layer_done(index)
         attended = _attend(decoder, index, batch, q)
         kernels.linear(attended.flatten(1), layer.o, finish=Finish.ADD, out=x)
-        _add_mlp(decoder, layer, x)
+        _add_mlp(decoder, index, x)
     rows = x[batch.logits_rows]
     if not len(rows):
-        return torch.empty(0, shape.vocab)
-    return kernels.linear(kernels.rms_norm(rows, decoder.final_norm, shape.eps), decoder.head)
+        return torch.empty(0, shape.vocab if output is StepOutput.LOGITS else shape.hidden)
+    hidden = kernels.rms_norm(rows, decoder.final_norm, shape.eps)
+    return kernels.linear(hidden, decoder.head) if output is StepOutput.LOGITS else hidden
 
 
 def _attend(decoder: CpuDecoder, index: int, batch: RaggedBatch, q: Tensor) -> Tensor:
@@ -57,8 +62,14 @@ def _attend(decoder: CpuDecoder, index: int, batch: RaggedBatch, q: Tensor) -> T
     return out
 
 
-def _add_mlp(decoder: CpuDecoder, layer: LayerWeights[PackedLinear], x: Tensor) -> None:
-    """x += down(silu(gate) * up) of the normed x."""
-    kernels = decoder.kernels
-    gated = kernels.linear(kernels.rms_norm(x, layer.mlp_norm, decoder.shape.eps), layer.gate_up, finish=Finish.SWIGLU)
-    kernels.linear(gated[:, : layer.down.inputs], layer.down, finish=Finish.ADD, out=x)
+def _add_mlp(decoder: CpuDecoder, index: int, x: Tensor) -> None:
+    """x += what the layer's MLP, or its experts, make of the normed x."""
+    kernels, layer, experts = decoder.kernels, decoder.layers[index], decoder.experts[index]
+    normed = kernels.rms_norm(x, layer.mlp_norm, decoder.shape.eps)
+    if experts is not None:
+        return kernels.experts(normed, experts, x)
+    mlp = layer.mlp
+    assert isinstance(mlp, MlpWeights)
+    gated = kernels.linear(normed, mlp.gate_up, finish=Finish.SWIGLU)
+    kernels.linear(gated[:, : mlp.down.inputs], mlp.down, finish=Finish.ADD, out=x)
+    return None

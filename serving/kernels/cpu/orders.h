@@ -9,12 +9,14 @@
 // Instead of a token, where none can be sampled.
 enum NoToken { NOT_NUMBERS = -1, ALL_MASKED = -2 };
 
-// How one row's token is chosen. Edits come first: `changes` are added, then penalties are taken off.
+// How one row's token is chosen. Edits come first: logits of tokens not allowed become -inf,
+// `changes` are added, then penalties are taken off.
 struct Order {
     uint64_t seed;
     uint64_t position;
     const float* counts;   // [V] occurrences in the output, or null without penalties
     const uint8_t* seen;   // [V] whether a token occurs in prompt or output
+    const uint32_t* allowed;  // the tokens that may be chosen, as bits; null for all of them
     double top_p;          // 1 keeps all
     double min_p;          // 0 keeps all
     float temperature;     // 0: the best-ranked token
@@ -24,7 +26,7 @@ struct Order {
     int32_t top_k;         // 0 keeps all
     int32_t first_change;
     int32_t changes;
-    int32_t unused;
+    int32_t allowed_tokens;  // bits of `allowed`; no token beyond them may be chosen
 };
 
 struct Samples {

@@ -51,10 +51,15 @@ double uniform(uint64_t seed, uint64_t position) {
     return double(uint64_t(c0 >> 5) * (1 << 26) + (c1 >> 6)) * 0x1p-53;
 }
 
+// Tokens that are not allowed become -inf.
+void forbid(const uint32_t* allowed, long tokens, const float* __restrict x, long n, float* __restrict out) {
+    const long known = least(tokens, n);
+    for (long i = 0; i < known; ++i) out[i] = allowed[i / 32] >> (i % 32) & 1 ? x[i] : -INFINITE;
+    for (long i = known; i < n; ++i) out[i] = -INFINITE;
+}
+
 // Bias and masks, then penalties, in the order and the float32 arithmetic of sampling/penalties.py.
-void edit(const Order& o, const int32_t* ids, const float* changes, const float* __restrict x, long n,
-          float* __restrict out) {
-    __builtin_memcpy(out, x, n * sizeof(float));
+void edit(const Order& o, const int32_t* ids, const float* changes, long n, float* __restrict out) {
     for (long i = o.first_change; i < o.first_change + o.changes; ++i) out[ids[i]] += changes[i];
     if (!o.counts) return;
     const float* __restrict counts = o.counts;
@@ -115,9 +120,14 @@ int64_t sample_row(const Samples& all, long row, SampleScratch& s) {
     const Order& o = all.order[row];
     const long n = all.vocab;
     const float* x = all.logits + row * all.stride;
+    if (o.allowed) {
+        forbid(o.allowed, o.allowed_tokens, x, n, s.edited);
+        x = s.edited;
+    }
     float peak = peak_of(x, n, s.maxima);
     if ((o.changes || o.counts) && __builtin_isfinite(peak)) {
-        edit(o, all.ids, all.changes, x, n, s.edited);
+        if (x != s.edited) __builtin_memcpy(s.edited, x, n * sizeof(float));
+        edit(o, all.ids, all.changes, n, s.edited);
         x = s.edited;
         peak = peak_of(x, n, s.maxima);
     }

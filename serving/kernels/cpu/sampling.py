@@ -20,9 +20,10 @@ from torch import Tensor
 from serving.kernels.cpu.extension import Kernels
 from serving.kernels.cpu.structures import STRUCTURES
 
-ORDER = Struct("4Q2d4f4i")
-"""One row's order, `Order` of orders.h: seed, position, addresses of counts and seen (0 without penalties), top_p,
-min_p, temperature (0 is greedy), repetition, presence and frequency penalties, top_k, first change, changes, 0."""
+ORDER = Struct("5Q2d4f4i")
+"""One row's order, `Order` of orders.h: seed, position, addresses of counts and seen (0 without penalties) and of the
+bits of the tokens allowed (0 for all), top_p, min_p, temperature (0 is greedy), repetition, presence and frequency
+penalties, top_k, first change, changes, bits."""
 
 
 def sample(

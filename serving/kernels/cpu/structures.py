@@ -64,6 +64,8 @@ STRUCTURES = _read_structures()
 _LAYER: list[object] = [POINTER(STRUCTURES["Model"]), c_int, POINTER(STRUCTURES["Batch"])]
 OPERATIONS: dict[str, list[object]] = {
     "linear": [POINTER(STRUCTURES["Linear"]), c_int, c_void_p, c_long, c_void_p],
+    "experts": [POINTER(STRUCTURES["Experts"]), c_void_p, c_long, c_void_p],
+    "expert_rows": [POINTER(STRUCTURES["Experts"]), c_void_p, c_void_p, c_long, c_void_p],
     "rms_norm": [c_void_p, c_void_p, c_long, c_long, c_float, c_void_p],
     "rotate_and_write": [*_LAYER, c_void_p, c_void_p],
     "attention": [*_LAYER, c_void_p, c_void_p],

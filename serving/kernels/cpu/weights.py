@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import Structure
+from ctypes import Structure, addressof
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from serving.kernels.cpu.structures import STRUCTURES, Kind
+from serving.kernels.layer_weights import MlpWeights, MoeWeights
 
 PANEL = 32  # output channels a panel
 HALF = PANEL // 2
@@ -34,6 +35,43 @@ class PackedLinear:
         """`Linear` of abi.h."""
         arrays = {name: address(getattr(self, name)) for name in ("packed", "scale", "bias", "sums")}
         return STRUCTURES["Linear"](kind=self.kind, outputs=self.outputs, inputs=self.inputs, **arrays)
+
+
+class PackedExperts:
+    """A layer's experts as the kernels walk them: the weights, and the tables of their addresses."""
+
+    def __init__(self, weights: MoeWeights[PackedLinear]) -> None:
+        """Raises ValueError for experts that do not fit each other, the router or the number a token takes."""
+        router, first, *others = weights.router, *weights.experts
+        shapes = {_shape(mlp) for mlp in (first, *others)}
+        if len(shapes) != 1:
+            raise ValueError("all experts of a layer must be of one shape and of one kind of weights")
+        hidden, width = first.gate_up.inputs, first.down.inputs
+        if router.inputs != hidden or first.down.outputs != hidden or router.outputs != len(weights.experts):
+            raise ValueError(f"{len(weights.experts)} experts of {hidden} inputs do not fit their router")
+        if first.gate_up.outputs != -(-width // HALF) * PANEL:
+            raise ValueError("`gate_up` of an expert is packed from interleave(gate, up), as wide as `down` reads")
+        if not 0 < weights.top_k <= len(weights.experts):
+            raise ValueError(f"a token cannot take {weights.top_k} of {len(weights.experts)} experts")
+        self.weights, self.hidden, self.inner = weights, hidden, width
+        table = STRUCTURES["Linear"] * len(weights.experts)
+        self._gate_up = table(*(mlp.gate_up.as_c() for mlp in weights.experts))
+        self._down = table(*(mlp.down.as_c() for mlp in weights.experts))
+
+    def as_c(self) -> Structure:
+        """`Experts` of abi.h; valid while this object lives."""
+        return STRUCTURES["Experts"](
+            count=len(self.weights.experts),
+            top_k=self.weights.top_k,
+            normalized=self.weights.normalized,
+            router=self.weights.router.as_c(),
+            gate_up=addressof(self._gate_up),
+            down=addressof(self._down),
+        )
+
+
+def _shape(mlp: MlpWeights[PackedLinear]) -> tuple[object, ...]:
+    return tuple((linear.kind, linear.outputs, linear.inputs) for linear in (mlp.gate_up, mlp.down))
 
 
 def address(tensor: Tensor | None) -> int | None:

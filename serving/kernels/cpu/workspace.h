@@ -53,13 +53,13 @@ struct Sizes {
     long group, padded_head, head_words;
 };
 
-// Every layer has the sizes of the first: `CpuDecoder` makes sure of it.
+// Every layer has the sizes of the first, and all that have an MLP one width: `CpuDecoder` makes sure of it.
 INLINE Sizes sizes_of(const Model& m) {
     const Layer& layer = m.layer[0];
     Sizes s = {};
     s.q_width = m.heads * layer.kv.head_dim;
     s.qkv_width = layer.qkv.outputs;
-    s.h_width = panels_of(layer.gate_up) * PANEL / 2;
+    for (long i = 0; i < m.layers; ++i) s.h_width = most(s.h_width, panels_of(m.layer[i].gate_up) * PANEL / 2);
     s.widest = most(m.hidden, most(s.q_width, s.h_width));
     s.head_words = words_of(product_kind(layer.kv), layer.kv.head_dim);
     s.q_words = m.heads * s.head_words;

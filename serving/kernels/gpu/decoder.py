@@ -25,7 +25,7 @@ from serving.kernels.gpu.rows import (
     quantize,
     silu_mul,
 )
-from serving.kernels.layer_weights import LayerWeights, LinearWeights
+from serving.kernels.layer_weights import LayerWeights, LinearWeights, MlpWeights
 
 Activation = Tensor | Quantized
 Written = Callable[[int], None]
@@ -67,13 +67,35 @@ class TritonDecoder:
         `written(layer)` is called once the launch that writes that layer's KV is made. Where the step leaves at the
         batch's barrier, what is returned means nothing.
         """
+        rows = self._rows(batch, angles, written)
+        if rows is None:
+            shape = len(batch.logits_rows), len(self.head.weight)
+            return torch.zeros(shape, dtype=torch.float32, device=self.embedding.device)
+        return self._head_logits(self._normed(*rows, self.final_norm, self.head)[0])
+
+    def hidden(
+        self, batch: RaggedBatch, *, angles: tuple[Tensor, Tensor] | None = None, written: Written | None = None
+    ) -> Tensor:
+        """Hidden states [R, H] float32 after the final norm; all else as in `logits`."""
+        rows = self._rows(batch, angles, written)
+        if rows is None:
+            shape = len(batch.logits_rows), self.embedding.shape[1]
+            return torch.zeros(shape, dtype=torch.float32, device=self.embedding.device)
+        normed, _ = add_rms_norm(*rows, self.final_norm, self.eps, quantized=False)
+        assert isinstance(normed, Tensor)
+        return normed.float()
+
+    def _rows(
+        self, batch: RaggedBatch, angles: tuple[Tensor, Tensor] | None, written: Written | None
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """What comes out of the last layer [R, H], with the branch that is yet to be added; None: the step has left."""
         cos, sin = angles or self.rotation.index_select(1, batch.positions).unbind()
         scale = self.head_dim**-0.5
         x_TH = F.embedding(batch.tokens, self.embedding)
         branch_TH: Tensor | None = None  # of the layer before, yet to be added
         for index, (layer, planes) in enumerate(zip(self.layers, self.planes, strict=True)):
             if batch.barrier is not None and not batch.barrier.passes(index):
-                return x_TH.new_zeros((len(batch.logits_rows), len(self.head.weight)), dtype=torch.float32)
+                return None
             normed, x_TH = self._normed(x_TH, branch_TH, layer.attention_norm, layer.qkv)
             qkv_TND = self._linear(normed, layer.qkv).view(len(batch.tokens), -1, self.head_dim)
             q_TND = rope_write_kv(qkv_TND, cos, sin, batch.slots, *planes, norms=layer.head_norms, eps=self.eps)
@@ -85,15 +107,19 @@ class TritonDecoder:
                 # Rows without logits have written their KV: nothing more is asked of them.
                 attended_TH, x_TH = attended_TH[batch.logits_rows], x_TH[batch.logits_rows]
             branch_TH = self._linear(attended_TH, layer.o)
-            normed, x_TH = self._normed(x_TH, branch_TH, layer.mlp_norm, layer.gate_up)
-            gate_up = self._linear(normed, layer.gate_up)
-            inner = silu_mul(gate_up, quantized=layer.down.scale is not None)
-            branch_TH = self._linear(inner, layer.down)
-        return self._head_logits(self._normed(x_TH, branch_TH, self.final_norm, self.head)[0])
+            mlp = layer.mlp
+            assert isinstance(mlp, MlpWeights)
+            normed, x_TH = self._normed(x_TH, branch_TH, layer.mlp_norm, mlp.gate_up)
+            gate_up = self._linear(normed, mlp.gate_up)
+            inner = silu_mul(gate_up, quantized=mlp.down.scale is not None)
+            branch_TH = self._linear(inner, mlp.down)
+        return x_TH, branch_TH
 
     def tune(self, most_rows: int) -> None:
         """Choose the tiles of every INT8 product, for up to so many rows, now rather than within a step."""
-        linears = [linear for layer in self.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        mlps = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MlpWeights)]
+        linears = [linear for layer in self.layers for linear in (layer.qkv, layer.o)]
+        linears += [linear for mlp in mlps for linear in (mlp.gate_up, mlp.down)]
         products = [(linear, self.dtype) for linear in linears] + [(self.head, torch.float32)]
         kinds = {(linear.weight.shape, linear.bias is None, dtype): linear for linear, dtype in products}
         for (_, _, dtype), linear in kinds.items():

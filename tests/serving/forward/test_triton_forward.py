@@ -28,6 +28,7 @@ from serving.model.decoder import Decoder
 from serving.model.quantized_linear import QuantizedLinear
 from serving.model.rope import Rope, default_frequencies
 from serving.model.spec import ModelSpec
+from tests.fakes.allowed import EVENS
 from tests.serving.kernels.gpu.conftest import GPU, INTERPRETED
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -139,9 +140,9 @@ class Pair:
     def greedy(self, batch: RaggedBatch, scores: Tensor) -> None:
         """The kernels' tokens are the best of `scores`, or so near to it that rounding decides."""
         tokens = self.kernels.greedy(batch, None)
-        assert tokens.dtype is torch.int64
-        if self.case.close < 1e-4:
-            assert torch.equal(tokens, scores.argmax(dim=-1))
+        held = self.kernels.greedy(batch, None, [EVENS, *[None] * (len(tokens) - 1)])
+        assert tokens.dtype is torch.int64 and held[0] % 2 == 0 and torch.equal(held[1:], tokens[1:])
+        assert self.case.close >= 1e-4 or torch.equal(tokens, scores.argmax(dim=-1))
         short = scores.amax(dim=-1) - scores.gather(1, tokens[:, None])[:, 0]
         assert (short <= 3 * self.case.close * scores.std()).all()
 
@@ -197,6 +198,17 @@ def test_a_chunk_that_nobody_scores_writes_its_kv(triton_forward: ModuleType) ->
 def test_prompt_rows_are_scored_where_asked(triton_forward: ModuleType) -> None:
     pair = Pair(triton_forward, CASES["int8"])
     assert len(pair.step(step_of([[1, 2, 3, 4], [9, 8, 7]], [0, 0], logits_rows=[1, 3, 4, 5, 6]))) == 5
+
+
+@runs_here
+@pytest.mark.parametrize(("name", "rows"), [("float32", []), ("int8", [3]), ("bfloat16", [*range(7)])])
+def test_hidden_states_are_the_modules(triton_forward: ModuleType, name: str, rows: list[int]) -> None:
+    pair, batch = Pair(triton_forward, CASES[name]), step_of([[1, 2, 3, 4], [9, 8, 7]], [0, 0], logits_rows=rows)
+    with torch.inference_mode():
+        found, expected = pair.kernels.hidden(batch, lambda layer: None), pair.modules.hidden(batch, None)
+    assert found.shape == expected.shape == (len(batch.logits_rows), pair.model.spec.hidden)
+    assert found.dtype is torch.float32 and error(found, expected) < pair.case.close
+    pair.same_kv()
 
 
 @runs_here
@@ -378,7 +390,7 @@ def test_what_is_not_supported_is_said(
 @pytest.mark.skipif(INTERPRETED or GPU or find_spec("triton") is None, reason="runs in this process, or cannot run")
 def test_all_of_it_under_the_interpreter() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        [sys.executable, "-m", "pytest", "-q", "-pno:cacheprovider", __file__, __file__.replace("_forward", "_sparse")],
         cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,

@@ -9,15 +9,19 @@ import gguf
 import torch
 from torch import Tensor
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     OPTConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
@@ -52,6 +56,36 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.5],
     "long_factor": [1.0, 2.0, 4.0, 6.0],
 }
+QWEN_MOE = {
+    "head_dim": 12,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "rms_norm_eps": 1e-2,
+}
+DEEPSEEK = COMMON | {
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-2,
+    "kv_lora_rank": 40,  # expanded from 7 new tokens on, which schedules mix with fewer
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 5,
+    "n_routed_experts": 12,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+}
+GROUPS = {"n_group": 4, "topk_group": 2}
+YARN_MLA = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.9,
+    "mscale_all_dim": 1.3,
+    "beta_fast": 4,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -60,6 +94,25 @@ def configs() -> dict[str, PreTrainedConfig]:
     theta = {"rope_theta": 10000.0, "rope_type": "default"}
     phi3 = COMMON | {"hidden_size": 32, "head_dim": 8}
     return {
+        "deepseek_v2_lite": DeepseekV2Config(**DEEPSEEK, q_lora_rank=None, rope_parameters=theta, topk_method="greedy"),
+        "deepseek_v2": DeepseekV2Config(
+            **DEEPSEEK,
+            **GROUPS,
+            q_lora_rank=24,
+            rope_parameters=YARN_MLA,
+            topk_method="group_limited_greedy",
+            routed_scaling_factor=4.0,
+        ),
+        "deepseek_v3": DeepseekV3Config(**DEEPSEEK, **GROUPS, q_lora_rank=24, rope_parameters=YARN_MLA),
+        "deepseek_v3_plain": DeepseekV3Config(
+            **DEEPSEEK | {"tie_word_embeddings": True},
+            **GROUPS,
+            q_lora_rank=24,
+            rope_parameters=theta,
+            rope_interleave=False,
+            norm_topk_prob=False,
+            attention_bias=True,
+        ),
         "llama2": LlamaConfig(**COMMON | {"num_key_value_heads": 4}, rope_parameters=theta),
         "llama3": LlamaConfig(**COMMON, rope_parameters=LLAMA3_ROPE),
         "llama_biased": LlamaConfig(**COMMON, rope_parameters=theta, attention_bias=True, mlp_bias=True),
@@ -70,12 +123,20 @@ def configs() -> dict[str, PreTrainedConfig]:
             tie_word_embeddings=True,
         ),
         "mistral": MistralConfig(**COMMON, head_dim=16, sliding_window=9, rope_parameters=theta),
+        "mixtral": MixtralConfig(
+            **COMMON, rms_norm_eps=1e-2, rope_parameters=theta, num_local_experts=5, num_experts_per_tok=3
+        ),
+        "mixtral_windows": MixtralConfig(**COMMON, sliding_window=9, rope_parameters=theta),
         "qwen2": Qwen2Config(**COMMON, rope_parameters=theta | {"rope_theta": 1e6}),
         "qwen2_windows": Qwen2Config(
             **COMMON, rope_parameters=theta, use_sliding_window=True, sliding_window=6, max_window_layers=1
         ),
         "qwen2_yarn": Qwen2Config(**COMMON, rope_parameters=YARN),
         "qwen3": Qwen3Config(**COMMON, head_dim=12, rope_parameters=theta, tie_word_embeddings=True),
+        "qwen3_moe": Qwen3MoeConfig(**COMMON, **QWEN_MOE, rope_parameters=theta, norm_topk_prob=True),
+        "qwen3_moe_dense": Qwen3MoeConfig(
+            **COMMON, **QWEN_MOE, rope_parameters=theta, mlp_only_layers=[1], tie_word_embeddings=True
+        ),
         "phi3": Phi3Config(**COMMON, sliding_window=11, rope_parameters=theta),
         "phi3_partial": Phi3Config(
             **COMMON | {"tie_word_embeddings": True}, rope_parameters=theta | {"partial_rotary_factor": 0.5}
@@ -112,10 +173,13 @@ def build(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim == 2:
+            if parameter.ndim >= 2:
                 parameter.copy_(noise if "embed" in name or "wte" in name else noise * 1.3 / parameter.shape[-1] ** 0.5)
             else:
                 parameter.copy_(noise * 0.2 + (0.0 if name.endswith("bias") else 1.0))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # below 0 nearly everywhere, as scores are not
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.3 - 1.0)
     return model
 
 

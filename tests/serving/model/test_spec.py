@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from serving.model.moe_spec import MoeSpec
 from serving.model.rope import Rope, default_frequencies, divided
 from serving.model.spec import ModelSpec
 
@@ -93,7 +94,7 @@ def test_qwen_windows_begin_at_a_layer() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, "choose a model whose model_type is one of gpt2, llama"),
+        ({"model_type": "mamba"}, "choose a model whose model_type is one of deepseek_v2, deepseek_v3, gpt2"),
         ({"model_type": None}, "architecture None is not supported"),
         ({"quantization_config": {"quant_method": "gptq"}}, "'gptq' quantized checkpoints are not supported"),
         ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
@@ -140,3 +141,26 @@ def test_frequencies_fall_from_one_and_divide() -> None:
     base = default_frequencies(10000.0, 8)
     assert base == pytest.approx((1.0, 0.1, 0.01, 0.001))
     assert divided(base, [1, 2, 4, 8]) == Rope(frequencies=(1.0, base[1] / 2, base[2] / 4, base[3] / 8))
+
+
+def test_what_mixtures_of_experts_leave_out() -> None:
+    """Defaults of the families' own configurations."""
+    mixtral = ModelSpec.from_hf_config(LLAMA | {"model_type": "mixtral"})
+    assert mixtral.moe == MoeSpec(
+        experts=8, top_k=2, intermediate=mixtral.intermediate, sparse=(True,) * mixtral.layers, normalized=True
+    )
+    without = {name: value for name, value in LLAMA.items() if name != "rope_theta"} | {"model_type": "mixtral"}
+    assert ModelSpec.from_hf_config(without).rope == ModelSpec.from_hf_config(without | {"rope_theta": 1e6}).rope
+    qwen = ModelSpec.from_hf_config(LLAMA | {"model_type": "qwen3_moe"})
+    assert qwen.moe == MoeSpec(experts=128, top_k=8, intermediate=768, sparse=(True,) * qwen.layers, normalized=False)
+    every_third = LLAMA | {"model_type": "qwen3_moe", "decoder_sparse_step": 3, "mlp_only_layers": [5]}
+    spec = ModelSpec.from_hf_config(every_third | {"num_hidden_layers": 9})
+    assert spec.moe is not None and [i for i, sparse in enumerate(spec.moe.sparse) if sparse] == [2, 8]
+
+
+@pytest.mark.parametrize(("chosen", "experts"), [(0, 8), (9, 8)])
+def test_experts_that_cannot_be_chosen(chosen: int, experts: int) -> None:
+    with pytest.raises(ValueError, match="experts"):
+        ModelSpec.from_hf_config(
+            LLAMA | {"model_type": "mixtral", "num_local_experts": experts, "num_experts_per_tok": chosen}
+        )

@@ -23,7 +23,19 @@ from tests.serving.model.gguf_writing import write_gguf
 from tests.serving.model.oracle import build, configs, save
 from tests.serving.quantization.test_apply import apart, logits
 
-ARCHITECTURES = ("llama_biased", "smollm2", "qwen2", "qwen3", "phi3", "opt", "gpt2")
+ARCHITECTURES = (
+    "deepseek_v2_lite",
+    "deepseek_v3",
+    "llama_biased",
+    "smollm2",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe_dense",
+    "phi3",
+    "opt",
+    "gpt2",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from serving.batch.ragged import RaggedBatch
 from serving.kernels import cpu
 from serving.kernels.cpu import Kind
-from serving.kernels.layer_weights import LayerWeights
+from serving.kernels.layer_weights import LayerWeights, MlpWeights, MoeWeights
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,6 +52,63 @@ class Plain:
 
     def packed(self, kernels: cpu.Kernels) -> cpu.PackedLinear:
         return kernels.pack(self.weight, scale=self.scale, bias=self.bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainMlp:
+    """down(silu(gate(x)) * up(x))."""
+
+    gate: Plain
+    up: Plain
+    down: Plain
+
+    @staticmethod
+    def random(kind: Kind, hidden: int, width: int) -> PlainMlp:
+        gate, up = Plain.random(kind, width, hidden), Plain.random(kind, width, hidden)
+        return PlainMlp(gate=gate, up=up, down=Plain.random(kind, hidden, width))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+    def packed(self, kernels: cpu.Kernels) -> MlpWeights[cpu.PackedLinear]:
+        gate, up = self.gate, self.up
+        scale = None if gate.scale is None or up.scale is None else cpu.interleave(gate.scale, up.scale)
+        gate_up = kernels.pack(cpu.interleave(gate.weight, up.weight), scale=scale)
+        return MlpWeights(gate_up=gate_up, down=self.down.packed(kernels))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainExperts:
+    """The weighted sum of what a token's `top_k` best experts make of it, one token and one expert after the other."""
+
+    router: Plain
+    experts: list[PlainMlp]
+    top_k: int
+    normalized: bool = True
+
+    @staticmethod
+    def random(kind: Kind, hidden: int, width: int, experts: int, top_k: int, **options: bool) -> PlainExperts:
+        wide = Kind.F32 if kind is Kind.F32 else Kind.BF16  # routers are not quantized
+        mlps = [PlainMlp.random(kind, hidden, width) for _ in range(experts)]
+        return PlainExperts(router=Plain.random(wide, experts, hidden), experts=mlps, top_k=top_k, **options)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(dim=-1).topk(self.top_k, dim=-1)
+        if self.normalized:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        parts = [
+            sum(w * self.experts[int(e)](row[None])[0] for w, e in zip(weights[t], chosen[t], strict=True))
+            for t, row in enumerate(x)
+        ]
+        return torch.stack(parts) if parts else torch.zeros_like(x)  # type: ignore[arg-type]
+
+    def packed(self, kernels: cpu.Kernels) -> MoeWeights[cpu.PackedLinear]:
+        return MoeWeights(
+            router=self.router.packed(kernels),
+            experts=tuple(mlp.packed(kernels) for mlp in self.experts),
+            top_k=self.top_k,
+            normalized=self.normalized,
+        )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -145,6 +202,10 @@ class SmallDecoder:
     windows: tuple[int, ...] = (0, 0)
     head_norms: bool = False
     bias: bool = False
+    experts: int = 0  # of each layer but the dense ones; 0: none has any
+    top_k: int = 2
+    normalized: bool = True
+    dense: tuple[int, ...] = ()
     planes: list[cpu.KvPlanes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -157,16 +218,20 @@ class SmallDecoder:
             {
                 "qkv": Plain.random(kind, width, self.hidden, bias=self.bias),
                 "o": Plain.random(kind, self.hidden, self.heads * self.head_dim, bias=self.bias),
-                "gate": Plain.random(kind, self.intermediate, self.hidden),
-                "up": Plain.random(kind, self.intermediate, self.hidden),
-                "down": Plain.random(kind, self.hidden, self.intermediate),
             }
             for _ in range(self.layers)
         ]
+        self.mlps = [self._mlp(layer) for layer in range(self.layers)]
         self.norms = [
             {name: torch.rand(size) + 0.5 for name, size in self._norm_sizes().items()} for _ in range(self.layers)
         ]
         self.clear()
+
+    def _mlp(self, layer: int) -> PlainMlp | PlainExperts:
+        if not self.experts or layer in self.dense:
+            return PlainMlp.random(self.kind, self.hidden, self.intermediate)
+        width = self.intermediate // 2 + 3
+        return PlainExperts.random(self.kind, self.hidden, width, self.experts, self.top_k, normalized=self.normalized)
 
     def _norm_sizes(self) -> dict[str, int]:
         sizes = {"attention_norm": self.hidden, "mlp_norm": self.hidden}
@@ -188,12 +253,11 @@ class SmallDecoder:
                 mlp_norm=norms["mlp_norm"],
                 qkv=parts["qkv"].packed(kernels),
                 o=parts["o"].packed(kernels),
-                gate_up=self._gate_up(parts, kernels),
-                down=parts["down"].packed(kernels),
+                mlp=mlp.packed(kernels),
                 head_norms=(norms["q_norm"], norms["k_norm"]) if self.head_norms else None,
                 window=window,
             )
-            for parts, norms, window in zip(self.parts, self.norms, self.windows, strict=True)
+            for parts, mlp, norms, window in zip(self.parts, self.mlps, self.norms, self.windows, strict=True)
         ]
         return cpu.CpuDecoder(
             kernels,
@@ -207,19 +271,13 @@ class SmallDecoder:
             kv=self.planes,
         )
 
-    @staticmethod
-    def _gate_up(parts: dict[str, Plain], kernels: cpu.Kernels) -> cpu.PackedLinear:
-        gate, up = parts["gate"], parts["up"]
-        scale = None if gate.scale is None or up.scale is None else cpu.interleave(gate.scale, up.scale)
-        return kernels.pack(cpu.interleave(gate.weight, up.weight), scale=scale)
-
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """Logits [T, vocab] of one whole sequence, by the formulas and without any cache."""
         batch = ragged([(0, len(tokens))], block_size=self.block_size)
         x = self.embedding[torch.tensor(tokens)].float()
         count, dim = len(tokens), self.head_dim
         cos, sin = self.cos[:count], self.sin[:count]
-        for parts, norms, window in zip(self.parts, self.norms, self.windows, strict=True):
+        for parts, mlp, norms, window in zip(self.parts, self.mlps, self.norms, self.windows, strict=True):
             qkv = parts["qkv"](rms_norm(x, norms["attention_norm"], 1e-5)).view(count, -1, dim)
             q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
             if self.head_norms:
@@ -228,8 +286,7 @@ class SmallDecoder:
             write(planes, batch.slots, rotate(k, cos, sin), v)
             attended = attention(rotate(q, cos, sin), planes, batch, dim**-0.5, window)
             x = x + parts["o"](attended.flatten(1))
-            normed = rms_norm(x, norms["mlp_norm"], 1e-5)
-            x = x + parts["down"](F.silu(parts["gate"](normed)) * parts["up"](normed))
+            x = x + mlp(rms_norm(x, norms["mlp_norm"], 1e-5))
         return self.head(rms_norm(x, self.final_norm, 1e-5))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -108,10 +109,43 @@ def test_greedy_is_the_first_best_logit(kernels: cpu.Kernels) -> None:
     small.head.weight[1::2].copy_(small.head.weight[::2])  # every logit four times, twice within a panel
     decoder = small.build(kernels)
     batch = batch_of([(0, PROMPT)], all_rows=True)
-    logits, tokens = decoder.step(batch), decoder.step(batch, greedy=True)
+    logits, tokens = decoder.step(batch), decoder.step(batch, cpu.StepOutput.GREEDY)
     best = logits == logits.amax(dim=-1, keepdim=True)
     assert torch.equal(tokens, torch.where(best, torch.arange(100), 100).amin(dim=-1))
     assert (best.sum(dim=-1) >= 4).all()
+
+
+def test_greedy_is_the_first_best_logit_of_those_allowed(kernels: cpu.Kernels) -> None:
+    """Whatever the bits, of words full, mixed and empty, and fewer than the vocabulary."""
+    small = SmallDecoder(kind=Kind.INT8, kv_kind=Kind.BF16)
+    small.head.weight[50:].copy_(small.head.weight[:50])
+    decoder = small.build(kernels)
+    batch = batch_of([(0, PROMPT[:60])], all_rows=True)
+    logits = decoder.step(batch)
+    torch.manual_seed(3)
+    for bits in (32, 64, 96, 128):
+        allowed = torch.rand(60, bits) < torch.rand(60, 1) ** 3
+        allowed[:, 32:64] &= torch.rand(60, 1) < 0.5
+        words = torch.from_numpy(np.packbits(allowed.numpy(), axis=1, bitorder="little"))
+        free = [row % 7 == 0 for row in range(60)]
+        places = [0 if free[row] else words[row].data_ptr() for row in range(60)]
+        tokens = decoder.step(batch, cpu.StepOutput.GREEDY, allowed=places, bits=bits)
+        for row in range(60):
+            may = allowed[row, : small.vocab].nonzero()[:, 0].tolist()
+            among = range(small.vocab) if free[row] else may
+            expected = min(among, key=lambda token: (-float(logits[row, token]), token), default=-1)
+            assert tokens[row] == expected
+
+
+@pytest.mark.parametrize("count", [3, 200], ids=["by panels", "by rows"])
+def test_hidden_states_are_what_the_head_takes(kernels: cpu.Kernels, count: int) -> None:
+    small = SmallDecoder(kind=Kind.BF16, kv_kind=Kind.BF16)
+    decoder = small.build(kernels)
+    for all_rows in (True, False):
+        batch = batch_of([(0, PROMPT[:count])], all_rows=all_rows)
+        hidden = decoder.step(batch, cpu.StepOutput.HIDDEN)
+        assert hidden.shape == (count if all_rows else 1, decoder.shape.hidden)
+        assert torch.equal(kernels.linear(hidden, decoder.head), decoder.step(batch))
 
 
 def test_progress(kernels: cpu.Kernels) -> None:

@@ -67,6 +67,9 @@ def test_the_bits_are_those_of_all_kv_at_once(
         assert told == [True] * len(layers_of(small)), "each layer's KV is written when it is told"
         assert torch.equal(found, expected)
         assert all(map(torch.equal, written(small), after))
+        again = CopiedSegments(layers_of(small), TABLE, moved, each, start=start, windows=seen)
+        hidden = offloaded_step(decoder, batch_of(start, new, again), output=cpu.StepOutput.HIDDEN)
+        assert torch.equal(hidden, decoder.step(batch_of(start, new), cpu.StepOutput.HIDDEN))
 
 
 def test_no_logits_when_none_are_wanted_and_no_positions_past_the_table(kernels: cpu.Kernels) -> None:
