@@ -1,0 +1,267 @@
+"""The exchange of ranks on any hosts: `torch.distributed.all_to_all_single` over buffers that are made once.
+
+Rows travel in parts of one size, so that no rank has to be told first how many come: `most_tokens` rows to each rank,
+whatever there are. What comes back is as long as both sides know it to be. Every wait is polled, with a deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol, Self, cast
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
+
+from serving.expert_parallel.exchange import (
+    SCALE_BYTES,
+    ExchangeShape,
+    ExchangeTraffic,
+    RankLost,
+    Received,
+    Rows,
+    check_rows,
+)
+from serving.expert_parallel.local import on_the_wire
+from serving.expert_parallel.meeting import MEETING_SECONDS, exchanged
+from serving.expert_parallel.processes import ProcessWatch
+from serving.model.moe import weighted_sum
+
+ALIGNED = 64
+POLL = timedelta(milliseconds=20)  # between looks at the processes of the others
+WAITING = 0.5  # of the deadline: how long a rank waits before it says so
+ROLL_CALL = 0.05  # of the deadline: how long a rank that has given up waits to hear who else waits
+DEATH_SECONDS = 0.05  # a broken connection is seen before the end of the process that held it
+
+
+class AllToAllGroup(Protocol):
+    """What is needed of a process group of `torch.distributed`."""
+
+    def rank(self) -> int: ...
+
+    def alltoall_base(self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int]) -> Work:
+        """Begin to send parts of `input`, of equal size without splits, and to receive those of `output`."""
+
+
+def connected(store: Store, rank: int, ranks: int, seconds: float) -> AllToAllGroup:
+    """A group over gloo, whose operations fail after this time. Raises RuntimeError where it does not come about."""
+    return cast(AllToAllGroup, ProcessGroupGloo(store, rank, ranks, timedelta(seconds=seconds)))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
+
+
+class Parts:
+    """Buffers of one part for each rank, as long as `tokens` rows need: views of `flat`, part by part."""
+
+    def __init__(self, flat: Tensor, shape: ExchangeShape, tokens: int) -> None:
+        slots = ALIGNED
+        scales = slots + _aligned(tokens * shape.top_k * 2)
+        values = scales + _aligned(tokens * SCALE_BYTES)
+        end = values + _aligned(tokens * shape.hidden * shape.wire.itemsize)
+        self.bytes = end
+        self.flat = flat[: shape.ranks * end]
+        parts = self.flat.view(shape.ranks, end)
+        self.counts = parts[:, :4].view(torch.int32)[:, 0]  # [ranks]
+        slots_bytes, row_bytes = tokens * shape.top_k * 2, tokens * shape.hidden * shape.wire.itemsize
+        self.slots = parts[:, slots : slots + slots_bytes].view(torch.int16).view(-1, tokens, shape.top_k)
+        self.scales = parts[:, scales : scales + tokens * SCALE_BYTES].view(torch.float32)  # [ranks, tokens]
+        self.values = parts[:, values : values + row_bytes].view(shape.wire).view(-1, tokens, shape.hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trip:
+    """A dispatch until it is combined."""
+
+    received_order: Tensor  # [N], for each row received the place of its result among those that go back
+    results_from: list[int]  # of each rank: results that it owes
+    results_to: list[int]
+    own_order: Tensor  # [T * K], for each result that comes back its place t * K + k
+
+
+class AllToAllExchange:
+    """One rank's part (exchange.ExpertExchange) over a process group of `torch.distributed`.
+
+    Before each step its leader may lower `most_tokens`, on all ranks alike: nobody has more rows in it.
+    """
+
+    def __init__(
+        self, shape: ExchangeShape, group: AllToAllGroup, store: Store, watch: ProcessWatch, deadline: float
+    ) -> None:
+        """`store` is where ranks that have waited for `deadline` seconds find out for whom."""
+        self.shape, self.rank = shape, group.rank()
+        self.most_tokens = shape.max_tokens
+        self._group: AllToAllGroup | None = group
+        self._store, self._watch, self._deadline = store, watch, deadline
+        size = Parts(torch.empty(1 << 62, dtype=torch.uint8, device="meta"), shape, shape.max_tokens).bytes
+        self._outgoing = torch.zeros(shape.ranks * size, dtype=torch.uint8)
+        self._incoming = torch.zeros(shape.ranks * size, dtype=torch.uint8)
+        self._parts: dict[int, tuple[Parts, Parts]] = {}
+        self._results_out = torch.empty(shape.most_received, shape.hidden, dtype=shape.back)
+        self._results_in = torch.empty(shape.max_tokens * shape.top_k, shape.hidden, dtype=shape.back)
+        self._own = torch.empty_like(self._results_in)
+        self._trips: deque[_Trip] = deque()
+        self._lost: RankLost | None = None
+        self.traffic = ExchangeTraffic()
+
+    @classmethod
+    def join(
+        cls, shape: ExchangeShape, rank: int, store: Store, *, deadline: float, meeting: float = MEETING_SECONDS
+    ) -> Self:
+        """Meet the other ranks in `store` within `meeting` seconds, and connect to them by gloo.
+
+        Raises RankLost for one that does not come.
+        """
+        own = f"{host_key()} {os.getpid()}"
+        words = exchanged(store, "process", rank, shape.ranks, own.encode(), meeting)
+        processes = {other: word.decode().rsplit(" ", 1) for other, word in enumerate(words) if other != rank}
+        watch = ProcessWatch({other: int(pid) for other, (host, pid) in processes.items() if host == host_key()})
+        try:
+            # gloo's own limit only ends what this exchange has given up long before.
+            group = connected(store, rank, shape.ranks, 2 * deadline)
+        except RuntimeError as error:
+            watch.close()
+            raise RankLost(None, f"no connection within the deadline: {error}") from error
+        return cls(shape, group, store, watch, deadline)
+
+    def dispatch(self, rows: Rows, physical_TK: Tensor) -> Received:
+        check_rows(self.shape, rows, physical_TK)
+        if len(rows.values) > self.most_tokens:
+            raise ValueError(f"{len(rows.values)} rows in a step of at most {self.most_tokens}")
+        if self.most_tokens not in self._parts:
+            sizes = (self._outgoing, self._incoming)
+            outgoing, incoming = (Parts(flat, self.shape, self.most_tokens) for flat in sizes)
+            self._parts[self.most_tokens] = outgoing, incoming
+        outgoing, incoming = self._parts[self.most_tokens]
+        results_from, own_order = self._fill(outgoing, on_the_wire(rows, self.shape.wire), physical_TK)
+        self._run(lambda group: group.alltoall_base(incoming.flat, outgoing.flat, [], []))
+        self._count_dispatch(outgoing)
+        received, order, results_to = self._sorted(incoming)
+        self._trips.append(_Trip(order, results_from, results_to, own_order))
+        return received
+
+    def combine(self, results_NH: Tensor, weights_TK: Tensor) -> Tensor:
+        trip, shape = self._trips.popleft(), self.shape
+        results_out = self._results_out[: len(results_NH)]
+        results_out.index_copy_(0, trip.received_order, results_NH.to(shape.back))
+        results_in = self._results_in[: len(trip.own_order)]
+        self._run(lambda group: group.alltoall_base(results_in, results_out, trip.results_from, trip.results_to))
+        away = sum(trip.results_to) - trip.results_to[self.rank]
+        self.traffic += ExchangeTraffic(combine_bytes=away * shape.hidden * shape.back.itemsize)
+        own = self._own[: len(trip.own_order)]
+        own.index_copy_(0, trip.own_order, results_in)
+        return weighted_sum(own.view(-1, shape.top_k, shape.hidden), weights_TK)
+
+    def _fill(self, outgoing: Parts, rows: Rows, physical_TK: Tensor) -> tuple[list[int], Tensor]:
+        """Puts rows into the parts of their ranks; how many results each owes, and in which order they come."""
+        ranks_TK, slots_TK = physical_TK // self.shape.slots, (physical_TK % self.shape.slots).to(torch.int16)
+        owed, orders = [], []
+        for rank in range(self.shape.ranks):
+            taken_TK = ranks_TK == rank
+            chosen = taken_TK.any(1).nonzero()[:, 0]
+            count = len(chosen)
+            outgoing.counts[rank] = count
+            outgoing.slots[rank, :count] = torch.where(taken_TK, slots_TK, -1)[chosen]
+            outgoing.values[rank, :count] = rows.values.index_select(0, chosen)
+            if rows.scale is not None:
+                outgoing.scales[rank, :count] = rows.scale[chosen]
+            orders.append(taken_TK.flatten().nonzero()[:, 0])
+            owed.append(len(orders[-1]))
+        return owed, torch.cat(orders)
+
+    def _sorted(self, incoming: Parts) -> tuple[Received, Tensor, list[int]]:
+        """Rows slot by slot, each slot's by rank and as they came; the places of their results; how many for each."""
+        places, slots, owed = [], [], []
+        counts = incoming.counts.tolist()
+        for rank, count in enumerate(counts):
+            taken = incoming.slots[rank, :count]
+            places_P, k_P = (taken >= 0).nonzero(as_tuple=True)
+            slots.append(taken[places_P, k_P])
+            places.append(places_P + sum(counts[:rank]))
+            owed.append(len(places_P))
+        slots_N = torch.cat(slots).long()
+        order = slots_N.argsort(stable=True)
+        at = torch.cat(places)[order]
+
+        def chosen(parts: Tensor) -> Tensor:
+            return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]).index_select(0, at)
+
+        rows = Rows(chosen(incoming.values), chosen(incoming.scales) if self.shape.wire is torch.int8 else None)
+        return Received(rows, slots_N.bincount(minlength=self.shape.slots).int()), order, owed
+
+    def _count_dispatch(self, outgoing: Parts) -> None:
+        """What travelled, the empty ends of parts included: as rows' bytes, but for the slots."""
+        others = self.shape.ranks - 1
+        routing = ALIGNED + _aligned(self.most_tokens * self.shape.top_k * 2)
+        rows = int(outgoing.counts.sum()) - int(outgoing.counts[self.rank])
+        self.traffic += ExchangeTraffic(
+            dispatches=1,
+            rows=rows,
+            dispatch_bytes=others * (outgoing.bytes - routing),
+            routing_bytes=others * routing,
+        )
+
+    def _run(self, start: Callable[[AllToAllGroup], Work]) -> None:
+        """One operation, polled. Raises RankLost; then the group is of no use any more."""
+        if self._lost is not None or self._group is None:
+            raise self._lost or RankLost(self.rank, "its exchange is closed")
+        began, said = time.monotonic(), False
+        try:
+            work = start(self._group)
+            while not self._ended(work):
+                if (dead := self._watch.ended()) is not None:
+                    raise RankLost(dead, "its process has ended")
+                waited = time.monotonic() - began
+                if not said and waited >= WAITING * self._deadline:
+                    said = True
+                    self._store.set(self._waiting(self.rank), "")
+                if waited >= self._deadline:
+                    raise RankLost(self._missing(), "it has not answered within the deadline")
+            if said:  # it was late, and lost later it is not to count as one that waits
+                self._store.delete_key(self._waiting(self.rank))
+        except RankLost as lost:
+            self._lost = lost
+            raise
+        except RuntimeError as error:  # gloo's word for a connection that broke
+            self._lost = RankLost(self._watch.ended(DEATH_SECONDS), f"its connection is broken: {error}")
+            raise self._lost from error
+
+    def _ended(self, work: Work) -> bool:
+        """Waits for a moment; raises what the operation does."""
+        began = time.monotonic()
+        try:
+            work.wait(POLL)
+        except RuntimeError:
+            if time.monotonic() - began < POLL.total_seconds():
+                raise  # it was not the time that was up
+            return False
+        return True
+
+    def _waiting(self, rank: int) -> str:
+        """Under which name a rank says that it waits for others: long before it gives up, since others begin later."""
+        return f"waiting/{rank}"
+
+    def _missing(self) -> int | None:
+        """The one rank that does not say it waits, as the others do; None where there are several."""
+        until = time.monotonic() + ROLL_CALL * self._deadline
+        while True:
+            silent = [rank for rank in range(self.shape.ranks) if not self._store.check([self._waiting(rank)])]
+            if len(silent) <= 1 or time.monotonic() >= until:
+                return silent[0] if len(silent) == 1 else None
+            time.sleep(ROLL_CALL * self._deadline / 20)
+
+    def close(self) -> None:
+        self._group = None
+        self._watch.close()
+
+
+def host_key() -> str:
+    """Equal for processes that know each other by number: of one start of one kernel, in one namespace of processes."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"

@@ -1,0 +1,158 @@
+"""The exchange of rows between the ranks that hold a layer's experts: two methods, whatever carries the bytes.
+
+It knows no model. A group's ranks call `dispatch` and `combine` in turn, all the same number of times, with rows or
+without.
+
+Shapes: T rows of this rank, H hidden width, K experts of a row, N rows received, S slots (experts that a rank holds).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+WIRE_DTYPES = (torch.int8, torch.bfloat16, torch.float32)
+BACK_DTYPES = (torch.bfloat16, torch.float32)
+SCALE_BYTES = 4
+
+
+class RankLost(Exception):
+    """A rank of the group takes part no longer: the step has no result, and the exchange is over.
+
+    `rank` is the rank's number in its group, None where it cannot be told.
+    """
+
+    def __init__(self, rank: int | None, reason: str) -> None:
+        super().__init__(f"rank {'unknown' if rank is None else rank} of the expert group is lost: {reason}")
+        self.rank = rank
+        self.reason = reason
+
+
+class ExchangeUnavailable(Exception):
+    """This kind of exchange cannot be had here; another may."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeShape:
+    """What buffers are sized for. All ranks of a group have the same.
+
+    Rows of int8 travel with a scale each: for experts whose first layer is INT8, which would make the same integers of
+    them. Results travel unreduced, in `back`; with bfloat16 those of a float32 model are rounded.
+    """
+
+    ranks: int
+    slots: int
+    top_k: int
+    hidden: int
+    max_tokens: int  # of one rank in one dispatch
+    wire: torch.dtype
+    back: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.wire not in WIRE_DTYPES or self.back not in BACK_DTYPES:
+            raise ValueError(f"rows of {self.wire} and results of {self.back} are not exchanged")
+        if min(self.ranks, self.slots, self.top_k, self.hidden, self.max_tokens) < 1:
+            raise ValueError("an exchange of nothing")
+        if self.slots > torch.iinfo(torch.int16).max:
+            raise ValueError(f"{self.slots} slots of one rank do not fit 16 bits")
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row on the wire, without its slots."""
+        return self.hidden * self.wire.itemsize + (SCALE_BYTES if self.wire is torch.int8 else 0)
+
+    @property
+    def most_results(self) -> int:
+        """That one rank may have of one row."""
+        return min(self.top_k, self.slots)
+
+    @property
+    def most_received(self) -> int:
+        """Rows that one rank may receive, each as often as its experts take it."""
+        return self.ranks * self.max_tokens * self.most_results
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a layer's input. With `scale` float32 [N] the `values` [N, H] are int8, and a row is their product."""
+
+    values: Tensor
+    scale: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What `dispatch` brought, slot after slot: `counts` int32 [S] rows each. Valid until the next dispatch but one.
+
+    Results that are written into `results` [N, H], where there is such memory, need no copy.
+    """
+
+    rows: Rows
+    counts: Tensor
+    results: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeTraffic:
+    """What one rank has sent to others so far. A step's is the difference of two."""
+
+    dispatches: int = 0
+    rows: int = 0  # each once to every rank that holds an expert of it
+    dispatch_bytes: int = 0  # values and scales of those rows
+    routing_bytes: int = 0  # how many there are, and which slots take them
+    combine_bytes: int = 0  # results
+
+    def __add__(self, other: ExchangeTraffic) -> ExchangeTraffic:
+        return ExchangeTraffic(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+
+    def __sub__(self, before: ExchangeTraffic) -> ExchangeTraffic:
+        return ExchangeTraffic(
+            **{one.name: getattr(self, one.name) - getattr(before, one.name) for one in fields(self)}
+        )
+
+
+class ExpertExchange(Protocol):
+    """One rank's part in a group. Both methods raise RankLost within the group's deadline, and from then on."""
+
+    @property
+    def shape(self) -> ExchangeShape: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def traffic(self) -> ExchangeTraffic: ...
+
+    def dispatch(self, rows: Rows, physical_TK: Tensor) -> Received:
+        """Send each row to the ranks of its physical experts (rank * slots + slot, int32), and take those of others.
+
+        Rows without a scale are quantized where int8 travels. A slot's rows are in a fixed order. At most two
+        dispatches are under way before the first of them is combined. Raises ValueError for more than `max_tokens`
+        rows.
+        """
+
+    def combine(self, results_NH: Tensor, weights_TK: Tensor) -> Tensor:
+        """Send back what the experts made of the rows received, in their order, and take that of the own rows.
+
+        Results come unreduced; here they are added up times their float32 weights, in the order of K: float32 [T, H],
+        the bits of `serving.model.moe.weighted_sum`. It is for the oldest dispatch that has not been combined. The
+        answer is valid until the next combine.
+        """
+
+    def close(self) -> None:
+        """Take part no longer, and give back memory and descriptors; further calls do nothing."""
+
+
+def check_rows(shape: ExchangeShape, rows: Rows, physical_TK: Tensor) -> None:
+    """Raises ValueError for rows that an exchange of this shape does not carry."""
+    values = rows.values
+    if len(values) > shape.max_tokens:
+        raise ValueError(f"{len(values)} rows in one dispatch, of {shape.max_tokens} that there is room for")
+    if values.shape[1:] != (shape.hidden,) or physical_TK.shape != (len(values), shape.top_k):
+        raise ValueError(f"rows {tuple(values.shape)} with experts {tuple(physical_TK.shape)} do not fit the exchange")
+    carried = values.dtype == shape.wire or (shape.wire is torch.int8 and values.dtype in BACK_DTYPES)
+    if not carried or (rows.scale is not None) != (values.dtype is torch.int8):
+        raise ValueError(f"rows of {values.dtype} do not travel as {shape.wire}")

@@ -1,0 +1,138 @@
+"""Spreads the experts of a built decoder over the ranks of a group, each of which runs its own rows through the rest.
+
+Attention is data-parallel: a rank has its own sequences, and its rows meet those of other ranks at the experts alone. A
+rank without work in a step runs an `idle_step`, since the others wait for it in every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from serving import kernels
+from serving.expert_parallel.exchange import ExchangeShape, ExpertExchange, Received, Rows
+from serving.expert_parallel.physical import PhysicalExperts
+from serving.model.decoder import Decoder, Layer
+from serving.model.expert_balance import ExpertPlacement
+from serving.model.gated_mlp import GatedMlp
+from serving.model.moe import MoeMlp, few_alike
+from serving.model.quantized_linear import QuantizedLinear
+
+
+class ExpertParallelMlp(MoeMlp):
+    """A MoE layer whose experts are held by the ranks of a group. Routing, weights and the sum are those of MoeMlp.
+
+    What comes back is unreduced and summed here in the order of `route`: it has the bits that one process computes.
+    """
+
+    def __init__(self, mlp: MoeMlp, placement: ExpertPlacement, exchange: ExpertExchange) -> None:
+        nn.Module.__init__(self)
+        self.__dict__.update(mlp.__dict__)  # its parameters and modules, whatever the family has
+        self.exchange = exchange
+        self.physical = PhysicalExperts(placement, exchange.rank)
+        held = dict(mlp.experts.named_children())
+        self.slots = [held[str(expert)] for expert in placement.slots[exchange.rank]]
+
+    def mixed(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        received = self.exchange.dispatch(Rows(x_TH), self.physical.of(experts_TK))
+        return self.exchange.combine(self._results(received, x_TH.dtype), weights_TK)
+
+    def _results(self, received: Received, dtype: torch.dtype) -> Tensor:
+        """What this rank's experts make of the rows received, [N, H], in their order."""
+        values, scale = received.rows.values, received.rows.scale
+        out = received.results
+        if out is None or out.dtype != dtype:
+            out = torch.empty(values.shape, dtype=dtype, device=values.device)
+        first = 0
+        for expert, count in zip(self.slots, received.counts.tolist(), strict=True):
+            rows = slice(first, first + count)
+            first += count
+            if count and scale is None:
+                out[rows] = few_alike(expert, values[rows])
+            elif count and scale is not None:
+                out[rows] = _of_quantized(expert, values[rows], scale[rows], dtype)
+        return out
+
+
+def _of_quantized(expert: nn.Module, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """An INT8 expert of rows that travelled as its first layer would have quantized them."""
+    assert isinstance(expert, GatedMlp) and isinstance(expert.gate_up, QuantizedLinear)
+    return expert.down(kernels.silu_mul(expert.gate_up.of_quantized(values, scale).to(dtype)))
+
+
+def hold_experts(model: Decoder, placements: Sequence[ExpertPlacement], rank: int) -> None:
+    """Let the MoE layers of `model` have the experts of this rank alone, under the numbers they have in a checkpoint.
+
+    `placements` are those of the MoE layers, first to last. For `serving.loader.loading.load` as its `layout`.
+    """
+    for (_, mlp), placement in zip(moe_layers(model), placements, strict=True):
+        held = sorted(set(placement.slots[rank]))
+        every = dict(mlp.experts.named_children())
+        mlp.experts = nn.ModuleDict({str(expert): every[str(expert)] for expert in held})  # type: ignore[assignment]
+
+
+def apply_expert_parallel(model: Decoder, placements: Sequence[ExpertPlacement], exchange: ExpertExchange) -> Decoder:
+    """Let the MoE layers of a built `model` send their rows through `exchange`; in place, and returned.
+
+    The model holds the experts of this rank (`hold_experts`), or all. `placements` are those of the MoE layers, first
+    to last. Raises ValueError where the exchange has another shape than the model's layers need.
+    """
+    layers = list(moe_layers(model))
+    for (_, mlp), placement in zip(layers, placements, strict=True):
+        _check(mlp, placement, exchange.shape)
+    for (layer, mlp), placement in zip(layers, placements, strict=True):
+        layer.mlp = ExpertParallelMlp(mlp, placement, exchange)
+    return model
+
+
+def idle_step(model: Decoder) -> None:
+    """Take part in a step of the other ranks, without rows of its own."""
+    weight = model.norm.weight
+    for layer in model.layers:
+        assert isinstance(layer, Layer)
+        if isinstance(layer.mlp, ExpertParallelMlp):
+            layer.mlp(weight.new_empty(0, len(weight)))
+
+
+def exchange_shape(model: Decoder, placement: ExpertPlacement, max_tokens: int) -> ExchangeShape:
+    """The exchange that a built model needs: INT8 on the wire where experts are INT8, else the model's own type.
+
+    Results come back in the model's type, which is the experts' own: nothing is rounded on the way. Raises ValueError
+    for a model without MoE layers, or of another type than bfloat16 and float32.
+    """
+    _, mlp = next(moe_layers(model), (None, None))
+    if mlp is None or model.spec.moe is None:
+        raise ValueError("the model has no experts to spread")
+    dtype = model.norm.weight.dtype
+    quantized = all(_takes_int8(expert) for expert in mlp.experts.children())
+    return ExchangeShape(
+        ranks=len(placement.slots),
+        slots=len(placement.slots[0]),
+        top_k=model.spec.moe.top_k,
+        hidden=model.spec.hidden,
+        max_tokens=max_tokens,
+        wire=torch.int8 if quantized else dtype,
+        back=dtype,
+    )
+
+
+def moe_layers(model: Decoder) -> Iterator[tuple[Layer, MoeMlp]]:
+    for layer in model.layers:
+        assert isinstance(layer, Layer)
+        if isinstance(layer.mlp, MoeMlp):
+            yield layer, layer.mlp
+
+
+def _takes_int8(expert: nn.Module) -> bool:
+    return isinstance(expert, GatedMlp) and isinstance(expert.gate_up, QuantizedLinear)
+
+
+def _check(mlp: MoeMlp, placement: ExpertPlacement, shape: ExchangeShape) -> None:
+    if (len(placement.slots), len(placement.slots[0])) != (shape.ranks, shape.slots):
+        raise ValueError(f"a placement on {len(placement.slots)} ranks does not fit an exchange of {shape.ranks}")
+    if placement.experts != mlp.spec.experts or mlp.spec.top_k != shape.top_k:
+        raise ValueError(f"a layer of {mlp.spec.experts} experts does not fit a placement of {placement.experts}")
+    if shape.wire is torch.int8 and not all(_takes_int8(expert) for expert in mlp.experts.children()):
+        raise ValueError("rows travel as int8 to INT8 experts alone: to others they would lose what these compute with")

@@ -1,0 +1,51 @@
+"""The exchange of a group of one rank: nothing travels, rows are put in order of their experts and back."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from serving.expert_parallel.exchange import ExchangeShape, ExchangeTraffic, Received, Rows, check_rows
+from serving.kernels.int8 import quantize_rows
+from serving.model.moe import weighted_sum
+
+
+def on_the_wire(rows: Rows, wire: torch.dtype) -> Rows:
+    """The rows as they travel: quantized if int8 does and they are not yet."""
+    if wire is torch.int8 and rows.scale is None:
+        return Rows(*quantize_rows(rows.values))
+    return rows
+
+
+class LocalExchange:
+    """All experts are here (exchange.ExpertExchange). Raises ValueError for a shape of several ranks."""
+
+    rank = 0
+    traffic = ExchangeTraffic()
+
+    def __init__(self, shape: ExchangeShape) -> None:
+        if shape.ranks != 1:
+            raise ValueError(f"a local exchange has one rank, not {shape.ranks}")
+        self.shape = shape
+        self._orders: deque[Tensor] = deque()
+
+    def dispatch(self, rows: Rows, physical_TK: Tensor) -> Received:
+        check_rows(self.shape, rows, physical_TK)
+        sent = on_the_wire(rows, self.shape.wire)
+        order = physical_TK.flatten().argsort(stable=True)
+        self._orders.append(order)
+        places = order // self.shape.top_k
+        scale = None if sent.scale is None else sent.scale[places]
+        counts = physical_TK.flatten().bincount(minlength=self.shape.slots).int()
+        return Received(Rows(sent.values[places], scale), counts)
+
+    def combine(self, results_NH: Tensor, weights_TK: Tensor) -> Tensor:
+        order = self._orders.popleft()
+        parts = torch.empty(len(order), self.shape.hidden, dtype=self.shape.back, device=results_NH.device)
+        parts[order] = results_NH.to(self.shape.back)
+        return weighted_sum(parts.view(-1, self.shape.top_k, self.shape.hidden), weights_TK)
+
+    def close(self) -> None:
+        """It holds nothing."""

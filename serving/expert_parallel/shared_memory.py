@@ -1,0 +1,199 @@
+"""The exchange of ranks on one host, through memory that they share: no copy by the kernel, no call of it but to sleep.
+
+Each rank has a segment (serving.shared_memory) sized for the largest step, which it alone writes. What orders memory
+between processes are C++ atomics in serving/kernels/cpu/exchange.cpp; without a compiler there is no such exchange.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from serving.expert_parallel.exchange import (
+    ExchangeShape,
+    ExchangeTraffic,
+    ExchangeUnavailable,
+    RankLost,
+    Received,
+    Rows,
+    check_rows,
+)
+from serving.expert_parallel.meeting import MEETING_SECONDS, exchanged
+from serving.expert_parallel.processes import ProcessWatch
+from serving.kernels import cpu
+from serving.kernels.cpu.exchange import REASONS, ExchangeFunctions, Shape
+from serving.kernels.cpu.exchange import Traffic as CountedTraffic
+from serving.shared_memory import FIRST_BYTE, Bytes, Segment, SegmentUnavailable, available, mapped, process_of
+
+DEADLINE_SECONDS = 10.0  # that a rank may keep the others waiting
+SPIN_SECONDS = 50e-6  # awake for what is about to come, where every rank has a core
+
+
+class SharedMemoryExchange:
+    """One rank's part (exchange.ExpertExchange). Buffers are made once; a call allocates none."""
+
+    def __init__(
+        self, shape: ExchangeShape, rank: int, segments: list[Bytes], watch: ProcessWatch, deadline: float, spin: float
+    ) -> None:
+        """`segments` of every rank without their first page; the own one is written, the others are read."""
+        self.shape, self.rank = shape, rank
+        self._functions = functions()
+        self._segments, self._watch = segments, watch
+        addresses = (ctypes.c_void_p * shape.ranks)(*(memory.ctypes.data for memory in segments))
+        pidfds = (ctypes.c_int32 * shape.ranks)(*(watch.descriptors.get(other, -1) for other in range(shape.ranks)))
+        self._exchange: int | None = self._functions.create(
+            c_shape(shape, rank), addresses, pidfds, int(deadline * 1e9), int(spin * 1e9)
+        )
+        self._counted = self._functions.traffic(self._exchange).contents
+        self._loss = self._functions.loss(self._exchange).contents
+        quantized = shape.wire is torch.int8
+        self._values = [torch.empty(shape.most_received, shape.hidden, dtype=shape.wire) for _ in range(2)]
+        self._scales = [torch.empty(shape.most_received) if quantized else None for _ in range(2)]
+        self._counts = [torch.zeros(shape.slots, dtype=torch.int32) for _ in range(2)]
+        self._results = [self._results_of(parity) for parity in range(2)]
+        self._sums = torch.empty(shape.max_tokens, shape.hidden)
+        self._tokens, self._received = [0, 0], [0, 0]
+        self._dispatched = self._combined = 0
+
+    @classmethod
+    def join(
+        cls,
+        shape: ExchangeShape,
+        rank: int,
+        store: Store,
+        *,
+        deadline: float = DEADLINE_SECONDS,
+        meeting: float = MEETING_SECONDS,
+        spin: float | None = None,
+    ) -> Self:
+        """Meet the other ranks in `store` within `meeting` seconds; `deadline` is that of every wait after it.
+
+        `spin`: see SPIN_SECONDS.
+
+        Raises ExchangeUnavailable where memory cannot be shared, RankLost for one that does not come.
+        """
+        if not available():
+            raise ExchangeUnavailable("this system has no anonymous files to share memory by")
+        segment = Segment(functions().bytes(c_shape(shape, rank)), "millrace-experts")
+        watch = ProcessWatch({})
+        try:
+            offers = exchanged(store, "segment", rank, shape.ranks, segment.details, meeting)
+            # The processes first: if a number has been used again, the memory found by it has another secret.
+            watch = ProcessWatch({other: process_of(offer) for other, offer in enumerate(offers) if other != rank})
+            segments = [
+                (segment.memory if other == rank else mapped(offer, writable=False))[FIRST_BYTE:]
+                for other, offer in enumerate(offers)
+            ]
+            exchanged(store, "mapped", rank, shape.ranks, b"", meeting)
+        except SegmentUnavailable as error:
+            watch.close()
+            raise ExchangeUnavailable(str(error)) from error
+        except RankLost:
+            watch.close()
+            raise
+        finally:
+            segment.close()  # the memory stays: whoever was to map it has done so
+        if spin is None:
+            spin = SPIN_SECONDS if shape.ranks <= cpu.default_threads() else 0.0
+        return cls(shape, rank, segments, watch, deadline, spin)
+
+    @property
+    def traffic(self) -> ExchangeTraffic:
+        counted = self._counted
+        return ExchangeTraffic(
+            dispatches=counted.dispatches,
+            rows=counted.rows,
+            dispatch_bytes=counted.dispatch_bytes,
+            routing_bytes=counted.routing_bytes,
+            combine_bytes=counted.combine_bytes,
+        )
+
+    def dispatch(self, rows: Rows, physical_TK: Tensor) -> Received:
+        check_rows(self.shape, rows, physical_TK)
+        if self._exchange is None:
+            raise self._lost()
+        assert self._dispatched - self._combined < 2, "two dispatches wait to be combined"
+        tokens, parity = len(rows.values), (self._dispatched + 1) % 2
+        values, scale = rows.values.contiguous(), rows.scale
+        physical = physical_TK.contiguous()
+        assert physical.dtype is torch.int32, physical.dtype
+        out_scale, counts = self._scales[parity], self._counts[parity]
+        received = self._functions.dispatch(
+            self._exchange,
+            values.data_ptr(),
+            None if scale is None else scale.data_ptr(),
+            cpu.Kind.of(values.dtype),
+            tokens,
+            physical.data_ptr(),
+            self._values[parity].data_ptr(),
+            None if out_scale is None else out_scale.data_ptr(),
+            counts.data_ptr(),
+        )
+        if received < 0:
+            raise self._lost()
+        self._tokens[parity], self._received[parity] = tokens, received
+        self._dispatched += 1
+        out = self._values[parity][:received]
+        scales = None if out_scale is None else out_scale[:received]
+        return Received(Rows(out, scales), counts, self._results[parity][:received])
+
+    def combine(self, results_NH: Tensor, weights_TK: Tensor) -> Tensor:
+        if self._exchange is None:
+            raise self._lost()
+        assert self._combined < self._dispatched, "nothing waits to be combined"
+        results, weights, parity = results_NH.contiguous(), weights_TK.contiguous(), (self._combined + 1) % 2
+        tokens = self._tokens[parity]
+        assert results.shape == (self._received[parity], self.shape.hidden), results.shape
+        assert weights.shape == (tokens, self.shape.top_k) and weights.dtype is torch.float32
+        done = self._functions.combine(
+            self._exchange,
+            results.data_ptr() if len(results) else self._results[parity].data_ptr(),
+            cpu.Kind.of(results.dtype),
+            weights.data_ptr(),
+            self._sums.data_ptr(),
+        )
+        if done < 0:
+            raise self._lost()
+        self._combined += 1
+        return self._sums[:tokens]
+
+    def _results_of(self, parity: int) -> Tensor:
+        """Where results of every second dispatch are read by the others."""
+        own = self._segments[self.rank]
+        first = self._functions.results(self._exchange, parity) - own.ctypes.data
+        end = first + self.shape.most_received * self.shape.hidden * self.shape.back.itemsize
+        return torch.from_numpy(own[first:end]).view(self.shape.back).view(-1, self.shape.hidden)
+
+    def _lost(self) -> RankLost:
+        if self._exchange is None:
+            return RankLost(self.rank, "its exchange is closed")
+        return RankLost(self._loss.rank, REASONS[self._loss.reason])
+
+    def close(self) -> None:
+        if self._exchange is None:
+            return
+        self._functions.leave(self._exchange)
+        self._counted = CountedTraffic.from_buffer_copy(self._counted)
+        self._functions.destroy(self._exchange)
+        self._exchange = None
+        self._watch.close()
+        self._segments, self._results = [], []
+
+
+def c_shape(shape: ExchangeShape, rank: int) -> ctypes.Structure:
+    """The shape as the compiled library takes it."""
+    sizes = (shape.ranks, rank, shape.slots, shape.top_k, shape.hidden, shape.max_tokens)
+    return Shape(*sizes, cpu.Kind.of(shape.wire), cpu.Kind.of(shape.back))
+
+
+def functions() -> ExchangeFunctions:
+    """Raises ExchangeUnavailable where the library cannot be had."""
+    library = cpu.shared_library()
+    if library is None or not hasattr(os, "pidfd_open"):
+        raise ExchangeUnavailable("the exchange through shared memory needs Linux and a C++ compiler")
+    return ExchangeFunctions(library)

@@ -1,0 +1,72 @@
+// The exchange of MoE rows between the ranks of one host, over memory that they share: structures and functions.
+//
+// Each rank owns one segment, which it alone writes and all others map for reading. It holds the rank's flags and, for
+// each parity of the sequence number, its rows (dispatch) and the results of those it received (combine), each once,
+// with a list for every peer of what of them is for that one; all as large as a step may ever need. A flag is a sequence
+// number: its release store makes what was written before visible to the acquire load that sees it, on x86 (TSO) as on
+// aarch64.
+#pragma once
+
+#include <stdint.h>
+
+struct ExchangeShape {
+    int32_t ranks;
+    int32_t rank;
+    int32_t slots;       // experts that one rank holds
+    int32_t top_k;       // experts of a row
+    int32_t hidden;
+    int32_t max_tokens;  // of one rank in one dispatch
+    int32_t wire;        // Kind of the rows that travel
+    int32_t back;        // Kind of the results that travel
+};
+
+struct ExchangeTraffic {
+    int64_t dispatches;
+    int64_t rows;            // sent to other ranks
+    int64_t dispatch_bytes;  // values and scales of those
+    int64_t routing_bytes;   // their counts and slots
+    int64_t combine_bytes;   // results sent to other ranks
+};
+
+struct ExchangeLoss {
+    int32_t rank;
+    int32_t reason;  // 0 none, 1 its process has ended, 2 it is late, 3 it has left, 4 what it sent makes no sense
+};
+
+struct Exchange;
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// Bytes of one rank's segment.
+int64_t millrace_exchange_bytes(const ExchangeShape* shape);
+
+// `segments` are where each rank's begins, the own one writable and zeroed; `pidfds` one for each rank, -1 for none.
+Exchange* millrace_exchange_create(const ExchangeShape* shape, uint8_t* const* segments, const int32_t* pidfds,
+                                   int64_t deadline_ns, int64_t spin_ns);
+void millrace_exchange_destroy(Exchange* exchange);
+
+// Tells the others that this rank takes part no longer.
+void millrace_exchange_leave(Exchange* exchange);
+
+// Sends rows [tokens, hidden] of `kind` to the ranks of their `physical` experts [tokens, top_k] (rank * slots + slot),
+// waits for those of all others, and writes them expert by expert: `values`, `scales`, and how many for each slot.
+// Their number; -1 where a rank is lost.
+int64_t millrace_exchange_dispatch(Exchange* exchange, const void* rows, const float* row_scales, int32_t kind,
+                                   int64_t tokens, const int32_t* physical, void* values, float* scales,
+                                   int32_t* counts);
+
+// Where results may be written, so that they need no copy: of the first dispatch with parity 1, the second with 0, ….
+void* millrace_exchange_results(Exchange* exchange, int32_t parity);
+
+// Gives results [rows received, hidden] of `kind` to the ranks of their rows, waits for those of the own rows, and adds
+// these up times `weights` [tokens, top_k], in the order of k, in `sums` float32 [tokens, hidden]. 0; -1 where a rank is
+// lost.
+int64_t millrace_exchange_combine(Exchange* exchange, const void* results, int32_t kind, const float* weights,
+                                  float* sums);
+
+const ExchangeTraffic* millrace_exchange_traffic(const Exchange* exchange);
+const ExchangeLoss* millrace_exchange_loss(const Exchange* exchange);
+
+}
+#pragma GCC visibility pop

@@ -1,0 +1,195 @@
+"""Every kind of exchange brings each row to its experts and each result back to its row, with the bits it had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from serving.expert_parallel.exchange import ExchangeShape, ExchangeTraffic, RankLost, Rows
+from serving.kernels.int8 import quantize_rows
+from tests.serving.expert_parallel.groups import (
+    KINDS,
+    Group,
+    counts_of,
+    expected,
+    made_of,
+    random_experts,
+    shape_for,
+    weights_of,
+)
+
+STEPS = 12
+
+Opening = Callable[..., Group]
+
+
+@pytest.fixture
+def opened() -> Iterator[Opening]:
+    groups: list[Group] = []
+
+    def open_group(kind: str, shape: ExchangeShape) -> Group:
+        groups.append(Group(kind, shape))
+        return groups[-1]
+
+    yield open_group
+    for group in groups:
+        group.close()
+
+
+def steps(shape: ExchangeShape, dtype: torch.dtype = torch.float32) -> list[list[tuple[Tensor, Tensor]]]:
+    """For each step the rows and physical experts of each rank; some ranks have none."""
+    generator = torch.Generator().manual_seed(5)
+    made = []
+    for step in range(STEPS):
+        counts = [0] * shape.ranks if step == 3 else counts_of(shape.ranks, generator, shape.max_tokens)
+        made.append(
+            [
+                (
+                    torch.randn(count, shape.hidden, generator=generator).to(dtype),
+                    random_experts(count, shape.top_k, shape.ranks * shape.slots, generator),
+                )
+                for count in counts
+            ]
+        )
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+def test_results_come_back_to_their_rows(opened: Opening, kind: str, wire: torch.dtype) -> None:
+    shape = shape_for(kind, wire=wire)
+    group, work = opened(kind, shape), steps(shape, wire)
+
+    def run(rank: int) -> list[Tensor]:
+        exchange, found = group.exchanges[rank], []
+        for step in work:
+            rows, physical = step[rank]
+            received = exchange.dispatch(Rows(rows), physical)
+            found.append(exchange.combine(made_of(received, rank * shape.slots), weights_of(physical)).clone())
+        return found
+
+    for rank, parts in enumerate(group.each(run)):
+        for step, found in zip(work, parts, strict=True):
+            assert torch.equal(found, expected(*step[rank]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_rows_are_those_an_int8_expert_would_make(opened: Opening, kind: str, dtype: torch.dtype) -> None:
+    shape = shape_for(kind, wire=torch.int8)
+    group, work = opened(kind, shape), steps(shape, dtype)
+
+    def run(rank: int) -> None:
+        exchange = group.exchanges[rank]
+        for step in work:
+            received = exchange.dispatch(Rows(step[rank][0]), step[rank][1])
+            assert received.rows.scale is not None and received.rows.values.dtype is torch.int8
+            wanted = {
+                (number // shape.slots, number % shape.slots, *map(int, values), float(scale))
+                for rows, physical in step
+                for values, scale, numbers in zip(*quantize_rows(rows), physical.tolist(), strict=True)
+                for number in numbers
+                if number // shape.slots == rank
+            }
+            slots = torch.arange(shape.slots).repeat_interleave(received.counts).tolist()
+            found = {
+                (rank, slot, *map(int, values), float(scale))
+                for slot, values, scale in zip(slots, *(received.rows.values, received.rows.scale), strict=True)
+            }
+            assert found == wanted
+            parts = exchange.combine(made_of(received, rank * shape.slots), weights_of(step[rank][1]))
+            values, scale = quantize_rows(step[rank][0])
+            assert torch.equal(parts, expected(values * scale[:, None], step[rank][1]))
+
+    group.each(run)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_dispatches_may_be_under_way(opened: Opening, kind: str) -> None:
+    shape = shape_for(kind)
+    group, work = opened(kind, shape), steps(shape)
+
+    def run(rank: int) -> list[Tensor]:
+        exchange, found = group.exchanges[rank], []
+        for first, second in zip(work[::2], work[1::2], strict=True):
+            one = exchange.dispatch(Rows(first[rank][0]), first[rank][1])
+            other = exchange.dispatch(Rows(second[rank][0]), second[rank][1])
+            for part, (_, physical) in ((one, first[rank]), (other, second[rank])):
+                found.append(exchange.combine(made_of(part, rank * shape.slots), weights_of(physical)).clone())
+        return found
+
+    for rank, parts in enumerate(group.each(run)):
+        for step, found in zip(work, parts, strict=True):
+            assert torch.equal(found, expected(*step[rank]))
+
+
+@pytest.mark.parametrize("kind", ["shared_memory", "all_to_all", "hierarchical"])
+def test_results_may_travel_as_bfloat16(opened: Opening, kind: str) -> None:
+    shape = shape_for(kind, back=torch.bfloat16)
+    group, work = opened(kind, shape), steps(shape)
+
+    def run(rank: int) -> None:
+        for step in work:
+            received = group.exchanges[rank].dispatch(Rows(step[rank][0]), step[rank][1])
+            parts = group.exchanges[rank].combine(made_of(received, rank * shape.slots), weights_of(step[rank][1]))
+            assert torch.equal(parts, expected(*step[rank], torch.bfloat16))
+
+    group.each(run)
+
+
+def test_a_row_goes_once_to_each_rank_and_is_counted(opened: Opening) -> None:
+    shape = shape_for("shared_memory", wire=torch.int8)
+    group = opened("shared_memory", shape)
+    # Rank 0's two rows: one to slots 1 and 2 of rank 1 and to itself, one to ranks 1 and 2 and to itself.
+    physical = torch.tensor([[4, 5, 0], [3, 6, 1]], dtype=torch.int32)
+    work = {0: (torch.randn(2, shape.hidden), physical)}
+    nothing = torch.empty(0, shape.hidden), torch.empty(0, shape.top_k, dtype=torch.int32)
+
+    def run(rank: int) -> ExchangeTraffic:
+        exchange = group.exchanges[rank]
+        before = exchange.traffic
+        rows, chosen = work.get(rank, nothing)
+        exchange.combine(made_of(exchange.dispatch(Rows(rows), chosen), 0), weights_of(chosen))
+        return exchange.traffic - before
+
+    sent = group.each(run)
+    assert sent[0].rows == 3 and sent[0].dispatch_bytes == 3 * (shape.hidden + 4)
+    assert sent[0].routing_bytes == 2 * 4 + 3 * (4 + shape.top_k * 2)
+    assert [one.combine_bytes for one in sent] == [0, 3 * shape.hidden * 4, shape.hidden * 4]
+
+
+def test_between_nodes_a_row_goes_once_to_each(opened: Opening) -> None:
+    shape = shape_for("hierarchical")
+    group = opened("hierarchical", shape)
+    row, physical = torch.randn(1, shape.hidden), torch.tensor([[6, 9, 10]], dtype=torch.int32)  # ranks 2, 3 and 3
+
+    def run(rank: int) -> ExchangeTraffic:
+        exchange = group.exchanges[rank]
+        chosen = (row, physical) if rank == 0 else (row[:0], physical[:0])
+        exchange.combine(made_of(exchange.dispatch(Rows(chosen[0]), chosen[1]), 0), weights_of(chosen[1]))
+        return exchange.between.traffic  # type: ignore[attr-defined]
+
+    assert [one.rows for one in group.each(run)] == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_too_many_rows_are_refused(opened: Opening, kind: str) -> None:
+    shape = shape_for(kind)
+    rows = torch.zeros(shape.max_tokens + 1, shape.hidden)
+    physical = torch.zeros(shape.max_tokens + 1, shape.top_k, dtype=torch.int32)
+    with pytest.raises(ValueError, match="room for"):
+        opened(kind, shape).exchanges[0].dispatch(Rows(rows), physical)
+
+
+@pytest.mark.parametrize("kind", ["shared_memory", "all_to_all"])
+def test_a_closed_exchange_says_so(opened: Opening, kind: str) -> None:
+    shape = shape_for(kind)
+    group = opened(kind, shape)
+    for exchange in group.exchanges:
+        exchange.close()
+    with pytest.raises(RankLost, match="closed"):
+        group.exchanges[0].dispatch(Rows(torch.zeros(1, shape.hidden)), torch.zeros(1, shape.top_k, dtype=torch.int32))
+    assert group.exchanges[0].traffic == ExchangeTraffic()
