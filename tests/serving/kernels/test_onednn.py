@@ -27,22 +27,35 @@ class Network(nn.Module):
         return self.head(self.inner(self.embed(tokens)))  # type: ignore[no-any-return]
 
 
-@pytest.mark.skipif(not onednn.available(), reason="this build of torch has no oneDNN")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [0, 1, 7, 300])
-def test_same_results_from_the_same_weights(rows: int) -> None:
-    model = Network()
+def test_same_results_from_the_same_weights(rows: int, dtype: torch.dtype) -> None:
+    """On every CPU: where oneDNN does not compute a dtype, torch does."""
+    model = Network().to(dtype)
     tokens = torch.arange(rows) % 24
     with torch.inference_mode():
         before = model(tokens)
         use_onednn(model)
         after = model(tokens)
-    assert [type(module) for module in (*model.inner, model.head)] == [OneDnnLinear] * 3
+    expected = OneDnnLinear if onednn.available(dtype) else nn.Linear
+    assert [type(module) for module in (*model.inner, model.head)] == [expected] * 3
     assert model.head.weight is model.embed.weight
-    torch.testing.assert_close(after, before, atol=1e-4, rtol=1e-5)
+    atol, rtol = (1e-4, 1e-5) if dtype is torch.float32 else (4 * torch.finfo(dtype).eps * 40, 0.1)
+    torch.testing.assert_close(after, before, atol=atol, rtol=rtol)
 
 
 def test_without_onednn_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onednn, "available", lambda: False)
+    monkeypatch.setattr(onednn, "available", lambda dtype: False)
     model = Network()
     use_onednn(model)
     assert type(model.head) is nn.Linear
+
+
+def test_a_dtype_that_the_cpu_does_not_compute_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*args: object) -> Tensor:
+        raise RuntimeError(
+            "could not create a primitive descriptor for the inner product forward propagation primitive"
+        )
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", refuses)
+    assert not onednn.available.__wrapped__(torch.bfloat16)
