@@ -18,7 +18,7 @@ from serving.checkpoint.gguf_file import GgufFile
 from serving.checkpoint.gguf_spec import spec_from_gguf
 from serving.checkpoint.hub import resolve
 from serving.checkpoint.weights import Part, sources
-from serving.kernels.onednn import use_onednn
+from serving.kernels.torch_linears import use_cpu_linears
 from serving.loader.quantize_at_load import quantize
 from serving.model.decoder import Decoder
 from serving.model.moe import float32_parameters
@@ -67,7 +67,7 @@ def load(
     if device == "cpu":
         if dtype != "float32":
             use_float32_head(model)
-        use_onednn(model)
+        use_cpu_linears(model)
     digest = fingerprint(spec, checkpoint.files, dtype)
     if quantization == "int8" and not checkpoint.int8_names:
         digest = quantize(model.eval(), path, digest)
