@@ -16,11 +16,11 @@ import xxhash
 from torch import Tensor
 
 from kvcache.memory.device import DeviceKV, TokenSlots
-from kvcache.memory.heads import HeadSlice, with_heads
+from kvcache.memory.heads import HeadSlice
 from kvcache.memory.host_copy import Bytes
 from kvcache.memory.kv_dtype import AS_STORED, ENCODINGS, Wire, converted, stored_as
 from serving.errors import CorruptChunk
-from serving.kvspec import LayerKV
+from serving.kvspec import LayerKV, with_heads
 from serving.messages import LeaseId
 
 LONGEST_WAIT = 60.0  # seconds that a first token may have waited for the rest of its handoff

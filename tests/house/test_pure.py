@@ -71,6 +71,8 @@ PURE = (
     "serving/engine/step_*.py",
     "serving/fading_line.py",
     "serving/model/expert_balance.py",
+    "serving/parallel/layout.py",
+    "serving/parallel/parameters.py",
     "serving/service_class.py",
     "serving/step_cost.py",
     "serving/sampling/randomness.py",
