@@ -49,7 +49,7 @@ def hold_share(model: Decoder, layout: ParallelLayout, rank: int) -> dict[str, C
     for name, parameter in list(model.named_parameters()):
         cut = held[name]
         assert cut is not None, f"{name} is on the wrong stage"
-        if cut == Cut():
+        if _covers(cut, parameter):
             continue
         cuts[name] = cut
         owner, leaf = name.rsplit(".", 1)
@@ -70,6 +70,14 @@ def taken(whole: Tensor, cut: Cut) -> Tensor:
     """What the cut has of a whole parameter, in memory of its own."""
     rows = whole if cut.rows is None else torch.cat([whole[held.start : held.stop] for held in cut.rows])
     return rows.clone() if cut.columns is None else rows[:, cut.columns.start : cut.columns.stop].clone()
+
+
+def _covers(cut: Cut, whole: Tensor) -> bool:
+    """True if nothing is cut off."""
+    rows = range(len(whole)) if cut.rows is None else range(cut.rows[0].start, cut.rows[-1].stop)
+    gaps = () if cut.rows is None else zip(cut.rows, cut.rows[1:], strict=False)
+    every_row = rows == range(len(whole)) and all(one.stop == other.start for one, other in gaps)
+    return every_row and (cut.columns is None or cut.columns == range(whole.shape[1]))
 
 
 def _drop_outer(model: Decoder, layout: ParallelLayout, rank: int) -> None:
