@@ -118,6 +118,11 @@ class ParallelLayout:
         place = self.place(rank)
         return place.tensor * self.sequence + place.sequence
 
+    def with_heads_of(self, stage: int, head_rank: int) -> int:
+        """The rank of this stage that has the number `head_rank` there."""
+        tensor, sequence = divmod(head_rank, self.sequence)
+        return self.rank(RankPlace(stage, sequence, tensor))
+
     def kv_heads(self, spec: ModelSpec, rank: int) -> range:
         """The key-value heads that this rank attends with and keeps; one is held by several ranks where these are more.
 
