@@ -1,7 +1,8 @@
 """Modules that take the place of a decoder's where each stage has some of the layers: hidden states go from one stage
 to the next, logits from the last to all, so that every rank draws the same token.
 
-A stage goes on to its next step while what it has sent is still on its way: the chunks of a prompt follow each other.
+A stage goes on to its next step while what it has sent is still on its way, where a step asks for no logits: the chunks
+of a prompt follow each other.
 
 Shapes: T rows of the step, H hidden width, R rows whose logits are wanted, V vocabulary.
 """

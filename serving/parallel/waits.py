@@ -28,6 +28,7 @@ class BoundedWaits:
     def __init__(self, store: Store, rank: int, ranks: int, watch: ProcessWatch, deadline: float) -> None:
         """`store` is where ranks that have waited for `deadline` seconds find out for whom."""
         self.rank, self.ranks, self.deadline = rank, ranks, deadline
+        self.seconds = 0.0  # spent in waits, so far
         self._store, self._watch = store, watch
         self._lost: RankLost | None = None
 
@@ -62,6 +63,8 @@ class BoundedWaits:
                 self._store.delete_key(self._waiting(self.rank))
         except RuntimeError as error:  # gloo's word for a connection that broke
             raise self._broken(error) from error
+        finally:
+            self.seconds += time.monotonic() - began
 
     def _broken(self, error: RuntimeError) -> RankLost:
         return self._lost_rank(self._watch.ended(DEATH_SECONDS), f"its connection is broken: {error}")

@@ -17,7 +17,7 @@ Answer = TypeVar("Answer")
 class Threads:
     """All ranks of a layout, each driven by a thread of its own."""
 
-    def __init__(self, layout: ParallelLayout, deadline: float = 20.0) -> None:
+    def __init__(self, layout: ParallelLayout, deadline: float = 120.0) -> None:
         self._threads = ThreadPoolExecutor(layout.ranks)
         self.layout, store = layout, HashStore()
         self.ranks = self.each(lambda rank: ParallelRank.join(layout, rank, store, deadline=deadline))

@@ -19,7 +19,7 @@ from serving.parallel.joining import ParallelRank
 from serving.parallel.layout import ParallelLayout
 from tests.serving.expert_parallel.served import greedy
 
-DEADLINE = 20.0
+DEADLINE = 120.0
 
 Case = tuple[Path, ParallelLayout]
 Answer = list[tuple[list[int], Any]]

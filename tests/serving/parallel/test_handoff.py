@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from kvcache.handoff.chunk import Chunk, encode, join, split, verify
 from kvcache.memory.device import DeviceKV
 from kvcache.memory.kv_pieces import kv_pieces
-from serving.batch.ragged import RaggedBatch
 from serving.loader.loading import load
-from serving.model.decoder import Decoder
 from serving.model.spec import ModelSpec
-from serving.parallel.applying import apply_parallel
-from serving.parallel.holding import hold_share
 from serving.parallel.layout import ParallelLayout
 from tests.fakes.sequences import lease_id
 from tests.serving.expert_parallel.served import NEW_TOKENS, greedy
 from tests.serving.parallel.groups import Threads
 from tests.serving.parallel.models import written
+from tests.serving.parallel.workers import ParallelWorker
 
 PROMPT = [3, 17, 5, 60, 22, 41, 9, 77, 13, 2, 58]
-BLOCK_SIZE = 4
 TABLES = {"prefill": [4, 1, 5, 0, 2], "decode": [2, 5, 3, 1, 4]}
 ONE, TP2, SP2 = ParallelLayout(), ParallelLayout(tensor=2), ParallelLayout(sequence=2)
 CASES = [
@@ -46,33 +40,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return written(tmp_path_factory.mktemp("models"), {name: None for name, *_ in CASES})
 
 
-class Worker:
-    """The ranks of one layout, threads of this process, each with its share of the model and its own KV."""
-
-    def __init__(self, path: Path, layout: ParallelLayout, threads: Threads, table: list[int], kv_dtype: str) -> None:
-        self.layout, self.threads, self.table = layout, threads, table
-        self.models = threads.each(partial(self._loaded, path))
-        self.kv = [DeviceKV(model.spec.kv_layers(kv_dtype), 6, BLOCK_SIZE) for model in self.models]
-
-    def _loaded(self, path: Path, rank: int) -> Decoder:
-        model = load(path, "float32", layout=partial(hold_share, layout=self.layout, rank=rank)).model
-        return apply_parallel(model, self.threads.ranks[rank])
-
-    def step(self, tokens: list[int], start: int) -> int:
-        """The next token, on which all ranks agree."""
-        batch = RaggedBatch.build(tokens=[tokens], starts=[start], block_tables=[self.table], block_size=BLOCK_SIZE)
-
-        @torch.inference_mode()
-        def run(rank: int) -> int:
-            model = self.models[rank]
-            hidden = model(batch, self.kv[rank].planes)
-            return int(model.logits(hidden[batch.logits_rows])[0].argmax())
-
-        (token,) = set(self.threads.each(run))
-        return token
-
-
-def handed_over(spec: ModelSpec, source: Worker, target: Worker, tokens: int) -> int:
+def handed_over(spec: ModelSpec, source: ParallelWorker, target: ParallelWorker, tokens: int) -> int:
     """Send the KV of so many tokens piece by piece; how many chunks there were."""
     arrived: dict[tuple[int, int], list[Chunk]] = {}
     for piece in kv_pieces(spec, source.layout, target.layout):
@@ -106,8 +74,8 @@ def test_kv_of_one_layout_serves_another(
 ) -> None:
     whole = load(folders[name], "float32").model
     with Threads(first) as prefilling, Threads(then) as decoding:
-        source = Worker(folders[name], first, prefilling, TABLES["prefill"], kv_dtype)
-        target = Worker(folders[name], then, decoding, TABLES["decode"], kv_dtype)
+        source = ParallelWorker(folders[name], first, prefilling, TABLES["prefill"], kv_dtype)
+        target = ParallelWorker(folders[name], then, decoding, TABLES["decode"], kv_dtype)
         text = [source.step(PROMPT, 0)]
         assert handed_over(whole.spec, source, target, len(PROMPT)) >= max(first.ranks, then.ranks)
         while len(text) < NEW_TOKENS:
@@ -121,7 +89,7 @@ def test_kv_of_one_layout_serves_another(
 
 def alone(path: Path, kv_dtype: str) -> list[int]:
     with Threads(ONE) as threads:
-        worker = Worker(path, ONE, threads, TABLES["decode"], kv_dtype)
+        worker = ParallelWorker(path, ONE, threads, TABLES["decode"], kv_dtype)
         text = [worker.step(PROMPT, 0)]
         while len(text) < NEW_TOKENS:
             text.append(worker.step(text[-1:], len(PROMPT) + len(text) - 1))

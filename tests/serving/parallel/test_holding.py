@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -17,38 +16,49 @@ from serving.model.decoder import Decoder
 from serving.parallel.holding import StageLayers, hold_share, taken
 from serving.parallel.layout import ParallelLayout
 from serving.parallel.parameters import parameter_cut
-from serving.quantization.apply import apply_scales, find_scales
-from serving.quantization.folder import write_model
-from serving.quantization.scheme import Int8Scheme
 from tests.serving.model.gguf_writing import write_gguf
-from tests.serving.model.oracle import COMMON, build, configs, save
+from tests.serving.model.oracle import COMMON, build
+from tests.serving.parallel.models import written
 
 LAYOUTS = (ParallelLayout(tensor=2, pipeline=3), ParallelLayout(tensor=2, sequence=2))
-FOLDERS = ("llama_biased", "phi3", "qwen3", "gpt2", "mixtral", "deepseek_v2_lite", "deepseek_v3_plain")
+NAMES = (
+    *("phi3", "gpt2", "mixtral_int8", "deepseek_v3_plain", "gguf_Q8_0"),
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("llama_biased", "qwen3", "mixtral", "deepseek_v2_lite", "gguf_F32", "gguf_BF16")
+    ),
+)
+
+
+class Models:
+    """Tiny models on disk, written when they are first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._found: dict[str, Path] = {}
+
+    def __getitem__(self, name: str) -> Path:
+        if name not in self._found:
+            self._found[name] = self._gguf(name) if name.startswith("gguf") else written(self.root / name, [name])[name]
+        return self._found[name]
+
+    def _gguf(self, name: str) -> Path:
+        wide = build(LlamaConfig(**COMMON | {"hidden_size": 64, "intermediate_size": 128}, attention_bias=True))
+        kind = gguf.GGMLQuantizationType[name.removeprefix("gguf_")]
+        return write_gguf(self.root / f"{name}.gguf", wide, kind)
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    found = {name: save(build(configs()[name]), root / name) for name in FOLDERS}
-    model, out = load(found["mixtral"], "float32").model, root / "int8"
-    out.mkdir()
-    apply_scales(model, Int8Scheme(), find_scales(model, Int8Scheme(), None))
-    write_model(model, json.loads((found["mixtral"] / "config.json").read_text()), out)
-    wide = build(LlamaConfig(**COMMON | {"hidden_size": 64, "intermediate_size": 128}, attention_bias=True))
-    found |= {"int8": out}
-    for kind in ("F32", "BF16", "Q8_0"):
-        path = root / f"{kind}.gguf"
-        found[f"gguf_{kind}"] = write_gguf(path, wide, gguf.GGMLQuantizationType[kind])
-    return found
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
 
 
 def shared(path: Path, layout: ParallelLayout, rank: int, dtype: str = "float32") -> LoadedModel:
     return load(path, dtype, layout=partial(hold_share, layout=layout, rank=rank))
 
 
-@pytest.mark.parametrize("name", [*FOLDERS, "int8", "gguf_F32", "gguf_BF16", "gguf_Q8_0"])
-def test_a_rank_has_its_part_of_each_parameter(models: dict[str, Path], name: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_has_its_part_of_each_parameter(models: Models, name: str) -> None:
     whole = load(models[name], "float32")
     every = dict(whole.model.named_parameters())
     for layout in LAYOUTS:
@@ -62,7 +72,7 @@ def test_a_rank_has_its_part_of_each_parameter(models: dict[str, Path], name: st
                 assert torch.equal(value, taken(every[one], cut)), one
 
 
-def test_a_built_model_is_cut_as_a_loaded_one(models: dict[str, Path]) -> None:
+def test_a_built_model_is_cut_as_a_loaded_one(models: Models) -> None:
     layout = ParallelLayout(tensor=2, pipeline=2)
     for rank in range(layout.ranks):
         built = load(models["qwen3"], "float32").model
@@ -81,16 +91,13 @@ def stored_bytes(path: Path, layout: ParallelLayout, rank: int) -> int:
     return sum(parameter.numel() * 4 for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", ["llama_biased", "gpt2", "mixtral", "gguf_F32"])
-def test_a_rank_reads_what_it_holds_and_nothing_else(
-    models: dict[str, Path], name: str, layout: ParallelLayout
-) -> None:
+@pytest.mark.parametrize(("name", "layout"), [("gpt2", LAYOUTS[0]), ("phi3", LAYOUTS[1]), ("gguf_F32", LAYOUTS[0])])
+def test_a_rank_reads_what_it_holds_and_nothing_else(models: Models, name: str, layout: ParallelLayout) -> None:
     for rank in range(layout.ranks):
         assert shared(models[name], layout, rank).bytes_read == stored_bytes(models[name], layout, rank)
 
 
-def test_of_quantized_blocks_those_are_read_that_hold_a_column(models: dict[str, Path]) -> None:
+def test_of_quantized_blocks_those_are_read_that_hold_a_column(models: Models) -> None:
     file = GgufFile(models["gguf_Q8_0"])
     name, block = "blk.0.ffn_down.weight", 34  # bytes of 32 numbers and their scale
     whole = file.read(name)
@@ -102,8 +109,8 @@ def test_of_quantized_blocks_those_are_read_that_hold_a_column(models: dict[str,
 
 
 @pytest.mark.parametrize("pipeline", [1, 3])
-def test_a_bfloat16_share_keeps_its_head_wide(models: dict[str, Path], pipeline: int) -> None:
-    for name in ("qwen3", "mixtral"):
+def test_a_bfloat16_share_keeps_its_head_wide(models: Models, pipeline: int) -> None:
+    for name in ("qwen3", "phi3"):
         for rank in range(pipeline):
             model = shared(models[name], ParallelLayout(pipeline=pipeline), rank, "bfloat16").model
             if rank == pipeline - 1:
@@ -112,6 +119,6 @@ def test_a_bfloat16_share_keeps_its_head_wide(models: dict[str, Path], pipeline:
                 assert model.embed.weight.dtype is torch.bfloat16
 
 
-def test_a_layout_that_does_not_fit_is_refused_before_anything_is_read(models: dict[str, Path]) -> None:
+def test_a_layout_that_does_not_fit_is_refused_before_anything_is_read(models: Models) -> None:
     with pytest.raises(ValueError, match=r"^pipeline is 4"):
-        shared(models["llama_biased"], ParallelLayout(pipeline=4), 0)
+        shared(models["phi3"], ParallelLayout(pipeline=4), 0)

@@ -17,6 +17,7 @@ from tests.serving.model.oracle import VOCAB
 from tests.serving.parallel.models import written
 from tests.serving.parallel.served import Answer, serve_cases
 
+MOST_SECONDS = 300.0  # for all of them, on a busy machine
 LENGTHS = (9, 1, 14, 5)
 PROMPTS = [[random.Random(length).randrange(VOCAB) for _ in range(length)] for length in LENGTHS]
 TP2, SP2, PP2 = ParallelLayout(tensor=2), ParallelLayout(sequence=2), ParallelLayout(pipeline=2)
@@ -56,7 +57,7 @@ def answered(root: Path, cases: Sequence[Case]) -> dict[Case, tuple[Path, list[A
         chosen = [(name, layout) for name, layout in cases if layout.ranks == size]
         with Ranks() as group:
             started = group.start_all(size, serve_cases, [(folders[name], layout) for name, layout in chosen], PROMPTS)
-            by_rank = [rank.answer() for rank in started]
+            by_rank = [rank.answer(MOST_SECONDS) for rank in started]
         found.update({case: (folders[case[0]], [of[number] for of in by_rank]) for number, case in enumerate(chosen)})
     return found
 

@@ -77,7 +77,7 @@ def test_teams_fill_the_ranks() -> None:
 def teams() -> Iterator[list[dict[int, ParallelRank]]]:
     store = HashStore()
     with ThreadPoolExecutor(RANKS) as threads:
-        joined = list(threads.map(lambda rank: join_teams((1, 2), RANKS, rank, store, deadline=20.0), range(RANKS)))
+        joined = list(threads.map(lambda rank: join_teams((1, 2), RANKS, rank, store, deadline=120.0), range(RANKS)))
     yield joined
     for one in joined:
         for ranks in one.values():
