@@ -14,12 +14,15 @@ from serving.parallel.layout import ParallelLayout
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?<=experts)\.\d+")
+_WHOLE = ("attention_norm", "mlp_norm", "mlp.router", "attention.qkv_a")
+_WHOLE_NORMS = ("attention.q_norm", "attention.k_norm", "attention.q_a_norm", "attention.kv_a_norm")
 
 
 def parameter_cut(layout: ParallelLayout, spec: ModelSpec, rank: int, name: str) -> Cut | None:
     """What rank `rank` holds of the parameter; None where it holds nothing of it, an empty Cut where it holds all.
 
-    `name` is the whole decoder's, as `layers.3.attention.qkv.weight`.
+    `name` is the whole decoder's, as `layers.3.attention.qkv.weight`. Raises ValueError for a module that is not known
+    here: held whole where it belongs to some heads, it would compute nonsense.
     """
     module, leaf = name.rsplit(".", 1)
     found = _LAYER.match(module)
@@ -72,6 +75,7 @@ def _outputs(layout: ParallelLayout, spec: ModelSpec, rank: int, module: str) ->
         width = _width(spec, module)
         held = layout.width(width, rank)
         return held, _moved(held, width)
+    _check_whole(module)
     return None
 
 
@@ -86,7 +90,13 @@ def _latent_outputs(layout: ParallelLayout, spec: ModelSpec, rank: int, module: 
     if module == "attention.qkv_a" and spec.mla.q_rank is None:
         latent = range(spec.heads * query, spec.heads * query + spec.mla.kv_rank + spec.mla.rope_dim)
         return _scaled(layout.weight_heads(spec, rank), query), latent
+    _check_whole(module)
     return None
+
+
+def _check_whole(module: str) -> None:
+    if module not in _WHOLE and module not in _WHOLE_NORMS:
+        raise ValueError(f"it is not known how ranks share {module}")
 
 
 def _width(spec: ModelSpec, module: str) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from serving.expert_parallel.exchange import RankLost
 from serving.forward.cpu_forward import supports
+from serving.loader.loading import load
 from serving.model.decoder import Decoder
 from serving.model.quantized_linear import QuantizedLinear
 from serving.model.rope import Rope
@@ -20,7 +23,9 @@ from serving.parallel.collective import Collective
 from serving.parallel.holding import hold_share
 from serving.parallel.layout import ParallelLayout, share
 from serving.parallel.tensor_parallel import summed
+from tests.serving.expert_parallel.served import greedy
 from tests.serving.parallel.groups import Threads
+from tests.serving.parallel.models import written
 from tests.serving.parallel.test_layout import SPEC
 
 
@@ -148,3 +153,23 @@ def test_compiled_kernels_leave_a_shared_model_to_torch() -> None:
         hold_share(model, threads.layout, 0)
         apply_parallel(model, threads.ranks[0])
     assert supports(model, "float32") == "the fused step computes no model that ranks share"
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(tensor=2), ParallelLayout(sequence=2), ParallelLayout(pipeline=2)])
+def test_bfloat16_shares_come_near_one_process(tmp_path: Path, layout: ParallelLayout) -> None:
+    path = written(tmp_path, ["qwen3"])["qwen3"]
+    prompts = [[5, 9, 33, 2, 71, 8, 40], [4, 4, 19]]
+    ((_, wanted), (_, other)) = greedy(load(path, "bfloat16").model, prompts)
+    most = 0.5 if layout.tensor > 1 else 0.05  # of logits up to 20; shares of a sum are rounded before it
+    with Threads(layout) as threads:
+
+        def run(rank: int) -> list[Tensor]:
+            model = load(path, "bfloat16", layout=partial(hold_share, layout=layout, rank=rank)).model
+            found = greedy(apply_parallel(model, threads.ranks[rank]), prompts)
+            return [logits for _, logits in found]
+
+        first, second = threads.each(run)
+    for found in (first, second):
+        for one, whole, count in zip(found, (wanted, other), map(len, prompts), strict=True):
+            torch.testing.assert_close(one[:count], whole[:count], atol=most, rtol=0)
+    assert all(torch.equal(one, same) for one, same in zip(first, second, strict=True))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from serving.model.moe_spec import MoeSpec
 from serving.model.spec import ModelSpec
 from serving.parallel.layout import ParallelLayout
+from serving.parallel.parameters import parameter_cut
 
 SPEC = ModelSpec(
     architecture="llama",
@@ -118,3 +119,8 @@ def test_one_head_is_kept_by_several() -> None:
     layout = ParallelLayout(tensor=4)
     assert [layout.kv_heads(spec, rank) for rank in range(4)] == [range(1), range(1), range(1, 2), range(1, 2)]
     assert [layout.heads(spec, rank) for rank in range(4)] == [range(2), range(2, 4), range(4, 6), range(6, 8)]
+
+
+def test_a_module_that_is_not_known_is_not_taken_for_whole() -> None:
+    with pytest.raises(ValueError, match=r"share attention\.sinks"):
+        parameter_cut(ParallelLayout(tensor=2), SPEC, 0, "layers.0.attention.sinks.weight")
