@@ -5,7 +5,7 @@ The pool allocates by it, the codec cuts chunks by it, the fingerprint covers it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 AUTO = "auto"  # among KV dtypes: as the worker itself keeps KV
@@ -70,3 +70,16 @@ def mla(kv_rank: int, rope_dim: int, dtype: str) -> LayerKV:
         return LayerKV("mla", planes)
     scales = tuple(Plane(plane.name + SCALE, (), "float32") for plane in planes)
     return LayerKV("mla_int8", (*planes, *scales))
+
+
+def heads_of(kv_heads: int, rank: int, size: int) -> range:
+    """The model's heads that rank `rank` of `size` holds: an even share, or one head, held by several ranks."""
+    assert 0 <= rank < size and kv_heads > 0
+    first = rank * kv_heads // size
+    return range(first, first + 1) if kv_heads < size else range(first, (rank + 1) * kv_heads // size)
+
+
+def with_heads(layer: LayerKV, count: int) -> LayerKV:
+    """The layer with so many heads. One whose planes have no axis of heads must not be asked for."""
+    assert layer.heads is not None
+    return replace(layer, planes=tuple(replace(plane, shape=(count, *plane.shape[1:])) for plane in layer.planes))

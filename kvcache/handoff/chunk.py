@@ -16,11 +16,11 @@ import xxhash
 from torch import Tensor
 
 from kvcache.memory.device import DeviceKV, TokenSlots
-from kvcache.memory.heads import HeadSlice, with_heads
+from kvcache.memory.heads import HeadSlice
 from kvcache.memory.host_copy import Bytes
 from kvcache.memory.kv_dtype import AS_STORED, ENCODINGS, Wire, converted, stored_as
 from serving.errors import CorruptChunk
-from serving.kvspec import LayerKV
+from serving.kvspec import LayerKV, with_heads
 from serving.messages import LeaseId
 
 LONGEST_WAIT = 60.0  # seconds that a first token may have waited for the rest of its handoff
@@ -78,10 +78,12 @@ def encode(
     *,
     wire: Wire | None = None,
     head_slice: HeadSlice | None = None,
+    first_layer: int | None = None,
 ) -> Chunk:
     """Read the chunk's bytes out of the KV cache; `wire` says how they travel, `head_slice` which heads go.
 
     By default KV goes as it is stored here, with all its heads. Layers of one chunk that is cut must all have heads.
+    `first_layer` is what the receiver calls the first of `layers`, where it has other layers than this worker.
     """
     slots, wire = device_kv.slots(blocks, start, end), wire or Wire(AS_STORED, device_kv.specs)
     asked = slice(layers.start, layers.stop)
@@ -92,12 +94,13 @@ def encode(
         payload = torch.cat(parts).numpy()
     heads = range(0) if head_slice is None or head_slice.whole else head_slice.place
     assert not heads or all(device_kv.specs[layer].heads is not None for layer in layers)
+    place = layers.start if first_layer is None else first_layer
     bare = Chunk(
         lease=lease,
         layout=layout,
         encoding=wire.encoding,
-        first_layer=layers.start,
-        last_layer=layers.stop,
+        first_layer=place,
+        last_layer=place + len(layers),
         first_head=heads.start,
         last_head=heads.stop,
         start=start,

@@ -1,14 +1,14 @@
-"""Which KV heads a shard of a tensor-parallel worker holds, and how the heads of some shards become those of others.
+"""How the KV heads that the ranks of one worker hold (`serving.kvspec.heads_of`) become those of another's ranks.
 
 Pure numbers: it moves no bytes and imports no torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
-from serving.kvspec import LayerKV
+from serving.kvspec import heads_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,6 @@ class HeadSlice:
     def whole(self) -> bool:
         """True if no other rank sends heads to this receiver."""
         return len(self.place) == self.of
-
-
-def heads_of(kv_heads: int, rank: int, size: int) -> range:
-    """The model's heads that rank `rank` of `size` holds: an even share, or one head, held by several ranks."""
-    assert 0 <= rank < size and kv_heads > 0
-    first = rank * kv_heads // size
-    return range(first, first + 1) if kv_heads < size else range(first, (rank + 1) * kv_heads // size)
 
 
 def slice_map(kv_heads: int, from_size: int, to_size: int) -> tuple[tuple[HeadSlice, ...], ...]:
@@ -55,9 +48,3 @@ def _slices(kv_heads: int, from_size: int, rank: int, to_size: int) -> tuple[Hea
         return HeadSlice(sender, range(first - here, end - here), range(first - there, end - there), len(wanted))
 
     return tuple(head_slice(sender, list(heads)) for sender, heads in groupby(wanted, sender_of))
-
-
-def with_heads(layer: LayerKV, count: int) -> LayerKV:
-    """The layer with so many heads. One whose planes have no axis of heads must not be asked for."""
-    assert layer.heads is not None
-    return replace(layer, planes=tuple(replace(plane, shape=(count, *plane.shape[1:])) for plane in layer.planes))

@@ -38,8 +38,21 @@ class Checkpoint(Protocol):
     def int8_names(self) -> frozenset[str]:
         """The tensors stored as plain 8-bit integers, whose scales are tensors of their own."""
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the files that have been read as tensors so far, headers left out."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the tensor as `read` returns it."""
+
     def read(self, name: str) -> Tensor:
         """The whole tensor on the CPU as it is stored; where blocks are quantized, dequantized to float32."""
+
+    def read_slice(self, name: str, rows: range, columns: range | None = None) -> Tensor:
+        """These rows of the tensor, all columns or some, without the rest of it.
+
+        Of a matrix in quantized blocks whole blocks are read, and cut when they are dequantized.
+        """
 
 
 class SafetensorsFolder:
@@ -51,6 +64,7 @@ class SafetensorsFolder:
         """Raises ValueError when the folder holds no safetensors, or a file is missing or damaged."""
         self._where = _locate(folder)
         self._open = {file: _opened(file) for file in self.files}
+        self.bytes_read = 0
 
     @property
     def names(self) -> frozenset[str]:
@@ -78,8 +92,19 @@ class SafetensorsFolder:
     def _slice(self, name: str) -> Any:
         return self._open[self._where[name]].get_slice(name)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
     def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._open[self._where[name]].get_tensor(name)
+        return self._counted(self._open[self._where[name]].get_tensor(name))
+
+    def read_slice(self, name: str, rows: range, columns: range | None = None) -> Tensor:
+        stored = self._slice(name)
+        held = slice(rows.start, rows.stop)
+        return self._counted(stored[held] if columns is None else stored[held, columns.start : columns.stop])
+
+    def _counted(self, tensor: Tensor) -> Tensor:
+        self.bytes_read += tensor.nbytes
         return tensor
 
 

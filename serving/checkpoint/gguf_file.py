@@ -12,6 +12,7 @@ from typing import Final
 import gguf
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from serving.gguf_header import GgufHeader
@@ -30,6 +31,7 @@ class GgufFile:
         self.path = path
         self._header = GgufHeader(path)
         self.metadata = self._header.metadata
+        self.bytes_read = 0
         if self.metadata.get("split.count", 1) > 1:
             raise ValueError(f"{path} is one part of a split GGUF; merge the parts into one file first")
         known = {kind.value: kind.name for kind in gguf.GGMLQuantizationType}
@@ -54,6 +56,25 @@ class GgufFile:
         return self._header.tensors[name].shape
 
     def read(self, name: str) -> Tensor:
+        kind, raw = self._raw(name)
+        return self._values(raw, kind).reshape(self.shape(name))
+
+    def read_slice(self, name: str, rows: range, columns: range | None = None) -> Tensor:
+        kind, raw = self._raw(name)
+        if raw.ndim == 1:  # a vector is one row of blocks
+            return self._within(raw, kind, rows)
+        held = raw[rows.start : rows.stop]
+        return self._values(held, kind) if columns is None else self._within(held, kind, columns)
+
+    def _within(self, raw: NDArray[np.uint8], kind: gguf.GGMLQuantizationType, columns: range) -> Tensor:
+        """These columns of rows of blocks: of the blocks that hold them."""
+        per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        first, end = columns.start // per_block, -(-columns.stop // per_block)
+        values = self._values(raw[..., first * block_bytes : end * block_bytes], kind)
+        return values[..., columns.start - first * per_block : columns.stop - first * per_block]
+
+    def _raw(self, name: str) -> tuple[gguf.GGMLQuantizationType, NDArray[np.uint8]]:
+        """The tensor's type and its bytes, a row of blocks a row, on a memory map of the file: no page is read yet."""
         header, tensor = self._header, self._header.tensors[name]
         kind = gguf.GGMLQuantizationType(tensor.kind)
         *rows, width = tensor.shape
@@ -62,9 +83,13 @@ class GgufFile:
         start, size = header.data_start + tensor.offset, prod(rows) * row_bytes
         if start + size > len(header.data):
             raise ValueError(f"{self.path} is cut short: tensor {name} ends past its last byte")
-        # On a memory map of the file: pages are read as dequantizing walks over them.
-        raw = np.frombuffer(header.data, dtype=np.uint8, count=size, offset=start).reshape(*rows, row_bytes)
+        return kind, np.frombuffer(header.data, dtype=np.uint8, count=size, offset=start).reshape(*rows, row_bytes)
+
+    def _values(self, raw: NDArray[np.uint8], kind: gguf.GGMLQuantizationType) -> Tensor:
+        """The numbers in rows of blocks. Pages of the file are read as this walks over them."""
+        self.bytes_read += raw.nbytes
         if kind.name == "BF16":
-            return torch.from_numpy(raw.view(np.int16).copy()).view(torch.bfloat16).reshape(tensor.shape)
-        values = raw.view(_PLAIN[kind.name]).copy() if kind.name in _PLAIN else gguf.dequantize(raw, kind)
-        return torch.from_numpy(values).reshape(tensor.shape)
+            return torch.from_numpy(np.ascontiguousarray(raw).view(np.int16).copy()).view(torch.bfloat16)
+        if kind.name in _PLAIN:
+            return torch.from_numpy(np.ascontiguousarray(raw).view(_PLAIN[kind.name]).copy())
+        return torch.from_numpy(gguf.dequantize(np.ascontiguousarray(raw), kind))

@@ -23,6 +23,7 @@ from serving.grammar.grammars import Allowed
 from serving.kernels import cpu
 from serving.kernels.cpu.offloaded_step import offloaded_step
 from serving.model.decoder import Decoder, Planes
+from serving.parallel.rank_module import computes_with_others
 from serving.sampling.allowed import only_allowed
 
 WATCH_SECONDS = 0.0005  # between reads of how many layers are done, in a step with `layer_done`
@@ -120,6 +121,8 @@ class CpuForward:
 
 def supports(model: Decoder, dtype: str) -> str | None:
     """Why the fused step cannot run this model, or None if it can."""
+    if computes_with_others(model):
+        return "the fused step computes no model that ranks share"
     if reason := unlike_llama(model.spec):
         return reason
     if model.spec.rope is not None and model.spec.rope.long_frequencies is not None:

@@ -24,6 +24,7 @@ from serving.kernels import gpu
 from serving.kernels.gpu.decoder import TritonDecoder
 from serving.model.decoder import Decoder, Planes
 from serving.model.quantized_linear import QuantizedLinear
+from serving.parallel.rank_module import computes_with_others
 from serving.sampling.allowed import only_allowed
 
 log = logging.getLogger(__name__)
@@ -150,6 +151,8 @@ def silent_step(counts: Sequence[int], block_size: int, device: torch.device) ->
 
 def supports(model: Decoder, dtype: str, kv: Planes) -> str | None:
     """Why the kernels cannot run this model over planes like these, or None if they can."""
+    if computes_with_others(model):
+        return "the kernels compute no model that ranks share"
     spec, kind = model.spec, getattr(torch, dtype)
     if reason := unlike_llama(spec):
         return reason

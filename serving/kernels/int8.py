@@ -23,7 +23,11 @@ _CUDA_ROWS = 32  # torch's integer product on CUDA wants more than 16 rows, and 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """int8 of x [..., W] = round(127 x / max|x|) for each row, and the float32 scales max|x| / 127 [...]."""
     x = x.float()
-    largest = x.abs().amax(dim=-1)
+    return quantize_rows_to(x, x.abs().amax(dim=-1))
+
+
+def quantize_rows_to(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize_rows` of float32 parts of rows whose largest magnitudes [...] are given."""
     # A quotient, as in the compiled kernels: a number over a tensor would be its reciprocal times the number.
     inverse = torch.where(largest > 0, torch.full_like(largest, LARGEST) / largest, 0.0)
     return (x * inverse[..., None]).round().to(torch.int8), largest / LARGEST
@@ -49,7 +53,12 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Ten
 
 def quantized_linear(values: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """`linear` of rows that are quantized already, int8 [M, K] and [M]; float32 [M, N]."""
-    out = integer_product(values, weight).float() * (scale * row_scale[:, None])
+    return scaled(integer_product(values, weight), row_scale, scale, bias)
+
+
+def scaled(product: Tensor, row_scale: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """What an integer product [M, N] of rows with scales [M] stands for; float32."""
+    out = product.float() * (scale * row_scale[:, None])
     return out if bias is None else out + bias.float()
 
 

@@ -5,7 +5,7 @@ The way from a path to a model that can run. Tokenizers and chat templates are r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from serving.checkpoint.checkpoint import DTYPES, Checkpoint, SafetensorsFolder, read_json
+from serving.checkpoint.cuts import Cut
 from serving.checkpoint.fingerprint import fingerprint
 from serving.checkpoint.gguf_file import GgufFile
 from serving.checkpoint.gguf_spec import spec_from_gguf
 from serving.checkpoint.hub import resolve
-from serving.checkpoint.weights import Part, sources
+from serving.checkpoint.weights import sources
 from serving.kernels.torch_linears import use_cpu_linears
 from serving.loader.quantize_at_load import quantize
+from serving.loader.reading import fill_parameter
 from serving.model.decoder import Decoder
 from serving.model.moe import float32_parameters
 from serving.model.quantized_linear import hold_int8, own_dtypes
@@ -35,6 +37,7 @@ class LoadedModel:
     dtype: str  # what the weights are held and computed in
     fingerprint: str  # hex; see `serving.checkpoint.fingerprint`
     path: Path
+    bytes_read: int = 0  # of the checkpoint's tensors, as they are stored
 
 
 def load(
@@ -42,13 +45,14 @@ def load(
     dtype: str = "auto",
     device: str = "cpu",
     quantization: str | None = None,
-    layout: Callable[[Decoder], None] | None = None,
+    layout: Callable[[Decoder], Mapping[str, Cut] | None] | None = None,
 ) -> LoadedModel:
     """Load the Hugging Face folder or GGUF file at `path`.
 
     `dtype` is float32, bfloat16, float16 or auto: the checkpoint's own for a folder, bfloat16 for a GGUF file.
     `quantization` int8 makes its linear layers ones of 8-bit weights and activations, unless its files hold such.
-    `layout` takes modules that other ranks hold off the model before it has memory: what they need is not read.
+    `layout` takes off the model, before it has memory, what other ranks hold, and returns which rows and columns are
+    left of the parameters it has cut: nothing else is read.
     Raises ValueError when the model is not supported or its files do not fit together.
     """
     if dtype not in (*DTYPES, "auto"):
@@ -61,9 +65,8 @@ def load(
         model = Decoder(spec)
         hold_int8(model, int8_modules(model, checkpoint))
     every = [name for name, _ in model.named_parameters()]
-    if layout is not None:
-        layout(model)
-    fill(model, checkpoint, DTYPES[dtype], torch.device(device), every)
+    cuts = None if layout is None else layout(model)
+    fill(model, checkpoint, DTYPES[dtype], torch.device(device), every, cuts)
     if device == "cpu":
         if dtype != "float32":
             use_float32_head(model)
@@ -71,7 +74,14 @@ def load(
     digest = fingerprint(spec, checkpoint.files, dtype)
     if quantization == "int8" and not checkpoint.int8_names:
         digest = quantize(model.eval(), path, digest)
-    return LoadedModel(model=model.eval(), spec=spec, dtype=dtype, fingerprint=digest, path=path)
+    return LoadedModel(
+        model=model.eval(),
+        spec=spec,
+        dtype=dtype,
+        fingerprint=digest,
+        path=path,
+        bytes_read=checkpoint.bytes_read,
+    )
 
 
 def open_checkpoint(path: Path) -> tuple[ModelSpec, Checkpoint, str]:
@@ -87,41 +97,27 @@ def open_checkpoint(path: Path) -> tuple[ModelSpec, Checkpoint, str]:
 
 
 def fill(
-    model: Decoder, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, every: Collection[str] = ()
+    model: Decoder,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    every: Collection[str] = (),
+    cuts: Mapping[str, Cut] | None = None,
 ) -> None:
     """Give every parameter of `model`, built on meta, its values out of `checkpoint`, one tensor at a time.
 
-    `every` are the whole model's parameters, where this is a part of one.
+    `every` are the whole model's parameters, where this is a part of one; `cuts` what it has of those it has in part.
     """
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     dtypes = own_dtypes(model) | float32_parameters(model)
     found = sources(model.spec, every or shapes, checkpoint.names, checkpoint.container)
-    for name, parts in ((name, found[name]) for name in shapes):
+    for name in shapes:
         value = torch.empty(shapes[name], dtype=dtypes.get(name, dtype), device=device)
-        row = 0
-        for part in parts:
-            tensor = _in_order(_read(checkpoint, part.name, value), part)
-            if value.dim() == 1 and tensor.shape[1:] == (1,):  # scales, which are stored as a column
-                tensor = tensor[:, 0]
-            if tensor.shape[1:] != value.shape[1:] or row + len(tensor) > len(value):
-                raise ValueError(
-                    f"{part.name} has shape {list(tensor.shape)}, which does not fit {name} {list(value.shape)}"
-                )
-            value[row : row + len(tensor)].copy_(tensor)
-            row += len(tensor)
-        if row != len(value):
-            raise ValueError(f"{' + '.join(part.name for part in parts)} give {row} rows, {name} needs {len(value)}")
+        fill_parameter(name, value, found[name], checkpoint, (cuts or {}).get(name, Cut()))
         owner, leaf = name.rsplit(".", 1)
         setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
     model.tie_weights()
     model.to(device)  # the rotary frequencies
-
-
-def _read(checkpoint: Checkpoint, name: str, value: Tensor) -> Tensor:
-    """Raises ValueError for INT8 that belongs to no quantized layer: its scales would be left out."""
-    if name in checkpoint.int8_names and value.dtype != torch.int8:
-        raise ValueError(f"{name} is INT8, which is not supported for this tensor; keep it in a float type")
-    return checkpoint.read(name)
 
 
 def int8_modules(model: Decoder, checkpoint: Checkpoint) -> list[str]:
@@ -144,19 +140,8 @@ def int8_modules(model: Decoder, checkpoint: Checkpoint) -> list[str]:
 def use_float32_head(model: Decoder) -> None:
     """Let the head compute in float32: scores rounded to 8 bits of mantissa tie, and a tie is a wrong token."""
     model.head_dtype = torch.float32
+    embedded: Tensor | None = model.embed.weight  # None where another rank embeds tokens
+    own = None if embedded is None else embedded.dtype
     model.head.to(torch.float32)
-    if model.spec.tied_embeddings:  # `to` has converted the embedding with it: that one keeps the model's type
-        model.embed.weight = nn.Parameter(model.embed.weight.to(model.norm.weight.dtype), requires_grad=False)
-
-
-def _in_order(tensor: Tensor, part: Part) -> Tensor:
-    """The part's values as [out, in] rows, each head's halves of rope pairs apart as the decoder has them."""
-    if part.transposed:
-        tensor = tensor.t()
-    if not part.paired_heads:
-        return tensor
-    heads = tensor.reshape(part.paired_heads, -1, *tensor.shape[1:])
-    count = part.paired_rows or heads.shape[1]
-    alone, paired = torch.split(heads, [heads.shape[1] - count, count], dim=1)
-    halves = paired.reshape(len(heads), -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(paired.shape)
-    return torch.cat((alone, halves), dim=1).reshape(tensor.shape)
+    if model.spec.tied_embeddings and own is not None:  # `to` has converted it with the head: it keeps the model's type
+        model.embed.weight = nn.Parameter(model.embed.weight.to(own), requires_grad=False)

@@ -117,7 +117,7 @@ class Attention(nn.Module):
         self.o = nn.Linear(spec.heads * spec.head_dim, spec.hidden, bias=spec.o_bias)
 
     def forward(self, x_TH: Tensor, rotation: Rotation | None, batch: RaggedBatch, planes: Planes) -> Tensor:
-        qkv_TND = self.qkv(x_TH).view(len(x_TH), -1, self.head_dim)
+        qkv_TND = self.qkv(x_TH).unflatten(1, (-1, self.head_dim))
         q, k, v = qkv_TND.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

@@ -66,7 +66,7 @@ class MlaAttention(nn.Module):
         q, c, r = given.split((given.shape[1] - spec.kv_rank - spec.rope_dim, spec.kv_rank, spec.rope_dim), dim=1)
         if self.q_a_norm is not None and self.q_b is not None:
             q = self.q_b(self.q_a_norm(q))
-        nope, turning = q.view(len(x_TH), -1, spec.nope_dim + spec.rope_dim).split((spec.nope_dim, spec.rope_dim), -1)
+        nope, turning = q.unflatten(1, (-1, spec.nope_dim + spec.rope_dim)).split((spec.nope_dim, spec.rope_dim), -1)
         turned, r_T1R = kernels.rope(turning, r[:, None], *rotation)
         kernels.write_latent(self.kv_a_norm(c), r_T1R[:, 0], planes, batch.slots)
         return self.o(self._attended(nope, turned, batch, planes).to(x_TH.dtype).flatten(1))  # type: ignore[no-any-return]

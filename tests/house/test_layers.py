@@ -23,7 +23,7 @@ LAYERS = {
         ("serving/kernels",),
         ("serving/model",),
         ("serving/sampling", "serving/checkpoint", "serving/expert_parallel"),
-        ("serving/quantization",),
+        ("serving/quantization", "serving/parallel"),
         ("serving/loader",),
         ("serving/forward",),
         ("serving/engine", "serving/api"),

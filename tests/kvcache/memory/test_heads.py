@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from kvcache.handoff.chunk import Chunk, check, encode, join, sealed, split, verify
 from kvcache.memory.device import DeviceKV
-from kvcache.memory.heads import HeadSlice, heads_of, slice_map, with_heads
+from kvcache.memory.heads import HeadSlice, slice_map
 from kvcache.memory.kv_dtype import choose_wire, converted
 from serving.errors import CorruptChunk
-from serving.kvspec import LayerKV, gqa, gqa_int8
+from serving.kvspec import LayerKV, gqa, gqa_int8, heads_of, with_heads
 from tests.fakes.kv_layouts import LATENT, all_bytes, random_pool, same_parts
 from tests.fakes.sequences import lease_id
 

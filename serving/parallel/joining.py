@@ -1,0 +1,93 @@
+"""How the ranks of a layout meet: one store, one watch over all processes, and a process group for each form.
+
+Groups are made ahead, before any is needed. Of the model it knows nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from serving.expert_parallel.all_to_all import connected, host_key
+from serving.expert_parallel.exchange import RankLost
+from serving.expert_parallel.meeting import MEETING_SECONDS, exchanged
+from serving.expert_parallel.processes import ProcessWatch
+from serving.parallel.collective import Collective
+from serving.parallel.layout import ParallelLayout
+from serving.parallel.waits import BoundedWaits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelRank:
+    """One rank's groups: None where a form has one rank. A link is a group of this stage and one beside it."""
+
+    layout: ParallelLayout
+    rank: int
+    waits: BoundedWaits
+    tensor: Collective | None
+    sequence: Collective | None
+    pipeline: Collective | None
+    previous: Collective | None
+    following: Collective | None
+
+    @classmethod
+    def join(
+        cls, layout: ParallelLayout, rank: int, store: Store, *, deadline: float, meeting: float = MEETING_SECONDS
+    ) -> Self:
+        """Meet the other ranks in `store` within `meeting` seconds, and connect to them by gloo.
+
+        `deadline` is the longest wait for any of them, in seconds. Raises RankLost for one that does not come.
+        """
+        own = f"{host_key()} {os.getpid()}"
+        words = exchanged(store, "process", rank, layout.ranks, own.encode(), meeting)
+        processes = {other: word.decode().rsplit(" ", 1) for other, word in enumerate(words) if other != rank}
+        watch = ProcessWatch({other: int(pid) for other, (host, pid) in processes.items() if host == host_key()})
+        waits = BoundedWaits(store, rank, layout.ranks, watch, deadline)
+        stages = layout.pipeline_group(rank)
+        stage = layout.place(rank).stage
+
+        def group(form: str, ranks: Sequence[int]) -> Collective | None:
+            return _connected(store, form, ranks, rank, waits) if len(ranks) > 1 else None
+
+        try:
+            return cls(
+                layout=layout,
+                rank=rank,
+                waits=waits,
+                tensor=group("tensor", layout.tensor_group(rank)),
+                sequence=group("sequence", layout.sequence_group(rank)),
+                pipeline=group("pipeline", stages),
+                previous=group("link", stages[stage - 1 : stage + 1] if stage else ()),
+                following=group("link", stages[stage : stage + 2]),
+            )
+        except RankLost:
+            waits.close()
+            raise
+
+    @property
+    def groups(self) -> list[Collective]:
+        every = (self.tensor, self.sequence, self.pipeline, self.previous, self.following)
+        return [group for group in every if group is not None]
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(group.bytes_sent for group in self.groups)
+
+    def close(self) -> None:
+        self.waits.close()
+        for group in self.groups:
+            group.close()
+
+
+def _connected(store: Store, form: str, ranks: Sequence[int], rank: int, waits: BoundedWaits) -> Collective:
+    prefix = f"{form}/{'-'.join(map(str, ranks))}"
+    try:
+        # gloo's own limit only ends what these waits have given up long before.
+        group = connected(PrefixStore(prefix, store), ranks.index(rank), len(ranks), 2 * waits.deadline)
+    except RuntimeError as error:
+        raise RankLost(None, f"no connection within the deadline: {error}") from error
+    return Collective(group, len(ranks), waits)

@@ -1,0 +1,75 @@
+"""Whoever waits for a rank that is lost, or for one that waits for it, says which within the deadline."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from typing import cast
+
+import pytest
+from torch._C._distributed_c10d import Work
+from torch.distributed import HashStore
+
+from serving.expert_parallel.exchange import RankLost
+from serving.expert_parallel.processes import ProcessWatch
+from serving.parallel.joining import ParallelRank
+from serving.parallel.layout import ParallelLayout
+from serving.parallel.waits import BoundedWaits
+from tests.serving.expert_parallel.ranks import Ranks
+from tests.serving.parallel.losing import RUNNING, step_until_lost
+
+LAYOUT = ParallelLayout(tensor=2, pipeline=2)
+VICTIM = 3  # rank 0 has no group with it
+
+
+@pytest.mark.parametrize(("how", "deadline"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 3.0)], ids=str)
+def test_every_rank_names_the_one_that_is_lost(how: signal.Signals, deadline: float) -> None:
+    with Ranks() as group:
+        started = group.start_all(LAYOUT.ranks, step_until_lost, LAYOUT, deadline)
+        assert [rank.answer() for rank in started] == [RUNNING] * LAYOUT.ranks
+        began = time.monotonic()
+        os.kill(started[VICTIM].pid, how)
+        seen = [rank.answer() for rank in started if rank.rank != VICTIM]
+    assert [lost for lost, _, _ in seen] == [VICTIM] * len(seen), seen
+    if how is signal.SIGKILL:
+        assert all(when - began < deadline / 2 for _, _, when in seen)  # long before the deadline
+    else:
+        assert any("deadline" in reason for _, reason, _ in seen)
+        assert all(when - began > 0.4 * deadline for _, _, when in seen)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    with pytest.raises(RankLost, match="not come") as lost:
+        ParallelRank.join(ParallelLayout(tensor=2), 0, HashStore(), deadline=1.0, meeting=0.2)
+    assert lost.value.rank == 1
+
+
+class NeverDone:
+    """An operation whose other ranks have stopped."""
+
+    def wait(self, moment: timedelta) -> None:
+        time.sleep(moment.total_seconds())
+        raise RuntimeError("the time is up")
+
+
+def test_who_left_because_of_another_is_not_blamed() -> None:
+    """Rank 1 waits for rank 2, which has stopped, and leaves; rank 0 sees that, and has no group with rank 2."""
+    store, left = HashStore(), subprocess.Popen([sys.executable, "-c", ""])
+    left.wait()
+    for other in (0, 3):  # they say that they wait, too
+        store.set(f"waiting/{other}", "")
+    leaving = BoundedWaits(store, 1, 4, ProcessWatch({}), deadline=0.2)
+    with pytest.raises(RankLost, match="deadline") as lost:
+        leaving.finish(cast(Work, NeverDone()))
+    assert lost.value.rank == 2
+    staying = BoundedWaits(store, 0, 4, ProcessWatch({1: left.pid}), deadline=60.0)
+    with pytest.raises(RankLost, match="ended") as lost:
+        staying.finish(cast(Work, NeverDone()))
+    assert lost.value.rank == 2
+    with pytest.raises(RankLost) as again:
+        staying.begin(lambda: cast(Work, NeverDone()))
+    assert again.value is lost.value
