@@ -21,6 +21,7 @@ from serving.checkpoint.weights import Part, sources
 from serving.kernels.torch_linears import use_cpu_linears
 from serving.loader.quantize_at_load import quantize
 from serving.model.decoder import Decoder
+from serving.model.mla import hold_float32
 from serving.model.moe import float32_parameters
 from serving.model.quantized_linear import hold_int8, own_dtypes
 from serving.model.spec import ModelSpec
@@ -64,6 +65,7 @@ def load(
     if layout is not None:
         layout(model)
     fill(model, checkpoint, DTYPES[dtype], torch.device(device), every)
+    hold_float32(model)
     if device == "cpu":
         if dtype != "float32":
             use_float32_head(model)
