@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.cpu_kernels import batch_of, random_kv
+from bench.moe_step import alternating
 from bench.random_model import llama, random_model, weight_bytes
 from serving.forward.forward import EagerForward
 from serving.kernels.torch_linears import use_cpu_linears
@@ -33,18 +33,8 @@ NAMES = {"f32": "float32", "bf16": "bfloat16"}
 BATCHES = (1, 8, 32)
 
 
-def alternating(calls: Sequence[Callable[[], object]], seconds: float) -> list[float]:
-    """The median CPU seconds of each call in this thread, taken in turn for about `seconds` (five rounds at least)."""
-    times: list[list[float]] = [[] for _ in calls]
-    for call in calls:
-        call()
-    until = time.thread_time() + seconds
-    while time.thread_time() < until or len(times[0]) < 5:
-        for call, spent in zip(calls, times, strict=True):
-            start = time.thread_time()
-            call()
-            spent.append(time.thread_time() - start)
-    return [statistics.median(spent) for spent in times]
+def medians(calls: Sequence[Callable[[], object]], seconds: float) -> list[float]:
+    return [median for _, median in alternating(calls, seconds, time.thread_time)]
 
 
 def latent_spec(heads: int, layers: int) -> ModelSpec:
@@ -90,7 +80,7 @@ def report_widening(heads: int, layers: int, context: int, seconds: float) -> No
         for name, call in (("step", partial(forward.logits, batch, None)), ("attention", attend)):
             calls = [partial(held, weights, call) for weights in (narrow, wide)]
             assert torch.equal(calls[0](), calls[1]()), "both have the same bits"
-            before, after = (1e3 * spent for spent in alternating(calls, seconds))
+            before, after = (1e3 * spent for spent in medians(calls, seconds))
             ratio = f"{before:8.2f} ms, held in float32 {after:8.2f} ms: {before / after:.2f} times"
             print(f"  batch {count:2} {name:9}: {ratio}")
 
@@ -104,13 +94,13 @@ class Attended:
     heads: int
     dtype: torch.dtype
 
-    def medians(self, new: int, context: int, seconds: float) -> list[float]:
-        """Seconds of the absorbed and of the expanded form for one sequence."""
+    def seconds(self, new: int, context: int, spent: float) -> list[float]:
+        """Of the absorbed and of the expanded form for one sequence."""
         nope = torch.randn(new, self.heads, MLA.nope_dim).to(self.dtype)
         turned = torch.randn(new, self.heads, MLA.rope_dim).to(self.dtype)
         batch = batch_of(1, new, context)
         forms = (self.attention.absorbed, self.attention.expanded)
-        return alternating([partial(form, nope, turned, batch, self.planes) for form in forms], seconds)
+        return medians([partial(form, nope, turned, batch, self.planes) for form in forms], spent)
 
 
 def crossing(rows: Sequence[int], ratios: Sequence[float]) -> float | None:
@@ -132,7 +122,7 @@ def report_forms(weights: str, heads: int, rows: Sequence[int], contexts: Sequen
     print(f"{weights}, {heads} heads: new tokens from which expanding pays (as expected), ms of both:")
     for context in contexts:
         new = [count for count in rows if count <= context]
-        times = [attended.medians(count, context, seconds) for count in new]
+        times = [attended.seconds(count, context, seconds) for count in new]
         cells = "  ".join(f"{count}: {a * 1e3:.1f}/{e * 1e3:.1f}" for count, (a, e) in zip(new, times, strict=True))
         found = crossing(new, [a / e for a, e in times])
         expected = next(count for count in range(1, context + 1) if MLA.expands(count, context))
