@@ -23,6 +23,7 @@ from serving.kernels.torch_linears import use_cpu_linears
 from serving.loader.quantize_at_load import quantize
 from serving.loader.reading import fill_parameter
 from serving.model.decoder import Decoder
+from serving.model.mla import hold_float32
 from serving.model.moe import float32_parameters
 from serving.model.quantized_linear import hold_int8, own_dtypes
 from serving.model.spec import ModelSpec
@@ -67,6 +68,7 @@ def load(
     every = [name for name, _ in model.named_parameters()]
     cuts = None if layout is None else layout(model)
     fill(model, checkpoint, DTYPES[dtype], torch.device(device), every, cuts)
+    hold_float32(model)
     if device == "cpu":
         if dtype != "float32":
             use_float32_head(model)

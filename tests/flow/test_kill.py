@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from signal import SIGCONT, SIGKILL, SIGSTOP
+from typing import Any
+from uuid import uuid4
 
 import httpx
 import pytest
@@ -23,8 +26,9 @@ from tests.tiny import tiny_llama
 pytestmark = pytest.mark.slow
 
 TRIES = 5
-WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-KINDS = (
+DECODE = ("decode-0", "decode-1")
+WORKERS = ("prefill-0", "prefill-1", *DECODE)
+KINDS: tuple[dict[str, Any], ...] = (
     {"stream": True, "temperature": 0.0},
     {"stream": False, "temperature": 0.0},
     {"stream": True, "temperature": 1.0, "seed": 11, "top_p": 0.9},
@@ -102,8 +106,12 @@ def undisturbed(server: MillraceServer, form: Form) -> Outcomes:
 
 
 def ask(client: Client, form: Form) -> list[Asked]:
-    wanted = prompts(len(KINDS), shortest=900, longest=1100, seed=3)
-    return [client.start(prompt, max_tokens=form.tokens, **kind) for prompt, kind in zip(wanted, KINDS, strict=True)]
+    """With a cache salt that nobody else has: where prefixes are cached, each try still computes its own."""
+    wanted, asked = prompts(len(KINDS), shortest=900, longest=1100, seed=3), []
+    for prompt, kind in zip(wanted, KINDS, strict=True):
+        extra = {**kind.get("extra_body", {}), "cache_salt": uuid4().hex}
+        asked.append(client.start(prompt, max_tokens=form.tokens, **kind | {"extra_body": extra}))
+    return asked
 
 
 Harm = Callable[[list[Asked]], None]
@@ -140,7 +148,7 @@ def waiting(server: MillraceServer, name: str) -> float:
 
 def decoding(server: MillraceServer) -> list[str]:
     """The decode workers that have something to do."""
-    return [name for name in ("decode-0", "decode-1") if server.metric("worker_num_requests_running", engine=name)]
+    return [name for name in DECODE if server.metric("worker_num_requests_running", engine=name)]
 
 
 def leases(server: MillraceServer) -> int:
@@ -200,23 +208,24 @@ def test_prefill_worker_dies_computing(
     disturb(server, client, form, undisturbed, harm)
 
 
+def kill_in_mid_handoff(server: MillraceServer, asked: list[Asked]) -> None:
+    if not moment(lambda: waiting(server, "prefill-0") and leases(server) == len(asked), asked):
+        return
+    for decode in DECODE:
+        server.signal_worker(decode, SIGSTOP)  # KV goes out and is not taken in
+    try:
+        wait_until(lambda: not waiting(server, "prefill-0"), 60, "prefill-0 has computed all it has")
+        server.signal_worker("prefill-0", SIGKILL)
+    finally:
+        for decode in DECODE:
+            server.signal_worker(decode, SIGCONT)
+
+
 @in_every_form
 def test_prefill_worker_dies_in_the_middle_of_its_handoff(
     server: MillraceServer, client: Client, form: Form, undisturbed: Outcomes
 ) -> None:
-    def harm(asked: list[Asked]) -> None:
-        if not moment(lambda: waiting(server, "prefill-0") and leases(server) == len(asked), asked):
-            return
-        for decode in ("decode-0", "decode-1"):
-            server.signal_worker(decode, SIGSTOP)  # KV goes out and is not taken in
-        try:
-            wait_until(lambda: not waiting(server, "prefill-0"), 60, "prefill-0 has computed all it has")
-            server.signal_worker("prefill-0", SIGKILL)
-        finally:
-            for decode in ("decode-0", "decode-1"):
-                server.signal_worker(decode, SIGCONT)
-
-    disturb(server, client, form, undisturbed, harm)
+    disturb(server, client, form, undisturbed, partial(kill_in_mid_handoff, server))
 
 
 @in_int8
@@ -241,15 +250,15 @@ def test_decode_worker_dies_after_the_tenth_token(
     disturb(server, client, form, undisturbed, harm)
 
 
+def kill_all_that_decodes(server: MillraceServer, asked: list[Asked]) -> None:
+    if moment(lambda: asked[0].progressed.is_set(), asked):
+        for decode in DECODE:
+            server.signal_worker(decode, SIGKILL)
+
+
 @in_bfloat16
 def test_both_decode_workers_die_and_come_back(
     server: MillraceServer, client: Client, form: Form, undisturbed: Outcomes
 ) -> None:
     """Nobody is left to take over: the requests wait for the workers that are started again."""
-
-    def harm(asked: list[Asked]) -> None:
-        if moment(lambda: asked[0].progressed.is_set(), asked):
-            for decode in ("decode-0", "decode-1"):
-                server.signal_worker(decode, SIGKILL)
-
-    disturb(server, client, form, undisturbed, harm)
+    disturb(server, client, form, undisturbed, partial(kill_all_that_decodes, server))

@@ -66,7 +66,7 @@ QWEN_MOE = {
 DEEPSEEK = COMMON | {
     "num_key_value_heads": 4,
     "rms_norm_eps": 1e-2,
-    "kv_lora_rank": 40,  # expanded from 7 new tokens on, which schedules mix with fewer
+    "kv_lora_rank": 40,  # expanded from 5 new tokens on at most, which schedules mix with fewer
     "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 8,
     "v_head_dim": 5,

@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvcache.memory.kv_dtype import stored_as
-from serving.batch.ragged import KVSegment
+from serving.batch.ragged import KVSegment, RaggedBatch
 from serving.forward.llama_shape import unlike_llama
 from serving.kvspec import mla
 from serving.loader.loading import LoadedModel, load
+from serving.model.mla import MlaAttention, hold_float32
 from serving.model.mla_spec import MlaSpec
 from serving.model.moe_spec import MoeSpec
 from serving.model.spec import ModelSpec
@@ -87,22 +88,26 @@ def logits(loaded: LoadedModel, schedule: str, block_size: int = 4) -> list[Tens
     return [run.result(s) for s in range(3)]
 
 
+def always(monkeypatch: pytest.MonkeyPatch, expanded: bool) -> None:
+    monkeypatch.setattr(MlaSpec, "expands", lambda spec, new, context: expanded)
+
+
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 def test_absorbed_and_expanded_agree(loaded: LoadedModel, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for limit in (1, None):
-        monkeypatch.setattr(MlaSpec, "expand_from", limit)
+    for expanded in (True, False):
+        always(monkeypatch, expanded)
         found.append(logits(loaded, schedule))
-    for expanded, absorbed in zip(*found, strict=True):
-        torch.testing.assert_close(expanded, absorbed, atol=1e-4, rtol=0)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
     assert any(not torch.equal(*pair) for pair in zip(*found, strict=True)), "one form was computed twice"
 
 
-@pytest.mark.parametrize("limit", [1, None])
+@pytest.mark.parametrize("expanded", [True, False])
 def test_a_context_of_several_segments(
-    loaded: LoadedModel, folder: Path, limit: int | None, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, folder: Path, expanded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MlaSpec, "expand_from", limit)
+    always(monkeypatch, expanded)
     monkeypatch.setattr(import_module("serving.kernels.latent_attention"), "SEGMENT", 8)
     monkeypatch.setattr(import_module("serving.kernels.offloaded_attention"), "QUERY_BLOCK", 3)
     oracle = build(configs()["deepseek_v3"])
@@ -110,10 +115,10 @@ def test_a_context_of_several_segments(
         torch.testing.assert_close(found, expected_logits(oracle, tokens), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("limit", [1, None])
-def test_int8_kv_stays_close(loaded: LoadedModel, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("expanded", [True, False])
+def test_int8_kv_stays_close(loaded: LoadedModel, expanded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both forms read the same integers; how far that is from float KV is what rounding to 8 bits costs."""
-    monkeypatch.setattr(MlaSpec, "expand_from", limit)
+    always(monkeypatch, expanded)
     monkeypatch.setattr(MoeSpec, "top_k", 12)  # all experts, so that rounding changes no choice
     exact = logits(loaded, "whole")
     run = PagedRun(loaded.model, sequences(), block_size=4, kv_dtype="int8")
@@ -137,12 +142,12 @@ class Offloaded:
             yield KVSegment(tuple(plane[ids] for plane in planes), first, 128)
 
 
-@pytest.mark.parametrize("limit", [1, None])
+@pytest.mark.parametrize("expanded", [True, False])
 def test_kv_that_passes_through_the_device(
-    loaded: LoadedModel, limit: int | None, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, expanded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first 256 of 300 tokens are not in the pool when the last 20 are computed."""
-    monkeypatch.setattr(MlaSpec, "expand_from", limit)
+    always(monkeypatch, expanded)
     chance = random.Random(5)
     tokens = [[chance.randrange(VOCAB) for _ in range(300)]]
     run = PagedRun(loaded.model, tokens, block_size=16)
@@ -169,12 +174,50 @@ def test_the_published_config_of_deepseek_v3() -> None:
     spec = ModelSpec.from_hf_config(DEEPSEEK_V3)
     assert spec.mla is not None and spec.moe is not None
     assert spec.mla.scale == pytest.approx(192**-0.5 * 1.3688879**2, rel=1e-6)
-    assert spec.mla.expand_from == 171
     assert spec.rope is not None and spec.rope.magnitude == 1.0 and len(spec.rope.frequencies) == 32
     assert spec.moe.sparse == (False,) * 3 + (True,) * 58
     assert (spec.moe.shared_intermediate, spec.moe.scaling, spec.moe.group_best) == (2048, 2.5, 2)
     assert spec.mtp_layers == 1
-    assert replace(spec.mla, nope_dim=600, value_dim=600).expand_from is None, "expanding never pays"
+
+
+V3 = MlaSpec(kv_rank=512, q_rank=None, nope_dim=128, rope_dim=64, value_dim=128, scale=192**-0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("new", "context"), [(1, 100), (30, 100), (300, 300)])
+def test_both_forms_of_deepseek_v3s_widths_agree(dtype: torch.dtype, new: int, context: int) -> None:
+    """Whatever the KV is stored as, both compute in float32: only the order of sums is another."""
+    generator = torch.Generator().manual_seed(new)
+    attention = MlaAttention(64, 2, V3).to(dtype)
+    attention.kv_b.weight.data.normal_(std=512**-0.5, generator=generator)
+    hold_float32(attention)
+    blocks = -(-context // 16)
+    planes = tuple(torch.randn(blocks, 16, width, generator=generator).to(dtype) for width in (512, 64))
+    nope, turned = (torch.randn(new, 2, width, generator=generator).to(dtype) for width in (128, 64))
+    batch = RaggedBatch.build(tokens=[[0] * new], starts=[context - new], block_tables=[range(blocks)], block_size=16)
+    found = [form(nope, turned, batch, planes) for form in (attention.absorbed, attention.expanded)]
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+    assert not torch.equal(*found), "one form was computed twice"
+
+
+@pytest.mark.parametrize(("context", "first"), [(16, 13), (64, 39), (256, 82), (1024, 116), (4096, 128), (163840, 133)])
+def test_from_how_many_new_tokens_keys_are_expanded(context: int, first: int) -> None:
+    """With the widths of DeepSeek-V3: below what the count of multiply-adds says (171 over long contexts)."""
+    assert next(new for new in range(1, 200) if V3.expands(new, context)) == first
+    assert V3.expands(context, context), "a prompt of its own always"
+    wide = replace(V3, nope_dim=600, value_dim=600)
+    assert not wide.expands(2048, 163840), "where a head's key and value are wider than the latent it never pays"
+
+
+def test_what_expands_latents_is_widened_once(folder: Path) -> None:
+    """It has the values that the model's type holds, and steps widen nothing."""
+    exact, loaded = load(folder, "float32"), load(folder, "bfloat16")
+    for layer, one in zip(loaded.model.layers, exact.model.layers, strict=True):
+        held, source = layer.attention.kv_b, one.attention.kv_b
+        assert held.weight.dtype == torch.float32
+        assert torch.equal(held.weight, source.weight.bfloat16().float())
+        assert held.per_head()[0].data_ptr() == held.weight.data_ptr(), "no copy is made"
+        assert layer.attention.o.weight.dtype == torch.bfloat16
 
 
 def test_the_compiled_forms_leave_it_to_torch(loaded: LoadedModel) -> None:
@@ -246,5 +289,6 @@ def test_an_int8_expansion_is_refused(folder: Path, tmp_path: Path) -> None:
 
 def test_a_bfloat16_model_keeps_its_routers_in_float32(folder: Path) -> None:
     model = load(folder, "bfloat16").model
-    kept = {name for name, value in model.named_parameters() if value.dtype == torch.float32 and name != "head.weight"}
+    wide = {name for name, value in model.named_parameters() if value.dtype == torch.float32 and name != "head.weight"}
+    kept = {name for name in wide if not name.endswith("kv_b.weight")}  # that one is rounded all the same
     assert kept == {f"layers.{layer}.mlp.router.{leaf}" for layer in (1, 2) for leaf in ("weight", "correction")}

@@ -47,6 +47,18 @@ def test_sums_do_not_saturate() -> None:
     assert int(int8.integer_product(ones, ones)) == 127 * 127 * 16001
 
 
+@pytest.mark.parametrize("vnni", [True, False])
+@pytest.mark.parametrize(("rows", "inputs"), [(1, 1), (3, 1024), (5, 1025), (9, 3000)])
+def test_products_are_exact_with_and_without_vnni(
+    vnni: bool, rows: int, inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers of one sign, so that sums are as large as they get: odd ones need every bit."""
+    monkeypatch.setattr("torch.cpu._is_vnni_supported", lambda: vnni)
+    generator = torch.Generator().manual_seed(inputs)
+    a, b = (torch.randint(-128, -120, (count, inputs), dtype=torch.int8, generator=generator) for count in (rows, 7))
+    assert torch.equal(int8.integer_product(a, b).long(), a.long() @ b.long().t())
+
+
 def test_rows_of_zeros_and_leading_dimensions() -> None:
     layer = QuantizedLinear(torch.full((3, 4), 5, dtype=torch.int8), torch.ones(3))
     assert torch.equal(layer(torch.zeros(2, 5, 4)), torch.zeros(2, 5, 3))
