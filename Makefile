@@ -12,10 +12,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.ready
+# Packages of clients that tests drive and that cannot share the environment above.
+CLIENTS := .venv-clients
+CLIENTS_READY := $(CLIENTS)/.ready
 # Tests of real servers in one process, all others in another (tests/conftest.py).
 PROCESSES := --numprocesses 2 --no-loadscope-reorder
 
-.PHONY: help setup serve test test-fast check bench proto docs clean
+.PHONY: help setup serve test test-fast test-failed check bench proto docs clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -32,14 +35,24 @@ $(READY): pyproject.toml Makefile
 	$(PIP) install --no-deps $(DEMO)
 	@touch $@
 
+# The versions are pinned with all they need: to find them takes pip minutes.
+$(CLIENTS_READY): tests/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile -r $<
+	@touch $@
+
 serve: $(READY)  ## serve SmolLM2-135M-Instruct on http://localhost:8000; FLAGS='--prefill 2 --decode 1' adds flags
 	$(BIN)/millrace serve $(FLAGS)
 
-test: $(READY)  ## run every test; FLAGS='-k sampling' adds flags
+test: $(READY) $(CLIENTS_READY)  ## run every test; FLAGS='-k sampling' adds flags
 	$(BIN)/python -m pytest $(PROCESSES) $(FLAGS)
 
 test-fast: $(READY)  ## the inner loop: no kills, no large grids, few examples, one flow; two minutes and a half
 	$(BIN)/python -m pytest -q $(PROCESSES) --hypothesis-profile=fast -m 'not slow and not thorough and not real' $(FLAGS)
+
+test-failed: $(READY)  ## run what failed last once more, nothing beside it; refuses where more than eight tests did
+	$(BIN)/python -m scripts.failed
+	$(BIN)/python -m pytest --numprocesses 0 --last-failed --last-failed-no-failures none
 
 check: $(READY)  ## formatting, lint, types and the rules of the house
 	$(BIN)/ruff format --check .
@@ -57,5 +70,5 @@ docs: $(READY)  ## write the tables of docs/cli.md from the command's own help
 	$(BIN)/python -m scripts.flags
 
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
