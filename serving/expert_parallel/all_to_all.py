@@ -54,6 +54,18 @@ def connected(store: Store, rank: int, ranks: int, seconds: float) -> AllToAllGr
     return cast(AllToAllGroup, ProcessGroupGloo(store, rank, ranks, timedelta(seconds=seconds)))
 
 
+def ended(work: Work) -> bool:
+    """Waits for a moment; raises what the operation does."""
+    began = time.monotonic()
+    try:
+        work.wait(POLL)
+    except RuntimeError:
+        if time.monotonic() - began < POLL.total_seconds():
+            raise  # it was not the time that was up
+        return False
+    return True
+
+
 def _aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
@@ -70,6 +82,7 @@ class Parts:
         self.flat = flat[: shape.ranks * end]
         parts = self.flat.view(shape.ranks, end)
         self.counts = parts[:, :4].view(torch.int32)[:, 0]  # [ranks]
+        self.announced = parts[:, 4:8].view(torch.int32)[:, 0]  # [ranks]
         slots_bytes, row_bytes = tokens * shape.top_k * 2, tokens * shape.hidden * shape.wire.itemsize
         self.slots = parts[:, slots : slots + slots_bytes].view(torch.int16).view(-1, tokens, shape.top_k)
         self.scales = parts[:, scales : scales + tokens * SCALE_BYTES].view(torch.float32)  # [ranks, tokens]
@@ -109,6 +122,7 @@ class AllToAllExchange:
         self._own = torch.empty_like(self._results_in)
         self._trips: deque[_Trip] = deque()
         self._lost: RankLost | None = None
+        self._announced = self.agreed = 0
         self.traffic = ExchangeTraffic()
 
     @classmethod
@@ -131,6 +145,9 @@ class AllToAllExchange:
             raise RankLost(None, f"no connection within the deadline: {error}") from error
         return cls(shape, group, store, watch, deadline)
 
+    def announce(self, number: int) -> None:
+        self._announced = number
+
     def dispatch(self, rows: Rows, physical_TK: Tensor) -> Received:
         check_rows(self.shape, rows, physical_TK)
         if len(rows.values) > self.most_tokens:
@@ -140,8 +157,10 @@ class AllToAllExchange:
             outgoing, incoming = (Parts(flat, self.shape, self.most_tokens) for flat in sizes)
             self._parts[self.most_tokens] = outgoing, incoming
         outgoing, incoming = self._parts[self.most_tokens]
+        outgoing.announced.fill_(self._announced)
         results_from, own_order = self._fill(outgoing, on_the_wire(rows, self.shape.wire), physical_TK)
         self._run(lambda group: group.alltoall_base(incoming.flat, outgoing.flat, [], []))
+        self.agreed = int(incoming.announced.min())
         self._count_dispatch(outgoing)
         received, order, results_to = self._sorted(incoming)
         self._trips.append(_Trip(order, results_from, results_to, own_order))
@@ -215,7 +234,7 @@ class AllToAllExchange:
         began, said = time.monotonic(), False
         try:
             work = start(self._group)
-            while not self._ended(work):
+            while not ended(work):
                 if (dead := self._watch.ended()) is not None:
                     raise RankLost(dead, "its process has ended")
                 waited = time.monotonic() - began
@@ -232,17 +251,6 @@ class AllToAllExchange:
         except RuntimeError as error:  # gloo's word for a connection that broke
             self._lost = RankLost(self._watch.ended(DEATH_SECONDS), f"its connection is broken: {error}")
             raise self._lost from error
-
-    def _ended(self, work: Work) -> bool:
-        """Waits for a moment; raises what the operation does."""
-        began = time.monotonic()
-        try:
-            work.wait(POLL)
-        except RuntimeError:
-            if time.monotonic() - began < POLL.total_seconds():
-                raise  # it was not the time that was up
-            return False
-        return True
 
     def _waiting(self, rank: int) -> str:
         """Under which name a rank says that it waits for others: long before it gives up, since others begin later."""

@@ -126,6 +126,13 @@ class ExpertExchange(Protocol):
     @property
     def traffic(self) -> ExchangeTraffic: ...
 
+    @property
+    def agreed(self) -> int:
+        """The least number that a rank announced with the last dispatch: equal on all ranks between two steps."""
+
+    def announce(self, number: int) -> None:
+        """Tell all ranks this number with every dispatch from now on, at first 0."""
+
     def dispatch(self, rows: Rows, physical_TK: Tensor) -> Received:
         """Send each row to the ranks of its physical experts (rank * slots + slot, int32), and take those of others.
 

@@ -46,10 +46,18 @@ class HierarchicalExchange:
         """Of both levels; `between.traffic` is what left the node."""
         return self.between.traffic + replace(self.within.traffic, dispatches=0)
 
+    @property
+    def agreed(self) -> int:
+        return self.within.agreed
+
+    def announce(self, number: int) -> None:
+        self.between.announce(number)
+
     def dispatch(self, rows: Rows, physical_TK: Tensor) -> Received:
         # Physical experts of the group are numbered node by node: they are those of `between` as they are.
         with self._numbered_between():
             arrived = self.between.dispatch(rows, physical_TK)
+        self.within.announce(self.between.agreed)  # so that the least of a node's ranks is that of all nodes
         slots_N1 = self._of_node.repeat_interleave(arrived.counts)[:, None]
         self._ones.append(torch.ones(slots_N1.shape))
         with self._numbered_within():

@@ -6,7 +6,7 @@ rank without work in a step runs an `idle_step`, since the others wait for it in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,16 @@ class ExpertParallelMlp(MoeMlp):
         self.physical = PhysicalExperts(placement, exchange.rank)
         held = dict(mlp.experts.named_children())
         self.slots = [held[str(expert)] for expert in placement.slots[exchange.rank]]
+        self.count: Callable[[Tensor], object] = _uncounted
+
+    def hold(self, slots: Sequence[nn.Module], physical: PhysicalExperts, placement: ExpertPlacement) -> None:
+        """From the next step on this rank has these experts behind its slots; all ranks change alike."""
+        self.slots, self.physical = list(slots), physical
+        own = zip(placement.slots[self.exchange.rank], slots, strict=True)
+        self.experts = nn.ModuleDict({str(expert): module for expert, module in own})  # type: ignore[assignment]
 
     def mixed(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        self.count(experts_TK)
         received = self.exchange.dispatch(Rows(x_TH), self.physical.of(experts_TK))
         return self.exchange.combine(self._results(received, x_TH.dtype), weights_TK)
 
@@ -54,6 +62,10 @@ class ExpertParallelMlp(MoeMlp):
             elif count and scale is not None:
                 out[rows] = _of_quantized(expert, values[rows], scale[rows], dtype)
         return out
+
+
+def _uncounted(_: Tensor) -> None:
+    """Of a layer whose rows nobody counts."""
 
 
 def _of_quantized(expert: nn.Module, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

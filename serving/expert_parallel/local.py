@@ -30,9 +30,14 @@ class LocalExchange:
             raise ValueError(f"a local exchange has one rank, not {shape.ranks}")
         self.shape = shape
         self._orders: deque[Tensor] = deque()
+        self._announced = self.agreed = 0
+
+    def announce(self, number: int) -> None:
+        self._announced = number
 
     def dispatch(self, rows: Rows, physical_TK: Tensor) -> Received:
         check_rows(self.shape, rows, physical_TK)
+        self.agreed = self._announced
         sent = on_the_wire(rows, self.shape.wire)
         order = physical_TK.flatten().argsort(stable=True)
         self._orders.append(order)

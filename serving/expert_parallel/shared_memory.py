@@ -113,6 +113,14 @@ class SharedMemoryExchange:
             combine_bytes=counted.combine_bytes,
         )
 
+    @property
+    def agreed(self) -> int:
+        return 0 if self._exchange is None else int(self._functions.agreed(self._exchange))
+
+    def announce(self, number: int) -> None:
+        if self._exchange is not None:
+            self._functions.announce(self._exchange, number)
+
     def dispatch(self, rows: Rows, physical_TK: Tensor) -> Received:
         check_rows(self.shape, rows, physical_TK)
         if self._exchange is None:

@@ -64,6 +64,7 @@ struct Exchange {
     std::vector<int64_t> ends;    // of each slot
     ExchangeTraffic traffic{};
     ExchangeLoss loss{-1, NONE};
+    int32_t announced = 0, agreed = 0;
 
     explicit Exchange(const ExchangeShape& given) : shape(given), layout(given) {}
 
@@ -215,6 +216,7 @@ struct Exchange {
         }
         for (int peer = 0; peer < shape.ranks; ++peer) {
             const int64_t count = list(parity, shape.rank, peer).count() = static_cast<int32_t>(counts[peer]);
+            list(parity, shape.rank, peer).announced() = announced;
             if (peer == shape.rank) continue;
             traffic.rows += count;
             traffic.dispatch_bytes += count * (shape.hidden * item_bytes(shape.wire) + (shape.wire == INT8 ? 4 : 0));
@@ -225,9 +227,11 @@ struct Exchange {
     // The rows of all ranks, expert by expert, each expert's by rank and then as they came. Their number, or -1.
     int64_t receive(int parity, Trip& trip, uint8_t* out, float* out_scales, int32_t* out_counts) {
         std::fill(ends.begin(), ends.end(), 0);
+        agreed = INT32_MAX;
         for (int peer = 0; peer < shape.ranks; ++peer) {
             const List told = list(parity, peer, shape.rank);
             const int32_t count = told.count();
+            agreed = std::min(agreed, told.announced());
             if (count < 0 || count > shape.max_tokens) return nonsense(peer);
             counts[peer] = count;
             for (int64_t i = 0; i < count * shape.top_k; ++i) {
@@ -335,6 +339,12 @@ int64_t millrace_exchange_dispatch(Exchange* exchange, const void* rows, const f
         if (peer != shape.rank && !exchange->wait(DISPATCH, peer, sequence)) return -1;
     return exchange->receive(parity, trip, static_cast<uint8_t*>(values), scales, counts);
 }
+
+void millrace_exchange_announce(Exchange* exchange, int32_t number) {
+    exchange->announced = number;
+}
+
+int32_t millrace_exchange_agreed(const Exchange* exchange) { return exchange->agreed; }
 
 void* millrace_exchange_results(Exchange* exchange, int32_t parity) {
     return exchange->results(parity, exchange->shape.rank);

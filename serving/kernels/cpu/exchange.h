@@ -56,6 +56,12 @@ int64_t millrace_exchange_dispatch(Exchange* exchange, const void* rows, const f
                                    int64_t tokens, const int32_t* physical, void* values, float* scales,
                                    int32_t* counts);
 
+// From now on every dispatch tells all ranks this number.
+void millrace_exchange_announce(Exchange* exchange, int32_t number);
+
+// The least number that a rank has told with the last dispatch: the same on every rank after the same dispatch.
+int32_t millrace_exchange_agreed(const Exchange* exchange);
+
 // Where results may be written, so that they need no copy: of the first dispatch with parity 1, the second with 0, ….
 void* millrace_exchange_results(Exchange* exchange, int32_t parity);
 

@@ -32,6 +32,8 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "destroy": (None, [c_void_p]),
     "leave": (None, [c_void_p]),
     "dispatch": (c_int64, [_ADDRESS, _ADDRESS, _ADDRESS, c_int32, c_int64, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS]),
+    "announce": (None, [_ADDRESS, c_int32]),
+    "agreed": (c_int32, [_ADDRESS]),
     "results": (c_void_p, [_ADDRESS, c_int32]),
     "combine": (c_int64, [_ADDRESS, _ADDRESS, c_int32, _ADDRESS, _ADDRESS]),
     "traffic": (POINTER(Traffic), [c_void_p]),
@@ -51,6 +53,8 @@ class ExchangeFunctions:
         self.destroy = library.millrace_exchange_destroy
         self.leave = library.millrace_exchange_leave
         self.dispatch = library.millrace_exchange_dispatch
+        self.announce = library.millrace_exchange_announce
+        self.agreed = library.millrace_exchange_agreed
         self.results = library.millrace_exchange_results
         self.combine = library.millrace_exchange_combine
         self.traffic = library.millrace_exchange_traffic
