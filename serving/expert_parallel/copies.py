@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 
 from serving.expert_parallel.all_to_all import AllToAllGroup, connected, ended
@@ -153,3 +153,25 @@ class AllToAllCopies:
 
     def close(self) -> None:
         self._group = None
+
+
+class CheckpointCopies:
+    """From the files of the model, which every rank reads for itself: the ranks' own memory and links stay free."""
+
+    def __init__(self, arena: ExpertArena, rank: int, read: Callable[[int, int], nn.Module]) -> None:
+        """`read(layer, expert)` is the expert as the checkpoint has it, of the MoE layer counted from the first one."""
+        self.arena, self._rank, self._read = arena, rank, read
+
+    def run(self, layer: int, transfers: Sequence[WeightTransfer], pace: Pace) -> int:
+        came = 0
+        for transfer in transfers:
+            if transfer.rank == self._rank:
+                pace(self.arena.form.size)
+                expert = self._read(layer, transfer.expert)
+                for field in self.arena.form.fields:
+                    field.view(self.arena.buffer(layer, transfer.buffer)).copy_(expert.get_parameter(field.name))
+                came += self.arena.form.size
+        return came
+
+    def close(self) -> None:
+        """It holds nothing but the arena."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
@@ -12,7 +13,8 @@ from torch.distributed import PrefixStore, Store
 
 from bench.random_model import SHAPES, llama, random_model
 from serving.batch.ragged import RaggedBatch
-from serving.expert_parallel.copies import AllToAllCopies, SharedMemoryCopies
+from serving.expert_parallel.arena import ExpertArena, ExpertFormat, arena_bytes
+from serving.expert_parallel.copies import AllToAllCopies, CheckpointCopies, SharedMemoryCopies
 from serving.expert_parallel.layer import apply_expert_parallel, exchange_shape, hold_experts, idle_step, moe_layers
 from serving.expert_parallel.rebalance import LiveRebalance, RebalanceStatus
 from serving.expert_parallel.replanning import BalancePolicy
@@ -23,7 +25,7 @@ from serving.model.moe_spec import MoeSpec
 from tests.serving.expert_parallel.groups import join
 
 EXPERTS, LAYERS, ROWS = 8, 2, 12
-JOINS = {"shared_memory": SharedMemoryCopies.join, "all_to_all": AllToAllCopies.join}
+JOINS = {"shared_memory": SharedMemoryCopies.join, "all_to_all": AllToAllCopies.join, "checkpoint": None}
 EAGER = BalancePolicy(above=1.02, target=1.0, least_gain=0.01, fewest_rows=1, most_layers=LAYERS, kept=0.0)
 MOST_STEPS = 40_000  # of a group that waits for a plan
 
@@ -65,6 +67,17 @@ def kv_of(model: Decoder) -> list[tuple[Tensor, ...]]:
     return [tuple(torch.zeros(1, ROWS, *plane.shape) for plane in layer.planes) for layer in layers]
 
 
+def join_checkpoint(
+    whole: Decoder, form: ExpertFormat, layers: int, slots: int, rank: int, _ranks: int, _store: Store
+) -> CheckpointCopies:
+    """What stands for a checkpoint is the model of one process."""
+    memory = torch.zeros(arena_bytes(form, layers, slots), dtype=torch.uint8)
+    mlps = [mlp for _, mlp in moe_layers(whole)]
+    return CheckpointCopies(
+        ExpertArena(form, layers, slots, memory), rank, lambda layer, expert: mlps[layer].experts[expert]
+    )
+
+
 def compute_while_experts_move(
     rank: int, store: Store, _: Connection, ranks: int, spare: int, weights: str, copies: str, drifts: int
 ) -> tuple[int, list[int], list[list[ExpertPlacement]], RebalanceStatus]:
@@ -79,7 +92,12 @@ def compute_while_experts_move(
     exchange = join("shared_memory", exchange_shape(model, spread[0], ROWS), rank, PrefixStore("rows", store))
     apply_expert_parallel(model, spread, exchange)
     balance = LiveRebalance.join(
-        model, spread, PrefixStore("balance", store), join_copies=JOINS[copies], policy=EAGER, interval=20
+        model,
+        spread,
+        PrefixStore("balance", store),
+        join_copies=JOINS[copies] or partial(join_checkpoint, alone),
+        policy=EAGER,
+        interval=20,
     )
     kv, kv_alone, seen, wrong, step = kv_of(model), kv_of(alone), [balance.placements], [], 0
     with torch.inference_mode():

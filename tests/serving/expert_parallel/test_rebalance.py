@@ -14,7 +14,7 @@ Answer = tuple[int, list[int], list[list[ExpertPlacement]], RebalanceStatus]
 
 @pytest.mark.parametrize(
     ("ranks", "spare", "weights", "copies"),
-    [(2, 1, "int8", "shared_memory"), (3, 1, "float32", "all_to_all")],
+    [(2, 1, "int8", "shared_memory"), (3, 1, "float32", "all_to_all"), (2, 2, "int8", "checkpoint")],
 )
 def test_every_step_has_the_bits_of_one_process(ranks: int, spare: int, weights: str, copies: str) -> None:
     with Ranks() as group:
