@@ -28,6 +28,7 @@ EXPERTS, LAYERS, ROWS = 8, 2, 12
 JOINS = {"shared_memory": SharedMemoryCopies.join, "all_to_all": AllToAllCopies.join, "checkpoint": None}
 EAGER = BalancePolicy(above=1.02, target=1.0, least_gain=0.01, fewest_rows=1, most_layers=LAYERS, kept=0.0)
 MOST_STEPS = 40_000  # of a group that waits for a plan
+STEPS_AFTER = 20  # a switch, in which moved experts compute
 
 
 def model_of(weights: str) -> Decoder:
@@ -83,7 +84,7 @@ def compute_while_experts_move(
 ) -> tuple[int, list[int], list[list[ExpertPlacement]], RebalanceStatus]:
     """Steps until `drifts` changes of load have been answered by moves: how many, those whose bits were others.
 
-    Then the placements of this rank before and after each drift, and its status. The last rank has no rows.
+    Then the placements of this rank before and after each drift, and its status. Of three ranks the last has no rows.
     """
     alone, model = model_of(weights), model_of(weights)
     layout = Layout(ranks=ranks, slots=EXPERTS // ranks + spare)
@@ -104,10 +105,11 @@ def compute_while_experts_move(
         for _drift in range(drifts):
             for one in (model, alone):
                 prefer(one, balance.placements)
-            agreed = exchange.agreed
-            while exchange.agreed == agreed or balance.status.switched < exchange.agreed:
+            agreed, left = exchange.agreed, STEPS_AFTER
+            while left > 0:
+                left -= balance.status.switched > agreed
                 balance.begin_step()
-                if rank == ranks - 1:
+                if rank == ranks - 1 and ranks > 2:
                     idle_step(model)
                 else:
                     batch = batch_of(step, rank)

@@ -28,7 +28,7 @@ def two_placements(draw: st.DrawFn) -> tuple[ExpertPlacement, ExpertPlacement]:
     return shuffled(), shuffled()
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(two_placements())
 def test_every_stage_holds_all_experts_and_changes_one_slot_a_rank(
     both: tuple[ExpertPlacement, ExpertPlacement],
@@ -43,7 +43,7 @@ def test_every_stage_holds_all_experts_and_changes_one_slot_a_rank(
     assert new.moves_from(old) <= made <= 2 * new.moves_from(old)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(two_placements())
 def test_buffers_hold_what_slots_are_said_to(both: tuple[ExpertPlacement, ExpertPlacement]) -> None:
     """Weights are played by the numbers of experts: they go where transfers say, and are read from slots' buffers."""
