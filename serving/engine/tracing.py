@@ -29,16 +29,17 @@ class TraceWriter:
             "new_tokens": record.load.new_tokens,
             "context_tokens": round(record.load.context_tokens),
         }
-        self._span("step", begin, record.step_seconds, counts)
+        self.span("step", begin, record.step_seconds, counts)
         for name in ("schedule", "batch", "forward", "sample"):
             seconds = getattr(record, f"{name}_seconds")
-            self._span(name, begin, seconds, {})
+            self.span(name, begin, seconds, {})
             begin += seconds
-        self._span("account", begin, record.began + record.step_seconds - begin, {})
+        self.span("account", begin, record.began + record.step_seconds - begin, {})
 
-    def _span(self, name: str, begin: float, seconds: float, args: dict[str, int]) -> None:
+    def span(self, name: str, begin: float, seconds: float, args: dict[str, int], row: int = 1) -> None:
+        """One piece of work, in a row of its own for each `row`; seconds, on any clock."""
         self._write(
-            {"name": name, "ph": "X", "ts": begin * 1e6, "dur": max(0.0, seconds) * 1e6, "tid": 1, "args": args}
+            {"name": name, "ph": "X", "ts": begin * 1e6, "dur": max(0.0, seconds) * 1e6, "tid": row, "args": args}
         )
 
     def _write(self, event: dict[str, object]) -> None:

@@ -10,7 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol, Self, cast
@@ -25,6 +25,7 @@ from serving.expert_parallel.exchange import (
     ExchangeTraffic,
     RankLost,
     Received,
+    RoundTrips,
     Rows,
     check_rows,
 )
@@ -54,6 +55,18 @@ def connected(store: Store, rank: int, ranks: int, seconds: float) -> AllToAllGr
     return cast(AllToAllGroup, ProcessGroupGloo(store, rank, ranks, timedelta(seconds=seconds)))
 
 
+def ended(work: Work) -> bool:
+    """Waits for a moment; raises what the operation does."""
+    began = time.monotonic()
+    try:
+        work.wait(POLL)
+    except RuntimeError:
+        if time.monotonic() - began < POLL.total_seconds():
+            raise  # it was not the time that was up
+        return False
+    return True
+
+
 def _aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
@@ -70,23 +83,46 @@ class Parts:
         self.flat = flat[: shape.ranks * end]
         parts = self.flat.view(shape.ranks, end)
         self.counts = parts[:, :4].view(torch.int32)[:, 0]  # [ranks]
+        self.announced = parts[:, 4:8].view(torch.int32)[:, 0]  # [ranks]
         slots_bytes, row_bytes = tokens * shape.top_k * 2, tokens * shape.hidden * shape.wire.itemsize
         self.slots = parts[:, slots : slots + slots_bytes].view(torch.int16).view(-1, tokens, shape.top_k)
         self.scales = parts[:, scales : scales + tokens * SCALE_BYTES].view(torch.float32)  # [ranks, tokens]
         self.values = parts[:, values : values + row_bytes].view(shape.wire).view(-1, tokens, shape.hidden)
 
 
-@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """What every second dispatch travels in, and its results."""
+
+    def __init__(self, shape: ExchangeShape) -> None:
+        size = Parts(torch.empty(1 << 62, dtype=torch.uint8, device="meta"), shape, shape.max_tokens).bytes
+        self._outgoing = torch.zeros(shape.ranks * size, dtype=torch.uint8)
+        self._incoming = torch.zeros(shape.ranks * size, dtype=torch.uint8)
+        self._parts: dict[int, tuple[Parts, Parts]] = {}
+        self.results_out = torch.empty(shape.most_received, shape.hidden, dtype=shape.back)
+        self.results_in = torch.empty(shape.max_tokens * shape.top_k, shape.hidden, dtype=shape.back)
+
+    def parts(self, shape: ExchangeShape, tokens: int) -> tuple[Parts, Parts]:
+        """Outgoing and incoming, for so many rows at most."""
+        if tokens not in self._parts:
+            self._parts[tokens] = Parts(self._outgoing, shape, tokens), Parts(self._incoming, shape, tokens)
+        return self._parts[tokens]
+
+
+@dataclass(slots=True)
 class _Trip:
     """A dispatch until it is combined."""
 
-    received_order: Tensor  # [N], for each row received the place of its result among those that go back
+    work: Work  # that is under way
+    buffers: _Buffers
+    incoming: Parts
     results_from: list[int]  # of each rank: results that it owes
-    results_to: list[int]
     own_order: Tensor  # [T * K], for each result that comes back its place t * K + k
+    received_order: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    # [N], for each row received the place of its result among those that go back
+    results_to: list[int] = field(default_factory=list)
 
 
-class AllToAllExchange:
+class AllToAllExchange(RoundTrips):
     """One rank's part (exchange.ExpertExchange) over a process group of `torch.distributed`.
 
     Before each step its leader may lower `most_tokens`, on all ranks alike: nobody has more rows in it.
@@ -100,15 +136,14 @@ class AllToAllExchange:
         self.most_tokens = shape.max_tokens
         self._group: AllToAllGroup | None = group
         self._store, self._watch, self._deadline = store, watch, deadline
-        size = Parts(torch.empty(1 << 62, dtype=torch.uint8, device="meta"), shape, shape.max_tokens).bytes
-        self._outgoing = torch.zeros(shape.ranks * size, dtype=torch.uint8)
-        self._incoming = torch.zeros(shape.ranks * size, dtype=torch.uint8)
-        self._parts: dict[int, tuple[Parts, Parts]] = {}
-        self._results_out = torch.empty(shape.most_received, shape.hidden, dtype=shape.back)
-        self._results_in = torch.empty(shape.max_tokens * shape.top_k, shape.hidden, dtype=shape.back)
-        self._own = torch.empty_like(self._results_in)
-        self._trips: deque[_Trip] = deque()
+        self._buffers = [_Buffers(shape) for _ in range(2)]
+        self._own = torch.empty(shape.max_tokens * shape.top_k, shape.hidden, dtype=shape.back)
+        self._dispatched = 0
+        self._arriving: deque[_Trip] = deque()
+        self._computing: deque[_Trip] = deque()
+        self._returning: deque[_Trip] = deque()
         self._lost: RankLost | None = None
+        self._announced = self.agreed = 0
         self.traffic = ExchangeTraffic()
 
     @classmethod
@@ -131,32 +166,47 @@ class AllToAllExchange:
             raise RankLost(None, f"no connection within the deadline: {error}") from error
         return cls(shape, group, store, watch, deadline)
 
-    def dispatch(self, rows: Rows, physical_TK: Tensor) -> Received:
+    def announce(self, number: int) -> None:
+        self._announced = number
+
+    def begin_dispatch(self, rows: Rows, physical_TK: Tensor) -> None:
         check_rows(self.shape, rows, physical_TK)
         if len(rows.values) > self.most_tokens:
             raise ValueError(f"{len(rows.values)} rows in a step of at most {self.most_tokens}")
-        if self.most_tokens not in self._parts:
-            sizes = (self._outgoing, self._incoming)
-            outgoing, incoming = (Parts(flat, self.shape, self.most_tokens) for flat in sizes)
-            self._parts[self.most_tokens] = outgoing, incoming
-        outgoing, incoming = self._parts[self.most_tokens]
+        buffers = self._buffers[self._dispatched % 2]
+        self._dispatched += 1
+        outgoing, incoming = buffers.parts(self.shape, self.most_tokens)
+        outgoing.announced.fill_(self._announced)
         results_from, own_order = self._fill(outgoing, on_the_wire(rows, self.shape.wire), physical_TK)
-        self._run(lambda group: group.alltoall_base(incoming.flat, outgoing.flat, [], []))
+        work = self._begin(lambda group: group.alltoall_base(incoming.flat, outgoing.flat, [], []))
         self._count_dispatch(outgoing)
-        received, order, results_to = self._sorted(incoming)
-        self._trips.append(_Trip(order, results_from, results_to, own_order))
+        self._arriving.append(_Trip(work, buffers, incoming, results_from, own_order))
+
+    def finish_dispatch(self) -> Received:
+        trip = self._arriving.popleft()
+        self._finish(trip.work)
+        self.agreed = int(trip.incoming.announced.min())
+        received, trip.received_order, trip.results_to = self._sorted(trip.incoming)
+        self._computing.append(trip)
         return received
 
-    def combine(self, results_NH: Tensor, weights_TK: Tensor) -> Tensor:
-        trip, shape = self._trips.popleft(), self.shape
-        results_out = self._results_out[: len(results_NH)]
+    def begin_combine(self, results_NH: Tensor) -> None:
+        trip, shape = self._computing.popleft(), self.shape
+        results_out = trip.buffers.results_out[: len(results_NH)]
         results_out.index_copy_(0, trip.received_order, results_NH.to(shape.back))
-        results_in = self._results_in[: len(trip.own_order)]
-        self._run(lambda group: group.alltoall_base(results_in, results_out, trip.results_from, trip.results_to))
+        results_in = trip.buffers.results_in[: len(trip.own_order)]
+        trip.work = self._begin(
+            lambda group: group.alltoall_base(results_in, results_out, trip.results_from, trip.results_to)
+        )
         away = sum(trip.results_to) - trip.results_to[self.rank]
         self.traffic += ExchangeTraffic(combine_bytes=away * shape.hidden * shape.back.itemsize)
+        self._returning.append(trip)
+
+    def finish_combine(self, weights_TK: Tensor) -> Tensor:
+        trip, shape = self._returning.popleft(), self.shape
+        self._finish(trip.work)
         own = self._own[: len(trip.own_order)]
-        own.index_copy_(0, trip.own_order, results_in)
+        own.index_copy_(0, trip.own_order, trip.buffers.results_in[: len(trip.own_order)])
         return weighted_sum(own.view(-1, shape.top_k, shape.hidden), weights_TK)
 
     def _fill(self, outgoing: Parts, rows: Rows, physical_TK: Tensor) -> tuple[list[int], Tensor]:
@@ -208,14 +258,20 @@ class AllToAllExchange:
             routing_bytes=others * routing,
         )
 
-    def _run(self, start: Callable[[AllToAllGroup], Work]) -> None:
-        """One operation, polled. Raises RankLost; then the group is of no use any more."""
+    def _begin(self, start: Callable[[AllToAllGroup], Work]) -> Work:
+        """One operation. Raises RankLost; then the group is of no use any more."""
         if self._lost is not None or self._group is None:
             raise self._lost or RankLost(self.rank, "its exchange is closed")
+        try:
+            return start(self._group)
+        except RuntimeError as error:
+            raise self._broken(error) from error
+
+    def _finish(self, work: Work) -> None:
+        """Polls until it has ended. Raises RankLost."""
         began, said = time.monotonic(), False
         try:
-            work = start(self._group)
-            while not self._ended(work):
+            while not ended(work):
                 if (dead := self._watch.ended()) is not None:
                     raise RankLost(dead, "its process has ended")
                 waited = time.monotonic() - began
@@ -229,20 +285,13 @@ class AllToAllExchange:
         except RankLost as lost:
             self._lost = lost
             raise
-        except RuntimeError as error:  # gloo's word for a connection that broke
-            self._lost = RankLost(self._watch.ended(DEATH_SECONDS), f"its connection is broken: {error}")
-            raise self._lost from error
+        except RuntimeError as error:
+            raise self._broken(error) from error
 
-    def _ended(self, work: Work) -> bool:
-        """Waits for a moment; raises what the operation does."""
-        began = time.monotonic()
-        try:
-            work.wait(POLL)
-        except RuntimeError:
-            if time.monotonic() - began < POLL.total_seconds():
-                raise  # it was not the time that was up
-            return False
-        return True
+    def _broken(self, error: RuntimeError) -> RankLost:
+        """gloo's word for a connection that broke."""
+        self._lost = RankLost(self._watch.ended(DEATH_SECONDS), f"its connection is broken: {error}")
+        return self._lost
 
     def _waiting(self, rank: int) -> str:
         """Under which name a rank says that it waits for others: long before it gives up, since others begin later."""

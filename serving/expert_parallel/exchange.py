@@ -115,7 +115,10 @@ class ExchangeTraffic:
 
 
 class ExpertExchange(Protocol):
-    """One rank's part in a group. Both methods raise RankLost within the group's deadline, and from then on."""
+    """One rank's part in a group. What travels begins and ends, and other work may lie between the two.
+
+    All ranks begin and finish in one order. Every method raises RankLost within the group's deadline, and from then on.
+    """
 
     @property
     def shape(self) -> ExchangeShape: ...
@@ -126,24 +129,53 @@ class ExpertExchange(Protocol):
     @property
     def traffic(self) -> ExchangeTraffic: ...
 
-    def dispatch(self, rows: Rows, physical_TK: Tensor) -> Received:
-        """Send each row to the ranks of its physical experts (rank * slots + slot, int32), and take those of others.
+    @property
+    def agreed(self) -> int:
+        """The least number that a rank announced with the last dispatch: equal on all ranks between two steps."""
 
-        Rows without a scale are quantized where int8 travels. A slot's rows are in a fixed order. At most two
-        dispatches are under way before the first of them is combined. Raises ValueError for more than `max_tokens`
-        rows.
+    def announce(self, number: int) -> None:
+        """Tell all ranks this number with every dispatch from now on, at first 0."""
+
+    def begin_dispatch(self, rows: Rows, physical_TK: Tensor) -> None:
+        """Send each row to the ranks of its physical experts (rank * slots + slot, int32).
+
+        Rows without a scale are quantized where int8 travels. At most two dispatches are under way before the results
+        of the first of them are back. Raises ValueError for more than `max_tokens` rows.
         """
+
+    def finish_dispatch(self) -> Received:
+        """The rows of all ranks for the oldest dispatch that has begun and not ended: a slot's in a fixed order."""
+
+    def begin_combine(self, results_NH: Tensor) -> None:
+        """Send back, unreduced, what the experts made of the rows of the oldest dispatch without results."""
+
+    def finish_combine(self, weights_TK: Tensor) -> Tensor:
+        """The results of the own rows of that dispatch, added up times their float32 weights.
+
+        In the order of K, float32 [T, H]: the bits of `serving.model.moe.weighted_sum`. The answer is valid until the
+        next one.
+        """
+
+    def dispatch(self, rows: Rows, physical_TK: Tensor) -> Received:
+        """Begin and finish at once."""
 
     def combine(self, results_NH: Tensor, weights_TK: Tensor) -> Tensor:
-        """Send back what the experts made of the rows received, in their order, and take that of the own rows.
-
-        Results come unreduced; here they are added up times their float32 weights, in the order of K: float32 [T, H],
-        the bits of `serving.model.moe.weighted_sum`. It is for the oldest dispatch that has not been combined. The
-        answer is valid until the next combine.
-        """
+        """Begin and finish at once."""
 
     def close(self) -> None:
         """Take part no longer, and give back memory and descriptors; further calls do nothing."""
+
+
+class RoundTrips:
+    """What every exchange does where nothing else is to be done while rows and results travel."""
+
+    def dispatch(self: ExpertExchange, rows: Rows, physical_TK: Tensor) -> Received:
+        self.begin_dispatch(rows, physical_TK)
+        return self.finish_dispatch()
+
+    def combine(self: ExpertExchange, results_NH: Tensor, weights_TK: Tensor) -> Tensor:
+        self.begin_combine(results_NH)
+        return self.finish_combine(weights_TK)
 
 
 def check_rows(shape: ExchangeShape, rows: Rows, physical_TK: Tensor) -> None:

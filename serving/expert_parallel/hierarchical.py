@@ -14,7 +14,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from serving.expert_parallel.exchange import ExchangeShape, ExchangeTraffic, ExpertExchange, RankLost, Received, Rows
+from serving.expert_parallel.exchange import (
+    ExchangeShape,
+    ExchangeTraffic,
+    ExpertExchange,
+    RankLost,
+    Received,
+    RoundTrips,
+    Rows,
+)
 
 
 def level_shapes(shape: ExchangeShape, nodes: int) -> tuple[ExchangeShape, ExchangeShape]:
@@ -29,8 +37,8 @@ def level_shapes(shape: ExchangeShape, nodes: int) -> tuple[ExchangeShape, Excha
     return between, replace(shape, ranks=of_node, top_k=1, max_tokens=between.most_received)
 
 
-class HierarchicalExchange:
-    """One rank's part (exchange.ExpertExchange)."""
+class HierarchicalExchange(RoundTrips):
+    """One rank's part (exchange.ExpertExchange). What travels within a node travels at once."""
 
     def __init__(self, shape: ExchangeShape, between: ExpertExchange, within: ExpertExchange) -> None:
         """`between` and `within` have the `level_shapes` of `shape`."""
@@ -46,21 +54,37 @@ class HierarchicalExchange:
         """Of both levels; `between.traffic` is what left the node."""
         return self.between.traffic + replace(self.within.traffic, dispatches=0)
 
-    def dispatch(self, rows: Rows, physical_TK: Tensor) -> Received:
+    @property
+    def agreed(self) -> int:
+        return self.within.agreed
+
+    def announce(self, number: int) -> None:
+        self.between.announce(number)
+
+    def begin_dispatch(self, rows: Rows, physical_TK: Tensor) -> None:
         # Physical experts of the group are numbered node by node: they are those of `between` as they are.
         with self._numbered_between():
-            arrived = self.between.dispatch(rows, physical_TK)
+            self.between.begin_dispatch(rows, physical_TK)
+
+    def finish_dispatch(self) -> Received:
+        with self._numbered_between():
+            arrived = self.between.finish_dispatch()
+        self.within.announce(self.between.agreed)  # so that the least of a node's ranks is that of all nodes
         slots_N1 = self._of_node.repeat_interleave(arrived.counts)[:, None]
         self._ones.append(torch.ones(slots_N1.shape))
         with self._numbered_within():
             return self.within.dispatch(arrived.rows, slots_N1)
 
-    def combine(self, results_NH: Tensor, weights_TK: Tensor) -> Tensor:
+    def begin_combine(self, results_NH: Tensor) -> None:
         # Within a node each row has one expert, so that nothing is added up there.
         with self._numbered_within():
             arrived = self.within.combine(results_NH, self._ones.popleft())
         with self._numbered_between():
-            return self.between.combine(arrived, weights_TK)
+            self.between.begin_combine(arrived)
+
+    def finish_combine(self, weights_TK: Tensor) -> Tensor:
+        with self._numbered_between():
+            return self.between.finish_combine(weights_TK)
 
     @contextmanager
     def _numbered_between(self) -> Iterator[None]:

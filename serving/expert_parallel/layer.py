@@ -6,7 +6,7 @@ rank without work in a step runs an `idle_step`, since the others wait for it in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from serving.expert_parallel.physical import PhysicalExperts
 from serving.model.decoder import Decoder, Layer
 from serving.model.expert_balance import ExpertPlacement
 from serving.model.gated_mlp import GatedMlp
-from serving.model.moe import MoeMlp, few_alike
+from serving.model.moe import MoeMlp, few_alike, route
 from serving.model.quantized_linear import QuantizedLinear
 
 
@@ -34,10 +34,34 @@ class ExpertParallelMlp(MoeMlp):
         self.physical = PhysicalExperts(placement, exchange.rank)
         held = dict(mlp.experts.named_children())
         self.slots = [held[str(expert)] for expert in placement.slots[exchange.rank]]
+        self.count: Callable[[Tensor], object] = _uncounted
+
+    def hold(self, slots: Sequence[nn.Module], physical: PhysicalExperts, placement: ExpertPlacement) -> None:
+        """From the next step on this rank has these experts behind its slots; all ranks change alike."""
+        self.slots, self.physical = list(slots), physical
+        own = zip(placement.slots[self.exchange.rank], slots, strict=True)
+        self.experts = nn.ModuleDict({str(expert): module for expert, module in own})  # type: ignore[assignment]
 
     def mixed(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        self.count(experts_TK)
         received = self.exchange.dispatch(Rows(x_TH), self.physical.of(experts_TK))
         return self.exchange.combine(self._results(received, x_TH.dtype), weights_TK)
+
+    def stages(self, x_TH: Tensor, before: str) -> Generator[str, None, Tensor]:
+        """`forward` as a generator, which says what has been computed whenever rows or results begin to travel.
+
+        `before` is what was computed ahead of it. The answer is valid until the layer's exchange is used again.
+        """
+        experts_TK, weights_TK = route(self.router(x_TH), self.spec, self.correction)
+        self.count(experts_TK)
+        self.exchange.begin_dispatch(Rows(x_TH), self.physical.of(experts_TK))
+        yield before
+        self.exchange.begin_combine(self._results(self.exchange.finish_dispatch(), x_TH.dtype))
+        yield "experts"
+        out_TH = self.exchange.finish_combine(weights_TK)
+        if self.shared is not None:
+            out_TH += self.shared(x_TH).float()
+        return out_TH.to(x_TH.dtype)
 
     def _results(self, received: Received, dtype: torch.dtype) -> Tensor:
         """What this rank's experts make of the rows received, [N, H], in their order."""
@@ -54,6 +78,10 @@ class ExpertParallelMlp(MoeMlp):
             elif count and scale is not None:
                 out[rows] = _of_quantized(expert, values[rows], scale[rows], dtype)
         return out
+
+
+def _uncounted(_: Tensor) -> None:
+    """Of a layer whose rows nobody counts."""
 
 
 def _of_quantized(expert: nn.Module, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

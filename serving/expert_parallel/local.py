@@ -7,7 +7,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from serving.expert_parallel.exchange import ExchangeShape, ExchangeTraffic, Received, Rows, check_rows
+from serving.expert_parallel.exchange import ExchangeShape, ExchangeTraffic, Received, RoundTrips, Rows, check_rows
 from serving.kernels.int8 import quantize_rows
 from serving.model.moe import weighted_sum
 
@@ -19,7 +19,7 @@ def on_the_wire(rows: Rows, wire: torch.dtype) -> Rows:
     return rows
 
 
-class LocalExchange:
+class LocalExchange(RoundTrips):
     """All experts are here (exchange.ExpertExchange). Raises ValueError for a shape of several ranks."""
 
     rank = 0
@@ -30,22 +30,35 @@ class LocalExchange:
             raise ValueError(f"a local exchange has one rank, not {shape.ranks}")
         self.shape = shape
         self._orders: deque[Tensor] = deque()
+        self._arriving: deque[Received] = deque()
+        self._returning: deque[Tensor] = deque()
+        self._announced = self.agreed = 0
 
-    def dispatch(self, rows: Rows, physical_TK: Tensor) -> Received:
+    def announce(self, number: int) -> None:
+        self._announced = number
+
+    def begin_dispatch(self, rows: Rows, physical_TK: Tensor) -> None:
         check_rows(self.shape, rows, physical_TK)
         sent = on_the_wire(rows, self.shape.wire)
         order = physical_TK.flatten().argsort(stable=True)
-        self._orders.append(order)
         places = order // self.shape.top_k
         scale = None if sent.scale is None else sent.scale[places]
         counts = physical_TK.flatten().bincount(minlength=self.shape.slots).int()
-        return Received(Rows(sent.values[places], scale), counts)
+        self._orders.append(order)
+        self._arriving.append(Received(Rows(sent.values[places], scale), counts))
 
-    def combine(self, results_NH: Tensor, weights_TK: Tensor) -> Tensor:
+    def finish_dispatch(self) -> Received:
+        self.agreed = self._announced
+        return self._arriving.popleft()
+
+    def begin_combine(self, results_NH: Tensor) -> None:
         order = self._orders.popleft()
         parts = torch.empty(len(order), self.shape.hidden, dtype=self.shape.back, device=results_NH.device)
         parts[order] = results_NH.to(self.shape.back)
-        return weighted_sum(parts.view(-1, self.shape.top_k, self.shape.hidden), weights_TK)
+        self._returning.append(parts.view(-1, self.shape.top_k, self.shape.hidden))
+
+    def finish_combine(self, weights_TK: Tensor) -> Tensor:
+        return weighted_sum(self._returning.popleft(), weights_TK)
 
     def close(self) -> None:
         """It holds nothing."""

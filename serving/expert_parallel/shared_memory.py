@@ -20,6 +20,7 @@ from serving.expert_parallel.exchange import (
     ExchangeUnavailable,
     RankLost,
     Received,
+    RoundTrips,
     Rows,
     check_rows,
 )
@@ -34,7 +35,7 @@ DEADLINE_SECONDS = 10.0  # that a rank may keep the others waiting
 SPIN_SECONDS = 50e-6  # awake for what is about to come, where every rank has a core
 
 
-class SharedMemoryExchange:
+class SharedMemoryExchange(RoundTrips):
     """One rank's part (exchange.ExpertExchange). Buffers are made once; a call allocates none."""
 
     def __init__(
@@ -58,7 +59,7 @@ class SharedMemoryExchange:
         self._results = [self._results_of(parity) for parity in range(2)]
         self._sums = torch.empty(shape.max_tokens, shape.hidden)
         self._tokens, self._received = [0, 0], [0, 0]
-        self._dispatched = self._combined = 0
+        self._dispatched = self._arrived = self._returned = self._combined = 0
 
     @classmethod
     def join(
@@ -113,53 +114,73 @@ class SharedMemoryExchange:
             combine_bytes=counted.combine_bytes,
         )
 
-    def dispatch(self, rows: Rows, physical_TK: Tensor) -> Received:
+    @property
+    def agreed(self) -> int:
+        return 0 if self._exchange is None else int(self._functions.agreed(self._exchange))
+
+    def announce(self, number: int) -> None:
+        if self._exchange is not None:
+            self._functions.announce(self._exchange, number)
+
+    def begin_dispatch(self, rows: Rows, physical_TK: Tensor) -> None:
         check_rows(self.shape, rows, physical_TK)
         if self._exchange is None:
             raise self._lost()
-        assert self._dispatched - self._combined < 2, "two dispatches wait to be combined"
-        tokens, parity = len(rows.values), (self._dispatched + 1) % 2
-        values, scale = rows.values.contiguous(), rows.scale
-        physical = physical_TK.contiguous()
+        assert self._dispatched - self._combined < 2, "two dispatches are under way"
+        self._dispatched += 1
+        self._tokens[self._dispatched % 2] = len(rows.values)
+        values, scale, physical = rows.values.contiguous(), rows.scale, physical_TK.contiguous()
         assert physical.dtype is torch.int32, physical.dtype
-        out_scale, counts = self._scales[parity], self._counts[parity]
-        received = self._functions.dispatch(
+        sent = self._functions.begin_dispatch(
             self._exchange,
             values.data_ptr(),
             None if scale is None else scale.data_ptr(),
             cpu.Kind.of(values.dtype),
-            tokens,
+            len(values),
             physical.data_ptr(),
+        )
+        if sent < 0:
+            raise self._lost()
+
+    def finish_dispatch(self) -> Received:
+        if self._exchange is None:
+            raise self._lost()
+        assert self._arrived < self._dispatched, "no dispatch has begun"
+        self._arrived += 1
+        parity = self._arrived % 2
+        scales, counts = self._scales[parity], self._counts[parity]
+        received = self._functions.finish_dispatch(
+            self._exchange,
             self._values[parity].data_ptr(),
-            None if out_scale is None else out_scale.data_ptr(),
+            None if scales is None else scales.data_ptr(),
             counts.data_ptr(),
         )
         if received < 0:
             raise self._lost()
-        self._tokens[parity], self._received[parity] = tokens, received
-        self._dispatched += 1
-        out = self._values[parity][:received]
-        scales = None if out_scale is None else out_scale[:received]
-        return Received(Rows(out, scales), counts, self._results[parity][:received])
+        self._received[parity] = received
+        rows = Rows(self._values[parity][:received], None if scales is None else scales[:received])
+        return Received(rows, counts, self._results[parity][:received])
 
-    def combine(self, results_NH: Tensor, weights_TK: Tensor) -> Tensor:
+    def begin_combine(self, results_NH: Tensor) -> None:
         if self._exchange is None:
             raise self._lost()
-        assert self._combined < self._dispatched, "nothing waits to be combined"
-        results, weights, parity = results_NH.contiguous(), weights_TK.contiguous(), (self._combined + 1) % 2
-        tokens = self._tokens[parity]
+        assert self._returned < self._arrived, "nothing waits to be combined"
+        self._returned += 1
+        results, parity = results_NH.contiguous(), self._returned % 2
         assert results.shape == (self._received[parity], self.shape.hidden), results.shape
-        assert weights.shape == (tokens, self.shape.top_k) and weights.dtype is torch.float32
-        done = self._functions.combine(
-            self._exchange,
-            results.data_ptr() if len(results) else self._results[parity].data_ptr(),
-            cpu.Kind.of(results.dtype),
-            weights.data_ptr(),
-            self._sums.data_ptr(),
-        )
-        if done < 0:
+        address = results.data_ptr() if len(results) else self._results[parity].data_ptr()
+        if self._functions.begin_combine(self._exchange, address, cpu.Kind.of(results.dtype)) < 0:
             raise self._lost()
+
+    def finish_combine(self, weights_TK: Tensor) -> Tensor:
+        if self._exchange is None:
+            raise self._lost()
+        assert self._combined < self._returned, "no combine has begun"
         self._combined += 1
+        weights, tokens = weights_TK.contiguous(), self._tokens[self._combined % 2]
+        assert weights.shape == (tokens, self.shape.top_k) and weights.dtype is torch.float32
+        if self._functions.finish_combine(self._exchange, weights.data_ptr(), self._sums.data_ptr()) < 0:
+            raise self._lost()
         return self._sums[:tokens]
 
     def _results_of(self, parity: int) -> Tensor:

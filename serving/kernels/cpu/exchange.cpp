@@ -58,12 +58,13 @@ struct Exchange {
     std::vector<uint8_t*> segments;
     std::vector<pollfd> processes;
     int64_t deadline_ns, spin_ns;
-    uint32_t dispatched = 0, combined = 0;
+    uint32_t dispatched = 0, received = 0, returned = 0, combined = 0;  // sequence numbers of what was begun and finished
     Trip trips[2];
     std::vector<int64_t> counts;  // of each rank: rows, or results, so far
     std::vector<int64_t> ends;    // of each slot
     ExchangeTraffic traffic{};
     ExchangeLoss loss{-1, NONE};
+    int32_t announced = 0, agreed = 0;
 
     explicit Exchange(const ExchangeShape& given) : shape(given), layout(given) {}
 
@@ -215,6 +216,7 @@ struct Exchange {
         }
         for (int peer = 0; peer < shape.ranks; ++peer) {
             const int64_t count = list(parity, shape.rank, peer).count() = static_cast<int32_t>(counts[peer]);
+            list(parity, shape.rank, peer).announced() = announced;
             if (peer == shape.rank) continue;
             traffic.rows += count;
             traffic.dispatch_bytes += count * (shape.hidden * item_bytes(shape.wire) + (shape.wire == INT8 ? 4 : 0));
@@ -225,9 +227,11 @@ struct Exchange {
     // The rows of all ranks, expert by expert, each expert's by rank and then as they came. Their number, or -1.
     int64_t receive(int parity, Trip& trip, uint8_t* out, float* out_scales, int32_t* out_counts) {
         std::fill(ends.begin(), ends.end(), 0);
+        agreed = INT32_MAX;
         for (int peer = 0; peer < shape.ranks; ++peer) {
             const List told = list(parity, peer, shape.rank);
             const int32_t count = told.count();
+            agreed = std::min(agreed, told.announced());
             if (count < 0 || count > shape.max_tokens) return nonsense(peer);
             counts[peer] = count;
             for (int64_t i = 0; i < count * shape.top_k; ++i) {
@@ -317,9 +321,8 @@ void millrace_exchange_leave(Exchange* exchange) {
         for (Phase phase : {DISPATCH, COMBINE}) Exchange::wake(exchange->flag(phase, rank, peer));
 }
 
-int64_t millrace_exchange_dispatch(Exchange* exchange, const void* rows, const float* row_scales, int32_t kind,
-                                   int64_t tokens, const int32_t* physical, void* values, float* scales,
-                                   int32_t* counts) {
+int64_t millrace_exchange_begin_dispatch(Exchange* exchange, const void* rows, const float* row_scales, int32_t kind,
+                                         int64_t tokens, const int32_t* physical) {
     if (exchange->loss.reason != NONE) return -1;
     const ExchangeShape& shape = exchange->shape;
     const uint32_t sequence = ++exchange->dispatched;
@@ -331,29 +334,48 @@ int64_t millrace_exchange_dispatch(Exchange* exchange, const void* rows, const f
     exchange->put_rows(parity, rows, row_scales, kind, tokens);
     exchange->put_lists(parity, trip);
     exchange->tell(DISPATCH, sequence);
-    for (int peer = 0; peer < shape.ranks; ++peer)
-        if (peer != shape.rank && !exchange->wait(DISPATCH, peer, sequence)) return -1;
-    return exchange->receive(parity, trip, static_cast<uint8_t*>(values), scales, counts);
+    return 0;
 }
+
+int64_t millrace_exchange_finish_dispatch(Exchange* exchange, void* values, float* scales, int32_t* counts) {
+    if (exchange->loss.reason != NONE) return -1;
+    const uint32_t sequence = ++exchange->received;
+    const int parity = sequence & 1;
+    for (int peer = 0; peer < exchange->shape.ranks; ++peer)
+        if (peer != exchange->shape.rank && !exchange->wait(DISPATCH, peer, sequence)) return -1;
+    return exchange->receive(parity, exchange->trips[parity], static_cast<uint8_t*>(values), scales, counts);
+}
+
+void millrace_exchange_announce(Exchange* exchange, int32_t number) {
+    exchange->announced = number;
+}
+
+int32_t millrace_exchange_agreed(const Exchange* exchange) { return exchange->agreed; }
 
 void* millrace_exchange_results(Exchange* exchange, int32_t parity) {
     return exchange->results(parity, exchange->shape.rank);
 }
 
-int64_t millrace_exchange_combine(Exchange* exchange, const void* results, int32_t kind, const float* weights,
-                                  float* sums) {
+int64_t millrace_exchange_begin_combine(Exchange* exchange, const void* results, int32_t kind) {
     if (exchange->loss.reason != NONE) return -1;
     const ExchangeShape& shape = exchange->shape;
-    const uint32_t sequence = ++exchange->combined;
+    const uint32_t sequence = ++exchange->returned;
     const int parity = sequence & 1;
     const Trip& trip = exchange->trips[parity];
     uint8_t* own = exchange->results(parity, shape.rank);
     if (results != own) convert(results, kind, trip.received * shape.hidden, own, shape.back);
     exchange->traffic.combine_bytes += trip.others * shape.hidden * item_bytes(shape.back);
     exchange->tell(COMBINE, sequence);
-    for (int peer = 0; peer < shape.ranks; ++peer)
-        if (peer != shape.rank && !exchange->wait(COMBINE, peer, sequence)) return -1;
-    return exchange->sum(parity, trip, weights, sums) ? 0 : -1;
+    return 0;
+}
+
+int64_t millrace_exchange_finish_combine(Exchange* exchange, const float* weights, float* sums) {
+    if (exchange->loss.reason != NONE) return -1;
+    const uint32_t sequence = ++exchange->combined;
+    const int parity = sequence & 1;
+    for (int peer = 0; peer < exchange->shape.ranks; ++peer)
+        if (peer != exchange->shape.rank && !exchange->wait(COMBINE, peer, sequence)) return -1;
+    return exchange->sum(parity, exchange->trips[parity], weights, sums) ? 0 : -1;
 }
 
 const ExchangeTraffic* millrace_exchange_traffic(const Exchange* exchange) { return &exchange->traffic; }

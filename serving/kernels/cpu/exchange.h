@@ -49,21 +49,31 @@ void millrace_exchange_destroy(Exchange* exchange);
 // Tells the others that this rank takes part no longer.
 void millrace_exchange_leave(Exchange* exchange);
 
-// Sends rows [tokens, hidden] of `kind` to the ranks of their `physical` experts [tokens, top_k] (rank * slots + slot),
-// waits for those of all others, and writes them expert by expert: `values`, `scales`, and how many for each slot.
-// Their number; -1 where a rank is lost.
-int64_t millrace_exchange_dispatch(Exchange* exchange, const void* rows, const float* row_scales, int32_t kind,
-                                   int64_t tokens, const int32_t* physical, void* values, float* scales,
-                                   int32_t* counts);
+// Sends rows [tokens, hidden] of `kind` to the ranks of their `physical` experts [tokens, top_k] (rank * slots + slot).
+// 0; -1 where a rank is lost.
+int64_t millrace_exchange_begin_dispatch(Exchange* exchange, const void* rows, const float* row_scales, int32_t kind,
+                                         int64_t tokens, const int32_t* physical);
+
+// Waits for the rows of all others, of the oldest dispatch that has begun, and writes them expert by expert: `values`,
+// `scales`, and how many for each slot. Their number; -1 where a rank is lost.
+int64_t millrace_exchange_finish_dispatch(Exchange* exchange, void* values, float* scales, int32_t* counts);
+
+// From now on every dispatch tells all ranks this number.
+void millrace_exchange_announce(Exchange* exchange, int32_t number);
+
+// The least number that a rank has told with the last dispatch: the same on every rank after the same dispatch.
+int32_t millrace_exchange_agreed(const Exchange* exchange);
 
 // Where results may be written, so that they need no copy: of the first dispatch with parity 1, the second with 0, ….
 void* millrace_exchange_results(Exchange* exchange, int32_t parity);
 
-// Gives results [rows received, hidden] of `kind` to the ranks of their rows, waits for those of the own rows, and adds
-// these up times `weights` [tokens, top_k], in the order of k, in `sums` float32 [tokens, hidden]. 0; -1 where a rank is
-// lost.
-int64_t millrace_exchange_combine(Exchange* exchange, const void* results, int32_t kind, const float* weights,
-                                  float* sums);
+// Gives results [rows received, hidden] of `kind`, of the oldest dispatch without any, to the ranks of their rows.
+// 0; -1 where a rank is lost.
+int64_t millrace_exchange_begin_combine(Exchange* exchange, const void* results, int32_t kind);
+
+// Waits for the results of the own rows, and adds them up times `weights` [tokens, top_k], in the order of k, in `sums`
+// float32 [tokens, hidden]. 0; -1 where a rank is lost.
+int64_t millrace_exchange_finish_combine(Exchange* exchange, const float* weights, float* sums);
 
 const ExchangeTraffic* millrace_exchange_traffic(const Exchange* exchange);
 const ExchangeLoss* millrace_exchange_loss(const Exchange* exchange);

@@ -31,9 +31,13 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "create": (c_void_p, [POINTER(Shape), POINTER(c_void_p), POINTER(c_int32), c_int64, c_int64]),
     "destroy": (None, [c_void_p]),
     "leave": (None, [c_void_p]),
-    "dispatch": (c_int64, [_ADDRESS, _ADDRESS, _ADDRESS, c_int32, c_int64, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS]),
+    "begin_dispatch": (c_int64, [_ADDRESS, _ADDRESS, _ADDRESS, c_int32, c_int64, _ADDRESS]),
+    "finish_dispatch": (c_int64, [_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS]),
+    "announce": (None, [_ADDRESS, c_int32]),
+    "agreed": (c_int32, [_ADDRESS]),
     "results": (c_void_p, [_ADDRESS, c_int32]),
-    "combine": (c_int64, [_ADDRESS, _ADDRESS, c_int32, _ADDRESS, _ADDRESS]),
+    "begin_combine": (c_int64, [_ADDRESS, _ADDRESS, c_int32]),
+    "finish_combine": (c_int64, [_ADDRESS, _ADDRESS, _ADDRESS]),
     "traffic": (POINTER(Traffic), [c_void_p]),
     "loss": (POINTER(Loss), [c_void_p]),
 }
@@ -50,8 +54,12 @@ class ExchangeFunctions:
         self.create = library.millrace_exchange_create
         self.destroy = library.millrace_exchange_destroy
         self.leave = library.millrace_exchange_leave
-        self.dispatch = library.millrace_exchange_dispatch
+        self.begin_dispatch = library.millrace_exchange_begin_dispatch
+        self.finish_dispatch = library.millrace_exchange_finish_dispatch
+        self.announce = library.millrace_exchange_announce
+        self.agreed = library.millrace_exchange_agreed
         self.results = library.millrace_exchange_results
-        self.combine = library.millrace_exchange_combine
+        self.begin_combine = library.millrace_exchange_begin_combine
+        self.finish_combine = library.millrace_exchange_finish_combine
         self.traffic = library.millrace_exchange_traffic
         self.loss = library.millrace_exchange_loss

@@ -62,6 +62,7 @@ struct List {
     const Layout& layout;
 
     int32_t& count() const { return *reinterpret_cast<int32_t*>(at); }
+    int32_t& announced() const { return *reinterpret_cast<int32_t*>(at + 4); }
     int32_t* rows() const { return reinterpret_cast<int32_t*>(at + layout.list_rows); }
     int16_t* slots() const { return reinterpret_cast<int16_t*>(at + layout.list_slots); }
 };

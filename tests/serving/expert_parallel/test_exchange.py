@@ -126,6 +126,24 @@ def test_two_dispatches_may_be_under_way(opened: Opening, kind: str) -> None:
             assert torch.equal(found, expected(*step[rank]))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_ranks_agree_on_the_least_number_announced(opened: Opening, kind: str) -> None:
+    shape = shape_for(kind)
+    group = opened(kind, shape)
+    nothing = Rows(torch.empty(0, shape.hidden)), torch.empty(0, shape.top_k, dtype=torch.int32)
+
+    def run(rank: int) -> list[int]:
+        exchange, found = group.exchanges[rank], [group.exchanges[rank].agreed]
+        for step in range(5):
+            exchange.announce((step + rank) // 2 + 5 * step)
+            received = exchange.dispatch(*nothing)
+            found.append(exchange.agreed)
+            exchange.combine(made_of(received, 0), weights_of(nothing[1]))
+        return found
+
+    assert group.each(run) == [[0] + [step // 2 + 5 * step for step in range(5)]] * shape.ranks
+
+
 @pytest.mark.parametrize("kind", ["shared_memory", "all_to_all", "hierarchical"])
 def test_results_may_travel_as_bfloat16(opened: Opening, kind: str) -> None:
     shape = shape_for(kind, back=torch.bfloat16)

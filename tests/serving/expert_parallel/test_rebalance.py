@@ -1,0 +1,31 @@
+"""Experts move between real processes while these compute, and every step has the bits of one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from serving.expert_parallel.rebalance import RebalanceStatus
+from serving.model.expert_balance import ExpertPlacement
+from tests.serving.expert_parallel.ranks import Ranks
+from tests.serving.expert_parallel.rebalanced import compute_while_experts_move
+
+Answer = tuple[int, list[int], list[list[ExpertPlacement]], RebalanceStatus]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "spare", "weights", "copies"),
+    [(2, 1, "int8", "shared_memory"), (3, 1, "float32", "all_to_all"), (2, 2, "int8", "checkpoint")],
+)
+def test_every_step_has_the_bits_of_one_process(ranks: int, spare: int, weights: str, copies: str) -> None:
+    with Ranks() as group:
+        started = group.start_all(ranks, compute_while_experts_move, ranks, spare, weights, copies, 2)
+        answers: list[Answer] = [rank.answer() for rank in started]
+    for steps, wrong, seen, status in answers:
+        assert wrong == []
+        assert (steps, seen) == answers[0][:1] + answers[0][2:3], "ranks have switched at different steps"
+        assert status.failure is None
+        assert status.switched >= 2
+    before, *after = answers[0][2]
+    assert all(one != before for one in after)
+    assert sum(status.slots for *_, status in answers) > 0
+    assert sum(status.bytes for *_, status in answers) > 0
