@@ -5,7 +5,7 @@ The way from a path to a model that can run. Tokenizers and chat templates are r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,23 +98,31 @@ def fill(
     found = sources(model.spec, every or shapes, checkpoint.names, checkpoint.container)
     for name, parts in ((name, found[name]) for name in shapes):
         value = torch.empty(shapes[name], dtype=dtypes.get(name, dtype), device=device)
-        row = 0
-        for part in parts:
-            tensor = _in_order(_read(checkpoint, part.name, value), part)
-            if value.dim() == 1 and tensor.shape[1:] == (1,):  # scales, which are stored as a column
-                tensor = tensor[:, 0]
-            if tensor.shape[1:] != value.shape[1:] or row + len(tensor) > len(value):
-                raise ValueError(
-                    f"{part.name} has shape {list(tensor.shape)}, which does not fit {name} {list(value.shape)}"
-                )
-            value[row : row + len(tensor)].copy_(tensor)
-            row += len(tensor)
-        if row != len(value):
-            raise ValueError(f"{' + '.join(part.name for part in parts)} give {row} rows, {name} needs {len(value)}")
+        read_rows(checkpoint, parts, name, value)
         owner, leaf = name.rsplit(".", 1)
         setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
     model.tie_weights()
     model.to(device)  # the rotary frequencies
+
+
+def read_rows(checkpoint: Checkpoint, parts: Sequence[Part], name: str, value: Tensor) -> None:
+    """Fill the parameter `name`, a `value` with memory, by the tensors whose rows make it up.
+
+    Raises ValueError where they do not fit.
+    """
+    row = 0
+    for part in parts:
+        tensor = _in_order(_read(checkpoint, part.name, value), part)
+        if value.dim() == 1 and tensor.shape[1:] == (1,):  # scales, which are stored as a column
+            tensor = tensor[:, 0]
+        if tensor.shape[1:] != value.shape[1:] or row + len(tensor) > len(value):
+            raise ValueError(
+                f"{part.name} has shape {list(tensor.shape)}, which does not fit {name} {list(value.shape)}"
+            )
+        value[row : row + len(tensor)].copy_(tensor)
+        row += len(tensor)
+    if row != len(value):
+        raise ValueError(f"{' + '.join(part.name for part in parts)} give {row} rows, {name} needs {len(value)}")
 
 
 def _read(checkpoint: Checkpoint, name: str, value: Tensor) -> Tensor:

@@ -69,6 +69,8 @@ PURE = (
     "serving/engine/objectives.py",
     "serving/engine/offload.py",
     "serving/engine/step_*.py",
+    "serving/expert_parallel/epoch.py",
+    "serving/expert_parallel/surviving.py",
     "serving/fading_line.py",
     "serving/model/expert_balance.py",
     "serving/service_class.py",
