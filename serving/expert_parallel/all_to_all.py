@@ -13,12 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from typing import Protocol, Self, cast
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
 
+from serving.expert_parallel.bounded import BoundedStore, StoreUnavailable
 from serving.expert_parallel.exchange import (
     SCALE_BYTES,
     ExchangeShape,
@@ -38,6 +40,7 @@ ALIGNED = 64
 POLL = timedelta(milliseconds=20)  # between looks at the processes of the others
 WAITING = 0.5  # of the deadline: how long a rank waits before it says so
 ROLL_CALL = 0.05  # of the deadline: how long a rank that has given up waits to hear who else waits
+GROUP_END = "group-end"  # the thread that closes a group's connections
 DEATH_SECONDS = 0.05  # a broken connection is seen before the end of the process that held it
 
 
@@ -135,14 +138,14 @@ class AllToAllExchange(RoundTrips):
         self.shape, self.rank = shape, group.rank()
         self.most_tokens = shape.max_tokens
         self._group: AllToAllGroup | None = group
-        self._store, self._watch, self._deadline = store, watch, deadline
+        self._store, self._watch, self._deadline = BoundedStore(store, deadline), watch, deadline
         self._buffers = [_Buffers(shape) for _ in range(2)]
         self._own = torch.empty(shape.max_tokens * shape.top_k, shape.hidden, dtype=shape.back)
         self._dispatched = 0
         self._arriving: deque[_Trip] = deque()
         self._computing: deque[_Trip] = deque()
         self._returning: deque[_Trip] = deque()
-        self._lost: RankLost | None = None
+        self._lost: tuple[int | None, str] | None = None  # the rank and the reason: an error would hold what it ended
         self._announced = self.agreed = 0
         self.traffic = ExchangeTraffic()
 
@@ -152,7 +155,7 @@ class AllToAllExchange(RoundTrips):
     ) -> Self:
         """Meet the other ranks in `store` within `meeting` seconds, and connect to them by gloo.
 
-        Raises RankLost for one that does not come.
+        Raises RankLost for one that does not come, StoreUnavailable for a store that does not answer.
         """
         own = f"{host_key()} {os.getpid()}"
         words = exchanged(store, "process", rank, shape.ranks, own.encode(), meeting)
@@ -160,7 +163,11 @@ class AllToAllExchange(RoundTrips):
         watch = ProcessWatch({other: int(pid) for other, (host, pid) in processes.items() if host == host_key()})
         try:
             # gloo's own limit only ends what this exchange has given up long before.
-            group = connected(store, rank, shape.ranks, 2 * deadline)
+            limit = 2 * deadline
+            group = BoundedStore(store).ask(lambda asked: connected(asked, rank, shape.ranks, limit), limit)
+        except StoreUnavailable:
+            watch.close()
+            raise
         except RuntimeError as error:
             watch.close()
             raise RankLost(None, f"no connection within the deadline: {error}") from error
@@ -260,8 +267,10 @@ class AllToAllExchange(RoundTrips):
 
     def _begin(self, start: Callable[[AllToAllGroup], Work]) -> Work:
         """One operation. Raises RankLost; then the group is of no use any more."""
-        if self._lost is not None or self._group is None:
-            raise self._lost or RankLost(self.rank, "its exchange is closed")
+        if self._lost is not None:
+            raise RankLost(*self._lost)
+        if self._group is None:
+            raise RankLost(self.rank, "its exchange is closed")
         try:
             return start(self._group)
         except RuntimeError as error:
@@ -277,21 +286,24 @@ class AllToAllExchange(RoundTrips):
                 waited = time.monotonic() - began
                 if not said and waited >= WAITING * self._deadline:
                     said = True
-                    self._store.set(self._waiting(self.rank), "")
+                    self._store.ask(lambda store: store.set(self._waiting(self.rank), ""))
                 if waited >= self._deadline:
                     raise RankLost(self._missing(), "it has not answered within the deadline")
             if said:  # it was late, and lost later it is not to count as one that waits
-                self._store.delete_key(self._waiting(self.rank))
+                self._store.ask(lambda store: store.delete_key(self._waiting(self.rank)))
         except RankLost as lost:
-            self._lost = lost
+            self._lost = lost.rank, lost.reason
             raise
+        except StoreUnavailable as error:
+            self._lost = None, f"it has not answered, nor does the store that could tell which: {error}"
+            raise RankLost(*self._lost) from error
         except RuntimeError as error:
             raise self._broken(error) from error
 
     def _broken(self, error: RuntimeError) -> RankLost:
         """gloo's word for a connection that broke."""
-        self._lost = RankLost(self._watch.ended(DEATH_SECONDS), f"its connection is broken: {error}")
-        return self._lost
+        self._lost = self._watch.ended(DEATH_SECONDS), f"its connection is broken: {error}"
+        return RankLost(*self._lost)
 
     def _waiting(self, rank: int) -> str:
         """Under which name a rank says that it waits for others: long before it gives up, since others begin later."""
@@ -299,15 +311,21 @@ class AllToAllExchange(RoundTrips):
 
     def _missing(self) -> int | None:
         """The one rank that does not say it waits, as the others do; None where there are several."""
+        return self._store.ask(self._one_silent, ROLL_CALL * self._deadline)
+
+    def _one_silent(self, store: Store) -> int | None:
         until = time.monotonic() + ROLL_CALL * self._deadline
         while True:
-            silent = [rank for rank in range(self.shape.ranks) if not self._store.check([self._waiting(rank)])]
+            silent = [rank for rank in range(self.shape.ranks) if not store.check([self._waiting(rank)])]
             if len(silent) <= 1 or time.monotonic() >= until:
                 return silent[0] if len(silent) == 1 else None
             time.sleep(ROLL_CALL * self._deadline / 20)
 
     def close(self) -> None:
-        self._group = None
+        """A group whose operation waits for a rank that has stopped ends with its time alone: a thread sees to that."""
+        if self._group is not None:
+            held, self._group = [self._group], None
+            Thread(target=held.clear, name=GROUP_END, daemon=True).start()
         self._watch.close()
 
 

@@ -23,13 +23,17 @@ class ProcessWatch:
 
     def ended(self, wait_seconds: float = 0.0) -> int | None:
         """A rank whose process has ended, the lowest; None where all live on after this wait."""
+        return min(self.all_ended(wait_seconds), default=None)
+
+    def all_ended(self, wait_seconds: float = 0.0) -> set[int]:
+        """The ranks whose processes have ended; none where all live on after this wait."""
         if self._ended:
-            return min(self._ended)
+            wait_seconds = 0.0
         poller = select.poll()
         for descriptor in self.descriptors.values():
             poller.register(descriptor, select.POLLIN)
         ready = {descriptor for descriptor, _ in poller.poll(wait_seconds * 1000)}
-        return min((rank for rank, descriptor in self.descriptors.items() if descriptor in ready), default=None)
+        return self._ended | {rank for rank, descriptor in self.descriptors.items() if descriptor in ready}
 
     def close(self) -> None:
         for descriptor in self.descriptors.values():

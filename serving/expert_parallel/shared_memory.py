@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from serving.expert_parallel.bounded import StoreUnavailable
 from serving.expert_parallel.exchange import (
     ExchangeShape,
     ExchangeTraffic,
@@ -76,7 +77,8 @@ class SharedMemoryExchange(RoundTrips):
 
         `spin`: see SPIN_SECONDS.
 
-        Raises ExchangeUnavailable where memory cannot be shared, RankLost for one that does not come.
+        Raises ExchangeUnavailable where memory cannot be shared, RankLost for one that does not come,
+        StoreUnavailable for a store that does not answer.
         """
         if not available():
             raise ExchangeUnavailable("this system has no anonymous files to share memory by")
@@ -90,11 +92,11 @@ class SharedMemoryExchange(RoundTrips):
                 (segment.memory if other == rank else mapped(offer, writable=False))[FIRST_BYTE:]
                 for other, offer in enumerate(offers)
             ]
-            exchanged(store, "mapped", rank, shape.ranks, b"", meeting)
+            exchanged(store, "mapped", rank, shape.ranks, b"", meeting, watch)
         except SegmentUnavailable as error:
             watch.close()
             raise ExchangeUnavailable(str(error)) from error
-        except RankLost:
+        except (RankLost, StoreUnavailable):
             watch.close()
             raise
         finally:

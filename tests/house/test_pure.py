@@ -70,6 +70,8 @@ PURE = (
     "serving/engine/objectives.py",
     "serving/engine/offload.py",
     "serving/engine/step_*.py",
+    "serving/expert_parallel/epoch.py",
+    "serving/expert_parallel/surviving.py",
     "serving/fading_line.py",
     "serving/expert_parallel/byte_budget.py",
     "serving/expert_parallel/replanning.py",

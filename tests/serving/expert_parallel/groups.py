@@ -15,6 +15,7 @@ from serving.expert_parallel.all_to_all import AllToAllExchange
 from serving.expert_parallel.exchange import ExchangeShape, ExpertExchange, Received
 from serving.expert_parallel.hierarchical import HierarchicalExchange, level_shapes
 from serving.expert_parallel.local import LocalExchange
+from serving.expert_parallel.meeting import MEETING_SECONDS
 from serving.expert_parallel.shared_memory import SharedMemoryExchange
 from serving.model.moe import weighted_sum
 
@@ -31,14 +32,21 @@ def shape_for(kind: str, **changes: Any) -> ExchangeShape:
     return replace(SHAPE, ranks=RANKS[kind], **changes)
 
 
-def join(kind: str, shape: ExchangeShape, rank: int, store: Store, deadline: float = DEADLINE) -> ExpertExchange:
+def join(
+    kind: str,
+    shape: ExchangeShape,
+    rank: int,
+    store: Store,
+    deadline: float = DEADLINE,
+    meeting: float = MEETING_SECONDS,
+) -> ExpertExchange:
     """The exchange of one rank, met in `store`. Of a hierarchy two ranks make a node."""
     if kind == "local":
         return LocalExchange(shape)
     if kind == "shared_memory":
-        return SharedMemoryExchange.join(shape, rank, store, deadline=deadline)
+        return SharedMemoryExchange.join(shape, rank, store, deadline=deadline, meeting=meeting)
     if kind == "all_to_all":
-        return AllToAllExchange.join(shape, rank, store, deadline=deadline)
+        return AllToAllExchange.join(shape, rank, store, deadline=deadline, meeting=meeting)
     between, within = level_shapes(shape, shape.ranks // 2)
     node, of_node = divmod(rank, 2)
     return HierarchicalExchange(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from multiprocessing.connection import Connection
 
 import torch
 from torch.distributed import PrefixStore, Store
 
+from serving.expert_parallel.all_to_all import GROUP_END
 from serving.expert_parallel.exchange import ExchangeShape, RankLost, Rows
 from tests.serving.expert_parallel.groups import join, made_of, random_experts, weights_of
 from tests.serving.expert_parallel.ranks import open_descriptors
@@ -41,4 +43,7 @@ def exchange_until_lost(
         exchange.close()
         del exchange
         gc.collect()
+        for thread in threading.enumerate():
+            if thread.name == GROUP_END:
+                thread.join()
         answers.send(open_descriptors())

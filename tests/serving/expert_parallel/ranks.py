@@ -17,7 +17,8 @@ from torch.distributed import TCPStore
 
 START_SECONDS = 60.0
 _FORKING = multiprocessing.get_context("forkserver")
-_FORKING.set_forkserver_preload(["tests.serving.expert_parallel.served", "tests.serving.expert_parallel.groups"])
+_JOBS = ("served", "groups", "recovering")
+_FORKING.set_forkserver_preload([f"tests.serving.expert_parallel.{name}" for name in _JOBS])
 
 Job = Callable[..., Any]
 
@@ -48,6 +49,11 @@ class Rank:
         assert self._pipe.poll(seconds), f"rank {self.rank} says nothing"
         return self._pipe.recv()
 
+    def ask(self, seconds: float = START_SECONDS) -> Any:
+        """Its next word after it has been asked for one."""
+        self._pipe.send(None)
+        return self.answer(seconds)
+
     def close(self) -> None:
         if self._pipe.closed:
             return
@@ -62,10 +68,11 @@ class Ranks:
 
     def __init__(self) -> None:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.port = self._store.port  # of the store that ranks meet in
         self._started: list[Rank] = []
 
     def start(self, rank: int, job: Job, *arguments: Any) -> Rank:
-        self._started.append(Rank(rank, self._store.port, job, arguments))
+        self._started.append(Rank(rank, self.port, job, arguments))
         return self._started[-1]
 
     def start_all(self, ranks: int, job: Job, *arguments: Any) -> list[Rank]:
@@ -77,6 +84,13 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         for rank in self._started:
             rank.close()
+
+
+def keep_store(_: int, store: TCPStore, answers: Connection) -> None:
+    """A store in a process of its own: its port, and then nothing but that."""
+    kept = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    answers.send(kept.port)
+    answers.recv()
 
 
 def open_descriptors() -> list[str]:
