@@ -118,10 +118,7 @@ FLAGS: tuple[ForeignFlag, ...] = (
         told="a worker computes on one device",
         instead=SPLIT,
     ),
-    ForeignFlag(
-        ("--data-parallel-size", "-dp", "--dp", "--dp-size"), always=("1",), told="it is one worker", to="--mixed"
-    ),
-    switch("--enable-expert-parallel", instead=SPLIT),
+    becomes("--data-parallel-size", "-dp", "--dp", "--dp-size"),
     ForeignFlag(
         ("--distributed-executor-backend",),
         always=("mp", "uni"),

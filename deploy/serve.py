@@ -23,7 +23,7 @@ from deploy.runtime.http_server import bind
 from deploy.runtime.settings import Settings
 from deploy.runtime.signals import on_signals
 from deploy.runtime.supervisor import Supervisor
-from deploy.worker.model_cache import load_from
+from deploy.worker.model_cache import check_model, load_from, release
 from kvcache.pool.node import PoolNode
 from kvcache.pool.store import BlockStore
 from router.clients import RemoteWorker
@@ -82,6 +82,7 @@ async def serve_embedded(settings: Settings) -> int:
         pool_nodes={node.address: node} if node is not None else None,
     )
     async with AsyncExitStack() as stack:
+        stack.callback(release, model)
         if node is not None:
             stack.push_async_callback(node.stop)
         await stack.enter_async_context(cluster)
@@ -122,6 +123,7 @@ async def serve_front(settings: Settings, children: Mapping[Role, int], nodes: i
     template = read_chat_template(settings.http.chat_template)
     listening = bind(settings.http.host, settings.http.port)
     path = resolve(settings.model)
+    check_model(path, settings.model_config)
     key = settings.cluster.cluster_key or (secrets.token_hex(16) if children else None)
     config = router_config(settings)
     fleet = Fleet(config, lambda status: RemoteWorker(Caller(status.address, key)))

@@ -135,7 +135,7 @@ def worker_table(now: Answer, before: Answer | None) -> Table:
         state = "slow" if state == "live" and worker.get("slow") else state
         table.add_row(
             worker["name"],
-            worker["role"],
+            worker["role"] if worker.get("ranks", 1) == 1 else f"{worker['role']} ×{worker['ranks']}",
             Text(state, style=STATES.get(state, "red")),
             f"{bar(worker['kv_usage'])} {100 * worker['kv_usage']:3.0f}%",
             f"{worker['leases']}/{worker['max_seqs']}",

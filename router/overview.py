@@ -66,6 +66,7 @@ def describe(worker: RegisteredWorker, now: float) -> dict[str, Any]:
         "name": status.name,
         "role": status.role.value,
         "address": status.address,
+        "ranks": max(1, status.ranks),
         "state": "suspect" if worker.suspect else "draining" if status.draining else "live",
         "slow": worker.slow,
         "heard_seconds": now - worker.seen,

@@ -40,6 +40,16 @@ class ModelConfig:
         choices=("auto", "none"),
     )
     device: str = option("cpu", "torch device of the workers")
+    data_parallel_size: int = option(
+        1, "processes of this host (ranks) that are one worker; above 1 with --enable-expert-parallel alone", least=1
+    )
+    enable_expert_parallel: bool = option(
+        False,
+        "let each rank of a worker hold some of a mixture of experts, and compute some of its sequences",
+    )
+    rank_timeout: float = option(
+        10.0, "seconds a rank may keep the others waiting in a step, until the worker is given up", least=0.01
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -220,6 +220,7 @@ class WorkerIdentity:
     kv_dtype: str  # a dtype's name
     max_model_len: int  # tokens
     long_rope_after: int = 0  # as in WorkerStatus
+    ranks: int = 1  # processes that are this worker
 
 
 TPOT_BINS_MS = (5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0, 56.0, 80.0, 112.0, 160.0, 224.0, 320.0, 448.0, 640.0)
@@ -258,6 +259,7 @@ class WorkerStatus:
     long_rope_after: int = 0  # requests that may grow beyond so many tokens rotate by LongRoPE's long factors; 0: none
     stalled_seconds: float = 0.0  # age of the step in progress, when there is one
     counters: dict[str, float] = field(default_factory=dict)  # running totals by metric name, for the router's /metrics
+    ranks: int = 1  # processes that are this worker; 0 of a version that does not tell
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -62,6 +62,7 @@ _WORKER_GAUGES: dict[str, Figure[WorkerStatus]] = {
     ),
     "worker_stalled_seconds": (GAUGE, "Age of the engine step in progress", lambda s: s.stalled_seconds),
     "worker_draining": (GAUGE, "1 while the worker takes no new work", lambda s: float(s.draining)),
+    "worker_ranks": (GAUGE, "Processes that are the worker", lambda s: max(1, s.ranks)),
     "worker_waiting_seconds": (GAUGE, "Predicted time of the prompts that wait", lambda s: s.waiting_seconds),
     "worker_prompt_share": (
         GAUGE,
@@ -101,6 +102,8 @@ _WORKER_COUNTERS = {
     "host_kv_bytes_in": "Bytes of KV streamed back from host memory",
     "kv_transfer_bytes": "Bytes of KV sent to decode workers",
     "deadlines_exceeded": "Leases and prefills that workers ended because their deadline had passed",
+    "expert_dispatch_bytes": "Bytes of rows that ranks of a worker sent to each other's experts, routing included",
+    "expert_combine_bytes": "Bytes of results that those experts sent back",
     "engine_steps": "Steps the engine has run",
     "engine_tokens": "Tokens those steps computed, prompt and output",
     "engine_step_seconds": "Time in steps",

@@ -20,6 +20,7 @@ from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculation
 from decode.tpot_bound import DECODE_SHARE, MIXED_SHARE, LeaseBound, TpotBound
 from decode.worker import DecodeWorker
+from deploy.worker.computing import device_memory, forward_of, lead_ranks, ranks_of
 from deploy.worker.step_costs import StepCostFile, StepCostKeeper, step_cost_file
 from deploy.worker.worker import Worker
 from kvcache.blocks.allocator import BlockAllocator
@@ -28,7 +29,7 @@ from kvcache.blocks.manager import KVCacheManager
 from kvcache.blocks.offload import OffloadManager, plan_host
 from kvcache.connector.connector import PoolConnector, pool_client, write_back_to
 from kvcache.connector.fetch_cost import FetchCost
-from kvcache.memory.device import DeviceKV, blocks_in, token_bytes
+from kvcache.memory.device import blocks_in, token_bytes
 from kvcache.memory.host import HostKV
 from kvcache.memory.locations import KVLocations
 from kvcache.pool.links import PoolLink
@@ -49,7 +50,7 @@ from serving.engine.step_fit import StepFit
 from serving.engine.step_meter import StepMeter
 from serving.engine.step_prior import UNKNOWN, guessed_cost
 from serving.engine.tracing import TraceWriter
-from serving.forward.choose import make_forward, make_sampler
+from serving.forward.choose import make_sampler
 from serving.forward.forward import Forward
 from serving.grammar.grammars import GRAMMAR_VERSION, GrammarCompiler, Grammars
 from serving.kvspec import LayerKV
@@ -106,10 +107,10 @@ def build_worker(
     blocks = config.num_kv_blocks or blocks_in(config.kv_cache_memory, specs, config.block_size)
     plan = plan_host(specs, blocks, config.block_size, config.host_kv_memory) if config.host_kv_memory else None
     limit = context_limit(model, model_config, plan.tokens if plan is not None else blocks * config.block_size)
-    device_kv = DeviceKV(specs, plan.device_blocks if plan else blocks, config.block_size, model_config.device)
+    device_kv = device_memory(model, specs, plan.device_blocks if plan else blocks, config, model_config.device)
     windows = [spec.window(layer) for layer in range(spec.layers)]
     host_kv = HostKV(plan, device_kv, windows) if plan is not None else None
-    forward = make_forward(model, device_kv.planes, config, limit)
+    forward = forward_of(model, device_kv, config, limit)
     form = forward.form if config.deterministic else "any"
 
     def layout(dtype: str) -> tuple[str, tuple[LayerKV, ...]]:
@@ -126,6 +127,7 @@ def build_worker(
         kv_dtype=kv_dtype,
         max_model_len=limit,
         long_rope_after=spec.long_rope_after,
+        ranks=ranks_of(model),
     )
     others: dict[str, Forward] = {}  # for prompts of decode workers that keep KV in another dtype (prefill.worker)
     if role is not Role.DECODE and device_kv.can_keep("int8"):
@@ -141,7 +143,9 @@ def build_worker(
     learned = step_cost_file(identity.fingerprint, forward.form, role, config.threads, model_config.device)
     grammars = Grammars(GrammarCompiler(lambda: load_tokenizer(model.path), sorted(eos)))
     parts = ModelParts(runner=runner, eos_token_ids=eos, layout=layout, guess=guess, learned=learned, grammars=grammars)
-    return assemble(identity, config, KVLocations(device_kv, host_kv, threading.RLock()), parts, links)
+    worker = assemble(identity, config, KVLocations(device_kv, host_kv, threading.RLock()), parts, links)
+    lead_ranks(worker, model)
+    return worker
 
 
 def assemble(

@@ -22,9 +22,10 @@ from kvcache.pool.remote import RemoteNode
 from kvcache.transfer.choice import lenders_on_demand
 from serving.config import ClusterConfig, ModelConfig, PoolConfig
 from serving.errors import CorruptChunk, MillraceError, NotFound
-from serving.loader.loading import LoadedModel, load, resolve
+from serving.loader.loading import LoadedModel, load, open_checkpoint, resolve
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
+from serving.rank_group.leader import SpreadModel, check_spread, load_spread
 from serving.rpc import Caller, asking
 from serving.temporary import temporary_folder
 
@@ -36,9 +37,35 @@ WAIT_SECONDS = 5.0  # for the pool to appear: it may be starting just now, as we
 LOOK_SECONDS = 0.2
 
 
+def check_model(path: Path, config: ModelConfig) -> None:
+    """Raises ValueError for a model at `path` that cannot be served over as many ranks as are asked for."""
+    ranks = config.data_parallel_size
+    if ranks == 1:
+        return
+    if not config.enable_expert_parallel:
+        raise ValueError(
+            f"--data-parallel-size {ranks}: the ranks of a worker share out a mixture of experts, which"
+            f" --enable-expert-parallel asks for; for more copies of a model start more workers, --mixed {ranks}"
+        )
+    if config.device != "cpu":
+        raise ValueError(f"--data-parallel-size {ranks}: ranks share KV in the host's memory, so --device cpu alone")
+    spec, _, _ = open_checkpoint(path)
+    check_spread(spec, ranks)
+
+
 def load_from(path: Path, config: ModelConfig) -> LoadedModel:
-    """Load the model at `path` as configured (serving.loader.loading)."""
+    """Load the model at `path` as configured (serving.loader.loading), over several ranks where that is asked for."""
+    check_model(path, config)
+    if config.data_parallel_size > 1:
+        ranks = config.data_parallel_size
+        return load_spread(path, config.dtype, config.quantization, ranks, config.rank_timeout)
     return load(path, config.dtype, config.device, config.quantization)
+
+
+def release(model: LoadedModel) -> None:
+    """End what holds a part of the model beside this process. Call when no step runs any more."""
+    if isinstance(model, SpreadModel):
+        model.ranks.close()
 
 
 class ModelCache:

@@ -15,7 +15,7 @@ from deploy.runtime.http_server import open_status_door
 from deploy.runtime.settings import Settings
 from deploy.runtime.signals import on_signals
 from deploy.worker.build import WorkerLinks, build_worker
-from deploy.worker.model_cache import ModelCache
+from deploy.worker.model_cache import ModelCache, release
 from deploy.worker.worker import Worker
 from kvcache.handoff.dialer import Dialer
 from kvcache.pool.remote import RemoteNode
@@ -70,6 +70,7 @@ class WorkerProcess:
         warn_if_open(cluster)
         keep_freed_memory()
         async with AsyncExitStack() as stack:
+            stack.callback(release, model)
             worker = await self._build(model, announced(cluster, port, addresses(cluster.routers)), stack)
             stack.push_async_callback(grpc_server.stop, 1.0)
             stubs.add_WorkerServicer_to_server(WorkerService(worker), grpc_server)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from decode.speculation import Speculation
 from decode.worker import DecodeWorker, RouterSession
@@ -55,6 +55,7 @@ class Worker:
         self.events = events
         self.costs = costs
         self.connector = connector
+        self.rank_counters: Callable[[], Mapping[str, float]] = dict  # running totals of its ranks, by metric
         self.restarts: Counter[str] = Counter()  # of background tasks that broke, by name
         self.crashed = asyncio.Event()  # the engine has died: the process must leave
 
@@ -147,6 +148,7 @@ class Worker:
             stalled_seconds=self.engine.stalled_seconds,
             long_rope_after=identity.long_rope_after,
             counters=self._counters(),
+            ranks=identity.ranks,
         )
 
     def _waiting_seconds(self, decodes: int, context: int) -> float:
@@ -187,6 +189,7 @@ class Worker:
             counters["host_kv_bytes_in"] = float(host.bytes_in)
         if self.decode is not None:
             counters.update(self.decode.counters())
+        counters.update(self.rank_counters())
         bins = zip((*STEP_TOKEN_BINS, "+Inf"), totals.sizes, strict=True)
         return counters | {f"iteration_tokens/{most}": float(count) for most, count in bins if count}
 

@@ -60,6 +60,10 @@ class EngineLoop:
             self._awake = True
             self._wake.notify()
 
+    def fail(self) -> None:
+        """What computes is gone, though no step has found out: as if one had broken. On the event loop."""
+        self._crash()
+
     def end(self, seq: SequenceState) -> None:
         """End a sequence; wakes the engine, since its blocks may be what another waits for."""
         self.engine.end(seq)

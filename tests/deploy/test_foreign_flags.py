@@ -41,7 +41,8 @@ def test_every_flag_has_an_outcome_that_exists() -> None:
 
 def test_a_command_line_of_vllm_starts_the_same_thing(started: Started, caplog: pytest.LogCaptureFixture) -> None:
     line = """serve --model Qwen/Qwen3-4B --served-model-name large small --port 8001 --max_model_len 4096
-        --max-num-seqs 64 --max-num-batched-tokens=2048 --tensor-parallel-size 1 --data-parallel-size 2 --dtype half
+        --max-num-seqs 64 --max-num-batched-tokens=2048 --tensor-parallel-size 1 -dp 2
+        --enable-expert-parallel --dtype half
         --enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3 --trust-remote-code
         --enable-prefix-caching --enable-chunked-prefill --swap-space 4 --block-size 32 --enforce-eager
         --uvicorn-log-level warning --disable-log-requests --api-key sk-1 sk-2 --generation-config vllm
@@ -58,7 +59,7 @@ def test_a_command_line_of_vllm_starts_the_same_thing(started: Started, caplog: 
     assert (engine.num_kv_blocks, engine.num_speculative_tokens, engine.cuda_graphs) == (500, 3, False)
     assert (made.http.port, made.http.log_level, made.http.api_key) == (8001, "warning", "sk-1,sk-2")
     assert (made.http.tool_call_parser, made.http.reasoning_parser) == ("hermes", "qwen3")
-    assert (made.http.chat_template, started.given["mixed"]) == ("{{ x }}", 2)
+    assert (made.http.chat_template, made.model_config.data_parallel_size) == ("{{ x }}", 2)
     told = [record.getMessage().partition(":")[0] for record in caplog.records]
     assert "--enable-auto-tool-choice" in told and "--swap-space" in told and "--tensor-parallel-size" in told
 

@@ -26,6 +26,7 @@ LAYERS = {
         ("serving/quantization", "serving/parallel"),
         ("serving/loader",),
         ("serving/forward",),
+        ("serving/rank_group",),
         ("serving/engine", "serving/api"),
     ),
     "kvcache": (

@@ -1,0 +1,63 @@
+"""Where a worker's KV lies and what computes its steps: in this process alone, or in all ranks of its group."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from deploy.worker.worker import Worker
+from kvcache.memory.device import DeviceKV
+from serving.config import EngineConfig
+from serving.forward.choose import make_forward
+from serving.forward.forward import Forward
+from serving.kvspec import LayerKV
+from serving.loader.loading import LoadedModel
+from serving.rank_group.leader import SpreadModel, join_group
+from serving.rank_group.ranks import RankGroup
+
+log = logging.getLogger(__name__)
+
+
+def device_memory(
+    model: LoadedModel, specs: Sequence[LayerKV], blocks: int, config: EngineConfig, device: str
+) -> DeviceKV:
+    """KV of so many blocks, in memory that all ranks of the model share where it has several."""
+    if isinstance(model, SpreadModel):
+        planes = model.ranks.share_planes(specs, blocks, config.block_size)
+        return DeviceKV(specs, blocks, config.block_size, planes=planes)
+    return DeviceKV(specs, blocks, config.block_size, device)
+
+
+def forward_of(model: LoadedModel, device_kv: DeviceKV, config: EngineConfig, max_position: int) -> Forward:
+    """Raises ValueError where compiled kernels are demanded and cannot be had, or ranks do not come together."""
+    if not isinstance(model, SpreadModel):
+        return make_forward(model, device_kv.planes, config, max_position)
+    spread = f"the experts are spread over {model.ranks.size} ranks, which compute with torch"
+    if config.deterministic:
+        raise ValueError(f"--deterministic needs the compiled kernels, which do not fit here: {spread}")
+    if config.kernels == "compiled":
+        raise ValueError(f"--kernels compiled: {spread}; choose --kernels auto")
+    log.info("computing with torch: %s", spread)
+    return join_group(model, device_kv.planes, config.max_num_batched_tokens)
+
+
+def ranks_of(model: LoadedModel) -> int:
+    """How many processes compute its steps."""
+    return model.ranks.size if isinstance(model, SpreadModel) else 1
+
+
+def lead_ranks(worker: Worker, model: LoadedModel) -> None:
+    """Let a worker, where it is of several ranks, end when one of them does, and tell what they send each other."""
+    if isinstance(model, SpreadModel):
+        model.ranks.watch(worker.loop.fail)
+        worker.rank_counters = partial(counters_of, model.ranks)
+
+
+def counters_of(ranks: RankGroup) -> Mapping[str, float]:
+    """Running totals of the exchange between ranks, by metric (serving.metrics)."""
+    traffic = ranks.traffic
+    return {
+        "expert_dispatch_bytes": float(traffic.dispatch_bytes + traffic.routing_bytes),
+        "expert_combine_bytes": float(traffic.combine_bytes),
+    }

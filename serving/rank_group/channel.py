@@ -1,0 +1,74 @@
+"""What a leader and one of its ranks say to each other: pickled words over a socket that only the two of them have.
+
+Each wait has a deadline but that for work, which ends with the other's process. It does not know what the words mean.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import struct
+import time
+from typing import Any
+
+_LENGTH = struct.Struct("<Q")
+
+
+class ChannelClosed(Exception):
+    """The other end has left."""
+
+
+class ChannelLate(Exception):
+    """The other end has not answered, or not listened, within the deadline."""
+
+
+class Channel:
+    """One end. A word that was cut off by a deadline leaves the channel of no use."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, socket.socket]:
+        """Our end, and the other as a socket that a child may inherit."""
+        ours, theirs = socket.socketpair()
+        return cls(ours), theirs
+
+    def send(self, word: Any, seconds: float) -> None:
+        """Raises ChannelClosed, ChannelLate."""
+        frame = pickle.dumps(word, protocol=pickle.HIGHEST_PROTOCOL)
+        self._socket.settimeout(seconds)
+        try:
+            self._socket.sendall(_LENGTH.pack(len(frame)) + frame)
+        except TimeoutError as error:
+            raise ChannelLate from error
+        except OSError as error:
+            raise ChannelClosed from error
+
+    def receive(self, seconds: float | None) -> Any:
+        """The next word; with None it waits until there is one. Raises ChannelClosed, ChannelLate."""
+        until = None if seconds is None else time.monotonic() + seconds
+        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size, until))
+        return pickle.loads(self._exactly(length, until))  # noqa: S301 - from our parent, or our own child
+
+    def _exactly(self, size: int, until: float | None) -> bytearray:
+        found = bytearray(size)
+        view, got = memoryview(found), 0
+        while got < size:
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                raise ChannelLate
+            self._socket.settimeout(left)
+            try:
+                count = self._socket.recv_into(view[got:])
+            except TimeoutError as error:
+                raise ChannelLate from error
+            except OSError as error:
+                raise ChannelClosed from error
+            if not count:
+                raise ChannelClosed
+            got += count
+        return found
+
+    def close(self) -> None:
+        self._socket.close()

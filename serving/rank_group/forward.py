@@ -1,0 +1,106 @@
+"""A forward pass over a batch of which each rank of a group computes some sequences (serving.forward.forward.Forward).
+
+The leader computes its own part, and the head for all. Hidden states of rows come back from the others; their KV is
+where it belongs, in memory that all share.
+
+Shapes: R rows of the batch whose logits or hidden states are wanted, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from serving.batch.ragged import RaggedBatch
+from serving.forward.forward import best_tokens
+from serving.forward.layer_events import LayerDone
+from serving.grammar.grammars import Allowed
+from serving.model.decoder import Decoder, Planes
+from serving.rank_group.division import divided
+from serving.rank_group.parts import BatchPart, pack, part_of_batch
+from serving.rank_group.ranks import RankGroup
+from serving.sampling.allowed import only_allowed
+
+
+class GroupForward:
+    """The leader's. `model` is its share, its experts joined to the group's exchange; `planes` are shared ones."""
+
+    form = "torch"
+
+    def __init__(self, model: Decoder, planes: Sequence[Planes], ranks: RankGroup) -> None:
+        self.model, self.planes, self.ranks = model, planes, ranks
+        self._number = ranks.use_planes(planes)
+
+    def over(self, planes: Sequence[Planes]) -> GroupForward:
+        return GroupForward(self.model, planes, self.ranks)
+
+    def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+        return self.model.logits(self._rows(batch, layer_done))
+
+    def greedy(
+        self, batch: RaggedBatch, layer_done: LayerDone | None, allowed: Sequence[Allowed | None] = ()
+    ) -> Tensor:
+        return best_tokens(only_allowed(self.logits(batch, layer_done), allowed))
+
+    def hidden(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+        return self._rows(batch, layer_done).float()
+
+    def _rows(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+        """Hidden states [R, H] of `batch.logits_rows`, in the model's type."""
+        weight = self.model.norm.weight
+        out = weight.new_empty(len(batch.logits_rows), len(weight))
+        if batch.barrier is not None:
+            # Ranks wait for each other in every layer: the step begins when all layers of the prefix have come.
+            if not batch.barrier.passes(len(self.planes) - 1):
+                return out
+            batch = replace(batch, barrier=None)
+        own, *others = self._parts(batch)
+        assert own is not None, "the leader has a part in every step"
+        packed = [None if part is None else pack(part.batch) for part in others]
+        told = None if layer_done is None else _InStep(layer_done, self._sparse())
+        with self.ranks.step(self._number, packed) as done:
+            out[own.places] = self.model(own.batch, self.planes, told)[own.batch.logits_rows]
+        for part, word in zip(others, done, strict=True):
+            if part is not None and len(part.places):
+                out[part.places] = torch.from_numpy(word.rows).view(out.dtype).view(-1, out.shape[1])
+        if told is not None:
+            told.all_done()
+        return out
+
+    def _parts(self, batch: RaggedBatch) -> list[BatchPart | None]:
+        """Each rank's part; None where it has none. KV in host memory is the leader's alone."""
+        if batch.offloaded is not None or len(batch.query_lens) == 1:
+            whole = BatchPart(batch, torch.arange(len(batch.logits_rows)))
+            return [whole, *[None] * (self.ranks.size - 1)]
+        shares = divided(batch.query_lens, batch.context_lens_list, self.ranks.size)
+        return [part_of_batch(batch, share) if share else None for share in shares]
+
+    def _sparse(self) -> Sequence[bool]:
+        assert self.model.spec.moe is not None
+        return self.model.spec.moe.sparse
+
+
+class _InStep:
+    """Tells of layers whose KV all ranks have written.
+
+    A rank takes part in the exchange of a MoE layer once it has written that layer's KV, and that of those before it.
+    """
+
+    def __init__(self, layer_done: Callable[[int], None], sparse: Sequence[bool]) -> None:
+        self._tell, self._sparse = layer_done, sparse
+        self._told = 0
+
+    def __call__(self, layer: int) -> None:
+        if self._sparse[layer]:
+            self._upto(layer + 1)
+
+    def all_done(self) -> None:
+        self._upto(len(self._sparse))
+
+    def _upto(self, layers: int) -> None:
+        for layer in range(self._told, layers):
+            self._tell(layer)
+        self._told = max(self._told, layers)

@@ -1,0 +1,89 @@
+"""The leader's way from a path to a model whose experts its ranks hold with it, and to a forward pass over all of them.
+
+Which models can be served so is said here too. It knows neither workers nor their configuration.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from torch._C._distributed_c10d import FileStore
+
+from serving.expert_parallel.exchange import ExchangeUnavailable, ExpertExchange, RankLost
+from serving.expert_parallel.layer import apply_expert_parallel, exchange_shape
+from serving.expert_parallel.shared_memory import SharedMemoryExchange, functions
+from serving.loader.loading import LoadedModel, open_checkpoint
+from serving.model.decoder import Planes
+from serving.model.spec import ModelSpec
+from serving.rank_group.forward import GroupForward
+from serving.rank_group.ranks import RankGroup
+from serving.rank_group.share import LEADER, even_placements, load_share
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpreadModel(LoadedModel):
+    """The leader's share of a model, and the ranks that hold the rest. Close `ranks` when no step runs any more."""
+
+    ranks: RankGroup
+
+
+def check_spread(spec: ModelSpec, ranks: int) -> None:
+    """Raises ValueError for a model that so many ranks of one worker cannot serve."""
+    if spec.moe is None:
+        raise ValueError(
+            f"--data-parallel-size {ranks}: {spec.architecture} has no experts to spread over ranks; more workers,"
+            f" --mixed {ranks}, serve more copies of a dense model"
+        )
+
+
+def load_spread(path: Path, dtype: str, quantization: str | None, ranks: int, deadline: float) -> SpreadModel:
+    """Load the model at `path` over `ranks` processes, this one among them, which share its threads.
+
+    `deadline` are the seconds that a rank may keep others waiting in a step. Raises ValueError as `load` does, and
+    where the ranks cannot work together.
+    """
+    spec, _, _ = open_checkpoint(path)
+    check_spread(spec, ranks)
+    try:
+        functions()  # compiled here, not by all ranks at once
+    except ExchangeUnavailable as error:
+        raise ValueError(f"--data-parallel-size {ranks}: {error}") from error
+    torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+    group = RankGroup(ranks, deadline)
+    spread: SpreadModel | None = None
+    try:
+        group.load(path, dtype)
+        own = load_share(path, dtype, LEADER, ranks, quantization)
+        group.loaded()
+        spread = SpreadModel(**{one.name: getattr(own, one.name) for one in fields(own)}, ranks=group)
+        return spread
+    except RankLost as lost:
+        raise ValueError(f"the model is not loaded: {lost}") from lost
+    finally:
+        if spread is None:
+            group.close()
+
+
+def join_group(spread: SpreadModel, planes: Sequence[Planes], max_tokens: int) -> GroupForward:
+    """The forward pass of all ranks over `planes` (RankGroup.share_planes), for steps of at most `max_tokens` rows.
+
+    Raises ValueError where the ranks do not come together.
+    """
+    model, ranks = spread.model, spread.ranks
+    placements = even_placements(spread.spec, ranks.size)
+    shape = exchange_shape(model, placements[0], max_tokens)
+
+    def join(store: FileStore) -> ExpertExchange:
+        return SharedMemoryExchange.join(shape, LEADER, store, deadline=ranks.deadline)
+
+    try:
+        apply_expert_parallel(model, placements, ranks.meet(max_tokens, join))
+        return GroupForward(model, planes, ranks)
+    except (RankLost, ExchangeUnavailable) as error:
+        raise ValueError(f"the ranks of this worker do not come together: {error}") from error

@@ -1,0 +1,61 @@
+"""Cuts a ragged batch into parts of some of its sequences, and packs such a part for another process.
+
+Shapes: T new tokens, R rows whose hidden states are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from serving import kernels
+from serving.batch.ragged import RaggedBatch
+from serving.rank_group.messages import PackedBatch
+
+TENSORS = ("tokens", "positions", "slots", "query_start", "context_lens", "block_tables", "logits_rows", "long_rope")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPart:
+    """Some of a batch's sequences; the rows it gives are rows `places` [r] of the R that the whole batch gives."""
+
+    batch: RaggedBatch
+    places: Tensor
+
+
+def part_of_batch(batch: RaggedBatch, chosen: Sequence[int]) -> BatchPart:
+    """The sequences `chosen`, ascending and at least one, as a batch of their own."""
+    attended, rows_t = kernels.part_of(batch, chosen)
+    at = torch.searchsorted(rows_t, batch.logits_rows).clamp(max=len(rows_t) - 1)
+    places = (rows_t[at] == batch.logits_rows).nonzero()[:, 0]
+    part = replace(
+        attended,
+        tokens=batch.tokens[rows_t],
+        positions=batch.positions[rows_t],
+        slots=batch.slots[rows_t],
+        logits_rows=at[places],
+        long_rope=None if batch.long_rope is None else batch.long_rope[rows_t],
+    )
+    return BatchPart(part, places)
+
+
+def pack(batch: RaggedBatch) -> PackedBatch:
+    """Of a batch that neither waits at a barrier nor has KV in host memory."""
+    assert batch.barrier is None and batch.offloaded is None
+    tensors = {name: getattr(batch, name) for name in TENSORS}
+    arrays = {name: tensor.numpy() for name, tensor in tensors.items() if tensor is not None}
+    return PackedBatch(arrays, batch.block_size, batch.query_lens, batch.context_lens_list)
+
+
+def unpack(packed: PackedBatch) -> RaggedBatch:
+    tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in packed.arrays.items()}
+    return RaggedBatch(
+        **tensors,
+        block_size=packed.block_size,
+        query_lens=packed.query_lens,
+        context_lens_list=packed.context_lens_list,
+    )

@@ -1,0 +1,105 @@
+"""A group of real processes over a tiny model, and one process beside it that computes the same."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvcache.memory.device import DeviceKV
+from serving.batch.ragged import RaggedBatch
+from serving.forward.forward import EagerForward, Forward
+from serving.loader.loading import load
+from serving.rank_group.forward import GroupForward
+from serving.rank_group.leader import SpreadModel, join_group, load_spread
+from tests.serving.model.oracle import VOCAB
+
+BLOCK, BLOCKS_EACH = 4, 10
+LENGTHS = (9, 6, 14, 5)
+MOST_TOKENS = 64
+DEADLINE = 20.0
+
+
+def prompt(number: int, length: int) -> list[int]:
+    return [random.Random(number).randrange(VOCAB) for _ in range(length)]
+
+
+class Side:
+    """A forward pass, its KV and how far each of the sequences has come in it."""
+
+    def __init__(self, forward: Forward) -> None:
+        self.forward = forward
+        self.done = [0] * len(LENGTHS)
+        self.tokens = [prompt(number, length) for number, length in enumerate(LENGTHS)]
+        self.layers: list[int] = []  # as they were told of in the last step
+
+    @torch.inference_mode()
+    def step(self, chosen: Sequence[int]) -> Tensor:
+        """All uncomputed tokens of these sequences, [sequences, V]; each goes on with its likeliest next token."""
+        self.layers = []
+        logits = self.forward.logits(self.batch(chosen), self.layers.append)
+        self.take(chosen, logits)
+        return logits
+
+    @torch.inference_mode()
+    def hidden(self, chosen: Sequence[int]) -> Tensor:
+        """The same before the head, [sequences, H]; `take` is to follow."""
+        return self.forward.hidden(self.batch(chosen), None)
+
+    def take(self, chosen: Sequence[int], logits: Tensor) -> None:
+        for one, row in zip(chosen, logits, strict=True):
+            self.done[one] = len(self.tokens[one])
+            self.tokens[one].append(int(row.argmax()))
+
+    def batch(self, chosen: Sequence[int]) -> RaggedBatch:
+        return RaggedBatch.build(
+            tokens=[self.tokens[one][self.done[one] :] for one in chosen],
+            starts=[self.done[one] for one in chosen],
+            block_tables=[list(range(BLOCKS_EACH * one, BLOCKS_EACH * (one + 1))) for one in chosen],
+            block_size=BLOCK,
+        )
+
+
+@contextmanager
+def spread_over(folder: Path, ranks: int, deadline: float = DEADLINE) -> Iterator[SpreadModel]:
+    """The model at `folder`, one thread a rank; this process has as many threads afterwards as before."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(ranks)
+    try:
+        spread = load_spread(folder, "float32", None, ranks, deadline)
+        try:
+            yield spread
+        finally:
+            spread.ranks.close()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def group_forward(spread: SpreadModel) -> GroupForward:
+    specs = spread.spec.kv_layers("float32")
+    planes = spread.ranks.share_planes(specs, BLOCKS_EACH * len(LENGTHS), BLOCK)
+    return join_group(spread, planes, MOST_TOKENS)
+
+
+def alone(folder: Path) -> EagerForward:
+    """With as many threads as this process has."""
+    loaded = load(folder, "float32")
+    kv = DeviceKV(loaded.spec.kv_layers("float32"), BLOCKS_EACH * len(LENGTHS), BLOCK)
+    return EagerForward(loaded.model, kv.planes)
+
+
+def pids(spread: SpreadModel) -> list[int]:
+    return [other.process.pid for other in spread.ranks.others]
+
+
+def exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
