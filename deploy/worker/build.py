@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculation
 from decode.tpot_bound import DECODE_SHARE, MIXED_SHARE, LeaseBound, TpotBound
 from decode.worker import DecodeWorker
+from deploy.worker.proposers import DraftParts, load_draft_parts, make_drafts
 from deploy.worker.step_costs import StepCostFile, StepCostKeeper, step_cost_file
 from deploy.worker.worker import Worker
 from kvcache.blocks.allocator import BlockAllocator
@@ -43,6 +44,7 @@ from serving.engine.engine import Engine, StepLimits
 from serving.engine.loop import EngineLoop
 from serving.engine.overlap import engine_for
 from serving.engine.plan import Scheduler, StepRecord
+from serving.engine.proposer import Proposer
 from serving.engine.run import Runner
 from serving.engine.runner import ModelRunner
 from serving.engine.step_fit import StepFit
@@ -56,6 +58,7 @@ from serving.kvspec import LayerKV
 from serving.links import HandoffDialer
 from serving.loader.loading import LoadedModel
 from serving.messages import Role, WorkerIdentity
+from serving.model.spec import ModelSpec
 from serving.step_cost import StepCost
 from serving.text.tokenizer import load_tokenizer
 
@@ -87,6 +90,7 @@ class ModelParts:
     guess: StepCost = UNKNOWN  # what its steps take, from its size
     learned: StepCostFile | None = None  # and what earlier workers of its kind have learned
     grammars: Grammars | None = None
+    proposer: Proposer | None = None  # where a model drafts
 
 
 def build_worker(
@@ -97,19 +101,21 @@ def build_worker(
     links: WorkerLinks,
     *,
     name: str | None = None,
+    drafts: DraftParts | None = None,
 ) -> Worker:
-    """A worker of a model, not started yet. Call on a running event loop. Raises ValueError for settings that clash."""
+    """A worker of a model, not started yet; what its drafts are made with is loaded, unless it is given.
+
+    Call on a running event loop. Raises ValueError for settings that clash.
+    """
     if config.deterministic and config.kv_wire != "auto":
         raise ValueError("--kv-wire int8 changes bits, which --deterministic promises not to happen")
     spec, kv_dtype = model.spec, model.dtype if model_config.kv_cache_dtype == "auto" else "int8"
-    specs = spec.kv_layers(kv_dtype)
-    blocks = config.num_kv_blocks or blocks_in(config.kv_cache_memory, specs, config.block_size)
-    plan = plan_host(specs, blocks, config.block_size, config.host_kv_memory) if config.host_kv_memory else None
-    limit = context_limit(model, model_config, plan.tokens if plan is not None else blocks * config.block_size)
-    device_kv = DeviceKV(specs, plan.device_blocks if plan else blocks, config.block_size, model_config.device)
-    windows = [spec.window(layer) for layer in range(spec.layers)]
-    host_kv = HostKV(plan, device_kv, windows) if plan is not None else None
-    forward = make_forward(model, device_kv.planes, config, limit)
+    specs, drafts = spec.kv_layers(kv_dtype), drafts or load_draft_parts(role, model, model_config, config)
+    locations, tokens = kv_memory(spec, specs, drafts.specs, config, model_config.device)
+    device_kv, limit = locations.device, context_limit(model, model_config, tokens)
+    plain = make_forward(model, device_kv.planes, config, limit)
+    drafting = make_drafts(drafts, model, plain, device_kv, config, limit)
+    forward = drafting.forward
     form = forward.form if config.deterministic else "any"
 
     def layout(dtype: str) -> tuple[str, tuple[LayerKV, ...]]:
@@ -130,18 +136,37 @@ def build_worker(
     others: dict[str, Forward] = {}  # for prompts of decode workers that keep KV in another dtype (prefill.worker)
     if role is not Role.DECODE and device_kv.can_keep("int8"):
         others["int8"] = forward.over(device_kv.kept_as("int8").planes)
-    runner = ModelRunner(forward, spec, config.block_size, model_config.device, host_kv, make_sampler(forward), others)
+    sampler, where = make_sampler(forward), (config.block_size, model_config.device, locations.host)
+    runner = ModelRunner(forward, spec, *where, sampler, others, drafting.computed)
     eos = frozenset(spec.eos_token_ids)
-    guess = guessed_cost(
-        spec,
-        weight_bytes=sum(weight.nbytes for weight in model.model.parameters()),
-        kv_bytes=token_bytes(specs),
-        device=model_config.device,
-    )
-    learned = step_cost_file(identity.fingerprint, forward.form, role, config.threads, model_config.device)
+    weights = sum(weight.nbytes for weight in model.model.parameters())
+    guess = guessed_cost(spec, weight_bytes=weights, kv_bytes=token_bytes(specs), device=model_config.device)
+    learned = step_cost_file(identity.fingerprint, drafting.kind, role, config.threads, model_config.device)
     grammars = Grammars(GrammarCompiler(lambda: load_tokenizer(model.path), sorted(eos)))
-    parts = ModelParts(runner=runner, eos_token_ids=eos, layout=layout, guess=guess, learned=learned, grammars=grammars)
-    return assemble(identity, config, KVLocations(device_kv, host_kv, threading.RLock()), parts, links)
+    parts = ModelParts(
+        runner=runner,
+        eos_token_ids=eos,
+        layout=layout,
+        guess=guess,
+        learned=learned,
+        grammars=grammars,
+        proposer=drafting.proposer,
+    )
+    return assemble(identity, config, locations, parts, links)
+
+
+def kv_memory(
+    spec: ModelSpec, specs: Sequence[LayerKV], drafts: Sequence[LayerKV], config: EngineConfig, device: str
+) -> tuple[KVLocations, int]:
+    """The memories of a worker's KV, of which its drafts take a share; and the tokens of the longest text in them."""
+    size = config.block_size
+    blocks = config.num_kv_blocks or blocks_in(config.kv_cache_memory, [*specs, *drafts], size)
+    plan = plan_host(specs, blocks, size, config.host_kv_memory) if config.host_kv_memory else None
+    device_kv = DeviceKV(specs, plan.device_blocks if plan else blocks, size, device)
+    windows = [spec.window(layer) for layer in range(spec.layers)]
+    host_kv = HostKV(plan, device_kv, windows) if plan is not None else None
+    tokens = plan.tokens if plan is not None else blocks * size
+    return KVLocations(device_kv, host_kv, threading.RLock()), tokens
 
 
 def assemble(
@@ -166,7 +191,7 @@ def assemble(
     storing = write_back_to(client, links.pool, allocator, offload, locations) if client is not None else None
     kv = KVCacheManager(allocator, identity.fingerprint, offload, storing)
     slo = objectives_parts(role, config, meter.cost)
-    decoding = decode_scheduler(kv, identity, config)
+    decoding = decode_scheduler(kv, identity, config, parts.proposer)
     prefilling = PrefillScheduler(
         kv, decoding.add, both(cost.stepped, meter.stepped), order=slo.order, chunks=slo.chunks
     )
@@ -180,6 +205,7 @@ def assemble(
         lock=locations.lock,
         clock=clock,
         trace=trace_writer(config.profile, identity.name),
+        proposer=parts.proposer,
     )
     loop = engine_loop(engine)
     context = WorkerContext(identity=identity, loop=loop, kv=kv, locations=locations, grammars=parts.grammars)
@@ -194,9 +220,7 @@ def assemble(
             *(context, decoding, links.address), lenders=links.lenders, direct=direct, wanted=wanted, bound=slo.bound
         )
     prefill = PrefillWorker(
-        context,
-        prefilling,
-        links.dialer,
+        *(context, prefilling, links.dialer),
         layout=parts.layout,
         kv_wire=config.kv_wire,
         leases=decode,
@@ -206,12 +230,15 @@ def assemble(
     return Worker(context, prefill, decode, address=links.address, events=events, costs=costs, connector=connector)
 
 
-def decode_scheduler(kv: KVCacheManager, identity: WorkerIdentity, config: EngineConfig) -> DecodeScheduler:
+def decode_scheduler(
+    kv: KVCacheManager, identity: WorkerIdentity, config: EngineConfig, proposer: Proposer | None = None
+) -> DecodeScheduler:
     """It drafts where the configuration says so, and on a mixed worker leaves prompts what a step owes them."""
+    limit = config.speculation().num_speculative_tokens or 0
     return DecodeScheduler(
         kv,
         max_model_len=identity.max_model_len,
-        speculation=Speculation(config.num_speculative_tokens) if config.num_speculative_tokens > 0 else None,
+        speculation=Speculation(limit, proposer) if limit > 0 else None,
         for_prompts=FLOOR if identity.role is Role.MIXED else 0,
     )
 

@@ -5,7 +5,7 @@ The way from a path to a model that can run. Tokenizers and chat templates are r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,25 +96,38 @@ def fill(
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     dtypes = own_dtypes(model) | float32_parameters(model)
     found = sources(model.spec, every or shapes, checkpoint.names, checkpoint.container)
-    for name, parts in ((name, found[name]) for name in shapes):
-        value = torch.empty(shapes[name], dtype=dtypes.get(name, dtype), device=device)
-        row = 0
-        for part in parts:
-            tensor = _in_order(_read(checkpoint, part.name, value), part)
-            if value.dim() == 1 and tensor.shape[1:] == (1,):  # scales, which are stored as a column
-                tensor = tensor[:, 0]
-            if tensor.shape[1:] != value.shape[1:] or row + len(tensor) > len(value):
-                raise ValueError(
-                    f"{part.name} has shape {list(tensor.shape)}, which does not fit {name} {list(value.shape)}"
-                )
-            value[row : row + len(tensor)].copy_(tensor)
-            row += len(tensor)
-        if row != len(value):
-            raise ValueError(f"{' + '.join(part.name for part in parts)} give {row} rows, {name} needs {len(value)}")
+    for name in shapes:
+        value = read_parameter(checkpoint, name, found[name], shapes[name], dtypes.get(name, dtype), device)
         owner, leaf = name.rsplit(".", 1)
         setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
     model.tie_weights()
     model.to(device)  # the rotary frequencies
+
+
+def read_parameter(
+    checkpoint: Checkpoint,
+    name: str,
+    parts: Sequence[Part],
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """One parameter, its `parts` stacked by rows. Raises ValueError where they do not fit its shape."""
+    value = torch.empty(shape, dtype=dtype, device=device)
+    row = 0
+    for part in parts:
+        tensor = _in_order(_read(checkpoint, part.name, value), part)
+        if value.dim() == 1 and tensor.shape[1:] == (1,):  # scales, which are stored as a column
+            tensor = tensor[:, 0]
+        if tensor.shape[1:] != value.shape[1:] or row + len(tensor) > len(value):
+            raise ValueError(
+                f"{part.name} has shape {list(tensor.shape)}, which does not fit {name} {list(value.shape)}"
+            )
+        value[row : row + len(tensor)].copy_(tensor)
+        row += len(tensor)
+    if row != len(value):
+        raise ValueError(f"{' + '.join(part.name for part in parts)} give {row} rows, {name} needs {len(value)}")
+    return value
 
 
 def _read(checkpoint: Checkpoint, name: str, value: Tensor) -> Tensor:

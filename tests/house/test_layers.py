@@ -27,6 +27,7 @@ LAYERS = {
         ("serving/loader",),
         ("serving/forward",),
         ("serving/engine", "serving/api"),
+        ("serving/proposers",),
     ),
     "kvcache": (
         ("kvcache/blocks", "kvcache/transfer"),
