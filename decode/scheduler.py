@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decode.speculation import DraftTurns, PromptLookup, Speculation
+from decode.model_drafts import Drafts
+from decode.speculation import DraftTurns, Speculation
 from serving.engine.plan import KVBlocks, StepPlan, StepRecord
+from serving.engine.proposed import PROMISED
 from serving.engine.sequence import SequenceState
 from serving.errors import NoRoom
 
@@ -21,8 +23,8 @@ DECAY = 0.9  # of the memory of steps, a step
 class DraftOrOverlap:
     """Decides if steps draft tokens or overlap, where the engine can overlap: an overlapped step cannot draft.
 
-    Drafting brings `gain` more tokens for each that is sampled, overlapping hides the share `saved` of a step. The
-    better of the two is done; drafting is tried again from time to time.
+    Drafting brings `gain` more tokens for each that is sampled, less what it takes to make them; overlapping hides the
+    share `saved` of a step. The better of the two is done; drafting is tried again from time to time.
     """
 
     gain: float = 0.0
@@ -65,7 +67,10 @@ class DraftOrOverlap:
             if self.overlapped >= AHEAD_STEPS:
                 self.overlapped, self.trial = 0, TRIAL_STEPS
         elif self.drawing:
-            self.gain = DECAY * self.gain + (1 - DECAY) * self.accepted / self.drawing
+            verifying = record.verifying_seconds
+            slowed = 1.0 + record.proposing.seconds / verifying if verifying > 0.0 else 1.0
+            gain = (1.0 + self.accepted / self.drawing) / slowed - 1.0
+            self.gain = DECAY * self.gain + (1 - DECAY) * gain
             self.trial = max(0, self.trial - 1)
             self.drawing = 0
 
@@ -87,7 +92,7 @@ class DecodeScheduler:
         self.speculation = speculation
         self.choice = DraftOrOverlap() if speculation is not None else None
         self.running: list[SequenceState] = []
-        self._lookups: dict[SequenceState, PromptLookup] = {}
+        self._drafts: dict[SequenceState, Drafts] = {}
         self._joined: list[SequenceState] = []  # since the last step was planned
         self.preemptions = 0
 
@@ -159,13 +164,15 @@ class DecodeScheduler:
         """Tokens to try beyond the next, when that pays and takes no tokens or blocks from other sequences."""
         if self.speculation is None or seq.request.sampling.penalised or (turns and seq not in turns.lagging):
             return ()
-        lookup = self._lookups.setdefault(seq, PromptLookup())
+        drafts = self._drafts.get(seq)
+        if drafts is None:
+            drafts = self._drafts[seq] = self.speculation.begin(seq, len(self.running))
         left = min(seq.request.sampling.max_tokens - seq.output_len - 1, self.max_model_len - len(seq.tokens) - 1)
         others = len(self.running) - len(plan.work) - 1
         held = seq.held_blocks * self.kv.block_size - len(seq.tokens)  # a draft is not worth a block
         room = min(left, held, plan.tokens - 1 - others - self.for_prompts)
-        draft = self.speculation.draft(lookup, seq.tokens, room, len(self.running), turns)
-        if seq.grammar is not None and draft:
+        draft = self.speculation.draft(drafts, seq.tokens, room, len(self.running), turns)
+        if seq.grammar is not None and draft and draft[0] != PROMISED:
             draft = draft[: seq.grammar.possible(seq.output, draft)]  # the rest would be computed in vain
         return tuple(draft)
 
@@ -209,7 +216,7 @@ class DecodeScheduler:
 
     def verified(self, seq: SequenceState, drafted: int, accepted: int) -> None:
         if self.speculation is not None:
-            self.speculation.verified(self._lookups[seq], drafted, accepted)
+            self.speculation.verified(self._drafts[seq], drafted, accepted)
         if self.choice is not None:
             self.choice.accepted += accepted
 
@@ -223,7 +230,7 @@ class DecodeScheduler:
         """Nothing to do: a decoding sequence stays in the batch."""
 
     def remove(self, seq: SequenceState) -> None:
-        self._lookups.pop(seq, None)
+        self._drafts.pop(seq, None)
         if seq in self.running:
             self.running.remove(seq)
 

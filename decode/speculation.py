@@ -1,4 +1,4 @@
-"""Speculative decoding without a draft model: drafts are the tokens that followed the same run earlier in the text.
+"""Speculative decoding: drafts are what followed the same run earlier in the text, or what a model makes of it.
 
 A draft changes no output. The token at a position is a function of (logits, parameters, seed, position), so each
 drafted token is compared with the one that is sampled, and the first that differs replaces the rest. Only time is at
@@ -13,7 +13,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from decode.model_drafts import AcceptedShare, Drafts, ModelDrafts, ProposingCost
 from serving.engine.plan import StepRecord
+from serving.engine.proposed import CLOSE
+from serving.engine.proposer import Proposer
 from serving.engine.sequence import SequenceState
 from serving.fading_line import FadingLine
 
@@ -31,6 +34,15 @@ class PromptLookup:
     seen: int = 0  # tokens taken in
     accepted: float = 0.5  # share of drafted tokens that were accepted, recent ones counting more
     rest: int = 0  # tokens to go before the next trial, while drafting does not pay
+
+    @property
+    def behind(self) -> int:
+        """It drafts from tokens, which it need not compute."""
+        return 0
+
+    @property
+    def left(self) -> int:
+        return 0
 
     def draft(self, tokens: Sequence[int], count: int) -> list[int]:
         """Up to `count` tokens that followed the latest earlier place where the sequence ended like now."""
@@ -127,18 +139,37 @@ class Speculation:
 
     k more tokens in a step of T tokens, of which a share p is accepted, cost k·b seconds and save k·p tokens' worth of
     steps, (a + b·T)/T seconds each. So drafting pays when p > b·T / (a + b·T): when most of a step's cost is fixed.
+    Where a `proposer` makes the drafts, each takes it d seconds more: p > (b + d)·T / (a + b·T).
     """
 
-    def __init__(self, limit: int):
+    def __init__(self, limit: int, proposer: Proposer | None = None):
         self.limit = limit
+        self.proposer = proposer
+        self.method = "ngram" if proposer is None else proposer.method
         self.cost = DraftCost()
+        self.proposing = ProposingCost()
+        self.seen = AcceptedShare(FADE)  # of all sequences
         self.drafts = 0
         self.drafted = 0
         self.accepted = 0
         self.accepted_at = [0] * limit  # of the drafts so many had their first token accepted, their second, …
 
+    def begin(self, seq: SequenceState, batch: int) -> Drafts:
+        """The drafts of a sequence that has none yet. A model's are expected to be as good as its others were."""
+        if self.proposer is None:
+            return PromptLookup()
+        drafts = ModelDrafts(seq, self.proposer, self.seen.value)
+        if drafts.accepted <= self.needed(batch):
+            drafts.rest = self.trial_steps(drafts, batch)
+        return drafts
+
+    def needed(self, batch: int) -> float:
+        """The share of drafted tokens that has to be accepted for drafts to pay, in a step of about `batch` tokens."""
+        share, step = self.cost.token_share(batch), self.cost.seconds(batch)
+        return share if not step else share + self.proposing.draft * batch / step
+
     def draft(
-        self, lookup: PromptLookup, tokens: Sequence[int], room: int, batch: int, turns: DraftTurns | None = None
+        self, drafts: Drafts, tokens: Sequence[int], room: int, batch: int, turns: DraftTurns | None = None
     ) -> list[int]:
         """Tokens to try after `tokens`, at most `room`, in a step of about `batch` tokens.
 
@@ -147,21 +178,43 @@ class Speculation:
         count = min(self.limit, room)
         if count < 1:
             return []
-        share = self.cost.token_share(batch)
-        if lookup.accepted <= share:
-            if turns is not None and turns.spare > 0 and lookup.accepted > share / batch:
-                draft = lookup.draft(tokens, min(count, turns.spare))
+        needed = self.needed(batch)
+        if drafts.accepted <= needed:
+            lent = turns is not None and turns.spare > 0 and drafts.behind <= CLOSE
+            if turns is not None and lent and drafts.accepted > needed / batch:
+                draft = drafts.draft(tokens, min(count, turns.spare))
                 turns.spare -= len(draft)
                 return draft
-            lookup.rest -= 1
-            if lookup.rest > 0:
+            drafts.rest -= 1
+            if drafts.rest > 0:
                 return []
-            lookup.rest = RARE  # does not pay now; look again from time to time
+            drafts.rest = self.trial_steps(drafts, batch)  # does not pay now; look again from time to time
             count = 1
-        return lookup.draft(tokens, count)
+        elif not self.repays(drafts, batch):
+            return []
+        return drafts.draft(tokens, count)
 
-    def verified(self, lookup: PromptLookup, drafted: int, accepted: int) -> None:
-        lookup.verified(drafted, accepted)
+    def trial_steps(self, drafts: Drafts, batch: int) -> int:
+        """Steps between trials, so many that these take no more than one step in RARE would."""
+        step = self.cost.seconds(batch)
+        trial = self.proposing.backlog * drafts.behind + self.proposing.draft
+        return RARE if not step else max(RARE, int(RARE * trial / step))
+
+    def repays(self, drafts: Drafts, batch: int) -> bool:
+        """False where a model would have to catch up on more than its drafts could save until the sequence's end.
+
+        A drafted token saves (p - needed share) · (a + b·T)/T seconds; of those left a step brings 1 + k·p.
+        """
+        step = self.cost.seconds(batch)
+        if drafts.behind <= CLOSE or step is None:
+            return True
+        saved = (drafts.accepted - self.needed(batch)) * step / batch
+        drafted = drafts.left * self.limit / (1.0 + self.limit * drafts.accepted)
+        return saved * drafted > self.proposing.backlog * drafts.behind
+
+    def verified(self, drafts: Drafts, drafted: int, accepted: int) -> None:
+        drafts.verified(drafted, accepted)
+        self.seen.observe(drafted, accepted)
         self.drafts += 1
         self.drafted += drafted
         self.accepted += accepted
@@ -169,4 +222,5 @@ class Speculation:
             self.accepted_at[position] += 1
 
     def measured(self, record: StepRecord) -> None:
-        self.cost.observe(record.new_tokens, record.busy_seconds)
+        self.cost.observe(record.new_tokens, record.verifying_seconds)
+        self.proposing.observe(record.proposing)

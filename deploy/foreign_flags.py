@@ -61,6 +61,7 @@ SEEDS = "there is no seed for all requests: each may have its own, as `seed` in 
 SPLIT = "a worker computes on one device: more devices are more workers, --mixed N or --prefill N --decode M"
 APART = "`millrace serve --prefill N --decode M`, or `millrace prefill` and `millrace decode` on hosts of their own"
 TOKENIZER = "the tokenizer is the one in the model's folder: put other files there"
+DRAFT_MODEL = ("--speculative-model", "--speculative-draft-model-path")  # a name becomes JSON
 GRAMMARS = "outputs are held to their form by llguidance"
 
 FLAGS: tuple[ForeignFlag, ...] = (
@@ -164,17 +165,8 @@ FLAGS: tuple[ForeignFlag, ...] = (
     switch("--async-scheduling", "--enable-overlap", told="the next step begins while one runs, where that hides time"),
     kept("--attention-backend", "--sampling-backend", told="there is one for each device: --kernels"),
     switch("--enable-deterministic-inference", to="--deterministic"),
-    refused(
-        "--speculative-model",
-        "--speculative-algorithm",
-        "--speculative-draft-model-path",
-        instead=("drafts come from the text itself: --num-speculative-tokens N"),
-    ),
-    ForeignFlag(
-        ("--speculative-config",),
-        to="--num-speculative-tokens",
-        instead=('drafts come from the text itself: --num-speculative-tokens N, as {"method": "ngram", …} says'),
-    ),
+    ForeignFlag(DRAFT_MODEL, to="--speculative-config", values={"[ngram]": '{"method": "ngram"}'}),
+    refused("--speculative-algorithm", instead='--speculative-config {"method": …}: ngram, draft_model or mtp'),
     refused("--seed", "--random-seed", instead=SEEDS),
     # The API.
     switch("--enable-reasoning", told="thoughts are told apart as the model's template shows: --reasoning-parser"),
@@ -267,23 +259,11 @@ def _take(flag: ForeignFlag, name: str, value: str, found: list[str], told: list
     """Add what the flag becomes. Raises ForeignFlagError."""
     if flag.always == ANY or value in flag.always:
         told.append(f"{name}: {flag.told}")
-    elif name == "--speculative-config":
-        found.append(f"{flag.to}={_ngram(value, flag)}")
+    elif name in DRAFT_MODEL and value not in flag.values:
+        found.append(f"{flag.to}={json.dumps({'method': 'draft_model', 'model': value})}")
     elif not flag.to or (flag.values and flag.instead and value not in flag.values):
         raise ForeignFlagError(f"{name}{f' {value}' if flag.takes else ''}: {flag.instead}")
     elif flag.to == MODEL:
         command.append(value)
     else:
         found.append(f"{flag.to}={flag.values.get(value, value)}" if flag.takes else flag.to)
-
-
-def _ngram(text: str, flag: ForeignFlag) -> int:
-    """The tokens that a speculation by n-grams may draft. Raises ForeignFlagError for any other."""
-    try:
-        config = json.loads(text)
-        method, tokens = config.get("method"), int(config["num_speculative_tokens"])
-    except (ValueError, TypeError, AttributeError, KeyError, OverflowError):
-        method, tokens = None, 0
-    if method != "ngram":
-        raise ForeignFlagError(f"--speculative-config {text}: {flag.instead}")
-    return tokens

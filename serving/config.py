@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from serving.options import ConfigError, option
+from serving.speculative_config import SpeculativeConfig, read_speculative_config
 
 KERNELS = ("auto", "compiled", "torch")
 
@@ -85,6 +86,12 @@ class EngineConfig:
         "tokens to guess ahead from the text so far, where that pays; changes no token; 0 never guesses",
         least=0,
     )
+    speculative_config: str | None = option(
+        None,
+        'what guesses ahead, as JSON with the keys of vLLM: {"method": "ngram"} from the text so far; {"method":'
+        ' "draft_model", "model": NAME} with a smaller model of the same vocabulary; {"method": "mtp"} with the layer'
+        " of DeepSeek-V3 for it; num_speculative_tokens in it goes before --num-speculative-tokens",
+    )
     kv_wire: str = option(
         "auto",
         "how KV travels to decode workers; auto: without loss; int8: LOSSY, in 8 bits with a scale for each head of a"
@@ -109,6 +116,16 @@ class EngineConfig:
     )
     threads: int | None = option(None, "compute threads a worker; default: the host's cores shared out", least=1)
     cpus: str | None = option(None, "cores a worker is bound to, such as 0-3,8; its memory stays on their NUMA node")
+
+    def __post_init__(self) -> None:
+        self.speculation()  # wrong words are told before anything is loaded
+
+    def speculation(self) -> SpeculativeConfig:
+        """What drafts, and how many tokens at a time: none with --num-speculative-tokens 0. Raises ConfigError."""
+        found = read_speculative_config(self.speculative_config)
+        if found.num_speculative_tokens is None:
+            found = replace(found, num_speculative_tokens=self.num_speculative_tokens)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

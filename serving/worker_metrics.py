@@ -109,6 +109,7 @@ _WORKER_COUNTERS = {
     "engine_step_seconds": "Time in steps",
     "engine_forward_seconds": "Time of steps in the model",
     "engine_sample_seconds": "Time of steps in drawing tokens",
+    "engine_proposing_seconds": "Time of steps in a model that drafts, before the one that is served",
     "engine_python_seconds": "Time of steps in everything else: scheduling, batches, accounts",
     "engine_kv_wait_seconds": "Of the time in the model, waiting for layers on their way from the KV pool",
 }
@@ -144,6 +145,9 @@ _NODES: dict[str, Figure[PoolStat]] = {
 }
 # Counters of workers that come apart by a label: `name/value of the label`.
 _WORKER_LABELLED = {
+    "spec_decode_num_drafts_by_method": ("Times that tokens were drafted, by what drafted them", "method"),
+    "spec_decode_num_draft_tokens_by_method": ("Tokens drafted, by what drafted them", "method"),
+    "spec_decode_num_accepted_tokens_by_method": ("Drafted tokens that were accepted, by what drafted them", "method"),
     "worker_background_restarts": ("Background tasks of a worker that broke and began again, by task", "task"),
     "kv_chunks_refused": ("KV chunks and commits of handoffs refused, by why", "reason"),
     "kv_received_bytes": ("Bytes of KV taken in from prefill workers, by transport", "transport"),

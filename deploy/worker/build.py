@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from decode.speculation import Speculation
 from decode.tpot_bound import DECODE_SHARE, MIXED_SHARE, LeaseBound, TpotBound
 from decode.worker import DecodeWorker
 from deploy.worker.computing import device_memory, forward_of, lead_ranks, ranks_of
+from deploy.worker.proposers import DraftParts, load_draft_parts, make_drafts
 from deploy.worker.step_costs import StepCostFile, StepCostKeeper, step_cost_file
 from deploy.worker.worker import Worker
 from kvcache.blocks.allocator import BlockAllocator
@@ -44,6 +45,7 @@ from serving.engine.engine import Engine, StepLimits
 from serving.engine.loop import EngineLoop
 from serving.engine.overlap import engine_for
 from serving.engine.plan import Scheduler, StepRecord
+from serving.engine.proposer import Proposer
 from serving.engine.run import Runner
 from serving.engine.runner import ModelRunner
 from serving.engine.step_fit import StepFit
@@ -88,6 +90,7 @@ class ModelParts:
     guess: StepCost = UNKNOWN  # what its steps take, from its size
     learned: StepCostFile | None = None  # and what earlier workers of its kind have learned
     grammars: Grammars | None = None
+    proposer: Proposer | None = None  # where a model drafts
 
 
 def build_worker(
@@ -98,19 +101,20 @@ def build_worker(
     links: WorkerLinks,
     *,
     name: str | None = None,
+    drafts: DraftParts | None = None,
 ) -> Worker:
-    """A worker of a model, not started yet. Call on a running event loop. Raises ValueError for settings that clash."""
+    """A worker of a model, not started yet; what its drafts are made with is loaded, unless it is given.
+
+    Call on a running event loop. Raises ValueError for settings that clash.
+    """
     if config.deterministic and config.kv_wire != "auto":
         raise ValueError("--kv-wire int8 changes bits, which --deterministic promises not to happen")
     spec, kv_dtype = model.spec, model.dtype if model_config.kv_cache_dtype == "auto" else "int8"
-    specs = spec.kv_layers(kv_dtype)
-    blocks = config.num_kv_blocks or blocks_in(config.kv_cache_memory, specs, config.block_size)
-    plan = plan_host(specs, blocks, config.block_size, config.host_kv_memory) if config.host_kv_memory else None
-    limit = context_limit(model, model_config, plan.tokens if plan is not None else blocks * config.block_size)
-    device_kv = device_memory(model, specs, plan.device_blocks if plan else blocks, config, model_config.device)
-    windows = [spec.window(layer) for layer in range(spec.layers)]
-    host_kv = HostKV(plan, device_kv, windows) if plan is not None else None
-    forward = forward_of(model, device_kv, config, limit)
+    specs, drafts = spec.kv_layers(kv_dtype), drafts or load_draft_parts(role, model, model_config, config)
+    locations, tokens = kv_memory(model, specs, drafts.specs, config, model_config.device)
+    device_kv, limit = locations.device, context_limit(model, model_config, tokens)
+    drafting = make_drafts(drafts, model, forward_of(model, device_kv, config, limit), device_kv, config, limit)
+    forward = drafting.forward
     form = forward.form if config.deterministic else "any"
 
     def layout(dtype: str) -> tuple[str, tuple[LayerKV, ...]]:
@@ -132,20 +136,39 @@ def build_worker(
     others: dict[str, Forward] = {}  # for prompts of decode workers that keep KV in another dtype (prefill.worker)
     if role is not Role.DECODE and device_kv.can_keep("int8"):
         others["int8"] = forward.over(device_kv.kept_as("int8").planes)
-    runner = ModelRunner(forward, spec, config.block_size, model_config.device, host_kv, make_sampler(forward), others)
+    sampler, where = make_sampler(forward), (config.block_size, model_config.device, locations.host)
+    runner = ModelRunner(forward, spec, *where, sampler, others, drafting.computed)
     eos = frozenset(spec.eos_token_ids)
-    guess = guessed_cost(
-        spec,
-        weight_bytes=sum(weight.nbytes for weight in model.model.parameters()),
-        kv_bytes=token_bytes(specs),
-        device=model_config.device,
-    )
-    learned = step_cost_file(identity.fingerprint, forward.form, role, config.threads, model_config.device)
+    weights = sum(weight.nbytes for weight in model.model.parameters())
+    guess = guessed_cost(spec, weight_bytes=weights, kv_bytes=token_bytes(specs), device=model_config.device)
+    learned = step_cost_file(identity.fingerprint, drafting.kind, role, config.threads, model_config.device)
     grammars = Grammars(GrammarCompiler(lambda: load_tokenizer(model.path), sorted(eos)))
-    parts = ModelParts(runner=runner, eos_token_ids=eos, layout=layout, guess=guess, learned=learned, grammars=grammars)
-    worker = assemble(identity, config, KVLocations(device_kv, host_kv, threading.RLock()), parts, links)
+    parts = ModelParts(
+        runner=runner,
+        eos_token_ids=eos,
+        layout=layout,
+        guess=guess,
+        learned=learned,
+        grammars=grammars,
+        proposer=drafting.proposer,
+    )
+    worker = assemble(identity, config, locations, parts, links)
     lead_ranks(worker, model)
     return worker
+
+
+def kv_memory(
+    model: LoadedModel, specs: Sequence[LayerKV], drafts: Sequence[LayerKV], config: EngineConfig, device: str
+) -> tuple[KVLocations, int]:
+    """The memories of a worker's KV, of which its drafts take a share; and the tokens of the longest text in them."""
+    size = config.block_size
+    blocks = config.num_kv_blocks or blocks_in(config.kv_cache_memory, [*specs, *drafts], size)
+    plan = plan_host(specs, blocks, size, config.host_kv_memory) if config.host_kv_memory else None
+    device_kv = device_memory(model, specs, plan.device_blocks if plan else blocks, config, device)
+    windows = [model.spec.window(layer) for layer in range(model.spec.layers)]
+    host_kv = HostKV(plan, device_kv, windows) if plan is not None else None
+    tokens = plan.tokens if plan is not None else blocks * size
+    return KVLocations(device_kv, host_kv, threading.RLock()), tokens
 
 
 def assemble(
@@ -170,7 +193,7 @@ def assemble(
     storing = write_back_to(client, links.pool, allocator, offload, locations) if client is not None else None
     kv = KVCacheManager(allocator, identity.fingerprint, offload, storing)
     slo = objectives_parts(role, config, meter.cost)
-    decoding = decode_scheduler(kv, identity, config)
+    decoding = decode_scheduler(kv, identity, config, parts.proposer)
     prefilling = PrefillScheduler(
         kv, decoding.add, both(cost.stepped, meter.stepped), order=slo.order, chunks=slo.chunks
     )
@@ -184,6 +207,7 @@ def assemble(
         lock=locations.lock,
         clock=clock,
         trace=trace_writer(config.profile, identity.name),
+        proposer=parts.proposer,
     )
     loop = engine_loop(engine)
     context = WorkerContext(identity=identity, loop=loop, kv=kv, locations=locations, grammars=parts.grammars)
@@ -198,9 +222,7 @@ def assemble(
             *(context, decoding, links.address), lenders=links.lenders, direct=direct, wanted=wanted, bound=slo.bound
         )
     prefill = PrefillWorker(
-        context,
-        prefilling,
-        links.dialer,
+        *(context, prefilling, links.dialer),
         layout=parts.layout,
         kv_wire=config.kv_wire,
         leases=decode,
@@ -210,12 +232,15 @@ def assemble(
     return Worker(context, prefill, decode, address=links.address, events=events, costs=costs, connector=connector)
 
 
-def decode_scheduler(kv: KVCacheManager, identity: WorkerIdentity, config: EngineConfig) -> DecodeScheduler:
+def decode_scheduler(
+    kv: KVCacheManager, identity: WorkerIdentity, config: EngineConfig, proposer: Proposer | None = None
+) -> DecodeScheduler:
     """It drafts where the configuration says so, and on a mixed worker leaves prompts what a step owes them."""
+    limit = config.speculation().num_speculative_tokens or 0
     return DecodeScheduler(
         kv,
         max_model_len=identity.max_model_len,
-        speculation=Speculation(config.num_speculative_tokens) if config.num_speculative_tokens > 0 else None,
+        speculation=Speculation(limit, proposer) if limit > 0 else None,
         for_prompts=FLOOR if identity.role is Role.MIXED else 0,
     )
 

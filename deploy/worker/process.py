@@ -16,6 +16,7 @@ from deploy.runtime.settings import Settings
 from deploy.runtime.signals import on_signals
 from deploy.worker.build import WorkerLinks, build_worker
 from deploy.worker.model_cache import ModelCache, release
+from deploy.worker.proposers import DraftParts, load_draft_parts
 from deploy.worker.worker import Worker
 from kvcache.handoff.dialer import Dialer
 from kvcache.pool.remote import RemoteNode
@@ -71,7 +72,8 @@ class WorkerProcess:
         keep_freed_memory()
         async with AsyncExitStack() as stack:
             stack.callback(release, model)
-            worker = await self._build(model, announced(cluster, port, addresses(cluster.routers)), stack)
+            drafts = await asyncio.to_thread(load_draft_parts, self.role, model, settings.model_config, settings.engine)
+            worker = await self._build(model, drafts, announced(cluster, port, addresses(cluster.routers)), stack)
             stack.push_async_callback(grpc_server.stop, 1.0)
             stubs.add_WorkerServicer_to_server(WorkerService(worker), grpc_server)
             if worker.decode is not None:
@@ -84,7 +86,7 @@ class WorkerProcess:
             await self._serve(worker, cache)
         return int(worker.loop.crashed)
 
-    async def _build(self, model: LoadedModel, address: str, stack: AsyncExitStack) -> Worker:
+    async def _build(self, model: LoadedModel, drafts: DraftParts, address: str, stack: AsyncExitStack) -> Worker:
         """The worker with its ways to others, which `stack` closes, and stops it unless it has crashed."""
         key, transport = self.cluster.cluster_key, self.settings.engine.kv_transport
         dialer = Dialer(cluster_key=key, kv_transport=transport)
@@ -100,9 +102,8 @@ class WorkerProcess:
             pool=self.settings.pool,
             pool_link=lambda node: RemoteNode(node, key, lenders=pool_lenders),
         )
-        worker = build_worker(
-            self.role, model, self.settings.model_config, self.settings.engine, links, name=self.cluster.worker_name
-        )
+        model_config, config, name = self.settings.model_config, self.settings.engine, self.cluster.worker_name
+        worker = build_worker(self.role, model, model_config, config, links, name=name, drafts=drafts)
         stack.push_async_callback(_stop, worker)
         stack.callback(lenders.close)
         stack.push_async_callback(dialer.close)

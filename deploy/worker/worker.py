@@ -175,6 +175,7 @@ class Worker:
             "engine_step_seconds": totals.step_seconds,
             "engine_forward_seconds": totals.forward_seconds,
             "engine_sample_seconds": totals.sample_seconds,
+            "engine_proposing_seconds": totals.proposing_seconds,
             "engine_python_seconds": totals.python_seconds,
             "engine_kv_wait_seconds": totals.waited_seconds,
             "kv_transfer_bytes": float(self.prefill.bytes_sent),
@@ -218,6 +219,10 @@ class Worker:
                 "blocks": self.kv.unaccounted(owned.values(), connector.table() if connector is not None else ()),
                 "tasks": sum(id(seq) not in owned for seq in queued),
             }
+            if self.engine.proposer is not None:
+                drafting = [(len(seq.proposed.blocks), len(seq.blocks)) for seq in owned.values() if seq.proposed]
+                counts["draft_blocks"] = sum(with_drafts for with_drafts, _ in drafting)
+                leaked["draft_blocks"] = sum(max(0, with_drafts - held) for with_drafts, held in drafting)
             if host is not None:
                 counts["host_extents"] = host.extents.held
                 extents = connector.extents() if connector is not None else ()
@@ -236,10 +241,11 @@ def tpot_counts(running: Sequence[SequenceState]) -> tuple[int, ...]:
 
 def drafting(speculation: Speculation) -> dict[str, float]:
     """Running totals of drafts, by metric."""
-    counters = {
+    totals = {
         "spec_decode_num_drafts": float(speculation.drafts),
         "spec_decode_num_draft_tokens": float(speculation.drafted),
         "spec_decode_num_accepted_tokens": float(speculation.accepted),
     }
+    counters = totals | {f"{name}_by_method/{speculation.method}": total for name, total in totals.items()}
     at = enumerate(speculation.accepted_at)
     return counters | {f"spec_decode_num_accepted_tokens_per_pos/{position}": float(count) for position, count in at}

@@ -130,6 +130,7 @@ _DEEPSEEK = {
     "attention.kv_a_norm": "self_attn.kv_a_layernorm",
     "attention.kv_b": "self_attn.kv_b_proj",
 }
+_MTP = {"norm": "shared_head.norm", "head": "shared_head.head"}
 _HUGGING_FACE = {
     "opt": _OPT,
     "gpt2": _GPT2,
@@ -171,6 +172,28 @@ def sources(
     if spare and all_used:
         shown = ", ".join(spare[:4]) + (f" and {len(spare) - 4} more" if len(spare) > 4 else "")
         raise ValueError(f"the checkpoint has tensors that a {spec.architecture} model of this config has not: {shown}")
+    return found
+
+
+def mtp_sources(spec: ModelSpec, parameters: Iterable[str], present: Collection[str]) -> dict[str, tuple[Part, ...]]:
+    """The same for the parameters of a serving.model.mtp.MtpHead, the last of `spec`'s layers.
+
+    A head of its own is left out where there is none. Raises ValueError when anything else is missing.
+    """
+    scheme, number = _HUGGING_FACE.get(spec.architecture, _LLAMA), spec.layers - 1
+    embed = scheme.outer["embed"]
+    prefix = next((prefix for prefix in scheme.prefixes if f"{prefix}{embed}.weight" in present), scheme.prefixes[0])
+    found = {}
+    for name in parameters:
+        module, _, rest = name.partition(".")
+        if module == "layer":
+            found[name] = _parts(f"layers.{number}.{rest}", spec, scheme, prefix, present)
+            continue
+        tensor = f"{prefix}{scheme.layer.format(number)}{_MTP.get(module, module)}.{rest}"
+        if tensor in present:
+            found[name] = (Part(name=tensor),)
+        elif module != "head":
+            raise ValueError(f"the checkpoint lacks {tensor}, which its layer that predicts further tokens needs")
     return found
 
 

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 
 from serving.batch.layer_barrier import LayerBarrier
 from serving.engine.blame import run_step
+from serving.engine.drafting import fill_in_drafts
 from serving.engine.plan import KVBlocks, PlannedLoad, Scheduler, StepPlan, StepRecord, StepTotals, Work
+from serving.engine.proposed import NO_DRAFTS, Proposing
+from serving.engine.proposer import Proposer
 from serving.engine.run import LayerDone, Runner, RunResult, RunTimes
 from serving.engine.sequence import SequenceOutput, SequenceState
 from serving.engine.tracing import TraceWriter
@@ -46,6 +49,7 @@ class BegunStep:
     began: float
     load: PlannedLoad
     planning_seconds: float
+    proposing: Proposing = NO_DRAFTS
 
 
 class Engine:
@@ -63,6 +67,7 @@ class Engine:
         lock: Lock | None = None,
         clock: Callable[[], float] = time.monotonic,
         trace: TraceWriter | None = None,
+        proposer: Proposer | None = None,
     ):
         self.runner = runner
         self.kv = kv
@@ -70,6 +75,7 @@ class Engine:
         self.limits = limits
         self.clock = clock
         self.trace = trace
+        self.proposer = proposer
         self.lock: Lock = threading.RLock() if lock is None else lock
         self.flying: list[SequenceState] = []  # sequences of the steps begun and not accounted for, step by step
         self.barrier: LayerBarrier | None = None  # where that step may wait
@@ -103,14 +109,18 @@ class Engine:
     def begun(self, plan: StepPlan, began: float) -> BegunStep:
         """The planned work, not empty, is about to run: `finish` this with what came of it."""
         self.step_began = began
-        load = plan.load()
-        return BegunStep(plan, began, load, self.clock() - began)
+        planned = self.clock()
+        proposing = fill_in_drafts(self.proposer, plan.work)
+        return BegunStep(plan, began, plan.load(), planned - began, proposing)
 
     def finish(self, step: BegunStep, result: RunResult) -> list[SequenceOutput]:
         """Account for a step that has run; what it brought out."""
         outputs = self.postprocess(step.plan, result)
         self.step_began = None
-        self._record(step.plan, step.load, step.began, self.clock(), step.planning_seconds, result.times)
+        self._record(
+            *(step.plan, step.load, step.began, self.clock(), step.planning_seconds, result.times),
+            proposing=step.proposing,
+        )
         return outputs
 
     def schedule(self, now: float) -> tuple[StepPlan, list[SequenceOutput]]:
@@ -232,6 +242,7 @@ class Engine:
         schedule_seconds: float,
         times: RunTimes,
         hidden_seconds: float = 0.0,
+        proposing: Proposing = NO_DRAFTS,
     ) -> None:
         left = any(work.left for work in plan.work)
         waited = plan.barrier.waited_seconds if plan.barrier is not None else 0.0
@@ -247,6 +258,7 @@ class Engine:
             step_seconds=ended - began,
             waited_seconds=waited,
             hidden_seconds=hidden_seconds,
+            proposing=proposing,
             cadence_seconds=max(0.0, ended - (began if before is None else before) - waited),
         )
         self.totals.add(record)

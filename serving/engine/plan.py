@@ -6,10 +6,12 @@ Schedulers fill a plan in the order the worker's role lists them. Pure; no torch
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from serving.batch.layer_barrier import LayerBarrier
+from serving.engine.proposed import NO_DRAFTS, PROMISED, Proposing
 from serving.engine.sequence import SequenceState
 from serving.messages import STEP_TOKEN_BINS
 from serving.step_cost import StepLoad, pairs
@@ -19,7 +21,8 @@ from serving.step_cost import StepLoad, pairs
 class Work:
     """`count` tokens of `seq`, from position `seq.computed`; `by` is told when the step is done.
 
-    The last of them may be a `draft`, tokens the sequence does not have yet, to be compared with those drawn.
+    The last of them may be a `draft`, tokens the sequence does not have yet, to be compared with those drawn. A model
+    may have promised them: then they are filled in before the step runs.
     Where the KV before them is still arriving, the step waits for it at `barrier`, and may leave it with nothing done.
     """
 
@@ -33,6 +36,17 @@ class Work:
     def left(self) -> bool:
         """True if the step left the barrier: nothing was computed."""
         return self.barrier is not None and self.barrier.left
+
+    @property
+    def promised(self) -> bool:
+        """True while the drafted tokens are not known."""
+        return bool(self.draft) and self.draft[0] == PROMISED
+
+    def fill_in(self, draft: Sequence[int]) -> None:
+        """What was promised, or less."""
+        assert len(draft) <= len(self.draft)
+        self.count += len(draft) - len(self.draft)
+        self.draft = tuple(draft)
 
     @property
     def tokens(self) -> list[int]:
@@ -178,7 +192,7 @@ class KVBlocks(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """Counts, and seconds on the engine's clock. What is neither forward nor sample is Python.
+    """Counts, and seconds on the engine's clock. What is neither forward, sample nor proposing is Python.
 
     `cadence_seconds` are what the step adds to a busy engine's time: from the end of the step before, where the engine
     has not slept since, to its own end, without what it waited for KV.
@@ -195,6 +209,7 @@ class StepRecord:
     waited_seconds: float = 0.0  # of those in the model, for KV on its way from elsewhere
     hidden_seconds: float = 0.0  # Python for this step while another computed: no part of the others
     cadence_seconds: float = 0.0
+    proposing: Proposing = NO_DRAFTS  # drafts that a model made, before the batch was built
 
     @property
     def new_tokens(self) -> int:
@@ -206,7 +221,12 @@ class StepRecord:
 
     @property
     def python_seconds(self) -> float:
-        return self.step_seconds - self.forward_seconds - self.sample_seconds
+        return self.step_seconds - self.forward_seconds - self.sample_seconds - self.proposing.seconds
+
+    @property
+    def verifying_seconds(self) -> float:
+        """The busy seconds without those in which a model drafted."""
+        return self.busy_seconds - self.proposing.seconds
 
 
 @dataclass(slots=True)
@@ -223,6 +243,7 @@ class StepTotals:
     sample_seconds: float = 0.0
     python_seconds: float = 0.0
     waited_seconds: float = 0.0
+    proposing_seconds: float = 0.0
 
     def add(self, record: StepRecord) -> None:
         self.sizes[bisect_left(STEP_TOKEN_BINS, record.new_tokens)] += 1
@@ -233,3 +254,4 @@ class StepTotals:
         self.sample_seconds += record.sample_seconds
         self.python_seconds += record.python_seconds
         self.waited_seconds += record.waited_seconds
+        self.proposing_seconds += record.proposing.seconds

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from serving.batch.ragged import OffloadedKV, RaggedBatch
+from serving.engine.drafting import Computed
 from serving.engine.launched import LaunchedStep, draw
 from serving.engine.offload import OffloadMove, OffloadState
 from serving.engine.overlap import Launched, OverlapRunner
@@ -65,7 +66,8 @@ class ModelRunner(OverlapRunner):
     """Runs plans through `forward`; block tables of its batches are in blocks of `block_size` tokens.
 
     `host` holds what sequences offload; without one, none may. `sampler` draws the tokens, with torch by default.
-    `others` compute sequences whose blocks hold KV of another dtype, by that dtype.
+    `others` compute sequences whose blocks hold KV of another dtype, by that dtype. `computed` is told what `forward`
+    has computed.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class ModelRunner(OverlapRunner):
         host: OffloadBackend | None = None,
         sampler: Sampler | None = None,
         others: Mapping[str, Forward] | None = None,
+        computed: Computed | None = None,
     ):
         self.forward = forward
         self.forwards = {AUTO: forward, **(others or {})}
@@ -86,6 +89,7 @@ class ModelRunner(OverlapRunner):
         self.eos_token_ids = tuple(sorted(set(spec.eos_token_ids)))
         self.sampler = sampler or Sampler(TorchSampling())
         self.device = device
+        self.computed = computed
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work], layer_done: LayerDone | None) -> RunResult:
@@ -108,9 +112,10 @@ class ModelRunner(OverlapRunner):
         assert after is None or isinstance(after, LaunchedStep)
         before = after.rows if after is not None else {}
         rows = [before.get(id(item.seq)) for item in work]  # of `after`, which draws what this step computes
+        starts = [item.seq.computed + (row is not None) for item, row in zip(work, rows, strict=True)]
         batch = RaggedBatch.build(
             tokens=[item.tokens if row is None else (0,) for item, row in zip(work, rows, strict=True)],
-            starts=[item.seq.computed + (row is not None) for item, row in zip(work, rows, strict=True)],
+            starts=starts,
             block_tables=[item.seq.blocks for item in work],
             block_size=self.block_size,
             long_rope=[item.seq.long_rope for item in work],
@@ -126,6 +131,8 @@ class ModelRunner(OverlapRunner):
             lengths = [item.seq.output_len + (row is not None) for item, row in zip(work, rows, strict=True)]
             draws = [self._row(item.seq, range(length)) for item, length in zip(work, lengths, strict=True)]
             tokens = draw(self.sampler.backend, self.forward.logits(batch, None), draws)
+        if self.computed is not None:
+            self.computed(work, starts)
         return LaunchedStep(work, tokens, began, built)
 
     def _compute_offloaded(self, item: Work, layer_done: LayerDone | None) -> RunResult:
@@ -153,6 +160,8 @@ class ModelRunner(OverlapRunner):
         tell = partial(layer_done, handed_over) if layer_done is not None and handed_over else None
         forward = self.forwards[work[0].seq.kv_dtype]
         scores = forward.greedy(batch, tell, _of_rows(allowed)) if greedy else forward.logits(batch, tell)
+        if self.computed is not None and forward is self.forward:
+            self.computed(work, [item.seq.computed for item in work])
         computed = time.perf_counter()
         if work[0].left:
             return RunResult([[]], {}, RunTimes(built - began, computed - built, 0.0))

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Protocol, overload
 from serving.batch.layer_barrier import LayerBarrier
 from serving.engine.objectives import Objectives
 from serving.engine.offload import OffloadState
+from serving.engine.proposed import ProposerState
 from serving.errors import BESIDE_STEP, IN_STEP, MillraceError
 from serving.kvspec import AUTO
 from serving.messages import Delta, FinishReason, LeaseOrder, Request, TokenLogprob
 
 if TYPE_CHECKING:
+    from serving.engine.proposed import ProposerState
     from serving.grammar.grammars import GrammarState
     from serving.sampling.penalties import PenaltyState
     from serving.sampling.pooling import PooledState
@@ -102,8 +104,8 @@ class PrefillState:
 class SequenceState:
     """See the module's legend. `stays` says whether decoding goes on in this worker after prefill.
 
-    `blocks` and `offload` belong to the KV manager, `penalties`, `grammar` and `pooled` to the model runner; parts of
-    other owners are objects of their own.
+    `blocks` and `offload` belong to the KV manager, `penalties`, `grammar` and `pooled` to the model runner, `proposed`
+    to what drafts for it; parts of other owners are objects of their own.
     """
 
     order: LeaseOrder
@@ -126,6 +128,7 @@ class SequenceState:
     offload: OffloadState | None = None  # KV in host memory: `blocks` begin after it
     penalties: PenaltyState | None = None  # can be rebuilt from the tokens at any time, as `grammar`
     grammar: GrammarState | None = None
+    proposed: ProposerState | None = None  # where a model drafts
     pooled: PooledState | None = None  # of the tokens computed so far, where an embedding is wanted
     prefix: PrefixKeys = field(init=False)
     incoming: IncomingKV = field(init=False)

@@ -52,7 +52,9 @@ class ModelSpec:
     tied_embeddings: bool = False
     moe: MoeSpec | None = None
     mla: MlaSpec | None = None  # attention over latents; `kv_heads` is then `heads`, `head_dim` a query's whole width
-    mtp_layers: int = 0  # the checkpoint's layers after the last that predict further tokens; they are not loaded
+    mtp_layers: int = (
+        0  # the checkpoint's layers after the last that predict further tokens; only a proposer loads them
+    )
     windows: tuple[int | None, ...] = ()  # for each layer how many last tokens it sees; None and () are all
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None

@@ -43,7 +43,7 @@ class Batch:
             seq.incoming.prefilled_here = True
             self.rows.append(seq)
             self.scheduler.add(seq)
-            self.scheduler._lookups[seq] = PromptLookup(accepted=accepted)
+            self.scheduler._drafts[seq] = PromptLookup(accepted=accepted)
         self.scheduler._begin(0.0)
 
     def drafts(self, now: float, tokens: int = 500) -> list[int]:

@@ -56,7 +56,8 @@ def test_a_command_line_of_vllm_starts_the_same_thing(started: Started, caplog: 
     assert (made.model_config.load_format, made.model_config.generation_config) == ("auto", "none")
     engine = made.engine
     assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.block_size) == (64, 2048, 32)
-    assert (engine.num_kv_blocks, engine.num_speculative_tokens, engine.cuda_graphs) == (500, 3, False)
+    assert (engine.num_kv_blocks, engine.cuda_graphs) == (500, False)
+    assert (engine.speculation().method, engine.speculation().num_speculative_tokens) == ("ngram", 3)
     assert (made.http.port, made.http.log_level, made.http.api_key) == (8001, "warning", "sk-1,sk-2")
     assert (made.http.tool_call_parser, made.http.reasoning_parser) == ("hermes", "qwen3")
     assert (made.http.chat_template, made.model_config.data_parallel_size) == ("{{ x }}", 2)
@@ -85,9 +86,10 @@ REFUSED = {
     "--enable-lora": "merge",
     "--seed 1": "`seed`",
     "--kv-transfer-config {}": "millrace prefill",
-    '--speculative-config {"method":"eagle","num_speculative_tokens":2}': "--num-speculative-tokens",
-    '--speculative-config {"method":"ngram","num_speculative_tokens":1e999}': "--num-speculative-tokens",
-    "--speculative-config nonsense": "--num-speculative-tokens",
+    '--speculative-config {"method":"eagle","num_speculative_tokens":2}': "ngram, draft_model, mtp",
+    '--speculative-config {"method":"ngram","num_speculative_tokens":1e999}': "from 1 to 64",
+    "--speculative-config nonsense": "method",
+    "--speculative-algorithm EAGLE": "--speculative-config",
     "--cpu-offload-gb 4": "--host-kv-memory",
     "--scheduling-policy random": "--prefill-order",
     "--root-path /api": "proxy",
@@ -133,7 +135,7 @@ def test_each_flag_is_taken_or_refused_by_the_parser(name: str, started: Started
     good = next(iter(flag.values), "4") if flag.to else "x"
     value = good if flag.always == ANY or not flag.always else flag.always[0]
     words = [name, value] if flag.takes else [name]
-    if flag.always or (flag.to and name != "--speculative-config"):
+    if flag.always or flag.to:
         assert main(["serve", *words]) == 0
     else:
         with pytest.raises(ForeignFlagError, match=name):

@@ -69,7 +69,7 @@ DOORS = {
     ),
     "tokenizers": ("serving/text/*", "bench/prompts.py"),
     "jinja2": ("serving/text/*",),
-    "safetensors": ("serving/checkpoint/*", "serving/loader/*", "serving/quantization/*"),
+    "safetensors": ("serving/checkpoint/*", "serving/loader/*", "serving/quantization/*", "bench/proposers.py"),
     "gguf": ("serving/checkpoint/*",),
     "huggingface_hub": ("serving/checkpoint/hub.py",),
     "xxhash": ("serving/checkpoint/fingerprint.py", "kvcache/handoff/chunk.py", "kvcache/pool/block.py"),

@@ -28,6 +28,7 @@ LAYERS = {
         ("serving/forward",),
         ("serving/rank_group",),
         ("serving/engine", "serving/api"),
+        ("serving/proposers",),
     ),
     "kvcache": (
         ("kvcache/blocks", "kvcache/transfer"),

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from decode.model_drafts import Drafts
 from decode.scheduler import DecodeScheduler
-from decode.speculation import DraftTurns, PromptLookup, Speculation
+from decode.speculation import DraftTurns, Speculation
 from kvcache.blocks.allocator import BlockAllocator
 from kvcache.blocks.manager import KVCacheManager
 from kvcache.blocks.offload import OffloadManager, OffloadPlan
@@ -121,9 +122,9 @@ class Eager(Speculation):
     """Drafts whenever there is anything to draft, paying or not."""
 
     def draft(
-        self, lookup: PromptLookup, tokens: Sequence[int], room: int, batch: int, turns: DraftTurns | None = None
+        self, drafts: Drafts, tokens: Sequence[int], room: int, batch: int, turns: DraftTurns | None = None
     ) -> list[int]:
-        return lookup.draft(tokens, min(self.limit, room)) if room > 0 else []
+        return drafts.draft(tokens, min(self.limit, room)) if room > 0 else []
 
 
 def make_decoding(kv: KVCacheManager, *, drafts: int = 0) -> DecodeScheduler:

@@ -39,6 +39,8 @@ def values(field: dataclasses.Field[Any]) -> list[tuple[str, Any]]:
     """Three settings of a field, as text and as they are meant."""
     if field.metadata["choices"]:
         return [(choice, choice) for choice in 3 * list(field.metadata["choices"])][:3]
+    if field.name == "speculative_config":
+        return [(text, text) for text in ('{"method": "mtp"}', '{"method": "ngram"}', '{"model": "small"}')]
     kind = str(field.type)
     if kind.startswith("bool"):
         return [("true", True), ("off", False), ("1", True)]
