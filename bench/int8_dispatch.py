@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from bench.quality import Scores, compare, score, table, text
-from serving.expert_parallel.exchange import ExchangeTraffic, ExpertExchange, Received, Rows
+from serving.expert_parallel.exchange import ExchangeTraffic, Rows
 from serving.expert_parallel.layer import apply_expert_parallel, exchange_shape, hold_experts
 from serving.expert_parallel.shared_memory import SharedMemoryExchange
 from serving.kernels.int8 import quantize_rows
@@ -39,25 +39,13 @@ CASES = ("float experts, float rows", "float experts, INT8 rows", "INT8 experts,
 Answer = tuple[list[NDArray[Any]], list[NDArray[Any]], ExchangeTraffic]
 
 
-class RoundedExchange:
+class RoundedExchange(SharedMemoryExchange):
     """An exchange whose rows are worth what INT8 makes of them."""
 
-    def __init__(self, exchange: ExpertExchange) -> None:
-        self.exchange, self.shape, self.rank = exchange, exchange.shape, exchange.rank
-
-    @property
-    def traffic(self) -> ExchangeTraffic:
-        return self.exchange.traffic
-
-    def dispatch(self, rows: Rows, physical: Tensor) -> Received:
+    def begin_dispatch(self, rows: Rows, physical: Tensor) -> None:
         values, scale = quantize_rows(rows.values)
-        return self.exchange.dispatch(Rows((values * scale[:, None]).to(rows.values.dtype)), physical)
-
-    def combine(self, results: Tensor, weights: Tensor) -> Tensor:
-        return self.exchange.combine(results, weights)
-
-    def close(self) -> None:
-        self.exchange.close()
+        rounded = (values * scale[:, None]).to(rows.values.dtype)
+        super().begin_dispatch(Rows(rounded), physical)
 
 
 def run_rank(
@@ -74,8 +62,8 @@ def run_rank(
     shape = exchange_shape(model, spread[0], max(map(len, windows)))
     if case.endswith("float rows"):
         shape = replace(shape, wire=shape.back)
-    joined = SharedMemoryExchange.join(shape, rank, PrefixStore(case, store), deadline=DEADLINE, meeting=DEADLINE)
-    exchange: ExpertExchange = RoundedExchange(joined) if case == CASES[1] else joined
+    kind = RoundedExchange if case == CASES[1] else SharedMemoryExchange
+    exchange = kind.join(shape, rank, PrefixStore(case, store), deadline=DEADLINE, meeting=DEADLINE)
     apply_expert_parallel(model, spread, exchange)
     found = [scores_of(model, window) for window in windows[rank::RANKS]]
     scores = ([one.logprobs.numpy() for one in found], [one.likeliest.numpy() for one in found])

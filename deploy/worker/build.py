@@ -139,15 +139,13 @@ def build_worker(
     sampler, where = make_sampler(forward), (config.block_size, model_config.device, locations.host)
     runner = ModelRunner(forward, spec, *where, sampler, others, drafting.computed)
     eos = frozenset(spec.eos_token_ids)
-    weights = sum(weight.nbytes for weight in model.model.parameters())
-    guess = guessed_cost(spec, weight_bytes=weights, kv_bytes=token_bytes(specs), device=model_config.device)
     learned = step_cost_file(identity.fingerprint, drafting.kind, role, config.threads, model_config.device)
     grammars = Grammars(GrammarCompiler(lambda: load_tokenizer(model.path), sorted(eos)))
     parts = ModelParts(
         runner=runner,
         eos_token_ids=eos,
         layout=layout,
-        guess=guess,
+        guess=_guessed(model, specs, model_config.device),
         learned=learned,
         grammars=grammars,
         proposer=drafting.proposer,
@@ -155,6 +153,11 @@ def build_worker(
     worker = assemble(identity, config, locations, parts, links)
     lead_ranks(worker, model)
     return worker
+
+
+def _guessed(model: LoadedModel, specs: Sequence[LayerKV], device: str) -> StepCost:
+    weights = sum(weight.nbytes for weight in model.model.parameters())
+    return guessed_cost(model.spec, weight_bytes=weights, kv_bytes=token_bytes(specs), device=device)
 
 
 def kv_memory(

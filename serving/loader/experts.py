@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from serving.checkpoint.checkpoint import DTYPES
+from serving.checkpoint.cuts import Cut
 from serving.checkpoint.weights import sources
 from serving.kernels.torch_linears import use_cpu_linears
-from serving.loader.loading import int8_modules, open_checkpoint, read_rows
+from serving.loader.loading import int8_modules, open_checkpoint
+from serving.loader.reading import fill_parameter
 from serving.model.decoder import Decoder
 from serving.model.moe import MoeMlp
 from serving.model.quantized_linear import hold_int8, own_dtypes
@@ -44,7 +46,7 @@ class CheckpointExperts:
         for leaf, parameter in list(module.named_parameters()):
             full = f"{name}.{leaf}"
             value = torch.empty(parameter.shape, dtype=self._dtypes.get(full, self._dtype))
-            read_rows(self._checkpoint, self._parts[full], full, value)
+            fill_parameter(full, value, self._parts[full], self._checkpoint, Cut())
             owner, last = leaf.rsplit(".", 1)
             setattr(module.get_submodule(owner), last, nn.Parameter(value, requires_grad=False))
         use_cpu_linears(module)

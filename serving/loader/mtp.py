@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from serving.checkpoint.checkpoint import DTYPES
+from serving.checkpoint.cuts import Cut
 from serving.checkpoint.weights import mtp_sources
 from serving.kernels.torch_linears import use_cpu_linears
-from serving.loader.loading import LoadedModel, open_checkpoint, read_parameter
+from serving.loader.loading import LoadedModel, open_checkpoint
+from serving.loader.reading import fill_parameter
 from serving.model.moe import float32_parameters
 from serving.model.mtp import MtpHead
 
@@ -34,7 +36,8 @@ def load_mtp(loaded: LoadedModel, device: str = "cpu") -> MtpHead:
     kept = float32_parameters(head)
     for name, parts in found.items():
         dtype = kept.get(name, DTYPES[loaded.dtype])
-        value = read_parameter(checkpoint, name, parts, parameters[name].shape, dtype, torch.device(device))
+        value = torch.empty(parameters[name].shape, dtype=dtype, device=device)
+        fill_parameter(name, value, parts, checkpoint, Cut())
         owner, leaf = name.rsplit(".", 1)
         setattr(head.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
     if head.head is not None:
