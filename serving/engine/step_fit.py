@@ -110,6 +110,8 @@ class StepFit:
 
     def __init__(self, guess: StepCost, learned: StepCost | None = None):
         self._unit = np.maximum(vector(guess), 1e-15)
+        if learned is not None:  # no fit comes to an error of nothing, but a file may say so
+            learned = replace(learned, error=max(learned.error, LEAST_SPREAD))
         self._fitted = learned or guess  # before it is multiplied by the pace
         self._prior = vector(self._fitted)
         self._looseness = GUESSED if learned is None else LEARNED

@@ -11,7 +11,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from serving.engine.step_fit import COEFFICIENTS, KEPT, LONGEST, SHORTEST, StepFit, solve_nonnegative, vector
@@ -126,6 +126,7 @@ ANY_COSTS = st.builds(
 ).filter(lambda cost: cost.possible)
 
 
+@example(steps=[(ONE_TOKEN, 1.0, False)] * 2, learned=StepCost(fixed=0.0, token=1.0, error=0.0, samples=100))
 @settings(max_examples=100, deadline=None)
 @given(
     steps=st.lists(st.tuples(LOADS | st.just(ONE_TOKEN), SECONDS, st.booleans()), min_size=1, max_size=60),
