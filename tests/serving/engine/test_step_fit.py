@@ -126,7 +126,10 @@ ANY_COSTS = st.builds(
 ).filter(lambda cost: cost.possible)
 
 
-@example(steps=[(ONE_TOKEN, 1.0, False)] * 2, learned=StepCost(fixed=0.0, token=1.0, error=0.0, samples=100))
+@example(
+    steps=[(StepLoad(1, 1.0, 1, 1), 1.0, False), (StepLoad(1, 1.0, 1, 1), 1.0, False)],
+    learned=StepCost(fixed=0.0, token=1.0, error=0.0, samples=100),
+)
 @settings(max_examples=100, deadline=None)
 @given(
     steps=st.lists(st.tuples(LOADS | st.just(ONE_TOKEN), SECONDS, st.booleans()), min_size=1, max_size=60),
