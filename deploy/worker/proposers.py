@@ -47,6 +47,8 @@ def load_draft_parts(role: Role, model: LoadedModel, model_config: ModelConfig, 
     A prefill worker drafts nothing, and loads nothing.
     """
     asked = config.speculation()
+    if asked.unused:
+        log.warning("--speculative-config: %s changes nothing with %s", " and ".join(asked.unused), asked.method)
     if role is Role.PREFILL or not asked.num_speculative_tokens or asked.method == "ngram":
         return DraftParts()
     if asked.method == "mtp":
@@ -68,7 +70,10 @@ def unlike_vocabulary(draft: LoadedModel, model: LoadedModel) -> str | None:
     if draft.spec.vocab_size != model.spec.vocab_size:
         return f"its vocabulary has {draft.spec.vocab_size} tokens, not {model.spec.vocab_size}"
     own, theirs = vocabulary(draft.path), vocabulary(model.path)
-    if own is None or theirs is None or own == theirs:
+    if own is None or theirs is None:
+        log.warning("%s is taken to have the vocabulary of %s: its size is the same", draft.path.name, model.path.name)
+        return None
+    if own == theirs:
         return None
     if len(own) != len(theirs):
         return f"its tokenizer has {len(own)} tokens, not {len(theirs)}"
@@ -99,6 +104,15 @@ class WorkerDrafts:
         return self.forward.form if self.proposer is None else f"{self.forward.form} {self.proposer.method}"
 
 
+def draft_config(config: EngineConfig, forward: Forward, device: str) -> EngineConfig:
+    """With which the draft model's forward pass is chosen, beside the model's own.
+
+    On a CPU the compiled kernels take torch's threads away, which a model that torch computes needs itself.
+    """
+    kernels = "torch" if device == "cpu" and isinstance(forward, EagerForward) else config.kernels
+    return replace(config, deterministic=False, kernels=kernels)
+
+
 def make_drafts(
     parts: DraftParts,
     model: LoadedModel,
@@ -116,7 +130,7 @@ def make_drafts(
     if parts.model is not None:
         draft = parts.model
         limit = min(max_len, draft.spec.max_position)
-        drafting = make_forward(draft, own.planes, replace(config, deterministic=False), limit)
+        drafting = make_forward(draft, own.planes, draft_config(config, forward, device.type), limit)
         return WorkerDrafts(
             forward,
             DraftModelProposer(

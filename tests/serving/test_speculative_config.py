@@ -41,12 +41,28 @@ def test_what_vllm_takes(given: dict[str, object], meant: tuple[str, str | None,
         ('{"model": "small", "draft_tensor_parallel_size": 2}', "must be 1"),
         ('{"model": "small", "quantization": "awq"}', "'awq' cannot be had"),
         ('{"method": "mtp", "quantization": "int8"}', "'int8' cannot be had"),
+        ('{"model": ""}', "needs a model"),
+        ('{"method": "ngram", "prompt_lookup_max": "4"}', "no number of tokens; 4 is what is done"),
+        ("[" * 100_000, "and so on is no JSON object"),
     ],
 )
 def test_what_cannot_be_had_is_told(text: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told) as raised:
         EngineConfig(speculative_config=text)
     assert raised.value.param == "speculative_config"
+
+
+@pytest.mark.parametrize(
+    ("given", "unused"),
+    [
+        ({"method": "ngram", "model": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}, ()),
+        ({"method": "ngram", "model": "small", "prompt_lookup_max": 3}, ("prompt_lookup_max", "model")),
+        ({"method": "mtp", "model": "deepseek-ai/DeepSeek-V3"}, ("model",)),
+        ({"model": "small", "prompt_lookup_min": 1}, ("prompt_lookup_min",)),
+    ],
+)
+def test_what_changes_nothing_is_known(given: dict[str, object], unused: tuple[str, ...]) -> None:
+    assert read_speculative_config(json.dumps(given)).unused == unused
 
 
 def test_the_number_of_tokens_is_the_flags_unless_it_is_named() -> None:
