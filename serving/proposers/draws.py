@@ -44,7 +44,7 @@ class DraftDraws:
 
     def _row(self, item: Work, draft: Sequence[int]) -> SampleRow:
         seq = item.seq
-        output = [*seq.output, *draft]
+        output = range(seq.output_len + len(draft))  # without penalties only how many there are matters
         params = seq.request.sampling
         if params.logprobs is not None:
             params = replace(params, logprobs=None)

@@ -26,6 +26,13 @@ def test_the_output_is_seen_as_a_list_without_the_prompt(
         assert view[index] == output[index]
 
 
+def test_reading_the_output_takes_no_step_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that are sampled are compared with it: at 20,000 tokens that took most of a step."""
+    view = OutputView([1, 2, 3], 1)
+    monkeypatch.delattr(OutputView, "__getitem__")
+    assert [*view] == [2, 3]
+
+
 def test_an_index_before_the_output_is_an_error() -> None:
     with pytest.raises(IndexError):
         OutputView([1, 2, 3], 2)[-2]
