@@ -5,15 +5,19 @@ Pure: no torch, no clock. The model itself is a Proposer (serving.engine.propose
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
+from statistics import median
 from typing import Protocol
 
 from serving.engine.proposed import PROMISED, Proposing
 from serving.engine.proposer import Proposer
 from serving.engine.sequence import SequenceState
 
-DECAY = 0.9  # of the memory of accepted drafts and of what they took, a draft
+DECAY = 0.9  # of the memory of accepted drafts, a draft
+COSTS = 9  # steps whose drafts' cost is remembered
+FEWEST_COSTS = 3  # of them, to tell a cost
 
 
 class Drafts(Protocol):
@@ -94,18 +98,41 @@ class ModelDrafts:
 
 
 @dataclass(slots=True)
-class ProposingCost:
-    """Seconds that a model takes, recent steps counting more: 0 while unknown, and where no model drafts."""
+class MiddleCost:
+    """Seconds a token, the median of the last steps that told: 0 while too few have for one slow step not to count.
 
-    draft: float = 0.0  # a drafted token
-    backlog: float = 0.0  # a token that it has to catch up on
+    Where drafts do not pay nothing is measured any more, so a step that the machine held up must not decide that.
+    """
+
+    last: deque[float] = field(default_factory=lambda: deque(maxlen=COSTS))
+
+    def observe(self, seconds: float) -> None:
+        self.last.append(seconds)
+
+    @property
+    def value(self) -> float:
+        return median(self.last) if len(self.last) >= FEWEST_COSTS else 0.0
+
+
+@dataclass(slots=True)
+class ProposingCost:
+    """What a model takes: 0 while unknown, and where no model drafts."""
+
+    drafting: MiddleCost = field(default_factory=MiddleCost)
+    catching_up: MiddleCost = field(default_factory=MiddleCost)
+
+    @property
+    def draft(self) -> float:
+        """Seconds of a drafted token."""
+        return self.drafting.value
+
+    @property
+    def backlog(self) -> float:
+        """Seconds of a token that the model has to catch up on."""
+        return self.catching_up.value
 
     def observe(self, took: Proposing) -> None:
         if took.drafted:
-            self.draft = _faded(self.draft, took.drafting_seconds / took.drafted)
+            self.drafting.observe(took.drafting_seconds / took.drafted)
         if took.caught_up:
-            self.backlog = _faded(self.backlog, took.catching_up_seconds / took.caught_up)
-
-
-def _faded(before: float, now: float) -> float:
-    return DECAY * before + (1 - DECAY) * now if before else now
+            self.catching_up.observe(took.catching_up_seconds / took.caught_up)

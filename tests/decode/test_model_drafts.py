@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode.model_drafts import AcceptedShare, ModelDrafts
+from decode.model_drafts import COSTS, FEWEST_COSTS, AcceptedShare, ModelDrafts, ProposingCost
 from decode.scheduler import DraftOrOverlap
 from decode.speculation import RARE, Speculation
 from serving.engine.plan import StepPlan, StepRecord, Work
@@ -44,7 +44,8 @@ def speculation(proposer: Told, draft: float = 0.0, backlog: float = 0.0) -> Spe
     made = Speculation(4, proposer)
     for size in (1, 2, 8, 32):
         made.cost.observe(size, BASE + SLOPE * size)
-    made.proposing.observe(Proposing(draft, 1, backlog, 1))
+    for _ in range(FEWEST_COSTS):
+        made.proposing.observe(Proposing(draft, 1, backlog, 1))
     return made
 
 
@@ -161,3 +162,14 @@ def test_a_few_right_trials_are_enough_to_draft() -> None:
             trials += 1
             made.verified(drafts, 1, 1)
     assert 3 <= trials <= 5
+
+
+@given(st.lists(st.floats(0.001, 0.002), min_size=2, max_size=3 * COSTS), st.data())
+def test_one_slow_step_does_not_end_drafts(seconds: list[float], data: st.DataObject) -> None:
+    """Neither the first, in which much is made ready, nor one that the machine held up."""
+    seconds.insert(data.draw(st.integers(0, len(seconds))), 10.0)
+    cost = ProposingCost()
+    for number, took in enumerate(seconds, 1):
+        cost.observe(Proposing(took, 1, 2 * took, 1))
+        known = number >= FEWEST_COSTS
+        assert 0.001 * known <= cost.draft <= 0.002 and 0.002 * known <= cost.backlog <= 0.004
