@@ -220,7 +220,8 @@ class Worker:
                 "tasks": sum(id(seq) not in owned for seq in queued),
             }
             if self.engine.proposer is not None:
-                drafting = [(len(seq.proposed.blocks), len(seq.blocks)) for seq in owned.values() if seq.proposed]
+                running = (seq for seq in owned.values() if not seq.ended)  # others have given their blocks back
+                drafting = [(len(seq.proposed.blocks), len(seq.blocks)) for seq in running if seq.proposed]
                 counts["draft_blocks"] = sum(with_drafts for with_drafts, _ in drafting)
                 leaked["draft_blocks"] = sum(max(0, with_drafts - held) for with_drafts, held in drafting)
             if host is not None:
