@@ -12,7 +12,7 @@ from serving.checkpoint.checkpoint import DTYPES
 from serving.checkpoint.cuts import Cut
 from serving.checkpoint.weights import mtp_sources
 from serving.kernels.torch_linears import use_cpu_linears
-from serving.loader.loading import LoadedModel, open_checkpoint
+from serving.loader.loading import LoadedModel, open_checkpoint, resolve
 from serving.loader.reading import fill_parameter
 from serving.model.moe import float32_parameters
 from serving.model.mtp import MtpHead
@@ -25,8 +25,9 @@ def load_mtp(loaded: LoadedModel, device: str = "cpu") -> MtpHead:
     """
     spec = loaded.spec
     if not spec.mtp_layers:
-        raise ValueError(f"{loaded.path.name} ({spec.architecture}) has no layer that predicts further tokens (MTP)")
-    _, checkpoint, _ = open_checkpoint(loaded.path)
+        lacking = f"{loaded.path.name} ({spec.architecture}) has no layer that predicts further tokens (MTP)"
+        raise ValueError(f"{lacking}: choose ngram or draft_model")
+    _, checkpoint, _ = open_checkpoint(resolve(str(loaded.path)))
     with torch.device("meta"):
         head = MtpHead(spec)
     parameters = dict(head.named_parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,12 @@ def test_what_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
 def test_a_model_without_such_a_layer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tiny \(llama\) has no layer that predicts further tokens"):
         load_mtp(load(tiny_llama(tmp_path / "tiny"), "float32"))
+
+
+def test_of_a_model_out_of_the_pool_the_files_are_looked_for(
+    folder: Path, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its path is then the name it was asked for by."""
+    monkeypatch.setattr("serving.loader.mtp.resolve", {"owner/name": folder}.__getitem__)
+    written = load_file(folder / "model.safetensors")[f"model.layers.{loaded.spec.layers}.eh_proj.weight"]
+    assert torch.equal(load_mtp(replace(loaded, path=Path("owner/name"))).eh_proj.weight, written)
