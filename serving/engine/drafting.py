@@ -38,7 +38,9 @@ def fill_in_drafts(proposer: Proposer | None, work: Sequence[Work]) -> Proposing
         assert not item.promised, "every promise is kept or taken back"
         grammar = item.seq.grammar
         if grammar is not None and item.draft:
-            item.fill_in(item.draft[: grammar.possible(item.seq.output, item.draft)])
+            possible = grammar.possible(item.seq.output, item.draft)
+            item.cut = len(item.draft) - possible
+            item.fill_in(item.draft[:possible])
     return took
 
 

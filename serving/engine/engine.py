@@ -190,8 +190,8 @@ class Engine:
                 break
         accepted = len(tokens) - 1
         seq.computed += accepted  # the KV of accepted tokens is as good as any
-        if work.draft:
-            work.by.verified(seq, len(work.draft), accepted)
+        if drafted := len(work.draft) + work.cut:
+            work.by.verified(seq, drafted, accepted)
         self.kv.publish(seq)
         output = SequenceOutput(seq, delta=seq.delta(tuple(tokens), tuple(logprobs), finish), prefilled=prefilled)
         if finish is not None:

@@ -31,6 +31,7 @@ class Work:
     by: Scheduler
     draft: tuple[int, ...] = ()
     barrier: LayerBarrier | None = None
+    cut: int = 0  # tokens that a model drafted and the sequence's grammar refuses
 
     @property
     def left(self) -> bool:

@@ -41,4 +41,4 @@ class ProposerState:
     guessed: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)  # those that `sure` tokens lie in, as they were then
     named: int = 0  # leading blocks that are noted as filled (serving.proposers.known_blocks)
-    failed: bool = False  # a mistake of ours: no more drafts for this sequence
+    failed: bool = False  # a mistake of ours, or no numbers: no more drafts for this sequence

@@ -136,6 +136,7 @@ class DraftModelProposer:
         going = []
         for one, token in zip(passing, drawn, strict=True):
             if token < 0:
+                one.state.failed |= not one.draft  # or it would be asked again with each step, for nothing
                 continue
             one.draft.append(token)
             one.start, one.tokens = one.start + len(one.tokens), [token]

@@ -20,6 +20,7 @@ from serving.batch.ragged import RaggedBatch
 from serving.engine.plan import Work
 from serving.engine.proposed import ProposerState, Proposing
 from serving.engine.sequence import SequenceState
+from serving.forward.forward import best_tokens
 from serving.model.decoder import Decoder, Planes
 from serving.model.mtp import MtpHead
 from serving.proposers.draws import DraftDraws
@@ -158,13 +159,15 @@ class MtpProposer:
         drawn = self.draws.next(
             [item for item, _ in passing],
             [drafts[id(item)] for item, _ in passing],
-            lambda: self.head.logits(self.main, last).argmax(dim=-1),
+            lambda: best_tokens(self.head.logits(self.main, last)),
             lambda: self.head.logits(self.main, last),
         )
         going = []
         for (item, one), token, hidden in zip(passing, drawn, last, strict=True):
             draft = drafts[id(item)]
             if token < 0:
+                if not draft:  # or it would be asked again with each step, for nothing
+                    item.seq.proposed = ProposerState(failed=True)
                 continue
             draft.append(token)
             if len(draft) < len(item.draft):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +19,7 @@ from serving.engine.plan import Work
 from serving.engine.proposed import NO_DRAFTS, PROMISED, Proposing
 from serving.engine.sequence import SequenceState
 from serving.forward.forward import EagerForward
+from serving.grammar.grammars import GrammarState
 from serving.loader.loading import LoadedModel, load
 from serving.proposers.draft_model import DraftModelProposer
 from serving.proposers.draws import DraftDraws
@@ -173,3 +177,20 @@ def test_a_mistake_costs_drafts_and_nothing_else(draft: LoadedModel, caplog: pyt
     assert fill_in_drafts(texts.proposer, [work]) is NO_DRAFTS
     assert (work.count, work.draft) == (1, ()) and texts.proposer.room(seq) == 0
     assert "cannot draft for 1 sequences" in caplog.text
+
+
+def test_a_model_without_numbers_is_asked_once(draft: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its drafts would never be verified, so nothing else would tell that they bring nothing."""
+    texts = Texts(draft)
+    seq = texts.open(PROMPTS[2])
+    monkeypatch.setattr(texts.proposer.forward, "greedy", lambda batch, tell: torch.full((1,), -1))
+    (work,), took = texts.propose([seq], 2)
+    assert (work.draft, took.drafted, texts.proposer.room(seq)) == ((), 0, 0)
+
+
+def test_what_a_grammar_refuses_is_remembered(draft: LoadedModel) -> None:
+    texts = Texts(draft)
+    seq = texts.open(PROMPTS[2])
+    seq.grammar = cast(GrammarState, SimpleNamespace(possible=lambda output, drafted: 1))
+    (work,), _ = texts.propose([seq], 3)
+    assert (len(work.draft), work.count, work.cut) == (1, 2, 2)

@@ -200,3 +200,18 @@ def test_a_mistake_over_hidden_states_costs_drafts_alone(model: Model, caplog: p
     stepped.step([seq], [9], [[]])
     stepped.advance(seq, [], 4)
     assert stepped.propose([seq], 2) == [[]]
+
+
+def test_a_layer_without_numbers_is_asked_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    stepped = Stepped(model)
+    seq = stepped.open([1] * 9)
+    stepped.step([seq], [9], [[]])
+    stepped.advance(seq, [], 4)
+    monkeypatch.setattr(
+        stepped.proposer.head, "logits", lambda main, hidden: torch.full((len(hidden), VOCAB), torch.nan)
+    )
+    assert stepped.propose([seq], 2) == [[]]
+    stepped.step([seq], [1], [[]])
+    stepped.advance(seq, [], 4)
+    stepped.hold(seq, 2)
+    assert stepped.proposer.room(seq) == 0
