@@ -18,6 +18,7 @@ from serving.engine.sequence import SequenceState
 DECAY = 0.9  # of the memory of accepted drafts, a draft
 COSTS = 9  # steps whose drafts' cost is remembered
 FEWEST_COSTS = 3  # of them, to tell a cost
+BELIEVED = 24 * FEWEST_COSTS  # times what it took to catch up: to look again costs one step in 24
 
 
 class Drafts(Protocol):
@@ -116,10 +117,14 @@ class MiddleCost:
 
 @dataclass(slots=True)
 class ProposingCost:
-    """What a model takes: 0 while unknown, and where no model drafts."""
+    """What a model takes: 0 while unknown, and where no model drafts.
+
+    Where it is too dear to catch up, nothing would tell that it is so no more: after a while its cost is unknown again.
+    """
 
     drafting: MiddleCost = field(default_factory=MiddleCost)
     catching_up: MiddleCost = field(default_factory=MiddleCost)
+    believed: float = 0.0  # seconds of steps until then
 
     @property
     def draft(self) -> float:
@@ -131,8 +136,14 @@ class ProposingCost:
         """Seconds of a token that the model has to catch up on."""
         return self.catching_up.value
 
-    def observe(self, took: Proposing) -> None:
+    def observe(self, took: Proposing, step_seconds: float = 0.0) -> None:
+        """A step of so many seconds has been made, and the model took this."""
         if took.drafted:
             self.drafting.observe(took.drafting_seconds / took.drafted)
         if took.caught_up:
             self.catching_up.observe(took.catching_up_seconds / took.caught_up)
+            self.believed = BELIEVED * took.catching_up_seconds
+            return
+        self.believed -= step_seconds
+        if self.believed <= 0.0:
+            self.catching_up.last.clear()

@@ -223,4 +223,4 @@ class Speculation:
 
     def measured(self, record: StepRecord) -> None:
         self.cost.observe(record.new_tokens, record.verifying_seconds)
-        self.proposing.observe(record.proposing)
+        self.proposing.observe(record.proposing, record.verifying_seconds)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode.model_drafts import COSTS, FEWEST_COSTS, AcceptedShare, ModelDrafts, ProposingCost
+from decode.model_drafts import BELIEVED, COSTS, FEWEST_COSTS, AcceptedShare, ModelDrafts, ProposingCost
 from decode.scheduler import DraftOrOverlap
 from decode.speculation import RARE, Speculation
 from serving.engine.plan import StepPlan, StepRecord, Work
@@ -173,3 +173,16 @@ def test_one_slow_step_does_not_end_drafts(seconds: list[float], data: st.DataOb
         cost.observe(Proposing(took, 1, 2 * took, 1))
         known = number >= FEWEST_COSTS
         assert 0.001 * known <= cost.draft <= 0.002 and 0.002 * known <= cost.backlog <= 0.004
+
+
+def test_what_was_too_dear_to_catch_up_on_is_looked_at_again() -> None:
+    """The machine was busy when it was measured; as drafts did not pay then, nothing is measured any more."""
+    proposer = Told(behind=1000)
+    made, drafts = speculation(proposer, backlog=0.01), drafts_of(proposer, 0.9, 400)
+    steps = 0
+    while not made.draft(drafts, [1], 9, 1):
+        took = BASE + SLOPE
+        made.measured(StepRecord(began=0.0, load=StepLoad(1), step_seconds=took, **ZEROS))
+        steps += 1
+        assert steps * took < BELIEVED * 0.01 + 2 * took
+    assert steps * took >= BELIEVED * 0.01
