@@ -27,6 +27,7 @@ from serving.model.spec import ModelSpec
 from serving.proposers.draft_model import DraftModelProposer
 from serving.proposers.draws import DraftDraws
 from serving.proposers.mtp import MtpProposer
+from serving.speculative_config import SpeculativeConfig
 from serving.text.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -51,12 +52,19 @@ def load_draft_parts(role: Role, model: LoadedModel, model_config: ModelConfig, 
         log.warning("--speculative-config: %s changes nothing with %s", " and ".join(asked.unused), asked.method)
     if role is Role.PREFILL or not asked.num_speculative_tokens or asked.method == "ngram":
         return DraftParts()
+    try:
+        return _loaded(asked, model, model_config)
+    except ValueError as error:
+        raise ValueError(f"--speculative-config: {error}") from error
+
+
+def _loaded(asked: SpeculativeConfig, model: LoadedModel, model_config: ModelConfig) -> DraftParts:
     if asked.method == "mtp":
         head = load_mtp(model, model_config.device)
         return DraftParts(head=head, specs=kept(head.spec, model.dtype, model_config)[:1])
     draft = load(resolve(asked.model), model_config.dtype, model_config.device, asked.quantization)
     if reason := unlike_vocabulary(draft, model):
-        raise ValueError(f"--speculative-config: {draft.path.name} cannot draft for {model.path.name}: {reason}")
+        raise ValueError(f"{draft.path.name} cannot draft for {model.path.name}: {reason}")
     log.info("%s drafts for %s", draft.path.name, model.path.name)
     return DraftParts(model=draft, specs=kept(draft.spec, draft.dtype, model_config))
 

@@ -54,6 +54,22 @@ def test_what_is_not_checked_or_not_used_is_told(
     ]
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (
+            {"method": "mtp"},
+            "tiny .llama. has no layer that predicts further tokens .MTP.: choose ngram or draft_model",
+        ),
+        ({"model": "/nowhere"}, "there is no file or folder '/nowhere'"),
+    ],
+)
+def test_what_cannot_be_loaded_is_told_with_its_flag(tiny: LoadedModel, given: dict[str, str], told: str) -> None:
+    config = EngineConfig(speculative_config=json.dumps(given))
+    with pytest.raises(ValueError, match=f"^--speculative-config: {told}"):
+        load_draft_parts(Role.DECODE, tiny, ModelConfig(), config)
+
+
 async def test_until_drafts_are_loaded_signals_end_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before: after the load, for it was begun once signals were only noted."""
     called = []
