@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -198,6 +199,7 @@ def test_a_pool_without_workers_brings_a_mixed_one() -> None:
 # ---- what a child is told ------------------------------------------------------------------------------------------
 
 WORD = st.text(st.characters(codec="ascii", exclude_characters="\0"), min_size=1, max_size=8).filter(str.strip)
+DRAFTS = st.none() | WORD.map(lambda word: json.dumps({"model": word, "num_speculative_tokens": 3}))
 
 
 def drawn(config: type, **special: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -244,7 +246,7 @@ def as_a_child(flags: list[str], config: type, command: tuple[str, ...] = ("deco
 @settings(max_examples=40)
 @given(
     drawn(ModelConfig),
-    drawn(EngineConfig, profile=st.none() | WORD.filter(lambda word: not word.startswith("-"))),
+    drawn(EngineConfig, profile=st.none() | WORD.filter(lambda word: word[0] != "-"), speculative_config=DRAFTS),
     drawn(HttpConfig, metrics_prefix=st.sampled_from(("millrace", "vllm"))),
     drawn(PlacementConfig),
     drawn(PoolConfig),
