@@ -16,6 +16,7 @@ from serving.engine.drafting import Computed, surely
 from serving.engine.plan import Work
 from serving.engine.proposer import Proposer
 from serving.forward.choose import make_forward, make_sampler
+from serving.forward.cpu_forward import CpuForward
 from serving.forward.forward import EagerForward, Forward
 from serving.forward.watched import WatchedForward
 from serving.kvspec import LayerKV
@@ -117,7 +118,7 @@ def draft_config(config: EngineConfig, forward: Forward, device: str) -> EngineC
 
     On a CPU the compiled kernels take torch's threads away, which a model that torch computes needs itself.
     """
-    kernels = "torch" if device == "cpu" and isinstance(forward, EagerForward) else config.kernels
+    kernels = config.kernels if device != "cpu" or isinstance(forward, CpuForward) else "torch"
     return replace(config, deterministic=False, kernels=kernels)
 
 
