@@ -86,8 +86,9 @@ async def test_until_drafts_are_loaded_signals_end_the_process_at_once(monkeypat
 
     monkeypatch.setattr("deploy.worker.process.ModelCache", Cache)
     monkeypatch.setattr("deploy.worker.process.load_draft_parts", drafts)
+    monkeypatch.setattr("deploy.worker.process.release", lambda model: called.append("release"))
     monkeypatch.setattr("deploy.worker.process.use_cores", lambda *given: None)
     monkeypatch.setattr("deploy.worker.process.on_signals", lambda leave: called.append("signals"))
     with pytest.raises(ValueError, match="no such draft model"):
         await WorkerProcess(Role.MIXED, read_settings({})).run()
-    assert called == ["model", "drafts"]
+    assert called == ["model", "drafts", "release"]
