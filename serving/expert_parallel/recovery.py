@@ -88,7 +88,8 @@ class ExpertGroup:
         self._exchange: ExpertExchange | None = None
         self._door: Door | None = None
         self._admitted: set[str] = set()  # processes that were members of some epoch
-        self._behind = 0  # steps that others repeat and this member has completed
+        self._behind = 0  # steps that others repeat and this member has completed: the last one, or none
+        self._idle: Callable[[], object] = self._idle_step  # a step of the form that the last one had
 
     @classmethod
     def enter(
@@ -122,13 +123,16 @@ class ExpertGroup:
                 group._recover(group._missed(lost), str(lost), time.monotonic())
         return group
 
-    def step(self, compute: Callable[[], Answer]) -> Answer:
+    def step(self, compute: Callable[[], Answer], idle: Callable[[], object] | None = None) -> Answer:
         """What `compute` gives when every rank has taken its part, however often it has to begin again.
 
         It writes only what writing twice does not change, as KV of the same tokens. All members call this equally
-        often, with `layer.idle_step` where they have nothing to compute; none waits longer than the deadline between
-        two calls. Raises ExpertsLost, DeclaredLost and StoreUnavailable, RankLost where epoch after epoch breaks and
-        nobody is missed; the group is then over for this member.
+        often; none waits longer than the deadline between two calls. `idle` is a step of the same exchanges without
+        rows, which a member that has completed this one takes while others repeat it: `layer.idle_step` unless given,
+        `micro_batches.overlapped_step` without a batch for a step in halves.
+
+        Raises ExpertsLost, DeclaredLost and StoreUnavailable, RankLost where epoch after epoch breaks and nobody is
+        missed; the group is then over for this member.
         """
         with self._over_if_it_raises():
             while True:
@@ -136,7 +140,7 @@ class ExpertGroup:
                 try:
                     self._admit(began)
                     while self._behind:
-                        idle_step(self._experts.model)
+                        self._idle()
                         self._behind -= 1
                     answer = compute()
                 except RankLost as lost:
@@ -144,7 +148,11 @@ class ExpertGroup:
                     self._recover(self._missed(lost), str(lost), began)
                 else:
                     self.steps += 1
+                    self._idle = idle or self._idle_step
                     return answer
+
+    def _idle_step(self) -> None:
+        idle_step(self._experts.model)
 
     def _admit(self, began: float) -> None:
         """Between two steps: end the epoch if somebody waits to come in. The others meet nobody in their next step."""
@@ -162,7 +170,9 @@ class ExpertGroup:
         while True:
             before = self.epoch
             log.warning("epoch %d ends after step %d: %s", before.number, self.steps, why)
-            self._membership.report(before, Report(step=self.steps, lost=missed, admits=admits))
+            self._membership.report(
+                before, Report(step=self.steps, lost=missed, admits=admits, held=self._experts.held())
+            )
             self._leave_exchange()
             self.epoch = self._membership.following(before, self._watch)
             changed = self._count(before)

@@ -11,6 +11,7 @@ import random
 import signal
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from torch import Tensor
 from torch.distributed import Store
 
 from serving.expert_parallel.bounded import StoreUnavailable
-from serving.expert_parallel.exchange import ExchangeShape, ExpertExchange, RankLost, Received, Rows
+from serving.expert_parallel.exchange import ExchangeShape, ExpertExchange, RankLost, Received, RoundTrips, Rows
 from serving.expert_parallel.layer import exchange_shape, hold_experts
+from serving.expert_parallel.micro_batches import overlapped_step
 from serving.expert_parallel.recovery import DeclaredLost, ExpertGroup, ExpertsLost, Limits, RecoveryCounts
 from serving.loader.experts import CheckpointExperts
 from serving.loader.loading import load
@@ -57,6 +59,7 @@ class Case:
     dies_loading: int | None = None  # the member that does so when it is to load an expert
     dies_joining: tuple[int, int] | None = None  # (member, ranks): does so when it meets so many
     misses: tuple[int, int] | None = None  # (member, combine): takes rank 2 for lost after so many combines
+    halved: bool = False  # steps are computed in two halves
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ def alone(folder: Path, prompt: list[int]) -> list[Tensor]:
     return found
 
 
-class Missing:
+class Missing(RoundTrips):
     """An exchange that takes rank 2 for lost after so many combines."""
 
     def __init__(self, exchange: ExpertExchange, combines: int) -> None:
@@ -150,11 +153,24 @@ class Missing:
     def traffic(self) -> Any:
         return self._exchange.traffic
 
-    def dispatch(self, rows: Rows, physical_TK: Tensor) -> Received:
-        return self._exchange.dispatch(rows, physical_TK)
+    @property
+    def agreed(self) -> int:
+        return self._exchange.agreed
 
-    def combine(self, results_NH: Tensor, weights_TK: Tensor) -> Tensor:
-        out = self._exchange.combine(results_NH, weights_TK)
+    def announce(self, number: int) -> None:
+        self._exchange.announce(number)
+
+    def begin_dispatch(self, rows: Rows, physical_TK: Tensor) -> None:
+        self._exchange.begin_dispatch(rows, physical_TK)
+
+    def finish_dispatch(self) -> Received:
+        return self._exchange.finish_dispatch()
+
+    def begin_combine(self, results_NH: Tensor) -> None:
+        self._exchange.begin_combine(results_NH)
+
+    def finish_combine(self, weights_TK: Tensor) -> Tensor:
+        out = self._exchange.finish_combine(weights_TK)
         self._left -= 1
         if not self._left:
             raise RankLost(2, "the test says so")
@@ -212,11 +228,14 @@ def decode(member: int, store: Store, answers: Connection, case: Case) -> Ended 
 def _decode(
     model: Decoder, group: ExpertGroup, case: Case, prompt: list[int], wanted: list[Tensor], answers: Connection
 ) -> None:
-    said = -1
+    said, idle = -1, None
+    if case.halved:
+        model.forward = lambda batch, kv, _: overlapped_step(model, batch, kv)  # type: ignore[method-assign,assignment]
+        idle = partial(overlapped_step, model, None, ())
     while group.steps < case.most_steps:
         text = Text(model, prompt)
         for expected in wanted:
-            logits = group.step(text.compute)
+            logits = group.step(text.compute, idle)
             assert torch.equal(logits, expected), f"step {group.steps} of epoch {group.epoch.number}"
             text.taken(logits)
             asked = answers.poll()

@@ -176,9 +176,10 @@ def test_a_member_lost_while_it_comes_back(folder: Path, how: signal.Signals) ->
             wakes_and_ends(coming)
 
 
-def test_members_that_completed_the_step_repeat_it_idly(folder: Path) -> None:
-    combines = 3 * 2  # the layers of two steps: member 1 drops the second, which the others have completed
-    case = Case(folder=folder, misses=(1, combines), most_steps=2 * NEW_TOKENS)
+@pytest.mark.parametrize("halves", [1, 2])
+def test_members_that_completed_the_step_repeat_it_idly(folder: Path, halves: int) -> None:
+    combines = 3 * 2 * halves  # the layers of two steps: member 1 drops the second, which the others have completed
+    case = Case(folder=folder, misses=(1, combines), most_steps=2 * NEW_TOKENS, halved=halves > 1)
     with Ranks() as group:
         ranks = group.start_all(3, decode, case)
         seen(ranks, 0, [0, 1, 2])
