@@ -45,10 +45,11 @@ class Report:
     step: int  # that it has completed
     lost: frozenset[int] = frozenset()  # members that it misses
     admits: Mapping[int, str] = field(default_factory=dict)  # members that wait to come in, with their processes
+    held: Brought | None = None  # experts that it holds; None for those that the epoch has placed on it
 
     def encoded(self) -> str:
         admits = {str(member): process for member, process in self.admits.items()}
-        return json.dumps({"step": self.step, "lost": sorted(self.lost), "admits": admits})
+        return json.dumps({"step": self.step, "lost": sorted(self.lost), "admits": admits, "held": self.held})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +64,7 @@ class Rules:
 def report_of(text: str) -> Report:
     facts = json.loads(text)
     admits = {int(member): process for member, process in facts["admits"].items()}
-    return Report(step=facts["step"], lost=frozenset(facts["lost"]), admits=admits)
+    return Report(step=facts["step"], lost=frozenset(facts["lost"]), admits=admits, held=facts["held"])
 
 
 def epoch_of(text: str) -> Epoch:
@@ -95,7 +96,7 @@ def following(epoch: Epoch, reports: Mapping[int, Report], rules: Rules) -> Epoc
     admitted = {member: process for report in reports.values() for member, process in report.admits.items()}
     members = {member: epoch.members[member] for member in reports if member not in admitted} | admitted
     ranks: list[int | Brought] = [
-        _brought(rules.origin, member) if member in admitted else epoch.order.index(member)
+        _brought(rules.origin, member) if member in admitted else _kept(epoch, member, reports[member])
         for member in sorted(members)
     ]
     nowhere = orphans(epoch.placements, ranks)
@@ -119,6 +120,11 @@ def missing(members: Iterable[int], reports: Mapping[int, Report], ended: Iterab
     silent = set(members) - set(reports) - set(ended)
     missed = {member for report in reports.values() for member in report.lost}
     return silent, silent - missed
+
+
+def _kept(epoch: Epoch, member: int, report: Report) -> int | Brought:
+    """What a member that stays holds: experts may have moved since the epoch began."""
+    return epoch.order.index(member) if report.held is None else report.held
 
 
 def _brought(origin: Placements, member: int) -> Brought:

@@ -33,13 +33,15 @@ class ExpertParallelMlp(MoeMlp):
         self.exchange = exchange
         self.physical = PhysicalExperts(placement, exchange.rank)
         held = dict(mlp.experts.named_children())
-        self.slots = [held[str(expert)] for expert in placement.slots[exchange.rank]]
+        self.held = placement.slots[exchange.rank]  # the expert behind each slot
+        self.slots = [held[str(expert)] for expert in self.held]
         self.count: Callable[[Tensor], object] = _uncounted
 
     def hold(self, slots: Sequence[nn.Module], physical: PhysicalExperts, placement: ExpertPlacement) -> None:
         """From the next step on this rank has these experts behind its slots; all ranks change alike."""
         self.slots, self.physical = list(slots), physical
-        own = zip(placement.slots[self.exchange.rank], slots, strict=True)
+        self.held = placement.slots[self.exchange.rank]
+        own = zip(self.held, slots, strict=True)
         self.experts = nn.ModuleDict({str(expert): module for expert, module in own})  # type: ignore[assignment]
 
     def mixed(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:

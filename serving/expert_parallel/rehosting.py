@@ -12,7 +12,7 @@ from torch import nn
 
 from serving.expert_parallel.bounded import Overdue, within
 from serving.expert_parallel.exchange import ExpertExchange
-from serving.expert_parallel.layer import apply_expert_parallel, moe_layers
+from serving.expert_parallel.layer import ExpertParallelMlp, apply_expert_parallel, moe_layers
 from serving.expert_parallel.surviving import ExpertsLost, Placements
 from serving.model.decoder import Decoder
 
@@ -29,6 +29,15 @@ class HeldExperts:
     def __init__(self, model: Decoder, load: ExpertLoader | None) -> None:
         self.model = model
         self.load = load
+
+    def held(self) -> list[list[int]] | None:
+        """The experts behind the slots of each MoE layer, wherever they have been moved; None before they are placed.
+
+        Loaded ones count when they are placed.
+        """
+        layers = [mlp for _, mlp in moe_layers(self.model)]
+        placed = [layer for layer in layers if isinstance(layer, ExpertParallelMlp)]
+        return [list(layer.held) for layer in placed] if len(placed) == len(layers) else None
 
     def missing(self, placements: Placements, rank: int) -> list[tuple[int, int]]:
         """(MoE layer, expert) of what this rank is to hold and does not."""

@@ -122,6 +122,16 @@ def test_a_process_that_comes_takes_the_place_of_the_one_before() -> None:
     assert epoch.has(1, "new") and not epoch.has(1, "first 1")
 
 
+def test_experts_that_have_moved_are_found_where_they_are() -> None:
+    """Members 0 and 1 have exchanged experts 1 and 3 since the epoch began; the copies of member 2 are lost."""
+    origin = (ExpertPlacement(((0, 1), (2, 3), (0, 2)), experts=4),)
+    rules = Rules(origin=origin, most_slots=2, loads=False)
+    reports = {0: Report(step=3, held=[[0, 3]]), 1: Report(step=3, held=[[2, 1]])}
+    told = {member: report_of(report.encoded()) for member, report in reports.items()}
+    epoch = following(first(origin), told, rules)
+    assert epoch.placements == (ExpertPlacement(((0, 3), (2, 1)), experts=4),) and not epoch.loads
+
+
 def test_who_may_yet_report() -> None:
     reports = {0: report_of(Report(step=1, lost=frozenset({2, 3})).encoded())}
     assert missing(range(5), reports, {3}) == ({1, 2, 4}, {1, 4})
