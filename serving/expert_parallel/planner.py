@@ -10,7 +10,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import groupby
 
@@ -23,18 +24,48 @@ from serving.expert_parallel.stages import SlotChange
 from serving.model.expert_balance import ExpertPlacement
 
 PLANNING_SECONDS = 300.0
+LOOK_SECONDS = 0.1
 NICE = 10  # the process gives way to those that serve
 
 
-def planned(placements: Sequence[ExpertPlacement], loads: NDArray[np.float64], policy: BalancePolicy) -> bytes:
-    """The commits of `replanned`, for loads [L, E], as `unpacked` reads them. Raises SubprocessError."""
+def planned(
+    placements: Sequence[ExpertPlacement],
+    loads: NDArray[np.float64],
+    policy: BalancePolicy,
+    look: Callable[[], object] = lambda: None,
+) -> bytes:
+    """The commits of `replanned`, for loads [L, E], as `unpacked` reads them. Raises SubprocessError.
+
+    `look` is called every LOOK_SECONDS; what it raises ends the process.
+    """
     words = json.dumps({"experts": placements[0].experts, "policy": asdict(policy)}).encode()
-    given = _joined(np.array([one.slots for one in placements]), loads, np.frombuffer(words, dtype=np.uint8))
+    slots, told = np.array([one.slots for one in placements]), np.frombuffer(words, dtype=np.uint8)
+    given: bytes | None = _joined(slots, loads, told)
     command = ("nice", "-n", str(NICE), *module_command("serving.expert_parallel.planner"))
-    done = subprocess.run(  # noqa: S603 - our own module
-        command, input=given, capture_output=True, timeout=PLANNING_SECONDS, env=helper_environ(os.environ), check=True
+    process = subprocess.Popen(  # noqa: S603 - our own module
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=helper_environ(os.environ),
     )
-    return done.stdout
+    until = time.monotonic() + PLANNING_SECONDS
+    answer: bytes | None = None
+    with process:
+        try:
+            while answer is None:
+                try:
+                    answer, _ = process.communicate(given, LOOK_SECONDS)
+                except subprocess.TimeoutExpired:
+                    if time.monotonic() >= until:
+                        raise
+                    given = None  # it is on its way
+                    look()
+        finally:
+            process.kill()
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return answer
 
 
 def packed(commits: Sequence[LayerCommit]) -> bytes:

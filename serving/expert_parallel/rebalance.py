@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 
 from serving.expert_parallel.arena import ExpertFormat
+from serving.expert_parallel.bounded import StoreUnavailable
 from serving.expert_parallel.byte_budget import ByteBudget
 from serving.expert_parallel.copies import CHUNK, ExpertCopies, SharedMemoryCopies
 from serving.expert_parallel.exchange import RankLost
@@ -157,7 +158,7 @@ class LiveRebalance:
                 self._done = replace(self._done, rounds=self._done.rounds + 1)
         except RoundsEnded:
             return
-        except (RankLost, RuntimeError, OSError, ValueError) as error:
+        except (RankLost, StoreUnavailable, RuntimeError, OSError, ValueError) as error:
             log.error("experts are balanced no longer, and served on from where they are: %s", error)
             self._done = replace(self._done, failure=str(error))
 
@@ -180,7 +181,7 @@ class LiveRebalance:
         found = [one.imbalance(loads) for one, loads in zip(placements, self._window.tolist(), strict=True)]
         self._done = replace(self._done, imbalance=tuple(found))
         try:
-            return planned(placements, self._window, self._policy)
+            return planned(placements, self._window, self._policy, lambda: self._pace(0))
         except subprocess.SubprocessError as error:
             log.error("no plan for the experts in this round: %s", error)
             return packed(())

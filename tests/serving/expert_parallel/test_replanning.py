@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+import time
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.expert_parallel.planner import packed, planned, unpacked
+from serving.expert_parallel.planner import PLANNING_SECONDS, packed, planned, unpacked
 from serving.expert_parallel.replanning import BalancePolicy, LayerCommit, replanned
+from serving.expert_parallel.rounds import RoundsEnded
 from serving.expert_parallel.stages import changed
 from serving.model.expert_balance import ExpertPlacement, Layout, placed
 from tests.serving.model.test_expert_balance import drifted, zipf
@@ -83,6 +85,18 @@ def test_another_process_plans_the_same() -> None:
     policy = BalancePolicy(most_moves=6)
     assert replanned(old, loads, policy) != []
     assert unpacked(planned(old, np.array(loads), policy)) == replanned(old, loads, policy)
+
+
+def test_a_plan_is_given_up_by_who_ends() -> None:
+    def end() -> None:
+        raise RoundsEnded
+
+    loads = np.array([[1e6 * load for load in zipf(1.0, seed, 256)] for seed in range(58)])
+    old = [placed([1.0] * 256, LAYOUT)] * 58
+    began = time.monotonic()
+    with pytest.raises(RoundsEnded):
+        planned(old, loads, BalancePolicy(most_layers=58), end)
+    assert time.monotonic() - began < PLANNING_SECONDS / 10
 
 
 @pytest.mark.parametrize("changes", [{"above": 1.0}, {"target": 0.9}, {"least_gain": 0.0}, {"kept": 1.0}])
