@@ -7,7 +7,6 @@ whatever there are. What comes back is as long as both sides know it to be. Ever
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,14 +33,11 @@ from serving.expert_parallel.exchange import (
 from serving.expert_parallel.local import on_the_wire
 from serving.expert_parallel.meeting import MEETING_SECONDS, exchanged
 from serving.expert_parallel.processes import ProcessWatch
+from serving.expert_parallel.waits import BoundedWaits
 from serving.model.moe import weighted_sum
 
 ALIGNED = 64
-POLL = timedelta(milliseconds=20)  # between looks at the processes of the others
-WAITING = 0.5  # of the deadline: how long a rank waits before it says so
-ROLL_CALL = 0.05  # of the deadline: how long a rank that has given up waits to hear who else waits
 GROUP_END = "group-end"  # the thread that closes a group's connections
-DEATH_SECONDS = 0.05  # a broken connection is seen before the end of the process that held it
 
 
 class AllToAllGroup(Protocol):
@@ -54,20 +50,24 @@ class AllToAllGroup(Protocol):
 
 
 def connected(store: Store, rank: int, ranks: int, seconds: float) -> AllToAllGroup:
-    """A group over gloo, whose operations fail after this time. Raises RuntimeError where it does not come about."""
-    return cast(AllToAllGroup, ProcessGroupGloo(store, rank, ranks, timedelta(seconds=seconds)))
+    """A group over gloo, whose operations fail after this time. Raises RankLost where it does not come about in it.
 
-
-def ended(work: Work) -> bool:
-    """Waits for a moment; raises what the operation does."""
-    began = time.monotonic()
+    Raises StoreUnavailable for a store that does not answer.
+    """
+    limit = timedelta(seconds=seconds)
     try:
-        work.wait(POLL)
-    except RuntimeError:
-        if time.monotonic() - began < POLL.total_seconds():
-            raise  # it was not the time that was up
-        return False
-    return True
+        group = BoundedStore(store).ask(lambda asked: ProcessGroupGloo(asked, rank, ranks, limit), seconds)
+    except RuntimeError as error:
+        raise RankLost(None, f"no connection within the deadline: {error}") from error
+    return cast(AllToAllGroup, group)
+
+
+def let_go(held: list[object]) -> None:
+    """Close the groups in a list: those whose operation waits for a rank that has stopped end with its time alone.
+
+    A thread sees to that; it must be the last to hold them.
+    """
+    Thread(target=held.clear, name=GROUP_END, daemon=True).start()
 
 
 def _aligned(size: int) -> int:
@@ -138,14 +138,13 @@ class AllToAllExchange(RoundTrips):
         self.shape, self.rank = shape, group.rank()
         self.most_tokens = shape.max_tokens
         self._group: AllToAllGroup | None = group
-        self._store, self._watch, self._deadline = BoundedStore(store, deadline), watch, deadline
+        self._waits = BoundedWaits(store, self.rank, shape.ranks, watch, deadline)
         self._buffers = [_Buffers(shape) for _ in range(2)]
         self._own = torch.empty(shape.max_tokens * shape.top_k, shape.hidden, dtype=shape.back)
         self._dispatched = 0
         self._arriving: deque[_Trip] = deque()
         self._computing: deque[_Trip] = deque()
         self._returning: deque[_Trip] = deque()
-        self._lost: tuple[int | None, str] | None = None  # the rank and the reason: an error would hold what it ended
         self._announced = self.agreed = 0
         self.traffic = ExchangeTraffic()
 
@@ -163,14 +162,10 @@ class AllToAllExchange(RoundTrips):
         watch = ProcessWatch({other: int(pid) for other, (host, pid) in processes.items() if host == host_key()})
         try:
             # gloo's own limit only ends what this exchange has given up long before.
-            limit = 2 * deadline
-            group = BoundedStore(store).ask(lambda asked: connected(asked, rank, shape.ranks, limit), limit)
-        except StoreUnavailable:
+            group = connected(store, rank, shape.ranks, 2 * deadline)
+        except (RankLost, StoreUnavailable):
             watch.close()
             raise
-        except RuntimeError as error:
-            watch.close()
-            raise RankLost(None, f"no connection within the deadline: {error}") from error
         return cls(shape, group, store, watch, deadline)
 
     def announce(self, number: int) -> None:
@@ -190,14 +185,16 @@ class AllToAllExchange(RoundTrips):
         self._arriving.append(_Trip(work, buffers, incoming, results_from, own_order))
 
     def finish_dispatch(self) -> Received:
+        self._waits.check()
         trip = self._arriving.popleft()
-        self._finish(trip.work)
+        self._waits.finish(trip.work)
         self.agreed = int(trip.incoming.announced.min())
         received, trip.received_order, trip.results_to = self._sorted(trip.incoming)
         self._computing.append(trip)
         return received
 
     def begin_combine(self, results_NH: Tensor) -> None:
+        self._waits.check()
         trip, shape = self._computing.popleft(), self.shape
         results_out = trip.buffers.results_out[: len(results_NH)]
         results_out.index_copy_(0, trip.received_order, results_NH.to(shape.back))
@@ -210,8 +207,9 @@ class AllToAllExchange(RoundTrips):
         self._returning.append(trip)
 
     def finish_combine(self, weights_TK: Tensor) -> Tensor:
+        self._waits.check()
         trip, shape = self._returning.popleft(), self.shape
-        self._finish(trip.work)
+        self._waits.finish(trip.work)
         own = self._own[: len(trip.own_order)]
         own.index_copy_(0, trip.own_order, trip.buffers.results_in[: len(trip.own_order)])
         return weighted_sum(own.view(-1, shape.top_k, shape.hidden), weights_TK)
@@ -267,66 +265,17 @@ class AllToAllExchange(RoundTrips):
 
     def _begin(self, start: Callable[[AllToAllGroup], Work]) -> Work:
         """One operation. Raises RankLost; then the group is of no use any more."""
-        if self._lost is not None:
-            raise RankLost(*self._lost)
-        if self._group is None:
-            raise RankLost(self.rank, "its exchange is closed")
-        try:
-            return start(self._group)
-        except RuntimeError as error:
-            raise self._broken(error) from error
-
-    def _finish(self, work: Work) -> None:
-        """Polls until it has ended. Raises RankLost."""
-        began, said = time.monotonic(), False
-        try:
-            while not ended(work):
-                if (dead := self._watch.ended()) is not None:
-                    raise RankLost(dead, "its process has ended")
-                waited = time.monotonic() - began
-                if not said and waited >= WAITING * self._deadline:
-                    said = True
-                    self._store.ask(lambda store: store.set(self._waiting(self.rank), ""))
-                if waited >= self._deadline:
-                    raise RankLost(self._missing(), "it has not answered within the deadline")
-            if said:  # it was late, and lost later it is not to count as one that waits
-                self._store.ask(lambda store: store.delete_key(self._waiting(self.rank)))
-        except RankLost as lost:
-            self._lost = lost.rank, lost.reason
-            raise
-        except StoreUnavailable as error:
-            self._lost = None, f"it has not answered, nor does the store that could tell which: {error}"
-            raise RankLost(*self._lost) from error
-        except RuntimeError as error:
-            raise self._broken(error) from error
-
-    def _broken(self, error: RuntimeError) -> RankLost:
-        """gloo's word for a connection that broke."""
-        self._lost = self._watch.ended(DEATH_SECONDS), f"its connection is broken: {error}"
-        return RankLost(*self._lost)
-
-    def _waiting(self, rank: int) -> str:
-        """Under which name a rank says that it waits for others: long before it gives up, since others begin later."""
-        return f"waiting/{rank}"
-
-    def _missing(self) -> int | None:
-        """The one rank that does not say it waits, as the others do; None where there are several."""
-        return self._store.ask(self._one_silent, ROLL_CALL * self._deadline)
-
-    def _one_silent(self, store: Store) -> int | None:
-        until = time.monotonic() + ROLL_CALL * self._deadline
-        while True:
-            silent = [rank for rank in range(self.shape.ranks) if not store.check([self._waiting(rank)])]
-            if len(silent) <= 1 or time.monotonic() >= until:
-                return silent[0] if len(silent) == 1 else None
-            time.sleep(ROLL_CALL * self._deadline / 20)
+        self._waits.check()
+        group = self._group
+        assert group is not None
+        return self._waits.begin(lambda: start(group))
 
     def close(self) -> None:
-        """A group whose operation waits for a rank that has stopped ends with its time alone: a thread sees to that."""
         if self._group is not None:
-            held, self._group = [self._group], None
-            Thread(target=held.clear, name=GROUP_END, daemon=True).start()
-        self._watch.close()
+            held: list[object] = [self._group]
+            self._group = None
+            let_go(held)
+        self._waits.close()
 
 
 def host_key() -> str:

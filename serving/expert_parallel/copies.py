@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 
-from serving.expert_parallel.all_to_all import AllToAllGroup, connected, ended
+from serving.expert_parallel.all_to_all import AllToAllGroup, connected, let_go
 from serving.expert_parallel.arena import ExpertArena, ExpertFormat, arena_bytes
 from serving.expert_parallel.exchange import ExchangeUnavailable, RankLost
 from serving.expert_parallel.meeting import MEETING_SECONDS, exchanged
 from serving.expert_parallel.stages import WeightTransfer
+from serving.expert_parallel.waits import ended
 from serving.shared_memory import FIRST_BYTE, Bytes, Segment, SegmentUnavailable, available, mapped
 
 CHUNK = 1 << 20  # bytes that are copied at once
@@ -107,10 +108,7 @@ class AllToAllCopies:
         *, deadline: float = MEETING_SECONDS,
     ) -> Self:  # fmt: skip
         """Meet the other ranks in `store` and connect to them. Raises RankLost for one that does not come."""
-        try:
-            group = connected(store, rank, ranks, 2 * deadline)
-        except RuntimeError as error:
-            raise RankLost(None, f"no connection within the deadline: {error}") from error
+        group = connected(store, rank, ranks, 2 * deadline)
         memory = torch.zeros(arena_bytes(form, layers, slots), dtype=torch.uint8)
         return cls(ExpertArena(form, layers, slots, memory), group, ranks, deadline)
 
@@ -152,7 +150,10 @@ class AllToAllCopies:
             raise RankLost(None, f"the connection for weights is broken: {error}") from error
 
     def close(self) -> None:
-        self._group = None
+        if self._group is not None:
+            held: list[object] = [self._group]
+            self._group = None
+            let_go(held)
 
 
 class CheckpointCopies:

@@ -126,8 +126,7 @@ class SharedMemoryExchange(RoundTrips):
 
     def begin_dispatch(self, rows: Rows, physical_TK: Tensor) -> None:
         check_rows(self.shape, rows, physical_TK)
-        if self._exchange is None:
-            raise self._lost()
+        self._check()
         assert self._dispatched - self._combined < 2, "two dispatches are under way"
         self._dispatched += 1
         self._tokens[self._dispatched % 2] = len(rows.values)
@@ -145,8 +144,7 @@ class SharedMemoryExchange(RoundTrips):
             raise self._lost()
 
     def finish_dispatch(self) -> Received:
-        if self._exchange is None:
-            raise self._lost()
+        self._check()
         assert self._arrived < self._dispatched, "no dispatch has begun"
         self._arrived += 1
         parity = self._arrived % 2
@@ -164,8 +162,7 @@ class SharedMemoryExchange(RoundTrips):
         return Received(rows, counts, self._results[parity][:received])
 
     def begin_combine(self, results_NH: Tensor) -> None:
-        if self._exchange is None:
-            raise self._lost()
+        self._check()
         assert self._returned < self._arrived, "nothing waits to be combined"
         self._returned += 1
         results, parity = results_NH.contiguous(), self._returned % 2
@@ -175,8 +172,7 @@ class SharedMemoryExchange(RoundTrips):
             raise self._lost()
 
     def finish_combine(self, weights_TK: Tensor) -> Tensor:
-        if self._exchange is None:
-            raise self._lost()
+        self._check()
         assert self._combined < self._returned, "no combine has begun"
         self._combined += 1
         weights, tokens = weights_TK.contiguous(), self._tokens[self._combined % 2]
@@ -191,6 +187,11 @@ class SharedMemoryExchange(RoundTrips):
         first = self._functions.results(self._exchange, parity) - own.ctypes.data
         end = first + self.shape.most_received * self.shape.hidden * self.shape.back.itemsize
         return torch.from_numpy(own[first:end]).view(self.shape.back).view(-1, self.shape.hidden)
+
+    def _check(self) -> None:
+        """Raises RankLost once there was one, and after the end."""
+        if self._exchange is None or self._loss.reason:
+            raise self._lost()
 
     def _lost(self) -> RankLost:
         if self._exchange is None:

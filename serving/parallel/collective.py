@@ -9,14 +9,13 @@ Shapes: n ranks of the group, T rows, W a width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import Thread
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from serving.expert_parallel.all_to_all import AllToAllGroup
-from serving.parallel.waits import BoundedWaits
+from serving.expert_parallel.all_to_all import AllToAllGroup, let_go
+from serving.expert_parallel.waits import BoundedWaits
 
 GATHERED = 1 << 16  # elements up to which a sum of more than two ranks takes one exchange, not two of fewer bytes
 
@@ -111,11 +110,10 @@ class Collective:
         return self._waits.begin(lambda: group.alltoall_base(out, given, came, to))
 
     def close(self) -> None:
-        """A group in whose operation a rank has stopped ends with that operation's time: a thread waits for it."""
         if self._group is not None:
             held: list[object] = [self._group, self._sending]
             self._group = self._sending = None
-            Thread(target=held.clear, name="group-end", daemon=True).start()
+            let_go(held)
 
 
 def _added(parts: Tensor) -> Tensor:

@@ -13,12 +13,13 @@ from typing import Self
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from serving.expert_parallel.all_to_all import connected, host_key
+from serving.expert_parallel.bounded import StoreUnavailable
 from serving.expert_parallel.exchange import RankLost
 from serving.expert_parallel.meeting import MEETING_SECONDS, exchanged
 from serving.expert_parallel.processes import ProcessWatch
+from serving.expert_parallel.waits import BoundedWaits
 from serving.parallel.collective import Collective
 from serving.parallel.layout import ParallelLayout
-from serving.parallel.waits import BoundedWaits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +41,8 @@ class ParallelRank:
     ) -> Self:
         """Meet the other ranks in `store` within `meeting` seconds, and connect to them by gloo.
 
-        `deadline` is the longest wait for any of them, in seconds. Raises RankLost for one that does not come.
+        `deadline` is the longest wait for any of them, in seconds. Raises RankLost for one that does not come,
+        StoreUnavailable for a store that does not answer.
         """
         own = f"{host_key()} {os.getpid()}"
         words = exchanged(store, "process", rank, layout.ranks, own.encode(), meeting)
@@ -50,8 +52,13 @@ class ParallelRank:
         stages = layout.pipeline_group(rank)
         stage = layout.place(rank).stage
 
+        made: list[Collective] = []
+
         def group(form: str, ranks: Sequence[int]) -> Collective | None:
-            return _connected(store, form, ranks, rank, waits) if len(ranks) > 1 else None
+            if len(ranks) < 2:
+                return None
+            made.append(_connected(store, form, ranks, rank, waits))
+            return made[-1]
 
         try:
             return cls(
@@ -64,8 +71,10 @@ class ParallelRank:
                 previous=group("link", stages[stage - 1 : stage + 1] if stage else ()),
                 following=group("link", stages[stage : stage + 2]),
             )
-        except RankLost:
+        except (RankLost, StoreUnavailable):
             waits.close()
+            for one in made:
+                one.close()
             raise
 
     @property
@@ -85,9 +94,6 @@ class ParallelRank:
 
 def _connected(store: Store, form: str, ranks: Sequence[int], rank: int, waits: BoundedWaits) -> Collective:
     prefix = f"{form}/{'-'.join(map(str, ranks))}"
-    try:
-        # gloo's own limit only ends what these waits have given up long before.
-        group = connected(PrefixStore(prefix, store), ranks.index(rank), len(ranks), 2 * waits.deadline)
-    except RuntimeError as error:
-        raise RankLost(None, f"no connection within the deadline: {error}") from error
+    # gloo's own limit only ends what these waits have given up long before.
+    group = connected(PrefixStore(prefix, store), ranks.index(rank), len(ranks), 2 * waits.deadline)
     return Collective(group, len(ranks), waits)

@@ -12,6 +12,7 @@ from copy import deepcopy
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from serving.expert_parallel.bounded import StoreUnavailable
 from serving.expert_parallel.exchange import RankLost
 from serving.expert_parallel.meeting import MEETING_SECONDS
 from serving.model.decoder import Decoder
@@ -32,7 +33,8 @@ def join_teams(
 ) -> dict[int, ParallelRank]:
     """By width, this rank's place in its team of that width; all of `ranks` ranks call this with the same widths.
 
-    Raises ValueError for a width that does not divide `ranks`, RankLost for a rank that does not come.
+    Raises ValueError for a width that does not divide `ranks`, RankLost for a rank that does not come,
+    StoreUnavailable for a store that does not answer.
     """
     for width in widths:
         if width < 1 or ranks % width:
@@ -44,7 +46,7 @@ def join_teams(
             beneath = PrefixStore(f"width{width}/team{team}", store)
             layout = ParallelLayout(sequence=width)
             joined[width] = ParallelRank.join(layout, place, beneath, deadline=deadline, meeting=meeting)
-    except RankLost:
+    except (RankLost, StoreUnavailable):
         for one in joined.values():
             one.close()
         raise

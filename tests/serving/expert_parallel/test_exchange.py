@@ -11,6 +11,7 @@ from torch import Tensor
 from serving.expert_parallel.exchange import ExchangeShape, ExchangeTraffic, RankLost, Rows
 from serving.kernels.int8 import quantize_rows
 from tests.serving.expert_parallel.groups import (
+    DEADLINE,
     KINDS,
     Group,
     counts_of,
@@ -30,8 +31,8 @@ Opening = Callable[..., Group]
 def opened() -> Iterator[Opening]:
     groups: list[Group] = []
 
-    def open_group(kind: str, shape: ExchangeShape) -> Group:
-        groups.append(Group(kind, shape))
+    def open_group(kind: str, shape: ExchangeShape, deadline: float = DEADLINE) -> Group:
+        groups.append(Group(kind, shape, deadline))
         return groups[-1]
 
     yield open_group
@@ -211,3 +212,31 @@ def test_a_closed_exchange_says_so(opened: Opening, kind: str) -> None:
     with pytest.raises(RankLost, match="closed"):
         group.exchanges[0].dispatch(Rows(torch.zeros(1, shape.hidden)), torch.zeros(1, shape.top_k, dtype=torch.int32))
     assert group.exchanges[0].traffic == ExchangeTraffic()
+
+
+@pytest.mark.parametrize("kind", ["shared_memory", "all_to_all"])
+def test_after_a_loss_everything_says_so(opened: Opening, kind: str) -> None:
+    group = opened(kind, shape_for(kind), 0.5)
+    weights = torch.ones(1, group.shape.top_k)
+    rows, physical = torch.randn(1, group.shape.hidden), torch.zeros(1, group.shape.top_k, dtype=torch.int32)
+
+    def use(rank: int) -> None:
+        exchange = group.exchanges[rank]
+        if rank == group.shape.ranks - 1:
+            exchange.begin_dispatch(Rows(rows), physical)
+            exchange.close()
+            return
+        ways = [
+            lambda: exchange.begin_dispatch(Rows(rows), physical),
+            exchange.finish_dispatch,
+            lambda: exchange.begin_combine(rows[:0]),
+            lambda: exchange.finish_combine(weights),
+        ]
+        with pytest.raises(RankLost):
+            for _ in range(STEPS):
+                exchange.combine(exchange.dispatch(Rows(rows), physical).rows.values, weights)
+        for way in ways * 3:
+            with pytest.raises(RankLost):
+                way()
+
+    group.each(use)

@@ -12,14 +12,14 @@ from typing import cast
 
 import pytest
 from torch._C._distributed_c10d import Work
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 from serving.expert_parallel.exchange import RankLost
 from serving.expert_parallel.processes import ProcessWatch
+from serving.expert_parallel.waits import BoundedWaits
 from serving.parallel.joining import ParallelRank
 from serving.parallel.layout import ParallelLayout
-from serving.parallel.waits import BoundedWaits
-from tests.serving.expert_parallel.ranks import Ranks
+from tests.serving.expert_parallel.ranks import Ranks, keep_store
 from tests.serving.parallel.losing import RUNNING, step_until_lost
 
 LAYOUT = ParallelLayout(tensor=2, pipeline=2)
@@ -72,4 +72,18 @@ def test_who_left_because_of_another_is_not_blamed() -> None:
     assert lost.value.rank == 2
     with pytest.raises(RankLost) as again:
         staying.begin(lambda: cast(Work, NeverDone()))
-    assert again.value is lost.value
+    assert (again.value.rank, again.value.reason) == (lost.value.rank, lost.value.reason)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=str)
+def test_a_rank_that_takes_the_store_with_it_is_named(how: signal.Signals) -> None:
+    with Ranks() as group:
+        lost = group.start(1, keep_store)
+        store = TCPStore("127.0.0.1", lost.answer(), is_master=False)
+        waits = BoundedWaits(store, 0, 3, ProcessWatch({1: lost.pid}), deadline=0.3)
+        os.kill(lost.pid, how)
+        for _ in range(2):
+            with pytest.raises(RankLost) as seen:
+                waits.finish(cast(Work, NeverDone()))
+            assert seen.value.rank == (1 if how is signal.SIGKILL else None)
+        waits.close()

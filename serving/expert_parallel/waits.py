@@ -1,4 +1,4 @@
-"""The waits of one rank for the others of its layout: each ends within a deadline, and a lost rank is named.
+"""The waits of one rank for the others of its group: each ends within a deadline, and a lost rank is named.
 
 All process groups of a rank share them: whoever waits for a rank that waits for a lost one names the lost one. It does
 not know what is waited for.
@@ -12,6 +12,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store, Work
 
+from serving.expert_parallel.bounded import BoundedStore, StoreUnavailable
 from serving.expert_parallel.exchange import RankLost
 from serving.expert_parallel.processes import ProcessWatch
 
@@ -22,20 +23,35 @@ FIRST = "lost"  # under which the store has the rank that was lost first
 DEATH_SECONDS = 0.05  # a broken connection is seen before the end of the process that held it
 
 
+def ended(work: Work) -> bool:
+    """Waits for a moment; raises what the operation does."""
+    began = time.monotonic()
+    try:
+        work.wait(POLL)
+    except RuntimeError:
+        if time.monotonic() - began < POLL.total_seconds():
+            raise  # it was not the time that was up
+        return False
+    return True
+
+
 class BoundedWaits:
-    """Waits of `rank`, one of `ranks`. After a RankLost every later wait raises the same one."""
+    """Waits of `rank`, one of `ranks`. After a RankLost every later wait raises one that says the same."""
 
     def __init__(self, store: Store, rank: int, ranks: int, watch: ProcessWatch, deadline: float) -> None:
-        """`store` is where ranks that have waited for `deadline` seconds find out for whom."""
+        """`store` is where ranks that have waited for `deadline` seconds find out for whom; it has as long to answer.
+
+        Where it does not, as when it ends with one of the ranks, a rank names the one that it misses itself.
+        """
         self.rank, self.ranks, self.deadline = rank, ranks, deadline
         self.seconds = 0.0  # spent in waits, so far
-        self._store, self._watch = store, watch
-        self._lost: RankLost | None = None
+        self._store, self._watch = BoundedStore(store, deadline), watch
+        self._lost: tuple[int | None, str] | None = None  # the rank and the reason: an error would hold what it ended
 
     def check(self) -> None:
         """Raises the RankLost that there was, or that tells of the end."""
         if self._lost is not None:
-            raise self._lost
+            raise RankLost(*self._lost)
 
     def begin(self, start: Callable[[], Work]) -> Work:
         """An operation that is to be finished. Raises RankLost where its connection is broken already."""
@@ -50,17 +66,20 @@ class BoundedWaits:
         self.check()
         began, said = time.monotonic(), False
         try:
-            while not self._ended(work):
+            while not ended(work):
                 if (dead := self._watch.ended()) is not None:
                     raise self._lost_rank(dead, "its process has ended")
                 waited = time.monotonic() - began
                 if not said and waited >= WAITING * self.deadline:
                     said = True
-                    self._store.set(self._waiting(self.rank), "")
+                    self._store.ask(lambda store: store.set(_waiting(self.rank), ""))
                 if waited >= self.deadline:
                     raise self._lost_rank(self._missing(), "it has not answered within the deadline")
             if said:  # it was late, and lost later it is not to count as one that waits
-                self._store.delete_key(self._waiting(self.rank))
+                self._store.ask(lambda store: store.delete_key(_waiting(self.rank)))
+        except StoreUnavailable as error:
+            self._lost = self._watch.ended(), f"it has not answered, nor does the store that could tell which: {error}"
+            raise RankLost(*self._lost) from error
         except RuntimeError as error:  # gloo's word for a connection that broke
             raise self._broken(error) from error
         finally:
@@ -71,37 +90,37 @@ class BoundedWaits:
 
     def _lost_rank(self, rank: int | None, reason: str) -> RankLost:
         """Of several ranks, the first that was named: the others left because of it, as this one does."""
-        if rank is not None:
-            rank = int(self._store.compare_set(FIRST, "", str(rank)))
-        elif self._store.check([FIRST]):
-            rank = int(self._store.get(FIRST))
-        self._lost = RankLost(rank, reason)
-        return self._lost
-
-    def _ended(self, work: Work) -> bool:
-        """Waits for a moment; raises what the operation does."""
-        began = time.monotonic()
+        self._lost = rank, reason
         try:
-            work.wait(POLL)
-        except RuntimeError:
-            if time.monotonic() - began < POLL.total_seconds():
-                raise  # it was not the time that was up
-            return False
-        return True
-
-    def _waiting(self, rank: int) -> str:
-        return f"waiting/{rank}"
+            self._lost = self._store.ask(lambda store: _first(store, rank)), reason
+        except StoreUnavailable as error:
+            self._lost = rank, f"{reason}; {error}"
+        return RankLost(*self._lost)
 
     def _missing(self) -> int | None:
         """The one rank that does not say it waits, as the others do; None where there are several."""
+        return self._store.ask(self._one_silent, ROLL_CALL * self.deadline)
+
+    def _one_silent(self, store: Store) -> int | None:
         until = time.monotonic() + ROLL_CALL * self.deadline
         while True:
-            silent = [rank for rank in range(self.ranks) if not self._store.check([self._waiting(rank)])]
+            silent = [rank for rank in range(self.ranks) if not store.check([_waiting(rank)])]
             if len(silent) <= 1 or time.monotonic() >= until:
                 return silent[0] if len(silent) == 1 else None
             time.sleep(ROLL_CALL * self.deadline / 20)
 
     def close(self) -> None:
         """Waits that are asked for later raise RankLost."""
-        self._lost = self._lost or RankLost(self.rank, "its groups are closed")
+        self._lost = self._lost or (self.rank, "its exchange is closed")
         self._watch.close()
+
+
+def _waiting(rank: int) -> str:
+    """Under which name a rank says that it waits for others: long before it gives up, since others begin later."""
+    return f"waiting/{rank}"
+
+
+def _first(store: Store, rank: int | None) -> int | None:
+    if rank is not None:
+        return int(store.compare_set(FIRST, "", str(rank)))
+    return int(store.get(FIRST)) if store.check([FIRST]) else None
