@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,9 +17,19 @@ from bench.random_model import SHAPES, llama, random_model
 from serving.batch.ragged import RaggedBatch
 from serving.expert_parallel.arena import ExpertArena, ExpertFormat, arena_bytes
 from serving.expert_parallel.copies import AllToAllCopies, CheckpointCopies, SharedMemoryCopies
-from serving.expert_parallel.layer import apply_expert_parallel, exchange_shape, hold_experts, idle_step, moe_layers
+from serving.expert_parallel.layer import (
+    ExpertParallelMlp,
+    apply_expert_parallel,
+    exchange_shape,
+    hold_experts,
+    idle_step,
+    moe_layers,
+)
+from serving.expert_parallel.physical import PhysicalExperts
 from serving.expert_parallel.rebalance import LiveRebalance, RebalanceStatus
+from serving.expert_parallel.recovery import ExpertGroup, Limits
 from serving.expert_parallel.replanning import BalancePolicy
+from serving.expert_parallel.shared_memory import SharedMemoryExchange
 from serving.model.decoder import Decoder
 from serving.model.expert_balance import ExpertPlacement, Layout, placed
 from serving.model.moe import Float32Router
@@ -121,3 +133,37 @@ def compute_while_experts_move(
     balance.close()
     exchange.close()
     return step, wrong, seen, balance.status
+
+
+def lose_a_rank_after_a_move(rank: int, store: Store, _: Connection) -> list[bool]:
+    """Of three ranks the first two exchange an expert; the last, which has copies, dies within the step after that.
+
+    Whether each step of those that are left has the bits of one process. Nobody can load experts.
+    """
+    alone, model = model_of("float32"), model_of("float32")
+    before = ExpertPlacement(((0, 1, 2, 3), (4, 5, 6, 7), (0, 1, 2, 3)), EXPERTS)
+    after = ExpertPlacement(((4, 1, 2, 3), (0, 5, 6, 7), (0, 1, 2, 3)), EXPERTS)
+    hold_experts(model, [before] * LAYERS, rank)
+    group = ExpertGroup.enter(
+        model,
+        (before,) * LAYERS,
+        rank,
+        store,
+        shape=exchange_shape(model, before, ROWS),
+        join=SharedMemoryExchange.join,
+        limits=Limits(most_slots=EXPERTS),
+    )
+    kv, kv_alone, same = kv_of(model), kv_of(alone), []
+    with torch.inference_mode():
+        for step in range(4):
+            if step == 1:
+                for (_, mlp), (_, whole) in zip(moe_layers(model), moe_layers(alone), strict=True):
+                    assert isinstance(mlp, ExpertParallelMlp)
+                    slots = [whole.experts[expert] for expert in after.slots[rank]]
+                    mlp.hold(slots, PhysicalExperts(after, rank), after)
+                if rank == 2:
+                    model.layers[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            batch = batch_of(step, rank)
+            same.append(torch.equal(group.step(partial(model, batch, kv)), alone(batch, kv_alone)))
+    group.close()
+    return same

@@ -7,7 +7,7 @@ import pytest
 from serving.expert_parallel.rebalance import RebalanceStatus
 from serving.model.expert_balance import ExpertPlacement
 from tests.serving.expert_parallel.ranks import Ranks
-from tests.serving.expert_parallel.rebalanced import compute_while_experts_move
+from tests.serving.expert_parallel.rebalanced import compute_while_experts_move, lose_a_rank_after_a_move
 
 Answer = tuple[int, list[int], list[list[ExpertPlacement]], RebalanceStatus]
 
@@ -29,3 +29,10 @@ def test_every_step_has_the_bits_of_one_process(ranks: int, spare: int, weights:
     assert all(one != before for one in after)
     assert sum(status.slots for *_, status in answers) > 0
     assert sum(status.bytes for *_, status in answers) > 0
+
+
+def test_a_rank_is_lost_after_experts_have_moved() -> None:
+    """Nothing is loaded: what nobody holds where the epoch has placed it has only moved."""
+    with Ranks() as group:
+        started = group.start_all(3, lose_a_rank_after_a_move)
+        assert [rank.answer() for rank in started[:2]] == [[True] * 4] * 2
