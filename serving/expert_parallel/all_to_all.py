@@ -37,6 +37,7 @@ from serving.expert_parallel.waits import BoundedWaits
 from serving.model.moe import weighted_sum
 
 ALIGNED = 64
+KEPT_SIZES = 64  # of dispatches, whose views are kept
 GROUP_END = "group-end"  # the thread that closes a group's connections
 
 
@@ -93,7 +94,7 @@ class Parts:
         self.values = parts[:, values : values + row_bytes].view(shape.wire).view(-1, tokens, shape.hidden)
 
 
-class _Buffers:
+class ExchangeBuffers:
     """What every second dispatch travels in, and its results."""
 
     def __init__(self, shape: ExchangeShape) -> None:
@@ -107,6 +108,8 @@ class _Buffers:
     def parts(self, shape: ExchangeShape, tokens: int) -> tuple[Parts, Parts]:
         """Outgoing and incoming, for so many rows at most."""
         if tokens not in self._parts:
+            if len(self._parts) == KEPT_SIZES:
+                self._parts.clear()
             self._parts[tokens] = Parts(self._outgoing, shape, tokens), Parts(self._incoming, shape, tokens)
         return self._parts[tokens]
 
@@ -116,7 +119,7 @@ class _Trip:
     """A dispatch until it is combined."""
 
     work: Work  # that is under way
-    buffers: _Buffers
+    buffers: ExchangeBuffers
     incoming: Parts
     results_from: list[int]  # of each rank: results that it owes
     own_order: Tensor  # [T * K], for each result that comes back its place t * K + k
@@ -139,7 +142,7 @@ class AllToAllExchange(RoundTrips):
         self.most_tokens = shape.max_tokens
         self._group: AllToAllGroup | None = group
         self._waits = BoundedWaits(store, self.rank, shape.ranks, watch, deadline)
-        self._buffers = [_Buffers(shape) for _ in range(2)]
+        self._buffers = [ExchangeBuffers(shape) for _ in range(2)]
         self._own = torch.empty(shape.max_tokens * shape.top_k, shape.hidden, dtype=shape.back)
         self._dispatched = 0
         self._arriving: deque[_Trip] = deque()

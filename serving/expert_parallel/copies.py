@@ -160,7 +160,7 @@ class CheckpointCopies:
     """From the files of the model, which every rank reads for itself: the ranks' own memory and links stay free."""
 
     def __init__(self, arena: ExpertArena, rank: int, read: Callable[[int, int], nn.Module]) -> None:
-        """`read(layer, expert)` is the expert as the checkpoint has it, of the MoE layer counted from the first one."""
+        """`read(layer, expert)` is the expert as the ranks hold it, of the MoE layer counted from the first one."""
         self.arena, self._rank, self._read = arena, rank, read
 
     def run(self, layer: int, transfers: Sequence[WeightTransfer], pace: Pace) -> int:
@@ -169,6 +169,8 @@ class CheckpointCopies:
             if transfer.rank == self._rank:
                 pace(self.arena.form.size)
                 expert = self._read(layer, transfer.expert)
+                if ExpertFormat.of([expert]) != self.arena.form:  # copied, its numbers would be taken for others
+                    raise ValueError("the checkpoint's experts have another type or shape than those that compute")
                 for field in self.arena.form.fields:
                     field.view(self.arena.buffer(layer, transfer.buffer)).copy_(expert.get_parameter(field.name))
                 came += self.arena.form.size

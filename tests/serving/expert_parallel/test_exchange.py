@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
+from serving.expert_parallel.all_to_all import KEPT_SIZES, ExchangeBuffers
 from serving.expert_parallel.exchange import ExchangeShape, ExchangeTraffic, RankLost, Rows
 from serving.kernels.int8 import quantize_rows
 from tests.serving.expert_parallel.groups import (
@@ -212,6 +215,16 @@ def test_a_closed_exchange_says_so(opened: Opening, kind: str) -> None:
     with pytest.raises(RankLost, match="closed"):
         group.exchanges[0].dispatch(Rows(torch.zeros(1, shape.hidden)), torch.zeros(1, shape.top_k, dtype=torch.int32))
     assert group.exchanges[0].traffic == ExchangeTraffic()
+
+
+def test_views_of_few_sizes_are_kept() -> None:
+    shape = shape_for("all_to_all", max_tokens=3 * KEPT_SIZES)
+    buffers = ExchangeBuffers(shape)
+    first = buffers.parts(shape, 1)
+    assert buffers.parts(shape, 1) is first
+    held = [weakref.ref(buffers.parts(shape, tokens)[0]) for tokens in range(1, shape.max_tokens + 1)]
+    gc.collect()
+    assert sum(one() is not None for one in held) <= KEPT_SIZES + 1  # and that of `first`
 
 
 @pytest.mark.parametrize("kind", ["shared_memory", "all_to_all"])

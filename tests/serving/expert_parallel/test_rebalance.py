@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from serving.expert_parallel.arena import ExpertArena, ExpertFormat, arena_bytes
+from serving.expert_parallel.copies import CheckpointCopies
+from serving.expert_parallel.layer import moe_layers
 from serving.expert_parallel.rebalance import RebalanceStatus
+from serving.expert_parallel.stages import WeightTransfer
 from serving.model.expert_balance import ExpertPlacement
 from tests.serving.expert_parallel.ranks import Ranks
-from tests.serving.expert_parallel.rebalanced import compute_while_experts_move, lose_a_rank_after_a_move
+from tests.serving.expert_parallel.rebalanced import compute_while_experts_move, lose_a_rank_after_a_move, model_of
 
 Answer = tuple[int, list[int], list[list[ExpertPlacement]], RebalanceStatus]
 
@@ -29,6 +34,15 @@ def test_every_step_has_the_bits_of_one_process(ranks: int, spare: int, weights:
     assert all(one != before for one in after)
     assert sum(status.slots for *_, status in answers) > 0
     assert sum(status.bytes for *_, status in answers) > 0
+
+
+def test_experts_of_another_type_are_not_taken_for_those_that_compute() -> None:
+    experts = {kind: next(moe_layers(model_of(kind)))[1].experts for kind in ("int8", "float32")}
+    form = ExpertFormat.of(list(experts["int8"]))
+    memory = torch.zeros(arena_bytes(form, 1, 2), dtype=torch.uint8)
+    copies = CheckpointCopies(ExpertArena(form, 1, 2, memory), 0, lambda _, expert: experts["float32"][expert])
+    with pytest.raises(ValueError, match="another type"):
+        copies.run(0, [WeightTransfer(3, 1, 0, 0, 2)], lambda _: None)
 
 
 def test_a_rank_is_lost_after_experts_have_moved() -> None:
