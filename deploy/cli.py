@@ -15,7 +15,7 @@ from typing import Any
 from bench import command as bench
 from deploy import cache, explain, quantize, top, upcycle
 from deploy.foreign_flags import translate
-from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings, read_settings
+from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings, check_kernels, read_settings
 from deploy.runtime.signals import leave_at_once_on_signals
 from deploy.runtime.tls import server_context
 from serving import __version__
@@ -138,6 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_last_word(arguments, given, "model", *CONFIGS)
         settings = read_settings(given)
         check_heartbeats(settings.placement)
+        check_kernels(settings.engine, settings.model_config.data_parallel_size)
         server_context(settings.http)  # certificates that cannot be used are told of before anything has started
         configured_classes(settings.service)
         setup_logging(settings.cluster.worker_name or parsed.command, settings.http.log_level)

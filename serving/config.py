@@ -49,7 +49,10 @@ class ModelConfig:
         "let each rank of a worker hold some of a mixture of experts, and compute some of its sequences",
     )
     rank_timeout: float = option(
-        10.0, "seconds a rank may keep the others waiting in a step, until the worker is given up", least=0.01
+        10.0,
+        "seconds a rank may keep the others waiting in a step, until the worker is given up",
+        least=0.01,
+        most=3600,
     )
 
 

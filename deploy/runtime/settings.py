@@ -47,6 +47,17 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
     return Settings(model=given.get("model"), **groups)
 
 
+def check_kernels(engine: EngineConfig, ranks: int) -> None:
+    """Raises ValueError for kernels that a worker of so many ranks cannot compute with, which is with torch alone."""
+    if ranks == 1:
+        return
+    spread = f"with --data-parallel-size {ranks} a step is computed by torch"
+    if engine.deterministic:
+        raise ValueError(f"--deterministic needs the compiled kernels, but {spread}: leave out one of the two")
+    if engine.kernels == "compiled":
+        raise ValueError(f"--kernels compiled: {spread}; choose --kernels auto")
+
+
 def _environment(environ: Mapping[str, str]) -> Mapping[str, str]:
     """The environment with vLLM's key as ours, for nobody is to believe it is asked for. Raises ConfigError."""
     key = environ.get("VLLM_API_KEY", "")

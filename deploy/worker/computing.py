@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from deploy.runtime.settings import check_kernels
 from deploy.worker.worker import Worker
 from kvcache.memory.device import DeviceKV
 from serving.config import EngineConfig
@@ -33,12 +34,8 @@ def forward_of(model: LoadedModel, device_kv: DeviceKV, config: EngineConfig, ma
     """Raises ValueError where compiled kernels are demanded and cannot be had, or ranks do not come together."""
     if not isinstance(model, SpreadModel):
         return make_forward(model, device_kv.planes, config, max_position)
-    spread = f"the experts are spread over {model.ranks.size} ranks, which compute with torch"
-    if config.deterministic:
-        raise ValueError(f"--deterministic needs the compiled kernels, which do not fit here: {spread}")
-    if config.kernels == "compiled":
-        raise ValueError(f"--kernels compiled: {spread}; choose --kernels auto")
-    log.info("computing with torch: %s", spread)
+    check_kernels(config, model.ranks.size)
+    log.info("computing with torch: the experts are spread over %d ranks", model.ranks.size)
     return join_group(model, device_kv.planes, config.max_num_batched_tokens)
 
 

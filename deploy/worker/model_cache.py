@@ -22,7 +22,7 @@ from kvcache.pool.remote import RemoteNode
 from kvcache.transfer.choice import lenders_on_demand
 from serving.config import ClusterConfig, ModelConfig, PoolConfig
 from serving.errors import CorruptChunk, MillraceError, NotFound
-from serving.loader.loading import LoadedModel, load, open_checkpoint, resolve
+from serving.loader.loading import LoadedModel, load, resolve
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rank_group.leader import SpreadModel, check_spread, load_spread
@@ -49,8 +49,7 @@ def check_model(path: Path, config: ModelConfig) -> None:
         )
     if config.device != "cpu":
         raise ValueError(f"--data-parallel-size {ranks}: ranks share KV in the host's memory, so --device cpu alone")
-    spec, _, _ = open_checkpoint(path)
-    check_spread(spec, ranks)
+    check_spread(path, config.dtype, config.quantization, ranks)
 
 
 def load_from(path: Path, config: ModelConfig) -> LoadedModel:

@@ -28,9 +28,8 @@ from serving.sampling.allowed import only_allowed
 class GroupForward:
     """The leader's. `model` is its share, its experts joined to the group's exchange; `planes` are shared ones."""
 
-    form = "torch"
-
     def __init__(self, model: Decoder, planes: Sequence[Planes], ranks: RankGroup) -> None:
+        self.form = f"torch x{ranks.size}"  # the bits of torch, in other times: step costs are kept by form
         self.model, self.planes, self.ranks = model, planes, ranks
         self._number = ranks.use_planes(planes)
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import FileStore
 
-from serving.expert_parallel.exchange import ExchangeUnavailable, ExpertExchange, RankLost
+from serving.checkpoint.checkpoint import DTYPES
+from serving.expert_parallel.exchange import WIRE_DTYPES, ExchangeUnavailable, ExpertExchange, RankLost
 from serving.expert_parallel.layer import apply_expert_parallel, exchange_shape
 from serving.expert_parallel.shared_memory import SharedMemoryExchange, functions
 from serving.loader.loading import LoadedModel, open_checkpoint
 from serving.model.decoder import Planes
-from serving.model.spec import ModelSpec
 from serving.rank_group.forward import GroupForward
 from serving.rank_group.ranks import RankGroup
 from serving.rank_group.share import LEADER, even_placements, load_share
@@ -33,12 +33,29 @@ class SpreadModel(LoadedModel):
     ranks: RankGroup
 
 
-def check_spread(spec: ModelSpec, ranks: int) -> None:
-    """Raises ValueError for a model that so many ranks of one worker cannot serve."""
+def check_spread(path: Path, dtype: str, quantization: str | None, ranks: int) -> None:
+    """Raises ValueError for a model at `path`, loaded so, that so many ranks of one worker cannot serve."""
+    spec, checkpoint, own_dtype = open_checkpoint(path)
     if spec.moe is None:
         raise ValueError(
             f"--data-parallel-size {ranks}: {spec.architecture} has no experts to spread over ranks; more workers,"
             f" --mixed {ranks}, serve more copies of a dense model"
+        )
+    if ranks > spec.moe.experts:
+        raise ValueError(
+            f"--data-parallel-size {ranks}: of {spec.moe.experts} experts each rank holds one at least; choose"
+            f" {spec.moe.experts} or less"
+        )
+    computed_in = own_dtype if dtype == "auto" else dtype
+    if DTYPES.get(computed_in) not in WIRE_DTYPES:
+        raise ValueError(
+            f"--data-parallel-size {ranks}: rows do not travel between ranks in {computed_in}; choose --dtype bfloat16"
+            " or --dtype float32"
+        )
+    if quantization == "int8" and not checkpoint.int8_names:
+        raise ValueError(
+            f"--quantization int8: {ranks} ranks load parts of the model, which cannot be quantized then; write it in"
+            " INT8 with `millrace quantize` first, and serve that"
         )
 
 
@@ -48,8 +65,7 @@ def load_spread(path: Path, dtype: str, quantization: str | None, ranks: int, de
     `deadline` are the seconds that a rank may keep others waiting in a step. Raises ValueError as `load` does, and
     where the ranks cannot work together.
     """
-    spec, _, _ = open_checkpoint(path)
-    check_spread(spec, ranks)
+    check_spread(path, dtype, quantization, ranks)
     try:
         functions()  # compiled here, not by all ranks at once
     except ExchangeUnavailable as error:

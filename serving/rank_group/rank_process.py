@@ -1,7 +1,7 @@
-"""A rank of a group but its leader: `python -m serving.rank_group.rank_process DESCRIPTOR`.
+"""A rank of a group but its leader: `python -m serving.rank_group.rank_process DESCRIPTOR LEADER`.
 
-It does what the leader says on the socket it inherits, and leaves when that closes or its leader's process ends. It
-holds no sequences and draws no tokens.
+It does what the leader, process LEADER, says on the socket it inherits, and leaves when that closes or the process
+ends; signals that ask a process to leave are the leader's to hear. It holds no sequences and draws no tokens.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import signal
 import socket
 import sys
 import threading
@@ -33,6 +34,7 @@ from serving.shared_memory import SegmentUnavailable
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 60.0  # the leader reads answers as they come, or has ended
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def join_exchange(model: Decoder, rank: int, ranks: int, store: FileStore, order: MeetGroup) -> ExpertExchange:
@@ -105,20 +107,30 @@ def _met(channel: Channel, model: Decoder, order: LoadShare) -> FollowingRank | 
     return FollowingRank(model, exchange, kv)
 
 
-def leave_with(process: int) -> None:
-    """End this process when that one ends, whatever this one is doing then."""
-    watched = os.pidfd_open(process)
+def leave_with(parent: int) -> bool:
+    """End this process when that one ends, whatever this one is doing then; False if it has ended already."""
+    try:
+        watched = os.pidfd_open(parent)
+    except ProcessLookupError:
+        return False
+    if os.getppid() != parent:  # asked when it is watched: the number may be somebody else's by now
+        os.close(watched)
+        return False
 
     def watch() -> None:
         select.select([watched], [], [])
         os._exit(1)
 
     threading.Thread(target=watch, name="leader", daemon=True).start()
+    return True
 
 
 def main() -> int:
+    for number in ENDING:  # who ends a whole service tells all its processes: the leader still has requests to finish
+        signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    leave_with(os.getppid())
+    if not leave_with(int(sys.argv[2])):
+        return 0
     try:
         serve(channel)
     except ChannelClosed:

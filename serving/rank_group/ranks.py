@@ -42,6 +42,7 @@ from serving.temporary import temporary_folder
 
 log = logging.getLogger(__name__)
 
+RANK_MODULE = "serving.rank_group.rank_process"
 LOAD_SECONDS = 600.0  # that a rank may take to load its share
 MEETING_SECONDS = 60.0  # that it may take to be ready for steps then
 STOP_SECONDS = 2.0  # that it may take to leave
@@ -64,7 +65,7 @@ class RankProcess:
     def _start(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         known = {name: value for name in ALSO_NEEDED if (value := os.environ.get(name)) is not None}
         return subprocess.Popen(  # noqa: S603 - our own module
-            [*module_command("serving.rank_group.rank_process"), str(theirs.fileno())],
+            [*module_command(RANK_MODULE), str(theirs.fileno()), str(os.getpid())],
             pass_fds=(theirs.fileno(),),
             env=helper_environ(os.environ) | known,
             stdin=subprocess.DEVNULL,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +15,12 @@ import pytest
 import torch
 
 from serving.batch.layer_barrier import LayerBarrier
+from serving.child_process import helper_environ, module_command
 from serving.expert_parallel.exchange import RankLost
+from serving.rank_group.channel import Channel
 from serving.rank_group.division import divided
 from serving.rank_group.leader import SpreadModel, load_spread
+from serving.rank_group.ranks import RANK_MODULE
 from tests.serving.model.oracle import build, configs, save
 from tests.serving.rank_group.groups import LENGTHS, Side, alone, exists, group_forward, pids, spread_over
 
@@ -31,6 +37,7 @@ def compare(folder: Path, spread: SpreadModel) -> None:
     """A sequence alone in its step, then all in one: as one process computes the rows that each rank does."""
     reference = alone(folder)
     group, one = Side(group_forward(spread)), Side(reference)
+    assert group.forward.form != reference.form, "step costs of the two are kept apart"
     for _ in range(NEW_TOKENS):
         for sequence in MOST:
             assert torch.equal(group.step([sequence]), one.step([sequence]))
@@ -95,6 +102,33 @@ def test_a_lost_rank_is_named_and_no_process_stays(mixtral: Path, signal_number:
     assert not any(map(exists, running))
 
 
+def test_signals_to_leave_are_the_leaders_to_hear(mixtral: Path) -> None:
+    """Who ends a service may tell all its processes at once: what runs is to be finished all the same."""
+    with spread_over(mixtral, 2, deadline=2.0) as spread:
+        group = Side(group_forward(spread))
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(*pids(spread), number)
+            group.step(MOST)
+        assert spread.ranks.lost is None
+
+
+def test_a_rank_that_comes_up_after_its_leader_has_ended_leaves() -> None:
+    """Though somebody else holds the leader's end of the channel, or has its number by now."""
+    ours, theirs = Channel.pair()
+    with theirs:
+        process = subprocess.Popen(
+            [*module_command(RANK_MODULE), str(theirs.fileno()), str(os.getppid())],
+            pass_fds=(theirs.fileno(),),
+            env=helper_environ(os.environ),
+        )
+    try:
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        ours.close()
+
+
 @pytest.mark.slow
 def test_a_step_that_the_leader_does_not_finish_is_the_last(mixtral: Path) -> None:
     with spread_over(mixtral, 2, deadline=2.0) as spread:
@@ -107,9 +141,15 @@ def test_a_step_that_the_leader_does_not_finish_is_the_last(mixtral: Path) -> No
 
 
 @pytest.mark.slow
-def test_what_cannot_be_loaded_leaves_no_process(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_loaded_leaves_no_process(
+    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(mixtral, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] += 1
+    (folder / "config.json").write_text(json.dumps(config))
     seen: list[int] = []
-    with pytest.raises(ValueError, match="millrace quantize"), monkeypatch.context() as patch:
+    with pytest.raises(ValueError, match="checkpoint lacks"), monkeypatch.context() as patch:
         start = os.pidfd_open
 
         def noted(pid: int, flags: int = 0) -> int:
@@ -117,5 +157,5 @@ def test_what_cannot_be_loaded_leaves_no_process(mixtral: Path, monkeypatch: pyt
             return start(pid, flags)
 
         patch.setattr(os, "pidfd_open", noted)
-        load_spread(mixtral, "float32", "int8", 2, 1.0)
+        load_spread(folder, "float32", None, 2, 1.0)
     assert seen and not any(map(exists, seen))
