@@ -58,6 +58,8 @@ class ExchangeShape:
             raise ValueError("an exchange of nothing")
         if self.slots > torch.iinfo(torch.int16).max:
             raise ValueError(f"{self.slots} slots of one rank do not fit 16 bits")
+        if self.most_received > torch.iinfo(torch.int32).max:
+            raise ValueError(f"{self.most_received} rows that one rank may receive do not fit 32 bits")
 
     @property
     def row_bytes(self) -> int:

@@ -89,10 +89,12 @@ def load_spread(path: Path, dtype: str, quantization: str | None, ranks: int, de
 def join_group(spread: SpreadModel, planes: Sequence[Planes], max_tokens: int) -> GroupForward:
     """The forward pass of all ranks over `planes` (RankGroup.share_planes), for steps of at most `max_tokens` rows.
 
-    Raises ValueError where the ranks do not come together.
+    Raises ValueError where the ranks do not come together, or find no memory for the rows of such a step.
     """
     model, ranks = spread.model, spread.ranks
     placements = even_placements(spread.spec, ranks.size)
+    blocks, block_size, *_ = planes[0][0].shape
+    max_tokens = min(max_tokens, blocks * block_size)  # each row of a step has KV of its own
     shape = exchange_shape(model, placements[0], max_tokens)
 
     def join(store: FileStore) -> ExpertExchange:
@@ -103,3 +105,8 @@ def join_group(spread: SpreadModel, planes: Sequence[Planes], max_tokens: int) -
         return GroupForward(model, planes, ranks)
     except (RankLost, ExchangeUnavailable) as error:
         raise ValueError(f"the ranks of this worker do not come together: {error}") from error
+    except (RuntimeError, OSError) as error:  # torch's, and the system's, where there is no such memory
+        raise ValueError(
+            f"{max_tokens} rows of a step cannot travel between ranks (a lower --max-num-batched-tokens needs less"
+            f" memory): {str(error).partition(chr(10))[0]}"
+        ) from error

@@ -253,3 +253,11 @@ def test_after_a_loss_everything_says_so(opened: Opening, kind: str) -> None:
                 way()
 
     group.each(use)
+
+
+def test_more_rows_than_places_have_numbers_for_are_refused() -> None:
+    sizes = {"ranks": 2, "slots": 4, "top_k": 4, "hidden": 64, "wire": torch.int8, "back": torch.float32}
+    assert ExchangeShape(**sizes, max_tokens=2**28 - 1).most_received < 2**31
+    for max_tokens in (2**28, 2**32 + 1, 2**63):
+        with pytest.raises(ValueError, match="32 bits"):
+            ExchangeShape(**sizes, max_tokens=max_tokens)

@@ -19,10 +19,20 @@ from serving.child_process import helper_environ, module_command
 from serving.expert_parallel.exchange import RankLost
 from serving.rank_group.channel import Channel
 from serving.rank_group.division import divided
-from serving.rank_group.leader import SpreadModel, load_spread
+from serving.rank_group.leader import SpreadModel, join_group, load_spread
 from serving.rank_group.ranks import RANK_MODULE
 from tests.serving.model.oracle import build, configs, save
-from tests.serving.rank_group.groups import LENGTHS, Side, alone, exists, group_forward, pids, spread_over
+from tests.serving.rank_group.groups import (
+    BLOCK,
+    BLOCKS_EACH,
+    LENGTHS,
+    Side,
+    alone,
+    exists,
+    group_forward,
+    pids,
+    spread_over,
+)
 
 NEW_TOKENS = 4
 MOST = range(len(LENGTHS))
@@ -127,6 +137,27 @@ def test_a_rank_that_comes_up_after_its_leader_has_ended_leaves() -> None:
         process.kill()
         process.wait()
         ours.close()
+
+
+@pytest.mark.slow
+def test_steps_of_any_number_of_tokens_may_be_asked_for(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step has more rows than there is KV for; where these find no memory, it is said what to do."""
+
+    def meet(*_: object) -> None:
+        raise RuntimeError("can't allocate memory\nframe #0")
+
+    with spread_over(mixtral, 2) as spread:
+        planes = spread.ranks.share_planes(spread.spec.kv_layers("float32"), BLOCKS_EACH * len(LENGTHS), BLOCK)
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(ValueError, match=r"lower --max-num-batched-.*allocate memory$"),
+        ):
+            patch.setattr(spread.ranks, "meet", meet)
+            join_group(spread, planes, 64)
+        group = Side(join_group(spread, planes, 2**32 + 1))
+        group.step(MOST)
+        assert spread.ranks.exchange is not None
+        assert spread.ranks.exchange.shape.max_tokens == BLOCKS_EACH * len(LENGTHS) * BLOCK
 
 
 @pytest.mark.slow
