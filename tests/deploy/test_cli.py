@@ -212,7 +212,7 @@ def drawn(config: type, **special: st.SearchStrategy[Any]) -> st.SearchStrategy[
         if kind.startswith("int"):
             base = st.integers(int(least), int(most or 2**40))
         if kind.startswith("float"):
-            base = st.floats(least, 1e6)
+            base = st.floats(least, most or 1e6)
         if kind.startswith("tuple"):
             base = st.lists(WORD.filter(lambda word: not set(word) & {",", "["} and word == word.strip())).map(tuple)
         if kind.startswith("str"):
