@@ -18,7 +18,7 @@ CLIENTS_READY := $(CLIENTS)/.ready
 # Tests of real servers in one process, all others in another (tests/conftest.py).
 PROCESSES := --numprocesses 2 --no-loadscope-reorder
 
-.PHONY: help setup serve test test-fast test-failed check bench proto docs clean
+.PHONY: help setup serve test test-fast check bench proto docs clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -49,10 +49,6 @@ test: $(READY) $(CLIENTS_READY)  ## run every test; FLAGS='-k sampling' adds fla
 
 test-fast: $(READY)  ## the inner loop: no kills, no large grids, few examples, one flow; two minutes and a half
 	$(BIN)/python -m pytest -q $(PROCESSES) --hypothesis-profile=fast -m 'not slow and not thorough and not real' $(FLAGS)
-
-test-failed: $(READY)  ## run what failed last once more, nothing beside it; refuses where more than eight tests did
-	$(BIN)/python -m scripts.failed
-	$(BIN)/python -m pytest --numprocesses 0 --last-failed --last-failed-no-failures none
 
 check: $(READY)  ## formatting, lint, types and the rules of the house
 	$(BIN)/ruff format --check .

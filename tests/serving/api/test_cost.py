@@ -13,7 +13,6 @@ import pytest
 from serving.text.tokenizer import Tokenizer
 from tests.fakes.generate import ScriptedGenerate, app_of, calling, saying
 from tests.serving.api.growing import FAMILIES, OF_RESPONSES
-from tests.speed import slowness
 
 pytestmark = pytest.mark.thorough
 
@@ -62,7 +61,7 @@ async def test_twice_the_body_costs_twice_as_much(tokenizer: Tokenizer, family: 
         small, large = make(SIZE), make(2 * SIZE)
         one, two = await cost(client, path, small), await cost(client, path, large)
     for body, milliseconds in ((small, one), (large, two)):
-        assert milliseconds <= slowness() * (MS_PER_KIB * len(body) / 1024 + FLOOR_MS)
+        assert milliseconds <= MS_PER_KIB * len(body) / 1024 + FLOOR_MS
     growth = len(large) / len(small)
     assert two <= 1.5 * growth * one + FLOOR_MS, f"{len(small)} bytes took {one:.1f} ms, {len(large)} took {two:.1f}"
 
