@@ -10,6 +10,7 @@ import asyncio
 from base64 import b64encode
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
+from math import isfinite, sqrt
 from typing import cast
 
 import numpy as np
@@ -20,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from serving.api.body_work import client_of
 from serving.api.embedding_plan import EmbeddingPlan
 from serving.api.plan import RequestHead
-from serving.api.service import ServedResponse, Service, observed, tell_ignored, until_deadline
+from serving.api.service import ObservedSequence, ServedResponse, Service, tell_ignored, until_deadline
 from serving.errors import InternalError
 from serving.messages import Delta, FinishReason, Request
 
@@ -36,10 +37,11 @@ def vector(plan: EmbeddingPlan, embedding: bytes) -> bytes:
     if not embedding or len(embedding) % 4 or (plan.size and len(embedding) != 4 * plan.size):
         raise InternalError(f"the worker sent {len(embedding)} bytes, which are no embedding")
     values = np.frombuffer(embedding, dtype="<f4")[: plan.dimensions].astype(np.float64)
-    if not np.isfinite(values).all():
+    squares = float(values @ values)  # no sum of squares of float32 is beyond float64
+    if not isfinite(squares):
         raise InternalError("the worker sent an embedding that is no numbers")
     if plan.normalize:
-        values /= max(float(np.linalg.norm(values)), 1e-12)
+        values /= max(sqrt(squares), 1e-12)
     return values.astype("<f4").tobytes()
 
 
@@ -117,7 +119,7 @@ async def run_inputs(service: Service, plan: EmbeddingPlan) -> list[bytes]:
 
 async def _embed(service: Service, request: Request) -> Delta:
     """What the router has for one input."""
-    with observed(service, request) as end:
+    with ObservedSequence(service, request) as end:
         # `generate` gives asynchronous generators; leaving one early is what cancels its request everywhere.
         async with aclosing(cast("AsyncGenerator[Delta]", service.generate(request))) as deltas:
             async for delta in deltas:

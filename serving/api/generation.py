@@ -19,7 +19,7 @@ from serving.api.body_work import client_of
 from serving.api.choice import Choice, ChoiceDelta, choice_of
 from serving.api.dialect import Dialect, PreparedRequest, StreamWriter
 from serving.api.plan import ResponsePlan
-from serving.api.service import ServedResponse, Service, observed, tell_ignored, until_deadline
+from serving.api.service import ObservedSequence, ServedResponse, Service, tell_ignored, until_deadline
 from serving.errors import InternalError, MillraceError
 from serving.messages import Delta
 
@@ -141,7 +141,7 @@ async def run_choices(service: Service, choices: Sequence[Choice], sink: DeltaSi
 
 async def _run_choice(service: Service, choice: Choice, sink: DeltaSink) -> None:
     """Generate one sequence to its end."""
-    with observed(service, choice.request) as end:
+    with ObservedSequence(service, choice.request) as end:
         try:
             # `generate` gives asynchronous generators; leaving one early is what cancels its request everywhere.
             async with aclosing(cast("AsyncGenerator[Delta]", service.generate(choice.request))) as deltas:

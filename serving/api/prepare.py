@@ -5,11 +5,13 @@ Pure apart from the seed of a request that gives none; slow for long texts, so c
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from struct import unpack
 from typing import TypeVar
 
 from serving.api.body import Body, checked, parse_body
@@ -31,6 +33,7 @@ T = TypeVar("T")
 DEFAULT_COMPLETION_TOKENS = 16  # of a text completion, as in OpenAI's API and vLLM; a chat has the rest of the context
 MAX_LOGPROBS = 20
 MAX_CHOICES = 256  # sequences of one HTTP request: prompts times n
+COMMON = [one.name for one in dataclasses.fields(SamplingParams) if one.name not in ("max_tokens", "seed")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,6 +188,8 @@ class Preparer:
         """The choices in order: all of the first prompt, then all of the second."""
         n = fields.n or 1
         sampling = self._sampling(fields, asked, grammar)  # once: it may have as much in it as the body
+        common = {name: getattr(sampling, name) for name in COMMON}
+        promise, alone = asked.promise, n * len(asked.prompts) == 1
         for position, prompt in enumerate(asked.prompts):
             room = self._room(prompt, asked)
             if fields.min_tokens > max(room, 1):
@@ -193,18 +198,18 @@ class Preparer:
                     param="min_tokens",
                 )
             text = self._prompts.text_of(prompt, fields.skip_special_tokens) if asked.echo else None
-            for number in range(n):
+            for number, seed in enumerate(_seeds(fields.seed, n)):
                 index = position * n + number
                 request = Request(
-                    request_id=asked.id if n * len(asked.prompts) == 1 else f"{asked.id}-{index}",
+                    request_id=asked.id if alone else f"{asked.id}-{index}",
                     prompt=prompt.tokens,
-                    sampling=replace(sampling, max_tokens=max(room, 1), seed=_seed(fields.seed, number)),
-                    slo=asked.promise.slo,
+                    sampling=SamplingParams(max_tokens=max(room, 1), seed=seed, **common),
+                    slo=promise.slo,
                     tenant=fields.cache_salt or "",
-                    deadline=asked.promise.deadline,
-                    service_class=asked.promise.service_class,
-                    priority=asked.promise.priority,
-                    session=asked.promise.session,
+                    deadline=promise.deadline,
+                    service_class=promise.service_class,
+                    priority=promise.priority,
+                    session=promise.session,
                     client=asked.client,
                     prompt_logprobs=asked.logprobs if asked.echo else None,
                 )
@@ -247,11 +252,12 @@ class Preparer:
         )
 
     def _logit_bias(self, biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
-        pairs = []
+        pairs, vocab_size = [], self._served.vocab_size
         for key, bias in biases.items():
-            if not (key.isascii() and key.isdecimal() and len(key) < 20 and int(key) < self._served.vocab_size):
+            token = int(key) if len(key) < 20 and key.isascii() and key.isdecimal() else vocab_size
+            if token >= vocab_size:
                 raise InvalidRequest(f"logit_bias: {key[:40]!r} is not a token id of this model", param="logit_bias")
-            pairs.append((int(key), bias))
+            pairs.append((token, bias))
         return tuple(pairs)
 
 
@@ -301,8 +307,11 @@ def _given(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def _seed(seed: int | None, number: int) -> int:
-    return secrets.randbits(64) if seed is None else choice_seed(seed, number)
+def _seeds(seed: int | None, n: int) -> Sequence[int]:
+    """Those of n sequences for one prompt, drawn where the client gives none."""
+    if seed is None:
+        return unpack(f"<{n}Q", secrets.token_bytes(8 * n))
+    return [choice_seed(seed, number) for number in range(n)]
 
 
 def choice_seed(seed: int, number: int) -> int:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from starlette.datastructures import Headers, State
 from starlette.responses import Response
@@ -133,27 +133,31 @@ class ServedResponse(Response):
         self._answer_headers |= _placement_headers(self._service.placements, first)
 
 
-@dataclass(slots=True)
-class SequenceEnd:
-    """How a sequence has ended, as far as is known; `tokens` are those of its output."""
+class ObservedSequence:
+    """One sequence from its beginning to its end, of which the observer is told once.
 
-    finish: FinishReason = FinishReason.ERROR
-    tokens: int = 0
+    `finish` and `tokens`, those of its output, are how it has ended, as far as is known. A context manager of its own
+    and not a generator: every choice of a response has one.
+    """
 
+    __slots__ = ("_request", "_service", "finish", "tokens")
 
-@contextmanager
-def observed(service: Service, request: Request) -> Iterator[SequenceEnd]:
-    """One sequence from its beginning to its end, of which the observer is told once: what is in SequenceEnd then."""
-    end = SequenceEnd()
-    service.observer.request_started(prompt_tokens=len(request.prompt))
-    try:
-        yield end
-    except asyncio.CancelledError:
-        late = request.deadline is not None and service.clock() >= request.deadline
-        end.finish = FinishReason.ERROR if late else FinishReason.ABORT
-        raise
-    finally:
-        service.observer.request_finished(finish=end.finish, completion_tokens=end.tokens)
+    def __init__(self, service: Service, request: Request) -> None:
+        self.finish = FinishReason.ERROR
+        self.tokens = 0
+        self._service = service
+        self._request = request
+
+    def __enter__(self) -> Self:
+        self._service.observer.request_started(prompt_tokens=len(self._request.prompt))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, asyncio.CancelledError):
+            deadline = self._request.deadline
+            late = deadline is not None and self._service.clock() >= deadline
+            self.finish = FinishReason.ERROR if late else FinishReason.ABORT
+        self._service.observer.request_finished(finish=self.finish, completion_tokens=self.tokens)
 
 
 async def until_hang_up(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -19,6 +19,7 @@ MAX_CHOICES = 4096
 MAX_WRITTEN = 16 << 10  # bytes of expressions, in a schema together, and of grammars written out: the square counts
 # Compiling grows with the square of an object's properties, and with what numbers have to be multiples of.
 MAX_PROPERTIES = 1000
+MAX_ALTERNATIVES = 800  # of a union, those of unions within it included: the first mask grows with their square
 MAX_MULTIPLE_OF = 50_000  # of a schema's `multipleOf` together, as a sum and, of different ones, as a product
 MAX_GBNF = 2 << 10  # bytes: it is read in Python, and not in linear time
 # Between the parts of a JSON text, as printers write it: a space, or a line break and the next line's indentation.
@@ -85,6 +86,7 @@ def quoted(choice: str) -> str:
 
 def check_cost(schema: Any) -> None:
     """Raises GrammarError for a schema, or a list of those that become one grammar, that takes long to compile."""
+    _check_unions(schema)
     multiples: list[int] = []  # without their decimal points
     patterns, rest = 0, [schema]
     while rest:
@@ -107,6 +109,27 @@ def check_cost(schema: Any) -> None:
         raise GrammarError(f"pattern: together at most {MAX_WRITTEN} characters")
     if max(sum(multiples), prod({abs(multiple) or 1 for multiple in multiples})) > MAX_MULTIPLE_OF:
         raise GrammarError(f"multipleOf: together at most {MAX_MULTIPLE_OF}, counted without decimal points")
+
+
+def _check_unions(schema: Any) -> None:
+    """Raises GrammarError for a union of too many alternatives. Looks at every part of the schema once."""
+    rest: list[tuple[Any, list[int] | None]] = [(schema, None)]  # with what counts for the union that it is a part of
+    while rest:
+        one, counted = rest.pop()
+        if isinstance(one, list):
+            rest += ((each, None) for each in one)
+        if not isinstance(one, dict):
+            continue
+        unions = [one[word] for word in ("anyOf", "oneOf") if isinstance(one.get(word), list)]
+        if unions:
+            counted = counted or [0]
+        elif counted:
+            counted[0] += 1
+        for union in unions:
+            rest += ((each, counted) for each in union)
+        rest += ((each, None) for each in one.values() if not any(each is union for union in unions))
+        if counted and counted[0] > MAX_ALTERNATIVES:
+            raise GrammarError(f"anyOf: a union has at most {MAX_ALTERNATIVES} alternatives")
 
 
 def _text(value: Any) -> str:

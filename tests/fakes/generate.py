@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,9 @@ class ScriptedGenerate:
 
 
 def embedding_of(prompt: Sequence[int]) -> bytes:
-    """Some numbers that are a function of the prompt."""
-    return np.random.default_rng(list(prompt)).standard_normal(EMBEDDING_SIZE).astype("<f4").tobytes()
+    """Some numbers that are a function of the prompt, made in a few microseconds."""
+    bits = blake2b(repr(tuple(prompt)).encode(), digest_size=4 * EMBEDDING_SIZE).digest()
+    return (np.frombuffer(bits, "<i4") / np.float32(2**31)).astype("<f4").tobytes()
 
 
 def logprob_of(token: int, k: int) -> TokenLogprob:

@@ -67,6 +67,11 @@ REFUSED: dict[str, tuple[Callable[[], str], str]] = {
     "no type": (lambda: json_grammar({"type": "strin"}), "strin"),
     "another document": (lambda: json_grammar({"$ref": "http://127.0.0.1/x"}), "not present"),
     "many properties": (lambda: json_grammar({"properties": {str(n): True for n in range(1001)}}), "properties"),
+    "many alternatives": (lambda: json_grammar({"anyOf": [{"minimum": n} for n in range(801)]}), "alternatives"),
+    "many alternatives in turn": (
+        lambda: json_grammar({"items": {"oneOf": [{"anyOf": [{"minimum": n} for n in range(401)]}] * 2}}),
+        "alternatives",
+    ),
     "a large multiple": (lambda: json_grammar({"items": [{"multipleOf": 50_001}]}), "multipleOf"),
     "a large multiple, written short": (lambda: json_grammar({"multipleOf": 1e300}), "multipleOf"),
     "multiples of several": (lambda: json_grammar({"allOf": [{"multipleOf": 499}, {"multipleOf": 491}]}), "multipleOf"),
@@ -100,7 +105,13 @@ def test_what_cannot_be_kept_is_refused(compiler: GrammarCompiler, name: str) ->
 
 COSTLY: dict[str, Callable[[], str]] = {
     "properties": lambda: json_grammar({"type": "object", "properties": {str(n): True for n in range(1000)}}),
-    "objects": lambda: json_grammar({"anyOf": [{"properties": {f"{n}": {"type": "string"}}} for n in range(1500)]}),
+    "objects": lambda: json_grammar({"anyOf": [{"properties": {f"{n}": {"type": "string"}}} for n in range(800)]}),
+    "objects in turn": lambda: json_grammar(
+        {"anyOf": [{"anyOf": [{"properties": {f"{n}": {}}} for n in range(k, k + 400)]} for k in (0, 400)]}
+    ),
+    "optional properties": lambda: json_grammar(
+        {"properties": {str(n): {"anyOf": [{"type": "string"}, {"type": "null"}]} for n in range(1000)}}
+    ),
     "multiples": lambda: json_grammar({"anyOf": [{"type": "integer", "multipleOf": 997}] * 50}),
     "items": lambda: json_grammar({"type": "array", "minItems": 10**9, "maxItems": 10**9}),
     "length": lambda: json_grammar({"type": "string", "minLength": 10**6, "maxLength": 10**9}),
