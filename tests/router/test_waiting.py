@@ -208,10 +208,13 @@ async def test_smaller_requests_overtake_a_large_one_so_many_times_and_no_more(m
     world.add("a", max_seqs=100)
     arrived: list[asyncio.Task[list[int]]] = []
     placed_at_keep: list[int] = []
+    asking_at_keep: list[int] = []
     keep = world.placer.room.kept.keep
 
     def keep_and_count(state: RequestState, able: Sequence[Candidate]) -> None:
-        placed_at_keep.append(len(world.seen.endings) + len(world.workers["a"].leases()))
+        worker = world.workers["a"]
+        placed_at_keep.append(len(world.seen.endings) + len(worker.leases()))
+        asking_at_keep.append(len(world.fleet.sessions._openings.get(worker.status.instance, ())))
         keep(state, able)
 
     monkeypatch.setattr(world.placer.room.kept, "keep", keep_and_count)
@@ -236,7 +239,8 @@ async def test_smaller_requests_overtake_a_large_one_so_many_times_and_no_more(m
     assert large.done(), "it would wait for ever"
     assert await asyncio.wait_for(asyncio.gather(*arrived), 30)
     overtook = [name for name, *_ in world.seen.endings].index("large")
-    assert overtook == placed_at_keep[0], "once the worker is kept for it, no other finds room there"
+    let_in = overtook - placed_at_keep[0]
+    assert 0 <= let_in <= asking_at_keep[0], "once the worker is kept for it, no other that comes finds room there"
     first, let_in_between_looks = ROOM // 2, ROOM
     assert first + MOST_OVERTAKEN <= overtook <= first + MOST_OVERTAKEN + let_in_between_looks
     assert world.held() == {} and len(world.placer.room.kept) == 0
