@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from serving.config import (
+    PARALLEL_SIZES,
     ClusterConfig,
     EngineConfig,
     HttpConfig,
@@ -47,11 +48,19 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
     return Settings(model=given.get("model"), **groups)
 
 
-def check_kernels(engine: EngineConfig, ranks: int) -> None:
-    """Raises ValueError for kernels that a worker of so many ranks cannot compute with, which is with torch alone."""
-    if ranks == 1:
-        return
-    spread = f"with --data-parallel-size {ranks} a step is computed by torch"
+def check_ranks(engine: EngineConfig, model: ModelConfig) -> None:
+    """Raises ValueError for what a worker of several ranks, if it is one, cannot do."""
+    if engine.host_kv_memory and any(getattr(model, name) > 1 for name in PARALLEL_SIZES):
+        raise ValueError(
+            f"--host-kv-memory: with {model.rank_flags} KV lies in the KV cache alone: leave out one of the two"
+        )
+    if model.rank_flags:
+        check_kernels(engine, model.rank_flags)
+
+
+def check_kernels(engine: EngineConfig, rank_flags: str) -> None:
+    """Raises ValueError for kernels that a worker asked for so cannot compute with, which is with torch alone."""
+    spread = f"with {rank_flags} a step is computed by torch"
     if engine.deterministic:
         raise ValueError(f"--deterministic needs the compiled kernels, but {spread}: leave out one of the two")
     if engine.kernels == "compiled":

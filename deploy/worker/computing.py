@@ -14,6 +14,7 @@ from serving.forward.choose import make_forward
 from serving.forward.forward import Forward
 from serving.kvspec import LayerKV
 from serving.loader.loading import LoadedModel
+from serving.rank_group.layout_leader import DividedModel, flags_of, join_layout
 from serving.rank_group.leader import SpreadModel, join_group
 from serving.rank_group.ranks import RankGroup
 
@@ -34,7 +35,11 @@ def forward_of(model: LoadedModel, device_kv: DeviceKV, config: EngineConfig, ma
     """Raises ValueError where compiled kernels are demanded and cannot be had, or ranks do not come together."""
     if not isinstance(model, SpreadModel):
         return make_forward(model, device_kv.planes, config, max_position)
-    check_kernels(config, model.ranks.size)
+    if isinstance(model, DividedModel):
+        check_kernels(config, flags_of(model.layout))
+        log.info("computing with torch: the model is shared by %d ranks", model.ranks.size)
+        return join_layout(model, device_kv.planes, config.max_num_batched_tokens)
+    check_kernels(config, f"--data-parallel-size {model.ranks.size}")
     log.info("computing with torch: the experts are spread over %d ranks", model.ranks.size)
     return join_group(model, device_kv.planes, config.max_num_batched_tokens)
 
@@ -57,4 +62,5 @@ def counters_of(ranks: RankGroup) -> Mapping[str, float]:
     return {
         "expert_dispatch_bytes": float(traffic.dispatch_bytes + traffic.routing_bytes),
         "expert_combine_bytes": float(traffic.combine_bytes),
+        "parallel_bytes": float(traffic.parallel_bytes),
     }

@@ -17,6 +17,7 @@ import threading
 import torch
 from torch._C._distributed_c10d import FileStore
 
+from serving.expert_parallel.bounded import StoreUnavailable
 from serving.expert_parallel.exchange import ExchangeUnavailable, ExpertExchange, RankLost
 from serving.expert_parallel.layer import apply_expert_parallel, exchange_shape, idle_step
 from serving.expert_parallel.shared_memory import SharedMemoryExchange
@@ -25,11 +26,13 @@ from serving.logs import setup_logging
 from serving.malloc import keep_freed_memory
 from serving.model.decoder import Decoder, Planes
 from serving.rank_group.channel import Channel, ChannelClosed
+from serving.rank_group.layout_rank import LayoutRank, connect, load_layout_share
 from serving.rank_group.messages import GroupMet, LoadShare, MeetGroup, RunStep, ShareLoaded, StepDone, UsePlanes
 from serving.rank_group.parts import unpack
 from serving.rank_group.share import even_placements, load_share
 from serving.rank_group.shared_planes import MappedPlanes
 from serving.shared_memory import SegmentUnavailable
+from serving.temporary import also_ours, remove_temporary_folders
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +89,10 @@ def serve(channel: Channel) -> None:
 def _loaded(channel: Channel, order: LoadShare) -> LoadedModel | None:
     """The share of the model; None where the leader has been told why there is none."""
     try:
-        loaded = load_share(order.path, order.dtype, order.rank, order.ranks)
+        if order.layout is None:
+            loaded = load_share(order.path, order.dtype, order.rank, order.ranks)
+        else:
+            loaded = load_layout_share(order.path, order.dtype, order.layout, order.rank)
     except (ValueError, OSError) as error:
         channel.send(ShareLoaded(error=str(error)), ANSWER_SECONDS)
         return None
@@ -94,17 +100,24 @@ def _loaded(channel: Channel, order: LoadShare) -> LoadedModel | None:
     return loaded
 
 
-def _met(channel: Channel, model: Decoder, order: LoadShare) -> FollowingRank | None:
+def _met(channel: Channel, model: Decoder, order: LoadShare) -> FollowingRank | LayoutRank | None:
     """The rank ready for steps; None where the leader has been told why it is not."""
     meeting: MeetGroup = channel.receive(None)
     try:
-        kv = MappedPlanes(meeting.segment)
-        exchange = join_exchange(model, order.rank, order.ranks, FileStore(str(meeting.store), order.ranks), meeting)
-    except (RankLost, ExchangeUnavailable, SegmentUnavailable) as error:
+        rank = _joined(model, order, meeting)
+    except (RankLost, ExchangeUnavailable, SegmentUnavailable, StoreUnavailable) as error:
         channel.send(GroupMet(error=str(error)), ANSWER_SECONDS)
         return None
     channel.send(GroupMet(), ANSWER_SECONDS)
-    return FollowingRank(model, exchange, kv)
+    return rank
+
+
+def _joined(model: Decoder, order: LoadShare, meeting: MeetGroup) -> FollowingRank | LayoutRank:
+    also_ours(meeting.store.parent)
+    kv, store = MappedPlanes(meeting.segment), FileStore(str(meeting.store), order.ranks)
+    if order.layout is not None:
+        return LayoutRank(model, connect(model, order.layout, order.rank, store, meeting.deadline), kv)
+    return FollowingRank(model, join_exchange(model, order.rank, order.ranks, store, meeting), kv)
 
 
 def leave_with(parent: int) -> bool:
@@ -119,6 +132,7 @@ def leave_with(parent: int) -> bool:
 
     def watch() -> None:
         select.select([watched], [], [])
+        remove_temporary_folders()
         os._exit(1)
 
     threading.Thread(target=watch, name="leader", daemon=True).start()
