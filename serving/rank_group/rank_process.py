@@ -37,6 +37,7 @@ from serving.temporary import also_ours, remove_temporary_folders
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 60.0  # the leader reads answers as they come, or has ended
+LEADER_SECONDS = 0.2  # a broken connection is seen before the end of the process that held it
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -120,37 +121,41 @@ def _joined(model: Decoder, order: LoadShare, meeting: MeetGroup) -> FollowingRa
     return FollowingRank(model, join_exchange(model, order.rank, order.ranks, store, meeting), kv)
 
 
-def leave_with(parent: int) -> bool:
-    """End this process when that one ends, whatever this one is doing then; False if it has ended already."""
+def leave_with(parent: int) -> threading.Thread | None:
+    """End this process when that one ends, whatever it does then; the thread that sees to it, None where it is late."""
     try:
         watched = os.pidfd_open(parent)
     except ProcessLookupError:
-        return False
+        return None
     if os.getppid() != parent:  # asked when it is watched: the number may be somebody else's by now
         os.close(watched)
-        return False
+        return None
 
     def watch() -> None:
         select.select([watched], [], [])
         remove_temporary_folders()
         os._exit(1)
 
-    threading.Thread(target=watch, name="leader", daemon=True).start()
-    return True
+    watching = threading.Thread(target=watch, name="leader", daemon=True)
+    watching.start()
+    return watching
 
 
 def main() -> int:
     for number in ENDING:  # who ends a whole service tells all its processes: the leader still has requests to finish
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    if not leave_with(int(sys.argv[2])):
+    watching = leave_with(int(sys.argv[2]))
+    if watching is None:
         return 0
     try:
         serve(channel)
-    except ChannelClosed:
-        return 0  # the leader has left
+    except ChannelClosed:  # the leader has left, maybe without a chance to remove what it made
+        remove_temporary_folders()
+        return 0
     except RankLost as lost:
         log.error("this rank leaves: %s", lost)
+        watching.join(LEADER_SECONDS)  # it may be the leader that is lost
     return 1
 
 
