@@ -85,18 +85,20 @@ def compare(folder: Path, layout: ParallelLayout) -> None:
         lose(divided, group, signal.SIGKILL)
 
 
-def lose(divided: DividedModel, group: Side, harm: signal.Signals) -> None:
-    """The step fails with the rank's name, and all later ones; no process stays."""
+def lose(divided: DividedModel, group: Side, harm: signal.Signals) -> list[int]:
+    """The step fails with the rank's name, and all later ones; no process stays. The layers it told of."""
     running = pids(divided)
     os.kill(running[-1], harm)
     with pytest.raises(RankLost, match=f"rank {len(running)} of the group is lost") as lost:
         for _ in range(1000):
             group.step(MOST)
     assert lost.value.rank == len(running)
+    told = group.layers
     with pytest.raises(RankLost, match=f"rank {len(running)}"):
         group.step(MOST)
     divided.ranks.close()
     assert not any(map(exists, running))
+    return told
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -155,7 +157,8 @@ def test_a_rank_that_stands_still_is_named_within_the_deadline(tmp_path: Path) -
     with divided_over(tiny_llama(tmp_path), TP2, deadline=2.0) as divided:
         group = Side(join_layout(divided, device_kv(divided).planes, MOST_TOKENS))
         group.step(MOST)
-        lose(divided, group, signal.SIGSTOP)
+        told = lose(divided, group, signal.SIGSTOP)
+        assert told == [], "no layer counts as written before all ranks have written it"
 
 
 @pytest.mark.parametrize("name", ["llama3", "deepseek_v2"])
