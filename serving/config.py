@@ -57,6 +57,12 @@ class ModelConfig:
         "stages of a worker, each with some of the layers and their KV; a stage is --tensor-parallel-size ranks",
         least=1,
     )
+    prefill_context_parallel_size: int = option(
+        1,
+        "ranks of a prefill or mixed worker that share the tokens of a step, and attend by heads; each has the weights"
+        " that one of --tensor-parallel-size has",
+        least=1,
+    )
     prefill_tensor_parallel_size: int | None = option(
         None, "--tensor-parallel-size of prefill workers, where it is to differ", least=1
     )
@@ -79,12 +85,14 @@ class ModelConfig:
     def of(self, role: str) -> ModelConfig:
         """As workers of this role are configured: what is said of their role alone goes before the rest."""
         own = {name: getattr(self, f"{role}_{name}", None) for name in PARALLEL_SIZES}
+        own |= {"prefill_context_parallel_size": 1} if role == "decode" else {}
         return replace(self, **{name: value for name, value in own.items() if value is not None})
 
     @property
     def rank_flags(self) -> str:
         """The flags, with their values, by which a worker is of several ranks; empty where it is one process."""
-        sizes = {name: getattr(self, name) for name in ("data_parallel_size", *PARALLEL_SIZES)}
+        every = ("data_parallel_size", *PARALLEL_SIZES, "prefill_context_parallel_size")
+        sizes = {name: getattr(self, name) for name in every}
         return " ".join(f"--{name.replace('_', '-')} {size}" for name, size in sizes.items() if size > 1)
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from serving.config import (
-    PARALLEL_SIZES,
     ClusterConfig,
     EngineConfig,
     HttpConfig,
@@ -50,7 +49,7 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
 
 def check_ranks(engine: EngineConfig, model: ModelConfig) -> None:
     """Raises ValueError for what a worker of several ranks, if it is one, cannot do."""
-    if engine.host_kv_memory and any(getattr(model, name) > 1 for name in PARALLEL_SIZES):
+    if engine.host_kv_memory and model.rank_flags and model.data_parallel_size == 1:
         raise ValueError(
             f"--host-kv-memory: with {model.rank_flags} KV lies in the KV cache alone: leave out one of the two"
         )

@@ -74,7 +74,11 @@ def load_from(path: Path, config: ModelConfig) -> LoadedModel:
 
 def layout_of(config: ModelConfig) -> ParallelLayout:
     """How the ranks of a worker share its model."""
-    return ParallelLayout(tensor=config.tensor_parallel_size, pipeline=config.pipeline_parallel_size)
+    return ParallelLayout(
+        tensor=config.tensor_parallel_size,
+        pipeline=config.pipeline_parallel_size,
+        sequence=config.prefill_context_parallel_size,
+    )
 
 
 def release(model: LoadedModel) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 from serving.batch.ragged import RaggedBatch
 from serving.forward.forward import best_tokens
 from serving.forward.layer_events import LayerDone
-from serving.grammar.grammars import Allowed
 from serving.model.decoder import Decoder, Planes
 from serving.model.spec import ModelSpec
 from serving.parallel.layout import ParallelLayout, RankPlace
@@ -26,7 +25,6 @@ from serving.rank_group.messages import StepDone
 from serving.rank_group.parts import pack
 from serving.rank_group.ranks import RankGroup
 from serving.rank_group.share import LEADER
-from serving.sampling.allowed import only_allowed
 
 
 class LayoutForward:
@@ -36,7 +34,7 @@ class LayoutForward:
         self, model: Decoder, spec: ModelSpec, layout: ParallelLayout, planes: Sequence[Planes], ranks: RankGroup
     ) -> None:
         """`spec` is the whole model's."""
-        self.form = f"torch tp{layout.tensor} pp{layout.pipeline}"  # step costs are kept by form
+        self.form = f"torch tp{layout.tensor} pp{layout.pipeline} sp{layout.sequence}"  # step costs are kept by form
         self.model, self.spec, self.layout, self.planes, self.ranks = model, spec, layout, planes, ranks
         self._own = kv_share(planes, LEADER, spec, layout)
         self._number = ranks.use_planes(planes, partial(kv_share, spec=spec, layout=layout))
@@ -47,10 +45,14 @@ class LayoutForward:
     def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         return self._computed(batch, layer_done, head=True)
 
-    def greedy(
-        self, batch: RaggedBatch, layer_done: LayerDone | None, allowed: Sequence[Allowed | None] = ()
-    ) -> Tensor:
-        return best_tokens(only_allowed(self.logits(batch, layer_done), allowed))
+    def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+        return best_tokens(self.logits(batch, layer_done))
+
+    def greedy_and_logits(
+        self, batch: RaggedBatch, layer_done: LayerDone | None, rows: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        logits = self.logits(batch, layer_done)
+        return best_tokens(logits), logits[rows]
 
     def hidden(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         return self._computed(batch, layer_done, head=False).float()
@@ -62,14 +64,16 @@ class LayoutForward:
             if not batch.barrier.passes(len(self.planes) - 1):
                 return torch.empty(len(batch.logits_rows), self.spec.vocab_size if head else self.spec.hidden)
             batch = replace(batch, barrier=None)
+        # A rank takes part in the sum after a layer's attention once it has written that layer's KV; where ranks share
+        # rows, one without any may be ahead of the others.
+        written = layer_done if self.layout.sequence == 1 else None
         parts = [pack(batch)] * (self.ranks.size - 1)
         with self.ranks.step(self._number, parts, head=head) as done:
-            # A rank takes part in the sum after a layer's attention once it has written that layer's KV.
-            out = self.model(batch, self._own, layer_done)[batch.logits_rows]
+            out = self.model(batch, self._own, written)[batch.logits_rows]
             if head:
                 out = self.model.logits(out)
         if layer_done is not None:
-            for layer in range(len(self._own), len(self.planes)):
+            for layer in range(0 if written is None else len(self._own), len(self.planes)):
                 layer_done(layer)
         return out if head or self.layout.pipeline == 1 else self._of_last_stage(out, done)
 

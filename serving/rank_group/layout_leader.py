@@ -26,7 +26,11 @@ from serving.rank_group.share import LEADER
 
 log = logging.getLogger(__name__)
 
-FLAGS = {"tensor": "--tensor-parallel-size", "pipeline": "--pipeline-parallel-size"}
+FLAGS = {
+    "tensor": "--tensor-parallel-size",
+    "pipeline": "--pipeline-parallel-size",
+    "sequence": "--prefill-context-parallel-size",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,25 +48,19 @@ def flags_of(layout: ParallelLayout) -> str:
 def check_layout(path: Path, dtype: str, quantization: str | None, layout: ParallelLayout) -> None:
     """Raises ValueError, with what to do, for a model at `path` that ranks of this layout cannot share."""
     spec, checkpoint, _ = open_checkpoint(path)
+    fitting = ParallelLayout()
     for form, flag in FLAGS.items():
         asked = getattr(layout, form)
-        if (reason := _unfit(replace(ParallelLayout(), **{form: asked}), spec)) is not None:
-            most = next(one for one in range(min(asked, _most(spec)), 0, -1) if _fits(form, one, spec))
+        if (reason := _unfit(replace(fitting, **{form: asked}), spec)) is not None:
+            sizes = range(min(asked, max(spec.layers, spec.heads)), 0, -1)
+            most = next(one for one in sizes if _unfit(replace(fitting, **{form: one}), spec) is None)
             raise ValueError(f"{flag} {asked}: {reason.partition(': ')[2]}; choose {most} or less")
+        fitting = replace(fitting, **{form: asked})
     if quantization == "int8" and not checkpoint.int8_names:
         raise ValueError(
             f"--quantization int8: {layout.ranks} ranks load parts of the model, which cannot be quantized then; write"
             " it in INT8 with `millrace quantize` first, and serve that"
         )
-
-
-def _most(spec: ModelSpec) -> int:
-    """Ranks above which no form fits."""
-    return max(spec.layers, spec.heads)
-
-
-def _fits(form: str, ranks: int, spec: ModelSpec) -> bool:
-    return _unfit(replace(ParallelLayout(), **{form: ranks}), spec) is None
 
 
 def _unfit(layout: ParallelLayout, spec: ModelSpec) -> str | None:
@@ -82,7 +80,7 @@ def load_layout(
     where the ranks cannot work together.
     """
     check_layout(path, dtype, quantization, layout)
-    torch.set_num_threads(max(1, torch.get_num_threads() // layout.tensor))  # stages compute one after the other
+    torch.set_num_threads(max(1, torch.get_num_threads() // layout.head_ranks))  # stages compute one after the other
     group = RankGroup(layout.ranks, deadline)
     divided: DividedModel | None = None
     try:

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.thorough
 ONE = ModelConfig(dtype="float32")
 TP2 = ModelConfig(dtype="float32", tensor_parallel_size=2)
 PP2 = ModelConfig(dtype="float32", pipeline_parallel_size=2)
+SP2 = ModelConfig(dtype="float32", prefill_context_parallel_size=2)
 TP2_PP2 = ModelConfig(dtype="float32", tensor_parallel_size=2, pipeline_parallel_size=2)
 TOKENS, BLOCK = 16, 16
 
@@ -93,9 +94,10 @@ async def workers(path: Path, *models: tuple[Role, ModelConfig], pool: Pool | No
         (ONE, TP2),
         (PP2, ONE),
         pytest.param(PP2, TP2, marks=pytest.mark.slow),
+        pytest.param(SP2, ONE, marks=pytest.mark.slow),
         pytest.param(TP2_PP2, ONE, marks=pytest.mark.slow),
     ],
-    ids=["tp2-to-one", "one-to-tp2", "pp2-to-one", "pp2-to-tp2", "both-to-one"],
+    ids=["tp2-to-one", "one-to-tp2", "pp2-to-one", "pp2-to-tp2", "sp2-to-one", "both-to-one"],
 )
 async def test_layouts_hand_over_to_each_other(
     prefill: ModelConfig, decode: ModelConfig, uneven: Path, own_threads: None

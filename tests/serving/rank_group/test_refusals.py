@@ -53,6 +53,11 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"tensor_parallel_size": 2**31}, "choose 6 or less"),
         ({"pipeline_parallel_size": 4}, "-parallel-size 4: the model has 3 layers; choose 3 or less"),
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 4}, "choose 3 or less"),
+        ({"prefill_context_parallel_size": 4}, "-context-parallel-size 4: .*; choose 3 or less"),
+        (
+            {"tensor_parallel_size": 3, "prefill_context_parallel_size": 3},
+            "-context-parallel-size 3: .*; choose 2 or less",
+        ),
         ({"tensor_parallel_size": 2, "device": "cuda"}, "--device cpu alone"),
         ({"tensor_parallel_size": 2, "quantization": "int8"}, "millrace quantize"),
         ({"tensor_parallel_size": 2, "data_parallel_size": 2}, "leave out one of the two"),
@@ -73,6 +78,9 @@ def test_a_role_may_have_sizes_of_its_own() -> None:
     assert config.of("prefill").rank_flags == "--tensor-parallel-size 4"
     assert config.of("decode").rank_flags == "--tensor-parallel-size 2 --pipeline-parallel-size 3"
     assert config.of("mixed").rank_flags == "--tensor-parallel-size 2"
+    prompts = ModelConfig(prefill_context_parallel_size=2)
+    assert prompts.of("mixed").rank_flags == prompts.of("prefill").rank_flags == "--prefill-context-parallel-size 2"
+    assert prompts.of("decode").rank_flags == "", "its steps have no prompts to share"
 
 
 EXPERTS = configs()["mixtral"].num_local_experts
