@@ -26,7 +26,7 @@ from serving.loader.loading import LoadedModel, load, resolve
 from serving.parallel.layout import ParallelLayout
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
-from serving.rank_group.layout_leader import check_layout, flags_of, load_layout
+from serving.rank_group.layout_leader import DividedModel, check_layout, flags_of, load_layout
 from serving.rank_group.leader import SpreadModel, check_spread, load_spread
 from serving.rpc import Caller, asking
 from serving.temporary import temporary_folder
@@ -83,7 +83,7 @@ def layout_of(config: ModelConfig) -> ParallelLayout:
 
 def release(model: LoadedModel) -> None:
     """End what holds a part of the model beside this process. Call when no step runs any more."""
-    if isinstance(model, SpreadModel):
+    if isinstance(model, SpreadModel | DividedModel):
         model.ranks.close()
 
 

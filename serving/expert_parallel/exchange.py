@@ -106,7 +106,6 @@ class ExchangeTraffic:
     dispatch_bytes: int = 0  # values and scales of those rows
     routing_bytes: int = 0  # how many there are, and which slots take them
     combine_bytes: int = 0  # results
-    parallel_bytes: int = 0  # sums, states and logits of ranks that share a model's weights or layers
 
     def __add__(self, other: ExchangeTraffic) -> ExchangeTraffic:
         return ExchangeTraffic(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from serving.expert_parallel.all_to_all import connected, host_key
 from serving.expert_parallel.bounded import StoreUnavailable
-from serving.expert_parallel.exchange import ExchangeTraffic, RankLost
+from serving.expert_parallel.exchange import RankLost
 from serving.expert_parallel.meeting import MEETING_SECONDS, exchanged
 from serving.expert_parallel.processes import ProcessWatch
 from serving.expert_parallel.waits import BoundedWaits
@@ -86,10 +86,6 @@ class ParallelRank:
     @property
     def bytes_sent(self) -> int:
         return sum(group.bytes_sent for group in self.groups)
-
-    @property
-    def traffic(self) -> ExchangeTraffic:
-        return ExchangeTraffic(parallel_bytes=self.bytes_sent)
 
     def close(self) -> None:
         self.waits.close()

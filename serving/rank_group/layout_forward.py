@@ -21,9 +21,9 @@ from serving.model.decoder import Decoder, Planes
 from serving.model.spec import ModelSpec
 from serving.parallel.layout import ParallelLayout, RankPlace
 from serving.rank_group.kv_share import kv_share
-from serving.rank_group.messages import StepDone
+from serving.rank_group.layout_group import LayoutGroup
+from serving.rank_group.layout_messages import LayoutDone
 from serving.rank_group.parts import pack
-from serving.rank_group.ranks import RankGroup
 from serving.rank_group.share import LEADER
 
 
@@ -31,13 +31,13 @@ class LayoutForward:
     """The leader's. `model` is its share, connected to the others'; `planes` are the whole model's, shared by all."""
 
     def __init__(
-        self, model: Decoder, spec: ModelSpec, layout: ParallelLayout, planes: Sequence[Planes], ranks: RankGroup
+        self, model: Decoder, spec: ModelSpec, layout: ParallelLayout, planes: Sequence[Planes], ranks: LayoutGroup
     ) -> None:
         """`spec` is the whole model's."""
         self.form = f"torch tp{layout.tensor} pp{layout.pipeline} sp{layout.sequence}"  # step costs are kept by form
         self.model, self.spec, self.layout, self.planes, self.ranks = model, spec, layout, planes, ranks
         self._own = kv_share(planes, LEADER, spec, layout)
-        self._number = ranks.use_planes(planes, partial(kv_share, spec=spec, layout=layout))
+        self._number = ranks.use_planes(partial(kv_share, planes, spec=spec, layout=layout))
 
     def over(self, planes: Sequence[Planes]) -> LayoutForward:
         return LayoutForward(self.model, self.spec, self.layout, planes, self.ranks)
@@ -67,8 +67,7 @@ class LayoutForward:
         # A rank takes part in the sum after a layer's attention once it has written that layer's KV; where ranks share
         # rows, one without any may be ahead of the others.
         written = layer_done if self.layout.sequence == 1 else None
-        parts = [pack(batch)] * (self.ranks.size - 1)
-        with self.ranks.step(self._number, parts, head=head) as done:
+        with self.ranks.step(self._number, pack(batch), head=head) as done:
             out = self.model(batch, self._own, written)[batch.logits_rows]
             if head:
                 out = self.model.logits(out)
@@ -77,7 +76,7 @@ class LayoutForward:
                 layer_done(layer)
         return out if head or self.layout.pipeline == 1 else self._of_last_stage(out, done)
 
-    def _of_last_stage(self, own: Tensor, done: Sequence[StepDone]) -> Tensor:
+    def _of_last_stage(self, own: Tensor, done: Sequence[LayoutDone]) -> Tensor:
         rows = done[gives_rows(self.layout) - 1].rows
         return torch.from_numpy(rows).view(own.dtype).view(own.shape)
 

@@ -14,14 +14,13 @@ import torch
 
 from serving.expert_parallel.bounded import StoreUnavailable
 from serving.expert_parallel.exchange import RankLost
-from serving.loader.loading import open_checkpoint
+from serving.loader.loading import LoadedModel, open_checkpoint
 from serving.model.decoder import Planes
 from serving.model.spec import ModelSpec
 from serving.parallel.layout import ParallelLayout
 from serving.rank_group.layout_forward import LayoutForward
+from serving.rank_group.layout_group import LayoutGroup
 from serving.rank_group.layout_rank import connect, load_layout_share
-from serving.rank_group.leader import SpreadModel
-from serving.rank_group.ranks import RankGroup
 from serving.rank_group.share import LEADER
 
 log = logging.getLogger(__name__)
@@ -34,10 +33,14 @@ FLAGS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DividedModel(SpreadModel):
-    """The leader's share of a model of which each rank holds some heads, widths or layers. `spec` is the whole's."""
+class DividedModel(LoadedModel):
+    """The leader's share of a model of which each rank holds some heads, widths or layers. `spec` is the whole's.
+
+    Close `ranks` when no step runs any more.
+    """
 
     layout: ParallelLayout
+    ranks: LayoutGroup
 
 
 def flags_of(layout: ParallelLayout) -> str:
@@ -81,10 +84,10 @@ def load_layout(
     """
     check_layout(path, dtype, quantization, layout)
     torch.set_num_threads(max(1, torch.get_num_threads() // layout.head_ranks))  # stages compute one after the other
-    group = RankGroup(layout.ranks, deadline)
+    group = LayoutGroup(layout, deadline)
     divided: DividedModel | None = None
     try:
-        group.load(path, dtype, layout)
+        group.load(path, dtype)
         own = load_layout_share(path, dtype, layout, LEADER, quantization)
         group.loaded()
         values = {one.name: getattr(own, one.name) for one in fields(own)}
@@ -97,14 +100,14 @@ def load_layout(
             group.close()
 
 
-def join_layout(divided: DividedModel, planes: Sequence[Planes], max_tokens: int) -> LayoutForward:
-    """The forward pass of all ranks over `planes` (RankGroup.share_planes).
+def join_layout(divided: DividedModel, planes: Sequence[Planes]) -> LayoutForward:
+    """The forward pass of all ranks over `planes` (LayoutGroup.share_planes).
 
     Raises ValueError where the ranks do not come together.
     """
     model, layout, ranks = divided.model, divided.layout, divided.ranks
     try:
-        ranks.meet(max_tokens, lambda store: connect(model, layout, LEADER, store, ranks.deadline))
+        ranks.meet(lambda store: connect(model, layout, LEADER, store, ranks.deadline))
         return LayoutForward(model, divided.spec, layout, planes, ranks)
     except (RankLost, StoreUnavailable) as error:
         raise ValueError(f"the ranks of this worker do not come together: {error}") from error

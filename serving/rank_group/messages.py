@@ -14,17 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serving.expert_parallel.exchange import ExchangeTraffic
-from serving.parallel.layout import ParallelLayout
 
 Arrays = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadShare:
-    """Load this rank's share of the model at `path`; `threads` compute it. Answered by ShareLoaded.
-
-    It is what `layout` says; without one all but the experts of other ranks.
-    """
+    """Load the model at `path` with the experts of this rank alone; `threads` compute it. Answered by ShareLoaded."""
 
     path: Path
     dtype: str
@@ -32,7 +28,6 @@ class LoadShare:
     ranks: int
     threads: int
     log_level: int
-    layout: ParallelLayout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +82,12 @@ class UsePlanes:
 class RunStep:
     """Take part in step `number`, over the KV planes with this number; with `part` None, without rows of its own.
 
-    With `head` the ranks compute logits together. Answered by StepDone.
+    Answered by StepDone.
     """
 
     number: int
     planes: int
     part: PackedBatch | None
-    head: bool = False
 
 
 @dataclass(frozen=True, slots=True)

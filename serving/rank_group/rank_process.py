@@ -17,7 +17,6 @@ import threading
 import torch
 from torch._C._distributed_c10d import FileStore
 
-from serving.expert_parallel.bounded import StoreUnavailable
 from serving.expert_parallel.exchange import ExchangeUnavailable, ExpertExchange, RankLost
 from serving.expert_parallel.layer import apply_expert_parallel, exchange_shape, idle_step
 from serving.expert_parallel.shared_memory import SharedMemoryExchange
@@ -26,13 +25,14 @@ from serving.logs import setup_logging
 from serving.malloc import keep_freed_memory
 from serving.model.decoder import Decoder, Planes
 from serving.rank_group.channel import Channel, ChannelClosed
-from serving.rank_group.layout_rank import LayoutRank, connect, load_layout_share
+from serving.rank_group.layout_messages import LoadLayout
+from serving.rank_group.layout_rank import serve_layout
 from serving.rank_group.messages import GroupMet, LoadShare, MeetGroup, RunStep, ShareLoaded, StepDone, UsePlanes
 from serving.rank_group.parts import unpack
 from serving.rank_group.share import even_placements, load_share
 from serving.rank_group.shared_planes import MappedPlanes
 from serving.shared_memory import SegmentUnavailable
-from serving.temporary import also_ours, remove_temporary_folders
+from serving.temporary import remove_temporary_folders
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,10 @@ class FollowingRank:
 
 def serve(channel: Channel) -> None:
     """Do what the leader says until it closes the channel. Raises ChannelClosed, RankLost."""
-    order: LoadShare = channel.receive(None)
+    order: LoadShare | LoadLayout = channel.receive(None)
+    if isinstance(order, LoadLayout):
+        serve_layout(channel, order)
+        return
     setup_logging(f"rank-{order.rank}", logging.getLevelName(order.log_level))
     torch.set_num_threads(order.threads)
     loaded = _loaded(channel, order)
@@ -90,10 +93,7 @@ def serve(channel: Channel) -> None:
 def _loaded(channel: Channel, order: LoadShare) -> LoadedModel | None:
     """The share of the model; None where the leader has been told why there is none."""
     try:
-        if order.layout is None:
-            loaded = load_share(order.path, order.dtype, order.rank, order.ranks)
-        else:
-            loaded = load_layout_share(order.path, order.dtype, order.layout, order.rank)
+        loaded = load_share(order.path, order.dtype, order.rank, order.ranks)
     except (ValueError, OSError) as error:
         channel.send(ShareLoaded(error=str(error)), ANSWER_SECONDS)
         return None
@@ -101,24 +101,17 @@ def _loaded(channel: Channel, order: LoadShare) -> LoadedModel | None:
     return loaded
 
 
-def _met(channel: Channel, model: Decoder, order: LoadShare) -> FollowingRank | LayoutRank | None:
+def _met(channel: Channel, model: Decoder, order: LoadShare) -> FollowingRank | None:
     """The rank ready for steps; None where the leader has been told why it is not."""
     meeting: MeetGroup = channel.receive(None)
     try:
-        rank = _joined(model, order, meeting)
-    except (RankLost, ExchangeUnavailable, SegmentUnavailable, StoreUnavailable) as error:
+        kv = MappedPlanes(meeting.segment)
+        exchange = join_exchange(model, order.rank, order.ranks, FileStore(str(meeting.store), order.ranks), meeting)
+    except (RankLost, ExchangeUnavailable, SegmentUnavailable) as error:
         channel.send(GroupMet(error=str(error)), ANSWER_SECONDS)
         return None
     channel.send(GroupMet(), ANSWER_SECONDS)
-    return rank
-
-
-def _joined(model: Decoder, order: LoadShare, meeting: MeetGroup) -> FollowingRank | LayoutRank:
-    also_ours(meeting.store.parent)
-    kv, store = MappedPlanes(meeting.segment), FileStore(str(meeting.store), order.ranks)
-    if order.layout is not None:
-        return LayoutRank(model, connect(model, order.layout, order.rank, store, meeting.deadline), kv)
-    return FollowingRank(model, join_exchange(model, order.rank, order.ranks, store, meeting), kv)
+    return FollowingRank(model, exchange, kv)
 
 
 def leave_with(parent: int) -> threading.Thread | None:

@@ -14,18 +14,17 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch._C._distributed_c10d import FileStore
 
 from serving.child_process import helper_environ, module_command
-from serving.expert_parallel.exchange import ExchangeTraffic, RankLost
+from serving.expert_parallel.exchange import ExchangeTraffic, ExpertExchange, RankLost
 from serving.kvspec import LayerKV
 from serving.model.decoder import Planes
-from serving.parallel.layout import ParallelLayout
 from serving.rank_group.channel import Channel, ChannelClosed, ChannelLate
 from serving.rank_group.messages import (
     GroupMet,
@@ -50,23 +49,7 @@ STOP_SECONDS = 2.0  # that it may take to leave
 ALSO_NEEDED = ("CXX", "XDG_CACHE_HOME", "OMP_WAIT_POLICY")  # by which kernels are found, and threads wait
 
 Word = TypeVar("Word")
-
-
-class RankLink(Protocol):
-    """The leader's own part in what its ranks send each other."""
-
-    @property
-    def traffic(self) -> ExchangeTraffic: ...
-
-    def close(self) -> None: ...
-
-
-Link = TypeVar("Link", bound=RankLink)
-
-
-def whole(planes: Sequence[Planes], rank: int) -> Sequence[Planes]:
-    """Of KV planes, what a rank reaches that may compute any sequence."""
-    return planes
+Join = Callable[[FileStore], ExpertExchange]  # raises RankLost, ValueError
 
 
 class RankProcess:
@@ -132,8 +115,7 @@ class RankGroup:
         self.deadline = deadline
         self.lost: RankLost | None = None
         self.traffic = ExchangeTraffic()  # of all ranks so far
-        self.exchange: RankLink | None = None  # the leader's own part
-        self._meeting = ExitStack()  # holds the folder of the store that ranks meet in, and name a lost one by
+        self.exchange: ExpertExchange | None = None  # the leader's own part
         self._kv: SharedPlanes | None = None
         self._plane_sets = 0
         self._steps = 0
@@ -149,19 +131,13 @@ class RankGroup:
 
     # ---- until the first step ----------------------------------------------------------------------------------
 
-    def load(self, path: Path, dtype: str, layout: ParallelLayout | None = None) -> None:
+    def load(self, path: Path, dtype: str) -> None:
         """Have every rank begin to load its share of the model, each with as many threads as this process has."""
         threads = torch.get_num_threads()
         level = logging.getLogger().getEffectiveLevel()
         for other in self.others:
             order = LoadShare(
-                path=path,
-                dtype=dtype,
-                rank=other.rank,
-                ranks=self.size,
-                threads=threads,
-                log_level=level,
-                layout=layout,
+                path=path, dtype=dtype, rank=other.rank, ranks=self.size, threads=threads, log_level=level
             )
             other.say(order, MEETING_SECONDS)
 
@@ -178,43 +154,40 @@ class RankGroup:
         self._kv = SharedPlanes(specs, num_blocks, block_size)
         return self._kv.planes
 
-    def meet(self, max_tokens: int, join: Callable[[FileStore], Link]) -> Link:
-        """The leader's part in what the group sends, made by `join`, which the others join as well.
+    def meet(self, max_tokens: int, join: Join) -> ExpertExchange:
+        """The leader's part in the group's exchange, made by `join`, which the others join as well.
 
         `max_tokens` is the most rows of one step. Raises RankLost and ValueError where the group does not come about.
         """
         assert self._kv is not None, "share_planes comes first"
-        folder = self._meeting.enter_context(temporary_folder(Path(tempfile.gettempdir())))
-        order = MeetGroup(
-            segment=self._kv.segment.details,
-            store=folder / "store",
-            max_tokens=max_tokens,
-            deadline=self.deadline,
-        )
-        for other in self.others:
-            other.say(order, MEETING_SECONDS)
-        self.exchange = link = join(FileStore(str(order.store), self.size))
-        for other in self.others:
-            word = other.answer(GroupMet, 2 * MEETING_SECONDS)
-            if word.error is not None:
-                raise ValueError(f"rank {other.rank}: {word.error}")
-        return link
+        with temporary_folder(Path(tempfile.gettempdir())) as folder:
+            order = MeetGroup(
+                segment=self._kv.segment.details,
+                store=folder / "store",
+                max_tokens=max_tokens,
+                deadline=self.deadline,
+            )
+            for other in self.others:
+                other.say(order, MEETING_SECONDS)
+            self.exchange = join(FileStore(str(order.store), self.size))
+            for other in self.others:
+                word = other.answer(GroupMet, 2 * MEETING_SECONDS)
+                if word.error is not None:
+                    raise ValueError(f"rank {other.rank}: {word.error}")
+        return self.exchange
 
-    def use_planes(
-        self, planes: Sequence[Planes], share: Callable[[Sequence[Planes], int], Sequence[Planes]] = whole
-    ) -> int:
-        """Tell each rank of its `share` of planes that are views of the shared ones; the number by which steps name
-        them."""
+    def use_planes(self, planes: Sequence[Planes]) -> int:
+        """Tell all ranks of planes, views of the shared ones; the number by which steps name them."""
         assert self._kv is not None
         for other in self.others:
-            other.say(UsePlanes(self._kv.places(share(planes, other.rank))), self.deadline)
+            other.say(UsePlanes(self._kv.places(planes)), self.deadline)
         self._plane_sets += 1
         return self._plane_sets - 1
 
     # ---- steps -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def step(self, planes: int, parts: Sequence[PackedBatch | None], *, head: bool = False) -> Iterator[list[StepDone]]:
+    def step(self, planes: int, parts: Sequence[PackedBatch | None]) -> Iterator[list[StepDone]]:
         """Have the other ranks compute `parts`, in their order, while the leader computes its own inside.
 
         What they have done is in the list when it is left. Raises RankLost; also inside, where the exchange finds out.
@@ -227,7 +200,7 @@ class RankGroup:
         try:
             self._steps += 1
             for other, part in zip(self.others, parts, strict=True):
-                other.say(RunStep(self._steps, planes, part, head), self.deadline)
+                other.say(RunStep(self._steps, planes, part), self.deadline)
             yield done
             done += (other.answer(StepDone, self.deadline) for other in self.others)
             assert all(one.number == self._steps for one in done), "a rank answers to another step"
@@ -275,4 +248,3 @@ class RankGroup:
         if self._kv is not None:
             self._kv.segment.close()
             self._kv = None
-        self._meeting.close()

@@ -27,7 +27,6 @@ from tests.serving.rank_group.groups import (
     BLOCKS_EACH,
     DEADLINE,
     LENGTHS,
-    MOST_TOKENS,
     Side,
     alone,
     exists,
@@ -69,7 +68,7 @@ def compare(folder: Path, layout: ParallelLayout) -> None:
     reference = alone(folder)
     with divided_over(folder, layout) as divided:
         kv = device_kv(divided)
-        group, one = Side(join_layout(divided, kv.planes, MOST_TOKENS)), Side(reference)
+        group, one = Side(join_layout(divided, kv.planes)), Side(reference)
         held, every = (sum(one.numel() for one in model.parameters()) for model in (divided.model, reference.model))
         assert held < 0.7 * every or layout == SP2
         for _ in range(NEW_TOKENS):
@@ -81,7 +80,7 @@ def compare(folder: Path, layout: ParallelLayout) -> None:
                 close(plane, expected)
         close(group.hidden(MOST), one.hidden(MOST))
         wait_at_a_barrier(group, one)
-        assert divided.ranks.traffic.parallel_bytes > 0
+        assert divided.ranks.bytes_sent > 0
         assert divided.ranks.lost is None
         lose(divided, group, signal.SIGKILL)
 
@@ -144,7 +143,7 @@ def test_kv_of_a_narrower_type_lies_in_the_same_memory(tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path, heads=4, kv_heads=2)
     with divided_over(folder, TP2) as divided:
         kv = device_kv(divided)
-        narrow = join_layout(divided, kv.planes, MOST_TOKENS).over(kv.kept_as("int8").planes)
+        narrow = join_layout(divided, kv.planes).over(kv.kept_as("int8").planes)
         assert isinstance(narrow, LayoutForward)
         reference = alone(folder)
         wanted = DeviceKV(divided.spec.kv_layers("float32"), kv.num_blocks, BLOCK).kept_as("int8")
@@ -158,7 +157,7 @@ def test_kv_of_a_narrower_type_lies_in_the_same_memory(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_rank_that_stands_still_is_named_within_the_deadline(tmp_path: Path) -> None:
     with divided_over(tiny_llama(tmp_path), TP2, deadline=2.0) as divided:
-        group = Side(join_layout(divided, device_kv(divided).planes, MOST_TOKENS))
+        group = Side(join_layout(divided, device_kv(divided).planes))
         group.step(MOST)
         told = lose(divided, group, signal.SIGSTOP)
         assert told == [], "no layer counts as written before all ranks have written it"

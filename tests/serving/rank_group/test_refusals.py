@@ -67,7 +67,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_ranks_cannot_share_is_refused_before_one_is_started(
     settings: dict[str, Any], told: str, dense: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout_leader, "RankGroup", _not_to_be_started)
+    monkeypatch.setattr(layout_leader, "LayoutGroup", _not_to_be_started)
     for check in (check_model, load_from):
         with pytest.raises(ValueError, match=told):
             check(dense, ModelConfig(**settings))
