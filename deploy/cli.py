@@ -15,11 +15,11 @@ from typing import Any
 from bench import command as bench
 from deploy import cache, explain, quantize, top, upcycle
 from deploy.foreign_flags import translate
-from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings, check_kernels, read_settings
+from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings, check_ranks, read_settings
 from deploy.runtime.signals import leave_at_once_on_signals
 from deploy.runtime.tls import server_context
 from serving import __version__
-from serving.config import PlacementConfig
+from serving.config import PARALLEL_SIZES, ModelConfig, PlacementConfig
 from serving.errors import MillraceError
 from serving.logs import setup_logging
 from serving.messages import Role
@@ -138,7 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_last_word(arguments, given, "model", *CONFIGS)
         settings = read_settings(given)
         check_heartbeats(settings.placement)
-        check_kernels(settings.engine, settings.model_config.data_parallel_size)
+        for role in [Role(parsed.command)] if parsed.command in WORKERS else Role:
+            check_ranks(settings.engine, settings.model_config.of(role))
         server_context(settings.http)  # certificates that cannot be used are told of before anything has started
         configured_classes(settings.service)
         setup_logging(settings.cluster.worker_name or parsed.command, settings.http.log_level)
@@ -179,9 +180,12 @@ def _start(given: Mapping[str, Any], settings: Settings) -> int:
 
     children = children_of(given) if command == "serve" else {}
     if command == "serve" and not children:
+        check_roles(children, settings.model_config)
         if settings.service.strict_disaggregation:
             raise ValueError("--strict-disaggregation needs workers apart: --prefill N --decode M, say")
         return uvloop.run(serve_embedded(settings))
+    if command == "serve":
+        check_roles(children, settings.model_config)
     return uvloop.run(serve_front(settings, children, given.get("kvcache", 0)))
 
 
@@ -205,6 +209,16 @@ def check_counts(children: Mapping[Role, int]) -> None:
         for role, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
             if children.get(role) and not children.get(other):
                 raise ValueError(f"--{role} {children[role]} needs --{other} too, or --mixed")
+
+
+def check_roles(children: Mapping[Role, int], model: ModelConfig) -> None:
+    """Raises ValueError for settings of workers of one role, where none are started."""
+    for role in (Role.PREFILL, Role.DECODE):
+        for name in PARALLEL_SIZES:
+            own = f"{role}_{name}"
+            if not children.get(role) and getattr(model, own) is not None:
+                flag = own.replace("_", "-")
+                raise ValueError(f"--{flag} is for {role} workers, of which none are started: --prefill N --decode M")
 
 
 def check_heartbeats(placement: PlacementConfig) -> None:

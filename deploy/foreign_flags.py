@@ -58,7 +58,6 @@ HUB = "hub models go where HF_HOME says, and private ones need HF_TOKEN: set the
 DOWNLOAD = "fetch that revision with `hf download NAME --revision REVISION --local-dir FOLDER`, and serve FOLDER"
 MEMORY = "the KV cache has a size in bytes, not a share of the device: --kv-cache-memory 20GiB"
 SEEDS = "there is no seed for all requests: each may have its own, as `seed` in its body"
-SPLIT = "a worker computes on one device: more devices are more workers, --mixed N or --prefill N --decode M"
 APART = "`millrace serve --prefill N --decode M`, or `millrace prefill` and `millrace decode` on hosts of their own"
 TOKENIZER = "the tokenizer is the one in the model's folder: put other files there"
 DRAFT_MODEL = ("--speculative-model", "--speculative-draft-model-path")  # a name becomes JSON
@@ -107,18 +106,8 @@ FLAGS: tuple[ForeignFlag, ...] = (
         "--lora-modules", "--lora-paths", "--max-loras", "--max-lora-rank", "--max-loras-per-batch", instead=NO_LORA
     ),
     # Devices and workers.
-    ForeignFlag(
-        ("--tensor-parallel-size", "-tp", "--tp", "--tp-size"),
-        always=("1",),
-        told="a worker computes on one device",
-        instead=SPLIT,
-    ),
-    ForeignFlag(
-        ("--pipeline-parallel-size", "-pp", "--pp-size"),
-        always=("1",),
-        told="a worker computes on one device",
-        instead=SPLIT,
-    ),
+    becomes("--tensor-parallel-size", "-tp", "--tp", "--tp-size"),
+    becomes("--pipeline-parallel-size", "-pp", "--pp-size"),
     becomes("--data-parallel-size", "-dp", "--dp", "--dp-size"),
     ForeignFlag(
         ("--distributed-executor-backend",),

@@ -123,7 +123,8 @@ async def serve_front(settings: Settings, children: Mapping[Role, int], nodes: i
     template = read_chat_template(settings.http.chat_template)
     listening = bind(settings.http.host, settings.http.port)
     path = resolve(settings.model)
-    check_model(path, settings.model_config)
+    for role in children or (Role.MIXED,):
+        check_model(path, settings.model_config.of(role))
     key = settings.cluster.cluster_key or (secrets.token_hex(16) if children else None)
     config = router_config(settings)
     fleet = Fleet(config, lambda status: RemoteWorker(Caller(status.address, key)))

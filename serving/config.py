@@ -9,6 +9,7 @@ from serving.options import ConfigError, option
 from serving.speculative_config import SpeculativeConfig, read_speculative_config
 
 KERNELS = ("auto", "compiled", "torch")
+PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +49,51 @@ class ModelConfig:
         False,
         "let each rank of a worker hold some of a mixture of experts, and compute some of its sequences",
     )
+    tensor_parallel_size: int = option(
+        1, "ranks of a worker that share each layer: its weights by heads and widths, its KV by heads", least=1
+    )
+    pipeline_parallel_size: int = option(
+        1,
+        "stages of a worker, each with some of the layers and their KV; a stage is --tensor-parallel-size ranks",
+        least=1,
+    )
+    prefill_context_parallel_size: int = option(
+        1,
+        "ranks of a prefill or mixed worker that share the tokens of a step, and attend by heads; each has the weights"
+        " that one of --tensor-parallel-size has",
+        least=1,
+    )
+    prefill_tensor_parallel_size: int | None = option(
+        None, "--tensor-parallel-size of prefill workers, where it is to differ", least=1
+    )
+    decode_tensor_parallel_size: int | None = option(
+        None, "--tensor-parallel-size of decode workers, where it is to differ", least=1
+    )
+    prefill_pipeline_parallel_size: int | None = option(
+        None, "--pipeline-parallel-size of prefill workers, where it is to differ", least=1
+    )
+    decode_pipeline_parallel_size: int | None = option(
+        None, "--pipeline-parallel-size of decode workers, where it is to differ", least=1
+    )
     rank_timeout: float = option(
         10.0,
         "seconds a rank may keep the others waiting in a step, until the worker is given up",
         least=0.01,
         most=3600,
     )
+
+    def of(self, role: str) -> ModelConfig:
+        """As workers of this role are configured: what is said of their role alone goes before the rest."""
+        own = {name: getattr(self, f"{role}_{name}", None) for name in PARALLEL_SIZES}
+        own |= {"prefill_context_parallel_size": 1} if role == "decode" else {}
+        return replace(self, **{name: value for name, value in own.items() if value is not None})
+
+    @property
+    def rank_flags(self) -> str:
+        """The flags, with their values, by which a worker is of several ranks; empty where it is one process."""
+        every = ("data_parallel_size", *PARALLEL_SIZES, "prefill_context_parallel_size")
+        sizes = {name: getattr(self, name) for name in every}
+        return " ".join(f"--{name.replace('_', '-')} {size}" for name, size in sizes.items() if size > 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,11 @@ def temporary_folder(where: Path) -> Iterator[Path]:
             _folders.discard(folder)
 
 
+def also_ours(folder: Path) -> None:
+    """A folder of our parent, which it does not remove itself where it is killed."""
+    _folders.add(folder)
+
+
 def remove_temporary_folders() -> None:
     """All there are, for a process that ends without unwinding."""
     for folder in tuple(_folders):

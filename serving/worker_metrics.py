@@ -104,6 +104,7 @@ _WORKER_COUNTERS = {
     "deadlines_exceeded": "Leases and prefills that workers ended because their deadline had passed",
     "expert_dispatch_bytes": "Bytes of rows that ranks of a worker sent to each other's experts, routing included",
     "expert_combine_bytes": "Bytes of results that those experts sent back",
+    "parallel_bytes": "Bytes that ranks of a worker sent each other of the model they share",
     "engine_steps": "Steps the engine has run",
     "engine_tokens": "Tokens those steps computed, prompt and output",
     "engine_step_seconds": "Time in steps",

@@ -47,11 +47,19 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
     return Settings(model=given.get("model"), **groups)
 
 
-def check_kernels(engine: EngineConfig, ranks: int) -> None:
-    """Raises ValueError for kernels that a worker of so many ranks cannot compute with, which is with torch alone."""
-    if ranks == 1:
-        return
-    spread = f"with --data-parallel-size {ranks} a step is computed by torch"
+def check_ranks(engine: EngineConfig, model: ModelConfig) -> None:
+    """Raises ValueError for what a worker of several ranks, if it is one, cannot do."""
+    if engine.host_kv_memory and model.rank_flags and model.data_parallel_size == 1:
+        raise ValueError(
+            f"--host-kv-memory: with {model.rank_flags} KV lies in the KV cache alone: leave out one of the two"
+        )
+    if model.rank_flags:
+        check_kernels(engine, model.rank_flags)
+
+
+def check_kernels(engine: EngineConfig, rank_flags: str) -> None:
+    """Raises ValueError for kernels that a worker asked for so cannot compute with, which is with torch alone."""
+    spread = f"with {rank_flags} a step is computed by torch"
     if engine.deterministic:
         raise ValueError(f"--deterministic needs the compiled kernels, but {spread}: leave out one of the two")
     if engine.kernels == "compiled":

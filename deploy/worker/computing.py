@@ -14,6 +14,7 @@ from serving.forward.choose import make_forward
 from serving.forward.forward import Forward
 from serving.kvspec import LayerKV
 from serving.loader.loading import LoadedModel
+from serving.rank_group.layout_leader import DividedModel, flags_of, join_layout
 from serving.rank_group.leader import SpreadModel, join_group
 from serving.rank_group.ranks import RankGroup
 
@@ -24,7 +25,7 @@ def device_memory(
     model: LoadedModel, specs: Sequence[LayerKV], blocks: int, config: EngineConfig, device: str
 ) -> DeviceKV:
     """KV of so many blocks, in memory that all ranks of the model share where it has several."""
-    if isinstance(model, SpreadModel):
+    if isinstance(model, SpreadModel | DividedModel):
         planes = model.ranks.share_planes(specs, blocks, config.block_size)
         return DeviceKV(specs, blocks, config.block_size, planes=planes)
     return DeviceKV(specs, blocks, config.block_size, device)
@@ -32,16 +33,20 @@ def device_memory(
 
 def forward_of(model: LoadedModel, device_kv: DeviceKV, config: EngineConfig, max_position: int) -> Forward:
     """Raises ValueError where compiled kernels are demanded and cannot be had, or ranks do not come together."""
+    if isinstance(model, DividedModel):
+        check_kernels(config, flags_of(model.layout))
+        log.info("computing with torch: the model is shared by %d ranks", model.ranks.size)
+        return join_layout(model, device_kv.planes)
     if not isinstance(model, SpreadModel):
         return make_forward(model, device_kv.planes, config, max_position)
-    check_kernels(config, model.ranks.size)
+    check_kernels(config, f"--data-parallel-size {model.ranks.size}")
     log.info("computing with torch: the experts are spread over %d ranks", model.ranks.size)
     return join_group(model, device_kv.planes, config.max_num_batched_tokens)
 
 
 def ranks_of(model: LoadedModel) -> int:
     """How many processes compute its steps."""
-    return model.ranks.size if isinstance(model, SpreadModel) else 1
+    return model.ranks.size if isinstance(model, SpreadModel | DividedModel) else 1
 
 
 def lead_ranks(worker: Worker, model: LoadedModel) -> None:
@@ -49,6 +54,9 @@ def lead_ranks(worker: Worker, model: LoadedModel) -> None:
     if isinstance(model, SpreadModel):
         model.ranks.watch(worker.loop.fail)
         worker.rank_counters = partial(counters_of, model.ranks)
+    if isinstance(model, DividedModel):
+        model.ranks.watch(worker.loop.fail)
+        worker.rank_counters = lambda: {"parallel_bytes": float(model.ranks.bytes_sent)}
 
 
 def counters_of(ranks: RankGroup) -> Mapping[str, float]:

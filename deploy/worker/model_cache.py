@@ -23,8 +23,10 @@ from kvcache.transfer.choice import lenders_on_demand
 from serving.config import ClusterConfig, ModelConfig, PoolConfig
 from serving.errors import CorruptChunk, MillraceError, NotFound
 from serving.loader.loading import LoadedModel, load, resolve
+from serving.parallel.layout import ParallelLayout
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
+from serving.rank_group.layout_leader import DividedModel, check_layout, flags_of, load_layout
 from serving.rank_group.leader import SpreadModel, check_spread, load_spread
 from serving.rpc import Caller, asking
 from serving.temporary import temporary_folder
@@ -39,7 +41,16 @@ LOOK_SECONDS = 0.2
 
 def check_model(path: Path, config: ModelConfig) -> None:
     """Raises ValueError for a model at `path` that cannot be served over as many ranks as are asked for."""
-    ranks = config.data_parallel_size
+    layout, ranks = layout_of(config), config.data_parallel_size
+    if config.device != "cpu" and config.rank_flags:
+        raise ValueError(f"{config.rank_flags}: ranks share KV in the host's memory, so --device cpu alone")
+    if layout.ranks > 1:
+        if ranks > 1 or config.enable_expert_parallel:
+            raise ValueError(
+                f"{flags_of(layout)}: ranks share either a model's layers, or with --data-parallel-size and"
+                " --enable-expert-parallel its experts: leave out one of the two"
+            )
+        check_layout(path, config.dtype, config.quantization, layout)
     if ranks == 1:
         return
     if not config.enable_expert_parallel:
@@ -47,23 +58,32 @@ def check_model(path: Path, config: ModelConfig) -> None:
             f"--data-parallel-size {ranks}: the ranks of a worker share out a mixture of experts, which"
             f" --enable-expert-parallel asks for; for more copies of a model start more workers, --mixed {ranks}"
         )
-    if config.device != "cpu":
-        raise ValueError(f"--data-parallel-size {ranks}: ranks share KV in the host's memory, so --device cpu alone")
     check_spread(path, config.dtype, config.quantization, ranks)
 
 
 def load_from(path: Path, config: ModelConfig) -> LoadedModel:
     """Load the model at `path` as configured (serving.loader.loading), over several ranks where that is asked for."""
     check_model(path, config)
+    if (layout := layout_of(config)).ranks > 1:
+        return load_layout(path, config.dtype, config.quantization, layout, config.rank_timeout)
     if config.data_parallel_size > 1:
         ranks = config.data_parallel_size
         return load_spread(path, config.dtype, config.quantization, ranks, config.rank_timeout)
     return load(path, config.dtype, config.device, config.quantization)
 
 
+def layout_of(config: ModelConfig) -> ParallelLayout:
+    """How the ranks of a worker share its model."""
+    return ParallelLayout(
+        tensor=config.tensor_parallel_size,
+        pipeline=config.pipeline_parallel_size,
+        sequence=config.prefill_context_parallel_size,
+    )
+
+
 def release(model: LoadedModel) -> None:
     """End what holds a part of the model beside this process. Call when no step runs any more."""
-    if isinstance(model, SpreadModel):
+    if isinstance(model, SpreadModel | DividedModel):
         model.ranks.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 
 from decode.service import DecodeService
@@ -53,7 +54,7 @@ class WorkerProcess:
 
     def __init__(self, role: Role, settings: Settings, *, parent: int | None = None):
         self.role = role
-        self.settings = settings
+        self.settings = replace(settings, model_config=settings.model_config.of(role))
         self.cluster = settings.cluster
         self.parent = parent
         self._leaving = asyncio.Event()

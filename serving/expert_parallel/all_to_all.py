@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
-from typing import Protocol, Self, cast
+from typing import Any, Protocol, Self, cast
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from serving.model.moe import weighted_sum
 
 ALIGNED = 64
 KEPT_SIZES = 64  # of dispatches, whose views are kept
+LOOPBACK = "127.0.0.1"
 GROUP_END = "group-end"  # the thread that closes a group's connections
 
 
@@ -50,14 +51,22 @@ class AllToAllGroup(Protocol):
         """Begin to send parts of `input`, of equal size without splits, and to receive those of `output`."""
 
 
-def connected(store: Store, rank: int, ranks: int, seconds: float) -> AllToAllGroup:
+def connected(store: Store, rank: int, ranks: int, seconds: float, *, on_one_host: bool = False) -> AllToAllGroup:
     """A group over gloo, whose operations fail after this time. Raises RankLost where it does not come about in it.
 
-    Raises StoreUnavailable for a store that does not answer.
+    Ranks that are all `on_one_host` listen there alone. Raises StoreUnavailable for a store that does not answer.
     """
-    limit = timedelta(seconds=seconds)
+
+    gloo: Any = ProcessGroupGloo  # torch's stub does not have its options
+
+    def made(asked: Store) -> Any:
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=seconds)
+        options._devices = [gloo.create_device(hostname=LOOPBACK) if on_one_host else gloo.create_default_device()]
+        return gloo(asked, rank, ranks, options)
+
     try:
-        group = BoundedStore(store).ask(lambda asked: ProcessGroupGloo(asked, rank, ranks, limit), seconds)
+        group = BoundedStore(store).ask(made, seconds)
     except RuntimeError as error:
         raise RankLost(None, f"no connection within the deadline: {error}") from error
     return cast(AllToAllGroup, group)

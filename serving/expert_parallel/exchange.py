@@ -26,7 +26,7 @@ class RankLost(Exception):
     """
 
     def __init__(self, rank: int | None, reason: str) -> None:
-        super().__init__(f"rank {'unknown' if rank is None else rank} of the expert group is lost: {reason}")
+        super().__init__(f"rank {'unknown' if rank is None else rank} of the group is lost: {reason}")
         self.rank = rank
         self.reason = reason
 

@@ -86,7 +86,8 @@ class BoundedWaits:
             self.seconds += time.monotonic() - began
 
     def _broken(self, error: RuntimeError) -> RankLost:
-        return self._lost_rank(self._watch.ended(DEATH_SECONDS), f"its connection is broken: {error}")
+        told = str(error).partition(". ")[0]  # gloo goes on with advice
+        return self._lost_rank(self._watch.ended(DEATH_SECONDS), f"its connection is broken: {told}")
 
     def _lost_rank(self, rank: int | None, reason: str) -> RankLost:
         """Of several ranks, the first that was named: the others left because of it, as this one does."""

@@ -47,7 +47,8 @@ class ParallelRank:
         own = f"{host_key()} {os.getpid()}"
         words = exchanged(store, "process", rank, layout.ranks, own.encode(), meeting)
         processes = {other: word.decode().rsplit(" ", 1) for other, word in enumerate(words) if other != rank}
-        watch = ProcessWatch({other: int(pid) for other, (host, pid) in processes.items() if host == host_key()})
+        near = {other: int(pid) for other, (host, pid) in processes.items() if host == host_key()}
+        watch, on_one_host = ProcessWatch(near), len(near) == len(processes)
         waits = BoundedWaits(store, rank, layout.ranks, watch, deadline)
         stages = layout.pipeline_group(rank)
         stage = layout.place(rank).stage
@@ -57,7 +58,7 @@ class ParallelRank:
         def group(form: str, ranks: Sequence[int]) -> Collective | None:
             if len(ranks) < 2:
                 return None
-            made.append(_connected(store, form, ranks, rank, waits))
+            made.append(_connected(store, form, ranks, rank, waits, on_one_host))
             return made[-1]
 
         try:
@@ -92,8 +93,11 @@ class ParallelRank:
             group.close()
 
 
-def _connected(store: Store, form: str, ranks: Sequence[int], rank: int, waits: BoundedWaits) -> Collective:
+def _connected(
+    store: Store, form: str, ranks: Sequence[int], rank: int, waits: BoundedWaits, on_one_host: bool
+) -> Collective:
     prefix = f"{form}/{'-'.join(map(str, ranks))}"
     # gloo's own limit only ends what these waits have given up long before.
-    group = connected(PrefixStore(prefix, store), ranks.index(rank), len(ranks), 2 * waits.deadline)
+    place, beneath = ranks.index(rank), PrefixStore(prefix, store)
+    group = connected(beneath, place, len(ranks), 2 * waits.deadline, on_one_host=on_one_host)
     return Collective(group, len(ranks), waits)

@@ -25,15 +25,19 @@ from serving.logs import setup_logging
 from serving.malloc import keep_freed_memory
 from serving.model.decoder import Decoder, Planes
 from serving.rank_group.channel import Channel, ChannelClosed
+from serving.rank_group.layout_messages import LoadLayout
+from serving.rank_group.layout_rank import serve_layout
 from serving.rank_group.messages import GroupMet, LoadShare, MeetGroup, RunStep, ShareLoaded, StepDone, UsePlanes
 from serving.rank_group.parts import unpack
 from serving.rank_group.share import even_placements, load_share
 from serving.rank_group.shared_planes import MappedPlanes
 from serving.shared_memory import SegmentUnavailable
+from serving.temporary import remove_temporary_folders
 
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 60.0  # the leader reads answers as they come, or has ended
+LEADER_SECONDS = 0.2  # a broken connection is seen before the end of the process that held it
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -67,7 +71,10 @@ class FollowingRank:
 
 def serve(channel: Channel) -> None:
     """Do what the leader says until it closes the channel. Raises ChannelClosed, RankLost."""
-    order: LoadShare = channel.receive(None)
+    order: LoadShare | LoadLayout = channel.receive(None)
+    if isinstance(order, LoadLayout):
+        serve_layout(channel, order)
+        return
     setup_logging(f"rank-{order.rank}", logging.getLevelName(order.log_level))
     torch.set_num_threads(order.threads)
     loaded = _loaded(channel, order)
@@ -107,36 +114,41 @@ def _met(channel: Channel, model: Decoder, order: LoadShare) -> FollowingRank | 
     return FollowingRank(model, exchange, kv)
 
 
-def leave_with(parent: int) -> bool:
-    """End this process when that one ends, whatever this one is doing then; False if it has ended already."""
+def leave_with(parent: int) -> threading.Thread | None:
+    """End this process when that one ends, whatever it does then; the thread that sees to it, None where it is late."""
     try:
         watched = os.pidfd_open(parent)
     except ProcessLookupError:
-        return False
+        return None
     if os.getppid() != parent:  # asked when it is watched: the number may be somebody else's by now
         os.close(watched)
-        return False
+        return None
 
     def watch() -> None:
         select.select([watched], [], [])
+        remove_temporary_folders()
         os._exit(1)
 
-    threading.Thread(target=watch, name="leader", daemon=True).start()
-    return True
+    watching = threading.Thread(target=watch, name="leader", daemon=True)
+    watching.start()
+    return watching
 
 
 def main() -> int:
     for number in ENDING:  # who ends a whole service tells all its processes: the leader still has requests to finish
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    if not leave_with(int(sys.argv[2])):
+    watching = leave_with(int(sys.argv[2]))
+    if watching is None:
         return 0
     try:
         serve(channel)
-    except ChannelClosed:
-        return 0  # the leader has left
+    except ChannelClosed:  # the leader has left, maybe without a chance to remove what it made
+        remove_temporary_folders()
+        return 0
     except RankLost as lost:
         log.error("this rank leaves: %s", lost)
+        watching.join(LEADER_SECONDS)  # it may be the leader that is lost
     return 1
 
 

@@ -41,7 +41,7 @@ def test_every_flag_has_an_outcome_that_exists() -> None:
 
 def test_a_command_line_of_vllm_starts_the_same_thing(started: Started, caplog: pytest.LogCaptureFixture) -> None:
     line = """serve --model Qwen/Qwen3-4B --served-model-name large small --port 8001 --max_model_len 4096
-        --max-num-seqs 64 --max-num-batched-tokens=2048 --tensor-parallel-size 1 -dp 2
+        --max-num-seqs 64 --max-num-batched-tokens=2048 -tp 1 -pp 1 -dp 2
         --enable-expert-parallel --dtype half
         --enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3 --trust-remote-code
         --enable-prefix-caching --enable-chunked-prefill --swap-space 4 --block-size 32 --enforce-eager
@@ -62,7 +62,8 @@ def test_a_command_line_of_vllm_starts_the_same_thing(started: Started, caplog: 
     assert (made.http.tool_call_parser, made.http.reasoning_parser) == ("hermes", "qwen3")
     assert (made.http.chat_template, made.model_config.data_parallel_size) == ("{{ x }}", 2)
     told = [record.getMessage().partition(":")[0] for record in caplog.records]
-    assert "--enable-auto-tool-choice" in told and "--swap-space" in told and "--tensor-parallel-size" in told
+    assert "--enable-auto-tool-choice" in told and "--swap-space" in told
+    assert made.model_config.rank_flags == "--data-parallel-size 2"
 
 
 def test_a_command_line_of_sglang_starts_the_same_thing(started: Started) -> None:
@@ -81,8 +82,6 @@ def test_a_command_line_of_sglang_starts_the_same_thing(started: Started) -> Non
 REFUSED = {
     "--gpu-memory-utilization 0.9": "--kv-cache-memory",
     "--mem-fraction-static=0.8": "--kv-cache-memory",
-    "--tensor-parallel-size 4": "--mixed N",
-    "-tp 2": "--mixed N",
     "--enable-lora": "merge",
     "--seed 1": "`seed`",
     "--kv-transfer-config {}": "millrace prefill",

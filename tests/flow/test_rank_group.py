@@ -109,7 +109,7 @@ def test_a_rank_is_lost_in_mid_decode(model: Path, split: MillraceServer, harm: 
     else:
         raise AssertionError(f"nothing was disturbed in {TRIES} tries")
     wait_until(lambda: gone([rank, leader]), 30, "the worker and its rank have left")
-    assert "rank 1 of the expert group is lost" in split.log()
+    assert "rank 1 of the group is lost" in split.log()
     split.wait_ready()
     split.wait_idle()
     client.close()

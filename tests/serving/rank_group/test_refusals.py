@@ -10,7 +10,7 @@ import pytest
 from deploy.cli import main
 from deploy.worker.model_cache import check_model, load_from
 from serving.config import ModelConfig
-from serving.rank_group import leader
+from serving.rank_group import layout_leader, leader
 from tests.serving.model.oracle import build, configs, save
 from tests.tiny import tiny_llama
 
@@ -38,6 +38,49 @@ def test_one_rank_is_a_worker_as_any(tmp_path: Path) -> None:
     dense, config = tiny_llama(tmp_path / "dense"), ModelConfig(enable_expert_parallel=True)
     check_model(dense, config)
     assert load_from(dense, config).spec.moe is None
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("dense"), layers=3, hidden=48, heads=6, kv_heads=3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"tensor_parallel_size": 7}, "-parallel-size 7: .* 3 key-value heads evenly; choose 6 or less"),
+        ({"tensor_parallel_size": 5}, "choose 3 or less"),
+        ({"tensor_parallel_size": 2**31}, "choose 6 or less"),
+        ({"pipeline_parallel_size": 4}, "-parallel-size 4: the model has 3 layers; choose 3 or less"),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 4}, "choose 3 or less"),
+        ({"prefill_context_parallel_size": 4}, "-context-parallel-size 4: .*; choose 3 or less"),
+        (
+            {"tensor_parallel_size": 3, "prefill_context_parallel_size": 3},
+            "-context-parallel-size 3: .*; choose 2 or less",
+        ),
+        ({"tensor_parallel_size": 2, "device": "cuda"}, "--device cpu alone"),
+        ({"tensor_parallel_size": 2, "quantization": "int8"}, "millrace quantize"),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, "leave out one of the two"),
+        ({"pipeline_parallel_size": 2, "enable_expert_parallel": True}, "leave out one of the two"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused_before_one_is_started(
+    settings: dict[str, Any], told: str, dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout_leader, "LayoutGroup", _not_to_be_started)
+    for check in (check_model, load_from):
+        with pytest.raises(ValueError, match=told):
+            check(dense, ModelConfig(**settings))
+
+
+def test_a_role_may_have_sizes_of_its_own() -> None:
+    config = ModelConfig(tensor_parallel_size=2, prefill_tensor_parallel_size=4, decode_pipeline_parallel_size=3)
+    assert config.of("prefill").rank_flags == "--tensor-parallel-size 4"
+    assert config.of("decode").rank_flags == "--tensor-parallel-size 2 --pipeline-parallel-size 3"
+    assert config.of("mixed").rank_flags == "--tensor-parallel-size 2"
+    prompts = ModelConfig(prefill_context_parallel_size=2)
+    assert prompts.of("mixed").rank_flags == prompts.of("prefill").rank_flags == "--prefill-context-parallel-size 2"
+    assert prompts.of("decode").rank_flags == "", "its steps have no prompts to share"
 
 
 EXPERTS = configs()["mixtral"].num_local_experts
@@ -80,10 +123,39 @@ def _not_to_be_started(*_: object) -> None:
         (["--rank-timeout", "nan"], "to 3600"),
     ],
 )
+@pytest.mark.parametrize(
+    "ranks", [["--data-parallel-size", "2", "--enable-expert-parallel"], ["-tp", "2"], ["-pp", "2"]], ids=" ".join
+)
 @pytest.mark.parametrize("command", ["serve", "router", "mixed"])
 def test_settings_that_clash_are_refused_before_a_model_is_looked_for(
-    command: str, flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    command: str, ranks: list[str], flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ranks = ["--data-parallel-size", "2", "--enable-expert-parallel"]
     assert main([command, "no such model", *ranks, *flags]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["serve", "-tp", "2", "--host-kv-memory", "1GiB"], "--host-kv-memory: with --tensor-parallel-size 2"),
+        (["decode", "--decode-tensor-parallel-size", "2", "--kernels", "compiled"], "--kernels auto"),
+        (["serve", "--prefill-tensor-parallel-size", "2"], "for prefill workers, of which none are started"),
+        (["serve", "--mixed", "1", "--decode-pipeline-parallel-size", "2"], "for decode workers, of which none"),
+        (["serve", "-tp", "0"], "must be at least 1"),
+    ],
+)
+def test_what_ranks_that_share_a_model_are_not_for_is_refused(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, *flags = arguments
+    assert main([command, "no such model", *flags]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_the_router_refuses_what_workers_of_one_role_cannot_share(
+    dense: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.serve.bind", lambda *_: None)
+    split = ("--prefill", "1", "--decode", "1", "--prefill-tensor-parallel-size", "7")
+    assert main(["serve", str(dense), *split]) == 2
+    assert "7 ranks cannot share 6 attention heads" in capsys.readouterr().err
