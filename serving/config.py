@@ -50,7 +50,7 @@ class ModelConfig:
     )
     rank_timeout: float = option(
         10.0,
-        "seconds a rank may keep the others waiting in a step, until the worker is given up",
+        "seconds a rank may keep the others waiting in a step, until it is given up and started again",
         least=0.01,
         most=3600,
     )

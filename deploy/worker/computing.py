@@ -34,27 +34,36 @@ def forward_of(model: LoadedModel, device_kv: DeviceKV, config: EngineConfig, ma
     """Raises ValueError where compiled kernels are demanded and cannot be had, or ranks do not come together."""
     if not isinstance(model, SpreadModel):
         return make_forward(model, device_kv.planes, config, max_position)
-    check_kernels(config, model.ranks.size)
-    log.info("computing with torch: the experts are spread over %d ranks", model.ranks.size)
+    check_kernels(config, model.ranks.configured)
+    log.info("computing with torch: the experts are spread over %d ranks", model.ranks.configured)
     return join_group(model, device_kv.planes, config.max_num_batched_tokens)
 
 
 def ranks_of(model: LoadedModel) -> int:
     """How many processes compute its steps."""
-    return model.ranks.size if isinstance(model, SpreadModel) else 1
+    return model.ranks.configured if isinstance(model, SpreadModel) else 1
 
 
 def lead_ranks(worker: Worker, model: LoadedModel) -> None:
-    """Let a worker, where it is of several ranks, end when one of them does, and tell what they send each other."""
+    """Let a worker, where it is of several ranks, tell what they do."""
     if isinstance(model, SpreadModel):
-        model.ranks.watch(worker.loop.fail)
         worker.rank_counters = partial(counters_of, model.ranks)
 
 
 def counters_of(ranks: RankGroup) -> Mapping[str, float]:
-    """Running totals of the exchange between ranks, by metric (serving.metrics)."""
-    traffic = ranks.traffic
+    """Running totals of the ranks, and their balance, by metric (serving.worker_metrics)."""
+    totals, counts = ranks.totals, ranks.counts
+    traffic = totals.traffic
     return {
         "expert_dispatch_bytes": float(traffic.dispatch_bytes + traffic.routing_bytes),
         "expert_combine_bytes": float(traffic.combine_bytes),
+        "expert_ranks_lost": float(counts.losses),
+        "expert_ranks_rejoined": float(counts.admitted),
+        "expert_steps_repeated": float(counts.repeated_steps),
+        "expert_recovery_seconds": counts.stalled_seconds,
+        "experts_reloaded": float(counts.loaded_experts),
+        "experts_moved": float(totals.moved_experts),
+        "experts_moved_bytes": float(totals.moved_bytes),
+        "expert_ranks": float(ranks.size),
+        "expert_imbalance": ranks.imbalance,
     }
