@@ -21,11 +21,14 @@ from kvcache.pool.models import pull, push
 from kvcache.pool.remote import RemoteNode
 from kvcache.transfer.choice import lenders_on_demand
 from serving.config import ClusterConfig, ModelConfig, PoolConfig
+from serving.eplb_config import EplbConfig
 from serving.errors import CorruptChunk, MillraceError, NotFound
+from serving.expert_parallel.replanning import BalancePolicy
 from serving.loader.loading import LoadedModel, load, resolve
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rank_group.leader import SpreadModel, check_spread, load_spread
+from serving.rank_group.messages import Balancing
 from serving.rpc import Caller, asking
 from serving.temporary import temporary_folder
 
@@ -49,16 +52,32 @@ def check_model(path: Path, config: ModelConfig) -> None:
         )
     if config.device != "cpu":
         raise ValueError(f"--data-parallel-size {ranks}: ranks share KV in the host's memory, so --device cpu alone")
-    check_spread(path, config.dtype, config.quantization, ranks)
+    eplb = config.eplb()
+    redundant = 0 if eplb is None else eplb.num_redundant_experts
+    check_spread(path, config.dtype, config.quantization, ranks, redundant)
 
 
 def load_from(path: Path, config: ModelConfig) -> LoadedModel:
     """Load the model at `path` as configured (serving.loader.loading), over several ranks where that is asked for."""
     check_model(path, config)
     if config.data_parallel_size > 1:
-        ranks = config.data_parallel_size
-        return load_spread(path, config.dtype, config.quantization, ranks, config.rank_timeout)
+        ranks, eplb = config.data_parallel_size, config.eplb()
+        return load_spread(
+            path,
+            config.dtype,
+            config.quantization,
+            ranks,
+            config.rank_timeout,
+            redundant=0 if eplb is None else eplb.num_redundant_experts,
+            balancing=None if eplb is None else _balancing(eplb),
+        )
     return load(path, config.dtype, config.device, config.quantization)
+
+
+def _balancing(eplb: EplbConfig) -> Balancing:
+    return Balancing(
+        policy=BalancePolicy(kept=eplb.kept), interval=eplb.step_interval, bytes_per_second=eplb.bytes_per_second
+    )
 
 
 def release(model: LoadedModel) -> None:

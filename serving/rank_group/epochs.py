@@ -84,7 +84,7 @@ class GroupEpochs:
         vain, missed = 0, lost
         self.counts.noticed = time.monotonic()
         while True:
-            before = self.epoch
+            before = replace(self.epoch, placements=self.own.placements or self.epoch.placements)
             log.warning("epoch %d of the expert group ends: %s", before.number, why)
             self.epoch = self._next(before, missed, admitted)
             changed = self._count(before, why)

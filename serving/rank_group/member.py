@@ -26,6 +26,7 @@ from serving.expert_parallel.shared_memory import SharedMemoryExchange
 from serving.expert_parallel.surviving import Brought, Placements
 from serving.loader.experts import CheckpointExperts
 from serving.model.decoder import Decoder
+from serving.model.expert_balance import ExpertPlacement
 from serving.rank_group.messages import Balancing, BeginEpoch, RankTotals
 
 NEVER_ENDS = -1  # processes that use the file of a store: it is removed by its leader
@@ -53,6 +54,7 @@ class EpochMember:
         self._shape: ExchangeShape | None = None
         self._rebalance: LiveRebalance | None = None
         self._before = RankTotals()  # of epochs that are over
+        self.placements: Placements = ()  # of the step that was begun last
         self.exchange: ExpertExchange | None = None
 
     def hold(self, placements: Placements, rank: int, seconds: float) -> int:
@@ -64,6 +66,7 @@ class EpochMember:
         """Meet the others. Raises RankLost, StoreUnavailable, ExchangeUnavailable, and ValueError."""
         if self._shape is None:
             self._shape = exchange_shape(self.model, order.placements[0], self._most_rows)
+        self.placements = order.placements
         ranks, slots = len(order.processes), len(order.placements[0].slots[0])
         shape = replace(self._shape, ranks=ranks, slots=slots)
         if ranks == 1:
@@ -94,6 +97,7 @@ class EpochMember:
             policy=balancing.policy,
             budget=ByteBudget(balancing.bytes_per_second, burst, time.monotonic()),
             interval=balancing.interval,
+            on_placed=self._placed,
         )
 
     def begin_step(self) -> None:
@@ -101,10 +105,9 @@ class EpochMember:
         if self._rebalance is not None:
             self._rebalance.begin_step()
 
-    @property
-    def placements(self) -> Placements | None:
-        """Of the step that was begun last, where experts may have moved; else None."""
-        return None if self._rebalance is None else tuple(self._rebalance.placements)
+    def _placed(self, layer: int, placement: ExpertPlacement) -> None:
+        """Experts of a MoE layer have moved."""
+        self.placements = (*self.placements[:layer], placement, *self.placements[layer + 1 :])
 
     @property
     def imbalance(self) -> Sequence[float]:

@@ -71,6 +71,8 @@ class RankGroup:
         self._kv: SharedPlanes | None = None
         self._plane_sets: list[UsePlanes] = []
         self.most_rows = 0  # that a step has at most
+        self.totals = RankTotals()  # what all ranks had sent and moved after the last step
+        self.imbalance = 0.0  # of the MoE layer that is balanced worst: the heaviest rank's load over the mean; or 0
         self._steps, self._began = 0, 0.0
         self._unfinished = False  # the last step, by the leader itself
         self._order: LoadShare | None = None
@@ -97,18 +99,13 @@ class RankGroup:
         return list(self._epochs.others.values())
 
     @property
-    def totals(self) -> RankTotals:
-        """What all ranks have sent and moved so far."""
-        return RankTotals() if self._epochs is None else self._epochs.totals
+    def placements(self) -> Placements:
+        """Where the experts of each MoE layer were in the last step."""
+        return () if self.own is None else self.own.placements
 
     @property
     def counts(self) -> RecoveryCounts:
         return RecoveryCounts() if self._epochs is None else self._epochs.counts
-
-    @property
-    def imbalance(self) -> float:
-        """Of the MoE layer that is balanced worst, by the last round: the heaviest rank's load over the mean; or 0."""
-        return 0.0 if self._epochs is None else max(self._epochs.own.imbalance, default=0.0)
 
     # ---- until the first step ----------------------------------------------------------------------------------
 
@@ -231,6 +228,8 @@ class RankGroup:
                 ready[rank] = process
             except RankLost as lost:  # its keeper starts the next
                 log.warning("%s", lost)
+        if not ready and not self._unfinished:
+            return
         why = f"ranks {sorted(ready)} have come back" if ready else "the leader has left a step unfinished"
         self._epochs.follow(None, why, began, ready)
         self._unfinished = False
@@ -268,6 +267,8 @@ class RankGroup:
                 self._epochs.own.leave()  # nobody is to wait for the leader
         done += (self._done(other) for other in self.others)
         self._unfinished = False
+        self.totals = self._epochs.totals
+        self.imbalance = max(self._epochs.own.imbalance, default=self.imbalance)
 
     def _done(self, other: RankProcess) -> StepDone:
         assert self._epochs is not None

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 
 RANKS = ("--data-parallel-size", "2", "--enable-expert-parallel")
 SMALL = ("--num-kv-blocks", "256", "--heartbeat-interval", "0.1", "--heartbeat-timeout", "30", "--threads", "1")
+BALANCED = ("--enable-eplb", "--eplb-config", '{"num_redundant_experts": 2, "step_interval": 25, "window_size": 25}')
 TOKENS = 120
 TRIES = 4
 
@@ -58,12 +59,13 @@ def tokens_after(client: Client, prompt: list[int]) -> list[int]:
 
 def test_one_process_with_its_ranks(model: Path) -> None:
     """Served by `millrace serve MODEL` alone: greedy text, what is counted, and how it ends with Ctrl-C."""
-    with MillraceServer(str(model), "--served-model-name", "tiny", *RANKS, *SMALL) as server:
+    with MillraceServer(str(model), "--served-model-name", "tiny", *RANKS, *BALANCED, *SMALL) as server:
         client = Client(server.url)
         asked = prompts(5, shortest=20, longest=60, seed=6)
         for prompt, tokens in zip(asked, client.pool.map(partial(tokens_after, client), asked), strict=True):
             assert is_greedy_tiny(model, prompt, tokens)
-        assert server.metric("worker_ranks") == 2
+        wait_until(partial(judged, server, client, asked[0]), 90, "a round of balance has judged the experts' loads")
+        assert (server.metric("worker_ranks"), server.metric("expert_ranks")) == (2, 2)
         sent = [server.metric(f"expert_{name}_bytes_total") for name in ("dispatch", "combine")]
         assert all(count > 0 for count in sent)
         client.close()
@@ -72,6 +74,11 @@ def test_one_process_with_its_ranks(model: Path) -> None:
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(60) == 0
         assert gone(ranks)
+
+
+def judged(server: MillraceServer, client: Client, prompt: list[int]) -> bool:
+    tokens_after(client, prompt)
+    return server.metric("expert_imbalance") >= 1
 
 
 @pytest.fixture(scope="module")

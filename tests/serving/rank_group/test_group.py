@@ -139,7 +139,7 @@ def test_steps_of_any_number_of_tokens_may_be_asked_for(mixtral: Path, monkeypat
             join_group(spread, planes, 64)
         group = Side(join_group(spread, planes, 2**32 + 1))
         group.step(MOST)
-        assert group.forward.ranks.most_rows == BLOCKS_EACH * len(LENGTHS) * BLOCK
+        assert spread.ranks.most_rows == BLOCKS_EACH * len(LENGTHS) * BLOCK
 
 
 @pytest.mark.slow
