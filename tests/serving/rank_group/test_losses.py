@@ -14,8 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from serving import logs
 from serving.expert_parallel.surviving import ExpertsLost
+from serving.rank_group.epochs import GroupEpochs
 from serving.rank_group.leader import SpreadModel
+from serving.rank_group.member import EpochMember
+from serving.rank_group.messages import BeginEpoch
+from serving.rank_group.ranks import MEETING_SECONDS
 from serving.rank_group.restarts import FIRST_DELAY, LASTING_SECONDS, LONGEST_DELAY, MOST_RESTARTS, RestartDelays
 from tests.serving.model.oracle import build, configs, save
 from tests.serving.rank_group.groups import LENGTHS, Side, alone, exists, group_forward, pids, spread_over
@@ -104,7 +109,7 @@ def descriptors() -> Counter[str]:
     return found
 
 
-def test_mistakes_over_rows_cost_no_rank(mixtral: Path) -> None:
+def test_mistakes_over_rows_cost_no_rank(mixtral: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Neither the leader's, which leaves a step, nor another rank's, which says so: the engine looks whose they are."""
     reference = Side(alone(mixtral))
     with spread_over(mixtral, 2) as spread:
@@ -115,11 +120,39 @@ def test_mistakes_over_rows_cost_no_rank(mixtral: Path) -> None:
             group.step([0])  # a sequence alone is the leader's
         with pytest.raises(RuntimeError, match="IndexError"):
             group.step([0, 1, 2])  # the longest is the leader's, who has one at least; the next another's
+        assert f"{logs.service()}/rank-1 [" in capfd.readouterr().err, "whose rank it was is told"
         group.tokens[0][0] = good
         group.step(ALL)
         reference.step(ALL)
         assert group.tokens == reference.tokens
         assert (spread.ranks.counts.losses, spread.ranks.size) == (0, 2)
+
+
+def test_a_rank_that_ends_in_the_meeting_is_not_waited_for(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All begin by it, the leader last: its process is known to them before they meet."""
+    with spread_over(mixtral, RANKS) as spread:
+        victim, begin = pids(spread)[-1], EpochMember.begin
+
+        def harmed_first(member: EpochMember, order: BeginEpoch) -> None:
+            os.kill(victim, signal.SIGKILL)
+            begin(member, order)
+
+        monkeypatch.setattr(EpochMember, "begin", harmed_first)
+        monkeypatch.setattr(GroupEpochs, "_begin", stopping_first(victim, GroupEpochs._begin))
+        began = time.monotonic()
+        with pytest.raises(ValueError, match=r"do not come together: rank 2 .* its process has ended"):
+            group_forward(spread)
+        assert time.monotonic() - began < MEETING_SECONDS / 2
+
+
+def stopping_first(victim: int, begin: Callable[[GroupEpochs, BeginEpoch], None]) -> Callable[..., None]:
+    """So that it does not come to the meeting before it is killed."""
+
+    def stopped(epochs: GroupEpochs, order: BeginEpoch) -> None:
+        os.kill(victim, signal.SIGSTOP)
+        begin(epochs, order)
+
+    return stopped
 
 
 @pytest.mark.slow
