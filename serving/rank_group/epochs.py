@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import select
+import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +36,7 @@ from serving.rank_group.messages import (
     StepFailed,
 )
 from serving.rank_group.share import LEADER
+from serving.temporary import temporary_folder
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +50,13 @@ Processes = Mapping[int, RankProcess]
 class GroupEpochs:
     """`others` are the ranks of the present epoch but the leader, by the number that each has for the group's life."""
 
-    def __init__(self, own: EpochMember, rules: Rules, deadline: float, folder: Path) -> None:
-        """`deadline`: seconds that a rank may keep the others waiting. The group meets by way of files in `folder`."""
+    def __init__(self, own: EpochMember, rules: Rules, deadline: float) -> None:
+        """`deadline`: seconds that a rank may keep the others waiting."""
         self.own, self.others = own, dict[int, RankProcess]()
         self.counts = RecoveryCounts()
         self.failures: list[str] = []  # of ranks that made a mistake over the step that was dropped last
-        self._rules, self._deadline, self._folder = rules, deadline, folder
+        self._rules, self._deadline = rules, deadline
+        self._folder = ExitStack()  # of the file by which the present epoch has met
         self._totals: dict[int, RankTotals] = {}
         self._retired = RankTotals()  # of processes that are lost
         self.epoch = Epoch(number=0, members={LEADER: ""}, placements=rules.origin, step=0)
@@ -217,8 +221,8 @@ class GroupEpochs:
         if loaded:
             self.counts.loaded_experts += loaded
             log.warning("%d experts that no rank held any more were read again from the checkpoint", loaded)
-        store = self._folder / f"epoch-{epoch.number}"
-        (self._folder / f"epoch-{epoch.number - 1}").unlink(missing_ok=True)
+        self._folder.close()
+        store = self._folder.enter_context(temporary_folder(Path(tempfile.gettempdir()))) / "store"
         processes = (os.getpid(), *(other.process.pid for other in self.others.values()))
         self._begin(BeginEpoch(
             number=epoch.number, rank=LEADER, processes=processes, placements=epoch.placements, store=store,
@@ -240,6 +244,13 @@ class GroupEpochs:
             word = other.answer(EpochBegun, order.meeting + LOADING_SECONDS)
             if word.error is not None:
                 raise RankLost(other.rank, word.error)
+        if not self.own.balances:
+            self._folder.close()  # nothing else goes that way
+
+    def close(self) -> None:
+        """Leave the last epoch."""
+        self.own.end()
+        self._folder.close()
 
     def _explained(self, lost: RankLost) -> RankLost:
         """With what the rank itself has said before it left, where it has."""

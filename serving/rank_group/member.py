@@ -110,6 +110,11 @@ class EpochMember:
         self.placements = (*self.placements[:layer], placement, *self.placements[layer + 1 :])
 
     @property
+    def balances(self) -> bool:
+        """Whether experts move in this epoch, of which the ranks tell each other by the file they have met by."""
+        return self._rebalance is not None
+
+    @property
     def imbalance(self) -> Sequence[float]:
         """Of each MoE layer, the heaviest rank's load over the mean in the last round; the leader alone knows it."""
         return () if self._rebalance is None else self._rebalance.status.imbalance

@@ -7,10 +7,9 @@ knows no sequences and no model's modules.
 from __future__ import annotations
 
 import logging
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -44,7 +43,6 @@ from serving.rank_group.messages import (
 )
 from serving.rank_group.restarts import RankKeeper
 from serving.rank_group.shared_planes import SharedPlanes
-from serving.temporary import temporary_folder
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +75,6 @@ class RankGroup:
         self._unfinished = False  # the last step, by the leader itself
         self._order: LoadShare | None = None
         self.keepers: list[RankKeeper] = []
-        self._stack = ExitStack()
         started = False
         try:
             self.keepers += (RankKeeper(RankProcess(rank), self._prepare) for rank in range(1, ranks))
@@ -156,9 +153,8 @@ class RankGroup:
             self._map_kv(other)
         for other in others.values():
             self._mapped(other)
-        folder = self._stack.enter_context(temporary_folder(Path(tempfile.gettempdir())))
         rules = Rules(origin=placements, most_slots=placements[0].experts, loads=True)
-        self.own, self._epochs = own, GroupEpochs(own, rules, self.deadline, folder)
+        self.own, self._epochs = own, GroupEpochs(own, rules, self.deadline)
         self._epochs.begin(others, MEETING_SECONDS)
         for keeper in self.keepers:
             keeper.start()
@@ -287,7 +283,7 @@ class RankGroup:
     def close(self) -> None:
         """End all ranks. Call when no step runs; safe to repeat."""
         if self._epochs is not None:
-            self._epochs.own.end()
+            self._epochs.close()
             for other in self.others:
                 other.channel.close()
         until = time.monotonic() + (STOP_SECONDS if self.lost is None else 0.0)
@@ -296,7 +292,6 @@ class RankGroup:
             keeper.closing()
         for keeper in keepers:
             keeper.close(until)
-        self._stack.close()
         if self._kv is not None:
             self._kv.segment.close()
             self._kv = None
