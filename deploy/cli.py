@@ -138,6 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_last_word(arguments, given, "model", *CONFIGS)
         settings = read_settings(given)
         check_heartbeats(settings.placement)
+        settings.model_config.eplb()  # wrong words are told before anything is loaded
         for role in [Role(parsed.command)] if parsed.command in WORKERS else Role:
             check_ranks(settings.engine, settings.model_config.of(role))
         server_context(settings.http)  # certificates that cannot be used are told of before anything has started

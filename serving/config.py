@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from serving.eplb_config import EplbConfig, read_eplb_config
 from serving.options import ConfigError, option
 from serving.speculative_config import SpeculativeConfig, read_speculative_config
 
@@ -75,9 +76,19 @@ class ModelConfig:
     decode_pipeline_parallel_size: int | None = option(
         None, "--pipeline-parallel-size of decode workers, where it is to differ", least=1
     )
+    enable_eplb: bool = option(
+        False, "move experts between the ranks of a worker while it serves, so that their loads are alike"
+    )
+    eplb_config: str | None = option(
+        None,
+        "how --enable-eplb does that, as JSON; num_redundant_experts: how many copies of experts each layer has;"
+        " step_interval: steps from one round to the next; window_size: about how many steps' loads it goes by;"
+        " bytes_per_second: weights that a rank takes in",
+    )
     rank_timeout: float = option(
         10.0,
-        "seconds a rank may keep the others waiting in a step, until the worker is given up",
+        "seconds a rank may keep the others waiting in a step, until it is given up (and, where ranks hold experts,"
+        " started again)",
         least=0.01,
         most=3600,
     )
@@ -94,6 +105,19 @@ class ModelConfig:
         every = ("data_parallel_size", *PARALLEL_SIZES, "prefill_context_parallel_size")
         sizes = {name: getattr(self, name) for name in every}
         return " ".join(f"--{name.replace('_', '-')} {size}" for name, size in sizes.items() if size > 1)
+
+    def eplb(self) -> EplbConfig | None:
+        """How experts are balanced; None where they stay. Raises ConfigError."""
+        found = read_eplb_config(self.eplb_config)
+        if self.eplb_config is not None and not self.enable_eplb:
+            raise ConfigError("--eplb-config goes with --enable-eplb; give both, or none", param="eplb_config")
+        if self.enable_eplb and (self.data_parallel_size == 1 or not self.enable_expert_parallel):
+            raise ConfigError(
+                "--enable-eplb balances experts between ranks; choose --enable-expert-parallel and a"
+                " --data-parallel-size above 1",
+                param="enable_eplb",
+            )
+        return found if self.enable_eplb else None
 
 
 @dataclass(frozen=True, kw_only=True)

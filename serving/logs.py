@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
+_service = ["millrace"]
 _request_id: ContextVar[str] = ContextVar("request_id", default="-")
 
 
@@ -28,8 +29,14 @@ class _AddRequestId(logging.Filter):
         return True
 
 
+def service() -> str:
+    """What this process calls itself in its lines."""
+    return _service[0]
+
+
 def setup_logging(service: str, level: str = "info") -> None:
     """Log to stderr: time, level, service, request id, message."""
+    _service[0] = service
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_AddRequestId())
     line = f"%(asctime)s.%(msecs)03d %(levelname)-7s {service} [%(request_id)s] %(message)s"

@@ -39,20 +39,21 @@ def forward_of(model: LoadedModel, device_kv: DeviceKV, config: EngineConfig, ma
         return join_layout(model, device_kv.planes)
     if not isinstance(model, SpreadModel):
         return make_forward(model, device_kv.planes, config, max_position)
-    check_kernels(config, f"--data-parallel-size {model.ranks.size}")
-    log.info("computing with torch: the experts are spread over %d ranks", model.ranks.size)
+    check_kernels(config, f"--data-parallel-size {model.ranks.configured}")
+    log.info("computing with torch: the experts are spread over %d ranks", model.ranks.configured)
     return join_group(model, device_kv.planes, config.max_num_batched_tokens)
 
 
 def ranks_of(model: LoadedModel) -> int:
     """How many processes compute its steps."""
-    return model.ranks.size if isinstance(model, SpreadModel | DividedModel) else 1
+    if isinstance(model, SpreadModel):
+        return model.ranks.configured
+    return model.ranks.size if isinstance(model, DividedModel) else 1
 
 
 def lead_ranks(worker: Worker, model: LoadedModel) -> None:
-    """Let a worker, where it is of several ranks, end when one of them does, and tell what they send each other."""
+    """Let a worker, where it is of several ranks, tell what they do."""
     if isinstance(model, SpreadModel):
-        model.ranks.watch(worker.loop.fail)
         worker.rank_counters = partial(counters_of, model.ranks)
     if isinstance(model, DividedModel):
         model.ranks.watch(worker.loop.fail)
@@ -60,9 +61,19 @@ def lead_ranks(worker: Worker, model: LoadedModel) -> None:
 
 
 def counters_of(ranks: RankGroup) -> Mapping[str, float]:
-    """Running totals of the exchange between ranks, by metric (serving.metrics)."""
-    traffic = ranks.traffic
+    """Running totals of the ranks, and their balance, by metric (serving.worker_metrics)."""
+    totals, counts = ranks.totals, ranks.counts
+    traffic = totals.traffic
     return {
         "expert_dispatch_bytes": float(traffic.dispatch_bytes + traffic.routing_bytes),
         "expert_combine_bytes": float(traffic.combine_bytes),
+        "expert_ranks_lost": float(counts.losses),
+        "expert_ranks_rejoined": float(counts.admitted),
+        "expert_steps_repeated": float(counts.repeated_steps),
+        "expert_recovery_seconds": counts.stalled_seconds,
+        "experts_reloaded": float(counts.loaded_experts),
+        "experts_moved": float(totals.moved_experts),
+        "experts_moved_bytes": float(totals.moved_bytes),
+        "expert_ranks": float(ranks.size),
+        "expert_imbalance": ranks.imbalance,
     }

@@ -21,13 +21,16 @@ from kvcache.pool.models import pull, push
 from kvcache.pool.remote import RemoteNode
 from kvcache.transfer.choice import lenders_on_demand
 from serving.config import ClusterConfig, ModelConfig, PoolConfig
+from serving.eplb_config import EplbConfig
 from serving.errors import CorruptChunk, MillraceError, NotFound
+from serving.expert_parallel.replanning import BalancePolicy
 from serving.loader.loading import LoadedModel, load, resolve
 from serving.parallel.layout import ParallelLayout
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rank_group.layout_leader import DividedModel, check_layout, flags_of, load_layout
 from serving.rank_group.leader import SpreadModel, check_spread, load_spread
+from serving.rank_group.messages import Balancing
 from serving.rpc import Caller, asking
 from serving.temporary import temporary_folder
 
@@ -58,7 +61,9 @@ def check_model(path: Path, config: ModelConfig) -> None:
             f"--data-parallel-size {ranks}: the ranks of a worker share out a mixture of experts, which"
             f" --enable-expert-parallel asks for; for more copies of a model start more workers, --mixed {ranks}"
         )
-    check_spread(path, config.dtype, config.quantization, ranks)
+    eplb = config.eplb()
+    redundant = 0 if eplb is None else eplb.num_redundant_experts
+    check_spread(path, config.dtype, config.quantization, ranks, redundant)
 
 
 def load_from(path: Path, config: ModelConfig) -> LoadedModel:
@@ -67,8 +72,16 @@ def load_from(path: Path, config: ModelConfig) -> LoadedModel:
     if (layout := layout_of(config)).ranks > 1:
         return load_layout(path, config.dtype, config.quantization, layout, config.rank_timeout)
     if config.data_parallel_size > 1:
-        ranks = config.data_parallel_size
-        return load_spread(path, config.dtype, config.quantization, ranks, config.rank_timeout)
+        ranks, eplb = config.data_parallel_size, config.eplb()
+        return load_spread(
+            path,
+            config.dtype,
+            config.quantization,
+            ranks,
+            config.rank_timeout,
+            redundant=0 if eplb is None else eplb.num_redundant_experts,
+            balancing=None if eplb is None else _balancing(eplb),
+        )
     return load(path, config.dtype, config.device, config.quantization)
 
 
@@ -78,6 +91,12 @@ def layout_of(config: ModelConfig) -> ParallelLayout:
         tensor=config.tensor_parallel_size,
         pipeline=config.pipeline_parallel_size,
         sequence=config.prefill_context_parallel_size,
+    )
+
+
+def _balancing(eplb: EplbConfig) -> Balancing:
+    return Balancing(
+        policy=BalancePolicy(kept=eplb.kept), interval=eplb.step_interval, bytes_per_second=eplb.bytes_per_second
     )
 
 

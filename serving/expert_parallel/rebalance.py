@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 INTERVAL_STEPS = 1000
 BYTES_PER_SECOND = 1e9
 
+OnPlaced = Callable[[int, ExpertPlacement], object]
+"""(MoE layer, counted from the first one; where its experts are from the present step on)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RebalanceStatus:
@@ -75,11 +78,15 @@ class LiveRebalance:
     def __init__(
         self, layers: Sequence[ExpertParallelMlp], placements: Sequence[ExpertPlacement], copies: ExpertCopies,
         board: RoundBoard, closing: threading.Event, budget: ByteBudget, policy: BalancePolicy,
-        *, interval: int = INTERVAL_STEPS, clock: Callable[[], float] = time.monotonic,
+        *, interval: int = INTERVAL_STEPS, on_placed: OnPlaced | None = None,
     ) -> None:  # fmt: skip
-        """The layers' experts are copied into the arena of `copies`; `interval`: steps between two rounds."""
+        """The layers' experts are copied into the arena of `copies`; `interval`: steps between two rounds.
+
+        `on_placed` is told of each switch, by the thread that computes.
+        """
+        self._on_placed = on_placed
         self._layers, self._copies, self._board, self._budget = layers, copies, board, budget
-        self._policy, self._interval, self._clock, self._closing = policy, interval, clock, closing
+        self._policy, self._interval, self._closing = policy, interval, closing
         self._exchange = layers[0].exchange
         self._modules = [copies.arena.holding(number, layer.slots) for number, layer in enumerate(layers)]
         for layer, modules, placement in zip(layers, self._modules, placements, strict=True):
@@ -103,7 +110,7 @@ class LiveRebalance:
     def join(
         cls, model: Decoder, placements: Sequence[ExpertPlacement], store: Store,
         *, join_copies: Callable[..., ExpertCopies] = SharedMemoryCopies.join, policy: BalancePolicy | None = None,
-        budget: ByteBudget | None = None, interval: int = INTERVAL_STEPS,
+        budget: ByteBudget | None = None, interval: int = INTERVAL_STEPS, on_placed: OnPlaced | None = None,
     ) -> LiveRebalance:  # fmt: skip
         """Meet the other ranks in `store`, which is for this alone.
 
@@ -116,7 +123,10 @@ class LiveRebalance:
         closing = threading.Event()
         budget = budget or ByteBudget(BYTES_PER_SECOND, CHUNK, time.monotonic())
         board = RoundBoard(store, rank, shape.ranks, closing)
-        return cls(layers, placements, copies, board, closing, budget, policy or BalancePolicy(), interval=interval)
+        policy = policy or BalancePolicy()
+        return cls(
+            layers, placements, copies, board, closing, budget, policy, interval=interval, on_placed=on_placed
+        )  # fmt: skip
 
     @property
     def placements(self) -> list[ExpertPlacement]:
@@ -129,19 +139,21 @@ class LiveRebalance:
 
     def begin_step(self) -> None:
         """Switch what all ranks have prepared. Before every step of the group, on each rank, idle ones included."""
-        began = self._clock()
+        began = time.monotonic()
         while self._switched < self._exchange.agreed:
             ready = self._ready.popleft()
             self._layers[ready.layer].hold(ready.slots, ready.physical, ready.placement)
             self._placements[ready.layer] = ready.placement
             self._switched += 1
+            if self._on_placed is not None:
+                self._on_placed(ready.layer, ready.placement)
         self._exchange.announce(self._done.prepared)
         self._steps += 1
         if self._steps % self._interval == 0 and self._counts is None:
             self._counts = self._statistics.taken()
         with self._changed:
             self._changed.notify()
-        self._longest = max(self._longest, self._clock() - began)
+        self._longest = max(self._longest, time.monotonic() - began)
 
     def close(self) -> None:
         """Take part in no further round. The experts stay where they are."""
@@ -161,6 +173,9 @@ class LiveRebalance:
         except (RankLost, StoreUnavailable, RuntimeError, OSError, ValueError) as error:
             log.error("experts are balanced no longer, and served on from where they are: %s", error)
             self._done = replace(self._done, failure=str(error))
+        except BaseException as error:  # a mistake of ours, which the thread reports
+            self._done = replace(self._done, failure=f"{type(error).__name__}: {error}")
+            raise
 
     def _round(self, number: int) -> None:
         self._wait_until(lambda: self._counts is not None)
@@ -170,6 +185,9 @@ class LiveRebalance:
         if self._board.rank == 0:
             self._board.tell_plan(number, self._plan(self._board.all_counts(number)))
         commits = unpacked(self._board.plan(number))
+        if self._board.rank == 0 and commits:
+            slots, worst = sum(len(commit.stage) for commit in commits), max(self._done.imbalance)
+            log.info("the heaviest rank has %.2f of the mean load of a layer: %d experts move", worst, slots)
         self._done = replace(self._done, planned=self._done.planned + len(commits))
         for commit in commits:
             self._prepare(commit)
@@ -209,7 +227,7 @@ class LiveRebalance:
             raise RoundsEnded
         while size > 0:
             piece = min(size, self._budget.burst)
-            if self._closing.wait(self._budget.spend(piece, self._clock())):
+            if self._closing.wait(self._budget.spend(piece, time.monotonic())):
                 raise RoundsEnded
             size -= piece
 

@@ -30,6 +30,7 @@ from serving.expert_parallel.rehosting import ExpertLoader, HeldExperts
 from serving.expert_parallel.shared_memory import DEADLINE_SECONDS
 from serving.expert_parallel.surviving import ExpertsLost, Placements
 from serving.model.decoder import Decoder
+from serving.model.expert_balance import ExpertPlacement
 
 __all__ = ["DeclaredLost", "ExpertGroup", "ExpertsLost", "Limits", "RecoveryCounts"]
 
@@ -150,6 +151,11 @@ class ExpertGroup:
                     self.steps += 1
                     self._idle = idle or self._idle_step
                     return answer
+
+    def placed(self, layer: int, placement: ExpertPlacement) -> None:
+        """The experts of a MoE layer have moved: `on_placed` of a rebalance that was joined in the present epoch."""
+        placements = tuple(placement if number == layer else one for number, one in enumerate(self.epoch.placements))
+        self.epoch = replace(self.epoch, placements=placements)
 
     def _idle_step(self) -> None:
         idle_step(self._experts.model)

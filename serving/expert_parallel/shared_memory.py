@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Self
 
 import torch
@@ -72,10 +74,11 @@ class SharedMemoryExchange(RoundTrips):
         deadline: float = DEADLINE_SECONDS,
         meeting: float = MEETING_SECONDS,
         spin: float | None = None,
+        processes: Mapping[int, int] = MappingProxyType({}),
     ) -> Self:
         """Meet the other ranks in `store` within `meeting` seconds; `deadline` is that of every wait after it.
 
-        `spin`: see SPIN_SECONDS.
+        `spin`: see SPIN_SECONDS. `processes` of other ranks, where they are known, are not waited for once they end.
 
         Raises ExchangeUnavailable where memory cannot be shared, RankLost for one that does not come,
         StoreUnavailable for a store that does not answer.
@@ -83,9 +86,10 @@ class SharedMemoryExchange(RoundTrips):
         if not available():
             raise ExchangeUnavailable("this system has no anonymous files to share memory by")
         segment = Segment(functions().bytes(c_shape(shape, rank)), "millrace-experts")
-        watch = ProcessWatch({})
+        watch = ProcessWatch(processes)
         try:
-            offers = exchanged(store, "segment", rank, shape.ranks, segment.details, meeting)
+            offers = exchanged(store, "segment", rank, shape.ranks, segment.details, meeting, watch)
+            watch.close()
             # The processes first: if a number has been used again, the memory found by it has another secret.
             watch = ProcessWatch({other: process_of(offer) for other, offer in enumerate(offers) if other != rank})
             segments = [

@@ -70,5 +70,9 @@ class Channel:
             got += count
         return found
 
+    def fileno(self) -> int:
+        """For whoever waits for several at once."""
+        return self._socket.fileno()
+
     def close(self) -> None:
         self._socket.close()

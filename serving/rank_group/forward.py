@@ -27,7 +27,7 @@ class GroupForward:
     """The leader's. `model` is its share, its experts joined to the group's exchange; `planes` are shared ones."""
 
     def __init__(self, model: Decoder, planes: Sequence[Planes], ranks: RankGroup) -> None:
-        self.form = f"torch x{ranks.size}"  # the bits of torch, in other times: step costs are kept by form
+        self.form = f"torch x{ranks.configured}"  # the bits of torch, in other times: step costs are kept by form
         self.model, self.planes, self.ranks = model, planes, ranks
         self._number = ranks.use_planes(planes)
 
@@ -58,18 +58,22 @@ class GroupForward:
             if not batch.barrier.passes(len(self.planes) - 1):
                 return out
             batch = replace(batch, barrier=None)
+        told = None if layer_done is None else _InStep(layer_done, self._sparse())
+        self.ranks.step(lambda: self._computed(batch, out, told))
+        if told is not None:
+            told.all_done()
+        return out
+
+    def _computed(self, batch: RaggedBatch, out: Tensor, told: _InStep | None) -> None:
+        """The rows that the ranks there are compute, each its part, into `out`."""
         own, *others = self._parts(batch)
         assert own is not None, "the leader has a part in every step"
         packed = [None if part is None else pack(part.batch) for part in others]
-        told = None if layer_done is None else _InStep(layer_done, self._sparse())
-        with self.ranks.step(self._number, packed) as done:
+        with self.ranks.beside(self._number, packed) as done:
             out[own.places] = self.model(own.batch, self.planes, told)[own.batch.logits_rows]
         for part, word in zip(others, done, strict=True):
             if part is not None and len(part.places):
                 out[part.places] = torch.from_numpy(word.rows).view(out.dtype).view(-1, out.shape[1])
-        if told is not None:
-            told.all_done()
-        return out
 
     def _parts(self, batch: RaggedBatch) -> list[BatchPart | None]:
         """Each rank's part; None where it has none. KV in host memory is the leader's alone."""

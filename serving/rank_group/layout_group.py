@@ -22,9 +22,10 @@ from serving.kvspec import LayerKV
 from serving.model.decoder import Planes
 from serving.parallel.joining import ParallelRank
 from serving.parallel.layout import ParallelLayout
+from serving.rank_group.child import RankProcess
 from serving.rank_group.layout_messages import LayoutDone, LayoutMet, LoadLayout, MeetLayout, RunLayout
 from serving.rank_group.messages import PackedBatch, ShareLoaded, UsePlanes
-from serving.rank_group.ranks import LOAD_SECONDS, MEETING_SECONDS, STOP_SECONDS, RankProcess
+from serving.rank_group.ranks import LOAD_SECONDS, MEETING_SECONDS, STOP_SECONDS
 from serving.rank_group.share import LEADER
 from serving.rank_group.shared_planes import SharedPlanes
 from serving.temporary import temporary_folder
@@ -66,7 +67,7 @@ class LayoutGroup:
             order = LoadLayout(
                 path=path, dtype=dtype, rank=other.rank, layout=self.layout, threads=threads, log_level=level
             )
-            other.say(order, MEETING_SECONDS)
+            other.ask(order, MEETING_SECONDS)
 
     def loaded(self) -> None:
         """Wait until all have. Raises RankLost, and ValueError with what a rank could not load."""
@@ -87,7 +88,7 @@ class LayoutGroup:
         folder = self._meeting.enter_context(temporary_folder(Path(tempfile.gettempdir())))
         order = MeetLayout(segment=self._kv.segment.details, store=folder / "store", deadline=self.deadline)
         for other in self.others:
-            other.say(order, MEETING_SECONDS)
+            other.ask(order, MEETING_SECONDS)
         self._own = join(FileStore(str(order.store), self.size))
         for other in self.others:
             word = other.answer(LayoutMet, 2 * MEETING_SECONDS)
@@ -118,7 +119,7 @@ class LayoutGroup:
         try:
             self._steps += 1
             for other in self.others:
-                other.say(RunLayout(self._steps, planes, batch, head), self.deadline)
+                other.ask(RunLayout(self._steps, planes, batch, head), self.deadline)
             yield done
             done += (other.answer(LayoutDone, self.deadline) for other in self.others)
             assert all(one.number == self._steps for one in done), "a rank answers to another step"

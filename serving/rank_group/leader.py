@@ -11,15 +11,17 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
-from torch._C._distributed_c10d import FileStore
 
 from serving.checkpoint.checkpoint import DTYPES
-from serving.expert_parallel.exchange import WIRE_DTYPES, ExchangeUnavailable, ExpertExchange, RankLost
-from serving.expert_parallel.layer import apply_expert_parallel, exchange_shape
-from serving.expert_parallel.shared_memory import SharedMemoryExchange, functions
+from serving.expert_parallel.bounded import StoreUnavailable
+from serving.expert_parallel.exchange import WIRE_DTYPES, ExchangeUnavailable, RankLost
+from serving.expert_parallel.rehosting import ExpertLoader
+from serving.expert_parallel.shared_memory import functions
 from serving.loader.loading import LoadedModel, open_checkpoint
 from serving.model.decoder import Planes
 from serving.rank_group.forward import GroupForward
+from serving.rank_group.member import EpochMember, loader_of
+from serving.rank_group.messages import Balancing
 from serving.rank_group.ranks import RankGroup
 from serving.rank_group.share import LEADER, even_placements, load_share
 
@@ -31,10 +33,14 @@ class SpreadModel(LoadedModel):
     """The leader's share of a model, and the ranks that hold the rest. Close `ranks` when no step runs any more."""
 
     ranks: RankGroup
+    load_expert: ExpertLoader  # reads experts of the model that no rank holds any more
 
 
-def check_spread(path: Path, dtype: str, quantization: str | None, ranks: int) -> None:
-    """Raises ValueError for a model at `path`, loaded so, that so many ranks of one worker cannot serve."""
+def check_spread(path: Path, dtype: str, quantization: str | None, ranks: int, redundant: int = 0) -> None:
+    """Raises ValueError for a model at `path`, loaded so, that so many ranks of one worker cannot serve.
+
+    `redundant` experts are held once more than the others.
+    """
     spec, checkpoint, own_dtype = open_checkpoint(path)
     if spec.moe is None:
         raise ValueError(
@@ -45,6 +51,11 @@ def check_spread(path: Path, dtype: str, quantization: str | None, ranks: int) -
         raise ValueError(
             f"--data-parallel-size {ranks}: of {spec.moe.experts} experts each rank holds one at least; choose"
             f" {spec.moe.experts} or less"
+        )
+    if redundant > spec.moe.experts * (ranks - 1):
+        raise ValueError(
+            f"--eplb-config: {ranks} ranks hold {spec.moe.experts} experts {ranks} times at most, so"
+            f" num_redundant_experts is {spec.moe.experts * (ranks - 1)} or less"
         )
     computed_in = own_dtype if dtype == "auto" else dtype
     if DTYPES.get(computed_in) not in WIRE_DTYPES:
@@ -59,25 +70,35 @@ def check_spread(path: Path, dtype: str, quantization: str | None, ranks: int) -
         )
 
 
-def load_spread(path: Path, dtype: str, quantization: str | None, ranks: int, deadline: float) -> SpreadModel:
+def load_spread(
+    path: Path,
+    dtype: str,
+    quantization: str | None,
+    ranks: int,
+    deadline: float,
+    *,
+    redundant: int = 0,
+    balancing: Balancing | None = None,
+) -> SpreadModel:
     """Load the model at `path` over `ranks` processes, this one among them, which share its threads.
 
-    `deadline` are the seconds that a rank may keep others waiting in a step. Raises ValueError as `load` does, and
-    where the ranks cannot work together.
+    `deadline` are the seconds that a rank may keep others waiting in a step. `redundant` experts have copies at first;
+    with `balancing` experts move. Raises ValueError as `load` does, and where the ranks cannot work together.
     """
-    check_spread(path, dtype, quantization, ranks)
+    check_spread(path, dtype, quantization, ranks, redundant)
     try:
         functions()  # compiled here, not by all ranks at once
     except ExchangeUnavailable as error:
         raise ValueError(f"--data-parallel-size {ranks}: {error}") from error
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
-    group = RankGroup(ranks, deadline)
+    group = RankGroup(ranks, deadline, redundant=redundant, balancing=balancing)
     spread: SpreadModel | None = None
     try:
         group.load(path, dtype)
-        own = load_share(path, dtype, LEADER, ranks, quantization)
+        own = load_share(path, dtype, LEADER, ranks, redundant, quantization)
         group.loaded()
-        spread = SpreadModel(**{one.name: getattr(own, one.name) for one in fields(own)}, ranks=group)
+        parts = {one.name: getattr(own, one.name) for one in fields(own)}
+        spread = SpreadModel(**parts, ranks=group, load_expert=loader_of(path, dtype))
         return spread
     except RankLost as lost:
         raise ValueError(f"the model is not loaded: {lost}") from lost
@@ -91,19 +112,15 @@ def join_group(spread: SpreadModel, planes: Sequence[Planes], max_tokens: int) -
 
     Raises ValueError where the ranks do not come together, or find no memory for the rows of such a step.
     """
-    model, ranks = spread.model, spread.ranks
-    placements = even_placements(spread.spec, ranks.size)
+    ranks = spread.ranks
+    placements = even_placements(spread.spec, ranks.configured, ranks.redundant)
     blocks, block_size, *_ = planes[0][0].shape
     max_tokens = min(max_tokens, blocks * block_size)  # each row of a step has KV of its own
-    shape = exchange_shape(model, placements[0], max_tokens)
-
-    def join(store: FileStore) -> ExpertExchange:
-        return SharedMemoryExchange.join(shape, LEADER, store, deadline=ranks.deadline)
-
+    own = EpochMember(spread.model, spread.load_expert, max_tokens, ranks.deadline, ranks.balancing)
     try:
-        apply_expert_parallel(model, placements, ranks.meet(max_tokens, join))
-        return GroupForward(model, planes, ranks)
-    except (RankLost, ExchangeUnavailable) as error:
+        ranks.meet(own, placements, max_tokens)
+        return GroupForward(spread.model, planes, ranks)
+    except (RankLost, ExchangeUnavailable, StoreUnavailable) as error:
         raise ValueError(f"the ranks of this worker do not come together: {error}") from error
     except (RuntimeError, OSError) as error:  # torch's, and the system's, where there is no such memory
         raise ValueError(

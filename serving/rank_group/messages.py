@@ -14,19 +14,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serving.expert_parallel.exchange import ExchangeTraffic
+from serving.expert_parallel.replanning import BalancePolicy
+from serving.expert_parallel.surviving import Brought, Placements
 
+NOTHING_SENT = ExchangeTraffic()
 Arrays = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Balancing:
+    """How experts move while a group serves: a round every `interval` steps, weights within a budget."""
+
+    policy: BalancePolicy
+    interval: int
+    bytes_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LoadShare:
-    """Load the model at `path` with the experts of this rank alone; `threads` compute it. Answered by ShareLoaded."""
+    """Load the model at `path` with the experts of this rank alone; `threads` compute it. Answered by ShareLoaded.
+
+    `service` is what the rank calls itself in the log; `redundant` experts are held more than once at first.
+    """
 
     path: Path
     dtype: str
     rank: int
     ranks: int
+    redundant: int
     threads: int
+    service: str
     log_level: int
 
 
@@ -52,23 +69,76 @@ PlanePlaces = Sequence[Sequence[TensorPlace]]  # by layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MeetGroup:
-    """Map the KV of the group, and meet the others by way of the file `store`. Answered by GroupMet.
+class MapKV:
+    """Map the KV of the group. `most_rows` a step has at most; `deadline` are the seconds of every wait in it.
 
-    `max_tokens` is the most rows of one step; `deadline` the seconds that a rank may keep others waiting in it.
+    With `balancing` experts move while the group serves. Answered by KVMapped.
     """
 
     segment: bytes
-    store: Path
-    max_tokens: int
+    most_rows: int
     deadline: float
+    balancing: Balancing | None
 
 
 @dataclass(frozen=True, slots=True)
-class GroupMet:
-    """The rank is ready for steps; or `error` says why it cannot be, and it leaves."""
+class KVMapped:
+    """The rank may be taken into an epoch; or `error` says why not, and it leaves."""
 
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EndEpoch:
+    """Leave the exchange, and with it the epoch. Answered by EpochEnded."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochEnded:
+    """The experts that the rank holds of each MoE layer, slot by slot; None before it was in an epoch."""
+
+    held: Brought | None
+
+
+@dataclass(frozen=True, slots=True)
+class HoldExperts:
+    """Load what this rank, of this number in the epoch to come, lacks of its experts there. Answered by ExpertsHeld."""
+
+    placements: Placements
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsHeld:
+    """So many experts were loaded; or `lost` are those of each MoE layer that cannot be had, and `reason` says why."""
+
+    loaded: int = 0
+    lost: Mapping[int, Sequence[int]] | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BeginEpoch:
+    """Meet the others of epoch `number` by way of the file `store`. Answered by EpochBegun.
+
+    `processes` are their numbers in the system, by rank in the epoch; the rank that is told is `rank` of them. Whoever
+    has not come after `meeting` seconds is lost.
+    """
+
+    number: int
+    rank: int
+    processes: tuple[int, ...]
+    placements: Placements
+    store: Path
+    meeting: float
+
+
+@dataclass(frozen=True, slots=True)
+class EpochBegun:
+    """The rank is ready for steps; or `error` says why it is not, and it leaves unless another was `lost` to it."""
+
+    error: str | None = None
+    lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +152,7 @@ class UsePlanes:
 class RunStep:
     """Take part in step `number`, over the KV planes with this number; with `part` None, without rows of its own.
 
-    Answered by StepDone.
+    Answered by StepDone or StepDropped.
     """
 
     number: int
@@ -101,12 +171,45 @@ class PackedBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class StepDone:
-    """Step `number` is computed: `rows` are the bytes of the hidden states that were asked for, [R, H].
+class RankTotals:
+    """What a rank's process has done so far, in all epochs."""
 
-    `traffic` is what the rank has sent to others so far.
-    """
+    traffic: ExchangeTraffic = NOTHING_SENT
+    moved_experts: int = 0  # that came to be held here for the sake of balance
+    moved_bytes: int = 0  # of weights that came for them from other ranks
+
+    def __add__(self, other: RankTotals) -> RankTotals:
+        return RankTotals(
+            self.traffic + other.traffic,
+            self.moved_experts + other.moved_experts,
+            self.moved_bytes + other.moved_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """Step `number` is computed: `rows` are the bytes of the hidden states that were asked for, [R, H]."""
 
     number: int
     rows: NDArray[np.uint8]
-    traffic: ExchangeTraffic
+    totals: RankTotals
+
+
+@dataclass(frozen=True, slots=True)
+class StepDropped:
+    """Step `number` is not computed, since `lost` is, a rank of the epoch, None where it cannot be told."""
+
+    number: int
+    lost: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """Step `number` is not computed: this rank made a mistake over its part, and says what was raised."""
+
+    number: int
+    error: str
+
+
+Outcome = StepDone | StepDropped | StepFailed

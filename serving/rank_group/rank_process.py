@@ -13,23 +13,42 @@ import signal
 import socket
 import sys
 import threading
+from typing import Any
 
 import torch
-from torch._C._distributed_c10d import FileStore
 
-from serving.expert_parallel.exchange import ExchangeUnavailable, ExpertExchange, RankLost
-from serving.expert_parallel.layer import apply_expert_parallel, exchange_shape, idle_step
-from serving.expert_parallel.shared_memory import SharedMemoryExchange
+from serving.expert_parallel.bounded import StoreUnavailable
+from serving.expert_parallel.exchange import ExchangeUnavailable, RankLost
+from serving.expert_parallel.layer import idle_step
+from serving.expert_parallel.surviving import ExpertsLost
 from serving.loader.loading import LoadedModel
 from serving.logs import setup_logging
 from serving.malloc import keep_freed_memory
-from serving.model.decoder import Decoder, Planes
+from serving.model.decoder import Planes
 from serving.rank_group.channel import Channel, ChannelClosed
 from serving.rank_group.layout_messages import LoadLayout
 from serving.rank_group.layout_rank import serve_layout
-from serving.rank_group.messages import GroupMet, LoadShare, MeetGroup, RunStep, ShareLoaded, StepDone, UsePlanes
+from serving.rank_group.member import EpochMember, loader_of
+from serving.rank_group.messages import (
+    BeginEpoch,
+    EndEpoch,
+    EpochBegun,
+    EpochEnded,
+    ExpertsHeld,
+    HoldExperts,
+    KVMapped,
+    LoadShare,
+    MapKV,
+    Outcome,
+    RunStep,
+    ShareLoaded,
+    StepDone,
+    StepDropped,
+    StepFailed,
+    UsePlanes,
+)
 from serving.rank_group.parts import unpack
-from serving.rank_group.share import even_placements, load_share
+from serving.rank_group.share import load_share
 from serving.rank_group.shared_planes import MappedPlanes
 from serving.shared_memory import SegmentUnavailable
 from serving.temporary import remove_temporary_folders
@@ -38,62 +57,98 @@ log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 60.0  # the leader reads answers as they come, or has ended
 LEADER_SECONDS = 0.2  # a broken connection is seen before the end of the process that held it
+# What a mistake of ours over some row raises; the leader's engine finds out whose it is (serving/engine/blame.py).
+MISTAKES = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
+LOADING_SECONDS = 60.0  # for experts that nobody holds any more
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def join_exchange(model: Decoder, rank: int, ranks: int, store: FileStore, order: MeetGroup) -> ExpertExchange:
-    """Meet the other ranks, and let the experts of `model` take part. Raises RankLost, ExchangeUnavailable."""
-    placements = even_placements(model.spec, ranks)
-    shape = exchange_shape(model, placements[0], order.max_tokens)
-    exchange = SharedMemoryExchange.join(shape, rank, store, deadline=order.deadline)
-    apply_expert_parallel(model, placements, exchange)
-    return exchange
-
-
 class FollowingRank:
-    """A loaded rank that has met the others: computes its part of each step."""
+    """A loaded rank that has mapped the group's KV: takes part in epochs, and computes its part of each step."""
 
-    def __init__(self, model: Decoder, exchange: ExpertExchange, kv: MappedPlanes) -> None:
-        self.model, self.exchange, self.kv = model, exchange, kv
+    def __init__(self, member: EpochMember, kv: MappedPlanes) -> None:
+        self.member, self.kv = member, kv
         self.planes: list[list[Planes]] = []
 
+    def does(self, word: Any) -> object:
+        """The answer to one of the leader's words; None where it wants none."""
+        match word:
+            case RunStep():
+                return self.run(word)
+            case UsePlanes():
+                self.planes.append(self.kv.at(word.places))
+                return None
+            case EndEpoch():
+                return EpochEnded(self.member.end())
+            case HoldExperts():
+                return self.hold(word)
+            case BeginEpoch():
+                return self.begin(word)
+        raise AssertionError(f"the leader says {word!r}")
+
     @torch.inference_mode()
-    def run(self, step: RunStep) -> StepDone:
-        """Raises RankLost."""
-        hidden = self.model.norm.weight.new_empty(0)
-        if step.part is None:
-            idle_step(self.model)
-        else:
-            batch = unpack(step.part)
-            hidden = self.model(batch, self.planes[step.planes])[batch.logits_rows]
-        return StepDone(step.number, hidden.flatten().view(torch.uint8).numpy(), self.exchange.traffic)
+    def run(self, step: RunStep) -> Outcome:
+        model = self.member.model
+        try:
+            self.member.begin_step()
+            hidden = model.norm.weight.new_empty(0)
+            if step.part is None:
+                idle_step(model)
+            else:
+                batch = unpack(step.part)
+                hidden = model(batch, self.planes[step.planes])[batch.logits_rows]
+        except RankLost as lost:
+            self.member.leave()  # others that still wait for this rank hear of it
+            return StepDropped(step.number, lost.rank, lost.reason)
+        except MISTAKES as error:
+            log.exception("a mistake over rows of step %d", step.number)
+            self.member.leave()
+            return StepFailed(step.number, f"{type(error).__name__}: {error}")
+        return StepDone(step.number, hidden.flatten().view(torch.uint8).numpy(), self.member.totals)
+
+    def hold(self, order: HoldExperts) -> ExpertsHeld:
+        try:
+            return ExpertsHeld(self.member.hold(order.placements, order.rank, LOADING_SECONDS))
+        except ExpertsLost as lost:
+            return ExpertsHeld(lost=lost.experts, reason=lost.reason)
+
+    def begin(self, order: BeginEpoch) -> EpochBegun:
+        try:
+            self.member.begin(order)
+        except RankLost as lost:
+            self.member.leave()
+            return EpochBegun(str(lost), lost=True)
+        except (ExchangeUnavailable, StoreUnavailable, RuntimeError, ValueError, OSError) as error:
+            return EpochBegun(str(error))
+        return EpochBegun()
 
 
 def serve(channel: Channel) -> None:
-    """Do what the leader says until it closes the channel. Raises ChannelClosed, RankLost."""
+    """Do what the leader says until it closes the channel. Raises ChannelClosed; RankLost of a group with a layout."""
     order: LoadShare | LoadLayout = channel.receive(None)
     if isinstance(order, LoadLayout):
         serve_layout(channel, order)
         return
-    setup_logging(f"rank-{order.rank}", logging.getLevelName(order.log_level))
+    setup_logging(order.service, logging.getLevelName(order.log_level))
     torch.set_num_threads(order.threads)
     loaded = _loaded(channel, order)
-    rank = None if loaded is None else _met(channel, loaded.model, order)
+    rank = None if loaded is None else _mapped(channel, loaded, order)
     if rank is None:
         return
     keep_freed_memory()
     while True:
-        word = channel.receive(None)
-        if isinstance(word, UsePlanes):
-            rank.planes.append(rank.kv.at(word.places))
-        else:
-            channel.send(rank.run(word), ANSWER_SECONDS)
+        answer = rank.does(channel.receive(None))
+        if answer is not None:
+            channel.send(answer, ANSWER_SECONDS)
+        if isinstance(answer, EpochBegun) and answer.error is not None and not answer.lost:
+            log.error("this rank leaves: %s", answer.error)
+            return
 
 
 def _loaded(channel: Channel, order: LoadShare) -> LoadedModel | None:
     """The share of the model; None where the leader has been told why there is none."""
     try:
-        loaded = load_share(order.path, order.dtype, order.rank, order.ranks)
+        loaded = load_share(order.path, order.dtype, order.rank, order.ranks, order.redundant)
     except (ValueError, OSError) as error:
         channel.send(ShareLoaded(error=str(error)), ANSWER_SECONDS)
         return None
@@ -101,17 +156,18 @@ def _loaded(channel: Channel, order: LoadShare) -> LoadedModel | None:
     return loaded
 
 
-def _met(channel: Channel, model: Decoder, order: LoadShare) -> FollowingRank | None:
-    """The rank ready for steps; None where the leader has been told why it is not."""
-    meeting: MeetGroup = channel.receive(None)
+def _mapped(channel: Channel, loaded: LoadedModel, order: LoadShare) -> FollowingRank | None:
+    """The rank ready for an epoch; None where the leader has been told why it is not."""
+    kv: MapKV = channel.receive(None)
     try:
-        kv = MappedPlanes(meeting.segment)
-        exchange = join_exchange(model, order.rank, order.ranks, FileStore(str(meeting.store), order.ranks), meeting)
-    except (RankLost, ExchangeUnavailable, SegmentUnavailable) as error:
-        channel.send(GroupMet(error=str(error)), ANSWER_SECONDS)
+        planes = MappedPlanes(kv.segment)
+    except SegmentUnavailable as error:
+        channel.send(KVMapped(error=str(error)), ANSWER_SECONDS)
         return None
-    channel.send(GroupMet(), ANSWER_SECONDS)
-    return FollowingRank(model, exchange, kv)
+    load = loader_of(order.path, order.dtype)
+    member = EpochMember(loaded.model, load, kv.most_rows, kv.deadline, kv.balancing)
+    channel.send(KVMapped(), ANSWER_SECONDS)
+    return FollowingRank(member, planes)
 
 
 def leave_with(parent: int) -> threading.Thread | None:

@@ -1,250 +1,297 @@
 """The leader's hold on the other ranks of its group: starts them, has them take part in each step, and ends them.
 
-A rank that dies or is late is lost, and with it the group: `RankGroup.lost` is the one place that says so. It knows no
-sequences and no model's modules.
+A step that loses a rank is computed again by those that are left. Where that cannot be, `RankGroup.lost` says why. It
+knows no sequences and no model's modules.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import os
-import socket
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch._C._distributed_c10d import FileStore
 
-from serving.child_process import helper_environ, module_command
-from serving.expert_parallel.exchange import ExchangeTraffic, ExpertExchange, RankLost
+from serving import logs
+from serving.expert_parallel.bounded import StoreUnavailable
+from serving.expert_parallel.epoch import Rules
+from serving.expert_parallel.exchange import RankLost
+from serving.expert_parallel.recovery import VAIN_EPOCHS, RecoveryCounts
+from serving.expert_parallel.surviving import ExpertsLost, Placements
 from serving.kvspec import LayerKV
 from serving.model.decoder import Planes
-from serving.rank_group.channel import Channel, ChannelClosed, ChannelLate
+from serving.rank_group.child import RankProcess
+from serving.rank_group.epochs import GroupEpochs
+from serving.rank_group.member import EpochMember
 from serving.rank_group.messages import (
-    GroupMet,
+    Balancing,
+    KVMapped,
     LoadShare,
-    MeetGroup,
+    MapKV,
     PackedBatch,
+    RankTotals,
     RunStep,
     ShareLoaded,
     StepDone,
+    StepDropped,
+    StepFailed,
     UsePlanes,
 )
-from serving.rank_group.share import LEADER
+from serving.rank_group.restarts import RankKeeper
 from serving.rank_group.shared_planes import SharedPlanes
-from serving.temporary import temporary_folder
 
 log = logging.getLogger(__name__)
 
-RANK_MODULE = "serving.rank_group.rank_process"
 LOAD_SECONDS = 600.0  # that a rank may take to load its share
 MEETING_SECONDS = 60.0  # that it may take to be ready for steps then
 STOP_SECONDS = 2.0  # that it may take to leave
-ALSO_NEEDED = ("CXX", "XDG_CACHE_HOME", "OMP_WAIT_POLICY")  # by which kernels are found, and threads wait
 
-Word = TypeVar("Word")
-Join = Callable[[FileStore], ExpertExchange]  # raises RankLost, ValueError
-
-
-class RankProcess:
-    """One of the other ranks, as a child process with nothing of our environment that it does not need."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.channel, theirs = Channel.pair()
-        with theirs:
-            self.process = self._start(theirs)
-        self.pidfd = os.pidfd_open(self.process.pid)
-
-    def _start(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
-        known = {name: value for name in ALSO_NEEDED if (value := os.environ.get(name)) is not None}
-        return subprocess.Popen(  # noqa: S603 - our own module
-            [*module_command(RANK_MODULE), str(theirs.fileno()), str(os.getpid())],
-            pass_fds=(theirs.fileno(),),
-            env=helper_environ(os.environ) | known,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the leader, which ends its ranks
-        )
-
-    def say(self, word: object, seconds: float) -> None:
-        """Raises RankLost."""
-        with self._heard(seconds):
-            self.channel.send(word, seconds)
-
-    def answer(self, kind: type[Word], seconds: float) -> Word:
-        """Its next word. Raises RankLost."""
-        with self._heard(seconds):
-            word = self.channel.receive(seconds)
-        assert isinstance(word, kind), f"rank {self.rank} says {word!r}"
-        return word
-
-    @contextmanager
-    def _heard(self, seconds: float) -> Iterator[None]:
-        try:
-            yield
-        except ChannelClosed as error:
-            raise RankLost(self.rank, "its process has ended") from error
-        except ChannelLate as error:
-            raise RankLost(self.rank, f"it has not answered within {seconds:g} s") from error
-
-    def end(self, until: float) -> None:
-        """It leaves as its channel has closed, or is killed at this time of the monotonic clock."""
-        try:
-            self.process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self.process.kill()  # also one that is stopped
-            self.process.wait()
-        os.close(self.pidfd)
+Answer = TypeVar("Answer")
 
 
 class RankGroup:
     """All ranks but the leader, whose process this is. `deadline` are the seconds of a step's every wait.
 
-    `lost` is set once a rank is lost, or a step has been left unfinished; from then on every step raises it.
+    `lost` is set once there is no group any more; from then on every step raises it.
     """
 
-    def __init__(self, ranks: int, deadline: float) -> None:
-        """Starts their processes."""
-        self.size = ranks
-        self.deadline = deadline
-        self.lost: RankLost | None = None
-        self.traffic = ExchangeTraffic()  # of all ranks so far
-        self.exchange: ExpertExchange | None = None  # the leader's own part
+    def __init__(self, ranks: int, deadline: float, *, redundant: int = 0, balancing: Balancing | None = None) -> None:
+        """Starts their processes. `redundant` experts have copies at first; with `balancing` experts move."""
+        self.configured = ranks
+        self.deadline, self.redundant, self.balancing = deadline, redundant, balancing
+        self.lost: Exception | None = None
+        self.own: EpochMember | None = None  # the leader's part, once it has met the others
+        self._epochs: GroupEpochs | None = None
         self._kv: SharedPlanes | None = None
-        self._plane_sets = 0
-        self._steps = 0
-        self._watching: asyncio.AbstractEventLoop | None = None
-        self.others: list[RankProcess] = []
+        self._plane_sets: list[UsePlanes] = []
+        self.most_rows = 0  # that a step has at most
+        self.totals = RankTotals()  # what all ranks had sent and moved after the last step
+        self.imbalance = 0.0  # of the MoE layer that is balanced worst: the heaviest rank's load over the mean; or 0
+        self._steps, self._began = 0, 0.0
+        self._unfinished = False  # the last step, by the leader itself
+        self._order: LoadShare | None = None
+        self.keepers: list[RankKeeper] = []
         started = False
         try:
-            self.others += (RankProcess(rank) for rank in range(1, ranks))
+            self.keepers += (RankKeeper(RankProcess(rank), self._prepare) for rank in range(1, ranks))
             started = True
         finally:
             if not started:
                 self.close()
 
+    @property
+    def size(self) -> int:
+        """The ranks of the present epoch, the leader among them."""
+        return self.configured if self._epochs is None else len(self._epochs.epoch.members)
+
+    @property
+    def others(self) -> list[RankProcess]:
+        """The processes of those but the leader, in their order."""
+        if self._epochs is None:
+            return [keeper.current for keeper in self.keepers]
+        return list(self._epochs.others.values())
+
+    @property
+    def placements(self) -> Placements:
+        """Where the experts of each MoE layer were in the last step."""
+        return () if self.own is None else self.own.placements
+
+    @property
+    def counts(self) -> RecoveryCounts:
+        return RecoveryCounts() if self._epochs is None else self._epochs.counts
+
     # ---- until the first step ----------------------------------------------------------------------------------
 
     def load(self, path: Path, dtype: str) -> None:
         """Have every rank begin to load its share of the model, each with as many threads as this process has."""
-        threads = torch.get_num_threads()
-        level = logging.getLogger().getEffectiveLevel()
+        self._order = LoadShare(
+            path=path,
+            dtype=dtype,
+            rank=0,
+            ranks=self.configured,
+            redundant=self.redundant,
+            threads=torch.get_num_threads(),
+            service=logs.service(),
+            log_level=logging.getLogger().getEffectiveLevel(),
+        )
         for other in self.others:
-            order = LoadShare(
-                path=path, dtype=dtype, rank=other.rank, ranks=self.size, threads=threads, log_level=level
-            )
-            other.say(order, MEETING_SECONDS)
+            self._load(other)
+
+    def _load(self, other: RankProcess) -> None:
+        assert self._order is not None, "load comes first"
+        service = f"{self._order.service}/rank-{other.rank}"
+        other.ask(replace(self._order, rank=other.rank, service=service), MEETING_SECONDS)
 
     def loaded(self) -> None:
         """Wait until all have. Raises RankLost, and ValueError with what a rank could not load."""
         for other in self.others:
-            word = other.answer(ShareLoaded, LOAD_SECONDS)
-            if word.error is not None:
-                raise ValueError(f"rank {other.rank}: {word.error}")
-            log.info("rank %d holds %.0f MB of weights", other.rank, word.weight_bytes / 1e6)
+            self._loaded(other)
+
+    def _loaded(self, other: RankProcess) -> None:
+        word = other.answer(ShareLoaded, LOAD_SECONDS)
+        if word.error is not None:
+            raise ValueError(f"rank {other.rank}: {word.error}")
+        log.info("rank %d holds %.0f MB of weights", other.rank, word.weight_bytes / 1e6)
 
     def share_planes(self, specs: Sequence[LayerKV], num_blocks: int, block_size: int) -> list[Planes]:
         """KV planes that every rank will map."""
         self._kv = SharedPlanes(specs, num_blocks, block_size)
         return self._kv.planes
 
-    def meet(self, max_tokens: int, join: Join) -> ExpertExchange:
-        """The leader's part in the group's exchange, made by `join`, which the others join as well.
+    def meet(self, own: EpochMember, placements: Placements, most_rows: int) -> None:
+        """Begin the first epoch, `own` being the leader's part; `most_rows` is what a step has at most.
 
-        `max_tokens` is the most rows of one step. Raises RankLost and ValueError where the group does not come about.
+        Raises RankLost, ValueError, and what `EpochMember.begin` does where the group does not come about.
         """
+        self.most_rows = most_rows
+        others = {other.rank: other for other in self.others}
+        for other in others.values():
+            self._map_kv(other)
+        for other in others.values():
+            self._mapped(other)
+        rules = Rules(origin=placements, most_slots=placements[0].experts, loads=True)
+        self.own, self._epochs = own, GroupEpochs(own, rules, self.deadline)
+        self._epochs.begin(others, MEETING_SECONDS)
+        for keeper in self.keepers:
+            keeper.start()
+
+    def _map_kv(self, other: RankProcess) -> None:
         assert self._kv is not None, "share_planes comes first"
-        with temporary_folder(Path(tempfile.gettempdir())) as folder:
-            order = MeetGroup(
-                segment=self._kv.segment.details,
-                store=folder / "store",
-                max_tokens=max_tokens,
-                deadline=self.deadline,
-            )
-            for other in self.others:
-                other.say(order, MEETING_SECONDS)
-            self.exchange = join(FileStore(str(order.store), self.size))
-            for other in self.others:
-                word = other.answer(GroupMet, 2 * MEETING_SECONDS)
-                if word.error is not None:
-                    raise ValueError(f"rank {other.rank}: {word.error}")
-        return self.exchange
+        details, rows = self._kv.segment.details, self.most_rows
+        order = MapKV(segment=details, most_rows=rows, deadline=self.deadline, balancing=self.balancing)
+        other.ask(order, MEETING_SECONDS)
+
+    def _mapped(self, other: RankProcess) -> None:
+        word = other.answer(KVMapped, MEETING_SECONDS)
+        if word.error is not None:
+            raise ValueError(f"rank {other.rank}: {word.error}")
+
+    def _prepare(self, other: RankProcess) -> None:
+        """Of a process that takes the place of one that has ended, all that comes before an epoch."""
+        self._load(other)
+        self._loaded(other)
+        self._map_kv(other)
+        self._mapped(other)
 
     def use_planes(self, planes: Sequence[Planes]) -> int:
         """Tell all ranks of planes, views of the shared ones; the number by which steps name them."""
         assert self._kv is not None
+        word = UsePlanes(self._kv.places(planes))
         for other in self.others:
-            other.say(UsePlanes(self._kv.places(planes)), self.deadline)
-        self._plane_sets += 1
-        return self._plane_sets - 1
+            other.say(word, self.deadline)
+        self._plane_sets.append(word)
+        return len(self._plane_sets) - 1
 
     # ---- steps -------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def step(self, planes: int, parts: Sequence[PackedBatch | None]) -> Iterator[list[StepDone]]:
-        """Have the other ranks compute `parts`, in their order, while the leader computes its own inside.
+    def step(self, compute: Callable[[], Answer]) -> Answer:
+        """What `compute` gives when all ranks that there are have taken their part, by `beside`.
 
-        What they have done is in the list when it is left. Raises RankLost; also inside, where the exchange finds out.
-        A step that the leader does not finish leaves the others at a place of their own: then the group is lost.
+        It is called again, with fewer ranks, where one is lost: it writes only what writing twice does not change.
+        Raises what it raises, RuntimeError for a mistake that a rank made over its rows, and ExpertsLost,
+        StoreUnavailable or RankLost where there is no group any more.
         """
         if self.lost is not None:
             raise self.lost
-        finished = False
-        done: list[StepDone] = []
         try:
-            self._steps += 1
-            for other, part in zip(self.others, parts, strict=True):
-                other.say(RunStep(self._steps, planes, part), self.deadline)
+            self._settle()
+            for _ in range(VAIN_EPOCHS * self.configured):
+                try:
+                    return compute()
+                except RankLost as lost:
+                    self._repeat(lost)
+            raise RankLost(None, "a step was dropped again and again: it may need a higher --rank-timeout")
+        except (RankLost, ExpertsLost, StoreUnavailable) as error:
+            log.error("%s; the worker leaves, and its texts go on elsewhere", error)
+            self.lost = error
+            raise
+
+    def _settle(self) -> None:
+        """Before a step: take in ranks that have come back, and begin anew where the leader has left its last step."""
+        came = {process.rank: process for keeper in self.keepers if (process := keeper.taken()) is not None}
+        if not came and not self._unfinished:
+            return
+        assert self._epochs is not None
+        began, ready = time.monotonic(), {}
+        for rank, process in came.items():
+            try:
+                for word in self._plane_sets:
+                    process.say(word, self.deadline)
+                ready[rank] = process
+            except RankLost as lost:  # its keeper starts the next
+                log.warning("%s", lost)
+        if not ready and not self._unfinished:
+            return
+        why = f"ranks {sorted(ready)} have come back" if ready else "the leader has left a step unfinished"
+        self._epochs.follow(None, why, began, ready)
+        self._unfinished = False
+
+    def _repeat(self, lost: RankLost) -> None:
+        """Begin an epoch without whoever is lost. Raises RuntimeError where a rank made a mistake over its rows."""
+        assert self._epochs is not None
+        self._epochs.follow(lost, str(lost), self._began, {})
+        self._unfinished = False
+        failures, self._epochs.failures = self._epochs.failures, []
+        if failures:
+            raise RuntimeError("; ".join(failures))
+        self._epochs.counts.repeated_steps += 1
+
+    @contextmanager
+    def beside(self, planes: int, parts: Sequence[PackedBatch | None]) -> Iterator[list[StepDone]]:
+        """Have the other ranks compute `parts`, in their order, while the leader computes its own inside.
+
+        What they have done is in the list when it is left. Raises RankLost; also inside, where the exchange finds out.
+        """
+        assert self._epochs is not None
+        self._began, self._unfinished, done = time.monotonic(), True, list[StepDone]()
+        self._steps += 1
+        for other, part in zip(self.others, parts, strict=True):
+            other.ask(RunStep(self._steps, planes, part), self.deadline)
+        finished = False
+        try:
+            self._epochs.own.begin_step()
             yield done
-            done += (other.answer(StepDone, self.deadline) for other in self.others)
-            assert all(one.number == self._steps for one in done), "a rank answers to another step"
             finished = True
         except RankLost as lost:
-            self._lose(lost)
-            raise
+            raise self._epochs.named(lost) from lost
         finally:
-            if not finished and self.lost is None:
-                self._lose(RankLost(LEADER, "it has left a step unfinished"))
-        assert self.exchange is not None
-        self.traffic = sum((one.traffic for one in done), self.exchange.traffic)
+            if not finished:
+                self._epochs.own.leave()  # nobody is to wait for the leader
+        done += (self._done(other) for other in self.others)
+        self._unfinished = False
+        self.totals = self._epochs.totals
+        self.imbalance = max(self._epochs.own.imbalance, default=self.imbalance)
 
-    def _lose(self, lost: RankLost) -> None:
-        log.error("%s", lost)
-        self.lost = lost
+    def _done(self, other: RankProcess) -> StepDone:
+        assert self._epochs is not None
+        word = other.hear(self.deadline)
+        if isinstance(word, StepDropped):
+            raise self._epochs.named(RankLost(word.lost, word.reason))
+        if isinstance(word, StepFailed):
+            self._epochs.failures.append(f"rank {other.rank}: {word.error}")
+            raise RankLost(None, "a rank made a mistake")
+        assert isinstance(word, StepDone) and word.number == self._steps, f"rank {other.rank} says {word!r}"
+        self._epochs.heard(other.rank, word.totals)
+        return word
 
     # ---- the end -----------------------------------------------------------------------------------------------
 
-    def watch(self, on_lost: Callable[[], object]) -> None:
-        """Call `on_lost` on the running event loop when a rank ends, also between steps."""
-        self._watching = asyncio.get_running_loop()
-        for other in self.others:
-            self._watching.add_reader(other.pidfd, self._ended, other, on_lost)
-
-    def _ended(self, other: RankProcess, on_lost: Callable[[], object]) -> None:
-        assert self._watching is not None
-        self._watching.remove_reader(other.pidfd)
-        if self.lost is None:
-            self._lose(RankLost(other.rank, "its process has ended"))
-        on_lost()
-
     def close(self) -> None:
-        """End all ranks. Call when no step runs, on the loop that watches; safe to repeat."""
-        others, self.others = self.others, []
-        for other in others:
-            if self._watching is not None:
-                self._watching.remove_reader(other.pidfd)
-            other.channel.close()
+        """End all ranks. Call when no step runs; safe to repeat."""
+        if self._epochs is not None:
+            self._epochs.close()
+            for other in self.others:
+                other.channel.close()
         until = time.monotonic() + (STOP_SECONDS if self.lost is None else 0.0)
-        for other in others:
-            other.end(until)
-        if self.lost is None and self.exchange is not None:  # else somebody may still be in it
-            self.exchange.close()
+        keepers, self.keepers = self.keepers, []
+        for keeper in keepers:
+            keeper.closing()
+        for keeper in keepers:
+            keeper.close(until)
         if self._kv is not None:
             self._kv.segment.close()
             self._kv = None

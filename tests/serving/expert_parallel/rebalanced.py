@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,8 @@ from serving.expert_parallel.layer import (
     idle_step,
     moe_layers,
 )
+from serving.expert_parallel.local import LocalExchange
+from serving.expert_parallel.meeting import POLL_SECONDS
 from serving.expert_parallel.physical import PhysicalExperts
 from serving.expert_parallel.rebalance import LiveRebalance, RebalanceStatus
 from serving.expert_parallel.recovery import ExpertGroup, Limits
@@ -35,6 +38,7 @@ from serving.model.expert_balance import ExpertPlacement, Layout, placed
 from serving.model.moe import Float32Router
 from serving.model.moe_spec import MoeSpec
 from tests.serving.expert_parallel.groups import join
+from tests.serving.expert_parallel.ranks import START_SECONDS
 
 EXPERTS, LAYERS, ROWS = 8, 2, 12
 JOINS = {"shared_memory": SharedMemoryCopies.join, "all_to_all": AllToAllCopies.join, "checkpoint": None}
@@ -104,6 +108,7 @@ def compute_while_experts_move(
     hold_experts(model, spread, rank)
     exchange = join("shared_memory", exchange_shape(model, spread[0], ROWS), rank, PrefixStore("rows", store))
     apply_expert_parallel(model, spread, exchange)
+    told = dict(enumerate(spread))
     balance = LiveRebalance.join(
         model,
         spread,
@@ -111,6 +116,7 @@ def compute_while_experts_move(
         join_copies=JOINS[copies] or partial(join_checkpoint, alone),
         policy=EAGER,
         interval=20,
+        on_placed=told.__setitem__,
     )
     kv, kv_alone, seen, wrong, step = kv_of(model), kv_of(alone), [balance.placements], [], 0
     with torch.inference_mode():
@@ -130,9 +136,33 @@ def compute_while_experts_move(
                 step += 1
                 assert step < MOST_STEPS, "nothing moves"
             seen.append(balance.placements)
+    assert list(told.values()) == balance.placements
     balance.close()
     exchange.close()
     return step, wrong, seen, balance.status
+
+
+class _Broken(BalancePolicy):
+    """A policy with a mistake in it."""
+
+    def __getattribute__(self, name: str) -> object:
+        if name == "kept":
+            raise KeyError("no such layer")
+        return super().__getattribute__(name)
+
+
+def make_a_mistake_in_a_round(rank: int, store: Store, _: Connection) -> str | None:
+    """What the rebalance of a group of one rank says of it."""
+    model, spread = model_of("float32"), [placed([1.0] * EXPERTS, Layout(ranks=1, slots=EXPERTS))] * LAYERS
+    apply_expert_parallel(model, spread, LocalExchange(exchange_shape(model, spread[0], ROWS)))
+    policy = object.__new__(_Broken)  # its fields are not looked at
+    balance = LiveRebalance.join(model, spread, PrefixStore("balance", store), policy=policy, interval=1)
+    balance.begin_step()
+    until = time.monotonic() + START_SECONDS
+    while balance.status.failure is None and time.monotonic() < until:
+        time.sleep(POLL_SECONDS)
+    balance.close()
+    return balance.status.failure
 
 
 def lose_a_rank_after_a_move(rank: int, store: Store, _: Connection) -> list[bool]:
@@ -157,12 +187,14 @@ def lose_a_rank_after_a_move(rank: int, store: Store, _: Connection) -> list[boo
     with torch.inference_mode():
         for step in range(4):
             if step == 1:
-                for (_, mlp), (_, whole) in zip(moe_layers(model), moe_layers(alone), strict=True):
+                for layer, ((_, mlp), (_, whole)) in enumerate(zip(moe_layers(model), moe_layers(alone), strict=True)):
+                    group.placed(layer, after)
                     assert isinstance(mlp, ExpertParallelMlp)
                     slots = [whole.experts[expert] for expert in after.slots[rank]]
                     mlp.hold(slots, PhysicalExperts(after, rank), after)
                 if rank == 2:
                     model.layers[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+                assert group.epoch.placements == (after,) * LAYERS
             batch = batch_of(step, rank)
             same.append(torch.equal(group.step(partial(model, batch, kv)), alone(batch, kv_alone)))
     group.close()

@@ -12,7 +12,12 @@ from serving.expert_parallel.rebalance import RebalanceStatus
 from serving.expert_parallel.stages import WeightTransfer
 from serving.model.expert_balance import ExpertPlacement
 from tests.serving.expert_parallel.ranks import Ranks
-from tests.serving.expert_parallel.rebalanced import compute_while_experts_move, lose_a_rank_after_a_move, model_of
+from tests.serving.expert_parallel.rebalanced import (
+    compute_while_experts_move,
+    lose_a_rank_after_a_move,
+    make_a_mistake_in_a_round,
+    model_of,
+)
 
 Answer = tuple[int, list[int], list[list[ExpertPlacement]], RebalanceStatus]
 
@@ -50,3 +55,10 @@ def test_a_rank_is_lost_after_experts_have_moved() -> None:
     with Ranks() as group:
         started = group.start_all(3, lose_a_rank_after_a_move)
         assert [rank.answer() for rank in started[:2]] == [[True] * 4] * 2
+
+
+def test_a_mistake_of_the_thread_is_told_as_its_failure() -> None:
+    """Whatever it is: who serves is to see that nothing moves any more."""
+    with Ranks() as group:
+        [rank] = group.start_all(1, make_a_mistake_in_a_round)
+        assert rank.answer() == "KeyError: 'no such layer'"

@@ -14,9 +14,11 @@ from torch import Tensor
 from kvcache.memory.device import DeviceKV
 from serving.batch.ragged import RaggedBatch
 from serving.forward.forward import EagerForward, Forward
+from serving.forward.layer_events import LayerDone
 from serving.loader.loading import load
 from serving.rank_group.forward import GroupForward
 from serving.rank_group.leader import SpreadModel, join_group, load_spread
+from serving.rank_group.messages import Balancing
 from tests.serving.model.oracle import VOCAB
 
 BLOCK, BLOCKS_EACH = 4, 10
@@ -39,10 +41,10 @@ class Side:
         self.layers: list[int] = []  # as they were told of in the last step
 
     @torch.inference_mode()
-    def step(self, chosen: Sequence[int]) -> Tensor:
+    def step(self, chosen: Sequence[int], layer_done: LayerDone | None = None) -> Tensor:
         """All uncomputed tokens of these sequences, [sequences, V]; each goes on with its likeliest next token."""
         self.layers = []
-        logits = self.forward.logits(self.batch(chosen), self.layers.append)
+        logits = self.forward.logits(self.batch(chosen), layer_done or self.layers.append)
         self.take(chosen, logits)
         return logits
 
@@ -66,12 +68,14 @@ class Side:
 
 
 @contextmanager
-def spread_over(folder: Path, ranks: int, deadline: float = DEADLINE) -> Iterator[SpreadModel]:
+def spread_over(
+    folder: Path, ranks: int, deadline: float = DEADLINE, redundant: int = 0, balancing: Balancing | None = None
+) -> Iterator[SpreadModel]:
     """The model at `folder`, one thread a rank; this process has as many threads afterwards as before."""
     threads = torch.get_num_threads()
     torch.set_num_threads(ranks)
     try:
-        spread = load_spread(folder, "float32", None, ranks, deadline)
+        spread = load_spread(folder, "float32", None, ranks, deadline, redundant=redundant, balancing=balancing)
         try:
             yield spread
         finally:

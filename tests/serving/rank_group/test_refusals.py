@@ -97,6 +97,10 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"data_parallel_size": EXPERTS + 1}, f"choose {EXPERTS} or less"),
         ({"data_parallel_size": 2**31}, f"choose {EXPERTS} or less"),
         ({"dtype": "float16"}, "--dtype bfloat16"),
+        (
+            {"enable_eplb": True, "eplb_config": f'{{"num_redundant_experts": {EXPERTS + 1}}}'},
+            f"num_redundant_experts is {EXPERTS} or less",
+        ),
         ({"quantization": "int8"}, "millrace quantize"),
     ],
 )
@@ -110,7 +114,7 @@ def test_what_ranks_cannot_do_is_refused_before_one_is_started(
             check(mixtral, config)
 
 
-def _not_to_be_started(*_: object) -> None:
+def _not_to_be_started(*_: object, **__: object) -> None:
     raise AssertionError("processes are started")
 
 
@@ -121,6 +125,8 @@ def _not_to_be_started(*_: object) -> None:
         (["--deterministic"], "leave out one of the two"),
         (["--rank-timeout", "inf"], "to 3600"),
         (["--rank-timeout", "nan"], "to 3600"),
+        (["--eplb-config", "{}"], "goes with --enable-eplb"),
+        (["--enable-eplb", "--eplb-config", '{"use_async": true}'], "use_async not known"),
     ],
 )
 @pytest.mark.parametrize(

@@ -1,0 +1,97 @@
+"""One of a leader's other ranks as a child process: started, spoken to within deadlines, and ended.
+
+It knows neither what the words mean nor which ranks make a group.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from serving.child_process import helper_environ, module_command
+from serving.expert_parallel.exchange import RankLost
+from serving.rank_group.channel import Channel, ChannelClosed, ChannelLate
+
+RANK_MODULE = "serving.rank_group.rank_process"
+ALSO_NEEDED = ("CXX", "XDG_CACHE_HOME", "OMP_WAIT_POLICY")  # by which kernels are found, and threads wait
+ENDED = "its process has ended"
+
+Word = TypeVar("Word")
+
+
+class RankProcess:
+    """One of the other ranks, as a child process with nothing of our environment that it does not need.
+
+    `rank` is its number for the group's life, which another process has after this one.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.owed = 0  # answers that are still to come
+        self.channel, theirs = Channel.pair()
+        with theirs:
+            self.process = self._start(theirs)
+
+    def _start(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        known = {name: value for name in ALSO_NEEDED if (value := os.environ.get(name)) is not None}
+        return subprocess.Popen(  # noqa: S603 - our own module
+            [*module_command(RANK_MODULE), str(theirs.fileno()), str(os.getpid())],
+            pass_fds=(theirs.fileno(),),
+            env=helper_environ(os.environ) | known,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the leader, which ends its ranks
+        )
+
+    def say(self, word: object, seconds: float) -> None:
+        """Raises RankLost."""
+        with self._heard(seconds):
+            self.channel.send(word, seconds)
+
+    def ask(self, word: object, seconds: float) -> None:
+        """Say a word that wants an answer. Raises RankLost."""
+        self.say(word, seconds)
+        self.owed += 1
+
+    def hear(self, seconds: float) -> object:
+        """Its next answer. Raises RankLost."""
+        with self._heard(seconds):
+            word = self.channel.receive(seconds)
+        self.owed -= 1
+        return word
+
+    def answer(self, kind: type[Word], seconds: float) -> Word:
+        """Its next answer, of this kind. Raises RankLost."""
+        word = self.hear(seconds)
+        assert isinstance(word, kind), f"rank {self.rank} says {word!r}"
+        return word
+
+    @contextmanager
+    def _heard(self, seconds: float) -> Iterator[None]:
+        try:
+            yield
+        except ChannelClosed as error:
+            raise RankLost(self.rank, ENDED) from error
+        except ChannelLate as error:
+            raise RankLost(self.rank, f"it has not answered within {seconds:g} s") from error
+
+    def kill(self, seconds: float) -> None:
+        """End it, also where it stands still, and see that it writes no more. Raises RankLost where it does not end."""
+        self.process.kill()
+        self.channel.close()
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired as error:
+            raise RankLost(self.rank, f"its process has not ended within {seconds:g} s of SIGKILL") from error
+
+    def end(self, until: float) -> None:
+        """It leaves as its channel has closed, or is killed at this time of the monotonic clock."""
+        try:
+            self.process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.process.kill()  # also one that is stopped
+            self.process.wait()

@@ -1,0 +1,124 @@
+"""Starts the process of a rank again when it has ended, and offers it to the group once it is ready for an epoch.
+
+One thread for each rank. It takes no part in steps and does not know what the group makes of its offer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from serving.expert_parallel.exchange import RankLost
+from serving.rank_group.child import RankProcess
+
+log = logging.getLogger(__name__)
+
+MOST_RESTARTS = 8  # of processes in a row that ended before they had lasted
+LASTING_SECONDS = 60.0
+FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0  # seconds
+JOIN_SECONDS = 10.0
+
+
+class RestartDelays:
+    """How long to wait before another process is started: nothing at first, then twice as long each time. Pure."""
+
+    def __init__(self) -> None:
+        self._restarts = 0
+
+    def after(self, lasted: float) -> float | None:
+        """Seconds, once a process has ended that lasted so many; None where there is to be no other."""
+        if lasted >= LASTING_SECONDS:
+            self._restarts = 0
+        if self._restarts == MOST_RESTARTS:
+            return None
+        self._restarts += 1
+        return 0.0 if self._restarts == 1 else float(min(FIRST_DELAY * 2.0 ** (self._restarts - 2), LONGEST_DELAY))
+
+
+class RankKeeper:
+    """Of one rank, whose first process is given. `prepare` readies another, and raises RankLost or ValueError."""
+
+    def __init__(self, first: RankProcess, prepare: Callable[[RankProcess], None]) -> None:
+        self.current = first
+        self._prepare = prepare
+        self._preparing = False  # by the thread, which alone reads the channel then
+        self._offered: RankProcess | None = None
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """From now on a process that ends is followed by another."""
+        self._thread = threading.Thread(target=self._keep, name=f"rank-{self.current.rank}", daemon=True)
+        self._thread.start()
+
+    def taken(self) -> RankProcess | None:
+        """The process that is ready for an epoch, if there is one; it is offered once."""
+        with self._lock:
+            found, self._offered = self._offered, None
+        return found
+
+    @property
+    def offers(self) -> bool:
+        """Whether there is one to be taken."""
+        return self._offered is not None
+
+    def _keep(self) -> None:
+        rank, delays, began = self.current.rank, RestartDelays(), time.monotonic()
+        while True:
+            status = self.current.process.wait()
+            self.taken()
+            if self._closing.is_set():
+                return
+            delay = delays.after(time.monotonic() - began)
+            if delay is None:
+                log.error(
+                    "rank %d is not started again, since %d of its processes have ended one soon after the other: see"
+                    " what they say before they end, and restart the worker; the others go on",
+                    rank,
+                    MOST_RESTARTS,
+                )
+                return
+            log.warning("rank %d has ended with status %d; it is started again in %.1f s", rank, status, delay)
+            if self._closing.wait(delay):
+                return
+            began = time.monotonic()
+            self._follow(rank)
+
+    def _follow(self, rank: int) -> None:
+        """Start the next process and offer it when it is ready; one that cannot be made so is ended."""
+        with self._lock:
+            if self._closing.is_set():
+                return
+            self.current = RankProcess(rank)
+            self._preparing = True
+        ready = False
+        try:
+            self._prepare(self.current)
+            ready = True
+        except (RankLost, ValueError) as error:
+            log.warning("rank %d is not ready: %s", rank, error)
+        with self._lock:
+            self._preparing = False
+            if ready:
+                self._offered = self.current
+            else:
+                self.current.process.kill()
+                self.current.channel.close()
+
+    def closing(self) -> None:
+        """No process follows the present one, which is told to leave."""
+        with self._lock:
+            self._closing.set()
+            if self._preparing:
+                self.current.process.kill()  # its channel is in use
+            else:
+                self.current.channel.close()
+
+    def close(self, until: float) -> None:
+        """See the process leave, or kill it at this time of the monotonic clock. `closing` comes first."""
+        self.current.end(until)
+        if self._thread is not None:
+            self._thread.join(JOIN_SECONDS)
