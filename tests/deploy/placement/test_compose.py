@@ -83,6 +83,11 @@ def test_a_container_has_as_long_as_its_drain_and_more() -> None:
     assert [services[name]["stop_grace_period"] for name in ("router", "mixed")] == ["27s", "110s"]
 
 
+def test_compose_puts_no_variable_in_place_of_what_was_written() -> None:
+    services = rendered("[router]\nchat_template = 'a ${HOME}'\n" + WORKERS)["services"]
+    assert services["router"]["command"][-1] == "--chat-template=a $${HOME}"
+
+
 def test_workers_are_replicas_and_nodes_keep_their_disks() -> None:
     made = rendered(WORKERS + "count = 3\n[kvcache]\ncount = 2\ndisk = 'kv'\n")
     assert made["services"]["mixed"]["deploy"] == {"replicas": 3}

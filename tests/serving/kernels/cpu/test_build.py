@@ -80,6 +80,7 @@ def test_a_library_that_came_with_the_sources_needs_no_compiler(
     compiler()
     monkeypatch.setattr(builder, "PREBUILT", tmp_path / "prebuilt")
     assert prebuild() == builder.prebuilt_path()
+    assert open_library() is not None and not cache_folder().exists(), "nor is it built again where there is one"
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     library = open_library()
