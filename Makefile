@@ -18,7 +18,7 @@ CLIENTS_READY := $(CLIENTS)/.ready
 # Tests of real servers in one process, all others in another (tests/conftest.py).
 PROCESSES := --numprocesses 2 --no-loadscope-reorder
 
-.PHONY: help setup serve test test-fast check bench proto docs clean
+.PHONY: help setup serve test test-fast lint check bench proto docs clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -50,10 +50,12 @@ test: $(READY) $(CLIENTS_READY)  ## run every test; FLAGS='-k sampling' adds fla
 test-fast: $(READY)  ## the inner loop: no kills, no large grids, few examples, one flow; two minutes and a half
 	$(BIN)/python -m pytest -q $(PROCESSES) --hypothesis-profile=fast -m 'not slow and not thorough and not real' $(FLAGS)
 
-check: $(READY)  ## formatting, lint, types and the rules of the house
+lint: $(READY)  ## formatting, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+check: lint  ## the same, and the rules of the house, which are tests
 	$(BIN)/python -m pytest -q tests/house
 
 bench: $(READY)  ## measure the server on http://localhost:8000; FLAGS='--help' lists what can be varied

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 from router.prefill_call import BROKEN_CALL
-from serving.errors import MillraceError, StaleLease, WorkerLost
+from serving.errors import NEVER_SENT, MillraceError, StaleLease, WorkerLost
 from serving.links import Deliver, LeaseEvent
 from serving.messages import Audit, LeaseGrant, LeaseOrder, Prefilled, PrefillOrder
 from serving.proto import millrace_pb2 as pb
@@ -140,7 +140,7 @@ class RemoteSession:
 
     async def _ask(self, order: LeaseOrder, request: pb.SessionRequest) -> LeaseGrant:
         if self._over is not None:
-            raise WorkerLost(self._over.message)
+            raise WorkerLost(self._over.message, code=NEVER_SENT)
         future: asyncio.Future[LeaseGrant] = asyncio.get_running_loop().create_future()
         self._answers[order.lease.lease, order.lease.epoch] = future
         self._outgoing.put_nowait(request)

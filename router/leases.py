@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from router.request_state import RequestState
-from serving.errors import MillraceError, WorkerLost
+from serving.errors import NEVER_SENT, MillraceError, WorkerLost
 from serving.links import DecodeSession, DecodeWorkerLink, LeaseEvent
 from serving.messages import Delta, LeaseGrant, LeaseId
 
@@ -155,7 +155,7 @@ class WorkerSession:
     async def open(self, lease_id: str, state: RequestState, *, prefill: bool = False) -> WorkerLease:
         """Raises NoRoom, Draining, WorkerLost, InvalidRequest. Close what this returns."""
         if self.lost is not None:
-            raise WorkerLost(self.lost.message, code=self.lost.code)
+            raise WorkerLost(self.lost.message, code=self.lost.code or NEVER_SENT)
         lease = WorkerLease(self, LeaseId(lease=lease_id, epoch=0, instance=self.instance))
         self.leases[lease_id] = lease
         try:
@@ -228,7 +228,7 @@ class Sessions:
         session = await asyncio.shield(task)
         if session.lost is not None:
             known = self._connecting.get(instance) is not task  # the worker has been suspected since, or is back
-            raise WorkerLost(session.lost.message, code=OUT_OF_REACH if known else None)
+            raise WorkerLost(session.lost.message, code=OUT_OF_REACH if known else NEVER_SENT)
         return await session.open(lease_id, state, prefill=prefill)
 
     def _abandon(self, opening: asyncio.Task[WorkerLease]) -> None:

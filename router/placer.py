@@ -45,11 +45,12 @@ from router.refusals import (
 )
 from router.request_state import Attempt, RequestState
 from router.text_kinds import text_kinds
-from serving.errors import Draining, MillraceError, NoRoom, StaleLease, Unauthorized, WorkerLost
+from serving.errors import NEVER_SENT, Draining, MillraceError, NoRoom, StaleLease, Unauthorized, WorkerLost
 from serving.fair_shares import tenant_of
 from serving.messages import Build
 from serving.service_class import ServiceClass
 
+NOT_BEGUN = (OUT_OF_REACH, BROKEN_CALL, NEVER_SENT)  # losses of a worker that cannot have begun with the request
 TIMER_SECONDS = 0.001  # that a timer may be early
 
 
@@ -173,7 +174,7 @@ class Placer:
             except (WorkerLost, StaleLease, Unauthorized) as error:  # gone, restarted meanwhile, or not one of ours
                 state.pass_over(worker.status.name, error)
                 self.fleet.blame(worker.status.instance, error)
-                if decision.mixed and isinstance(error, WorkerLost) and error.code not in (OUT_OF_REACH, BROKEN_CALL):
+                if decision.mixed and isinstance(error, WorkerLost) and error.code not in NOT_BEGUN:
                     now = self.fleet.clock()  # it may have begun with the prompt, and died of it
                     self.quarantine.lost(state, worker.status.instance, error, now, computing=True)
                     raise

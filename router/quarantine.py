@@ -5,6 +5,7 @@ A worker may die by itself, or be killed, with any request. So a loss counts aga
 - the worker says that its engine died in a step of this request, or it was lost while it computed the request, and no
   more than PROGRESS tokens had come of that try: a text that gets on is broken off by its worker, not the other way;
 - the worker is dead: it has not been heard since. A broken connection to a worker that lives is the link's;
+- the request had been sent to it;
 - it was no drain, and no move that was planned.
 
 A request that two losses count against, one right after the other, is given to no third worker if no other request may
@@ -20,7 +21,7 @@ from enum import Enum
 
 from router.registry import Registry
 from router.request_state import Death, RequestState
-from serving.errors import BESIDE_STEP, IN_STEP, MillraceError
+from serving.errors import BESIDE_STEP, IN_STEP, NEVER_SENT, MillraceError
 
 PROGRESS = 16  # tokens of one try: a request that comes so far did not break its worker at once
 SUSPECTED = 2  # losses in a row from which on a request is held back
@@ -60,6 +61,8 @@ class Quarantine:
 
     def lost(self, state: RequestState, instance: str, error: MillraceError, now: float, *, computing: bool) -> None:
         """A try has ended with its worker's loss. `computing`: the worker may have begun with the request."""
+        if error.code == NEVER_SENT:
+            return
         entry = self.registry.get(instance)
         known = self._lost.get(instance)
         if known is None:

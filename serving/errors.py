@@ -121,10 +121,13 @@ class Draining(Retryable): ...
 
 
 class WorkerLost(Retryable):
-    """Codes of a worker whose engine has died: IN_STEP for what it computed in that step, BESIDE_STEP for the rest."""
+    """Codes of a worker whose engine has died: IN_STEP for what it computed in that step, BESIDE_STEP for the rest.
+
+    NEVER_SENT: nothing of the request has reached the worker, so it cannot have begun with it.
+    """
 
 
-IN_STEP, BESIDE_STEP = "engine_step", "engine_died"
+IN_STEP, BESIDE_STEP, NEVER_SENT = "engine_step", "engine_died", "never_sent"
 
 
 class Preempted(Retryable, grpc_code="ABORTED"): ...

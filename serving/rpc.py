@@ -20,7 +20,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # we only fork to exec; 
 import grpc
 from grpc import aio
 
-from serving.errors import MillraceError, Unauthorized, WorkerLost
+from serving.errors import NEVER_SENT, MillraceError, Unauthorized, WorkerLost
 from serving.proto import millrace_pb2 as pb
 from serving.wire import error_from_pb, error_to_pb
 
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGE = 256 << 20  # bytes; the largest message is a prompt's token ids or one KV chunk
 UNANSWERED_MS = 15_000  # a peer that answers no ping for so long is gone; one that was stopped for 10 s is not
+NO_CONNECTION = "failed to connect"  # how gRPC begins what it says of a call that it could not send
 LONGEST_MESSAGE = 2000  # bytes of an error: it travels in headers, escaped, and gRPC drops those over 16 KB
 _ERROR_KEY = "millrace-error-bin"
 _AUTH_KEY = "authorization"
@@ -140,6 +141,7 @@ def _from_status(error: aio.AioRpcError, peer: str) -> MillraceError:
             message = pb.Error()
             message.ParseFromString(base64.b64decode(value))
             return error_from_pb(message)
-    return WorkerLost(
-        f"{peer}: {error.code().name.lower().replace('_', ' ')}: {error.details()}", code=error.code().name
-    )
+    told, details = error.code().name, error.details() or ""
+    # The status alone does not tell a call that had no connection from one that lost it.
+    code = NEVER_SENT if details.startswith(NO_CONNECTION) else told
+    return WorkerLost(f"{peer}: {told.lower().replace('_', ' ')}: {details}", code=code)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -28,10 +29,11 @@ from serving.engine.run import LayerDone, RunResult, RunTimes
 from serving.engine.sequence import SequenceState
 from serving.errors import InternalError
 from serving.forward.forward import Forward
-from serving.grammar.grammars import Allowed, GrammarError
+from serving.grammar.grammars import Allowed, GrammarError, GrammarState
 from serving.kvspec import AUTO
 from serving.messages import TokenLogprob
 from serving.model.spec import ModelSpec
+from serving.sampling.allowed import best_allowed
 from serving.sampling.penalties import PenaltyState
 from serving.sampling.sampler import (
     GREEDY_BELOW,
@@ -47,7 +49,6 @@ from serving.sampling.torch_sampling import TorchSampling
 Draws = tuple[list[list[Sampled | SamplingFailed]], dict[int, list[TokenLogprob | None]]]
 """For each work item what was drawn, and the prompt log-probabilities of those that asked."""
 
-AllowedAfter = Sequence[Allowed | None] | SamplingFailed
 """What a sequence may draw after its output and after each drafted token; or why it cannot draw."""
 
 
@@ -124,7 +125,7 @@ class ModelRunner(OverlapRunner):
         if after is not None and any(row is not None for row in rows):
             batch = replace(batch, tokens=after.followed(batch.tokens, rows))
         built = time.perf_counter()
-        if all(_greedy(item, [None]) for item in work):
+        if all(map(_greedy, work)):
             tokens = self.forward.greedy(batch, None)
         else:
             # Without penalties, only how many tokens there are matters: with the one that `after` draws, where it does.
@@ -153,19 +154,30 @@ class ModelRunner(OverlapRunner):
         wants_all = [i for i, item in enumerate(work) if item.seq.request.prompt_logprobs is not None]
         rows = logits_rows(work, frozenset(wants_all))
         batch = self._batch(work, rows, offloaded)
-        allowed = [_allowed(item) for item in work]
-        greedy = not wants_all and all(map(_greedy, work, allowed))
+        greedy = not wants_all and all(map(_greedy, work))
+        held = _held_rows(work) if greedy else []
         built = time.perf_counter()
         handed_over = [item for item in work if item.seq.prefill.handoff is not None]
         tell = partial(layer_done, handed_over) if layer_done is not None and handed_over else None
         forward = self.forwards[work[0].seq.kv_dtype]
-        scores = forward.greedy(batch, tell, _of_rows(allowed)) if greedy else forward.logits(batch, tell)
+        best: Tensor | None = None
+        logits: Tensor | None = None
+        if not greedy:
+            logits = forward.logits(batch, tell)
+        elif held:
+            best, logits = forward.greedy_and_logits(batch, tell, held)
+        else:
+            best = forward.greedy(batch, tell)
         if self.computed is not None and forward is self.forward:
             self.computed(work, [item.seq.computed for item in work])
         computed = time.perf_counter()
         if work[0].left:
             return RunResult([[]], {}, RunTimes(built - began, computed - built, 0.0))
-        drawn, prompt = _chosen(work, scores) if greedy else self._draw(work, allowed, rows, scores)
+        if best is not None:
+            drawn, prompt = _chosen(work, best, logits)
+        else:
+            assert logits is not None
+            drawn, prompt = self._draw(work, rows, logits)
         times = RunTimes(built - began, computed - built, time.perf_counter() - computed)
         return RunResult(drawn, prompt, times)
 
@@ -195,7 +207,7 @@ class ModelRunner(OverlapRunner):
             device=self.device,
         )
 
-    def _draw(self, work: Sequence[Work], allowed: Sequence[AllowedAfter], rows: list[range], logits: Tensor) -> Draws:
+    def _draw(self, work: Sequence[Work], rows: list[range], logits: Tensor) -> Draws:
         """Split the logits back to their sequences, and draw after each last token and after each drafted one."""
         prompt: dict[int, list[TokenLogprob | None]] = {}
         drawn: list[list[Sampled | SamplingFailed]] = [[] for _ in work]
@@ -203,7 +215,7 @@ class ModelRunner(OverlapRunner):
         owners: list[list[Sampled | SamplingFailed]] = []
         picks: list[int] = []
         first = 0
-        for i, (item, after, span) in enumerate(zip(work, allowed, rows, strict=True)):
+        for i, (item, span) in enumerate(zip(work, rows, strict=True)):
             if item.seq.request.prompt_logprobs is not None:
                 try:
                     prompt[i] = prompt_logprobs(item, logits[first : first + len(span)], self.sampler.backend)
@@ -214,8 +226,10 @@ class ModelRunner(OverlapRunner):
                 seq = item.seq
                 if seq.penalties is None and seq.request.sampling.penalised:
                     seq.penalties = PenaltyState(seq.request.prompt, self.vocab_size, self.device)
-                if isinstance(after, SamplingFailed):
-                    drawn[i].append(after)
+                try:
+                    after = _allowed(item)
+                except GrammarError as error:
+                    drawn[i].append(SamplingFailed(str(error)))
                     continue
                 for drafted in range(len(item.draft) + 1):
                     output = [*seq.output, *item.draft[:drafted]] if drafted else seq.output
@@ -268,26 +282,24 @@ def joined(parts: Sequence[tuple[Sequence[int], RunResult]]) -> RunResult:
     return RunResult([drawn[i] for i in sorted(drawn)], prompt, total, embeddings)
 
 
-def _allowed(item: Work) -> AllowedAfter:
-    """What may be drawn after the output and after each drafted token; nothing where the item draws nothing."""
-    if not item.completes:
-        return []
+def _allowed(item: Work) -> Sequence[Allowed | None]:
+    """What may be drawn after the output and after each drafted token. Raises GrammarError."""
     grammar = item.seq.grammar
-    if grammar is None:
-        return [None] * (len(item.draft) + 1)
-    try:
-        return grammar.allowed(item.seq.output, item.draft)
-    except GrammarError as error:
-        return SamplingFailed(str(error))
+    return [None] * (len(item.draft) + 1) if grammar is None else grammar.allowed(item.seq.output, item.draft)
 
 
-def _of_rows(allowed: Sequence[AllowedAfter]) -> list[Allowed | None]:
-    """For each row that is drawn from; none where every row allows everything."""
-    rows = [one for after in allowed if not isinstance(after, SamplingFailed) for one in after]
-    return rows if any(one is not None for one in rows) else []
+def _draws(item: Work) -> int:
+    """How many tokens a step draws for it at most."""
+    return len(item.draft) + 1 if item.completes else 0
 
 
-def _greedy(item: Work, allowed: AllowedAfter) -> bool:
+def _held_rows(work: Sequence[Work]) -> list[int]:
+    """Of the rows that are drawn from, those of sequences with a grammar."""
+    grammars = [item.seq.grammar for item in work for _ in range(_draws(item))]
+    return [row for row, grammar in enumerate(grammars) if grammar is not None]
+
+
+def _greedy(item: Work) -> bool:
     """True if the item draws the best-scored tokens of those allowed, and asks for nothing else of the scores."""
     if not item.completes:
         return True
@@ -298,18 +310,34 @@ def _greedy(item: Work, allowed: AllowedAfter) -> bool:
         and not params.logit_bias
         and not params.penalised
         and seq.output_len >= params.min_tokens
-        and not isinstance(allowed, SamplingFailed)
     )
 
 
-def _chosen(work: Sequence[Work], tokens: Tensor) -> Draws:
-    """Give each sequence that draws its best-scored tokens; -1 marks scores that are no numbers."""
-    best = iter(tokens.tolist())
+def _chosen(work: Sequence[Work], tokens: Tensor, logits: Tensor | None) -> Draws:
+    """Give each sequence that draws its best-scored tokens; -1 marks scores that are no numbers.
+
+    `logits` are those of the rows that grammars hold.
+    """
+    best, held = iter(tokens.tolist()), iter(logits if logits is not None else ())
     drawn: list[list[Sampled | SamplingFailed]] = []
     for item in work:
-        found = [next(best) for _ in range(len(item.draft) + 1)] if item.completes else []
-        drawn.append([sampled(token) for token in found])
+        found = list(islice(best, _draws(item)))
+        if item.seq.grammar is None or not found:
+            drawn.append([sampled(token) for token in found])
+        else:
+            drawn.append(_held(item, item.seq.grammar, found, list(islice(held, len(found)))))
     return drawn, {}
+
+
+def _held(
+    item: Work, grammar: GrammarState, best: Sequence[int], logits: Sequence[Tensor]
+) -> list[Sampled | SamplingFailed]:
+    """The best tokens, or the best of those that the grammar allows where it refuses them."""
+    try:
+        found = grammar.drawn(item.seq.output, item.draft, best, lambda i, allowed: best_allowed(logits[i], allowed))
+    except GrammarError as error:
+        return [SamplingFailed(str(error))]
+    return [sampled(token) for token in found]
 
 
 def logits_rows(work: Sequence[Work], all_rows: frozenset[int]) -> list[range]:

@@ -7,7 +7,7 @@ serving.kernels.cpu. A batch with KV in host memory takes one call an operation 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from functools import partial
@@ -19,12 +19,10 @@ from serving.batch.ragged import RaggedBatch
 from serving.forward.forward import best_tokens
 from serving.forward.layer_events import LayerDone
 from serving.forward.llama_shape import layer_weights, linear_weights, norm_weight, rotary_tables, unlike_llama
-from serving.grammar.grammars import Allowed
 from serving.kernels import cpu
 from serving.kernels.cpu.offloaded_step import offloaded_step
 from serving.model.decoder import Decoder, Planes
 from serving.parallel.rank_module import computes_with_others
-from serving.sampling.allowed import only_allowed
 
 WATCH_SECONDS = 0.0005  # between reads of how many layers are done, in a step with `layer_done`
 LEFT = -1  # in place of that number: the step left at the barrier, the rest of the layers will not be done
@@ -58,6 +56,7 @@ class CpuForward:
             sin=sin,
             kv=[cpu.KvPlanes(*layer) for layer in planes],
         )
+        self._logits = torch.empty(0, spec.vocab_size)
         self._progress = torch.zeros(1, dtype=torch.int32)
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="layers")
 
@@ -72,13 +71,20 @@ class CpuForward:
             return offloaded_step(self.decoder, batch, layer_done)
         return self._step(batch, layer_done, cpu.StepOutput.LOGITS)
 
-    def greedy(
-        self, batch: RaggedBatch, layer_done: LayerDone | None, allowed: Sequence[Allowed | None] = ()
-    ) -> Tensor:
+    def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+        return self.greedy_and_logits(batch, layer_done, ())[0]
+
+    def greedy_and_logits(
+        self, batch: RaggedBatch, layer_done: LayerDone | None, rows: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
         if batch.offloaded is None:
-            return self._step(batch, layer_done, cpu.StepOutput.GREEDY, allowed)
+            if len(rows) > len(self._logits):  # room for them is kept: memory that is new costs each step its faults
+                self._logits = torch.empty(len(rows), self.decoder.shape.vocab)
+            kept = self._logits[: len(rows)]
+            return self._step(batch, layer_done, cpu.StepOutput.GREEDY, dict(zip(rows, kept, strict=True))), kept
         logits = offloaded_step(self.decoder, batch, layer_done)
-        return best_tokens(only_allowed(logits.masked_fill_(logits.isnan(), float("-inf")), allowed))
+        logits.masked_fill_(logits.isnan(), float("-inf"))
+        return best_tokens(logits), logits[list(rows)]
 
     def hidden(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         if batch.offloaded is not None:
@@ -90,11 +96,9 @@ class CpuForward:
         batch: RaggedBatch,
         layer_done: LayerDone | None,
         output: cpu.StepOutput,
-        allowed: Sequence[Allowed | None] = (),
+        kept: Mapping[int, Tensor] | None = None,
     ) -> Tensor:
-        bits = [0 if one is None else one.address for one in allowed]
-        bits_each = next((one.tokens for one in allowed if one is not None), 0)
-        step = partial(self.decoder.step, batch, output, allowed=bits if bits_each else (), bits=bits_each)
+        step = partial(self.decoder.step, batch, output, kept=kept)
         if layer_done is None:
             return step()
         self._progress.zero_()

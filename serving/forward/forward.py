@@ -16,9 +16,7 @@ from torch import Tensor
 
 from serving.batch.ragged import RaggedBatch
 from serving.forward.layer_events import LayerDone, layer_notifier
-from serving.grammar.grammars import Allowed
 from serving.model.decoder import Decoder, Planes
-from serving.sampling.allowed import only_allowed
 
 
 class Forward(Protocol):
@@ -41,13 +39,16 @@ class Forward(Protocol):
         The two compute one after the other. Raises ValueError for planes this form cannot take.
         """
 
-    def greedy(
-        self, batch: RaggedBatch, layer_done: LayerDone | None, allowed: Sequence[Allowed | None] = ()
-    ) -> Tensor:
+    def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         """The token [R] int64 of the highest logit for each of `batch.logits_rows`, the lowest id among equals.
 
-        -1 where that logit is not finite. `allowed` has an entry for each row, or none: no other token is chosen there.
+        -1 where that logit is not finite.
         """
+
+    def greedy_and_logits(
+        self, batch: RaggedBatch, layer_done: LayerDone | None, rows: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """The same, and the logits [len(rows), V] of these of the R rows, ascending; valid until the next step."""
 
     def hidden(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         """Hidden states [R, H] float32 after the final norm of `batch.logits_rows`, in memory of the caller's own."""
@@ -69,10 +70,14 @@ class EagerForward:
     def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         return self.model.logits(self._rows(batch, layer_done))
 
-    def greedy(
-        self, batch: RaggedBatch, layer_done: LayerDone | None, allowed: Sequence[Allowed | None] = ()
-    ) -> Tensor:
-        return best_tokens(only_allowed(self.logits(batch, layer_done), allowed))
+    def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+        return best_tokens(self.logits(batch, layer_done))
+
+    def greedy_and_logits(
+        self, batch: RaggedBatch, layer_done: LayerDone | None, rows: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        logits = self.logits(batch, layer_done)
+        return best_tokens(logits), logits[rows]
 
     def hidden(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         return self._rows(batch, layer_done).float()

@@ -14,18 +14,17 @@ from copy import copy
 import torch
 from torch import Tensor
 
+from serving.batch.device_copy import on_device
 from serving.batch.ragged import RaggedBatch
 from serving.forward.cuda_graphs import PADDING_SLOT, CudaGraphs, GraphSizes
 from serving.forward.forward import EagerForward, Forward, best_tokens
 from serving.forward.layer_events import LayerDone
 from serving.forward.llama_shape import layer_weights, linear_weights, norm_weight, rotary_tables, unlike_llama
-from serving.grammar.grammars import Allowed
 from serving.kernels import gpu
 from serving.kernels.gpu.decoder import TritonDecoder
 from serving.model.decoder import Decoder, Planes
 from serving.model.quantized_linear import QuantizedLinear
 from serving.parallel.rank_module import computes_with_others
-from serving.sampling.allowed import only_allowed
 
 log = logging.getLogger(__name__)
 
@@ -98,15 +97,23 @@ class TritonForward:
             return replayed[0].clone()
         return self._launched(batch, layer_done)
 
-    def greedy(
-        self, batch: RaggedBatch, layer_done: LayerDone | None, allowed: Sequence[Allowed | None] = ()
-    ) -> Tensor:
+    def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         if batch.offloaded is not None:
-            return self._modules.greedy(batch, layer_done, allowed)
+            return self._modules.greedy(batch, layer_done)
         if self.graphs is not None and layer_done is None and (replayed := self.graphs(batch)) is not None:
-            held = any(one is not None for one in allowed)
-            return best_tokens(only_allowed(replayed[0], allowed)) if held else replayed[1].clone()
-        return best_tokens(only_allowed(self._launched(batch, layer_done), allowed))
+            return replayed[1].clone()
+        return best_tokens(self._launched(batch, layer_done))
+
+    def greedy_and_logits(
+        self, batch: RaggedBatch, layer_done: LayerDone | None, rows: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        if batch.offloaded is not None:
+            return self._modules.greedy_and_logits(batch, layer_done, rows)
+        if self.graphs is not None and layer_done is None and (replayed := self.graphs(batch)) is not None:
+            logits, tokens = replayed
+            return tokens.clone(), logits[on_device(rows, torch.int64, self.device)]
+        logits = self._launched(batch, layer_done)
+        return best_tokens(logits), logits[on_device(rows, torch.int64, self.device)]
 
     def hidden(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         if batch.offloaded is not None:

@@ -12,25 +12,29 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
+import orjson
 
 os.environ["RUST_LIB_BACKTRACE"] = "0"  # an error deep in a grammar takes seconds with a trace at each level
 
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, get_version
 from numpy.typing import NDArray
 
-from serving.grammar.vocabulary import Encode, Vocabulary
+from serving.grammar.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from serving.text.tokenizer import Tokenizer
 
-GRAMMAR_VERSION = f"llguidance {get_version()}"  # workers of unequal ones may allow unequal tokens
+GRAMMAR_VERSION = f"llguidance {get_version()} unforced"  # workers of unequal ones may allow unequal tokens
 KEPT = 64  # compiled grammars that are kept for the next request
 STACK = 256 << 20  # bytes, of which only those used are taken
 LIMITS = LLParserLimits(step_max_items=20_000, step_lexer_fuel=100_000)  # about 1 and 7 ms a token
+# Where only one text can follow, the library allows a single way to write it in tokens, and takes twice a mask's time
+# to find that. Without, a token may come if the grammar accepts its bytes, and `validate_tokens` says the same.
+UNFORCED = {"lark_grammar": 'start: @whole\n%llguidance {"no_forcing": true}'}
 
 
 class GrammarError(ValueError):
@@ -70,11 +74,12 @@ class Allowed:
 class CompiledGrammar:
     """`matcher` stands at the beginning, its mask computed, and is only copied.
 
-    `ends` [V/32] int32: the tokens that end a text.
+    `ends` [V/32] int32: the tokens that end a text. `tokens`: how many the vocabulary has; a model may have more.
     """
 
     matcher: LLMatcher
     ends: NDArray[np.int32]
+    tokens: int
 
 
 class GrammarCompiler:
@@ -99,17 +104,15 @@ class GrammarCompiler:
 
     def _compiled(self, grammar: str) -> CompiledGrammar:
         if self._compile is None:
-            tokenizer = self._tokenizer()
-            vocabulary = Vocabulary.of(tokenizer, self._eos_token_ids)
-            self._compile = Compile(vocabulary, partial(tokenizer.encode, add_special_tokens=False))
+            self._compile = Compile(Vocabulary.of(self._tokenizer(), self._eos_token_ids))
         return self._compile(grammar)
 
 
 class Compile:
     """Compiles grammars over a vocabulary, in whatever thread asks: one at a time."""
 
-    def __init__(self, vocabulary: Vocabulary, encode: Encode):
-        self._tokens: LLTokenizer = vocabulary.read(encode)
+    def __init__(self, vocabulary: Vocabulary):
+        self._tokens: LLTokenizer = vocabulary.read()
         self._executor = LLExecutor(1)  # masks computed by it leave the interpreter to other threads
         bits = np.zeros((self._tokens.vocab_size + 31) // 32 * 32, dtype=np.bool_)
         bits[vocabulary.ends] = True
@@ -117,13 +120,24 @@ class Compile:
 
     def __call__(self, grammar: str) -> CompiledGrammar:
         """With the first mask, which is a part of the cost and by which some grammars fail. Raises GrammarError."""
-        matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=LIMITS)
+        matcher = LLMatcher(self._tokens, _unforced(grammar), log_level=0, limits=LIMITS)
         if not matcher.is_error():
             words = np.zeros_like(self._ends)
             self._executor.unsafe_compute_mask_ptr([(matcher, 0)], words.ctypes.data, words.nbytes, 1)
         if matcher.is_error():
             raise GrammarError(_told(matcher))
-        return CompiledGrammar(matcher, self._ends)
+        return CompiledGrammar(matcher, self._ends, self._tokens.vocab_size)
+
+
+def _unforced(grammar: str) -> str:
+    """The same grammar, its text free to be written in any tokens. What is no grammar stays as it is."""
+    first, others = {"lark_grammar": grammar}, list[dict[str, object]]()
+    if grammar.startswith("{"):  # JSON around one or several, of which the first is where it begins
+        try:
+            first, *others = [dict(part) for part in orjson.loads(grammar)["grammars"]]
+        except (ValueError, KeyError, TypeError):
+            return grammar
+    return orjson.dumps({"grammars": [UNFORCED, {**first, "name": "whole"}, *others]}).decode()
 
 
 def _told(matcher: LLMatcher) -> str:
@@ -150,6 +164,7 @@ class GrammarState:
         self._compiled = compiled
         self._matcher: LLMatcher | None = None
         self._ends: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
+        self._tokens = 0  # of the vocabulary; the matcher is of no more use once it is asked about one beyond them
         self._length = 0  # output tokens taken in
 
     @property
@@ -170,7 +185,7 @@ class GrammarState:
             if (mistake := self._compiled.exception()) is not None:  # whatever it is, it is this grammar's alone
                 raise GrammarError(str(mistake)) from mistake
             compiled = self._compiled.result()
-            self._matcher, self._ends = compiled.matcher.deep_copy(), compiled.ends
+            self._matcher, self._ends, self._tokens = compiled.matcher.deep_copy(), compiled.ends, compiled.tokens
         new = list(output[self._length :])
         if new and self._matcher.try_consume_tokens(new) < len(new):
             raise GrammarError(f"the output does not follow its grammar: {_told(self._matcher)}")
@@ -187,8 +202,11 @@ class GrammarState:
             self.follow(output)
         except GrammarError:
             return 0
-        valid: int = self._matcher.validate_tokens(list(draft))
+        valid: int = self._matcher.validate_tokens(list(takewhile(self._known, draft)))
         return valid
+
+    def _known(self, token: int) -> bool:
+        return 0 <= token < self._tokens
 
     def allowed(self, output: Sequence[int], draft: Sequence[int] = ()) -> list[Allowed | None]:
         """What may follow `output`, and it and each further token of `draft`: None after one that may not come.
@@ -208,6 +226,30 @@ class GrammarState:
         if taken:
             matcher.rollback(taken)
         return found + [None] * (len(draft) + 1 - len(found))
+
+    def drawn(
+        self, output: Sequence[int], draft: Sequence[int], best: Sequence[int], choose: Callable[[int, Allowed], int]
+    ) -> list[int]:
+        """The best token after `output`, and after each token of `draft` up to the first that is not the best.
+
+        `best` has the best ones of all tokens, one more than the draft; `choose(i, allowed)` gives the i-th of those
+        that may come, -1 for none. It is asked only where the best of all may not come: looking at one token takes a
+        tenth of a mask's time. What follows a token that is not the draft's is left as it is. Raises GrammarError.
+        """
+        self.follow(output)
+        matcher, found, taken = self._matcher, list(best), 0
+        assert matcher is not None
+        try:
+            for i, token in enumerate(best):
+                if not self._known(token) or matcher.validate_tokens([token]) < 1:
+                    found[i] = choose(i, self._next(matcher))
+                if i == len(draft) or found[i] != draft[i] or not matcher.try_consume_tokens([found[i]]):
+                    break
+                taken += 1
+        finally:
+            if taken:
+                matcher.rollback(taken)
+        return found
 
     def _next(self, matcher: LLMatcher) -> Allowed:
         words = np.zeros_like(self._ends)

@@ -30,7 +30,7 @@ def main() -> None:
 
 def serve(connection: Connection, vocabulary: Vocabulary, seconds: float) -> None:
     """Until the connection ends, which raises EOFError. Each grammar has so many seconds of CPU time."""
-    compile_grammar, thread = Compile(vocabulary, vocabulary.greedy()), deep_thread()
+    compile_grammar, thread = Compile(vocabulary), deep_thread()
     most = _address_space() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,8 +10,6 @@ from llguidance import LLTokenizer, TokenizerWrapper
 
 if TYPE_CHECKING:
     from serving.text.tokenizer import Tokenizer
-
-Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,37 +32,19 @@ class Vocabulary:
             ends=known or [tokenizer.eos_id if tokenizer.eos_id is not None else tokenizer.vocab_size - 1],
         )
 
-    def read(self, encode: Encode) -> LLTokenizer:
-        """`encode` gives a text's tokens, for those that a grammar forces."""
-        return LLTokenizer(TokenizerWrapper(_Spelled(self, encode)), eos_token=self.ends)
-
-    def greedy(self) -> Encode:
-        """Encodes by the longest token each time, for where the tokenizer itself is not at hand."""
-        special = set(self.special)
-        ids = {token: i for i, token in enumerate(self.tokens) if token and i not in special}
-        longest = max(map(len, ids), default=0)
-
-        def encode(text: str) -> list[int]:
-            data, at, found = text.encode(), 0, list[int]()
-            while at < len(data):
-                sizes = range(min(longest, len(data) - at), 0, -1)
-                size = next((size for size in sizes if data[at : at + size] in ids), 0)
-                found += [ids[data[at : at + size]]] if size else []
-                at += max(1, size)
-            return found
-
-        return encode
+    def read(self) -> LLTokenizer:
+        return LLTokenizer(TokenizerWrapper(_Spelled(self)), eos_token=self.ends)
 
 
 class _Spelled:
     """What llguidance asks of a tokenizer."""
 
-    def __init__(self, vocabulary: Vocabulary, encode: Encode):
+    def __init__(self, vocabulary: Vocabulary):
         self.eos_token_id = vocabulary.ends[0]
         self.bos_token_id = vocabulary.bos
         self.special_token_ids = vocabulary.special
         self.tokens = vocabulary.tokens
-        self._encode = encode
 
-    def __call__(self, text: str) -> list[int]:
-        return self._encode(text)
+    def __call__(self, text: bytes) -> list[int]:
+        """No token is forced (serving.grammar.grammars), so no text is ever encoded."""
+        return []

@@ -17,12 +17,10 @@ from torch import Tensor
 from serving.batch.ragged import RaggedBatch
 from serving.forward.forward import best_tokens
 from serving.forward.layer_events import LayerDone
-from serving.grammar.grammars import Allowed
 from serving.model.decoder import Decoder, Planes
 from serving.rank_group.division import divided
 from serving.rank_group.parts import BatchPart, pack, part_of_batch
 from serving.rank_group.ranks import RankGroup
-from serving.sampling.allowed import only_allowed
 
 
 class GroupForward:
@@ -39,10 +37,14 @@ class GroupForward:
     def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         return self.model.logits(self._rows(batch, layer_done))
 
-    def greedy(
-        self, batch: RaggedBatch, layer_done: LayerDone | None, allowed: Sequence[Allowed | None] = ()
-    ) -> Tensor:
-        return best_tokens(only_allowed(self.logits(batch, layer_done), allowed))
+    def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+        return best_tokens(self.logits(batch, layer_done))
+
+    def greedy_and_logits(
+        self, batch: RaggedBatch, layer_done: LayerDone | None, rows: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        logits = self.logits(batch, layer_done)
+        return best_tokens(logits), logits[rows]
 
     def hidden(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         return self._rows(batch, layer_done).float()

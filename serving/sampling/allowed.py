@@ -12,6 +12,17 @@ from serving.batch.device_copy import all_on_device, on_device
 from serving.grammar.grammars import Allowed
 
 
+def best_allowed(logits: Tensor, allowed: Allowed) -> int:
+    """The token of the highest of `logits` [V] among those allowed, the lowest id among equals.
+
+    -1 where none is allowed or its logit is not finite; what is no number is never the highest.
+    """
+    scores = logits.float().cpu().numpy()
+    best = np.where(allowed.mask(len(scores)) & (scores == scores), scores, -np.inf)
+    token = int(best.argmax())
+    return token if np.isfinite(best[token]) else -1
+
+
 def only_allowed(logits: Tensor, allowed: Sequence[Allowed | None]) -> Tensor:
     """`logits` [R, V] with -inf for the tokens that a row does not allow: a new tensor, or itself where all allow all.
 

@@ -16,7 +16,16 @@ from router.policy import Decision
 from router.quarantine import MOST_BROKEN, PROGRESS, SUSPECTED, Quarantine, Verdict
 from router.registry import Registry
 from router.request_state import Attempt, RequestState
-from serving.errors import BESIDE_STEP, IN_STEP, CorruptChunk, Draining, MillraceError, Quarantined, WorkerLost
+from serving.errors import (
+    BESIDE_STEP,
+    IN_STEP,
+    NEVER_SENT,
+    CorruptChunk,
+    Draining,
+    MillraceError,
+    Quarantined,
+    WorkerLost,
+)
 from serving.messages import Request, Role
 from tests.router.conftest import World, expected, wanted
 from tests.router.scripted import LOSE, ScriptedSession, ScriptedWorker, Step, make_status
@@ -212,6 +221,15 @@ async def test_what_was_beside_the_step_does_not_count(fleet: World) -> None:
     request = wanted(max_tokens=40)
     assert await run(fleet, request) == [expected(request)]
     assert sum(len(worker.orders) for worker in fleet.workers.values()) == 5
+
+
+async def test_dead_workers_that_it_never_reached_do_not_count(fleet: World) -> None:
+    """Several are killed at once: a request that is given to them before they are missed is served by the others."""
+    for name in ("w0", "w1", "w2", "w3"):
+        fleet.workers[name].script.open = [WorkerLost("failed to connect", code=NEVER_SENT)]
+    request = wanted(max_tokens=40)
+    assert await run(fleet, request) == [expected(request)]
+    assert sum(sum(worker.opened.values()) for worker in fleet.workers.values()) == 5
 
 
 @pytest.mark.parametrize("error", [Draining("x"), CorruptChunk("x")], ids=lambda error: type(error).__name__)

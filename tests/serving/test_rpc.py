@@ -9,7 +9,7 @@ import pytest
 from grpc import aio
 
 from serving import rpc
-from serving.errors import InvalidRequest, MillraceError, Unauthorized, WorkerLost
+from serving.errors import NEVER_SENT, InvalidRequest, MillraceError, Unauthorized, WorkerLost
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import Caller, answering, asking, listen, server
@@ -28,9 +28,11 @@ class Answers(stubs.PrefillServicer, stubs.RegistryServicer, stubs.DecodeService
         self.closed = asyncio.Event()
         self.open = asyncio.Event()
         self.open.set()
+        self.beaten = asyncio.Event()
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: aio.ServicerContext) -> pb.HeartbeatReply:
         async with answering(context):
+            self.beaten.set()
             await self.open.wait()
             if self.error is not None:
                 raise self.error
@@ -166,9 +168,24 @@ async def test_without_the_key_no_door_opens(shape: str, key: str | None) -> Non
 
 @pytest.mark.parametrize("shape", ["beat", "run", "push"])
 async def test_nobody_there_is_a_lost_worker(world: World, shape: str) -> None:
+    """Who also says that nothing of the call has reached it, also where there was a connection."""
+    if shape != "run":
+        await world.beat()
     await world.server.stop(0)
-    with pytest.raises(WorkerLost):
+    await asyncio.sleep(0.05)  # until the channel has heard of it
+    with pytest.raises(WorkerLost) as raised:
         await getattr(world, shape)()
+    assert raised.value.code == NEVER_SENT
+
+
+async def test_a_call_that_is_broken_off_may_have_reached_its_worker(world: World) -> None:
+    world.answers.open.clear()
+    calling = asyncio.create_task(world.beat())
+    await world.answers.beaten.wait()
+    await world.server.stop(0)
+    with pytest.raises(WorkerLost) as raised:
+        await calling
+    assert raised.value.code != NEVER_SENT
 
 
 async def test_an_answer_that_takes_too_long_is_a_lost_worker(world: World) -> None:

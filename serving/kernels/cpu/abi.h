@@ -114,8 +114,7 @@ struct LayerBarrier {
 struct Results {
     float* logits;      // [R, vocab]
     int64_t* greedy;    // [R]: the best token, the lowest id among equals
-    const uint32_t* const* allowed;  // [R]: the tokens that `greedy` may choose, as bits; null for all of them
-    int64_t allowed_tokens;  // bits of each; no token beyond them may be chosen
+    float* const* kept; // [R]: where the logits [vocab] of a row are kept besides, null where they are not
     float* hidden;      // [R, hidden]: the rows after the final norm; alone, the head is left out
     int32_t* progress;  // one int32: layers whose KV of this step is written, stored with release order
     LayerBarrier* barrier;  // where the step waits for each layer's earlier KV before it counts or reads it

@@ -287,8 +287,7 @@ struct Step {
         }
         for (long i = 0; i < rows; ++i) local[thread].best[i] = {-__builtin_inff(), 0};
         team_barrier(team);
-        const Target target = {FINISH_LOGITS,   results.logits,         model.head.outputs, local[thread].best,
-                               results.allowed, long(results.allowed_tokens)};
+        const Target target = {FINISH_LOGITS, results.logits, model.head.outputs, local[thread].best, results.kept};
         panels(model.head, a, rows, target, thread);
         if (thread != 0 || !results.greedy) return;
         for (long i = 0; i < rows; ++i) {

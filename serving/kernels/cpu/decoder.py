@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import Structure
 from dataclasses import KW_ONLY, dataclass, replace
 from enum import Enum
@@ -150,29 +150,30 @@ class CpuDecoder:
         batch: RaggedBatch,
         output: StepOutput = StepOutput.LOGITS,
         *,
-        allowed: Sequence[int] = (),
-        bits: int = 0,
+        kept: Mapping[int, Tensor] | None = None,
         progress: Tensor | None = None,
     ) -> Tensor:
         """Writes the batch's KV and returns `output` for its R logits rows.
 
-        `allowed`, R addresses of `bits` bits each, the lowest first: no tokens are chosen in a row but those; 0 allows
-        all, and so does an empty list. `progress`, one int32, counts the layers whose KV of this step is written;
-        another thread may watch it. Raises ValueError past the last known position. Where the step has left the batch's
-        barrier, what it returns means nothing.
+        `kept` has, by number, places for the logits [V] float32 of some rows, which are written besides GREEDY.
+        `progress`, one int32, counts the layers whose KV of this step is written; another thread may watch it. Raises
+        ValueError past the last known position. Where the step has left the batch's barrier, what it returns means
+        nothing.
         """
         self.check(batch)
         rows = batch.logits_rows.shape[0]
         chooses = output is StepOutput.GREEDY
-        assert not allowed or (chooses and len(allowed) == rows), "bits for each row whose best token is looked for"
-        places = array("Q", allowed)
+        assert not kept or chooses, "logits are kept besides the best tokens"
+        places = array("Q", bytes(8 * rows))
+        for row, logits in (kept or {}).items():
+            assert logits.dtype is torch.float32 and logits.is_contiguous() and logits.numel() == self.shape.vocab
+            places[row] = logits.data_ptr()
         if chooses:
             out = torch.empty(rows, dtype=torch.int64)
         else:
             out = torch.empty(rows, self.shape.vocab if output is StepOutput.LOGITS else self.shape.hidden)
         results = STRUCTURES["Results"](
-            allowed=places.buffer_info()[0] if allowed else None,
-            allowed_tokens=bits,
+            kept=places.buffer_info()[0] if kept else None,
             progress=address(progress),
             barrier=None if batch.barrier is None else batch.barrier.address,
             **{output.value: out.data_ptr()},

@@ -158,7 +158,7 @@ enum Finish {
     FINISH_STORE,   // out[row][n] = value
     FINISH_ADD,     // out[row][n] += value: the residual
     FINISH_SWIGLU,  // panels interleave 16 gate and 16 up channels: out[row][n / 2] = silu(gate) * up
-    FINISH_LOGITS,  // like FINISH_STORE where out is not null, and keeps each row's best in `best`
+    FINISH_LOGITS,  // like FINISH_STORE where out or the row's place in `kept` is not null; each row's best in `best`
 };
 
 struct Best {
@@ -170,11 +170,9 @@ struct Target {
     Finish finish;
     float* out;
     long ld;
-    Best* best = nullptr;  // [rows], FINISH_LOGITS only
-    const uint32_t* const* allowed = nullptr;  // [rows], the tokens that `best` may be, as bits; null for all of them
-    long allowed_tokens = 0;                   // bits of each
+    Best* best = nullptr;           // [rows], FINISH_LOGITS only
+    float* const* kept = nullptr;   // [rows], FINISH_LOGITS only: where a row goes that `out` does not have
 };
-static_assert(PANEL == 32, "a panel's tokens are one word of `allowed`");
 
 // Scales one tile row of a panel to float32 in place. Padding columns hold zero weights and are never written out.
 INLINE void to_values(const Linear& w, long panel, float row_scale, int32_t* raw) {
@@ -195,20 +193,6 @@ INLINE void keep_best(const float* value, long first, long columns, Best& best) 
         if (value[j] > best.value) best = {value[j], first + j};
 }
 
-// The same of the tokens that are allowed: bit j is token first + j.
-INLINE void keep_best_of(uint32_t allowed, const float* value, long first, Best& best) {
-    for (; allowed; allowed &= allowed - 1) {
-        const long j = __builtin_ctz(allowed);
-        if (value[j] > best.value) best = {value[j], first + j};
-    }
-}
-
-// The bits of a panel's tokens, of which there are `columns`.
-INLINE uint32_t allowed_of(const uint32_t* bits, long tokens, long panel, long columns) {
-    const long known = least(columns, tokens - panel * PANEL);
-    return known <= 0 ? 0 : bits[panel] & (~0u >> (PANEL - known));
-}
-
 INLINE void deliver(const Linear& w, long panel, const float* value, const Target& target, long row) {
     if (target.finish == FINISH_SWIGLU) {
         float* out = target.out + row * target.ld + panel * (PANEL / 2);
@@ -216,20 +200,15 @@ INLINE void deliver(const Linear& w, long panel, const float* value, const Targe
         return;
     }
     const long columns = least(PANEL, w.outputs - panel * PANEL);
+    float* out = target.out ? target.out + row * target.ld : nullptr;
     if (target.finish == FINISH_LOGITS) {
         vf top = load(value);
         for (int j = LANES; j < PANEL; j += LANES) top = maximum(top, load(value + j));
-        if (max_lanes(top) > target.best[row].value) {
-            const uint32_t* const bits = target.allowed ? target.allowed[row] : nullptr;
-            if (!bits)
-                keep_best(value, panel * PANEL, columns, target.best[row]);
-            else
-                keep_best_of(allowed_of(bits, target.allowed_tokens, panel, columns), value, panel * PANEL,
-                             target.best[row]);
-        }
-        if (!target.out) return;
+        if (max_lanes(top) > target.best[row].value) keep_best(value, panel * PANEL, columns, target.best[row]);
+        if (!out && target.kept) out = target.kept[row];
+        if (!out) return;
     }
-    float* out = target.out + row * target.ld + panel * PANEL;
+    out += panel * PANEL;
     if (columns < PANEL) {
         for (long j = 0; j < columns; ++j) out[j] = value[j] + (target.finish == FINISH_ADD ? out[j] : 0.0f);
     } else if (target.finish == FINISH_ADD) {

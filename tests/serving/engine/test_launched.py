@@ -25,7 +25,6 @@ from serving.engine.plan import Work
 from serving.engine.runner import ModelRunner
 from serving.engine.sequence import SequenceState
 from serving.forward.forward import EagerForward
-from serving.grammar.grammars import Allowed
 from serving.loader.loading import LoadedModel, load
 from serving.messages import LeaseOrder, Request, SamplingParams
 from serving.model.spec import ModelSpec
@@ -259,8 +258,7 @@ class Table:
     def logits(self, batch: RaggedBatch, layer_done: object) -> Tensor:
         return self.scores.index_select(0, batch.tokens)
 
-    def greedy(self, batch: RaggedBatch, layer_done: object, allowed: Sequence[Allowed | None] = ()) -> Tensor:
-        assert not allowed
+    def greedy(self, batch: RaggedBatch, layer_done: object) -> Tensor:
         return self.logits(batch, layer_done).argmax(-1)
 
 

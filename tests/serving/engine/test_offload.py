@@ -18,7 +18,6 @@ from serving.batch.ragged import OffloadedKV, RaggedBatch
 from serving.engine.offload import OffloadMove, OffloadState
 from serving.engine.plan import StepPlan, Work
 from serving.engine.runner import ModelRunner
-from serving.grammar.grammars import Allowed
 from serving.model.spec import ModelSpec
 from tests.fakes.sequences import make_sequence
 
@@ -45,10 +44,7 @@ class SummingForward:
     def __init__(self) -> None:
         self.batches: list[RaggedBatch] = []
 
-    def greedy(
-        self, batch: RaggedBatch, layer_done: Callable[[int], None] | None, allowed: Sequence[Allowed | None] = ()
-    ) -> Tensor:
-        assert not allowed
+    def greedy(self, batch: RaggedBatch, layer_done: Callable[[int], None] | None) -> Tensor:
         return self.logits(batch, layer_done).argmax(-1)
 
     def logits(self, batch: RaggedBatch, layer_done: Callable[[int], None] | None) -> Tensor:

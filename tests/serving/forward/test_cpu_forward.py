@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from serving.forward import cpu_forward
 from serving.forward.cpu_forward import CpuForward
-from serving.grammar.grammars import Allowed
 
 
 def test_a_row_without_a_best_token_has_none_with_offloaded_kv_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,6 +19,6 @@ def test_a_row_without_a_best_token_has_none_with_offloaded_kv_too(monkeypatch: 
     forward.decoder = None  # type: ignore[assignment]
     tokens = forward.greedy(batch, None)  # type: ignore[arg-type]
     assert tokens.tolist() == [2, 0, -1, -1, -1]
-    only = Allowed(np.array([0b010, 0, 0, 0], dtype=np.uint8), ended=False)
-    tokens = forward.greedy(batch, None, [only, None, only, only, only])  # type: ignore[arg-type]
-    assert tokens.tolist() == [1, 0, 1, -1, -1]
+    tokens, logits = forward.greedy_and_logits(batch, None, [0, 4])  # type: ignore[arg-type]
+    assert tokens.tolist() == [2, 0, -1, -1, -1]
+    assert logits.tolist() == [[-inf, 1, 2], [-inf, -inf, -inf]]

@@ -28,7 +28,6 @@ from serving.model.decoder import Decoder
 from serving.model.quantized_linear import QuantizedLinear
 from serving.model.rope import Rope, default_frequencies
 from serving.model.spec import ModelSpec
-from tests.fakes.allowed import EVENS
 from tests.serving.kernels.gpu.conftest import GPU, INTERPRETED
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -140,8 +139,9 @@ class Pair:
     def greedy(self, batch: RaggedBatch, scores: Tensor) -> None:
         """The kernels' tokens are the best of `scores`, or so near to it that rounding decides."""
         tokens = self.kernels.greedy(batch, None)
-        held = self.kernels.greedy(batch, None, [EVENS, *[None] * (len(tokens) - 1)])
-        assert tokens.dtype is torch.int64 and held[0] % 2 == 0 and torch.equal(held[1:], tokens[1:])
+        again, logits = self.kernels.greedy_and_logits(batch, None, [len(tokens) - 1])
+        assert tokens.dtype is torch.int64 and torch.equal(again, tokens)
+        assert logits.shape == scores[-1:].shape and torch.equal(logits.argmax(dim=-1), tokens[-1:])
         assert self.case.close >= 1e-4 or torch.equal(tokens, scores.argmax(dim=-1))
         short = scores.amax(dim=-1) - scores.gather(1, tokens[:, None])[:, 0]
         assert (short <= 3 * self.case.close * scores.std()).all()

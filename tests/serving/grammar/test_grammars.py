@@ -7,11 +7,12 @@ import random
 import re
 from concurrent.futures import Future
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.grammar.forms import json_grammar, regex_grammar
+from serving.grammar.forms import choice_grammar, json_grammar, regex_grammar
 from serving.grammar.grammars import (
     KEPT,
     Allowed,
@@ -205,3 +206,68 @@ def test_a_draft_after_what_does_not_follow_is_not_possible(grammars: Grammars, 
     assert state.possible(wrong, wrong) == 0
     with pytest.raises(GrammarError):
         state.allowed(wrong)
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**32), at=st.floats(0, 1))
+def test_a_token_is_possible_if_the_mask_has_it(grammars: Grammars, tokenizer: Tokenizer, seed: int, at: float) -> None:
+    """Also where only one text can follow, however it is written. Ends are told by the mask alone."""
+    output, _ = begun_and_draft(grammars, tokenizer, seed, at, 0)
+    state = grammars.begin(json_grammar(SCHEMA))
+    (allowed,) = state.allowed(output)
+    assert allowed is not None
+    possible = {token for token in range(tokenizer.vocab_size) if state.possible(output, [token])}
+    assert possible - set(ENDS) == set(ids(allowed, tokenizer)) - set(ENDS)
+    assert not possible & set(ENDS) - set(ids(allowed, tokenizer))
+
+
+def test_a_forced_text_may_be_written_in_any_tokens(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    (allowed,) = grammars.begin(choice_grammar(["the mill"])).allowed([])
+    assert allowed is not None
+    written = {bytes(tokenizer.bytes_of[token]) for token in ids(allowed, tokenizer)}
+    assert len(written) > 1 and all(b"the mill".startswith(token) for token in written)
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**32), at=st.floats(0, 1), size=st.integers(0, 6), own=st.floats(0, 1))
+def test_what_is_drawn_is_the_best_that_may_come(
+    grammars: Grammars, tokenizer: Tokenizer, seed: int, at: float, size: int, own: float
+) -> None:
+    """After the output and each drafted token, up to the first that differs; masks only where they are needed."""
+    output, draft = begun_and_draft(grammars, tokenizer, seed, at, size)
+    random = np.random.default_rng(seed)
+    scores = random.standard_normal((len(draft) + 1, tokenizer.vocab_size + 7))  # a model may have further tokens
+    for place, token in enumerate(draft):
+        scores[place, token] += 9.0 * (random.random() < own)
+    best, state, asked = [int(row.argmax()) for row in scores], grammars.begin(json_grammar(SCHEMA)), list[int]()
+
+    def choose(place: int, allowed: Allowed) -> int:
+        asked.append(place)
+        return int(np.where(allowed.mask(scores.shape[1]), scores[place], -np.inf).argmax())
+
+    found = state.drawn(output, draft, best, choose)
+    assert len(found) == len(draft) + 1
+    for place, token in enumerate(found):
+        (allowed,) = grammars.begin(json_grammar(SCHEMA)).allowed([*output, *draft[:place]])
+        assert allowed is not None
+        mask = allowed.mask(scores.shape[1])
+        assert token == int(np.where(mask, scores[place], -np.inf).argmax())
+        assert (place in asked) == (not mask[best[place]] or best[place] in ENDS)
+        if place < len(draft) and token != draft[place]:
+            break
+    assert asked == sorted(set(asked))
+    (after,), (expected,) = state.allowed(output), grammars.begin(json_grammar(SCHEMA)).allowed(output)
+    assert after is not None and expected is not None and (after.bits == expected.bits).all()
+
+
+@pytest.mark.parametrize("token", [384, 2**31, 2**40, -1])
+def test_a_token_beyond_the_vocabulary_may_not_come(grammars: Grammars, tokenizer: Tokenizer, token: int) -> None:
+    """Models have more tokens than their tokenizers, and prompts may have those, from which drafts are made."""
+    assert token not in range(tokenizer.vocab_size)
+    state = grammars.begin(regex_grammar("a*"))
+    (allowed,) = state.allowed([])
+    assert allowed is not None
+    a = tokenizer.encode("a", add_special_tokens=False)
+    assert state.possible([], [*a, token, *a]) == 1
+    assert state.drawn([], [], [token], lambda place, allowed: a[0]) == a
+    assert state.allowed([])[0] is not None  # it is of use still

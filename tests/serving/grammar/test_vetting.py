@@ -184,8 +184,3 @@ def test_it_leaves_with_its_owner(tokenizer: Tokenizer, vetter: GrammarVetter) -
     del other
     gc.collect()
     assert not is_child(pid)
-
-
-def test_forced_texts_are_encoded_by_the_longest_tokens() -> None:
-    vocabulary = Vocabulary(tokens=[b"a", b"ab", b"abc", b"<s>", b""], special=[3], bos=None, ends=[3])
-    assert vocabulary.greedy()("abcab<a") == [2, 1, 0]

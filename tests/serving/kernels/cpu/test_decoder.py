@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -115,26 +114,16 @@ def test_greedy_is_the_first_best_logit(kernels: cpu.Kernels) -> None:
     assert (best.sum(dim=-1) >= 4).all()
 
 
-def test_greedy_is_the_first_best_logit_of_those_allowed(kernels: cpu.Kernels) -> None:
-    """Whatever the bits, of words full, mixed and empty, and fewer than the vocabulary."""
-    small = SmallDecoder(kind=Kind.INT8, kv_kind=Kind.BF16)
-    small.head.weight[50:].copy_(small.head.weight[:50])
-    decoder = small.build(kernels)
+@pytest.mark.parametrize("kind", [Kind.INT8, Kind.BF16])
+def test_logits_of_some_rows_are_kept_besides_the_best_tokens(kernels: cpu.Kernels, kind: Kind) -> None:
+    decoder = SmallDecoder(kind=kind, kv_kind=Kind.BF16).build(kernels)
     batch = batch_of([(0, PROMPT[:60])], all_rows=True)
-    logits = decoder.step(batch)
-    torch.manual_seed(3)
-    for bits in (32, 64, 96, 128):
-        allowed = torch.rand(60, bits) < torch.rand(60, 1) ** 3
-        allowed[:, 32:64] &= torch.rand(60, 1) < 0.5
-        words = torch.from_numpy(np.packbits(allowed.numpy(), axis=1, bitorder="little"))
-        free = [row % 7 == 0 for row in range(60)]
-        places = [0 if free[row] else words[row].data_ptr() for row in range(60)]
-        tokens = decoder.step(batch, cpu.StepOutput.GREEDY, allowed=places, bits=bits)
-        for row in range(60):
-            may = allowed[row, : small.vocab].nonzero()[:, 0].tolist()
-            among = range(small.vocab) if free[row] else may
-            expected = min(among, key=lambda token: (-float(logits[row, token]), token), default=-1)
-            assert tokens[row] == expected
+    logits, tokens = decoder.step(batch), decoder.step(batch, cpu.StepOutput.GREEDY)
+    for rows in ([0], [59], [3, 4, 31, 32, 58], range(60)):
+        kept = torch.full((len(rows) + 1, decoder.shape.vocab), torch.nan)
+        places = dict(zip(rows, kept[:-1], strict=True))
+        assert torch.equal(decoder.step(batch, cpu.StepOutput.GREEDY, kept=places), tokens)
+        assert torch.equal(kept[:-1], logits[list(rows)]) and kept[-1].isnan().all()
 
 
 @pytest.mark.parametrize("count", [3, 200], ids=["by panels", "by rows"])
