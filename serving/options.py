@@ -219,4 +219,4 @@ def _names_files(word: str) -> bool:
 
 def names(*configs: type) -> list[str]:
     """Every setting's name."""
-    return [name for config in configs for name, _, _ in _fields(config)]
+    return [field.name for config in configs for field in dataclasses.fields(config)]

@@ -239,8 +239,8 @@ PARSER = make_parser()
 
 
 def as_a_child(flags: list[str], config: type, command: tuple[str, ...] = ("decode", "model")) -> Any:
-    given = vars(PARSER.parse_args([*command, *flags]))
-    return build(config, {}, {}, {key: value for key, value in given.items() if key in names(config)})
+    given, known = vars(PARSER.parse_args([*command, *flags])), names(config)
+    return build(config, {}, {}, {key: value for key, value in given.items() if key in known})
 
 
 @settings(max_examples=40)

@@ -68,6 +68,13 @@ async def unread(tokenizer: Tokenizer, send_timeout: float) -> AsyncIterator[Unr
         await made.server.stop()
 
 
+def test_the_second_of_two_writes_does_not_wait_for_the_first_to_be_acknowledged() -> None:
+    with bind("127.0.0.1", 0) as bound:
+        bound.listen()
+        with socket.create_connection(bound.getsockname()), bound.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 async def test_a_client_that_reads_nothing_is_given_up(tokenizer: Tokenizer) -> None:
     async with unread(tokenizer, send_timeout=0.1) as stream:
         await stream.freed()
