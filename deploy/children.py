@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deploy.placement.plan import DeploymentPlan, ServiceGroup
 from deploy.runtime.cpu_binding import parse_cpus
 from deploy.runtime.settings import Settings
 from deploy.runtime.supervisor import ChildSpec
@@ -14,20 +17,65 @@ from serving.messages import Role
 from serving.options import names
 
 
-def child_specs(path: Path, children: Mapping[Role, int], router: str, settings: Settings) -> list[ChildSpec]:
-    """The commands of the workers: our own model and worker flags, this router, an even share of the cores."""
-    total = sum(children.values())
-    cores = sorted(parse_cpus(settings.engine.cpus)) if settings.engine.cpus else None
-    threads = settings.engine.threads or max(1, len(cores or os.sched_getaffinity(0)) // max(1, total))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerGroup:
+    """`count` workers of a role that are told the same. The first is called `name`-0."""
+
+    name: str
+    role: Role
+    count: int
+    settings: Settings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Children:
+    """All that a front starts below it: workers, and `nodes` of the KV pool with these settings."""
+
+    workers: tuple[WorkerGroup, ...] = ()
+    nodes: int = 0
+    node_settings: Settings | None = None
+
+
+def alike(counts: Mapping[Role, int], nodes: int, settings: Settings) -> Children:
+    """So many workers of each role and nodes of the pool, all told the same."""
+    groups = (WorkerGroup(name=role, role=role, count=count, settings=settings) for role, count in counts.items())
+    return Children(workers=tuple(groups), nodes=nodes, node_settings=settings)
+
+
+def placed(plan: DeploymentPlan, settings_of: Callable[[ServiceGroup], Settings]) -> Children:
+    """The workers and nodes of a placement file, each group told what `settings_of` it says."""
+    workers = tuple(
+        WorkerGroup(name=group.name, role=Role(group.kind), count=group.count, settings=settings_of(group))
+        for group in plan.workers
+    )
+    if plan.nodes is None:
+        return Children(workers=workers)
+    return Children(workers=workers, nodes=plan.nodes.count, node_settings=settings_of(plan.nodes))
+
+
+def child_specs(path: Path, groups: Sequence[WorkerGroup], router: str) -> list[ChildSpec]:
+    """The commands of the workers: their own model and worker flags, this router, an even share of the cores.
+
+    The cores are shared by all workers that are given the same `--cpus`, or none.
+    """
     specs: list[ChildSpec] = []
-    for role, count in children.items():
-        for number in range(count):
+    placed: Counter[str | None] = Counter()
+    totals: Counter[str | None] = Counter()
+    for group in groups:
+        totals[group.settings.engine.cpus] += group.count
+    for group in groups:
+        cpus, total = group.settings.engine.cpus, totals[group.settings.engine.cpus]
+        cores = sorted(parse_cpus(cpus)) if cpus else None
+        threads = group.settings.engine.threads or max(1, len(cores or os.sched_getaffinity(0)) // total)
+        for number in range(group.count):
             own = ["--threads", str(threads)]
             if cores:
-                share = cores[len(specs) * len(cores) // total : (len(specs) + 1) * len(cores) // total] or cores
+                first = placed[cpus]
+                share = cores[first * len(cores) // total : (first + 1) * len(cores) // total] or cores
                 own += ["--cpus", ",".join(map(str, share))]
-            arguments = (role.value, str(path), *worker_flags(settings), *own)
-            specs.append(_spec(f"{role}-{number}", router, arguments))
+            placed[cpus] += 1
+            arguments = (group.role.value, str(path), *worker_flags(group.settings), *own)
+            specs.append(_spec(f"{group.name}-{number}", router, arguments))
     return specs
 
 

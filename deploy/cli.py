@@ -15,6 +15,8 @@ from typing import Any
 from bench import command as bench
 from deploy import cache, explain, quantize, top, upcycle
 from deploy.foreign_flags import translate
+from deploy.placement import command as deploying
+from deploy.placement.given import check_given, load_placement, placed_settings
 from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings, check_ranks, read_settings
 from deploy.runtime.signals import leave_at_once_on_signals
 from deploy.runtime.tls import server_context
@@ -36,6 +38,7 @@ ALONE = {
     "cache": cache.run,
     "explain": explain.run,
     "top": top.run,
+    "deploy": deploying.run,
 }
 
 DESCRIPTION = """Disaggregated LLM serving: prefill, decode and KV cache as services behind an OpenAI-compatible API.
@@ -44,9 +47,11 @@ DESCRIPTION = """Disaggregated LLM serving: prefill, decode and KV cache as serv
   millrace serve MODEL                    a Hugging Face folder, a .gguf file, or a hub name
   millrace serve --prefill 2 --decode 1   each worker a process of its own
   millrace serve --mixed 2 --kvcache 1    two workers that share what they computed through a KV pool
+  millrace serve --placement FILE         what a placement file says: roles, numbers, settings of each
   millrace router | prefill | decode      one service alone, on any host
   millrace kvcache --ram 4GiB             a node of the KV pool alone; millrace cache stat shows what it holds
   millrace explain ID | millrace top      why a request went where it went; a live view of the workers
+  millrace deploy render compose FILE     the same placement as a Compose file
   millrace bench                          measure this or any other OpenAI-compatible server
 """
 
@@ -63,6 +68,7 @@ KVCACHE = "a node of the KV pool alone: prefixes that any worker computed, for a
 CACHE = "show, drop or check what the nodes of a KV pool hold"
 EXPLAIN = "why a request went where it went, and how long everything took against what was predicted"
 TOP = "a live view of workers, queues and objectives met; q leaves"
+DEPLOY = "write a placement file in the form of a platform"
 QUANTIZE = "write a model as INT8 weights and activations, in the compressed-tensors convention"
 UPCYCLE = "write a dense model as a mixture of experts that gives the same text"
 MEASURE = "measure any OpenAI-compatible endpoint: latencies, throughput, goodput"
@@ -92,6 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
     cache.add_arguments(commands.add_parser("cache", help=CACHE, description=sentence(CACHE)))
     explain.add_arguments(commands.add_parser("explain", help=EXPLAIN, description=sentence(EXPLAIN)))
     top.add_arguments(commands.add_parser("top", help=TOP, description=sentence(TOP)))
+    deploying.add_arguments(commands.add_parser("deploy", help=DEPLOY, description=sentence(DEPLOY)))
     bench.add_arguments(commands.add_parser("bench", help=MEASURE, description=sentence(MEASURE)))
     quantize.add_arguments(commands.add_parser("quantize", help=QUANTIZE, description=sentence(QUANTIZE)))
     upcycle.add_arguments(commands.add_parser("upcycle", help=UPCYCLE, description=sentence(UPCYCLE)))
@@ -112,6 +119,12 @@ def _add_counts(command: argparse.ArgumentParser) -> None:
             metavar="N",
             help=f"start N {role} workers (default: 0; with none of any kind, all in one process)",
         )
+    group.add_argument(
+        "--placement",
+        type=load_placement,
+        metavar="FILE",
+        help="start what a placement file says, in place of the numbers here and of --config (docs/placement.md)",
+    )
     group.add_argument(
         "--kvcache",
         type=int,
@@ -136,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = vars(parsed)
         if parsed.command != "kvcache":
             check_last_word(arguments, given, "model", *CONFIGS)
-        settings = read_settings(given)
+        settings = _read(given)
         check_heartbeats(settings.placement)
         settings.model_config.eplb()  # wrong words are told before anything is loaded
         for role in [Role(parsed.command)] if parsed.command in WORKERS else Role:
@@ -155,6 +168,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _read(given: Mapping[str, Any]) -> Settings:
+    """Our own settings: with --placement, the router's."""
+    plan = given.get("placement")
+    if plan is None:
+        return read_settings(given)
+    check_given(given)
+    return placed_settings(given, plan, plan.router)
 
 
 def _reader_has_left(output: int) -> bool:
@@ -177,17 +199,23 @@ def _start(given: Mapping[str, Any], settings: Settings) -> int:
         from deploy.worker.process import WorkerProcess
 
         return uvloop.run(WorkerProcess(Role(command), settings, parent=parent).run())
+    from deploy.children import Children, alike, placed
     from deploy.serve import serve_embedded, serve_front
 
-    children = children_of(given) if command == "serve" else {}
-    if command == "serve" and not children:
-        check_roles(children, settings.model_config)
+    children, plan = Children(), given.get("placement")
+    if plan is not None:
+        children = placed(plan, lambda group: placed_settings(given, plan, group))
+    elif command == "serve":
+        children = alike(children_of(given), given["kvcache"], settings)
+    if command == "serve":
+        check_roles({group.role: group.count for group in children.workers}, settings.model_config)
+    for group in children.workers:
+        check_ranks(group.settings.engine, group.settings.model_config.of(group.role))
+    if command == "serve" and not children.workers:
         if settings.service.strict_disaggregation:
             raise ValueError("--strict-disaggregation needs workers apart: --prefill N --decode M, say")
         return uvloop.run(serve_embedded(settings))
-    if command == "serve":
-        check_roles(children, settings.model_config)
-    return uvloop.run(serve_front(settings, children, given.get("kvcache", 0)))
+    return uvloop.run(serve_front(settings, children))
 
 
 def children_of(given: Mapping[str, Any]) -> dict[Role, int]:

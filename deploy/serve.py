@@ -7,12 +7,11 @@ import dataclasses
 import logging
 import secrets
 import socket
-from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from deploy.chat_template import read_chat_template
-from deploy.children import child_specs, node_specs
+from deploy.children import Children, child_specs, node_specs
 from deploy.frontend import Frontend, served_model
 from deploy.kvcache_process import store_config
 from deploy.local import LocalCluster
@@ -115,30 +114,33 @@ async def own_node(settings: Settings) -> PoolNode | None:
     return PoolNode("kvcache-0", store, address="local:kvcache-0")
 
 
-async def serve_front(settings: Settings, children: Mapping[Role, int], nodes: int) -> int:
+async def serve_front(settings: Settings, children: Children) -> int:
     """A router and the API here; workers report over gRPC: our own children, and any others that know the key.
 
-    So do the KV pool's nodes, of which `nodes` are children too.
+    So do the KV pool's nodes.
     """
     template = read_chat_template(settings.http.chat_template)
     listening = bind(settings.http.host, settings.http.port)
     path = resolve(settings.model)
-    for role in children or (Role.MIXED,):
-        check_model(path, settings.model_config.of(role))
-    key = settings.cluster.cluster_key or (secrets.token_hex(16) if children else None)
-    config = router_config(settings)
-    fleet = Fleet(config, lambda status: RemoteWorker(Caller(status.address, key)))
-    placer = Placer(fleet, make_policy(config.policy))
+    for group in children.workers:
+        check_model(path, group.settings.model_config.of(group.role))
+    if not children.workers:
+        check_model(path, settings.model_config.of(Role.MIXED))
+    key = settings.cluster.cluster_key or (secrets.token_hex(16) if children.workers else None)
+    routing = router_config(settings)
+    fleet = Fleet(routing, lambda status: RemoteWorker(Caller(status.address, key)))
+    placer = Placer(fleet, make_policy(routing.policy))
     keeper = _keeper(placer, settings, path)
     door = server(key)
     stubs.add_RegistryServicer_to_server(RegistryService(fleet), door)
-    wanted = settings.cluster.grpc_port or (0 if children else ROUTER_PORT)
+    wanted = settings.cluster.grpc_port or (0 if children.workers else ROUTER_PORT)
     port = listen(door, settings.cluster.grpc_host, wanted)
     await door.start()
     log.info("workers report to %s:%d", settings.cluster.grpc_host, port)
     warn_if_open(dataclasses.replace(settings.cluster, cluster_key=key))
     router = f"{near(settings.cluster.grpc_host)}:{port}"
-    specs = node_specs(nodes, router, settings) + child_specs(path, children, router, settings)
+    specs = node_specs(children.nodes, router, children.node_settings or settings)
+    specs += child_specs(path, children.workers, router)
     supervisor = Supervisor(specs, {"MILLRACE_CLUSTER_KEY": key or ""} if key else {})
     early = asyncio.Event()
     on_signals(early.set)  # from now on there are children to be told

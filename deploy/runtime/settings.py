@@ -40,9 +40,13 @@ CONFIGS = tuple(GROUPS.values())
 NODE_CONFIGS = (KvCacheConfig, HttpConfig, PlacementConfig, ClusterConfig)  # what a node of the KV pool reads
 
 
-def read_settings(given: Mapping[str, Any]) -> Settings:
-    """The settings of parsed flags, over the environment, over the file they name. Raises ConfigError."""
-    file, environ = load_file(given.get("config"), names(*CONFIGS)), _environment(os.environ)
+def read_settings(given: Mapping[str, Any], placed: Mapping[str, Any] | None = None) -> Settings:
+    """The settings of parsed flags, over the environment, over the file they name. Raises ConfigError.
+
+    `placed` stands in for that file: what a placement file says of a service.
+    """
+    file = load_file(given.get("config"), names(*CONFIGS)) if placed is None else placed
+    environ = _environment(os.environ)
     groups: dict[str, Any] = {name: build(kind, file, environ, given) for name, kind in GROUPS.items()}
     return Settings(model=given.get("model"), **groups)
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy import cli
-from deploy.children import child_specs, node_flags, node_specs, worker_flags
+from deploy.children import alike, child_specs, node_flags, node_specs, worker_flags
 from deploy.cli import COMMANDS, check_counts, check_heartbeats, children_of, main, make_parser
 from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings
 from deploy.serve import router_config
@@ -303,7 +303,7 @@ def test_a_name_may_begin_with_a_dash() -> None:
 
 def test_every_child_is_named_told_its_router_and_given_its_share() -> None:
     made = settings_of(model_config=ModelConfig(dtype="float32"), engine=EngineConfig(threads=3))
-    specs = child_specs(Path("model"), {Role.PREFILL: 2, Role.DECODE: 1}, "127.0.0.1:7", made)
+    specs = child_specs(Path("model"), alike({Role.PREFILL: 2, Role.DECODE: 1}, 0, made).workers, "127.0.0.1:7")
     assert [spec.name for spec in specs] == ["prefill-0", "prefill-1", "decode-0"]
     for spec in specs:
         given = make_parser().parse_args(spec.arguments)

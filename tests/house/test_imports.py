@@ -49,6 +49,7 @@ TORCH_FREE = (
     "deploy/cache.py",
     "deploy/explain.py",
     "deploy/kvcache_process.py",
+    "deploy/placement/*",
     "deploy/top.py",
 )
 

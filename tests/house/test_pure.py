@@ -17,6 +17,9 @@ from tests.house.source import imports, matching, start_closure, tree
 # workers and transports act. What merely describes (configuration, messages, specs) is not listed.
 PURE = (
     "deploy/foreign_flags.py",
+    "deploy/placement/plan.py",
+    "deploy/placement/reader.py",
+    "deploy/placement/compose.py",
     "deploy/runtime/connection_table.py",
     "router/breaker.py",
     "router/block_keys.py",

@@ -1,6 +1,7 @@
 """Compiles the C++ sources of this folder into one shared library, once per source, compiler and CPU, and caches it.
 
-It may not know what the library does. Several processes may build at once: one compiles, the others wait for it.
+It may not know what the library does. Several processes may build at once: one compiles, the others wait for it. Where
+a library of the same sources came with the package (`prebuild`), as in the container image, that one is used.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from serving.temporary import temporary_folder
 log = logging.getLogger("millrace.kernels")
 
 SOURCES = Path(__file__).parent
+PREBUILT = SOURCES / "prebuilt"
 COMMON = (
     "-O3",
     "-std=c++17",
@@ -63,11 +65,20 @@ def cache_folder() -> Path:
 def library_path(compiler: str) -> Path:
     """Where the library for these sources, this compiler and this CPU lies once built."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout  # noqa: S603
-    digest = hashlib.sha256(version)
+    return cache_folder() / _library_name(version, _cpu_flags())
+
+
+def prebuilt_path() -> Path:
+    """Where a library of these sources lies if it came with them. It has every form, and chooses as it is opened."""
+    return PREBUILT / _library_name(b"", "")
+
+
+def _library_name(compiler: bytes, cpu: str) -> str:
+    digest = hashlib.sha256(compiler)
     for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    digest.update(repr((COMMON, forms(), platform.machine(), _cpu_flags())).encode())
-    return cache_folder() / f"cpu-kernels-{digest.hexdigest()[:20]}.so"
+    digest.update(repr((COMMON, forms(), platform.machine(), cpu)).encode())
+    return f"cpu-kernels-{digest.hexdigest()[:20]}.so"
 
 
 def build(compiler: str, progress: Callable[[str], None] = log.info) -> Path:
@@ -81,12 +92,13 @@ def build(compiler: str, progress: Callable[[str], None] = log.info) -> Path:
         if not target.exists():
             started = time.monotonic()
             progress(f"building the CPU kernels with {compiler} (once; cached in {target.parent})")
-            _compile(compiler, target)
+            compile_library(compiler, target)
             progress(f"built the CPU kernels in {time.monotonic() - started:.0f} s")
     return target
 
 
-def _compile(compiler: str, target: Path) -> None:
+def compile_library(compiler: str, target: Path) -> None:
+    """Compile every form into one library at `target`, whose folder exists. Raises BuildError or OSError."""
     units = [(SOURCES / "form.cpp", name, (*flags, f"-DMILLRACE_FORM={name}")) for name, flags in forms().items()]
     units += [(SOURCES / f"{name}.cpp", name, ()) for name in ("exports", "threads", "exchange")]
     with temporary_folder(target.parent) as folder:

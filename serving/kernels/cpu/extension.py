@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from serving.kernels.cpu.build import BuildError, build, find_compiler
+from serving.kernels.cpu.build import BuildError, build, find_compiler, prebuilt_path
 from serving.kernels.cpu.structures import Finish, Kind, declare, operations
 from serving.kernels.cpu.weights import HALF, PANEL, PackedExperts, PackedLinear, pad
 
@@ -27,13 +27,14 @@ def default_threads() -> int:
 
 
 def open_library(progress: Callable[[str], None] = log.info) -> ctypes.CDLL | None:
-    """The compiled library, built on first use; None, and one log line saying why, where it cannot be had."""
-    compiler = find_compiler()
-    if compiler is None:
+    """The compiled library, prebuilt or built on first use; None, and a log line saying why, where there is none."""
+    prebuilt = prebuilt_path()
+    compiler = None if prebuilt.exists() else find_compiler()
+    if compiler is None and not prebuilt.exists():
         log.warning("no C++ compiler found: the CPU runs the slower torch kernels")
         return None
     try:
-        library = ctypes.CDLL(str(build(compiler, progress)))
+        library = ctypes.CDLL(str(prebuilt if compiler is None else build(compiler, progress)))
     except (BuildError, OSError) as error:
         log.warning("the CPU kernels cannot be built, the CPU runs the slower torch kernels: %s", error)
         return None

@@ -12,6 +12,7 @@ import pytest
 from serving.kernels.cpu import build as builder
 from serving.kernels.cpu.build import BuildError, cache_folder, find_compiler
 from serving.kernels.cpu.extension import forms, open_library
+from serving.kernels.cpu.prebuild import prebuild
 
 
 @pytest.fixture
@@ -71,3 +72,19 @@ def test_no_compiler_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert [record.getMessage() for record in caplog.records] == [
         "no C++ compiler found: the CPU runs the slower torch kernels"
     ]
+
+
+def test_a_library_that_came_with_the_sources_needs_no_compiler(
+    small_sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler()
+    monkeypatch.setattr(builder, "PREBUILT", tmp_path / "prebuilt")
+    assert prebuild() == builder.prebuilt_path()
+    assert open_library() is not None and not cache_folder().exists(), "nor is it built again where there is one"
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    library = open_library()
+    assert library is not None and forms(library) == ["plain"]
+    assert not cache_folder().exists()
+    (small_sources / "threads.h").write_text((small_sources / "threads.h").read_text() + "\n")
+    assert open_library() is None, "a library of other sources is not theirs"

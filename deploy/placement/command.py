@@ -1,0 +1,40 @@
+"""`millrace deploy render PLATFORM FILE`: a placement file in the form of a platform, on standard output.
+
+A platform is a function in `RENDERERS`, from a plan and an image to a text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+
+from deploy.placement import compose
+from deploy.placement.given import load_placement
+from deploy.placement.image import DEMO_IMAGE, IMAGE, ImageSource
+from deploy.placement.plan import DeploymentPlan
+
+RENDERERS: Mapping[str, Callable[[DeploymentPlan, ImageSource], str]] = {"compose": compose.render}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `millrace deploy`."""
+    parser.add_argument("action", choices=("render",), help="print the file to give to the platform")
+    parser.add_argument("platform", choices=tuple(RENDERERS), help="which platform")
+    parser.add_argument("placement", type=load_placement, metavar="FILE", help="a placement file (docs/placement.md)")
+    parser.add_argument(
+        "--image",
+        help=f"the image that runs (default: {IMAGE}; {DEMO_IMAGE} where no model is named)",
+    )
+    parser.add_argument(
+        "--build-context", metavar="FOLDER", help="build the image from the checkout in this folder where it is missing"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print it; the process's exit code. Raises ValueError for what the platform cannot have."""
+    plan: DeploymentPlan = arguments.placement
+    default = DEMO_IMAGE if plan.model is None else IMAGE
+    image = ImageSource(name=arguments.image or default, context=arguments.build_context)
+    sys.stdout.write(RENDERERS[arguments.platform](plan, image))
+    return 0

@@ -1,0 +1,42 @@
+"""A placement file as a command is given it: read, and its services' settings under the flags and the environment.
+
+Flags and environment go before the file for every service, as they go before `--config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deploy.placement.plan import KVCACHE, DeploymentPlan, ServiceGroup
+from deploy.placement.reader import read_placement
+from deploy.runtime.settings import Settings, check_kernels, read_settings
+from serving.messages import Role
+from serving.options import ConfigError
+
+
+def load_placement(path: str) -> DeploymentPlan:
+    """The plan in the file at `path`. Raises ConfigError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--placement {path}: {error}", param="placement") from None
+    return read_placement(text, path)
+
+
+def check_given(given: Mapping[str, Any]) -> None:
+    """Raises ValueError for flags that say what the placement file has to say."""
+    if given.get("config") is not None:
+        raise ValueError("--config and --placement: put the file's settings into the placement's [common]")
+    for name in (*(role.value for role in Role), KVCACHE):
+        if given.get(name):
+            raise ValueError(f"--{name} and --placement: the placement file says how many there are of each")
+
+
+def placed_settings(given: Mapping[str, Any], plan: DeploymentPlan, group: ServiceGroup) -> Settings:
+    """The settings of a service of this group. Raises ValueError."""
+    model = given.get("model") if given.get("model") is not None else plan.model
+    settings = read_settings({**given, "model": model}, group.settings)
+    check_kernels(settings.engine, settings.model_config.data_parallel_size)
+    return settings

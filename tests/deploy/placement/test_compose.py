@@ -1,0 +1,121 @@
+"""`millrace deploy render compose`: a Compose file that starts what the plan says, and the one that is kept here."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+
+from deploy.cli import main, make_parser
+from deploy.placement.compose import render
+from deploy.placement.image import CONTAINERFILE, ImageSource
+from deploy.placement.plan import DeploymentPlan
+from deploy.placement.reader import read_placement
+from deploy.runtime.settings import read_settings
+from tests.deploy.placement.test_reader import placements
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+COMPOSE = REPOSITORY / "deploy/compose"
+PARSER = make_parser()
+WORKERS = "[[workers]]\nrole = 'mixed'\n"
+
+
+def rendered(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(render(read_placement(text), ImageSource(name="image")))
+    return found
+
+
+def test_the_file_kept_here_is_what_the_placement_renders_to(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["deploy", "render", "compose", str(COMPOSE / "placement.toml"), "--build-context", "../.."]) == 0
+    told = "run `millrace deploy render compose deploy/compose/placement.toml --build-context ../..`"
+    assert capsys.readouterr().out == (COMPOSE / "compose.yaml").read_text(), told
+    assert (COMPOSE / "../.." / CONTAINERFILE).is_file()
+
+
+@settings(max_examples=10)
+@given(placements())
+def test_every_service_is_given_what_its_command_takes(placed: tuple[dict[str, Any], str]) -> None:
+    """The command's own parser reads it, and what comes out is what the plan says."""
+    plan = read_placement(placed[1])
+    services = yaml.safe_load(render(plan, ImageSource(name="image")))["services"]
+    for name, service in services.items():
+        words = [word.replace("$$", "$") for word in service["command"]]
+        read = read_settings(vars(PARSER.parse_args(words)))
+        assert words[0] == ("router" if name == "router" else kind_of(plan, name))
+        assert read.model == (None if words[0] == "kvcache" else plan.model)
+        assert words[0] == "router" or read.cluster.routers == "router:8100"
+    assert set(services) == {"router", *(group.name for group in plan.workers), *node_names(plan)}
+
+
+def kind_of(plan: DeploymentPlan, name: str) -> str:
+    return next((group.kind for group in plan.workers if group.name == name), "kvcache")
+
+
+def node_names(plan: DeploymentPlan) -> list[str]:
+    if plan.nodes is None:
+        return []
+    return ["kvcache"] if plan.nodes.count == 1 else [f"kvcache-{number}" for number in range(plan.nodes.count)]
+
+
+def test_no_service_may_more_than_it_needs_and_only_the_api_is_reached_from_outside() -> None:
+    services = rendered(WORKERS + "[kvcache]\ncount = 2\n")["services"]
+    assert list(services) == ["router", "kvcache-0", "kvcache-1", "mixed"]
+    for name, service in services.items():
+        assert service["read_only"] and service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"] and "privileged" not in service
+        assert ("ports" in service) == (name == "router")
+    assert services["router"]["ports"] == ["${MILLRACE_PUBLISH:-127.0.0.1:8000}:8000"]
+
+
+def test_keys_are_passed_on_and_never_written() -> None:
+    services = rendered(WORKERS)["services"]
+    assert all("MILLRACE_CLUSTER_KEY" in service["environment"] for service in services.values())
+    assert "MILLRACE_API_KEY" in services["router"]["environment"]
+    assert "MILLRACE_API_KEY" not in services["mixed"]["environment"]
+
+
+def test_a_container_has_as_long_as_its_drain_and_more() -> None:
+    services = rendered("[common]\nshutdown_timeout = 7\n" + WORKERS + "shutdown_timeout = 90\n")["services"]
+    assert [services[name]["stop_grace_period"] for name in ("router", "mixed")] == ["27s", "110s"]
+
+
+def test_compose_puts_no_variable_in_place_of_what_was_written() -> None:
+    services = rendered("[router]\nchat_template = 'a ${HOME}'\n" + WORKERS)["services"]
+    assert services["router"]["command"][-1] == "--chat-template=a $${HOME}"
+
+
+def test_workers_are_replicas_and_nodes_keep_their_disks() -> None:
+    made = rendered(WORKERS + "count = 3\n[kvcache]\ncount = 2\ndisk = 'kv'\n")
+    assert made["services"]["mixed"]["deploy"] == {"replicas": 3}
+    assert [made["services"][f"kvcache-{n}"]["volumes"] for n in (0, 1)] == [
+        ["kv-kvcache-0:/var/lib/millrace"],
+        ["kv-kvcache-1:/var/lib/millrace"],
+    ]
+    assert made["volumes"] == {"kv-kvcache-0": {}, "kv-kvcache-1": {}}
+    assert "--worker-name=kvcache-1" in made["services"]["kvcache-1"]["command"]
+
+
+@pytest.mark.parametrize(
+    ("model", "volumes"),
+    [("/models/llama", ["/models/llama:/models/llama:ro"]), ("owner/name", ["hub:/var/lib/huggingface"])],
+)
+def test_a_model_is_found_in_the_containers(model: str, volumes: list[str]) -> None:
+    services = rendered(f"model = '{model}'\n{WORKERS}")["services"]
+    assert [services[name]["volumes"] for name in ("router", "mixed")] == [volumes, volumes]
+    assert services["mixed"]["command"][:2] == ["mixed", model]
+
+
+@pytest.mark.parametrize("text", ["model = './llama'\n" + WORKERS, WORKERS + "[router]\nport = 0\n"])
+def test_what_a_platform_cannot_have_is_told(text: str) -> None:
+    with pytest.raises(ValueError, match=r"name (it|one)|whole path"):
+        rendered(text)
+
+
+def test_an_address_of_the_machine_is_published_not_listened_on() -> None:
+    router = rendered(WORKERS + "[router]\nhost = '::1'\nport = 81\n")["services"]["router"]
+    assert router["ports"] == ["${MILLRACE_PUBLISH:-[::1]:81}:8000"]
+    assert "--host=0.0.0.0" in router["command"] and not re.search("::1", " ".join(router["command"]))

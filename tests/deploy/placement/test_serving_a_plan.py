@@ -1,0 +1,101 @@
+"""`millrace serve --placement`: what each child is told, and which flags cannot be given beside it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from deploy import cli
+from deploy.children import child_specs, node_specs, placed
+from deploy.cli import main
+from deploy.placement.given import placed_settings
+from deploy.placement.reader import read_placement
+from tests.deploy.conftest import Started
+
+PLACEMENT = """
+model = "some/model"
+[common]
+block_size = 8
+heartbeat_interval = 0.5
+[router]
+port = 9000
+[[workers]]
+role = "prefill"
+count = 2
+name = "big"
+kv_cache_memory = "1MiB"
+[[workers]]
+role = "decode"
+threads = 3
+block_size = 32
+[kvcache]
+count = 2
+ram = "1MiB"
+disk = "kv"
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    (tmp_path / "placement.toml").write_text(PLACEMENT)
+    return str(tmp_path / "placement.toml")
+
+
+def test_the_router_is_told_what_the_file_says_and_flags_go_first(
+    path: str, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["serve", "--placement", path]) == 0
+    made = started.settings
+    assert (made.model, made.http.port, made.placement.heartbeat_interval) == ("some/model", 9000, 0.5)
+    monkeypatch.setenv("MILLRACE_PORT", "9001")
+    assert main(["serve", "other/model", "--placement", path, "--heartbeat-interval", "0.25"]) == 0
+    made = started.settings
+    assert (made.model, made.http.port, made.placement.heartbeat_interval) == ("other/model", 9001, 0.25)
+
+
+def test_every_child_is_told_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)))
+    plan = read_placement(PLACEMENT)
+    children = placed(plan, lambda group: placed_settings({"placement": plan}, plan, group))
+    specs = child_specs(Path("model"), children.workers, "127.0.0.1:7")
+    assert [(spec.name, spec.arguments[0]) for spec in specs] == [
+        ("big-0", "prefill"), ("big-1", "prefill"), ("decode-0", "decode"),
+    ]  # fmt: skip
+    first, _, last = (spec.arguments for spec in specs)
+    assert {"--block-size=8", f"--kv-cache-memory={1 << 20}"} <= {*first}
+    assert {"--block-size=32", f"--kv-cache-memory={2 << 30}"} <= {*last}
+    assert [arguments[arguments.index("--threads") + 1] for arguments in (first, last)] == ["2", "3"]
+    assert all(spec.arguments[spec.arguments.index("--heartbeat-interval") + 1] == "0.5" for spec in specs)
+    assert children.node_settings is not None
+    nodes = node_specs(children.nodes, "127.0.0.1:7", children.node_settings)
+    assert [spec.name for spec in nodes] == ["kvcache-0", "kvcache-1"]
+    assert {f"--ram={1 << 20}", "--disk=kv/kvcache-1"} <= {*nodes[1].arguments}
+
+
+def test_cores_are_shared_by_those_that_are_given_the_same() -> None:
+    text = "[common]\ncpus = '0-3'\n[[workers]]\nrole = 'prefill'\n[[workers]]\nrole = 'decode'\n"
+    text += "[[workers]]\nrole = 'mixed'\ncount = 2\ncpus = '4-5'\n"
+    plan = read_placement(text)
+    children = placed(plan, lambda group: placed_settings({"placement": plan}, plan, group))
+    specs = child_specs(Path("model"), children.workers, "127.0.0.1:7")
+    assert [spec.arguments[spec.arguments.index("--cpus") + 1] for spec in specs] == ["0,1", "2,3", "4", "5"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--prefill", "2"], "--prefill and --placement"),
+        (["--kvcache", "1"], "--kvcache and --placement"),
+        (["--config", "/some.toml"], "--config and --placement"),
+        (["--placement", "/nowhere.toml"], "--placement /nowhere.toml"),
+    ],
+)
+def test_what_cannot_be_meant_is_told(
+    path: str, flags: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "setup_logging", lambda service, level: None)
+    assert main(["serve", "--placement", path, *flags]) == 2
+    err = capsys.readouterr().err
+    assert told in err and err.count("\n") == 1
