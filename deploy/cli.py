@@ -209,8 +209,6 @@ def _start(given: Mapping[str, Any], settings: Settings) -> int:
         children = alike(children_of(given), given["kvcache"], settings)
     if command == "serve":
         check_roles({group.role: group.count for group in children.workers}, settings.model_config)
-    for group in children.workers:
-        check_ranks(group.settings.engine, group.settings.model_config.of(group.role))
     if command == "serve" and not children.workers:
         if settings.service.strict_disaggregation:
             raise ValueError("--strict-disaggregation needs workers apart: --prefill N --decode M, say")

@@ -11,7 +11,7 @@ from typing import Any
 
 from deploy.placement.plan import KVCACHE, DeploymentPlan, ServiceGroup
 from deploy.placement.reader import read_placement
-from deploy.runtime.settings import Settings, check_kernels, read_settings
+from deploy.runtime.settings import Settings, check_ranks, read_settings
 from serving.messages import Role
 from serving.options import ConfigError
 
@@ -38,5 +38,6 @@ def placed_settings(given: Mapping[str, Any], plan: DeploymentPlan, group: Servi
     """The settings of a service of this group. Raises ValueError."""
     model = given.get("model") if given.get("model") is not None else plan.model
     settings = read_settings({**given, "model": model}, group.settings)
-    check_kernels(settings.engine, settings.model_config.data_parallel_size)
+    if group.kind in list(Role):
+        check_ranks(settings.engine, settings.model_config.of(group.kind))
     return settings
