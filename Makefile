@@ -15,8 +15,8 @@ READY := $(VENV)/.ready
 # Packages of clients that tests drive and that cannot share the environment above.
 CLIENTS := .venv-clients
 CLIENTS_READY := $(CLIENTS)/.ready
-# Tests of real servers in one process, all others in another (tests/conftest.py).
-PROCESSES := --numprocesses 2 --no-loadscope-reorder
+# Tests of real servers in one process, all others in another, or in two where there are four cores (tests/conftest.py).
+PROCESSES := --numprocesses $(shell test "$$(nproc)" -ge 4 && echo 3 || echo 2) --no-loadscope-reorder
 
 .PHONY: help setup serve test test-fast lint check bench proto docs clean
 .DEFAULT_GOAL := help

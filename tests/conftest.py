@@ -2,7 +2,7 @@
 
 Threads of torch that have nothing to do sleep: spinning, they would take the cores from the test beside them.
 `--hypothesis-profile=fast`, as `make test-fast` asks for, tries few examples, whatever number a test asks for itself.
-Two processes of pytest-xdist share a run: one has all tests of real servers, the other begins with the rest.
+Processes of pytest-xdist share a run: one has all tests of real servers, the other or others begin with the rest.
 """
 
 from __future__ import annotations
