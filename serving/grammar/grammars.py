@@ -7,6 +7,7 @@ of the grammar and the output so far alone, so it can be rebuilt at any moment, 
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -35,6 +36,7 @@ LIMITS = LLParserLimits(step_max_items=20_000, step_lexer_fuel=100_000)  # about
 # Where only one text can follow, the library allows a single way to write it in tokens, and takes twice a mask's time
 # to find that. Without, a token may come if the grammar accepts its bytes, and `validate_tokens` says the same.
 UNFORCED = '%llguidance {"no_forcing": true}'
+OWN_LINE = re.compile(rf"\n *\d+ \| {re.escape(UNFORCED)}$")  # as the library shows it after a line with a mistake
 AROUND = {"lark_grammar": f"start: @whole\n{UNFORCED}"}
 
 
@@ -151,6 +153,7 @@ def _unforced(grammar: str) -> str:
 def _told(matcher: LLMatcher) -> str:
     """What is wrong, in the library's words: after those of a mask that fails come its whole state and the grammar."""
     first: str = matcher.get_error().partition("\n<state>")[0].strip()
+    first = OWN_LINE.sub("", first)
     return "no text follows it" if first == "NoExtensionBias" else first
 
 

@@ -292,3 +292,9 @@ def test_no_name_in_a_grammar_is_ours(grammars: Grammars, tokenizer: Tokenizer) 
     assert spelled(grammars, tokenizer, written_grammar('start: whole\nwhole: "q" whole | "q"')) == {b"q"}
     with pytest.raises(GrammarError, match="whole"):
         grammars.begin(written_grammar('start: "q" @whole | "q"')).allowed([])
+
+
+def test_a_mistake_is_told_with_the_clients_lines_alone(grammars: Grammars) -> None:
+    with pytest.raises(GrammarError, match="unknown name") as raised:
+        grammars.begin(written_grammar('start: "q"\n  | lost')).allowed([])
+    assert "| lost" in str(raised.value) and "llguidance" not in str(raised.value)
