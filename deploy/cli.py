@@ -17,11 +17,11 @@ from deploy import cache, explain, quantize, top, upcycle
 from deploy.foreign_flags import translate
 from deploy.placement import command as deploying
 from deploy.placement.given import check_given, load_placement, placed_settings
-from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings, check_ranks, read_settings
+from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings, check_heartbeats, check_ranks, read_settings
 from deploy.runtime.signals import leave_at_once_on_signals
 from deploy.runtime.tls import server_context
 from serving import __version__
-from serving.config import PARALLEL_SIZES, ModelConfig, PlacementConfig
+from serving.config import PARALLEL_SIZES, ModelConfig
 from serving.errors import MillraceError
 from serving.logs import setup_logging
 from serving.messages import Role
@@ -151,7 +151,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_last_word(arguments, given, "model", *CONFIGS)
         settings = _read(given)
         check_heartbeats(settings.placement)
-        settings.model_config.eplb()  # wrong words are told before anything is loaded
         for role in [Role(parsed.command)] if parsed.command in WORKERS else Role:
             check_ranks(settings.engine, settings.model_config.of(role))
         server_context(settings.http)  # certificates that cannot be used are told of before anything has started
@@ -246,17 +245,6 @@ def check_roles(children: Mapping[Role, int], model: ModelConfig) -> None:
             if not children.get(role) and getattr(model, own) is not None:
                 flag = own.replace("_", "-")
                 raise ValueError(f"--{flag} is for {role} workers, of which none are started: --prefill N --decode M")
-
-
-def check_heartbeats(placement: PlacementConfig) -> None:
-    """Raises ValueError for a timeout that one late heartbeat would pass."""
-    least = 2 * placement.heartbeat_interval
-    if not placement.heartbeat_timeout > least:
-        raise ValueError(
-            f"--heartbeat-timeout {placement.heartbeat_timeout:g} with --heartbeat-interval "
-            f"{placement.heartbeat_interval:g}: a worker would be taken for dead for one heartbeat that is late; give "
-            f"routers and workers a timeout above {least:g} s, or a shorter interval"
-        )
 
 
 if __name__ == "__main__":

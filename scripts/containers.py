@@ -82,6 +82,8 @@ class Deployment:
     def kill(self, service: str) -> int:
         """SIGKILL to its process, as when it crashes: the engine has not been asked, and starts it again."""
         process = self.process(service)
+        if process <= 0:  # which to the kernel is a group of processes, ours among them
+            raise SystemExit(f"{service} has no process to kill")
         os.kill(process, signal.SIGKILL)
         return process
 

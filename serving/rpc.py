@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGE = 256 << 20  # bytes; the largest message is a prompt's token ids or one KV chunk
 UNANSWERED_MS = 15_000  # a peer that answers no ping for so long is gone; one that was stopped for 10 s is not
-NO_CONNECTION = "failed to connect"  # how gRPC begins what it says of a call that it could not send
+# How gRPC begins what it says of a call that it could not send: nobody listens, or the name has no address.
+NO_CONNECTION = ("failed to connect", "errors resolving")
 LONGEST_MESSAGE = 2000  # bytes of an error: it travels in headers, escaped, and gRPC drops those over 16 KB
 _ERROR_KEY = "millrace-error-bin"
 _AUTH_KEY = "authorization"

@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from deploy.placement import compose
-from deploy.placement.given import load_placement
+from deploy.placement.given import check_plan, load_placement
 from deploy.placement.image import DEMO_IMAGE, IMAGE, ImageSource
 from deploy.placement.plan import DeploymentPlan
 
@@ -34,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print it; the process's exit code. Raises ValueError for what the platform cannot have."""
     plan: DeploymentPlan = arguments.placement
+    check_plan(plan)
+    if plan.model is not None and not plan.model.startswith("/") and Path(plan.model).exists():
+        raise ValueError(f"model = {plan.model!r} is here: name it by its whole path, or it is looked for at the hub")
     default = DEMO_IMAGE if plan.model is None else IMAGE
     image = ImageSource(name=arguments.image or default, context=arguments.build_context)
     sys.stdout.write(RENDERERS[arguments.platform](plan, image))

@@ -5,6 +5,8 @@ Workers of a group are replicas of one service; each node of the KV pool is a se
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -20,6 +22,7 @@ from deploy.placement.image import (
     grace_seconds,
 )
 from deploy.placement.plan import ROUTER, DeploymentPlan, ServiceGroup, flags_of
+from serving.checkpoint.hub import is_hub_name
 from serving.config import HttpConfig
 
 HEAD = """\
@@ -32,10 +35,12 @@ HEALTH = {"interval": "5s", "timeout": "5s", "retries": 3, "start_period": "600s
 TO_ALL = ("MILLRACE_CLUSTER_KEY",)
 TO_READERS = ("HF_TOKEN",)  # a private model of the hub
 TMP, CACHE_TMP = "/tmp:mode=1777", f"{CACHE}:mode=1777,exec"  # noqa: S108 - in the container; kernels may be compiled
+VOLUME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+IMAGE_NAME = re.compile(r"[\w./:@-]+", re.ASCII)
 
 
 def render(plan: DeploymentPlan, image: ImageSource) -> str:
-    """The Compose file. Raises ValueError for a port that is no fixed one."""
+    """The Compose file. Raises ValueError for what Compose cannot have, or would read as something else."""
     import yaml  # on use: other commands start sooner without it
 
     services = {ROUTER: _router(plan, image)}
@@ -56,10 +61,13 @@ def _router(plan: DeploymentPlan, image: ImageSource) -> dict[str, Any]:
     if port == 0:
         raise ValueError("[router] port = 0: a platform has to know the port; name one")
     host = settings.pop("host", "127.0.0.1")  # of the machine; in the container it listens to all of its network
-    published = f"[{host}]" if ":" in host else host
+    published = _published(host)
+    certificate = settings.pop("ssl_certfile", None)
     listens = [f"--host={EVERYWHERE}", f"--port={API_PORT}", f"--grpc-host={EVERYWHERE}", f"--grpc-port={GRPC_PORT}"]
     service = _service(plan, plan.router, image, ["router", *_model(plan), *listens, *flags_of(settings)])
     service["environment"] += ["MILLRACE_API_KEY", *TO_READERS]
+    if certificate is not None:  # not as a flag: the health check has to know it too
+        service["environment"] += [f"MILLRACE_SSL_CERTFILE={_literal(certificate)}"]
     service["ports"] = [f"${{MILLRACE_PUBLISH:-{published}:{port}}}:{API_PORT}"]
     return service | _volumes(_model_volumes(plan))
 
@@ -93,20 +101,25 @@ def _nodes(plan: DeploymentPlan, image: ImageSource) -> list[tuple[str, dict[str
 
 def _disk(disk: str, node: str) -> str:
     """A folder of this machine, or by a plain name, a volume; one for each node."""
-    if "/" not in disk:
+    if VOLUME.fullmatch(disk):
         return f"{disk}-{node}:{DISK}"
-    return f"{disk if disk.startswith(('.', '/', '~')) else './' + disk}/{node}:{DISK}"
+    if "/" not in disk:
+        raise ValueError(f"[kvcache] disk = {disk!r}: name a volume, of letters and digits, or a path with a slash")
+    folder = disk if disk.startswith((".", "/", "~")) else f"./{disk}"
+    return f"{_mounted(folder, 'disk')}/{node}:{DISK}"
 
 
 def _service(plan: DeploymentPlan, group: ServiceGroup, image: ImageSource, command: list[str]) -> dict[str, Any]:
     """What all have: as little of the machine as they need, and time to drain."""
+    if not IMAGE_NAME.fullmatch(image.name):
+        raise ValueError(f"--image {image.name!r} is no name of an image, such as localhost/millrace:cpu")
     service: dict[str, Any] = {"image": f"${{MILLRACE_IMAGE:-{image.name}}}"}
     if image.context is not None:
         target = {"target": "demo"} if plan.model is None else {}
-        service["build"] = {"context": image.context, "dockerfile": CONTAINERFILE, **target}
+        service["build"] = {"context": _literal(image.context), "dockerfile": CONTAINERFILE, **target}
     seconds = float(group.settings.get("shutdown_timeout", HttpConfig.shutdown_timeout))
     return service | {
-        "command": [word.replace("$", "$$") for word in command],
+        "command": [_literal(word) for word in command],
         "environment": list(TO_ALL),
         "read_only": True,
         "tmpfs": [TMP, CACHE_TMP],
@@ -127,10 +140,32 @@ def _model_volumes(plan: DeploymentPlan) -> list[str]:
     if plan.model is None:
         return []
     if plan.model.startswith("/"):
-        return [f"{PurePosixPath(plan.model)}:{PurePosixPath(plan.model)}:ro"]
-    if plan.model.startswith((".", "~")) or plan.model.endswith(".gguf"):
+        path = _mounted(str(PurePosixPath(plan.model)), "model")
+        return [f"{path}:{path}:ro"]
+    if plan.model.startswith((".", "~")) or plan.model.endswith(".gguf") or not is_hub_name(plan.model):
         raise ValueError(f"model = {plan.model!r}: name it by its whole path, which is its path in the containers too")
     return [f"hub:{HUB}"]
+
+
+def _published(host: str) -> str:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        raise ValueError(
+            f"[router] host = {host!r}: a platform publishes at an address, not a name, such as 127.0.0.1"
+        ) from None
+    return f"[{address}]" if address.version == 6 else str(address)
+
+
+def _literal(text: str) -> str:
+    """A text in which Compose puts no variable."""
+    return text.replace("$", "$$")
+
+
+def _mounted(path: str, key: str) -> str:
+    if ":" in path:
+        raise ValueError(f"{key} = {path!r}: Compose ends a path at a colon; name one without")
+    return _literal(path)
 
 
 def _volumes(volumes: list[str]) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from typing import Any
 
 from deploy.placement.plan import KVCACHE, DeploymentPlan, ServiceGroup
 from deploy.placement.reader import read_placement
-from deploy.runtime.settings import Settings, check_ranks, read_settings
+from deploy.runtime.settings import Settings, check_heartbeats, check_ranks, read_settings
+from serving.config import EngineConfig, ModelConfig, PlacementConfig
 from serving.messages import Role
-from serving.options import ConfigError
+from serving.options import ConfigError, build
 
 
 def load_placement(path: str) -> DeploymentPlan:
@@ -38,6 +39,24 @@ def placed_settings(given: Mapping[str, Any], plan: DeploymentPlan, group: Servi
     """The settings of a service of this group. Raises ValueError."""
     model = given.get("model") if given.get("model") is not None else plan.model
     settings = read_settings({**given, "model": model}, group.settings)
-    if group.kind in list(Role):
-        check_ranks(settings.engine, settings.model_config.of(group.kind))
+    _check(group, settings.engine, settings.model_config, settings.placement)
     return settings
+
+
+def check_plan(plan: DeploymentPlan) -> None:
+    """Raises ValueError for settings of a group that no service could start with, whatever this machine's environment.
+
+    Each of them alone is right, as the file was read.
+    """
+    for group in plan.groups:
+        engine, model = build(EngineConfig, group.settings, {}, {}), build(ModelConfig, group.settings, {}, {})
+        _check(group, engine, model, build(PlacementConfig, group.settings, {}, {}))
+
+
+def _check(group: ServiceGroup, engine: EngineConfig, model: ModelConfig, placement: PlacementConfig) -> None:
+    try:
+        check_heartbeats(placement)
+        if group.kind in list(Role):
+            check_ranks(engine, model.of(group.kind))
+    except (ConfigError, ValueError) as error:
+        raise ValueError(f"{group.name}: {error}") from error

@@ -6,6 +6,7 @@ One place for what deploy/image/Containerfile and every renderer agree on.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 
 IMAGE, DEMO_IMAGE = "localhost/millrace:cpu", "localhost/millrace:cpu-demo"
 CONTAINERFILE = "deploy/image/Containerfile"
@@ -24,5 +25,7 @@ class ImageSource:
 
 
 def grace_seconds(shutdown_timeout: float) -> int:
-    """Seconds a container may take to leave: its drain, and a little before and after."""
+    """Seconds a container may take to leave: its drain, and a little before and after. Raises ValueError."""
+    if not isfinite(shutdown_timeout):
+        raise ValueError(f"shutdown_timeout = {shutdown_timeout}: a platform waits for a number of seconds; name it")
     return round(SIGNAL_SECONDS + shutdown_timeout + LAST_SECONDS)

@@ -67,7 +67,7 @@ def read_placement(text: str, name: str = "placement.toml") -> DeploymentPlan:
         if key not in TOP:
             raise source.fault((key,), f"unknown key {key!r}{_meant(key, TOP)}; known are {', '.join(TOP)}")
     model = data.get("model")
-    if model is not None and not (isinstance(model, str) and model.strip()):
+    if model is not None and not (isinstance(model, str) and model.strip() and not model.startswith("-")):
         raise source.fault(("model",), f"model = {model!r} is not a folder, a .gguf file or a hub name")
     common = _settings(source, (COMMON,), _table(source, data, COMMON), COMMON)
     workers = _workers(source, data, common)

@@ -52,13 +52,14 @@ def read_settings(given: Mapping[str, Any], placed: Mapping[str, Any] | None = N
 
 
 def check_ranks(engine: EngineConfig, model: ModelConfig) -> None:
-    """Raises ValueError for what a worker of several ranks, if it is one, cannot do."""
+    """Raises ValueError for what a worker of several ranks, if it is one, cannot do, or one of a single rank."""
     if engine.host_kv_memory and model.rank_flags and model.data_parallel_size == 1:
         raise ValueError(
             f"--host-kv-memory: with {model.rank_flags} KV lies in the KV cache alone: leave out one of the two"
         )
     if model.rank_flags:
         check_kernels(engine, model.rank_flags)
+    model.eplb()  # wrong words are told before anything is loaded
 
 
 def check_kernels(engine: EngineConfig, rank_flags: str) -> None:
@@ -68,6 +69,17 @@ def check_kernels(engine: EngineConfig, rank_flags: str) -> None:
         raise ValueError(f"--deterministic needs the compiled kernels, but {spread}: leave out one of the two")
     if engine.kernels == "compiled":
         raise ValueError(f"--kernels compiled: {spread}; choose --kernels auto")
+
+
+def check_heartbeats(placement: PlacementConfig) -> None:
+    """Raises ValueError for a timeout that one late heartbeat would pass."""
+    least = 2 * placement.heartbeat_interval
+    if not placement.heartbeat_timeout > least:
+        raise ValueError(
+            f"--heartbeat-timeout {placement.heartbeat_timeout:g} with --heartbeat-interval "
+            f"{placement.heartbeat_interval:g}: a worker would be taken for dead for one heartbeat that is late; give "
+            f"routers and workers a timeout above {least:g} s, or a shorter interval"
+        )
 
 
 def _environment(environ: Mapping[str, str]) -> Mapping[str, str]:

@@ -30,9 +30,14 @@ def resolve(model: str | None) -> Path:
         return path
     if path.is_dir():
         return _folder(path)
-    if not _HUB_NAME.fullmatch(model):
+    if not is_hub_name(model):
         raise ValueError(f"there is no file or folder {model!r}, and it is not a hub name of the form owner/name")
     return _folder(_download(model))
+
+
+def is_hub_name(model: str) -> bool:
+    """True for the form owner/name, be there such a model or not."""
+    return _HUB_NAME.fullmatch(model) is not None
 
 
 def _demo() -> Path:

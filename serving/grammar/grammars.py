@@ -7,6 +7,7 @@ of the grammar and the output so far alone, so it can be rebuilt at any moment, 
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -34,7 +35,9 @@ STACK = 256 << 20  # bytes, of which only those used are taken
 LIMITS = LLParserLimits(step_max_items=20_000, step_lexer_fuel=100_000)  # about 1 and 7 ms a token
 # Where only one text can follow, the library allows a single way to write it in tokens, and takes twice a mask's time
 # to find that. Without, a token may come if the grammar accepts its bytes, and `validate_tokens` says the same.
-UNFORCED = {"lark_grammar": 'start: @whole\n%llguidance {"no_forcing": true}'}
+UNFORCED = '%llguidance {"no_forcing": true}'
+OWN_LINE = re.compile(rf"\n *\d+ \| {re.escape(UNFORCED)}$")  # as the library shows it after a line with a mistake
+AROUND = {"lark_grammar": f"start: @whole\n{UNFORCED}"}
 
 
 class GrammarError(ValueError):
@@ -130,19 +133,27 @@ class Compile:
 
 
 def _unforced(grammar: str) -> str:
-    """The same grammar, its text free to be written in any tokens. What is no grammar stays as it is."""
-    first, others = {"lark_grammar": grammar}, list[dict[str, object]]()
-    if grammar.startswith("{"):  # JSON around one or several, of which the first is where it begins
-        try:
-            first, *others = [dict(part) for part in orjson.loads(grammar)["grammars"]]
-        except (ValueError, KeyError, TypeError):
-            return grammar
-    return orjson.dumps({"grammars": [UNFORCED, {**first, "name": "whole"}, *others]}).decode()
+    """The same grammar, its text free to be written in any tokens. What is no grammar stays as it is.
+
+    Text in Lark's form is told so after all its own options, which go on to hold; a schema is put into one that is.
+    """
+    if not grammar.startswith("{"):
+        return f"{grammar}\n{UNFORCED}"
+    try:  # JSON around one or several, of which the first is where it begins
+        first, *others = [dict(part) for part in orjson.loads(grammar)["grammars"]]
+        if isinstance(lark := first.get("lark_grammar"), str):
+            grammars = [{**first, "lark_grammar": f"{lark}\n{UNFORCED}"}, *others]
+        else:
+            grammars = [AROUND, {**first, "name": "whole"}, *others]
+        return orjson.dumps({"grammars": grammars}).decode()
+    except (ValueError, KeyError, TypeError):  # orjson.dumps raises the last for what is nested too deep
+        return grammar
 
 
 def _told(matcher: LLMatcher) -> str:
     """What is wrong, in the library's words: after those of a mask that fails come its whole state and the grammar."""
     first: str = matcher.get_error().partition("\n<state>")[0].strip()
+    first = OWN_LINE.sub("", first)
     return "no text follows it" if first == "NoExtensionBias" else first
 
 

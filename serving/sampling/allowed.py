@@ -15,11 +15,11 @@ from serving.grammar.grammars import Allowed
 def best_allowed(logits: Tensor, allowed: Allowed) -> int:
     """The token of the highest of `logits` [V] among those allowed, the lowest id among equals.
 
-    -1 where none is allowed or its logit is not finite; what is no number is never the highest.
+    -1 where none is allowed, or where one of theirs is no number or the highest is not finite, as when it is sampled.
     """
     scores = logits.float().cpu().numpy()
-    best = np.where(allowed.mask(len(scores)) & (scores == scores), scores, -np.inf)
-    token = int(best.argmax())
+    best = np.where(allowed.mask(len(scores)), scores, -np.inf)
+    token = int(best.argmax())  # NaN is above all
     return token if np.isfinite(best[token]) else -1
 
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from deploy import cli
 from deploy.children import alike, child_specs, node_flags, node_specs, worker_flags
-from deploy.cli import COMMANDS, check_counts, check_heartbeats, children_of, main, make_parser
-from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings
+from deploy.cli import COMMANDS, check_counts, children_of, main, make_parser
+from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings, check_heartbeats
 from deploy.serve import router_config
 from serving.config import (
     ClusterConfig,

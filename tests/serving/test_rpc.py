@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from grpc import aio
+from grpc import StatusCode, aio
 
 from serving import rpc
 from serving.errors import NEVER_SENT, InvalidRequest, MillraceError, Unauthorized, WorkerLost
@@ -176,6 +176,23 @@ async def test_nobody_there_is_a_lost_worker(world: World, shape: str) -> None:
     with pytest.raises(WorkerLost) as raised:
         await getattr(world, shape)()
     assert raised.value.code == NEVER_SENT
+
+
+@pytest.mark.parametrize(
+    ("details", "sent"),
+    [
+        ("failed to connect to all addresses; last error: UNKNOWN: Connection refused", False),
+        ("errors resolving worker-0:8100: [address lookup failed]", False),
+        ("Socket closed", True),
+        ("recvmsg:Connection reset by peer", True),
+        ("", True),
+    ],
+)
+def test_what_grpc_says_tells_whether_a_call_was_sent(details: str, sent: bool) -> None:
+    error = aio.AioRpcError(StatusCode.UNAVAILABLE, aio.Metadata(), aio.Metadata(), details=details)
+    with pytest.raises(WorkerLost) as raised, asking("peer"):
+        raise error
+    assert (raised.value.code != NEVER_SENT) == sent
 
 
 async def test_a_call_that_is_broken_off_may_have_reached_its_worker(world: World) -> None:

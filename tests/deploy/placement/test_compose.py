@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 from hypothesis import given, settings
 
 from deploy.cli import main, make_parser
+from deploy.image import health
 from deploy.placement.compose import render
 from deploy.placement.image import CONTAINERFILE, ImageSource
 from deploy.placement.plan import DeploymentPlan
@@ -84,8 +86,11 @@ def test_a_container_has_as_long_as_its_drain_and_more() -> None:
 
 
 def test_compose_puts_no_variable_in_place_of_what_was_written() -> None:
-    services = rendered("[router]\nchat_template = 'a ${HOME}'\n" + WORKERS)["services"]
+    kvcache = "[kvcache]\ndisk = '/disk/$A'\n"
+    services = rendered("model = '/models/$A'\n[router]\nchat_template = 'a ${HOME}'\n" + WORKERS + kvcache)["services"]
     assert services["router"]["command"][-1] == "--chat-template=a $${HOME}"
+    assert services["mixed"]["volumes"] == ["/models/$$A:/models/$$A:ro"]
+    assert services["kvcache"]["volumes"] == ["/disk/$$A/kvcache:/var/lib/millrace"]
 
 
 def test_workers_are_replicas_and_nodes_keep_their_disks() -> None:
@@ -109,10 +114,79 @@ def test_a_model_is_found_in_the_containers(model: str, volumes: list[str]) -> N
     assert services["mixed"]["command"][:2] == ["mixed", model]
 
 
-@pytest.mark.parametrize("text", ["model = './llama'\n" + WORKERS, WORKERS + "[router]\nport = 0\n"])
-def test_what_a_platform_cannot_have_is_told(text: str) -> None:
-    with pytest.raises(ValueError, match=r"name (it|one)|whole path"):
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("model = './llama'\n" + WORKERS, "whole path"),
+        ("model = 'models/of/mine'\n" + WORKERS, "whole path"),
+        ("model = '/models/a:b'\n" + WORKERS, "colon"),
+        (WORKERS + "[router]\nport = 0\n", "name one"),
+        (WORKERS + "[router]\nhost = 'localhost'\n", "127.0.0.1"),
+        (WORKERS + "[router]\nhost = '1}${HOME}'\n", "127.0.0.1"),
+        (WORKERS + "[kvcache]\ndisk = '/a:b'\n", "colon"),
+        (WORKERS + "[kvcache]\ndisk = '..'\n", "a path with a slash"),
+        (WORKERS + "[kvcache]\ndisk = 'a b'\n", "a path with a slash"),
+        ("[common]\nshutdown_timeout = inf\n" + WORKERS, "number of seconds"),
+    ],
+)
+def test_what_a_platform_cannot_have_is_told(text: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
         rendered(text)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a}b", "${HOME}"])
+def test_what_is_no_image_is_told(name: str) -> None:
+    with pytest.raises(ValueError, match="--image"):
+        render(read_placement(WORKERS), ImageSource(name=name))
+
+
+def test_a_model_that_is_here_is_not_looked_for_at_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "placement.toml").write_text("model = 'models/llama'\n" + WORKERS)
+    assert main(["deploy", "render", "compose", "placement.toml"]) == 0
+    (tmp_path / "models/llama").mkdir(parents=True)
+    capsys.readouterr()
+    assert main(["deploy", "render", "compose", "placement.toml"]) == 2
+    assert "whole path" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[common]\nheartbeat_interval = 9\nheartbeat_timeout = 9\n" + WORKERS, "heartbeat-timeout"),
+        (WORKERS + "enable_eplb = true\n", "mixed: --enable-eplb"),
+        (WORKERS + "data_parallel_size = 2\ndeterministic = true\n", "mixed: --deterministic"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_not_rendered(
+    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Containers would be started again and again."""
+    (tmp_path / "placement.toml").write_text(text)
+    assert main(["deploy", "render", "compose", str(tmp_path / "placement.toml")]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("extra", ["", "ssl_certfile = '/tls/${A}.pem'\nssl_keyfile = '/tls/key.pem'\n"])
+def test_the_health_check_asks_as_the_api_is_served(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def urlopen(url: str, **_: object) -> None:
+        asked.append(url)
+        raise OSError
+
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    router = rendered(WORKERS + f"[router]\n{extra}")["services"]["router"]
+    own = [variable.replace("$$", "$").split("=") for variable in router["environment"] if "=" in variable]
+    for name, value in own:
+        monkeypatch.setenv(name, value)
+    assert health.main() == 1
+    words = [word.replace("$$", "$") for word in router["command"]]
+    read = read_settings(vars(PARSER.parse_args(words))).http
+    assert read.ssl_certfile == ("/tls/${A}.pem" if extra else None)
+    assert asked == [f"{'https' if extra else 'http'}://127.0.0.1:{read.port}/health"]
 
 
 def test_an_address_of_the_machine_is_published_not_listened_on() -> None:

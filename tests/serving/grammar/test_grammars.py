@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.grammar.forms import choice_grammar, json_grammar, regex_grammar
+from serving.grammar.forms import choice_grammar, json_grammar, regex_grammar, written_grammar
 from serving.grammar.grammars import (
     KEPT,
     Allowed,
@@ -271,3 +271,30 @@ def test_a_token_beyond_the_vocabulary_may_not_come(grammars: Grammars, tokenize
     assert state.possible([], [*a, token, *a]) == 1
     assert state.drawn([], [], [token], lambda place, allowed: a[0]) == a
     assert state.allowed([])[0] is not None  # it is of use still
+
+
+def spelled(grammars: Grammars, tokenizer: Tokenizer, grammar: str) -> set[bytes]:
+    (allowed,) = grammars.begin(grammar).allowed([])
+    assert allowed is not None
+    return {bytes(tokenizer.bytes_of[token]) for token in ids(allowed, tokenizer)}
+
+
+@pytest.mark.parametrize("forced", ["", '%llguidance {"no_forcing": false}'])
+def test_a_grammar_written_out_keeps_its_own_options(grammars: Grammars, tokenizer: Tokenizer, forced: str) -> None:
+    """But for the one that would force tokens."""
+    rules = f'start: "the" "mill"\n%ignore /[ ]+/\n{forced}'
+    assert b" " not in spelled(grammars, tokenizer, written_grammar(rules))
+    skips = written_grammar(f'%llguidance {{"allow_initial_skip": true}}\n{rules}')
+    assert {b" ", b"t"} <= spelled(grammars, tokenizer, skips)
+
+
+def test_no_name_in_a_grammar_is_ours(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    assert spelled(grammars, tokenizer, written_grammar('start: whole\nwhole: "q" whole | "q"')) == {b"q"}
+    with pytest.raises(GrammarError, match="whole"):
+        grammars.begin(written_grammar('start: "q" @whole | "q"')).allowed([])
+
+
+def test_a_mistake_is_told_with_the_clients_lines_alone(grammars: Grammars) -> None:
+    with pytest.raises(GrammarError, match="unknown name") as raised:
+        grammars.begin(written_grammar('start: "q"\n  | lost')).allowed([])
+    assert "| lost" in str(raised.value) and "llguidance" not in str(raised.value)

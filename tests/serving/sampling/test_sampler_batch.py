@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from serving.grammar.grammars import Allowed
 from serving.messages import SamplingParams
+from serving.sampling.allowed import best_allowed
 from serving.sampling.penalties import PenaltyState
-from serving.sampling.sampler import Sampled, Sampler, SampleRow
+from serving.sampling.sampler import Sampled, Sampler, SampleRow, SamplingBackend
 from serving.sampling.torch_sampling import TorchSampling, token_weights
 
 
@@ -204,6 +205,20 @@ def test_what_a_grammar_allows_is_drawn_as_if_there_were_nothing_else(
     whole = torch.tensor(logits).log_softmax(0)
     assert found.logprob is not None  # of what the model said, not of what was left of it
     assert found.logprob.logprob == pytest.approx(float(whole[found.token]), abs=1e-4)
+
+
+@settings(deadline=None)
+@given(
+    logits=st.lists(st.sampled_from([-1.5, 0.0, 2.0, np.nan, np.inf, -np.inf]), min_size=12, max_size=12),
+    tokens=st.sets(st.integers(0, 11)),
+)
+def test_the_best_allowed_token_is_the_one_that_is_sampled(
+    backend: SamplingBackend, logits: list[float], tokens: set[int]
+) -> None:
+    """Also of logits that are no numbers: a request's token, or its error, is not another's beside it."""
+    row = SampleRow(SamplingParams(max_tokens=9, temperature=0.0), 3, (), (1,), allowed=allowing(*tokens))
+    (expected,) = backend.sample(torch.tensor([logits]), [row])
+    assert best_allowed(torch.tensor(logits), allowing(*tokens)) == max(expected, -1)
 
 
 def test_where_a_grammar_ends_min_tokens_does_not_hold(sampler: Sampler) -> None:
