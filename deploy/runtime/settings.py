@@ -52,13 +52,14 @@ def read_settings(given: Mapping[str, Any], placed: Mapping[str, Any] | None = N
 
 
 def check_ranks(engine: EngineConfig, model: ModelConfig) -> None:
-    """Raises ValueError for what a worker of several ranks, if it is one, cannot do."""
+    """Raises ValueError for what a worker of several ranks, if it is one, cannot do, or one of a single rank."""
     if engine.host_kv_memory and model.rank_flags and model.data_parallel_size == 1:
         raise ValueError(
             f"--host-kv-memory: with {model.rank_flags} KV lies in the KV cache alone: leave out one of the two"
         )
     if model.rank_flags:
         check_kernels(engine, model.rank_flags)
+    model.eplb()  # wrong words are told before anything is loaded
 
 
 def check_kernels(engine: EngineConfig, rank_flags: str) -> None:
