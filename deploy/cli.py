@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_last_word(arguments, given, "model", *CONFIGS)
         settings = _read(given)
         check_heartbeats(settings.placement)
-        for role in [Role(parsed.command)] if parsed.command in WORKERS else Role:
+        for role in _roles(given):
             check_ranks(settings.engine, settings.model_config.of(role))
         server_context(settings.http)  # certificates that cannot be used are told of before anything has started
         configured_classes(settings.service)
@@ -176,6 +176,13 @@ def _read(given: Mapping[str, Any]) -> Settings:
         return read_settings(given)
     check_given(given)
     return placed_settings(given, plan, plan.router)
+
+
+def _roles(given: Mapping[str, Any]) -> list[Role]:
+    """Of the workers that our own settings may be for; with --placement each group has settings of its own."""
+    if given["command"] == "kvcache" or given.get("placement") is not None:
+        return []
+    return [Role(given["command"])] if given["command"] in WORKERS else list(Role)
 
 
 def _reader_has_left(output: int) -> bool:

@@ -6,6 +6,7 @@ Reads text, moves nothing.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -46,16 +47,18 @@ def read_eplb_config(text: str | None) -> EplbConfig:
         raise _wrong(f"{_shortened(text)} is no JSON object", 'write it as {"num_redundant_experts": 2}')
     known = [field.name for field in fields(EplbConfig)]
     if unknown := sorted(given.keys() - set(known)):
-        raise _wrong(f"{', '.join(unknown)} not known", f"known are {', '.join(known)}")
+        raise _wrong(f"{_shortened(', '.join(unknown), str)} not known", f"known are {', '.join(known)}")
     for key, number in given.items():
         if type(number) is not int or not LEAST[key] <= number <= MOST:
             usual = getattr(EplbConfig(), key)
-            raise _wrong(f"{key} {number!r} is no whole number of {LEAST[key]} or more", f"{usual} is usual")
+            what = f"{key} {_shortened(number)} is no whole number from {LEAST[key]} to {MOST}"
+            raise _wrong(what, f"{usual} is usual")
     return EplbConfig(**given)
 
 
-def _shortened(text: str) -> str:
-    return repr(text) if len(text) <= LONGEST else f"{text[:LONGEST]!r} and so on"
+def _shortened(given: Any, form: Callable[[Any], str] = repr) -> str:
+    text = form(given)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} and so on"
 
 
 def _wrong(what: str, instead: str) -> ConfigError:

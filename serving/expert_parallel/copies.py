@@ -7,7 +7,8 @@ in the same order; what it may not know is when they are switched.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol, Self
 
 import torch
@@ -18,6 +19,7 @@ from serving.expert_parallel.all_to_all import AllToAllGroup, connected, let_go
 from serving.expert_parallel.arena import ExpertArena, ExpertFormat, arena_bytes
 from serving.expert_parallel.exchange import ExchangeUnavailable, RankLost
 from serving.expert_parallel.meeting import MEETING_SECONDS, exchanged
+from serving.expert_parallel.processes import ProcessWatch
 from serving.expert_parallel.stages import WeightTransfer
 from serving.expert_parallel.waits import ended
 from serving.shared_memory import FIRST_BYTE, Bytes, Segment, SegmentUnavailable, available, mapped
@@ -58,22 +60,26 @@ class SharedMemoryCopies:
     @classmethod
     def join(
         cls, form: ExpertFormat, layers: int, slots: int, rank: int, ranks: int, store: Store,
-        *, meeting: float = MEETING_SECONDS,
+        *, meeting: float = MEETING_SECONDS, processes: Mapping[int, int] = MappingProxyType({}),
     ) -> Self:  # fmt: skip
-        """Meet the other ranks in `store`. Raises ExchangeUnavailable where memory cannot be shared, RankLost."""
+        """Meet the other ranks in `store`; `processes` of them, where they are known, are not waited for once they end.
+
+        Raises ExchangeUnavailable where memory cannot be shared, RankLost.
+        """
         if not available():
             raise ExchangeUnavailable("this system has no anonymous files to share memory by")
-        segment = Segment(arena_bytes(form, layers, slots), "millrace-weights")
+        segment, watch = Segment(arena_bytes(form, layers, slots), "millrace-weights"), ProcessWatch(processes)
         try:
-            offers = exchanged(store, "arena", rank, ranks, segment.details, meeting)
+            offers = exchanged(store, "arena", rank, ranks, segment.details, meeting, watch)
             memories = [
                 (segment.memory if other == rank else mapped(offer, writable=False))[FIRST_BYTE:]
                 for other, offer in enumerate(offers)
             ]
-            exchanged(store, "arena mapped", rank, ranks, b"", meeting)
+            exchanged(store, "arena mapped", rank, ranks, b"", meeting, watch)
         except SegmentUnavailable as error:
             raise ExchangeUnavailable(str(error)) from error
         finally:
+            watch.close()
             segment.close()
         return cls(ExpertArena(form, layers, slots, torch.from_numpy(memories[rank])), memories, rank)
 

@@ -96,7 +96,7 @@ def following(epoch: Epoch, reports: Mapping[int, Report], rules: Rules) -> Epoc
     admitted = {member: process for report in reports.values() for member, process in report.admits.items()}
     members = {member: epoch.members[member] for member in reports if member not in admitted} | admitted
     ranks: list[int | Brought] = [
-        _brought(rules.origin, member) if member in admitted else _kept(epoch, member, reports[member])
+        brought(rules.origin, member) if member in admitted else _kept(epoch, member, reports[member])
         for member in sorted(members)
     ]
     nowhere = orphans(epoch.placements, ranks)
@@ -127,5 +127,6 @@ def _kept(epoch: Epoch, member: int, report: Report) -> int | Brought:
     return epoch.order.index(member) if report.held is None else report.held
 
 
-def _brought(origin: Placements, member: int) -> Brought:
+def brought(origin: Placements, member: int) -> Brought:
+    """What a member holds that comes to a group."""
     return [placement.slots[member] for placement in origin]

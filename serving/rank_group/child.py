@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 from serving.child_process import helper_environ, module_command
@@ -34,8 +34,10 @@ class RankProcess:
         self.rank = rank
         self.owed = 0  # answers that are still to come
         self.channel, theirs = Channel.pair()
-        with theirs:
+        with theirs, ExitStack() as undone:
+            undone.callback(self.channel.close)
             self.process = self._start(theirs)
+            undone.pop_all()
 
     def _start(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         known = {name: value for name in ALSO_NEEDED if (value := os.environ.get(name)) is not None}

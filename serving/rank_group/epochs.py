@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from serving.expert_parallel.bounded import StoreUnavailable
-from serving.expert_parallel.epoch import Epoch, Report, Rules, following, missing
+from serving.expert_parallel.epoch import Epoch, Report, Rules, brought, following, missing
 from serving.expert_parallel.exchange import ExchangeUnavailable, RankLost
 from serving.expert_parallel.recovery import VAIN_EPOCHS, RecoveryCounts
 from serving.expert_parallel.surviving import Brought, ExpertsLost
@@ -115,7 +115,8 @@ class GroupEpochs:
         held = self._held({rank: other for rank, other in self.others.items() if rank in heard})
         for rank in sorted(self.others.keys() - held.keys()):
             self._give_up(rank)
-        reports = {rank: Report(step=before.step, held=of) for rank, of in held.items()}
+        origin = self._rules.origin  # also of one that has come, and has computed nothing yet
+        reports = {rank: Report(step=before.step, held=of or brought(origin, rank)) for rank, of in held.items()}
         self.others = dict(sorted((self.others | dict(admitted)).items()))
         joined = {rank: str(other.process.pid) for rank, other in admitted.items()}
         reports[LEADER] = Report(step=before.step, admits=joined, held=self.own.end())
@@ -209,16 +210,7 @@ class GroupEpochs:
 
     def _meet(self, epoch: Epoch, meeting: float) -> None:
         """Have all ranks of `epoch` hold their experts and meet. Raises RankLost, ExpertsLost."""
-        ranks = {rank: place for place, rank in enumerate(epoch.order)}
-        for rank, other in self.others.items():
-            other.ask(HoldExperts(epoch.placements, ranks[rank]), self._deadline)
-        loaded = self.own.hold(epoch.placements, LEADER, LOADING_SECONDS)
-        for other in self.others.values():
-            word = other.answer(ExpertsHeld, LOADING_SECONDS + self._deadline)
-            if word.lost is not None:
-                raise ExpertsLost(word.lost, word.reason)
-            loaded += word.loaded
-        if loaded:
+        if loaded := self._hold(epoch):
             self.counts.loaded_experts += loaded
             log.warning("%d experts that no rank held any more were read again from the checkpoint", loaded)
         self._folder.close()
@@ -228,6 +220,32 @@ class GroupEpochs:
             number=epoch.number, rank=LEADER, processes=processes, placements=epoch.placements, store=store,
             meeting=meeting,
         ))  # fmt: skip
+
+    def _hold(self, epoch: Epoch) -> int:
+        """How many experts all ranks have loaded. Raises RankLost, ExpertsLost.
+
+        All are heard first: one that still loads is not to count as lost with another that is.
+        """
+        asked, losses = list[RankProcess](), list[RankLost]()
+        for place, other in enumerate(self.others.values(), 1):
+            try:
+                other.ask(HoldExperts(epoch.placements, place), self._deadline)
+                asked.append(other)
+            except RankLost as lost:
+                losses.append(lost)
+        loaded = self.own.hold(epoch.placements, LEADER, LOADING_SECONDS)
+        for other in asked:
+            try:
+                word = other.answer(ExpertsHeld, self._deadline + (LOADING_SECONDS if epoch.loads else 0.0))
+            except RankLost as lost:
+                losses.append(lost)
+                continue
+            loaded += word.loaded
+            if word.lost is not None:
+                raise ExpertsLost(word.lost, word.reason)
+        if losses:
+            raise losses[0]
+        return loaded
 
     def _begin(self, order: BeginEpoch) -> None:
         for place, other in enumerate(self.others.values(), 1):

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import FileStore
 
+from serving import logs
 from serving.expert_parallel.exchange import RankLost
 from serving.kvspec import LayerKV
 from serving.model.decoder import Planes
@@ -65,7 +66,13 @@ class LayoutGroup:
         threads, level = torch.get_num_threads(), logging.getLogger().getEffectiveLevel()
         for other in self.others:
             order = LoadLayout(
-                path=path, dtype=dtype, rank=other.rank, layout=self.layout, threads=threads, log_level=level
+                path=path,
+                dtype=dtype,
+                rank=other.rank,
+                layout=self.layout,
+                threads=threads,
+                service=f"{logs.service()}/rank-{other.rank}",
+                log_level=level,
             )
             other.ask(order, MEETING_SECONDS)
 

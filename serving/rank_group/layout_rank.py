@@ -69,7 +69,7 @@ class LayoutRank:
 
 def serve_layout(channel: Channel, order: LoadLayout) -> None:
     """Do what the leader says until it closes the channel. Raises ChannelClosed, RankLost."""
-    setup_logging(f"rank-{order.rank}", logging.getLevelName(order.log_level))
+    setup_logging(order.service, logging.getLevelName(order.log_level))
     torch.set_num_threads(order.threads)
     loaded = _loaded(channel, order)
     rank = None if loaded is None else _met(channel, loaded.model, order)

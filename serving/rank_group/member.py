@@ -6,7 +6,7 @@ It knows neither sequences nor who decides on epochs.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from serving.expert_parallel.byte_budget import ByteBudget
-from serving.expert_parallel.copies import CHUNK, SharedMemoryCopies
+from serving.expert_parallel.copies import CHUNK, ExpertCopies, SharedMemoryCopies
 from serving.expert_parallel.exchange import ExchangeShape, ExpertExchange
 from serving.expert_parallel.layer import exchange_shape
 from serving.expert_parallel.local import LocalExchange
@@ -85,15 +85,18 @@ class EpochMember:
         )
         self.experts.place(order.placements, self.exchange)
         if self._balancing is not None:
-            self._rebalance = self._balanced(self._balancing, order, PrefixStore("rebalance", store))
+            join_copies = partial(SharedMemoryCopies.join, meeting=order.meeting, processes=others)
+            self._rebalance = self._balanced(self._balancing, order, PrefixStore("rebalance", store), join_copies)
 
-    def _balanced(self, balancing: Balancing, order: BeginEpoch, store: PrefixStore) -> LiveRebalance:
+    def _balanced(
+        self, balancing: Balancing, order: BeginEpoch, store: PrefixStore, join_copies: Callable[..., ExpertCopies]
+    ) -> LiveRebalance:
         burst = min(CHUNK, max(1, int(balancing.bytes_per_second)))
         return LiveRebalance.join(
             self.model,
             order.placements,
             store,
-            join_copies=partial(SharedMemoryCopies.join, meeting=order.meeting),
+            join_copies=join_copies,
             policy=balancing.policy,
             budget=ByteBudget(balancing.bytes_per_second, burst, time.monotonic()),
             interval=balancing.interval,

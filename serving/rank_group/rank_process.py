@@ -11,6 +11,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import sys
 import threading
 from typing import Any
@@ -51,14 +52,23 @@ from serving.rank_group.parts import unpack
 from serving.rank_group.share import load_share
 from serving.rank_group.shared_planes import MappedPlanes
 from serving.shared_memory import SegmentUnavailable
-from serving.temporary import remove_temporary_folders
+from serving.temporary import also_ours, remove_temporary_folders
 
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 60.0  # the leader reads answers as they come, or has ended
 LEADER_SECONDS = 0.2  # a broken connection is seen before the end of the process that held it
 # What a mistake of ours over some row raises; the leader's engine finds out whose it is (serving/engine/blame.py).
-MISTAKES = (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
+MISTAKES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
 LOADING_SECONDS = 60.0  # for experts that nobody holds any more
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -113,6 +123,7 @@ class FollowingRank:
             return ExpertsHeld(lost=lost.experts, reason=lost.reason)
 
     def begin(self, order: BeginEpoch) -> EpochBegun:
+        also_ours(order.store.parent)
         try:
             self.member.begin(order)
         except RankLost as lost:

@@ -228,6 +228,7 @@ class RankGroup:
             return
         why = f"ranks {sorted(ready)} have come back" if ready else "the leader has left a step unfinished"
         self._epochs.follow(None, why, began, ready)
+        self._epochs.failures = []  # over the step that the leader has left, and raised for itself
         self._unfinished = False
 
     def _repeat(self, lost: RankLost) -> None:

@@ -84,15 +84,19 @@ class RankKeeper:
             log.warning("rank %d has ended with status %d; it is started again in %.1f s", rank, status, delay)
             if self._closing.wait(delay):
                 return
-            began = time.monotonic()
             self._follow(rank)
+            began = time.monotonic()  # of what it is there for: to load may take longer than it lasts then
 
     def _follow(self, rank: int) -> None:
         """Start the next process and offer it when it is ready; one that cannot be made so is ended."""
         with self._lock:
             if self._closing.is_set():
                 return
-            self.current = RankProcess(rank)
+            try:
+                self.current = RankProcess(rank)
+            except OSError as error:  # the host has no process, memory or descriptor left for it
+                log.warning("rank %d is not started: %s", rank, error)
+                return
             self._preparing = True
         ready = False
         try:

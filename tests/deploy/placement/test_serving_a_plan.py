@@ -12,6 +12,7 @@ from deploy.children import child_specs, node_specs, placed
 from deploy.cli import main
 from deploy.placement.given import placed_settings
 from deploy.placement.reader import read_placement
+from serving.options import ConfigError
 from tests.deploy.conftest import Started
 
 PLACEMENT = """
@@ -99,3 +100,36 @@ def test_what_cannot_be_meant_is_told(
     assert main(["serve", "--placement", path, *flags]) == 2
     err = capsys.readouterr().err
     assert told in err and err.count("\n") == 1
+
+
+RANKS = "[[workers]]\nrole = 'mixed'\ndata_parallel_size = 2\nenable_expert_parallel = true\n"
+
+
+def test_how_experts_move_is_checked_with_the_group_whose_experts_they_are(tmp_path: Path, started: Started) -> None:
+    """And not with the router, which has no ranks."""
+    (tmp_path / "ranks.toml").write_text(RANKS)
+    assert main(["serve", "--placement", str(tmp_path / "ranks.toml"), "--enable-eplb"]) == 0
+    plan, given = started.given["placement"], started.given
+    [group] = placed(plan, lambda group: placed_settings(given, plan, group)).workers
+    assert group.settings.model_config.eplb() is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (f"{RANKS}enable_eplb = true\neplb_config = '{{}}, no'", "no JSON object"),
+        ("[[workers]]\nrole = 'mixed'\nenable_eplb = true", "choose --enable-expert-parallel"),
+    ],
+)
+def test_experts_that_cannot_move_so_are_refused_before_a_worker_is_started(text: str, told: str) -> None:
+    plan = read_placement(text)
+    with pytest.raises((ConfigError, ValueError), match=told):
+        placed(plan, lambda group: placed_settings({"placement": plan}, plan, group))
+
+
+def test_a_node_of_the_pool_takes_no_offence_at_what_workers_are_told(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the environment of who starts it, and none of the workers' flags."""
+    monkeypatch.setenv("MILLRACE_ENABLE_EPLB", "1")
+    assert main(["kvcache"]) == 0

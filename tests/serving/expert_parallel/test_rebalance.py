@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+from functools import partial
+
 import pytest
 import torch
+from torch import nn
+from torch.distributed import HashStore
 
 from serving.expert_parallel.arena import ExpertArena, ExpertFormat, arena_bytes
-from serving.expert_parallel.copies import CheckpointCopies
+from serving.expert_parallel.copies import CheckpointCopies, SharedMemoryCopies
+from serving.expert_parallel.exchange import RankLost
 from serving.expert_parallel.layer import moe_layers
+from serving.expert_parallel.meeting import MEETING_SECONDS
 from serving.expert_parallel.rebalance import RebalanceStatus
 from serving.expert_parallel.stages import WeightTransfer
 from serving.model.expert_balance import ExpertPlacement
@@ -62,3 +71,14 @@ def test_a_mistake_of_the_thread_is_told_as_its_failure() -> None:
     with Ranks() as group:
         [rank] = group.start_all(1, make_a_mistake_in_a_round)
         assert rank.answer() == "KeyError: 'no such layer'"
+
+
+def test_a_rank_that_ends_before_its_weights_are_shared_is_not_waited_for() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    form = ExpertFormat.of([nn.Linear(4, 4)])
+    join = partial(SharedMemoryCopies.join, form, 1, 1, 0, 2, HashStore(), meeting=MEETING_SECONDS)
+    began = time.monotonic()
+    with pytest.raises(RankLost, match=r"rank 1 .* its process has ended"):
+        join(processes={1: ended.pid})
+    assert time.monotonic() - began < MEETING_SECONDS / 2
+    assert ended.wait() == 0

@@ -21,7 +21,6 @@ from serving.rank_group.leader import SpreadModel
 from serving.rank_group.member import EpochMember
 from serving.rank_group.messages import BeginEpoch
 from serving.rank_group.ranks import MEETING_SECONDS
-from serving.rank_group.restarts import FIRST_DELAY, LASTING_SECONDS, LONGEST_DELAY, MOST_RESTARTS, RestartDelays
 from tests.serving.model.oracle import build, configs, save
 from tests.serving.rank_group.groups import LENGTHS, Side, alone, exists, group_forward, pids, spread_over
 
@@ -121,11 +120,18 @@ def test_mistakes_over_rows_cost_no_rank(mixtral: Path, capfd: pytest.CaptureFix
         with pytest.raises(RuntimeError, match="IndexError"):
             group.step([0, 1, 2])  # the longest is the leader's, who has one at least; the next another's
         assert f"{logs.service()}/rank-1 [" in capfd.readouterr().err, "whose rank it was is told"
-        group.tokens[0][0] = good
+        others, group.tokens[2][0] = group.tokens[2][0], 10**9
+        with pytest.raises(IndexError):
+            group.step([0, 1, 2])  # both make one
+        group.tokens[0][0], group.tokens[2][0] = good, others
         group.step(ALL)
         reference.step(ALL)
         assert group.tokens == reference.tokens
         assert (spread.ranks.counts.losses, spread.ranks.size) == (0, 2)
+        os.kill(*pids(spread), signal.SIGKILL)
+        group.step([3])  # whose loss is no mistake over this
+        reference.step([3])
+        assert group.tokens == reference.tokens
 
 
 def test_a_rank_that_ends_in_the_meeting_is_not_waited_for(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,15 +191,3 @@ def test_experts_that_cannot_be_had_end_the_group(mixtral: Path, monkeypatch: py
             group.step(ALL)
         with pytest.raises(ExpertsLost):
             group.step(ALL)
-
-
-def test_restarts_are_bounded_and_come_later_and_later() -> None:
-    restarts = RestartDelays()
-    delays = [delay for _ in range(MOST_RESTARTS) if (delay := restarts.after(0.0)) is not None]
-    assert len(delays) == MOST_RESTARTS
-    assert delays[0] == 0.0
-    assert delays[1] == FIRST_DELAY
-    assert delays == sorted(delays)
-    assert max(delays) <= LONGEST_DELAY
-    assert restarts.after(0.0) is None
-    assert restarts.after(LASTING_SECONDS) == 0.0
