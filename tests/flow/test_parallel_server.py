@@ -14,7 +14,7 @@ from serving.loader.loading import load
 from tests.flow.client import Client
 from tests.flow.reference import prompts
 from tests.flow.server import MillraceServer, wait_until
-from tests.flow.test_rank_group import SMALL, TRIES, ask, counting_on, gone, ranks_of, steps, tokens_after
+from tests.flow.test_rank_group import SMALL, TRIES, ask, gone, ranks_of, tokens_after
 from tests.serving.model.paged import PagedRun
 from tests.tiny import tiny_llama
 
@@ -53,6 +53,15 @@ def likeliest(path: Path, prompt: list[int], tokens: list[int]) -> list[int]:
     run.step({0: len(prompt) + len(tokens)})
     found: list[int] = run.result(0).argmax(-1)[len(prompt) - 1 : -1].tolist()
     return found
+
+
+def counting_on(server: MillraceServer, before: dict[str, float]) -> str | None:
+    """A worker that has run steps since."""
+    return next((name for name, count in before.items() if steps(server, name) > count), None)
+
+
+def steps(server: MillraceServer, name: str) -> float:
+    return server.metric("engine_steps_total", engine=name)
 
 
 def lose_a_rank(server: MillraceServer, client: Client, undisturbed: object) -> str:

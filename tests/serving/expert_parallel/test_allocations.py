@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
+import pytest
 from torch.distributed import HashStore
 
 from bench.expert_rank import Allocated, Case, allocated
@@ -9,6 +13,15 @@ from serving.expert_parallel.shared_memory import SharedMemoryExchange
 from tests.serving.expert_parallel.groups import Group
 
 SMALL = 4096  # bytes that Python keeps of numbers and frames, however many rounds there are
+
+
+@pytest.fixture(autouse=True)
+def no_collections() -> Iterator[None]:
+    """What the tests before these have left is freed before the rounds, and not between two looks at the heap."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def test_rounds_leave_nothing_allocated() -> None:
