@@ -27,6 +27,7 @@ This module knows no HTTP or gRPC library: serving.api.failures and serving.rpc 
 
 from __future__ import annotations
 
+import struct
 from typing import ClassVar
 
 
@@ -137,3 +138,17 @@ class StaleLease(Retryable, grpc_code="FAILED_PRECONDITION"): ...
 
 
 class CorruptChunk(Retryable, grpc_code="DATA_LOSS"): ...
+
+
+# What a mistake of ours over one request, or a row of it, raises: the engine finds out whose it is
+# (serving/engine/blame.py). RuntimeError is torch's too, its lack of device memory among them.
+MISTAKES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    struct.error,
+)

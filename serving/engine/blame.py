@@ -8,28 +8,17 @@ can be computed, one plain token tells whether the engine is broken.
 from __future__ import annotations
 
 import logging
-import struct
 from collections.abc import Sequence
 
 from serving.engine.plan import Work
 from serving.engine.run import LayerDone, Runner, RunResult, RunTimes
 from serving.engine.sequence import SequenceState
+from serving.errors import MISTAKES
 from serving.messages import LeaseOrder, Request, SamplingParams
 from serving.sampling.sampler import SamplingFailed
 
 log = logging.getLogger(__name__)
 
-# What a mistake of ours over one request raises. RuntimeError is torch's too, its lack of device memory among them.
-MISTAKES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    struct.error,
-)
 FAILED = SamplingFailed("the server failed on this request")
 PLAIN = Request(request_id="plain", prompt=(0,), sampling=SamplingParams(max_tokens=1, temperature=0.0))
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from serving.engine.blame import MISTAKES
 from serving.engine.plan import Work
 from serving.engine.proposed import NO_DRAFTS, ProposerState, Proposing
 from serving.engine.proposer import Proposer
+from serving.errors import MISTAKES
 
 Computed = Callable[[Sequence[Work], Sequence[int]], None]
 """Told of what the model has just computed: work, and the position of each one's first token."""

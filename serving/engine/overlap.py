@@ -21,11 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from serving.engine.blame import MISTAKES, run_step
+from serving.engine.blame import run_step
 from serving.engine.engine import Engine
 from serving.engine.plan import PlannedLoad, StepPlan, Work
 from serving.engine.run import LayerDone, Runner, RunResult, RunTimes
 from serving.engine.sequence import SequenceOutput, SequenceState
+from serving.errors import MISTAKES
 
 log = logging.getLogger(__name__)
 

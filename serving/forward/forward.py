@@ -8,6 +8,7 @@ Shapes: R rows of the batch whose logits or hidden states are wanted, V vocabula
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Protocol
@@ -54,7 +55,24 @@ class Forward(Protocol):
         """Hidden states [R, H] float32 after the final norm of `batch.logits_rows`, in memory of the caller's own."""
 
 
-class EagerForward:
+class ByLogits(ABC):
+    """Best tokens of a forward pass that makes all logits in any case."""
+
+    @abstractmethod
+    def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+        """As `Forward.logits`."""
+
+    def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+        return best_tokens(self.logits(batch, layer_done))
+
+    def greedy_and_logits(
+        self, batch: RaggedBatch, layer_done: LayerDone | None, rows: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        logits = self.logits(batch, layer_done)
+        return best_tokens(logits), logits[rows]
+
+
+class EagerForward(ByLogits):
     """The model's modules, one operation after another: any model, any device."""
 
     form = "torch"
@@ -69,15 +87,6 @@ class EagerForward:
 
     def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         return self.model.logits(self._rows(batch, layer_done))
-
-    def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
-        return best_tokens(self.logits(batch, layer_done))
-
-    def greedy_and_logits(
-        self, batch: RaggedBatch, layer_done: LayerDone | None, rows: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        logits = self.logits(batch, layer_done)
-        return best_tokens(logits), logits[rows]
 
     def hidden(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         return self._rows(batch, layer_done).float()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from serving.batch.ragged import RaggedBatch
-from serving.forward.forward import best_tokens
+from serving.forward.forward import ByLogits
 from serving.forward.layer_events import LayerDone
 from serving.model.decoder import Decoder, Planes
 from serving.rank_group.division import divided
@@ -23,7 +23,7 @@ from serving.rank_group.parts import BatchPart, pack, part_of_batch
 from serving.rank_group.ranks import RankGroup
 
 
-class GroupForward:
+class GroupForward(ByLogits):
     """The leader's. `model` is its share, its experts joined to the group's exchange; `planes` are shared ones."""
 
     def __init__(self, model: Decoder, planes: Sequence[Planes], ranks: RankGroup) -> None:
@@ -36,15 +36,6 @@ class GroupForward:
 
     def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         return self.model.logits(self._rows(batch, layer_done))
-
-    def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
-        return best_tokens(self.logits(batch, layer_done))
-
-    def greedy_and_logits(
-        self, batch: RaggedBatch, layer_done: LayerDone | None, rows: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        logits = self.logits(batch, layer_done)
-        return best_tokens(logits), logits[rows]
 
     def hidden(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         return self._rows(batch, layer_done).float()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from serving.batch.ragged import RaggedBatch
-from serving.forward.forward import best_tokens
+from serving.forward.forward import ByLogits
 from serving.forward.layer_events import LayerDone
 from serving.model.decoder import Decoder, Planes
 from serving.model.spec import ModelSpec
@@ -27,7 +27,7 @@ from serving.rank_group.parts import pack
 from serving.rank_group.share import LEADER
 
 
-class LayoutForward:
+class LayoutForward(ByLogits):
     """The leader's. `model` is its share, connected to the others'; `planes` are the whole model's, shared by all."""
 
     def __init__(
@@ -44,15 +44,6 @@ class LayoutForward:
 
     def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         return self._computed(batch, layer_done, head=True)
-
-    def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
-        return best_tokens(self.logits(batch, layer_done))
-
-    def greedy_and_logits(
-        self, batch: RaggedBatch, layer_done: LayerDone | None, rows: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        logits = self.logits(batch, layer_done)
-        return best_tokens(logits), logits[rows]
 
     def hidden(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         return self._computed(batch, layer_done, head=False).float()

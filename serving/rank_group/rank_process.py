@@ -11,13 +11,13 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 import threading
 from typing import Any
 
 import torch
 
+from serving.errors import MISTAKES
 from serving.expert_parallel.bounded import StoreUnavailable
 from serving.expert_parallel.exchange import ExchangeUnavailable, RankLost
 from serving.expert_parallel.layer import idle_step
@@ -58,17 +58,6 @@ log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 60.0  # the leader reads answers as they come, or has ended
 LEADER_SECONDS = 0.2  # a broken connection is seen before the end of the process that held it
-# What a mistake of ours over some row raises; the leader's engine finds out whose it is (serving/engine/blame.py).
-MISTAKES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    struct.error,
-)
 LOADING_SECONDS = 60.0  # for experts that nobody holds any more
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.engine.blame import MISTAKES, PLAIN, run_step
+from serving.engine.blame import PLAIN, run_step
 from serving.engine.plan import Work
 from serving.engine.pooling import pool, pooled_rows
 from serving.engine.run import LayerDone, RunResult, RunTimes
-from serving.errors import InternalError
+from serving.errors import MISTAKES, InternalError
 from serving.messages import Pooling
 from serving.sampling.sampler import Sampled, SamplingFailed
 from tests.fakes.sequences import make_sequence
