@@ -19,6 +19,7 @@ from typing import Any
 
 from deploy.embedding_form import embedding_form
 from deploy.generation_config import sampling_defaults, told
+from deploy.runtime.addresses import EVERYWHERE
 from deploy.runtime.http_server import HttpServer
 from deploy.runtime.signals import on_signals
 from router.canary import Canary
@@ -207,7 +208,7 @@ class Frontend:
         """Say once that requests can be served, and how to send one."""
         while not self.health()[0]:
             await self.fleet.change()
-        host = "localhost" if self.http.host in ("0.0.0.0", "::", "127.0.0.1") else self.http.host  # noqa: S104
+        host = "localhost" if self.http.host in (*EVERYWHERE, "127.0.0.1") else self.http.host
         scheme = "https" if self.http.ssl_certfile else "http"
         log.info("ready: %s://%s:%d/v1 serves %s", scheme, host, self.server.port, ", ".join(self.served.names))
 

@@ -10,9 +10,11 @@ import logging
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from deploy.runtime.addresses import announced, warn_if_open
+from deploy.runtime.addresses import announced
 from deploy.runtime.heartbeats import Heartbeats, addresses
 from deploy.runtime.http_server import open_status_door
+from deploy.runtime.kv_transports import kv_transport_of
+from deploy.runtime.open_doors import check_grpc
 from deploy.runtime.settings import Settings
 from deploy.runtime.signals import on_signals
 from kvcache.pool.disk import NAMESPACE
@@ -20,6 +22,7 @@ from kvcache.pool.node import PoolNode
 from kvcache.pool.service import PoolService
 from kvcache.pool.store import BlockStore
 from kvcache.pool.storeconfig import StoreConfig
+from kvcache.transfer.choice import AUTO
 from serving.api.status import status_app
 from serving.background import BackgroundTasks
 from serving.config import KvCacheConfig
@@ -48,16 +51,16 @@ class KvcacheProcess:
         self._last: PoolReport | None = None
 
     async def run(self) -> int:
+        check_grpc(self.cluster, self.settings.security)
         on_signals(self._leaving.set)
         keep_freed_memory()
         grpc_server = server(self.cluster.cluster_key)
         port = listen(grpc_server, self.cluster.grpc_host, self.cluster.grpc_port)
-        warn_if_open(self.cluster)
         address = announced(self.cluster, port, addresses(self.cluster.routers))
         name = self.cluster.worker_name or address  # what its share of the keys is drawn by: the same at every start
         store = await asyncio.to_thread(BlockStore, self.store_config)
         node = PoolNode(name, store, address=address)
-        service = PoolService(node)
+        service = PoolService(node, kv_transport_of(AUTO, self.cluster, self.settings.security))
         service.add_to(grpc_server)
         async with AsyncExitStack() as stack:
             stack.callback(service.close)

@@ -16,9 +16,10 @@ from deploy.frontend import Frontend, served_model
 from deploy.kvcache_process import store_config
 from deploy.local import LocalCluster
 from deploy.router_snapshot import SnapshotFile, SnapshotKeeper, snapshot_file
-from deploy.runtime.addresses import near, warn_if_open
+from deploy.runtime.addresses import near
 from deploy.runtime.cpu_binding import use_cores
 from deploy.runtime.http_server import bind
+from deploy.runtime.open_doors import check_api, check_grpc
 from deploy.runtime.settings import Settings
 from deploy.runtime.signals import on_signals
 from deploy.runtime.supervisor import Supervisor
@@ -60,6 +61,7 @@ def router_config(settings: Settings) -> RouterConfig:
 
 async def serve_embedded(settings: Settings) -> int:
     """One process: a mixed worker, the router and the API; with --disk, a node of the KV pool too."""
+    check_api(settings.http, settings.security)
     template = read_chat_template(settings.http.chat_template)
     listening = bind(settings.http.host, settings.http.port)
     use_cores(settings.engine.cpus, settings.engine.threads)
@@ -119,6 +121,9 @@ async def serve_front(settings: Settings, children: Children) -> int:
 
     So do the KV pool's nodes.
     """
+    check_api(settings.http, settings.security)
+    key = settings.cluster.cluster_key or (secrets.token_hex(16) if children.workers else None)
+    check_grpc(dataclasses.replace(settings.cluster, cluster_key=key), settings.security)
     template = read_chat_template(settings.http.chat_template)
     listening = bind(settings.http.host, settings.http.port)
     path = resolve(settings.model)
@@ -126,7 +131,6 @@ async def serve_front(settings: Settings, children: Children) -> int:
         check_model(path, group.settings.model_config.of(group.role))
     if not children.workers:
         check_model(path, settings.model_config.of(Role.MIXED))
-    key = settings.cluster.cluster_key or (secrets.token_hex(16) if children.workers else None)
     routing = router_config(settings)
     fleet = Fleet(routing, lambda status: RemoteWorker(Caller(status.address, key)))
     placer = Placer(fleet, make_policy(routing.policy))
@@ -137,7 +141,6 @@ async def serve_front(settings: Settings, children: Children) -> int:
     port = listen(door, settings.cluster.grpc_host, wanted)
     await door.start()
     log.info("workers report to %s:%d", settings.cluster.grpc_host, port)
-    warn_if_open(dataclasses.replace(settings.cluster, cluster_key=key))
     router = f"{near(settings.cluster.grpc_host)}:{port}"
     specs = node_specs(children.nodes, router, children.node_settings or settings)
     specs += child_specs(path, children.workers, router)

@@ -28,11 +28,13 @@ from serving.config import HttpConfig
 HEAD = """\
 # Rendered by `millrace deploy render compose`: change the placement file, not this one.
 # MILLRACE_CLUSTER_KEY (among the services) and MILLRACE_API_KEY (of clients) are passed on where they are set.
+# MILLRACE_INSECURE=0 has services refuse to start without.
 """
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - in the containers' own network
 ROUTER_ADDRESS = f"{ROUTER}:{GRPC_PORT}"
 HEALTH = {"interval": "5s", "timeout": "5s", "retries": 3, "start_period": "600s"}
 TO_ALL = ("MILLRACE_CLUSTER_KEY",)
+INSECURE = "MILLRACE_INSECURE"  # reached from this network alone, and from loopback, services may do without keys
 TO_READERS = ("HF_TOKEN",)  # a private model of the hub
 TMP, CACHE_TMP = "/tmp:mode=1777", f"{CACHE}:mode=1777,exec"  # noqa: S108 - in the container; kernels may be compiled
 VOLUME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -66,6 +68,9 @@ def _router(plan: DeploymentPlan, image: ImageSource) -> dict[str, Any]:
     listens = [f"--host={EVERYWHERE}", f"--port={API_PORT}", f"--grpc-host={EVERYWHERE}", f"--grpc-port={GRPC_PORT}"]
     service = _service(plan, plan.router, image, ["router", *_model(plan), *listens, *flags_of(settings)])
     service["environment"] += ["MILLRACE_API_KEY", *TO_READERS]
+    if not ipaddress.ip_address(host).is_loopback:
+        service["environment"].remove(_insecure(True))
+        service["environment"].append(_insecure(False))
     if certificate is not None:  # not as a flag: the health check has to know it too
         service["environment"] += [f"MILLRACE_SSL_CERTFILE={_literal(certificate)}"]
     service["ports"] = [f"${{MILLRACE_PUBLISH:-{published}:{port}}}:{API_PORT}"]
@@ -120,7 +125,7 @@ def _service(plan: DeploymentPlan, group: ServiceGroup, image: ImageSource, comm
     seconds = float(group.settings.get("shutdown_timeout", HttpConfig.shutdown_timeout))
     return service | {
         "command": [_literal(word) for word in command],
-        "environment": list(TO_ALL),
+        "environment": [*TO_ALL, _insecure(True)],
         "read_only": True,
         "tmpfs": [TMP, CACHE_TMP],
         "cap_drop": ["ALL"],
@@ -129,6 +134,10 @@ def _service(plan: DeploymentPlan, group: ServiceGroup, image: ImageSource, comm
         "stop_grace_period": f"{grace_seconds(seconds)}s",
         "healthcheck": {"test": ["CMD", "python", "-m", "deploy.image.health"], **HEALTH},
     }
+
+
+def _insecure(by_default: bool) -> str:
+    return f"{INSECURE}=${{{INSECURE}:-{int(by_default)}}}"
 
 
 def _model(plan: DeploymentPlan) -> list[str]:

@@ -9,10 +9,12 @@ from dataclasses import replace
 from functools import partial
 
 from decode.service import DecodeService
-from deploy.runtime.addresses import announced, warn_if_open
+from deploy.runtime.addresses import announced
 from deploy.runtime.cpu_binding import use_cores
 from deploy.runtime.heartbeats import Heartbeats, RouterClocks, addresses
 from deploy.runtime.http_server import open_status_door
+from deploy.runtime.kv_transports import keep_nixl_on_loopback, kv_transport_of
+from deploy.runtime.open_doors import check_grpc
 from deploy.runtime.settings import Settings
 from deploy.runtime.signals import on_signals
 from deploy.worker.build import WorkerLinks, build_worker
@@ -21,7 +23,7 @@ from deploy.worker.proposers import DraftParts, load_draft_parts
 from deploy.worker.worker import Worker
 from kvcache.handoff.dialer import Dialer
 from kvcache.pool.remote import RemoteNode
-from kvcache.transfer.choice import lenders_for, lenders_on_demand
+from kvcache.transfer.choice import AUTO, lenders_for, lenders_on_demand
 from kvcache.transfer.lent_memory import MemoryLenders
 from prefill.service import PrefillService
 from serving.api.status import status_app
@@ -56,6 +58,7 @@ class WorkerProcess:
         self.role = role
         self.settings = replace(settings, model_config=settings.model_config.of(role))
         self.cluster = settings.cluster
+        self.kv_transport = kv_transport_of(settings.engine.kv_transport, settings.cluster, settings.security)
         self.parent = parent
         self._leaving = asyncio.Event()
         self._kv_events_since: dict[str, int | None] = {}  # by router
@@ -63,8 +66,11 @@ class WorkerProcess:
 
     async def run(self) -> int:
         settings, cluster = self.settings, self.cluster
+        check_grpc(cluster, settings.security)
+        keep_nixl_on_loopback(self.kv_transport, settings.security)
         use_cores(settings.engine.cpus, settings.engine.threads)
-        cache = ModelCache(settings.model, settings.model_config, settings.pool, cluster)
+        transport = kv_transport_of(AUTO, cluster, settings.security)
+        cache = ModelCache(settings.model, settings.model_config, settings.pool, cluster, transport)
         model = await cache.load()
         async with AsyncExitStack() as stack:
             stack.callback(release, model)
@@ -72,7 +78,6 @@ class WorkerProcess:
             on_signals(self._leaving.set)  # before this, while anything loads, a signal ends the process at once
             grpc_server = server(cluster.cluster_key)
             port = listen(grpc_server, cluster.grpc_host, cluster.grpc_port)
-            warn_if_open(cluster)
             keep_freed_memory()
             worker = await self._build(model, drafts, announced(cluster, port, addresses(cluster.routers)), stack)
             stack.push_async_callback(grpc_server.stop, 1.0)
@@ -89,7 +94,7 @@ class WorkerProcess:
 
     async def _build(self, model: LoadedModel, drafts: DraftParts, address: str, stack: AsyncExitStack) -> Worker:
         """The worker with its ways to others, which `stack` closes, and stops it unless it has crashed."""
-        key, transport = self.cluster.cluster_key, self.settings.engine.kv_transport
+        key, transport = self.cluster.cluster_key, self.kv_transport
         dialer = Dialer(cluster_key=key, kv_transport=transport)
         if self.role is not Role.DECODE:
             await dialer.prepare()
