@@ -32,6 +32,7 @@ from router.placer import Placer
 from router.policies import make_policy
 from router.service import RegistryService
 from serving.checkpoint.hub import resolve
+from serving.grpc_tls import GrpcTls, grpc_tls
 from serving.loader.loading import open_checkpoint
 from serving.messages import Role
 from serving.proto import millrace_pb2_grpc as stubs
@@ -124,6 +125,7 @@ async def serve_front(settings: Settings, children: Children) -> int:
     check_api(settings.http, settings.security)
     key = settings.cluster.cluster_key or (secrets.token_hex(16) if children.workers else None)
     check_grpc(dataclasses.replace(settings.cluster, cluster_key=key), settings.security)
+    tls = grpc_tls(settings.security)
     template = read_chat_template(settings.http.chat_template)
     listening = bind(settings.http.host, settings.http.port)
     path = resolve(settings.model)
@@ -132,13 +134,13 @@ async def serve_front(settings: Settings, children: Children) -> int:
     if not children.workers:
         check_model(path, settings.model_config.of(Role.MIXED))
     routing = router_config(settings)
-    fleet = Fleet(routing, lambda status: RemoteWorker(Caller(status.address, key)))
+    fleet = Fleet(routing, lambda status: RemoteWorker(Caller(status.address, key, tls)))
     placer = Placer(fleet, make_policy(routing.policy))
     keeper = _keeper(placer, settings, path)
-    door = server(key)
+    door = server(key, tls)
     stubs.add_RegistryServicer_to_server(RegistryService(fleet), door)
     wanted = settings.cluster.grpc_port or (0 if children.workers else ROUTER_PORT)
-    port = listen(door, settings.cluster.grpc_host, wanted)
+    port = listen(door, settings.cluster.grpc_host, wanted, tls)
     await door.start()
     log.info("workers report to %s:%d", settings.cluster.grpc_host, port)
     router = f"{near(settings.cluster.grpc_host)}:{port}"
@@ -149,7 +151,7 @@ async def serve_front(settings: Settings, children: Children) -> int:
     on_signals(early.set)  # from now on there are children to be told
     supervisor.start()
     try:
-        front = await asyncio.to_thread(_frontend, placer, settings, path, template, listening)
+        front = await asyncio.to_thread(_frontend, placer, settings, path, template, listening, tls)
         front.leave_on_signals()
         await asyncio.sleep(0)  # a signal that came before may still be told of
         if not early.is_set():
@@ -178,7 +180,12 @@ def _keeper(placer: Placer, settings: Settings, path: Path) -> SnapshotKeeper | 
 
 
 def _frontend(
-    placer: Placer, settings: Settings, path: Path, template: str | None, listening: socket.socket
+    placer: Placer,
+    settings: Settings,
+    path: Path,
+    template: str | None,
+    listening: socket.socket,
+    tls: GrpcTls | None,
 ) -> Frontend:
     spec, _, _ = open_checkpoint(path)
     limit = min(spec.max_position, settings.model_config.max_model_len or spec.max_position)
@@ -193,4 +200,5 @@ def _frontend(
         listening,
         service=settings.service,
         canary_interval=canary,
+        grpc_files=tls.files if tls is not None else None,
     )

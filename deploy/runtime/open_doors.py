@@ -31,10 +31,14 @@ def check_api(http: HttpConfig, security: SecurityConfig) -> None:
 
 def check_grpc(cluster: ClusterConfig, security: SecurityConfig) -> None:
     """Raises ValueError if anyone on the network could call this service's gRPC."""
-    if cluster.cluster_key is not None or is_loopback(cluster.grpc_host):
+    if cluster.cluster_key is not None or security.grpc_tls_asked or is_loopback(cluster.grpc_host):
         return
     where = f"--grpc-host {cluster.grpc_host}: this service"
-    _refuse_unless(security.insecure, where, "set MILLRACE_CLUSTER_KEY (--cluster-key), the same for every service")
+    _refuse_unless(
+        security.insecure,
+        where,
+        "set MILLRACE_CLUSTER_KEY (--cluster-key), the same for every service, or --grpc-tls-certfile and its like",
+    )
 
 
 def _refuse_unless(insecure: bool, where: str, instead: str) -> None:
