@@ -10,11 +10,12 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from serving.security_config import SecurityConfig
 
 SERVICE = "millrace.test"
+BOTH_USES = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,20 @@ class Authority:
         )
         self.pem = self.certificate.public_bytes(serialization.Encoding.PEM)
 
-    def issue(self, *, days: float = 10, name: str = SERVICE) -> tuple[bytes, bytes]:
-        """A certificate for `name` and 127.0.0.1 and its key; with negative `days` it has expired."""
+    def issue(
+        self, *, days: float = 10, name: str = SERVICE, only: x509.ObjectIdentifier | None = None
+    ) -> tuple[bytes, bytes]:
+        """A certificate for `name` and 127.0.0.1 and its key; with negative `days` it has expired.
+
+        `only` is the one use it is for.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         names = [x509.DNSName(name), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
         made = (
             _builder(subject, self.name, key, days=days)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(x509.ExtendedKeyUsage([only] if only is not None else list(BOTH_USES)), critical=False)
             .sign(self.key, hashes.SHA256())
         )
         form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()

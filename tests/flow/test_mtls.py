@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +19,7 @@ from tests.flow.reference import prompts
 from tests.flow.server import MillraceServer, wait_until
 
 pytestmark = pytest.mark.slow
+KEY, REPOSITORY = "key-of-this-test", str(Path(__file__).resolve().parents[2])
 WORKERS = ["prefill-0", "decode-0"]
 FLAGS = ("--prefill", "1", "--decode", "1", "--kvcache", "1", "--num-kv-blocks", "512", "--dtype", "float32")
 FLAGS += ("--served-model-name", "tiny", "--kernels", "torch", "--kv-transport", "grpc", "--heartbeat-interval", "0.1")
@@ -45,6 +49,13 @@ def grpc_ports(server: MillraceServer) -> dict[str, int]:
     """By the command of who listens."""
     found = listening(server.process.pid)
     return {commands[0]: port for (_, port), commands in found.items() if port != server.port}
+
+
+def cache_stat(port: int, *flags: str) -> int:
+    """The exit code of `millrace cache stat`."""
+    command = [sys.executable, "-m", "deploy.cli", "cache", "stat", "--nodes", f"127.0.0.1:{port}", *flags]
+    environ = {**os.environ, "PYTHONPATH": REPOSITORY, "MILLRACE_CLUSTER_KEY": KEY}
+    return subprocess.run(command, env=environ, capture_output=True, timeout=120).returncode
 
 
 class Requests:
@@ -81,7 +92,8 @@ def old(tmp_path: Path) -> tuple[Authority, Files]:
 
 @pytest.fixture
 def server(tiny_path: Path, old: tuple[Authority, Files]) -> Iterator[MillraceServer]:
-    with MillraceServer(str(tiny_path), *FLAGS, *old[1].flags(), workers=WORKERS) as started:
+    flags, environ = old[1].flags(), {"MILLRACE_CLUSTER_KEY": KEY}
+    with MillraceServer(str(tiny_path), *FLAGS, *flags, workers=WORKERS, environ=environ) as started:
         yield started
 
 
@@ -126,6 +138,8 @@ def test_every_port_refuses_strangers_and_everything_is_renewed_under_requests(
     wait_until(lambda: len(requests.texts) > answered + 3, 60, "requests are answered after all of it")
     requests.stop()
     client.close()
+    wait_until(lambda: server.metric("pool_blocks", tier="ram") > 0, 30, "KV is stored in the pool")
+    assert cache_stat(ports["kvcache"], *files.flags()) == 0 and cache_stat(ports["kvcache"]) == 2
     assert len(set(requests.texts)) == 1 and requests.texts[0]
     assert server.metric("replacements_total") == 0, "no try failed"
     assert set(descendants(server.process.pid)) == processes, "nothing was restarted"

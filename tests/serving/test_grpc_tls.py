@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from serving.certificate import read_certificate
 from serving.errors import WorkerLost
@@ -18,6 +19,10 @@ from serving.security_config import SecurityConfig
 from tests.certificates import SERVICE, Authority, Files, replace
 
 ECHO = "/test.Echo/Say"
+WHO = b"who am I?"
+
+
+USES = {"server's": ExtendedKeyUsageOID.SERVER_AUTH, "client's": ExtendedKeyUsageOID.CLIENT_AUTH}
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +30,14 @@ def authority() -> Authority:
     return Authority()
 
 
-async def echo(messages: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
+async def echo(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
     async for message in messages:
-        yield message
+        yield context.auth_context()["x509_pem_cert"][0] if message == WHO else message
 
 
 @asynccontextmanager
 async def echoing(tls: GrpcTls | None) -> AsyncIterator[str]:
-    """A server that repeats what it is told; its address."""
+    """A server that repeats what it is told, or says which certificate the caller showed; its address."""
     made = server(None, tls)
     handler = grpc.stream_stream_rpc_method_handler(echo)
     made.add_registered_method_handlers("test.Echo", {"Say": handler})
@@ -148,11 +153,9 @@ async def test_calls_go_on_while_everything_is_renewed(tmp_path: Path) -> None:
     async with echoing(serving) as address:
         caller = Caller(address, tls=calling)
         stream = caller.channel.stream_stream(ECHO)()
-        channels = set()
 
         async def several() -> None:
             for _ in range(10):
-                channels.add(id(caller.channel))
                 assert await say(caller) == b"hello"
                 await stream.write(b"still here")
                 assert await stream.read() == b"still here"
@@ -164,6 +167,7 @@ async def test_calls_go_on_while_everything_is_renewed(tmp_path: Path) -> None:
         for files in (first, second):
             new.renew(files)
             await several()
+        assert await say(caller, WHO) == second.certificate.read_bytes(), "calls are made with the new one"
         for files in (first, second):
             replace(files.authorities, new.pem)
             await several()
@@ -200,6 +204,8 @@ async def test_a_pair_that_does_not_fit_leaves_the_last_one(authority: Authority
         ("expired", "has expired"),
         ("foreign", "verify failed"),
         ("key", "mismatch"),
+        ("server's", "purpose"),
+        ("client's", "purpose"),
         ("missing", "No such file"),
         ("empty", "no certificate|NO_CERTIFICATE|no start line|PEM"),
     ],
@@ -212,6 +218,9 @@ def test_files_that_cannot_be_used_are_told_of_at_start(
         replace(files.authorities, Authority("another").pem)
     elif change == "key":
         replace(files.key, authority.issue()[1])
+    elif change in USES:
+        for path, content in zip((files.certificate, files.key), authority.issue(only=USES[change]), strict=True):
+            replace(path, content)
     elif change == "missing":
         files.key.unlink()
     elif change == "empty":
