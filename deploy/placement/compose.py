@@ -24,6 +24,8 @@ from deploy.placement.image import (
 from deploy.placement.plan import ROUTER, DeploymentPlan, ServiceGroup, flags_of
 from serving.checkpoint.hub import is_hub_name
 from serving.config import HttpConfig
+from serving.options import names
+from serving.security_config import SecurityConfig
 
 HEAD = """\
 # Rendered by `millrace deploy render compose`: change the placement file, not this one.
@@ -37,6 +39,7 @@ TO_ALL = ("MILLRACE_CLUSTER_KEY",)
 INSECURE = "MILLRACE_INSECURE"  # reached from this network alone, and from loopback, services may do without keys
 TO_READERS = ("HF_TOKEN",)  # a private model of the hub
 TMP, CACHE_TMP = "/tmp:mode=1777", f"{CACHE}:mode=1777,exec"  # noqa: S108 - in the container; kernels may be compiled
+TLS = tuple(name for name in names(SecurityConfig) if name.startswith("grpc_tls"))
 VOLUME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 IMAGE_NAME = re.compile(r"[\w./:@-]+", re.ASCII)
 
@@ -68,9 +71,6 @@ def _router(plan: DeploymentPlan, image: ImageSource) -> dict[str, Any]:
     listens = [f"--host={EVERYWHERE}", f"--port={API_PORT}", f"--grpc-host={EVERYWHERE}", f"--grpc-port={GRPC_PORT}"]
     service = _service(plan, plan.router, image, ["router", *_model(plan), *listens, *flags_of(settings)])
     service["environment"] += ["MILLRACE_API_KEY", *TO_READERS]
-    if not ipaddress.ip_address(host).is_loopback:
-        service["environment"].remove(_insecure(True))
-        service["environment"].append(_insecure(False))
     if certificate is not None:  # not as a flag: the health check has to know it too
         service["environment"] += [f"MILLRACE_SSL_CERTFILE={_literal(certificate)}"]
     service["ports"] = [f"${{MILLRACE_PUBLISH:-{published}:{port}}}:{API_PORT}"]
@@ -125,7 +125,7 @@ def _service(plan: DeploymentPlan, group: ServiceGroup, image: ImageSource, comm
     seconds = float(group.settings.get("shutdown_timeout", HttpConfig.shutdown_timeout))
     return service | {
         "command": [_literal(word) for word in command],
-        "environment": [*TO_ALL, _insecure(True)],
+        "environment": [*TO_ALL, _insecure(group)],
         "read_only": True,
         "tmpfs": [TMP, CACHE_TMP],
         "cap_drop": ["ALL"],
@@ -136,8 +136,11 @@ def _service(plan: DeploymentPlan, group: ServiceGroup, image: ImageSource, comm
     }
 
 
-def _insecure(by_default: bool) -> str:
-    return f"{INSECURE}=${{{INSECURE}:-{int(by_default)}}}"
+def _insecure(group: ServiceGroup) -> str:
+    """Permitted by default, but for what is published elsewhere, and for those who have set up TLS."""
+    host = group.settings.get("host", HttpConfig.host)
+    closed = not ipaddress.ip_address(host).is_loopback or any(name in group.settings for name in TLS)
+    return f"{INSECURE}=${{{INSECURE}:-{int(not closed)}}}"
 
 
 def _model(plan: DeploymentPlan) -> list[str]:

@@ -86,7 +86,11 @@ def test_without_keys_services_start_where_only_loopback_and_each_other_reach_th
     assert all(by_default in service["environment"] for service in services.values())
     published = rendered("[router]\nhost = '0.0.0.0'\n" + WORKERS)["services"]
     assert by_default not in published["router"]["environment"] and by_default in published["mixed"]["environment"]
-    assert "MILLRACE_INSECURE=${MILLRACE_INSECURE:-0}" in published["router"]["environment"]
+    not_by_default = "MILLRACE_INSECURE=${MILLRACE_INSECURE:-0}"
+    assert not_by_default in published["router"]["environment"]
+    encrypted = rendered("[common]\ngrpc_tls_certfile = '/tls/tls.crt'\ngrpc_tls_ca = '/tls/ca.crt'\n" + WORKERS)
+    for service in encrypted["services"].values():
+        assert not_by_default in service["environment"] and "--grpc-tls-ca=/tls/ca.crt" in service["command"]
 
 
 def test_a_container_has_as_long_as_its_drain_and_more() -> None:
