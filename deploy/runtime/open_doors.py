@@ -37,7 +37,8 @@ def check_grpc(cluster: ClusterConfig, security: SecurityConfig) -> None:
     _refuse_unless(
         security.insecure,
         where,
-        "set MILLRACE_CLUSTER_KEY (--cluster-key), the same for every service, or --grpc-tls-certfile and its like",
+        "set MILLRACE_CLUSTER_KEY (--cluster-key), the same for every service, or --grpc-tls-certfile and"
+        " --grpc-tls-ca",
     )
 
 
