@@ -7,6 +7,7 @@ another one when `current` gives another identity (serving.rpc.Caller).
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,8 @@ class GrpcTls:
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Of a server that refuses clients without a certificate of its authorities."""
-        first = _configuration(self.current())
-        return grpc.dynamic_ssl_server_credentials(first, lambda: _configuration(self.current()), True)
+        news = _News(self.files)
+        return grpc.dynamic_ssl_server_credentials(_configuration(news.given), news, True)
 
     def server_options(self) -> list[tuple[str, Any]]:
         """Connections end after a while, so that others are made with the certificates of then; calls go on."""
@@ -77,6 +78,27 @@ class GrpcTls:
 def grpc_tls(security: SecurityConfig) -> GrpcTls | None:
     """None without any of the files. Raises ValueError."""
     return GrpcTls(security) if security.grpc_tls_asked else None
+
+
+class _News:
+    """What a server is told at each connection: another identity once, and None while there is no other.
+
+    gRPC puts what it is told in the place of what it has without a lock: told at every connection, it crashed when
+    several came at the same time.
+    """
+
+    def __init__(self, files: ReloadedFiles[Identity]):
+        self.files = files
+        self.given = files.current()
+        self._lock = threading.Lock()  # gRPC asks from threads of its own
+
+    def __call__(self) -> grpc.ServerCertificateConfiguration | None:
+        with self._lock:
+            now = self.files.current()
+            if now is self.given:
+                return None
+            self.given = now
+            return _configuration(now)
 
 
 def _identity(certificate: str, key: str, authorities: str) -> Identity:

@@ -13,7 +13,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from serving.certificate import read_certificate
 from serving.errors import WorkerLost
-from serving.grpc_tls import GrpcTls, grpc_tls
+from serving.grpc_tls import GrpcTls, _News, grpc_tls
 from serving.rpc import Caller, asking, listen, server
 from serving.security_config import SecurityConfig
 from tests.certificates import SERVICE, Authority, Files, replace
@@ -196,6 +196,15 @@ async def test_a_pair_that_does_not_fit_leaves_the_last_one(authority: Authority
         assert await say(caller) == b"hello" and tls.current() is not before and tls.files.failures == 2
         assert tls.current().certificate == certificate
         await caller.close()
+
+
+def test_a_server_is_told_of_an_identity_once(authority: Authority, tmp_path: Path) -> None:
+    """gRPC crashes when it is told at each of many connections."""
+    files = authority.files(tmp_path)
+    news = _News(fast(files).files)
+    assert [news(), news()] == [None, None]
+    authority.renew(files)
+    assert news() is not None and [news(), news()] == [None, None]
 
 
 @pytest.mark.parametrize(
