@@ -36,6 +36,8 @@ from serving.messages import Role
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import Caller, listen, server
+from serving.trace_metrics import with_spans
+from serving.tracing_config import TRACE_COUNTS
 from serving.wire import to_pb
 
 log = logging.getLogger(__name__)
@@ -151,7 +153,9 @@ class WorkerProcess:
         name, *_ = (*self.settings.model_config.served_model_name, worker.identity.model)
         app = status_app(
             health=lambda: health_of(worker),
-            metrics_text=with_certificates(worker_metrics(name, worker.status, prefix), self.tls, prefix),
+            metrics_text=with_spans(
+                with_certificates(worker_metrics(name, worker.status, prefix), self.tls, prefix), TRACE_COUNTS, prefix
+            ),
             audit=lambda: worker.audit_now().counts,
         )
         await open_status_door(app, self.settings.http, self.cluster.metrics_port, stack)

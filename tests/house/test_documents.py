@@ -12,6 +12,8 @@ from scripts.flags import PAGE, render
 from serving.certificate_metrics import certificate_text
 from serving.http_metrics import HttpMetrics
 from serving.metrics import RouterMetrics
+from serving.trace_metrics import trace_text
+from serving.tracing_config import TraceCounts
 from tests.house.source import ROOT
 
 EXPORTED = re.compile(r"^# TYPE ([\w:]+) (\w+)$", re.MULTILINE)
@@ -22,7 +24,8 @@ LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#]+)(?:#[^)]*)?\)")
 
 def exported() -> dict[str, str]:
     """Name and type of every metric on the router's /metrics, which holds the workers' too."""
-    text = (RouterMetrics("model", lambda: [], lambda: 0).text() + HttpMetrics().text() + certificate_text({})).decode()
+    router = RouterMetrics("model", lambda: [], lambda: 0).text()
+    text = (router + HttpMetrics().text() + certificate_text({}) + trace_text(TraceCounts())).decode()
     return {name: kind for name, kind in EXPORTED.findall(text) if not name.endswith("_created")}
 
 
