@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from bench.report import aligned
-from deploy.runtime.heartbeats import addresses
+from deploy.runtime.discovery import addresses
 from kvcache.pool.block import KEY_BYTES
 from kvcache.pool.client import PoolClient
 from kvcache.pool.links import BlockSelection

@@ -87,6 +87,7 @@ class Frontend:
             connections=lambda: self.server.connections(),
             prefix=http.metrics_prefix,
         )
+        self.metrics.waiting_tokens = lambda: placer.admission.waiting_tokens
         self.http_metrics = HttpMetrics()
         self.router = Router(placer, self.metrics, self.metrics.placements)
         self.leaving = asyncio.Event()

@@ -11,7 +11,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from deploy.runtime.addresses import announced, warn_if_open
-from deploy.runtime.heartbeats import Heartbeats, addresses
+from deploy.runtime.discovery import peers_of
+from deploy.runtime.heartbeats import Heartbeats
 from deploy.runtime.http_server import open_status_door
 from deploy.runtime.settings import Settings
 from deploy.runtime.signals import on_signals
@@ -53,7 +54,7 @@ class KvcacheProcess:
         grpc_server = server(self.cluster.cluster_key)
         port = listen(grpc_server, self.cluster.grpc_host, self.cluster.grpc_port)
         warn_if_open(self.cluster)
-        address = announced(self.cluster, port, addresses(self.cluster.routers))
+        address = announced(self.cluster, port, peers_of(self.cluster.routers))
         name = self.cluster.worker_name or address  # what its share of the keys is drawn by: the same at every start
         store = await asyncio.to_thread(BlockStore, self.store_config)
         node = PoolNode(name, store, address=address)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import partial
 
+from deploy.runtime.discovery import LOOKUP_SECONDS, LookUp, RouterDirectory, look_up
 from serving.background import BackgroundTasks
 from serving.config import ClusterConfig, PlacementConfig
 from serving.errors import InvalidRequest, MillraceError, Unauthorized
@@ -27,6 +28,8 @@ Send = Callable[[Caller, float], Awaitable[pb.HeartbeatReply]]
 
 class Heartbeats:
     """`run()` beats until cancelled, to each router at its own pace: one that is dead slows no other.
+
+    Names marked in `--routers` are looked up again and again: each address is a router, until the name loses it.
 
     With `parent` set, `orphaned` is called once that process is gone. `on_pool_nodes` is told the pool's nodes, those
     any router knows and `fixed_nodes`, whenever they change. Mistakes of our own are counted in `restarts`.
@@ -43,6 +46,7 @@ class Heartbeats:
         parent: int | None = None,
         orphaned: Callable[[], None] = lambda: None,
         restarts: Counter[str] | None = None,
+        lookup: LookUp = look_up,
     ):
         self.send = send
         self.interval = placement.heartbeat_interval
@@ -51,7 +55,9 @@ class Heartbeats:
         self.parent = parent
         self.orphaned = orphaned
         self._background = BackgroundTasks(restarts)
-        self._callers = [Caller(address, cluster.cluster_key) for address in addresses(cluster.routers)]
+        self._cluster_key = cluster.cluster_key
+        self._directory = RouterDirectory(cluster.routers, lookup)
+        self._callers = {address: Caller(address, self._cluster_key) for address in self._directory.fixed}
         self._heard: dict[str, tuple[str, ...]] = {}  # the pool's nodes by the router that told us
         self._told: list[str] = []
         self._refusals: dict[str, str] = {}  # what a router refuses us for, until it takes us
@@ -59,19 +65,21 @@ class Heartbeats:
     async def run(self) -> None:
         try:
             self._tell()
-            for caller in self._callers:
+            for caller in self._callers.values():
                 self._background.start("heartbeats", partial(self._keep_beating, caller))
+            if self._directory.names:
+                self._background.start("routers", self._keep_finding)
             if self.parent is not None:
                 self._background.start("parent", self._watch_parent)
             await asyncio.Event().wait()
         finally:
             await self._background.stop()
-            for caller in self._callers:
+            for caller in self._callers.values():
                 await caller.close()
 
     async def once(self) -> None:
         """Tell every router now."""
-        await asyncio.gather(*(self._beat(caller) for caller in self._callers))
+        await asyncio.gather(*(self._beat(caller) for caller in list(self._callers.values())))
 
     async def during(self, drain: Coroutine[None, None, None]) -> None:
         """Begin the drain, tell every router at once that it has begun, and see it through."""
@@ -80,9 +88,27 @@ class Heartbeats:
         await self.once()
         await draining
 
+    async def _keep_finding(self) -> None:
+        while True:
+            await self._find_routers()
+            await asyncio.sleep(LOOKUP_SECONDS)
+
+    async def _find_routers(self) -> None:
+        """Begin to beat to each new router, and end it for those whose address is no router's any more."""
+        found = await self._directory.now()
+        for address in [one for one in self._callers if one not in found]:
+            log.info("%s is no router any more", address)
+            self._heard.pop(address, None)
+            await self._callers.pop(address).close()
+        self._tell()
+        for address in found:
+            if address not in self._callers:
+                self._callers[address] = caller = Caller(address, self._cluster_key)
+                self._background.start("heartbeats", partial(self._keep_beating, caller))
+
     async def _keep_beating(self, caller: Caller) -> None:
         clock = asyncio.get_running_loop().time
-        while True:
+        while self._callers.get(caller.address) is caller:
             began = clock()
             await self._beat(caller)
             await asyncio.sleep(max(0.0, self.interval - (clock() - began)))
@@ -105,6 +131,8 @@ class Heartbeats:
         except MillraceError as error:
             log.debug("router %s does not answer: %s", caller.address, error.message)
         else:
+            if self._callers.get(caller.address) is not caller:
+                return  # it was a router when it was asked
             self._refusals.pop(caller.address, None)
             self._heard[caller.address] = tuple(reply.pool_nodes)
             self._tell()
@@ -142,8 +170,3 @@ class RouterClocks:
             return None
         router_time, then = self._told[router]
         return router_time + self.clock() - then
-
-
-def addresses(text: str | None) -> list[str]:
-    """`a:1, b:2` → ["a:1", "b:2"]."""
-    return [address.strip() for address in (text or "").split(",") if address.strip()]
