@@ -51,7 +51,7 @@ DESCRIPTION = """Disaggregated LLM serving: prefill, decode and KV cache as serv
   millrace router | prefill | decode      one service alone, on any host
   millrace kvcache --ram 4GiB             a node of the KV pool alone; millrace cache stat shows what it holds
   millrace explain ID | millrace top      why a request went where it went; a live view of the workers
-  millrace deploy render compose FILE     the same placement as a Compose file
+  millrace deploy render compose FILE     the same placement as a Compose file; helm: as values of the chart
   millrace bench                          measure this or any other OpenAI-compatible server
 """
 

@@ -29,7 +29,7 @@ NUMBER: Schema = {"type": ["number", "null"], "exclusiveMinimum": 0}
 SIZE: Schema = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(k|M|G|T|Ki|Mi|Gi|Ti)?$"}
 NAME: Schema = {
     "type": "string",
-    "pattern": "^[a-z]([a-z0-9-]{0,20}[a-z0-9])?$",
+    "pattern": "^[a-z]([a-z0-9-]{0,18}[a-z0-9])?$",
     "not": {"pattern": "^(router|kvcache)"},
 }
 

@@ -2,7 +2,8 @@
 
 {{- define "millrace.fullname" -}}
 {{- $name := ternary .Release.Name (printf "%s-%s" .Release.Name .Chart.Name) (contains .Chart.Name .Release.Name) -}}
-{{- trunc 40 $name | trimSuffix "-" -}}
+{{- /* With a group of at most 20 letters, the names of its pods are not cut off. */ -}}
+{{- trunc 24 $name | trimSuffix "-" -}}
 {{- end }}
 
 {{/* Of a component: (list $ "router"). */}}
