@@ -106,7 +106,7 @@ def _whole_chart() -> Schema:
         "model": table(
             name=TEXT, volume=TABLE, mountPath=TEXT, hubVolume=TABLE, tokenSecret=table(name=TEXT, key=TEXT)
         ),
-        "keys": table(existingSecret=existing, cluster=TEXT, api=TEXT, apiRequired=YES, pepper=YES),
+        "keys": table(existingSecret=existing, cluster=TEXT, api=TEXT, apiRequired=YES),
         "tls": table(secretName=TEXT),
         "lifecycle": table(preStopSeconds=whole(1), preStopForm=one_of("auto", "sleep", "exec"), afterSeconds=whole(5)),
         "startup": table(periodSeconds=whole(1), failureThreshold=whole(1)),
