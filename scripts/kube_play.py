@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,14 +166,17 @@ def ended_under_an_answer(kubelet: Kubelet, site: Deployment, pod: PlannedPod, w
     return f"| {pod.component} | {moment} | {text} | {told} | {left} | {back:.1f} s |"
 
 
+def _well(*told: Told) -> bool:
+    return all(one.last == 200 for one in told)
+
+
 def started(kubelet: Kubelet, pods: Sequence[PlannedPod]) -> list[str]:
     """Rows: what the startup and liveness probes of each saw until it was ready; the router before all others."""
     rows = []
     for pod in sorted(pods, key=lambda pod: pod.component != "router"):
         with kubelet.watching(pod, "startup") as startup, kubelet.watching(pod, "liveness") as living:
             kubelet.start(pod)
-            both = (startup, living)
-            wait(lambda both=both: all(told.last == 200 for told in both), f"{pod.name} has started")  # type: ignore[misc]
+            wait(partial(_well, startup, living), f"{pod.name} has started")
         readiness = kubelet.probe(pod, "readiness")
         rows.append(f"| {pod.component} | {startup} | {living} | {' '.join(map(str, readiness))} |")
     return rows
