@@ -5,10 +5,12 @@ It knows how values are put together and what a release is called; what the mani
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -77,23 +79,19 @@ def _without_notes(text: str) -> tuple[str, str, str]:
 
 @cache
 def _program() -> Path:
-    """The compiled renderer, in Go's own cache folder."""
-    environ = _go()
-    cache_folder = subprocess.run(["go", "env", "GOCACHE"], capture_output=True, text=True, check=True, env=environ)
-    made = Path(cache_folder.stdout.strip()) / f"millrace-render-{os.getpid()}"
+    """The compiled renderer, gone when this process ends."""
+    folder = tempfile.mkdtemp(prefix="millrace-render-")
+    atexit.register(shutil.rmtree, folder)
+    made = Path(folder) / "render"
     built = subprocess.run(
         ["go", "build", "-o", str(made), str(HERE / "render/main.go")],
         capture_output=True,
         text=True,
         check=False,
-        env=environ,
+        env={**os.environ, "GO111MODULE": "off", "GOPATH": GOPATH, "GOFLAGS": ""},
     )
     assert built.returncode == 0, built.stderr
     return made
-
-
-def _go() -> dict[str, str]:
-    return {**os.environ, "GO111MODULE": "off", "GOPATH": GOPATH, "GOFLAGS": ""}
 
 
 def _run(command: list[str], text: str) -> str:
