@@ -98,6 +98,7 @@ class Frontend:
             connections=lambda: self.server.connections(),
             prefix=http.metrics_prefix,
         )
+        self.metrics.waiting_tokens = lambda: placer.admission.waiting_tokens
         self.http_metrics = HttpMetrics()
         self.keys = key_file(service or ServiceConfig(), os.environ)
         self.key_metrics = KeyMetrics(self._key_figures, http.metrics_prefix)
