@@ -49,8 +49,14 @@ def ties_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.policy.spread", lambda demand, worker: worker.status.name)
 
 
+@pytest.fixture
+def looks_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits looks again when something has changed, and never because a while has passed."""
+    monkeypatch.setattr("router.fleet.RECHECK_SECONDS", 1e9)
+
+
 class World:
-    """`add` workers, then `generate`. Time stands still unless `now` is moved."""
+    """`add` workers, then `generate`. Time stands still unless `now` is moved; pauses and patience are the loop's."""
 
     def __init__(self, **config: Any) -> None:
         self.now = 100.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -85,7 +85,7 @@ async def test_a_lease_that_is_lost_ends_the_wait_for_a_prefill_worker() -> None
 
 def full_world(count: int, code: str | None = None) -> World:
     """Workers that refuse every lease, although they look as if they had room."""
-    world = World()
+    world = World(patience=300.0)
     for number in range(count):
         world.add(f"w{number:03}").script.open = [NoRoom("full", code=code)] * 10_000
     return world
@@ -95,6 +95,7 @@ def asked(world: World) -> int:
     return sum(sum(worker.opened.values()) for worker in world.workers.values())
 
 
+@pytest.mark.usefixtures("looks_by_hand")
 @pytest.mark.parametrize("code", [None, "blocks", "tpot"])
 async def test_a_request_that_no_worker_has_room_for_asks_a_few_of_them_and_each_once_a_heartbeat(
     code: str | None,
@@ -118,6 +119,7 @@ async def test_a_request_that_no_worker_has_room_for_asks_a_few_of_them_and_each
     await world.fleet.close()
 
 
+@pytest.mark.usefixtures("looks_by_hand")
 async def test_a_few_workers_are_asked_at_every_look() -> None:
     world = full_world(4)
     running = [asyncio.create_task(world.tokens(wanted()))]
@@ -191,10 +193,17 @@ class TightSession(ScriptedSession):
         held = sum(len(lease.order.request.prompt) for lease in self.leases.values())
         if held + len(order.request.prompt) > ROOM:
             raise NoRoom("full", code="blocks")
+        cast(TightWorker, self.worker).granted.append(order.request.request_id)
         return self._enter(order)
 
 
 class TightWorker(ScriptedWorker):
+    """Remembers which requests have had room, in this order."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.granted: list[str] = []
+
     async def connect(self, router: str, deliver: Deliver, lost: Callable[[MillraceError], None]) -> ScriptedSession:
         session = TightSession(self, deliver, lost)
         self.sessions.append(session)
@@ -207,12 +216,12 @@ async def test_smaller_requests_overtake_a_large_one_so_many_times_and_no_more(m
     world = World(patience=60.0)
     world.add("a", max_seqs=100)
     arrived: list[asyncio.Task[list[int]]] = []
-    worker, openings = world.workers["a"], world.fleet.sessions._openings
-    at_keep: list[tuple[int, int]] = []  # placed, and asking for room
+    worker, openings = cast(TightWorker, world.workers["a"]), world.fleet.sessions._openings
+    at_keep: list[tuple[int, int]] = []  # had room, and asking for it
     keep = world.placer.room.kept.keep
 
     def keep_and_count(state: RequestState, able: Sequence[Candidate]) -> None:
-        at_keep.append((len(world.seen.endings) + len(worker.leases()), len(openings.get(worker.status.instance, ()))))
+        at_keep.append((len(worker.granted), len(openings.get(worker.status.instance, ()))))
         keep(state, able)
 
     monkeypatch.setattr(world.placer.room.kept, "keep", keep_and_count)
@@ -236,7 +245,7 @@ async def test_smaller_requests_overtake_a_large_one_so_many_times_and_no_more(m
         await asyncio.sleep(0)
     assert large.done(), "it would wait for ever"
     assert await asyncio.wait_for(asyncio.gather(*arrived), 30)
-    overtook = [name for name, *_ in world.seen.endings].index("large")
+    overtook = worker.granted.index("large")
     assert at_keep[0][0] <= overtook <= sum(at_keep[0]), "once it is kept for it, no other that comes finds room"
     assert ROOM // 2 + MOST_OVERTAKEN <= overtook <= ROOM // 2 + MOST_OVERTAKEN + ROOM  # let in between two looks
     assert world.held() == {} and len(world.placer.room.kept) == 0
@@ -328,11 +337,12 @@ async def test_a_single_token_without_a_worker_that_prefills_is_told_so() -> Non
     await world.fleet.close()
 
 
+@pytest.mark.usefixtures("looks_by_hand")
 async def test_while_every_worker_is_full_nobody_is_placed_but_those_whose_class_judges(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A choice among hundreds of full workers is what a look costs; it is made where a refusal may come of it."""
-    world = World(policy="goodput", classes=dict(SERVICE_CLASSES), max_waiting=10)
+    world = World(policy="goodput", patience=300.0, classes=dict(SERVICE_CLASSES), max_waiting=10)
     world.add("a", max_seqs=1).script.decode = [(2, HANG)]
     running = [asyncio.create_task(world.tokens(wanted("first")))]
     await rest()
