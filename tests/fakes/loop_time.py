@@ -6,13 +6,14 @@ Knows nothing of clocks other than the loop's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 
-@contextmanager
-def passing_time() -> Iterator[Callable[[float], None]]:
-    """A function that lets so many seconds pass in the running loop, which has to be asyncio's own."""
+def passing_time() -> Callable[[float], None]:
+    """A function that lets so many seconds pass in the running loop, which has to be asyncio's own.
+
+    They have passed as long as the loop lives: were they taken back, timers set since would be late by as much.
+    """
     loop, ahead = asyncio.get_running_loop(), 0.0
     real = loop.time
 
@@ -21,7 +22,4 @@ def passing_time() -> Iterator[Callable[[float], None]]:
         ahead += seconds
 
     loop.time = lambda: real() + ahead  # type: ignore[method-assign]
-    try:
-        yield let_pass
-    finally:
-        del loop.time
+    return let_pass

@@ -282,13 +282,12 @@ async def test_a_worker_that_is_full_of_ones_own_leases_is_not_asked() -> None:
 async def test_one_that_never_had_its_turn_is_told_that_workers_are_full() -> None:
     world = World(patience=300.0)
     world.add("a").script.open = [NoRoom("full")] * 1000
-    with passing_time() as let_pass:
-        waiting = []
-        for name in "12":
-            waiting.append(asyncio.create_task(world.tokens(wanted(name))))
-            await world.settled()
-        let_pass(301.0)
-        found = await asyncio.gather(*waiting, return_exceptions=True)
+    let_pass, waiting = passing_time(), []
+    for name in "12":
+        waiting.append(asyncio.create_task(world.tokens(wanted(name))))
+        await world.settled()
+    let_pass(301.0)
+    found = await asyncio.gather(*waiting, return_exceptions=True)
     assert [(type(error), getattr(error, "code", None)) for error in found] == [(Overloaded, "no_room")] * 2
     await world.fleet.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -20,16 +20,16 @@ def grant(port: int) -> LeaseGrant:
 
 
 @pytest.fixture
-async def let_pass() -> AsyncIterator[Passing]:
+async def let_pass() -> Passing:
     """So many seconds pass, and what they bring about."""
-    with passing_time() as pass_:
+    pass_ = passing_time()
 
-        async def passed(seconds: float) -> None:
-            pass_(seconds)
-            for _ in range(20):
-                await asyncio.sleep(0)
+    async def passed(seconds: float) -> None:
+        pass_(seconds)
+        for _ in range(20):
+            await asyncio.sleep(0)
 
-        yield passed
+    return passed
 
 
 async def test_channels_to_workers_that_are_gone_end(let_pass: Passing) -> None:

@@ -194,11 +194,12 @@ async def test_a_stalled_get_goes_on_at_the_replica() -> None:
         await client.put(BLOCKS)
         stalled = cluster.served[0].store
         stalled.after = 1
-        with passing_time() as let_pass:
-            reading = asyncio.create_task(read(client))
-            await asyncio.to_thread(stalled.reached.wait, 30)
-            let_pass(601.0)
-            assert await reading == EVERYTHING
+        let_pass, reading = passing_time(), asyncio.create_task(read(client))
+        await asyncio.to_thread(stalled.reached.wait, 30)
+        for _ in range(100):  # until what came before has been taken, and nothing moves any more
+            await asyncio.sleep(0)
+        let_pass(601.0)
+        assert await reading == EVERYTHING
         assert client.stats.failures == {"Timeout": 1}
         cluster.served[0].store.gate.set()
 
