@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from tests.fakes.stopping import stop
 from tests.flow.ports import free_port
 
 START_SECONDS = 90.0  # a loaded machine starts five Python processes slowly
@@ -187,3 +188,7 @@ class MillraceServer(Asking):
 
     def signal_worker(self, name: str, number: signal.Signals) -> None:
         os.kill(self.worker_pid(name), number)
+
+    def stop_worker(self, name: str) -> None:
+        """It does nothing from now on, and takes nothing in."""
+        stop(self.worker_pid(name))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -14,6 +12,7 @@ from torch.distributed import HashStore, Store, TCPStore
 from serving.expert_parallel.bounded import BoundedStore, Overdue, StoreUnavailable, within
 from serving.expert_parallel.exchange import RankLost
 from serving.expert_parallel.meeting import exchanged
+from tests.fakes.stopping import stop
 from tests.serving.expert_parallel.ranks import Ranks, keep_store
 
 PATIENCE = 0.3
@@ -26,7 +25,7 @@ def stopped() -> Iterator[TCPStore]:
         keeper = group.start(0, keep_store)
         store = TCPStore("127.0.0.1", keeper.answer(), is_master=False, timeout=timedelta(seconds=PATIENCE))
         store.set("known", "word")
-        os.kill(keeper.pid, signal.SIGSTOP)
+        stop(keeper.pid)
         yield store
 
 
