@@ -16,7 +16,6 @@ from serving.errors import DeadlineExceeded, NoRoom, Overloaded
 from serving.messages import Pooling, Request, Role, Slo
 from serving.service_class import SERVICE_CLASSES, ServiceClass
 from serving.step_cost import StepCost
-from tests.fakes.loop_time import passing_time
 from tests.router.conftest import World, expected, wanted
 from tests.router.scripted import HANG, ScriptedWorker, make_status
 
@@ -243,13 +242,13 @@ async def test_one_that_is_refused_keeps_nobody_back() -> None:
     await world.fleet.close()
 
 
+@pytest.mark.usefixtures("looks_by_hand")
 async def test_workers_that_say_they_are_full_are_not_asked() -> None:
     """But for one, where others hold most of them: asked, it will keep room (decode.turns)."""
-    world = World(patience=0.05)
+    world = World(patience=300.0)
     for name in "abcd":
         world.add(name, leases=8, running=8).script.open = [NoRoom("full")]
-    with pytest.raises(Overloaded):
-        await world.tokens(wanted())
+    assert [type(error) for error in await world.outlasted(wanted())] == [Overloaded]
     assert sum(len(worker.opened) for worker in world.workers.values()) == 1
     for worker in world.workers.values():
         worker.opened.clear()
@@ -282,12 +281,7 @@ async def test_a_worker_that_is_full_of_ones_own_leases_is_not_asked() -> None:
 async def test_one_that_never_had_its_turn_is_told_that_workers_are_full() -> None:
     world = World(patience=300.0)
     world.add("a").script.open = [NoRoom("full")] * 1000
-    let_pass, waiting = passing_time(), []
-    for name in "12":
-        waiting.append(asyncio.create_task(world.tokens(wanted(name))))
-        await world.settled()
-    let_pass(301.0)
-    found = await asyncio.gather(*waiting, return_exceptions=True)
+    found = await world.outlasted(wanted("1"), wanted("2"))
     assert [(type(error), getattr(error, "code", None)) for error in found] == [(Overloaded, "no_room")] * 2
     await world.fleet.close()
 
