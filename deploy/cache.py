@@ -10,7 +10,8 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from bench.report import aligned
 from deploy.runtime.heartbeats import addresses
@@ -20,12 +21,15 @@ from kvcache.pool.links import BlockSelection
 from kvcache.pool.models import push
 from kvcache.pool.remote import RemoteNode
 from serving.errors import MillraceError, Unauthorized, WorkerLost
+from serving.grpc_tls import grpc_tls
 from serving.messages import PoolReport, TierStat
-from serving.options import ENV_PREFIX
+from serving.options import ENV_PREFIX, add_flags, build
+from serving.security_config import SecurityConfig
 
 NODES = ENV_PREFIX + "KVCACHE_NODES"
 KEY = ENV_PREFIX + "CLUSTER_KEY"
 ANSWER_SECONDS = 10.0
+NodeLink = Callable[..., RemoteNode]
 CORRUPT, FAILED = 1, 2  # exit codes
 
 
@@ -41,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replication", type=int, default=1, metavar="N", help="push: nodes that keep each block (1)")
     parser.add_argument("--nodes", metavar="LIST", help=f"nodes to ask: host:port, comma-separated (default: {NODES})")
     parser.add_argument("--cluster-key", metavar="KEY", help=f"the key services show each other; better set {KEY}")
+    add_flags(parser, SecurityConfig)
     parser.add_argument("--namespace", metavar="NS", help="ls and evict: only blocks of this namespace")
     parser.add_argument(
         "--key", action="append", default=[], metavar="HEX", help="ls and evict: only this block; may be given again"
@@ -56,13 +61,14 @@ def run(arguments: argparse.Namespace) -> int:
     if not named:
         raise ValueError(f"name the pool's nodes: --nodes host:port,... or {NODES}")
     key = arguments.cluster_key or os.environ.get(KEY)
+    link = partial(RemoteNode, cluster_key=key, tls=grpc_tls(build(SecurityConfig, {}, os.environ, vars(arguments))))
     if arguments.action == "push":
-        return asyncio.run(push_model(arguments.model, named, key, arguments.replication))
+        return asyncio.run(push_model(arguments.model, named, link, arguments.replication))
     nodes = [node.rpartition("@")[2] for node in named]
     what = selection(arguments.namespace, arguments.key)
     if arguments.action == "evict" and what == BlockSelection() and not arguments.all:
         raise ValueError("evict which blocks? Give --namespace, --key, or --all")
-    return asyncio.run(ask(arguments.action, nodes, key, what))
+    return asyncio.run(ask(arguments.action, nodes, link, what))
 
 
 def selection(namespace: str | None, keys: Sequence[str]) -> BlockSelection:
@@ -81,11 +87,11 @@ def selection(namespace: str | None, keys: Sequence[str]) -> BlockSelection:
     return BlockSelection(namespace=namespace, keys=tuple(found))
 
 
-async def ask(action: str, nodes: Sequence[str], key: str | None, what: BlockSelection) -> int:
+async def ask(action: str, nodes: Sequence[str], link: NodeLink, what: BlockSelection) -> int:
     """Do it with one node after another. 1 if any had a corrupt block, otherwise 2 if one did not answer."""
     code, reports = 0, []
     for address in nodes:
-        node = RemoteNode(address, key, ANSWER_SECONDS)
+        node = link(address, seconds=ANSWER_SECONDS)
         try:
             if action == "stat":
                 reports.append(await node.report())
@@ -131,14 +137,14 @@ def advice(address: str, error: MillraceError) -> str:
     return f"{address}: {error.message}"
 
 
-async def push_model(model: str | None, nodes: Sequence[str], key: str | None, replication: int) -> int:
+async def push_model(model: str | None, nodes: Sequence[str], link: NodeLink, replication: int) -> int:
     """Store a model's files under its name."""
     from deploy.worker.model_cache import model_name
     from serving.checkpoint.hub import resolve
 
     path, name = resolve(model), model_name(model)
-    found = PoolClient(lambda address: RemoteNode(address, key), replication=replication, timeout=ANSWER_SECONDS)
-    found.set_nodes(await named_nodes(nodes, key))
+    found = PoolClient(link, replication=replication, timeout=ANSWER_SECONDS)
+    found.set_nodes(await named_nodes(nodes, link))
     began = time.monotonic()
 
     def progress(done: int, total: int) -> None:
@@ -153,18 +159,18 @@ async def push_model(model: str | None, nodes: Sequence[str], key: str | None, r
     return 0
 
 
-async def named_nodes(nodes: Sequence[str], key: str | None) -> list[str]:
+async def named_nodes(nodes: Sequence[str], link: NodeLink) -> list[str]:
     """The nodes as `name@host:port`, as routers tell them to workers: blocks are placed by the names."""
     found = []
     for node in nodes:
         address = node.rpartition("@")[2]
-        link = RemoteNode(address, key, ANSWER_SECONDS)
+        found_node = link(address, seconds=ANSWER_SECONDS)
         try:
-            found.append(f"{(await link.report()).stat.name}@{address}")
+            found.append(f"{(await found_node.report()).stat.name}@{address}")
         except MillraceError as error:
             raise ValueError(advice(address, error)) from None
         finally:
-            await link.close()
+            await found_node.close()
     return found
 
 

@@ -112,6 +112,7 @@ def common_flags(settings: Settings) -> list[str]:
         *("--shutdown-timeout", str(settings.http.shutdown_timeout)),
         *("--heartbeat-interval", str(settings.placement.heartbeat_interval)),
         *("--heartbeat-timeout", str(settings.placement.heartbeat_timeout)),
+        *config_flags(settings.security),
     ]
 
 

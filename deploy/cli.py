@@ -19,10 +19,11 @@ from deploy.placement import command as deploying
 from deploy.placement.given import check_given, load_placement, placed_settings
 from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings, check_heartbeats, check_ranks, read_settings
 from deploy.runtime.signals import leave_at_once_on_signals
-from deploy.runtime.tls import server_context
+from deploy.runtime.tls import https_files
 from serving import __version__
 from serving.config import PARALLEL_SIZES, ModelConfig
 from serving.errors import MillraceError
+from serving.grpc_tls import grpc_tls
 from serving.logs import setup_logging
 from serving.messages import Role
 from serving.options import add_flags, check_last_word
@@ -153,7 +154,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_heartbeats(settings.placement)
         for role in _roles(given):
             check_ranks(settings.engine, settings.model_config.of(role))
-        server_context(settings.http)  # certificates that cannot be used are told of before anything has started
+        grpc_tls(settings.security)
+        https_files(settings.http)  # certificates that cannot be used are told of before anything has started
         configured_classes(settings.service)
         setup_logging(settings.cluster.worker_name or parsed.command, settings.http.log_level)
         for line in told:

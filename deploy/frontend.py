@@ -19,6 +19,7 @@ from typing import Any
 
 from deploy.embedding_form import embedding_form
 from deploy.generation_config import sampling_defaults, told
+from deploy.runtime.addresses import EVERYWHERE
 from deploy.runtime.http_server import HttpServer
 from deploy.runtime.signals import on_signals
 from router.canary import Canary
@@ -33,13 +34,16 @@ from serving.api.grammar_gate import GrammarGate
 from serving.api.in_flight import InFlightRequests
 from serving.api.settings import SamplingDefaults, ServedModel
 from serving.background import BackgroundTasks
+from serving.certificate_metrics import certificate_text
 from serving.config import HttpConfig, ModelConfig
 from serving.errors import Unavailable
+from serving.grpc_tls import Identity
 from serving.http_metrics import HttpMetrics
 from serving.malloc import give_back_memory
 from serving.messages import WorkerStatus
 from serving.metrics import FaultFigures, RouterMetrics
 from serving.model.spec import ModelSpec
+from serving.reloaded import ReloadedFiles
 from serving.service_config import ServiceConfig
 from serving.text.tokenizer import Tokenizer
 
@@ -56,7 +60,8 @@ AUDIT_SECONDS = 2.0  # between looks for leaks, while nothing runs
 class Frontend:
     """Router, API and their housekeeping over a fleet. `run()` returns once everyone accepted has been served.
 
-    `canary_interval` in seconds, 0 for no canary. `restarts` counts background tasks that broke.
+    `canary_interval` in seconds, 0 for no canary. `restarts` counts background tasks that broke;
+    `grpc_files` are the certificates of the gRPC between services.
     """
 
     def __init__(
@@ -70,11 +75,13 @@ class Frontend:
         service: ServiceConfig | None = None,
         canary_interval: float = 0.0,
         restarts: Counter[str] | None = None,
+        grpc_files: ReloadedFiles[Identity] | None = None,
     ):
         self.fleet = placer.fleet
         self.background = BackgroundTasks(restarts)
         self.canary = Canary(self.fleet, canary_interval) if canary_interval else None
         self.http = http
+        self.grpc_files = grpc_files
         self.served = served
         self.metrics = RouterMetrics(
             served.names[0],
@@ -101,7 +108,7 @@ class Frontend:
             placements=RouterOverview(self.router),
             health=self.health,
             audit=self.audit,
-            metrics_text=lambda: self.metrics.text() + self.http_metrics.text(),
+            metrics_text=self._metrics_text,
             observer=self.metrics,
             http_observer=self.http_metrics,
         )
@@ -109,6 +116,11 @@ class Frontend:
         self.bodies: BodyWork = app.state.bodies
         self.grammars: GrammarGate = app.state.grammars
         self.server = HttpServer(app, listening, http)
+
+    def _metrics_text(self) -> bytes:
+        files = {"grpc": self.grpc_files, "https": self.server.certificates}
+        own = certificate_text(files, self.http.metrics_prefix)
+        return self.metrics.text() + self.http_metrics.text() + own
 
     def _statuses(self) -> list[WorkerStatus]:
         """Of the workers that can be believed: a dead one's last words are no measurement. One that has left may not be
@@ -207,7 +219,7 @@ class Frontend:
         """Say once that requests can be served, and how to send one."""
         while not self.health()[0]:
             await self.fleet.change()
-        host = "localhost" if self.http.host in ("0.0.0.0", "::", "127.0.0.1") else self.http.host  # noqa: S104
+        host = "localhost" if self.http.host in (*EVERYWHERE, "127.0.0.1") else self.http.host
         scheme = "https" if self.http.ssl_certfile else "http"
         log.info("ready: %s://%s:%d/v1 serves %s", scheme, host, self.server.port, ", ".join(self.served.names))
 

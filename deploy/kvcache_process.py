@@ -10,9 +10,11 @@ import logging
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from deploy.runtime.addresses import announced, warn_if_open
+from deploy.runtime.addresses import announced
 from deploy.runtime.heartbeats import Heartbeats, addresses
 from deploy.runtime.http_server import open_status_door
+from deploy.runtime.kv_transports import kv_transport_of
+from deploy.runtime.open_doors import check_grpc
 from deploy.runtime.settings import Settings
 from deploy.runtime.signals import on_signals
 from kvcache.pool.disk import NAMESPACE
@@ -20,9 +22,12 @@ from kvcache.pool.node import PoolNode
 from kvcache.pool.service import PoolService
 from kvcache.pool.store import BlockStore
 from kvcache.pool.storeconfig import StoreConfig
+from kvcache.transfer.choice import AUTO
 from serving.api.status import status_app
 from serving.background import BackgroundTasks
+from serving.certificate_metrics import with_certificates
 from serving.config import KvCacheConfig
+from serving.grpc_tls import grpc_tls
 from serving.malloc import keep_freed_memory
 from serving.messages import PoolReport
 from serving.options import parse_bytes
@@ -44,20 +49,21 @@ class KvcacheProcess:
         self.store_config = store_config(settings.kvcache)
         self.cluster = settings.cluster
         self.parent = parent
+        self.tls = grpc_tls(settings.security)
         self._leaving = asyncio.Event()
         self._last: PoolReport | None = None
 
     async def run(self) -> int:
+        check_grpc(self.cluster, self.settings.security)
         on_signals(self._leaving.set)
         keep_freed_memory()
-        grpc_server = server(self.cluster.cluster_key)
-        port = listen(grpc_server, self.cluster.grpc_host, self.cluster.grpc_port)
-        warn_if_open(self.cluster)
+        grpc_server = server(self.cluster.cluster_key, self.tls)
+        port = listen(grpc_server, self.cluster.grpc_host, self.cluster.grpc_port, self.tls)
         address = announced(self.cluster, port, addresses(self.cluster.routers))
         name = self.cluster.worker_name or address  # what its share of the keys is drawn by: the same at every start
         store = await asyncio.to_thread(BlockStore, self.store_config)
         node = PoolNode(name, store, address=address)
-        service = PoolService(node)
+        service = PoolService(node, kv_transport_of(AUTO, self.cluster, self.settings.security))
         service.add_to(grpc_server)
         async with AsyncExitStack() as stack:
             stack.callback(service.close)
@@ -79,6 +85,7 @@ class KvcacheProcess:
             self.settings.placement,
             parent=self.parent,
             orphaned=self._leaving.set,
+            tls=self.tls,
         )
         beating = asyncio.create_task(heartbeats.run(), name="heartbeats")
         background = BackgroundTasks()
@@ -109,10 +116,11 @@ class KvcacheProcess:
     async def _open_status_door(self, node: PoolNode, stack: AsyncExitStack) -> None:
         if self.cluster.metrics_port is None:
             return
+        prefix = self.settings.http.metrics_prefix
         self._last = first = await node.report()
         app = status_app(
             health=lambda: (False, "draining") if node.draining else (True, "ok"),
-            metrics_text=pool_metrics(lambda: self._last or first, self.settings.http.metrics_prefix),
+            metrics_text=with_certificates(pool_metrics(lambda: self._last or first, prefix), self.tls, prefix),
             audit=lambda: {"calls": node.calls, "puts": node.puts},
         )
         await open_status_door(app, self.settings.http, self.cluster.metrics_port, stack)

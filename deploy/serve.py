@@ -16,9 +16,10 @@ from deploy.frontend import Frontend, served_model
 from deploy.kvcache_process import store_config
 from deploy.local import LocalCluster
 from deploy.router_snapshot import SnapshotFile, SnapshotKeeper, snapshot_file
-from deploy.runtime.addresses import near, warn_if_open
+from deploy.runtime.addresses import near
 from deploy.runtime.cpu_binding import use_cores
 from deploy.runtime.http_server import bind
+from deploy.runtime.open_doors import check_api, check_grpc
 from deploy.runtime.settings import Settings
 from deploy.runtime.signals import on_signals
 from deploy.runtime.supervisor import Supervisor
@@ -31,6 +32,7 @@ from router.placer import Placer
 from router.policies import make_policy
 from router.service import RegistryService
 from serving.checkpoint.hub import resolve
+from serving.grpc_tls import GrpcTls, grpc_tls
 from serving.loader.loading import open_checkpoint
 from serving.messages import Role
 from serving.proto import millrace_pb2_grpc as stubs
@@ -60,6 +62,7 @@ def router_config(settings: Settings) -> RouterConfig:
 
 async def serve_embedded(settings: Settings) -> int:
     """One process: a mixed worker, the router and the API; with --disk, a node of the KV pool too."""
+    check_api(settings.http, settings.security)
     template = read_chat_template(settings.http.chat_template)
     listening = bind(settings.http.host, settings.http.port)
     use_cores(settings.engine.cpus, settings.engine.threads)
@@ -119,6 +122,10 @@ async def serve_front(settings: Settings, children: Children) -> int:
 
     So do the KV pool's nodes.
     """
+    check_api(settings.http, settings.security)
+    key = settings.cluster.cluster_key or (secrets.token_hex(16) if children.workers else None)
+    check_grpc(dataclasses.replace(settings.cluster, cluster_key=key), settings.security)
+    tls = grpc_tls(settings.security)
     template = read_chat_template(settings.http.chat_template)
     listening = bind(settings.http.host, settings.http.port)
     path = resolve(settings.model)
@@ -126,18 +133,16 @@ async def serve_front(settings: Settings, children: Children) -> int:
         check_model(path, group.settings.model_config.of(group.role))
     if not children.workers:
         check_model(path, settings.model_config.of(Role.MIXED))
-    key = settings.cluster.cluster_key or (secrets.token_hex(16) if children.workers else None)
     routing = router_config(settings)
-    fleet = Fleet(routing, lambda status: RemoteWorker(Caller(status.address, key)))
+    fleet = Fleet(routing, lambda status: RemoteWorker(Caller(status.address, key, tls)))
     placer = Placer(fleet, make_policy(routing.policy))
     keeper = _keeper(placer, settings, path)
-    door = server(key)
+    door = server(key, tls)
     stubs.add_RegistryServicer_to_server(RegistryService(fleet), door)
     wanted = settings.cluster.grpc_port or (0 if children.workers else ROUTER_PORT)
-    port = listen(door, settings.cluster.grpc_host, wanted)
+    port = listen(door, settings.cluster.grpc_host, wanted, tls)
     await door.start()
     log.info("workers report to %s:%d", settings.cluster.grpc_host, port)
-    warn_if_open(dataclasses.replace(settings.cluster, cluster_key=key))
     router = f"{near(settings.cluster.grpc_host)}:{port}"
     specs = node_specs(children.nodes, router, children.node_settings or settings)
     specs += child_specs(path, children.workers, router)
@@ -146,7 +151,7 @@ async def serve_front(settings: Settings, children: Children) -> int:
     on_signals(early.set)  # from now on there are children to be told
     supervisor.start()
     try:
-        front = await asyncio.to_thread(_frontend, placer, settings, path, template, listening)
+        front = await asyncio.to_thread(_frontend, placer, settings, path, template, listening, tls)
         front.leave_on_signals()
         await asyncio.sleep(0)  # a signal that came before may still be told of
         if not early.is_set():
@@ -175,7 +180,12 @@ def _keeper(placer: Placer, settings: Settings, path: Path) -> SnapshotKeeper | 
 
 
 def _frontend(
-    placer: Placer, settings: Settings, path: Path, template: str | None, listening: socket.socket
+    placer: Placer,
+    settings: Settings,
+    path: Path,
+    template: str | None,
+    listening: socket.socket,
+    tls: GrpcTls | None,
 ) -> Frontend:
     spec, _, _ = open_checkpoint(path)
     limit = min(spec.max_position, settings.model_config.max_model_len or spec.max_position)
@@ -190,4 +200,5 @@ def _frontend(
         listening,
         service=settings.service,
         canary_interval=canary,
+        grpc_files=tls.files if tls is not None else None,
     )

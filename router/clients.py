@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 from router.prefill_call import BROKEN_CALL
+from router.renewed_session import RenewedSession
 from serving.errors import NEVER_SENT, MillraceError, StaleLease, WorkerLost
 from serving.links import Deliver, LeaseEvent
 from serving.messages import Audit, LeaseGrant, LeaseOrder, Prefilled, PrefillOrder
@@ -26,11 +27,13 @@ class RemoteWorker:
 
     def __init__(self, caller: Caller):
         self.caller = caller
-        self._session: RemoteSession | None = None  # the latest
+        self._session: RenewedSession | None = None  # the latest
 
-    async def connect(self, router: str, deliver: Deliver, lost: Callable[[MillraceError], None]) -> RemoteSession:
+    async def connect(self, router: str, deliver: Deliver, lost: Callable[[MillraceError], None]) -> RenewedSession:
         """Raises WorkerLost when the worker cannot be reached."""
-        session = self._session = RemoteSession(self.caller, router, deliver, lost)
+        session = self._session = RenewedSession(
+            self.caller, lambda lost: RemoteSession(self.caller, router, deliver, lost), lost
+        )
         try:
             await session.welcome
         except asyncio.CancelledError:  # the worker may still answer: it would keep the session open for nobody
@@ -40,7 +43,7 @@ class RemoteWorker:
 
     async def run(self, order: PrefillOrder) -> AsyncIterator[Prefilled]:
         """A prefill that was asked for with its lease runs already, and ends with it."""
-        asked = self._session.prefills.get(order.order.lease.lease) if self._session is not None else None
+        asked = self._session.prefill_of(order.order.lease.lease) if self._session is not None else None
         if asked is not None:
             yield await asked
             return

@@ -168,7 +168,8 @@ class EngineConfig:
     kv_transport: str = option(
         "auto",
         "how KV travels between processes: over gRPC, written into shared memory where both are on one host, or"
-        " written by NIXL where both have it; auto: the best that leads there",
+        " written by NIXL where both have it; auto: the best that leads there, NIXL with --insecure alone, as it"
+        " listens on every address and asks nobody who it is",
         choices=("auto", "grpc", "shm", "nixl"),
     )
     profile: str | None = option(None, "trace every step to FILE.<worker>.json, for ui.perfetto.dev")
@@ -199,7 +200,7 @@ class EngineConfig:
 class HttpConfig:
     """The HTTP server."""
 
-    host: str = option("0.0.0.0", "address to listen on")  # noqa: S104 - what users of such servers expect
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: every address, which asks for --api-key")
     port: int = option(8000, "port of the HTTP API", least=0, most=65535)
     api_key: str | None = option(
         None,

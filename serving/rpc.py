@@ -21,6 +21,7 @@ import grpc
 from grpc import aio
 
 from serving.errors import NEVER_SENT, MillraceError, Unauthorized, WorkerLost
+from serving.grpc_tls import GrpcTls, Identity
 from serving.proto import millrace_pb2 as pb
 from serving.wire import error_from_pb, error_to_pb
 
@@ -30,6 +31,9 @@ MAX_MESSAGE = 256 << 20  # bytes; the largest message is a prompt's token ids or
 UNANSWERED_MS = 15_000  # a peer that answers no ping for so long is gone; one that was stopped for 10 s is not
 # How gRPC begins what it says of a call that it could not send: nobody listens, or the name has no address.
 NO_CONNECTION = ("failed to connect", "errors resolving")
+# A server that refuses a client's certificate, or hears no TLS from it, ends the connection, and gRPC tells no more.
+ENDED = ("Socket closed", "Connection reset by peer", "Broken pipe")
+MAYBE_REFUSED = "; it may be gone, or have refused our certificate, or want TLS"
 LONGEST_MESSAGE = 2000  # bytes of an error: it travels in headers, escaped, and gRPC drops those over 16 KB
 _ERROR_KEY = "millrace-error-bin"
 _AUTH_KEY = "authorization"
@@ -68,15 +72,20 @@ async def _refuse(requests: Any, context: aio.ServicerContext) -> None:
     await _abort(context, Unauthorized("the cluster key is missing or wrong; start every service with the same one"))
 
 
-def server(cluster_key: str | None = None) -> aio.Server:
-    """A gRPC server; with a key, calls without it are refused."""
-    return aio.server(interceptors=[_KeyCheck(cluster_key)] if cluster_key else None, options=_OPTIONS)
+def server(cluster_key: str | None = None, tls: GrpcTls | None = None) -> aio.Server:
+    """A gRPC server; with a key, calls without it are refused. Have it `listen` with the same `tls`."""
+    options = [*_OPTIONS, *(tls.server_options() if tls is not None else ())]
+    return aio.server(interceptors=[_KeyCheck(cluster_key)] if cluster_key else None, options=options)
 
 
-def listen(on: aio.Server, host: str, port: int) -> int:
-    """Have the server listen on host:port, 0 for a free one; the port. Raises ValueError when it cannot be had."""
+def listen(on: aio.Server, host: str, port: int, tls: GrpcTls | None = None) -> int:
+    """Have the server listen on host:port, 0 for a free one; the port. Raises ValueError when it cannot be had.
+
+    With `tls` it answers those alone whose certificates are of its authorities.
+    """
+    where = f"{host}:{port}"
     try:
-        bound: int = on.add_insecure_port(f"{host}:{port}")
+        bound: int = on.add_insecure_port(where) if tls is None else on.add_secure_port(where, tls.server_credentials())
     except RuntimeError as error:
         raise ValueError(f"gRPC cannot listen on {host}:{port}; choose another --grpc-host or --grpc-port") from error
     return bound
@@ -89,15 +98,39 @@ def handle(on: aio.Server, path: str, handler: Any) -> None:
 
 
 class Caller:
-    """A channel and the metadata its calls carry. `metadata` goes into every stub call."""
+    """A channel and the metadata its calls carry. `metadata` goes into every stub call.
 
-    def __init__(self, address: str, cluster_key: str | None = None):
+    Ask for `channel` at every call: with `tls` it is another one when the certificates have changed.
+    """
+
+    def __init__(self, address: str, cluster_key: str | None = None, tls: GrpcTls | None = None):
         self.address = address
-        self.channel = aio.insecure_channel(address, options=_OPTIONS)
         self.metadata: tuple[tuple[str, str], ...] = ((_AUTH_KEY, f"Bearer {cluster_key}"),) if cluster_key else ()
+        self._tls = tls
+        self._identity = tls.current() if tls is not None else None
+        self._channel = self._opened()
+
+    @property
+    def channel(self) -> aio.Channel:
+        """The last one is let go, not closed: its calls go on to their ends, and then gRPC closes it."""
+        if self._tls is not None and (now := self._tls.current()) is not self._identity:
+            self._identity = now
+            self._channel = self._opened()
+        return self._channel
+
+    @property
+    def identity(self) -> Identity | None:
+        """By which `channel` was made; None without TLS."""
+        return self._identity
+
+    def _opened(self) -> aio.Channel:
+        if self._tls is None or self._identity is None:
+            return aio.insecure_channel(self.address, options=_OPTIONS)
+        options = [*_OPTIONS, *self._tls.channel_options()]
+        return aio.secure_channel(self.address, self._tls.channel_credentials(self._identity), options=options)
 
     async def close(self) -> None:
-        await self.channel.close()
+        await self._channel.close()
 
 
 async def _abort(context: aio.ServicerContext, error: MillraceError) -> NoReturn:
@@ -136,6 +169,11 @@ def asking(peer: str) -> Any:
         raise WorkerLost(f"the channel to {peer} was closed") from error  # this task was not cancelled: the call was
 
 
+def refused_by_tls(error: MillraceError) -> bool:
+    """True if certificates may be why a call failed: as far as gRPC tells."""
+    return error.message.endswith(MAYBE_REFUSED) or "handshake failed" in error.message
+
+
 def _from_status(error: aio.AioRpcError, peer: str) -> MillraceError:
     for name, value in error.trailing_metadata() or ():
         if name == _ERROR_KEY:
@@ -145,4 +183,5 @@ def _from_status(error: aio.AioRpcError, peer: str) -> MillraceError:
     told, details = error.code().name, error.details() or ""
     # The status alone does not tell a call that had no connection from one that lost it.
     code = NEVER_SENT if details.startswith(NO_CONNECTION) else told
-    return WorkerLost(f"{peer}: {told.lower().replace('_', ' ')}: {details}", code=code)
+    hint = MAYBE_REFUSED if details.endswith(ENDED) else ""
+    return WorkerLost(f"{peer}: {told.lower().replace('_', ' ')}: {details}{hint}", code=code)

@@ -24,17 +24,22 @@ from deploy.placement.image import (
 from deploy.placement.plan import ROUTER, DeploymentPlan, ServiceGroup, flags_of
 from serving.checkpoint.hub import is_hub_name
 from serving.config import HttpConfig
+from serving.options import names
+from serving.security_config import SecurityConfig
 
 HEAD = """\
 # Rendered by `millrace deploy render compose`: change the placement file, not this one.
 # MILLRACE_CLUSTER_KEY (among the services) and MILLRACE_API_KEY (of clients) are passed on where they are set.
+# MILLRACE_INSECURE=0 has services refuse to start without.
 """
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - in the containers' own network
 ROUTER_ADDRESS = f"{ROUTER}:{GRPC_PORT}"
 HEALTH = {"interval": "5s", "timeout": "5s", "retries": 3, "start_period": "600s"}
 TO_ALL = ("MILLRACE_CLUSTER_KEY",)
+INSECURE = "MILLRACE_INSECURE"  # reached from this network alone, and from loopback, services may do without keys
 TO_READERS = ("HF_TOKEN",)  # a private model of the hub
 TMP, CACHE_TMP = "/tmp:mode=1777", f"{CACHE}:mode=1777,exec"  # noqa: S108 - in the container; kernels may be compiled
+TLS = tuple(name for name in names(SecurityConfig) if name.startswith("grpc_tls"))
 VOLUME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 IMAGE_NAME = re.compile(r"[\w./:@-]+", re.ASCII)
 
@@ -120,7 +125,7 @@ def _service(plan: DeploymentPlan, group: ServiceGroup, image: ImageSource, comm
     seconds = float(group.settings.get("shutdown_timeout", HttpConfig.shutdown_timeout))
     return service | {
         "command": [_literal(word) for word in command],
-        "environment": list(TO_ALL),
+        "environment": [*TO_ALL, _insecure(group)],
         "read_only": True,
         "tmpfs": [TMP, CACHE_TMP],
         "cap_drop": ["ALL"],
@@ -129,6 +134,13 @@ def _service(plan: DeploymentPlan, group: ServiceGroup, image: ImageSource, comm
         "stop_grace_period": f"{grace_seconds(seconds)}s",
         "healthcheck": {"test": ["CMD", "python", "-m", "deploy.image.health"], **HEALTH},
     }
+
+
+def _insecure(group: ServiceGroup) -> str:
+    """Permitted by default, but for what is published elsewhere, and for those who have set up TLS."""
+    host = group.settings.get("host", HttpConfig.host)
+    closed = not ipaddress.ip_address(host).is_loopback or any(name in group.settings for name in TLS)
+    return f"{INSECURE}=${{{INSECURE}:-{int(not closed)}}}"
 
 
 def _model(plan: DeploymentPlan) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from serving.config import EngineConfig, HttpConfig, KvCacheConfig, ModelConfig, PlacementConfig, PoolConfig
 from serving.messages import Role
 from serving.options import names
+from serving.security_config import SecurityConfig
 from serving.service_config import ServiceConfig
 
 ROUTER, KVCACHE = "router", "kvcache"
@@ -20,12 +21,12 @@ Values = Mapping[str, Any]
 
 # Of everyone, and to be equal everywhere: a worker is taken for dead by what it and the router both count on.
 HEARTBEATS = ("heartbeat_interval", "heartbeat_timeout")
-EVERYONES = ("log_level", "shutdown_timeout", "metrics_prefix")
+EVERYONES = ("log_level", "shutdown_timeout", "metrics_prefix", *names(SecurityConfig))
 # What the router itself takes of the model's settings: how the model is shown.
 SHOWN = ("served_model_name", "max_model_len", "generation_config")
 _WORKERS = (*names(ModelConfig, EngineConfig, PoolConfig), *EVERYONES)
 READS: Mapping[str, frozenset[str]] = {
-    ROUTER: frozenset({*names(HttpConfig, ServiceConfig, PlacementConfig), *SHOWN}),
+    ROUTER: frozenset({*names(HttpConfig, ServiceConfig, PlacementConfig, SecurityConfig), *SHOWN}),
     **{role.value: frozenset({*_WORKERS, *HEARTBEATS}) for role in Role},
     KVCACHE: frozenset({*names(KvCacheConfig), *EVERYONES, *HEARTBEATS}),
 }

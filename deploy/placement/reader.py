@@ -24,9 +24,19 @@ from serving.config import (
 )
 from serving.messages import Role
 from serving.options import ConfigError, build, names
+from serving.security_config import SecurityConfig
 from serving.service_config import ServiceConfig
 
-CONFIGS = (ModelConfig, EngineConfig, HttpConfig, ServiceConfig, PlacementConfig, PoolConfig, KvCacheConfig)
+CONFIGS = (
+    ModelConfig,
+    EngineConfig,
+    HttpConfig,
+    ServiceConfig,
+    PlacementConfig,
+    PoolConfig,
+    KvCacheConfig,
+    SecurityConfig,
+)
 CONFIG_OF = {name: config for config in CONFIGS for name in names(config)}
 SECRETS = ("api_key", "cluster_key")
 GIVEN = tuple(name for name in names(ClusterConfig) if name not in SECRETS)

@@ -14,7 +14,6 @@ from serving.config import ClusterConfig
 log = logging.getLogger(__name__)
 
 EVERYWHERE = ("", "0.0.0.0", "::", "[::]")  # noqa: S104 - to be recognised, not bound
-LOOPBACK = ("127.", "localhost", "::1", "[::1]", "unix:")
 
 
 def announced(cluster: ClusterConfig, port: int, peers: Sequence[str]) -> str:
@@ -37,16 +36,6 @@ def near(host: str) -> str:
     if host not in EVERYWHERE:
         return host
     return "[::1]" if ":" in host else "127.0.0.1"
-
-
-def warn_if_open(cluster: ClusterConfig) -> None:
-    """Say so where anyone on the network may register as a worker, and be sent prompts."""
-    if cluster.cluster_key is None and not cluster.grpc_host.startswith(LOOPBACK):
-        log.warning(
-            "gRPC on %s is open to anyone who reaches it: whoever registers there as a worker is sent prompts. "
-            "Set MILLRACE_CLUSTER_KEY, the same for every service, and keep the network private: it travels in clear",
-            cluster.grpc_host,
-        )
 
 
 def _own_address(peer: str) -> str | None:

@@ -16,8 +16,9 @@ from functools import partial
 from serving.background import BackgroundTasks
 from serving.config import ClusterConfig, PlacementConfig
 from serving.errors import InvalidRequest, MillraceError, Unauthorized
+from serving.grpc_tls import GrpcTls
 from serving.proto import millrace_pb2 as pb
-from serving.rpc import Caller, asking
+from serving.rpc import Caller, asking, refused_by_tls
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Heartbeats:
         parent: int | None = None,
         orphaned: Callable[[], None] = lambda: None,
         restarts: Counter[str] | None = None,
+        tls: GrpcTls | None = None,
     ):
         self.send = send
         self.interval = placement.heartbeat_interval
@@ -51,7 +53,7 @@ class Heartbeats:
         self.parent = parent
         self.orphaned = orphaned
         self._background = BackgroundTasks(restarts)
-        self._callers = [Caller(address, cluster.cluster_key) for address in addresses(cluster.routers)]
+        self._callers = [Caller(address, cluster.cluster_key, tls) for address in addresses(cluster.routers)]
         self._heard: dict[str, tuple[str, ...]] = {}  # the pool's nodes by the router that told us
         self._told: list[str] = []
         self._refusals: dict[str, str] = {}  # what a router refuses us for, until it takes us
@@ -103,11 +105,18 @@ class Heartbeats:
         except (Unauthorized, InvalidRequest) as error:
             self._refused(caller.address, error)
         except MillraceError as error:
-            log.debug("router %s does not answer: %s", caller.address, error.message)
+            self._unanswered(caller.address, error)
         else:
             self._refusals.pop(caller.address, None)
             self._heard[caller.address] = tuple(reply.pool_nodes)
             self._tell()
+
+    def _unanswered(self, router: str, error: MillraceError) -> None:
+        """Routers may well be away; what certificates may be the reason of is said once, until it answers."""
+        said = self._refusals.get(router) == error.message or not refused_by_tls(error)
+        log.log(logging.DEBUG if said else logging.WARNING, "router %s does not answer: %s", router, error.message)
+        if not said:
+            self._refusals[router] = error.message
 
     def _refused(self, router: str, error: MillraceError) -> None:
         """Say why once; the next heartbeat asks again, as the router may be another by then."""

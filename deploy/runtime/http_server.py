@@ -6,7 +6,6 @@ import asyncio
 import logging
 import resource
 import socket
-import ssl
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
@@ -17,10 +16,11 @@ from fastapi import FastAPI
 
 from deploy.runtime.connection_table import ConnectionEnd, ConnectionTable
 from deploy.runtime.http_connection import Connection, HttpConnection
-from deploy.runtime.tls import server_context
+from deploy.runtime.tls import HttpsIdentity, https_files
 from deploy.runtime.tls_acceptor import TlsAcceptor
 from serving.config import HttpConfig
 from serving.metrics import ConnectionFigures
+from serving.reloaded import ReloadedFiles
 
 log = logging.getLogger(__name__)
 
@@ -37,16 +37,16 @@ class _Server(uvicorn.Server):
         self.up = asyncio.Event()
         self.http = http
         self.table = table
-        self.context = server_context(http)
+        self.certificates = https_files(http)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if self.context is None:
+        if self.certificates is None:
             await super().startup(sockets)
         else:
-            self._startup_tls(sockets or [], self.context)
+            self._startup_tls(sockets or [], self.certificates)
         self.up.set()
 
-    def _startup_tls(self, sockets: list[socket.socket], context: ssl.SSLContext) -> None:
+    def _startup_tls(self, sockets: list[socket.socket], certificates: ReloadedFiles[HttpsIdentity]) -> None:
         """As uvicorn's, which holds connections in their handshakes without bounds of number and time."""
         make = partial(
             cast("Callable[..., HttpConnection]", self.config.http_protocol_class),
@@ -56,7 +56,15 @@ class _Server(uvicorn.Server):
         )
         seconds, backlog = self.http.header_timeout, self.config.backlog
         made = [
-            TlsAcceptor(sock, context, make, self.table, handshake_seconds=seconds, backlog=backlog) for sock in sockets
+            TlsAcceptor(
+                sock,
+                lambda: certificates.current().context,
+                make,
+                self.table,
+                handshake_seconds=seconds,
+                backlog=backlog,
+            )
+            for sock in sockets
         ]
         self.servers = cast("list[asyncio.Server]", made)  # of which it closes them, and waits for that
         self.started = True
@@ -120,6 +128,11 @@ class HttpServer:
             timeout_graceful_shutdown=5,
         )
         self._server = _Server(config, http, self.table)
+
+    @property
+    def certificates(self) -> ReloadedFiles[HttpsIdentity] | None:
+        """None for plain HTTP."""
+        return self._server.certificates
 
     def connections(self) -> ConnectionFigures:
         """Connections now, by state, and how many the server has ended, by why."""

@@ -17,6 +17,7 @@ from serving.config import (
     PoolConfig,
 )
 from serving.options import ConfigError, build, load_file, names
+from serving.security_config import SecurityConfig
 from serving.service_config import ServiceConfig
 
 
@@ -31,13 +32,15 @@ class Settings:
     service: ServiceConfig = field(default_factory=ServiceConfig)
     placement: PlacementConfig
     cluster: ClusterConfig
+    security: SecurityConfig = field(default_factory=SecurityConfig)
     pool: PoolConfig
     kvcache: KvCacheConfig
 
 
 GROUPS = {name: kind for name, kind in get_type_hints(Settings).items() if name != "model"}
 CONFIGS = tuple(GROUPS.values())
-NODE_CONFIGS = (KvCacheConfig, HttpConfig, PlacementConfig, ClusterConfig)  # what a node of the KV pool reads
+# What a node of the KV pool reads.
+NODE_CONFIGS = (KvCacheConfig, HttpConfig, PlacementConfig, ClusterConfig, SecurityConfig)
 
 
 def read_settings(given: Mapping[str, Any], placed: Mapping[str, Any] | None = None) -> Settings:

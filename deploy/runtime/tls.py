@@ -1,12 +1,43 @@
-"""HTTPS: the certificate of the HTTP server, and whether its clients have to show one."""
+"""HTTPS: the certificate of the HTTP server, read anew when it changes, and whether its clients have to show one."""
 
 from __future__ import annotations
 
 import ssl
+from dataclasses import dataclass
 
+from serving.certificate import CertificateFacts, no_password, read_certificate
 from serving.config import HttpConfig
+from serving.reloaded import LOOK_SECONDS, ReloadedFiles
 
 _ASKED = {"0": ssl.CERT_NONE, "1": ssl.CERT_OPTIONAL, "2": ssl.CERT_REQUIRED}
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class HttpsIdentity:
+    """What handshakes are answered with, and what the certificate says."""
+
+    context: ssl.SSLContext
+    facts: CertificateFacts
+
+
+def https_files(http: HttpConfig, *, look_seconds: float = LOOK_SECONDS) -> ReloadedFiles[HttpsIdentity] | None:
+    """None for plain HTTP. Raises ValueError that names the flag and what is wrong with it."""
+    context = server_context(http)
+    if context is None:
+        return None
+    named = (http.ssl_certfile, http.ssl_keyfile, http.ssl_ca_certs)
+    return ReloadedFiles(
+        [name for name in named if name is not None], lambda: _identity(http), look_seconds=look_seconds
+    )
+
+
+def _identity(http: HttpConfig) -> HttpsIdentity:
+    context, certificate = server_context(http), http.ssl_certfile
+    assert context is not None and certificate is not None
+    try:
+        return HttpsIdentity(context, read_certificate(certificate, http.ssl_keyfile))
+    except OSError as error:
+        raise ValueError(f"--ssl-certfile {certificate}: {error}") from None
 
 
 def server_context(http: HttpConfig) -> ssl.SSLContext | None:
@@ -22,7 +53,7 @@ def server_context(http: HttpConfig) -> ssl.SSLContext | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_alpn_protocols(["http/1.1"])
     try:
-        context.load_cert_chain(http.ssl_certfile, http.ssl_keyfile, password=_no_password)
+        context.load_cert_chain(http.ssl_certfile, http.ssl_keyfile, password=no_password)
     except (OSError, ValueError) as error:  # an ssl.SSLError is an OSError
         raise ValueError(f"--ssl-certfile {http.ssl_certfile}, --ssl-keyfile {http.ssl_keyfile}: {error}") from None
     if http.ssl_ca_certs is not None:
@@ -32,8 +63,3 @@ def server_context(http: HttpConfig) -> ssl.SSLContext | None:
             raise ValueError(f"--ssl-ca-certs {http.ssl_ca_certs}: {error}") from None
         context.verify_mode = _ASKED[http.ssl_cert_reqs]
     return context
-
-
-def _no_password() -> str:
-    """Else OpenSSL asks for one on the terminal, and waits."""
-    raise ValueError("the key has a password, which cannot be given; `openssl pkey -in KEY -out NEW` takes it off")

@@ -76,12 +76,15 @@ class Handshake:
 
 
 class TlsAcceptor:
-    """Listens on a bound socket; what uvicorn asks of a server is `close` and `wait_closed`."""
+    """Listens on a bound socket; what uvicorn asks of a server is `close` and `wait_closed`.
+
+    `context` is asked at every connection: certificates may have changed.
+    """
 
     def __init__(
         self,
         listening: socket.socket,
-        context: ssl.SSLContext,
+        context: Callable[[], ssl.SSLContext],
         make: Callable[[], HttpConnection],
         table: ConnectionTable[Connection],
         *,
@@ -132,7 +135,7 @@ class TlsAcceptor:
             await asyncio.sleep(0)  # one after the other: where more wait, asyncio gives the next one at once
 
     def _admit(self, accepted: socket.socket, network: str) -> None:
-        handshake = Handshake(accepted, self._context, self._make, self._table, self._seconds)
+        handshake = Handshake(accepted, self._context(), self._make, self._table, self._seconds)
         admission = self._table.admit(handshake, network)
         if admission.evicted is not None:
             admission.evicted.abort()

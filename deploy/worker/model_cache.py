@@ -19,11 +19,12 @@ from deploy.runtime.heartbeats import addresses
 from kvcache.pool.client import PoolClient
 from kvcache.pool.models import pull, push
 from kvcache.pool.remote import RemoteNode
-from kvcache.transfer.choice import lenders_on_demand
+from kvcache.transfer.choice import WITHIN_HOST, lenders_on_demand
 from serving.config import ClusterConfig, ModelConfig, PoolConfig
 from serving.eplb_config import EplbConfig
 from serving.errors import CorruptChunk, MillraceError, NotFound
 from serving.expert_parallel.replanning import BalancePolicy
+from serving.grpc_tls import GrpcTls
 from serving.loader.loading import LoadedModel, load, resolve
 from serving.parallel.layout import ParallelLayout
 from serving.proto import millrace_pb2 as pb
@@ -109,17 +110,27 @@ def release(model: LoadedModel) -> None:
 class ModelCache:
     """A worker's model: `load` it, and once the worker serves, `store` it for the next one if the pool lacked it."""
 
-    def __init__(self, model: str | None, config: ModelConfig, pool: PoolConfig, cluster: ClusterConfig):
+    def __init__(
+        self,
+        model: str | None,
+        config: ModelConfig,
+        pool: PoolConfig,
+        cluster: ClusterConfig,
+        kv_transport: str = WITHIN_HOST,
+        tls: GrpcTls | None = None,
+    ):
         self.model = model
         self.config = config
         self.pool = pool
         self.cluster = cluster
+        self.kv_transport = kv_transport
+        self.tls = tls
         self.lacking: Path | None = None  # what the pool should be given
 
     async def load(self) -> LoadedModel:
         """From the pool where that was asked for and it has the model, else from disk or hub. Raises ValueError."""
         if self.config.load_format == "pool":
-            async with client(self.pool, self.cluster) as found:
+            async with client(self.pool, self.cluster, self.kv_transport, self.tls) as found:
                 if found.nodes:
                     loaded = await self._pooled(found)
                     if loaded is not None:
@@ -160,7 +171,7 @@ class ModelCache:
         """Put into the pool what it lacked."""
         if self.lacking is None:
             return
-        async with client(self.pool, self.cluster) as found:
+        async with client(self.pool, self.cluster, self.kv_transport, self.tls) as found:
             try:
                 size = await push(found, model_name(self.model), self.lacking)
                 log.info("%s is in the KV pool now: %.0f MB", model_name(self.model), size / 1e6)
@@ -180,26 +191,28 @@ def model_name(model: str | None) -> str:
 
 
 @asynccontextmanager
-async def client(pool: PoolConfig, cluster: ClusterConfig) -> AsyncIterator[PoolClient]:
+async def client(
+    pool: PoolConfig, cluster: ClusterConfig, kv_transport: str = WITHIN_HOST, tls: GrpcTls | None = None
+) -> AsyncIterator[PoolClient]:
     """A client of the pool whose nodes the configuration names and the routers know."""
-    lenders = lenders_on_demand("auto")
+    lenders = lenders_on_demand(kv_transport)
     made = PoolClient(
-        partial(RemoteNode, cluster_key=cluster.cluster_key, lenders=lenders),
+        partial(RemoteNode, cluster_key=cluster.cluster_key, lenders=lenders, tls=tls),
         replication=pool.replication,
         timeout=pool.kvcache_timeout,
     )
     try:
-        made.set_nodes(await nodes(pool, cluster))
+        made.set_nodes(await nodes(pool, cluster, tls))
         yield made
     finally:
         await made.close()
         lenders.close()
 
 
-async def nodes(pool: PoolConfig, cluster: ClusterConfig) -> list[str]:
+async def nodes(pool: PoolConfig, cluster: ClusterConfig, tls: GrpcTls | None = None) -> list[str]:
     """The pool's nodes; waits a little for the first."""
     fixed = addresses(pool.kvcache_nodes)
-    callers = [Caller(address, cluster.cluster_key) for address in addresses(cluster.routers)]
+    callers = [Caller(address, cluster.cluster_key, tls) for address in addresses(cluster.routers)]
     try:
         end = time.monotonic() + WAIT_SECONDS
         while True:

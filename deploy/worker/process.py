@@ -9,10 +9,12 @@ from dataclasses import replace
 from functools import partial
 
 from decode.service import DecodeService
-from deploy.runtime.addresses import announced, warn_if_open
+from deploy.runtime.addresses import announced
 from deploy.runtime.cpu_binding import use_cores
 from deploy.runtime.heartbeats import Heartbeats, RouterClocks, addresses
 from deploy.runtime.http_server import open_status_door
+from deploy.runtime.kv_transports import keep_nixl_on_loopback, kv_transport_of
+from deploy.runtime.open_doors import check_grpc
 from deploy.runtime.settings import Settings
 from deploy.runtime.signals import on_signals
 from deploy.worker.build import WorkerLinks, build_worker
@@ -21,11 +23,13 @@ from deploy.worker.proposers import DraftParts, load_draft_parts
 from deploy.worker.worker import Worker
 from kvcache.handoff.dialer import Dialer
 from kvcache.pool.remote import RemoteNode
-from kvcache.transfer.choice import lenders_for, lenders_on_demand
+from kvcache.transfer.choice import AUTO, lenders_for, lenders_on_demand
 from kvcache.transfer.lent_memory import MemoryLenders
 from prefill.service import PrefillService
 from serving.api.status import status_app
+from serving.certificate_metrics import with_certificates
 from serving.fleet_metrics import worker_metrics
+from serving.grpc_tls import grpc_tls
 from serving.loader.loading import LoadedModel
 from serving.malloc import keep_freed_memory
 from serving.messages import Role
@@ -56,23 +60,27 @@ class WorkerProcess:
         self.role = role
         self.settings = replace(settings, model_config=settings.model_config.of(role))
         self.cluster = settings.cluster
+        self.kv_transport = kv_transport_of(settings.engine.kv_transport, settings.cluster, settings.security)
         self.parent = parent
+        self.tls = grpc_tls(settings.security)
         self._leaving = asyncio.Event()
         self._kv_events_since: dict[str, int | None] = {}  # by router
         self._clocks = RouterClocks()
 
     async def run(self) -> int:
         settings, cluster = self.settings, self.cluster
+        check_grpc(cluster, settings.security)
+        keep_nixl_on_loopback(self.kv_transport, settings.security)
         use_cores(settings.engine.cpus, settings.engine.threads)
-        cache = ModelCache(settings.model, settings.model_config, settings.pool, cluster)
+        transport = kv_transport_of(AUTO, cluster, settings.security)
+        cache = ModelCache(settings.model, settings.model_config, settings.pool, cluster, transport, self.tls)
         model = await cache.load()
         async with AsyncExitStack() as stack:
             stack.callback(release, model)
             drafts = await asyncio.to_thread(load_draft_parts, self.role, model, settings.model_config, settings.engine)
             on_signals(self._leaving.set)  # before this, while anything loads, a signal ends the process at once
-            grpc_server = server(cluster.cluster_key)
-            port = listen(grpc_server, cluster.grpc_host, cluster.grpc_port)
-            warn_if_open(cluster)
+            grpc_server = server(cluster.cluster_key, self.tls)
+            port = listen(grpc_server, cluster.grpc_host, cluster.grpc_port, self.tls)
             keep_freed_memory()
             worker = await self._build(model, drafts, announced(cluster, port, addresses(cluster.routers)), stack)
             stack.push_async_callback(grpc_server.stop, 1.0)
@@ -89,8 +97,8 @@ class WorkerProcess:
 
     async def _build(self, model: LoadedModel, drafts: DraftParts, address: str, stack: AsyncExitStack) -> Worker:
         """The worker with its ways to others, which `stack` closes, and stops it unless it has crashed."""
-        key, transport = self.cluster.cluster_key, self.settings.engine.kv_transport
-        dialer = Dialer(cluster_key=key, kv_transport=transport)
+        key, transport = self.cluster.cluster_key, self.kv_transport
+        dialer = Dialer(cluster_key=key, kv_transport=transport, tls=self.tls)
         if self.role is not Role.DECODE:
             await dialer.prepare()
         pool_lenders = lenders_on_demand(transport)
@@ -101,7 +109,7 @@ class WorkerProcess:
             dialer=dialer,
             lenders=lenders,
             pool=self.settings.pool,
-            pool_link=lambda node: RemoteNode(node, key, lenders=pool_lenders),
+            pool_link=lambda node: RemoteNode(node, key, lenders=pool_lenders, tls=self.tls),
         )
         model_config, config, name = self.settings.model_config, self.settings.engine, self.cluster.worker_name
         worker = build_worker(self.role, model, model_config, config, links, name=name, drafts=drafts)
@@ -121,6 +129,7 @@ class WorkerProcess:
             parent=self.parent,
             orphaned=self._leaving.set,
             restarts=worker.restarts,
+            tls=self.tls,
         )
         crash = asyncio.create_task(worker.crashed.wait(), name="crash")
         crash.add_done_callback(lambda _: self._leaving.set())
@@ -138,10 +147,11 @@ class WorkerProcess:
     async def _open_status_door(self, worker: Worker, stack: AsyncExitStack) -> None:
         if self.cluster.metrics_port is None:
             return
+        prefix = self.settings.http.metrics_prefix
         name, *_ = (*self.settings.model_config.served_model_name, worker.identity.model)
         app = status_app(
             health=lambda: health_of(worker),
-            metrics_text=worker_metrics(name, worker.status, self.settings.http.metrics_prefix),
+            metrics_text=with_certificates(worker_metrics(name, worker.status, prefix), self.tls, prefix),
             audit=lambda: worker.audit_now().counts,
         )
         await open_status_door(app, self.settings.http, self.cluster.metrics_port, stack)

@@ -13,6 +13,7 @@ from kvcache.handoff.grpc_stream import GrpcHandoff
 from kvcache.handoff.local import LocalHandoff, Receiver
 from kvcache.transfer.choice import writers_for
 from kvcache.transfer.remote_write import writer_to
+from serving.grpc_tls import GrpcTls
 from serving.links import HandoffLink
 from serving.messages import LeaseGrant
 from serving.rpc import Caller
@@ -40,10 +41,12 @@ class Dialer:
         kv_transport: str = "grpc",
         *,
         idle_seconds: float = IDLE_SECONDS,
+        tls: GrpcTls | None = None,
     ):
         self.local = local if local is not None else {}
         self.cluster_key = cluster_key
         self.idle_seconds = idle_seconds
+        self.tls = tls
         self._writers = writers_for(kv_transport)
         self._channels: dict[str, _Channel] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -64,7 +67,7 @@ class Dialer:
             return LocalHandoff(receiver, grant.lease)
         channel = self._channels.get(grant.address)
         if channel is None:
-            channel = self._channels[grant.address] = _Channel(Caller(grant.address, self.cluster_key))
+            channel = self._channels[grant.address] = _Channel(Caller(grant.address, self.cluster_key, self.tls))
         if channel.ending is not None:
             channel.ending.cancel()
             channel.ending = None

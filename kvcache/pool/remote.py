@@ -26,6 +26,7 @@ from kvcache.pool.wire import (
 from kvcache.transfer.lent_memory import TRANSFER_BYTES, LentBuffers, MemoryLenders, PeerLender
 from kvcache.transfer.shared_memory import KIND as SHM
 from serving.errors import InvalidRequest
+from serving.grpc_tls import GrpcTls
 from serving.messages import PoolReport
 from serving.proto import pool_pb2 as pb
 from serving.proto import pool_pb2_grpc as stubs
@@ -51,14 +52,16 @@ class RemoteNode:
         cluster_key: str | None = None,
         seconds: float = CALL_SECONDS,
         lenders: MemoryLenders | None = None,
+        tls: GrpcTls | None = None,
     ):
-        self.caller = caller = Caller(address, cluster_key)
+        self.caller = Caller(address, cluster_key, tls)
         self.seconds = seconds
         self._for_gets = PeerLender(lenders)
         self._for_puts = PeerLender(lenders, only=SHM)  # the memory of one host alone can be read by another process
-        self._stub = stubs.PoolStub(caller.channel)
-        self._put = caller.channel.unary_unary(PUT, put_framing.encode, pb.PutReply.FromString)
-        self._get = caller.channel.stream_stream(GET, pb.GetMessage.SerializeToString, slab_framing.decode)
+
+    @property
+    def _stub(self) -> stubs.PoolStub:
+        return stubs.PoolStub(self.caller.channel)
 
     async def put(self, blocks: Sequence[PoolBlock]) -> int:
         return sum([await self._put_batch(batch) for batch in batches(blocks)])
@@ -79,7 +82,8 @@ class RemoteNode:
         """Unless the node has answered it may still read: what it finds then, a digest tells."""
         answered = False
         try:
-            reply = await self._ask(self._put, put_frame(blocks, lent), LONG_SECONDS)
+            put = self.caller.channel.unary_unary(PUT, put_framing.encode, pb.PutReply.FromString)
+            reply = await self._ask(put, put_frame(blocks, lent), LONG_SECONDS)
             answered = True
         finally:
             lent.give_back(settled=answered)
@@ -99,7 +103,8 @@ class RemoteNode:
         call, settled = None, True
         try:
             with asking(self.caller.address):
-                call, settled = self._get(metadata=self.caller.metadata, timeout=LONG_SECONDS), False
+                method = self.caller.channel.stream_stream(GET, pb.GetMessage.SerializeToString, slab_framing.decode)
+                call, settled = method(metadata=self.caller.metadata, timeout=LONG_SECONDS), False
                 await call.write(pb.GetMessage(request=request))
                 async for frame in call:
                     if frame.message.end:

@@ -23,7 +23,7 @@ from kvcache.pool.wire import (
     slab_frame,
     slab_framing,
 )
-from kvcache.transfer.choice import writers_for
+from kvcache.transfer.choice import AUTO, writers_for
 from kvcache.transfer.remote_write import BufferSender, writer_to
 from serving.errors import InvalidRequest
 from serving.messages import TransportOffer
@@ -36,9 +36,9 @@ from serving.wire import from_pb, to_pb
 class PoolService(stubs.PoolServicer):
     """Serves `Pool` for one node."""
 
-    def __init__(self, node: PoolNode):
+    def __init__(self, node: PoolNode, kv_transport: str = AUTO):
         self.node = node
-        self._writers = writers_for("auto")
+        self._writers = writers_for(kv_transport)
 
     def add_to(self, server: aio.Server) -> None:
         """Register with a server; `Put` and `Get` without protobuf's copies of payloads."""

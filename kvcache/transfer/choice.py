@@ -16,15 +16,22 @@ from serving.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
 
+AUTO = "auto"
+WITHIN_HOST = "host"  # as auto, of what opens no port to other hosts
 LENDERS: dict[str, Callable[[], MemoryLender]] = {SHM: SharedMemoryLender, NIXL: NixlLender}
 WRITERS: dict[str, Callable[[], RemoteWriters]] = {SHM: SharedMemoryWriters, NIXL: NixlWriters}
 
 
 def chosen(kv_transport: str) -> tuple[str, ...]:
-    """What `--kv-transport` means here beside gRPC, best first. Raises InvalidRequest if it cannot be had."""
+    """What `--kv-transport`, or WITHIN_HOST, means here beside gRPC, best first.
+
+    Raises InvalidRequest if it cannot be had.
+    """
     here = [kind for kind, there in ((SHM, available()), (NIXL, installed())) if there]  # best first
-    if kv_transport == "auto":
+    if kv_transport == AUTO:
         return tuple(here)
+    if kv_transport == WITHIN_HOST:
+        return tuple(kind for kind in here if kind == SHM)
     if kv_transport == NIXL and NIXL not in here:
         raise InvalidRequest(
             "--kv-transport nixl needs the package nixl: pip install 'millrace[nixl]'", param="kv_transport"
@@ -46,7 +53,7 @@ def lenders_for(kv_transport: str) -> MemoryLenders:
         try:
             lenders.start(kind)
         except TransferUnavailable as error:
-            if kv_transport != "auto":
+            if kv_transport not in (AUTO, WITHIN_HOST):
                 raise InvalidRequest(f"--kv-transport {kv_transport}: {error}", param="kv_transport") from error
             log.warning("KV is not taken over %s: %s", kind, error)
     return lenders

@@ -17,8 +17,8 @@ from serving.expert_parallel.exchange import RankLost
 from serving.expert_parallel.processes import ProcessWatch
 
 POLL = timedelta(milliseconds=20)  # between looks at the processes of the others
-WAITING = 0.5  # of the deadline: how long a rank waits before it says so
-ROLL_CALL = 0.05  # of the deadline: how long a rank that has given up waits to hear who else waits
+WAITING = 0.25  # of the deadline: how long a rank waits before it says so
+ROLL_CALL = 0.75  # of the deadline: how long, at most, a rank that has given up waits to hear who else waits
 FIRST = "lost"  # under which the store has the rank that was lost first
 DEATH_SECONDS = 0.05  # a broken connection is seen before the end of the process that held it
 
@@ -99,16 +99,20 @@ class BoundedWaits:
         return RankLost(*self._lost)
 
     def _missing(self) -> int | None:
-        """The one rank that does not say it waits, as the others do; None where there are several."""
+        """The one rank that does not say it waits, as the others do; None where there are several.
+
+        One that was late to begin, by as much as this deadline and a half, is heard: only then are several missing.
+        """
         return self._store.ask(self._one_silent, ROLL_CALL * self.deadline)
 
     def _one_silent(self, store: Store) -> int | None:
         until = time.monotonic() + ROLL_CALL * self.deadline
-        while True:
+        while not store.check([FIRST]):
             silent = [rank for rank in range(self.ranks) if not store.check([_waiting(rank)])]
             if len(silent) <= 1 or time.monotonic() >= until:
                 return silent[0] if len(silent) == 1 else None
-            time.sleep(ROLL_CALL * self.deadline / 20)
+            time.sleep(ROLL_CALL * self.deadline / 40)
+        return None  # whom the first to give up has named
 
     def close(self) -> None:
         """Waits that are asked for later raise RankLost."""

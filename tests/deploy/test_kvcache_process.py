@@ -158,7 +158,7 @@ def test_a_corrupt_block_is_an_exit_code(monkeypatch: pytest.MonkeyPatch, capsys
 
         async def close(self) -> None: ...
 
-    monkeypatch.setattr(cache, "RemoteNode", lambda *given: Checked())
+    monkeypatch.setattr(cache, "RemoteNode", lambda *given, **named: Checked())
     parsed = make_parser().parse_args(["cache", "verify", "--nodes", "a:1"])
     assert cache.run(parsed) == 1
     assert capsys.readouterr().out == "a:1: 12 blocks read, 3 corrupt and dropped\n"

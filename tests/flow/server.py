@@ -136,7 +136,7 @@ class MillraceServer(Asking):
         self.port = free_port()
         super().__init__(f"http://127.0.0.1:{self.port}", workers)
         self._log = tempfile.NamedTemporaryFile(mode="w+", suffix=".log", prefix="millrace-", delete=False)  # noqa: SIM115
-        given = [*arguments, "--port", str(self.port), "--host", "127.0.0.1"]
+        given = [*arguments, "--port", str(self.port)]
         if "--canary-interval" not in arguments:  # tests count what workers do
             given += ["--canary-interval", "0"]
         if "--router-snapshot" not in arguments:

@@ -40,7 +40,7 @@ class RouterService(MillraceServer):
         self.address = f"127.0.0.1:{self.grpc_port}"
         self.worker_names: list[str] = []
         self._log = tempfile.NamedTemporaryFile(mode="w+", suffix=".log", prefix="millrace-router-", delete=False)  # noqa: SIM115
-        ports = ("--host", "127.0.0.1", "--port", str(self.port), "--grpc-port", str(self.grpc_port))
+        ports = ("--port", str(self.port), "--grpc-port", str(self.grpc_port))
         self.arguments = ("router", model, *ports, *flags)
         self.start()
 
@@ -59,7 +59,7 @@ class WorkerService:
         self.name = name
         self._log = tempfile.NamedTemporaryFile(mode="w+", suffix=".log", prefix=f"millrace-{name}-", delete=False)  # noqa: SIM115
         addresses = ",".join(router.address for router in routers)
-        self.arguments = (role, model, "--host", "127.0.0.1", "--worker-name", name, "--routers", addresses, *flags)
+        self.arguments = (role, model, "--worker-name", name, "--routers", addresses, *flags)
         self.arguments += ("--parent", str(os.getpid()))  # it leaves with the tests
         self.start()
 

@@ -1,38 +1,54 @@
-"""Ports that tests give to the processes they start: nobody else gets one, neither by asking nor by chance."""
+"""The ports on which millrace listens, all of them by name: on loopback, but for those that are asked for elsewhere."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import ipaddress
+import os
+import socket
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from tests.flow import ports
-from tests.house.source import ROOT
+from tests.flow.listening import listening, place_of
+from tests.flow.ports import free_port
+from tests.flow.server import MillraceServer
 
-ASKING = """
-import sys
-from tests.flow import ports
-few = tuple(map(int, sys.argv[1:]))
-ports.candidates = lambda: few
-print(*(ports.free_port() for _ in range(5)), flush=True)
-input()
-"""
+ALL_ROLES = ("--prefill", "1", "--decode", "1", "--kvcache", "1", "--num-kv-blocks", "128")
+WORKERS = ["prefill-0", "decode-0"]
+KEYS = {"MILLRACE_API_KEY": "sk-ports", "MILLRACE_CLUSTER_KEY": "ports"}
 
 
-def test_a_port_is_none_that_the_kernel_would_give_to_anybody() -> None:
-    low, high = map(int, ports.GIVEN_OUT.read_text().split())
-    assert all(not low <= ports.free_port() <= high for _ in range(50))
+def loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
 
 
-def test_processes_beside_each_other_get_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though nobody listens at any yet, and there are few to choose from."""
-    few = ports.candidates()[:20]
-    monkeypatch.setattr(ports, "candidates", lambda: few)
-    mine = {ports.free_port() for _ in range(10)}
-    command = [sys.executable, "-c", ASKING, *map(str, few)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        theirs = set(map(int, other.stdout.readline().split()))
-        assert len(mine) == 10 and len(theirs) == 5 and not mine & theirs
-        other.communicate("\n")
+def test_the_scan_sees_a_socket_of_this_process() -> None:
+    with socket.socket() as listens:
+        listens.bind(("127.0.0.1", 0))
+        listens.listen()
+        assert listens.getsockname() in listening(os.getpid())
+    assert place_of("0100007F:1F90") == ("127.0.0.1", 8080)
+    assert place_of("0000000000000000FFFF00000100007F:0050") == ("127.0.0.1", 80)
+    assert place_of("00000000000000000000000001000000:0050") == ("::1", 80)
+
+
+def test_nothing_is_listened_on_beyond_loopback(tiny_path: Path) -> None:
+    """The API, the router's gRPC, and one gRPC port for each worker and node of the pool: no other port at all."""
+    with MillraceServer(str(tiny_path), *ALL_ROLES, workers=WORKERS) as server:
+        found = listening(server.process.pid)
+    assert [place for place in found if not loopback(place[0])] == []
+    by_command = Counter(command for commands in found.values() for command in commands)
+    assert by_command == {"serve": 2, "prefill": 1, "decode": 1, "kvcache": 1}
+    assert ("127.0.0.1", server.port) in found
+
+
+@pytest.mark.slow
+def test_what_is_asked_for_is_listened_on_and_nothing_else(tiny_path: Path) -> None:
+    grpc_port = free_port()
+    asked = ("--host", "0.0.0.0", "--grpc-host", "0.0.0.0", "--grpc-port", str(grpc_port))
+    with MillraceServer(str(tiny_path), *ALL_ROLES, *asked, workers=WORKERS, environ=KEYS) as server:
+        found = listening(server.process.pid)
+    beyond = {(place[1], *commands) for place, commands in found.items() if not loopback(place[0])}
+    assert beyond == {(server.port, "serve"), (grpc_port, "serve")}
+    assert Counter(command for commands in found.values() for command in commands)["serve"] == 2

@@ -63,6 +63,7 @@ DOORS = {
     "rich": ("deploy/*",),
     "grpc": (
         "serving/rpc.py",
+        "serving/grpc_tls.py",
         "prefill/service.py",
         "decode/service.py",
         "kvcache/pool/service.py",

@@ -9,12 +9,14 @@ from grpc import aio
 
 from decode.service import DecodeService
 from prefill.service import PrefillService
-from router.clients import RemoteSession, RemoteWorker
+from router.clients import RemoteWorker
+from router.renewed_session import RenewedSession
 from serving.errors import MillraceError
+from serving.grpc_tls import GrpcTls
 from serving.links import LeaseEvent
 from serving.messages import LeaseGrant, PrefillOrder, Role
 from serving.proto import millrace_pb2_grpc as stubs
-from serving.rpc import Caller, server
+from serving.rpc import Caller, listen, server
 from tests.decode.workers import Worker
 from tests.fakes.sequences import make_order
 
@@ -25,7 +27,8 @@ PROMPT = [1, 2, 3]
 class Remote:
     """A mixed worker behind gRPC and a router's link to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: GrpcTls | None = None, calling: GrpcTls | None = None) -> None:
+        self.tls, self.calling = tls, calling
         self.worker = Worker(Role.MIXED)
         self.worker.runner.during = self.hold
         self.gate = threading.Event()
@@ -38,13 +41,13 @@ class Remote:
         assert self.gate.wait(10)
 
     async def start(self) -> None:
-        self.server: aio.Server = server(KEY)
-        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.server: aio.Server = server(KEY, self.tls)
+        self.address = f"127.0.0.1:{listen(self.server, '127.0.0.1', 0, self.tls)}"
         DecodeService(self.worker.decode, self.worker.prefill).add_to(self.server)
         stubs.add_PrefillServicer_to_server(PrefillService(self.worker.prefill), self.server)
         await self.server.start()
         self.worker.start()
-        self.link = RemoteWorker(Caller(self.address, KEY))
+        self.link = RemoteWorker(Caller(self.address, KEY, self.calling))
 
     async def stop(self) -> None:
         self.gate.set()
@@ -52,7 +55,7 @@ class Remote:
         await self.server.stop(0)
         await self.worker.loop.stop()
 
-    async def connect(self) -> RemoteSession:
+    async def connect(self) -> RenewedSession:
         return await self.link.connect("router", self.events.extend, self.lost.append)
 
     def prefill(self, grant: LeaseGrant | None, max_tokens: int = 5) -> PrefillOrder:

@@ -44,7 +44,7 @@ async def test_a_prefill_asked_for_with_its_lease_takes_no_call(
     session = await remote.connect()
     monkeypatch.delattr(PrefillService, "Run")
     grant = await session.open(with_prefill(remote))
-    while not session.prefills["r/1"].done():  # it is told before anybody asks
+    while not session._latest.prefills["r/1"].done():  # it is told before anybody asks
         await asyncio.sleep(0.001)
     deltas = [(await first(remote, grant)).delta]
     while deltas[-1].finish is None:
@@ -52,7 +52,7 @@ async def test_a_prefill_asked_for_with_its_lease_takes_no_call(
         deltas = [deltas[0], *(event.delta for event in remote.events if event.delta is not None)]
     assert [token for delta in deltas for token in delta.tokens] == written_out(PROMPT, 5)
     session.cancel("r/1")
-    assert session.prefills == {}
+    assert session._latest.prefills == {}
     await session.close()
     await remote.gone()
 
@@ -68,7 +68,7 @@ async def test_nothing_is_computed_for_a_lease_that_is_refused(
     monkeypatch.setattr(remote.worker.decode, "open", refuse)
     with pytest.raises(type(error)):
         await session.open(with_prefill(remote))
-    assert session.prefills == {} and not remote.worker.prefill.sequences()
+    assert session._latest.prefills == {} and not remote.worker.prefill.sequences()
 
 
 @pytest.mark.parametrize("ending", ["cancel", "leave", "close", "server"])
@@ -92,7 +92,7 @@ async def test_a_prefill_ends_with_its_lease(remote: Remote, ending: str) -> Non
     async with asyncio.timeout(5):
         while remote.worker.prefill.sequences() or remote.worker.decode.table.leases:
             await asyncio.sleep(0.001)
-    assert session.prefills == {}
+    assert session._latest.prefills == {}
     remote.gate.set()
     await remote.gone()
 
@@ -108,7 +108,7 @@ async def test_a_lease_that_begins_anew_is_prefilled_by_a_call(remote: Remote) -
     grant = await advancing
     remote.gate.set()
     assert list((await first(remote, grant)).delta.tokens) == written_out(PROMPT, 1)
-    assert session.prefills == {}
+    assert session._latest.prefills == {}
     session.cancel("r/1")
     await remote.gone()
 

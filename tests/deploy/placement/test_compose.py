@@ -80,6 +80,19 @@ def test_keys_are_passed_on_and_never_written() -> None:
     assert "MILLRACE_API_KEY" not in services["mixed"]["environment"]
 
 
+def test_without_keys_services_start_where_only_loopback_and_each_other_reach_them() -> None:
+    by_default = "MILLRACE_INSECURE=${MILLRACE_INSECURE:-1}"
+    services = rendered(WORKERS + "[kvcache]\n")["services"]
+    assert all(by_default in service["environment"] for service in services.values())
+    published = rendered("[router]\nhost = '0.0.0.0'\n" + WORKERS)["services"]
+    assert by_default not in published["router"]["environment"] and by_default in published["mixed"]["environment"]
+    not_by_default = "MILLRACE_INSECURE=${MILLRACE_INSECURE:-0}"
+    assert not_by_default in published["router"]["environment"]
+    encrypted = rendered("[common]\ngrpc_tls_certfile = '/tls/tls.crt'\ngrpc_tls_ca = '/tls/ca.crt'\n" + WORKERS)
+    for service in encrypted["services"].values():
+        assert not_by_default in service["environment"] and "--grpc-tls-ca=/tls/ca.crt" in service["command"]
+
+
 def test_a_container_has_as_long_as_its_drain_and_more() -> None:
     services = rendered("[common]\nshutdown_timeout = 7\n" + WORKERS + "shutdown_timeout = 90\n")["services"]
     assert [services[name]["stop_grace_period"] for name in ("router", "mixed")] == ["27s", "110s"]
@@ -179,7 +192,9 @@ def test_the_health_check_asks_as_the_api_is_served(extra: str, monkeypatch: pyt
 
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
     router = rendered(WORKERS + f"[router]\n{extra}")["services"]["router"]
-    own = [variable.replace("$$", "$").split("=") for variable in router["environment"] if "=" in variable]
+    assert "MILLRACE_INSECURE=${MILLRACE_INSECURE:-1}" in router["environment"]
+    own = [variable.replace("$$", "$").split("=") for variable in router["environment"] if "${MILL" not in variable]
+    own = [words for words in own if len(words) == 2]
     for name, value in own:
         monkeypatch.setenv(name, value)
     assert health.main() == 1

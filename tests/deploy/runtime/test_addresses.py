@@ -1,4 +1,4 @@
-"""Addresses that others are told lead here; an open door is warned of."""
+"""Addresses that others are told lead here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from deploy.runtime.addresses import announced, near, warn_if_open
+from deploy.runtime.addresses import announced, near
 from serving.config import ClusterConfig
 
 
@@ -41,12 +41,3 @@ def test_children_reach_what_listens_on_one_address_only_there() -> None:
         "10.0.0.5",
         "[::1]",
     ]
-
-
-@pytest.mark.parametrize(
-    ("host", "key", "warned"),
-    [("0.0.0.0", None, True), ("10.0.0.5", None, True), ("127.0.0.1", None, False), ("0.0.0.0", "key", False)],
-)
-def test_an_open_door_is_warned_of(host: str, key: str | None, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
-    warn_if_open(ClusterConfig(grpc_host=host, cluster_key=key))
-    assert ("MILLRACE_CLUSTER_KEY" in caplog.text) == warned

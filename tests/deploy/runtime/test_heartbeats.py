@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from grpc import aio
 from deploy.runtime.heartbeats import Heartbeats, RouterClocks, addresses
 from serving.config import ClusterConfig, PlacementConfig
 from serving.errors import InvalidRequest
+from serving.grpc_tls import GrpcTls
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import Caller, answering, listen, server
+from tests.certificates import Authority
 from tests.fakes.clock import ManualClock
 
 KEY = "key"
@@ -182,3 +185,19 @@ def test_a_routers_clock_goes_on_with_ours() -> None:
     assert clocks.now("a:1") == 5000.75
     clocks.forget("a:1")
     assert clocks.now("a:1") is None, "who answers next may be another, with another clock"
+
+
+async def test_a_router_of_another_authority_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = Authority("ours"), Authority("theirs")
+    serving = GrpcTls(theirs.files(tmp_path / "theirs").security())
+    door = server(KEY, serving)
+    router = ScriptedRouter([])
+    stubs.add_RegistryServicer_to_server(router, door)
+    address = f"127.0.0.1:{listen(door, '127.0.0.1', 0, serving)}"
+    await door.start()
+    heartbeats = beating(address, tls=GrpcTls(ours.files(tmp_path / "ours").security()))
+    for _ in range(3):
+        await heartbeats.once()
+    assert caplog.text.count("CERTIFICATE_VERIFY_FAILED") == 1 and router.beats == 0
+    await stop(asyncio.create_task(heartbeats.run()))
+    await door.stop(0)

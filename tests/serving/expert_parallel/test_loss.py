@@ -86,12 +86,13 @@ class NeverEnding:
         raise RuntimeError("the time is up")
 
 
-def test_ranks_that_begin_apart_name_the_one_that_has_stopped() -> None:
+@pytest.mark.parametrize("apart", [0.3, 1.2])  # of the deadline
+def test_ranks_that_begin_apart_name_the_one_that_has_stopped(apart: float) -> None:
     store = torch.distributed.HashStore()
     deadline = 0.5
 
     def lost(rank: int) -> int | None:
-        time.sleep(0.3 * deadline * rank)
+        time.sleep(apart * deadline * rank)
         watch = ProcessWatch({})
         exchange = AllToAllExchange(shape_of(3), NeverEnding(rank), store, watch, deadline)
         with pytest.raises(RankLost) as lost, closing(exchange):
