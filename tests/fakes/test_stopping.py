@@ -21,8 +21,10 @@ threading.Event().wait()
 
 def test_no_thread_goes_on_once_its_process_is_stopped() -> None:
     with subprocess.Popen([sys.executable, "-c", SPINNING], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.read(1) == b"x"
-        assert not stands_still(process.pid)
-        stop(process.pid)
-        assert stands_still(process.pid)
-        process.kill()
+        try:
+            assert process.stdout is not None and process.stdout.read(1) == b"x"
+            assert not stands_still(process.pid)
+            stop(process.pid)
+            assert stands_still(process.pid)
+        finally:
+            process.kill()
