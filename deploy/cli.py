@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from bench import command as bench
-from deploy import cache, explain, quantize, top, upcycle
+from deploy import cache, explain, quantize, scale, top, upcycle
 from deploy.foreign_flags import translate
 from deploy.placement import command as deploying
 from deploy.placement.given import check_given, load_placement, placed_settings
+from deploy.placement.ray_table import RayTable
 from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings, check_heartbeats, check_ranks, read_settings
 from deploy.runtime.signals import leave_at_once_on_signals
 from deploy.runtime.tls import https_files
@@ -40,6 +41,7 @@ ALONE = {
     "explain": explain.run,
     "top": top.run,
     "deploy": deploying.run,
+    "scale": scale.run,
 }
 
 DESCRIPTION = """Disaggregated LLM serving: prefill, decode and KV cache as services behind an OpenAI-compatible API.
@@ -53,6 +55,7 @@ DESCRIPTION = """Disaggregated LLM serving: prefill, decode and KV cache as serv
   millrace kvcache --ram 4GiB             a node of the KV pool alone; millrace cache stat shows what it holds
   millrace explain ID | millrace top      why a request went where it went; a live view of the workers
   millrace deploy render compose FILE     the same placement as a Compose file
+  millrace serve --on ray --placement F   its workers as actors of a Ray cluster; millrace scale prefill=3
   millrace bench                          measure this or any other OpenAI-compatible server
 """
 
@@ -70,6 +73,7 @@ CACHE = "show, drop or check what the nodes of a KV pool hold"
 EXPLAIN = "why a request went where it went, and how long everything took against what was predicted"
 TOP = "a live view of workers, queues and objectives met; q leaves"
 DEPLOY = "write a placement file in the form of a platform"
+SCALE = "more or fewer services of a deployment on Ray; those that leave finish what they have"
 QUANTIZE = "write a model as INT8 weights and activations, in the compressed-tensors convention"
 UPCYCLE = "write a dense model as a mixture of experts that gives the same text"
 MEASURE = "measure any OpenAI-compatible endpoint: latencies, throughput, goodput"
@@ -100,6 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
     explain.add_arguments(commands.add_parser("explain", help=EXPLAIN, description=sentence(EXPLAIN)))
     top.add_arguments(commands.add_parser("top", help=TOP, description=sentence(TOP)))
     deploying.add_arguments(commands.add_parser("deploy", help=DEPLOY, description=sentence(DEPLOY)))
+    scale.add_arguments(commands.add_parser("scale", help=SCALE, description=sentence(SCALE)))
     bench.add_arguments(commands.add_parser("bench", help=MEASURE, description=sentence(MEASURE)))
     quantize.add_arguments(commands.add_parser("quantize", help=QUANTIZE, description=sentence(QUANTIZE)))
     upcycle.add_arguments(commands.add_parser("upcycle", help=UPCYCLE, description=sentence(UPCYCLE)))
@@ -125,6 +130,14 @@ def _add_counts(command: argparse.ArgumentParser) -> None:
         type=load_placement,
         metavar="FILE",
         help="start what a placement file says, in place of the numbers here and of --config (docs/placement.md)",
+    )
+    group.add_argument(
+        "--on", choices=("ray",), help="start workers and nodes as actors of a Ray cluster (docs/deploy-ray.md)"
+    )
+    group.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="of the Ray cluster, with --on ray (default: $RAY_ADDRESS, else auto: the cluster of this host)",
     )
     group.add_argument(
         "--kvcache",
@@ -217,6 +230,12 @@ def _start(given: Mapping[str, Any], settings: Settings) -> int:
         children = alike(children_of(given), given["kvcache"], settings)
     if command == "serve":
         check_roles({group.role: group.count for group in children.workers}, settings.model_config)
+    if given.get("on") == "ray":
+        from deploy.serve_on_ray import serve_on_ray
+
+        return serve_on_ray(settings, children, plan.ray if plan is not None else RayTable(), given["address"])
+    if given.get("address") is not None:
+        raise ValueError("--address is the Ray cluster's: with --on ray")
     if command == "serve" and not children.workers:
         if settings.service.strict_disaggregation:
             raise ValueError("--strict-disaggregation needs workers apart: --prefill N --decode M, say")
