@@ -198,10 +198,12 @@ def _meant(key: str, known: Sequence[str]) -> str:
 
 
 def _shown(where: Place) -> str:
-    """A table as it is written: `[router]`, `[[workers]] number 2`."""
+    """A table as it is written: `[router]`, `[ray.prefill]`, `[[workers]] number 2`."""
     if not where:
         return ""
-    return f"[{where[0]}]" if len(where) == 1 else f"[[{where[0]}]] number {int(where[1]) + 1}"
+    if isinstance(where[-1], int):
+        return f"[[{where[0]}]] number {where[-1] + 1}"
+    return f"[{'.'.join(map(str, where))}]"
 
 
 def line_of(text: str, where: Place) -> int | None:

@@ -27,10 +27,7 @@ from tests.tiny import tiny_llama
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'millrace[ray]'")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.pytest.mark.filterwarnings("default"),  # Ray's own
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # warnings of Ray's own
 
 PLACEMENT = """
 model = {model}
@@ -57,7 +54,7 @@ strategy = "STRICT_PACK"
 [ray.prefill]
 resources = {{ front = 1 }}
 """
-TOKENS = 120
+TOKENS = 60
 STORE = 80_000_000  # bytes: nothing of ours is in Ray's object store
 SECONDS = 60.0
 
@@ -140,8 +137,9 @@ def client(server: MillraceServer) -> Iterator[Client]:
     made.close()
 
 
-def ask(client: Client) -> list[Asked]:
-    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 11}] * 3
+def ask(client: Client, pairs: int = 2) -> list[Asked]:
+    """Greedy and sampled, two of each; with fewer pairs the first of them."""
+    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 11}] * pairs
     wanted = prompts(len(kinds), shortest=200, longest=300, seed=3)
     return [
         client.start(prompt, stream=True, max_tokens=TOKENS, **kind) for prompt, kind in zip(wanted, kinds, strict=True)
@@ -170,6 +168,14 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
+def alive(pid: int | None) -> bool:
+    """A process that nobody has asked for its exit status yet is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def test_workers_are_where_the_file_says(nodes: RayNodes, server: MillraceServer) -> None:
     where = {name: nodes.running(name).node for name in ("prefill-0", "decode-0", "decode-1")}
     head, other = nodes.nodes["head"].node_id, nodes.nodes["other"].node_id
@@ -190,7 +196,7 @@ def test_an_actor_is_killed(nodes: RayNodes, server: MillraceServer, client: Cli
     os.kill(parent(child), signal.SIGKILL)
     assert client.finish(asked) == undisturbed
     assert server.metric("replacements_total") > before
-    assert not Path(f"/proc/{child}").exists(), "its child holds what nobody has reserved"
+    wait_until(lambda: not alive(child), SECONDS, "its child gives up what nobody has reserved")
     assert nodes.running("decode-0").pid != child
     server.wait_ready()
 
@@ -231,7 +237,7 @@ def test_scaling_under_load_loses_nothing(
         scaling, rounds = scale(nodes, f"decode={count}"), 0
         with scaling:
             while scaling.poll() is None or not rounds:
-                assert client.finish(ask(client)) == undisturbed
+                assert client.finish(ask(client, 1)) == undisturbed[:2]
                 rounds += 1
             out, err = scaling.communicate()
         assert (scaling.returncode, out) == (0, f"prefill=1 decode={count}\n"), err
@@ -247,6 +253,6 @@ def test_ctrl_c_leaves_nothing(nodes: RayNodes, server: MillraceServer, client: 
     server.process.send_signal(signal.SIGINT)
     assert client.finish(asked) == undisturbed
     assert server.process.wait(SECONDS) == 0, server.log()
-    assert not [child for child in children if Path(f"/proc/{child}").exists()]
+    assert not [child for child in children if alive(child)]
     assert nodes.groups() == []
     wait_until(lambda: not nodes.names(), SECONDS, "no actor is left")
