@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from bench.report import aligned
-from deploy.runtime.heartbeats import addresses
+from deploy.runtime.discovery import addresses
 from kvcache.pool.block import KEY_BYTES
 from kvcache.pool.client import PoolClient
 from kvcache.pool.links import BlockSelection

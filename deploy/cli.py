@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from bench import command as bench
-from deploy import cache, explain, quantize, scale, top, upcycle
+from deploy import cache, explain, keys, quantize, scale, top, upcycle
 from deploy.foreign_flags import translate
 from deploy.placement import command as deploying
 from deploy.placement.given import check_given, load_placement, placed_settings
 from deploy.placement.ray_table import RayTable
+from deploy.runtime.key_file import key_file
 from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings, check_heartbeats, check_ranks, read_settings
 from deploy.runtime.signals import leave_at_once_on_signals
 from deploy.runtime.tls import https_files
@@ -42,6 +43,7 @@ ALONE = {
     "top": top.run,
     "deploy": deploying.run,
     "scale": scale.run,
+    "keys": keys.run,
 }
 
 DESCRIPTION = """Disaggregated LLM serving: prefill, decode and KV cache as services behind an OpenAI-compatible API.
@@ -54,7 +56,8 @@ DESCRIPTION = """Disaggregated LLM serving: prefill, decode and KV cache as serv
   millrace router | prefill | decode      one service alone, on any host
   millrace kvcache --ram 4GiB             a node of the KV pool alone; millrace cache stat shows what it holds
   millrace explain ID | millrace top      why a request went where it went; a live view of the workers
-  millrace deploy render compose FILE     the same placement as a Compose file
+  millrace keys create --tenant NAME      an API key with a tenant and limits of its own
+  millrace deploy render compose FILE     the same placement as a Compose file; helm: as values of the chart
   millrace serve --on ray --placement F   its workers as actors of a Ray cluster; millrace scale prefill=3
   millrace bench                          measure this or any other OpenAI-compatible server
 """
@@ -67,6 +70,7 @@ COMMANDS = {
     "mixed": "a worker that prefills and decodes, alone",
 }
 FOREIGN = "Flags of vLLM and SGLang are understood, or refused with what to use instead: docs/cli.md has the table."
+FRONTS = ("serve", "router")  # commands with an HTTP API
 WORKERS = tuple(Role)  # commands that run one worker alone
 KVCACHE = "a node of the KV pool alone: prefixes that any worker computed, for all of them"
 CACHE = "show, drop or check what the nodes of a KV pool hold"
@@ -74,6 +78,7 @@ EXPLAIN = "why a request went where it went, and how long everything took agains
 TOP = "a live view of workers, queues and objectives met; q leaves"
 DEPLOY = "write a placement file in the form of a platform"
 SCALE = "more or fewer services of a deployment on Ray; those that leave finish what they have"
+KEYS = "make, list and revoke API keys with tenants and limits, in the file that --api-keys-file names"
 QUANTIZE = "write a model as INT8 weights and activations, in the compressed-tensors convention"
 UPCYCLE = "write a dense model as a mixture of experts that gives the same text"
 MEASURE = "measure any OpenAI-compatible endpoint: latencies, throughput, goodput"
@@ -105,6 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
     top.add_arguments(commands.add_parser("top", help=TOP, description=sentence(TOP)))
     deploying.add_arguments(commands.add_parser("deploy", help=DEPLOY, description=sentence(DEPLOY)))
     scale.add_arguments(commands.add_parser("scale", help=SCALE, description=sentence(SCALE)))
+    keys.add_arguments(commands.add_parser("keys", help=KEYS, description=sentence(KEYS)))
     bench.add_arguments(commands.add_parser("bench", help=MEASURE, description=sentence(MEASURE)))
     quantize.add_arguments(commands.add_parser("quantize", help=QUANTIZE, description=sentence(QUANTIZE)))
     upcycle.add_arguments(commands.add_parser("upcycle", help=UPCYCLE, description=sentence(UPCYCLE)))
@@ -170,6 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         grpc_tls(settings.security)
         https_files(settings.http)  # certificates that cannot be used are told of before anything has started
         configured_classes(settings.service)
+        if parsed.command in FRONTS:
+            key_file(settings.service, os.environ)
         setup_logging(settings.cluster.worker_name or parsed.command, settings.http.log_level)
         for line in told:
             log.info("%s", line)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import re
 import socket
 import time
@@ -21,6 +22,7 @@ from deploy.embedding_form import embedding_form
 from deploy.generation_config import sampling_defaults, told
 from deploy.runtime.addresses import EVERYWHERE
 from deploy.runtime.http_server import HttpServer
+from deploy.runtime.key_file import key_file
 from deploy.runtime.signals import on_signals
 from router.canary import Canary
 from router.candidate import Candidate
@@ -30,6 +32,7 @@ from router.policy import FleetView, split_only
 from router.router import Router
 from serving.api.app import create_app
 from serving.api.body_work import BodyWork
+from serving.api.callers import Callers
 from serving.api.grammar_gate import GrammarGate
 from serving.api.in_flight import InFlightRequests
 from serving.api.settings import SamplingDefaults, ServedModel
@@ -39,6 +42,7 @@ from serving.config import HttpConfig, ModelConfig
 from serving.errors import Unavailable
 from serving.grpc_tls import Identity
 from serving.http_metrics import HttpMetrics
+from serving.key_metrics import KeyFigures, KeyMetrics
 from serving.malloc import give_back_memory
 from serving.messages import WorkerStatus
 from serving.metrics import FaultFigures, RouterMetrics
@@ -94,7 +98,10 @@ class Frontend:
             connections=lambda: self.server.connections(),
             prefix=http.metrics_prefix,
         )
+        self.metrics.waiting_tokens = lambda: placer.admission.waiting_tokens
         self.http_metrics = HttpMetrics()
+        self.keys = key_file(service or ServiceConfig(), os.environ)
+        self.key_metrics = KeyMetrics(self._key_figures, http.metrics_prefix)
         self.router = Router(placer, self.metrics, self.metrics.placements)
         self.leaving = asyncio.Event()
         app = create_app(
@@ -111,7 +118,9 @@ class Frontend:
             metrics_text=self._metrics_text,
             observer=self.metrics,
             http_observer=self.http_metrics,
+            keyring=self.keys.keyring if self.keys is not None else None,
         )
+        self.callers: Callers = app.state.callers
         self.in_flight: InFlightRequests = app.state.in_flight
         self.bodies: BodyWork = app.state.bodies
         self.grammars: GrammarGate = app.state.grammars
@@ -120,13 +129,21 @@ class Frontend:
     def _metrics_text(self) -> bytes:
         files = {"grpc": self.grpc_files, "https": self.server.certificates}
         own = certificate_text(files, self.http.metrics_prefix)
-        return self.metrics.text() + self.http_metrics.text() + own
+        return self.metrics.text() + self.http_metrics.text() + self.key_metrics.text() + own
 
     def _statuses(self) -> list[WorkerStatus]:
         """Of the workers that can be believed: a dead one's last words are no measurement. One that has left may not be
         forgotten when the next of its name is there: metrics have one worker of a name.
         """
         return list({worker.status.name: worker.status for worker in self.fleet.registry.candidates()}.values())
+
+    def _key_figures(self) -> KeyFigures:
+        if self.keys is None:
+            return KeyFigures(refused=self.callers.refused)
+        file = self.keys
+        return KeyFigures(
+            keys=len(file.keyring), loads=file.loads, failures=file.failures, refused=self.callers.refused
+        )
 
     def _faults(self) -> FaultFigures:
         fleet, pairs = self.fleet, self.fleet.pair_health()
@@ -197,6 +214,8 @@ class Frontend:
         background.start("tidy", self._give_back_memory)
         if self.canary is not None:
             background.start("canary", self.canary.run)
+        if self.keys is not None:
+            background.start("keys", self.keys.watch)
         await self.leaving.wait()
         log.info("no new requests; %d in progress may finish", self.in_flight.count)
         self.in_flight.begin_drain()

@@ -11,7 +11,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from deploy.runtime.addresses import announced
-from deploy.runtime.heartbeats import Heartbeats, addresses
+from deploy.runtime.discovery import peers_of
+from deploy.runtime.heartbeats import Heartbeats
 from deploy.runtime.http_server import open_status_door
 from deploy.runtime.kv_transports import kv_transport_of
 from deploy.runtime.open_doors import check_grpc
@@ -59,7 +60,7 @@ class KvcacheProcess:
         keep_freed_memory()
         grpc_server = server(self.cluster.cluster_key, self.tls)
         port = listen(grpc_server, self.cluster.grpc_host, self.cluster.grpc_port, self.tls)
-        address = announced(self.cluster, port, addresses(self.cluster.routers))
+        address = announced(self.cluster, port, peers_of(self.cluster.routers))
         name = self.cluster.worker_name or address  # what its share of the keys is drawn by: the same at every start
         store = await asyncio.to_thread(BlockStore, self.store_config)
         node = PoolNode(name, store, address=address)

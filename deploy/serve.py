@@ -64,7 +64,7 @@ def router_config(settings: Settings) -> RouterConfig:
 
 async def serve_embedded(settings: Settings) -> int:
     """One process: a mixed worker, the router and the API; with --disk, a node of the KV pool too."""
-    check_api(settings.http, settings.security)
+    check_api(settings.http, settings.service, settings.security)
     template = read_chat_template(settings.http.chat_template)
     listening = bind(settings.http.host, settings.http.port)
     use_cores(settings.engine.cpus, settings.engine.threads)
@@ -142,7 +142,7 @@ async def serve_front(settings: Settings, children: Children, below: MakeBelow =
 
     So do the KV pool's nodes.
     """
-    check_api(settings.http, settings.security)
+    check_api(settings.http, settings.service, settings.security)
     key = settings.cluster.cluster_key or (secrets.token_hex(16) if children.workers else None)
     check_grpc(dataclasses.replace(settings.cluster, cluster_key=key), settings.security)
     tls = grpc_tls(settings.security)

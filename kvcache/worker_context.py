@@ -16,7 +16,7 @@ from serving.engine.sequence import SequenceState
 from serving.errors import ContextLengthExceeded, InvalidRequest
 from serving.grammar.grammars import Grammars
 from serving.kvspec import AUTO
-from serving.messages import LeaseOrder, WorkerIdentity
+from serving.messages import LeaseOrder, WorkerIdentity, owner_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +57,7 @@ class WorkerContext:
         if grammar := request.sampling.grammar:
             if self.grammars is None:
                 raise InvalidRequest(f"{self.identity.name} follows no grammars", param="grammar")
-            seq.grammar = self.grammars.begin(grammar)
+            seq.grammar = self.grammars.begin(grammar, owner_of(request.tenant))
             if not seq.may_draw:
                 seq.grammar.when_ready(self.loop.wake)  # a step that has nothing else to do sleeps
         return seq

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -75,14 +75,17 @@ class AdmissionQueue:
         """Requests that have no place yet."""
         return self._count
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of their prompts, and of what those that were placed before have been answered."""
+        return sum(ticket.claim.tokens for ticket in self._tickets())
+
     def waiting_by_class(self) -> Counter[str]:
         """The same, by service class."""
-        return Counter(
-            ticket.claim.service_class
-            for tenants in self._queues.values()
-            for tickets in tenants.values()
-            for ticket in tickets
-        )
+        return Counter(ticket.claim.service_class for ticket in self._tickets())
+
+    def _tickets(self) -> Iterator[Ticket]:
+        return (ticket for tenants in self._queues.values() for tickets in tenants.values() for ticket in tickets)
 
     @asynccontextmanager
     async def enter(self, claim: Claim) -> AsyncIterator[Ticket]:

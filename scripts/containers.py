@@ -128,18 +128,18 @@ class Deployment:
             return 0.0
         return sum(float(line.split()[-1]) for line in lines if line.startswith(f"millrace:{name}{{"))
 
-    def ask(self, prompt: str) -> Answer:
-        """A streamed chat, begun in a thread of its own."""
+    def ask(self, prompt: str, tokens: int = TOKENS) -> Answer:
+        """A streamed chat of so many tokens, begun in a thread of its own."""
         answer = Answer()
-        threading.Thread(target=self._stream, args=(prompt, answer), daemon=True).start()
+        threading.Thread(target=self._stream, args=(prompt, tokens, answer), daemon=True).start()
         return answer
 
-    def _stream(self, prompt: str, answer: Answer) -> None:
+    def _stream(self, prompt: str, tokens: int, answer: Answer) -> None:
         body = {"messages": [{"role": "user", "content": prompt}], "temperature": 0, "stream": True}
         last = time.monotonic()
         try:
             with self.client.stream(
-                "POST", "/v1/chat/completions", json={**body, "max_tokens": TOKENS, "ignore_eos": True}
+                "POST", "/v1/chat/completions", json={**body, "max_tokens": tokens, "ignore_eos": True}
             ) as got:
                 answer.placement = got.headers.get("x-millrace-placement", "")
                 for line in got.iter_lines():

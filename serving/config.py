@@ -313,7 +313,7 @@ class ClusterConfig:
         0, "port of a service's gRPC; 0 takes a free one (the router's default is 8100)", least=0, most=65535
     )
     advertise: str | None = option(None, "host:port others reach this service's gRPC at; default: where it listens")
-    routers: str = option("127.0.0.1:8100", "routers a worker reports to: host:port, comma-separated")
+    routers: str = option("127.0.0.1:8100", "routers to report to: host:port,...; dns:host:port: all that a name has")
     worker_name: str | None = option(
         None, "the worker's name; default: role, host and process id; a pool node's is where it is reached"
     )

@@ -4,12 +4,14 @@
     ├── InvalidRequest            400  INVALID_ARGUMENT     names the field at fault
     │   └── ContextLengthExceeded 400  INVALID_ARGUMENT     says by how many tokens
     ├── Unauthorized              401  UNAUTHENTICATED
+    ├── Forbidden                 403  PERMISSION_DENIED    not with this API key
     ├── NotFound                  404  NOT_FOUND
     ├── RequestTimeout            408  DEADLINE_EXCEEDED    the client sent its body too slowly
     ├── PayloadTooLarge           413  RESOURCE_EXHAUSTED
     ├── Overloaded                429  RESOURCE_EXHAUSTED   carries Retry-After
     ├── RateLimited               429  RESOURCE_EXHAUSTED   of an API key; its `kind` is OpenAI's, requests or tokens
-    │   └── TokenRateLimited      429  RESOURCE_EXHAUSTED
+    │   ├── TokenRateLimited      429  RESOURCE_EXHAUSTED
+    │   └── ConcurrencyLimited    429  RESOURCE_EXHAUSTED
     ├── InternalError             500  INTERNAL
     │   └── Quarantined           500  INTERNAL             workers died of the request: it is not to be sent again
     ├── Unavailable               503  UNAVAILABLE          carries Retry-After
@@ -75,6 +77,10 @@ class ContextLengthExceeded(InvalidRequest):
 class Unauthorized(MillraceError, status=401, grpc_code="UNAUTHENTICATED", kind="authentication_error"): ...
 
 
+class Forbidden(MillraceError, status=403, grpc_code="PERMISSION_DENIED", kind="permission_error"):
+    """The API key is valid and may not do this."""
+
+
 class NotFound(MillraceError, status=404, grpc_code="NOT_FOUND", kind="not_found_error"): ...
 
 
@@ -94,6 +100,10 @@ class RateLimited(MillraceError, status=429, grpc_code="RESOURCE_EXHAUSTED", kin
 
 class TokenRateLimited(RateLimited, kind="tokens"):
     """It has asked for as many tokens as it may."""
+
+
+class ConcurrencyLimited(RateLimited):
+    """It has as many requests in progress as it may."""
 
 
 class InternalError(MillraceError):

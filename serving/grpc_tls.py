@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from serving.certificate import CertificateFacts, read_certificate
 from serving.reloaded import LOOK_SECONDS, ReloadedFiles
 from serving.security_config import SecurityConfig
 
+QUIET_SECONDS = 0.05  # what gRPC does meanwhile takes less than a thousandth of it
 NEVER_MS = (1 << 31) - 1  # gRPC's word for no bound
 
 
@@ -83,22 +85,26 @@ def grpc_tls(security: SecurityConfig) -> GrpcTls | None:
 class _News:
     """What a server is told at each connection: another identity once, and None while there is no other.
 
-    gRPC puts what it is told in the place of what it has without a lock: told at every connection, it crashed when
-    several came at the same time.
+    gRPC puts what it is told in the place of what it has without a lock, and crashes if another connection takes that
+    at this moment. So none is let on for a while before, nor after: those that wait here are not there.
     """
 
     def __init__(self, files: ReloadedFiles[Identity]):
         self.files = files
         self.given = files.current()
+        self._quiet_until = 0.0
         self._lock = threading.Lock()  # gRPC asks from threads of its own
 
     def __call__(self) -> grpc.ServerCertificateConfiguration | None:
         with self._lock:
+            time.sleep(max(0.0, self._quiet_until - time.monotonic()))
             now = self.files.current()
             if now is self.given:
                 return None
-            self.given = now
-            return _configuration(now)
+            told = _configuration(now)
+            time.sleep(QUIET_SECONDS)
+            self.given, self._quiet_until = now, time.monotonic() + QUIET_SECONDS
+            return told
 
 
 def _identity(certificate: str, key: str, authorities: str) -> Identity:

@@ -66,6 +66,17 @@ class Slo:
     tpot_ms: float | None = None
 
 
+def owned(owner: str, salt: str) -> str:
+    """The tenant of a request whose prefixes are an owner's, within them apart by salt. Without an owner, the salt."""
+    return f"{owner}\0{salt}" if owner else salt
+
+
+def owner_of(tenant: str) -> str:
+    """The owner that `owned` has put in; empty without one."""
+    owner, mark, _ = tenant.partition("\0")
+    return owner if mark else ""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """One sequence to generate. `n > 1` is n of these that share a prompt and differ in seed."""
@@ -74,7 +85,7 @@ class Request:
     prompt: tuple[int, ...]  # token ids, never empty
     sampling: SamplingParams
     slo: Slo = field(default_factory=Slo)
-    tenant: str = ""  # salts the KV block keys: tenants never share cached blocks
+    tenant: str = ""  # salts the KV block keys: tenants never share cached blocks; may have an owner (owner_of)
     deadline: float | None = None  # seconds on the router's clock
     service_class: str = "standard"  # of the configured classes
     priority: int = 0  # smaller goes first, its class's priority included

@@ -102,7 +102,8 @@ class RouterMetrics:
         self.computed = self._histogram(
             "request_prefill_kv_computed_tokens", "Prompt tokens that were computed for a request", _LENGTH
         )
-        self._gauge("router_queue_requests", "Requests waiting for room").set_function(waiting)
+        self.waiting_tokens: Callable[[], int] = int  # of the prompts of those; the router says how many
+        self._watch_queue(waiting)
         self.leaked = {
             kind: self._gauge(f"leaked_{kind}", "Held by no request: 0 unless something leaked") for kind in LEAKS
         }
@@ -114,6 +115,11 @@ class RouterMetrics:
             ConnectionCollector(model_name, connections, prefix),
         ):
             self.registry.register(collector)
+
+    def _watch_queue(self, waiting: Callable[[], int]) -> None:
+        self._gauge("router_queue_requests", "Requests waiting for room").set_function(waiting)
+        text = "Prompt tokens of the requests waiting for room"
+        self._gauge("router_prompt_tokens_waiting", text).set_function(lambda: self.waiting_tokens())
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"{self.prefix}:{name}", text, ("model_name", *labels), registry=self.registry)

@@ -1,4 +1,4 @@
-"""What requests are promised and how many there may be, as configured: service classes, rate limits, split or not.
+"""What requests are promised and how many there may be, as configured: classes, rate limits, keys, split or not.
 
 A file of classes is TOML with a table for each; what it may not say is an error that names file, class and field.
 """
@@ -25,7 +25,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceConfig:
-    """Service classes and limits."""
+    """Service classes, limits, and the keys that have some of their own."""
 
     service_classes: str | None = option(
         None,
@@ -41,6 +41,12 @@ class ServiceConfig:
     )
     rate_limit_tokens: int | None = option(
         None, "tokens of prompts and outputs a minute, likewise; default: any", least=1
+    )
+    api_keys_file: str | None = option(
+        None, "a file of API keys with tenants and limits, as `millrace keys` writes it; read again when it changes"
+    )
+    key_pepper_file: str | None = option(
+        None, "file of the secret that keys in --api-keys-file are hashed with; default: MILLRACE_KEY_PEPPER"
     )
 
 

@@ -69,6 +69,11 @@ _WORKER_GAUGES: dict[str, Figure[WorkerStatus]] = {
         "Load of the heaviest rank over the mean, of the MoE layer that is balanced worst",
         lambda s: s.counters.get("expert_imbalance", 0.0),
     ),
+    "worker_prompt_tokens_waiting": (
+        GAUGE,
+        "Tokens still to compute of the prompts that wait",
+        lambda s: s.waiting_tokens,
+    ),
     "worker_waiting_seconds": (GAUGE, "Predicted time of the prompts that wait", lambda s: s.waiting_seconds),
     "worker_prompt_share": (
         GAUGE,

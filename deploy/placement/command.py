@@ -10,12 +10,15 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from deploy.placement import compose
+from deploy.placement import compose, helm
 from deploy.placement.given import check_plan, load_placement
 from deploy.placement.image import DEMO_IMAGE, IMAGE, ImageSource
 from deploy.placement.plan import DeploymentPlan
 
-RENDERERS: Mapping[str, Callable[[DeploymentPlan, ImageSource], str]] = {"compose": compose.render}
+RENDERERS: Mapping[str, Callable[[DeploymentPlan, ImageSource], str]] = {
+    "compose": compose.render,
+    "helm": helm.render,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import partial
 
+from deploy.runtime.discovery import LOOKUP_SECONDS, RouterDirectory
 from serving.background import BackgroundTasks
 from serving.config import ClusterConfig, PlacementConfig
 from serving.errors import InvalidRequest, MillraceError, Unauthorized
@@ -28,6 +29,8 @@ Send = Callable[[Caller, float], Awaitable[pb.HeartbeatReply]]
 
 class Heartbeats:
     """`run()` beats until cancelled, to each router at its own pace: one that is dead slows no other.
+
+    Names marked in `--routers` are looked up again and again: each address is a router, until the name loses it.
 
     With `parent` set, `orphaned` is called once that process is gone. `on_pool_nodes` is told the pool's nodes, those
     any router knows and `fixed_nodes`, whenever they change. Mistakes of our own are counted in `restarts`.
@@ -53,7 +56,9 @@ class Heartbeats:
         self.parent = parent
         self.orphaned = orphaned
         self._background = BackgroundTasks(restarts)
-        self._callers = [Caller(address, cluster.cluster_key, tls) for address in addresses(cluster.routers)]
+        self._cluster_key, self._tls = cluster.cluster_key, tls
+        self.directory = RouterDirectory(cluster.routers)
+        self._callers = {address: self._caller(address) for address in self.directory.fixed}
         self._heard: dict[str, tuple[str, ...]] = {}  # the pool's nodes by the router that told us
         self._told: list[str] = []
         self._refusals: dict[str, str] = {}  # what a router refuses us for, until it takes us
@@ -61,19 +66,21 @@ class Heartbeats:
     async def run(self) -> None:
         try:
             self._tell()
-            for caller in self._callers:
+            for caller in self._callers.values():
                 self._background.start("heartbeats", partial(self._keep_beating, caller))
+            if self.directory.names:
+                self._background.start("routers", self._keep_finding)
             if self.parent is not None:
                 self._background.start("parent", self._watch_parent)
             await asyncio.Event().wait()
         finally:
             await self._background.stop()
-            for caller in self._callers:
+            for caller in self._callers.values():
                 await caller.close()
 
     async def once(self) -> None:
         """Tell every router now."""
-        await asyncio.gather(*(self._beat(caller) for caller in self._callers))
+        await asyncio.gather(*(self._beat(caller) for caller in list(self._callers.values())))
 
     async def during(self, drain: Coroutine[None, None, None]) -> None:
         """Begin the drain, tell every router at once that it has begun, and see it through."""
@@ -82,9 +89,30 @@ class Heartbeats:
         await self.once()
         await draining
 
+    def _caller(self, address: str) -> Caller:
+        return Caller(address, self._cluster_key, self._tls)
+
+    async def _keep_finding(self) -> None:
+        while True:
+            await self._find_routers()
+            await asyncio.sleep(LOOKUP_SECONDS)
+
+    async def _find_routers(self) -> None:
+        """Begin to beat to each new router, and end it for those whose address is no router's any more."""
+        found = await self.directory.now()
+        for address in [one for one in self._callers if one not in found]:
+            log.info("%s is no router any more", address)
+            self._heard.pop(address, None)
+            await self._callers.pop(address).close()
+        self._tell()
+        for address in found:
+            if address not in self._callers:
+                self._callers[address] = caller = self._caller(address)
+                self._background.start("heartbeats", partial(self._keep_beating, caller))
+
     async def _keep_beating(self, caller: Caller) -> None:
         clock = asyncio.get_running_loop().time
-        while True:
+        while self._callers.get(caller.address) is caller:
             began = clock()
             await self._beat(caller)
             await asyncio.sleep(max(0.0, self.interval - (clock() - began)))
@@ -107,6 +135,8 @@ class Heartbeats:
         except MillraceError as error:
             self._unanswered(caller.address, error)
         else:
+            if self._callers.get(caller.address) is not caller:
+                return  # it was a router when it was asked
             self._refusals.pop(caller.address, None)
             self._heard[caller.address] = tuple(reply.pool_nodes)
             self._tell()
@@ -151,8 +181,3 @@ class RouterClocks:
             return None
         router_time, then = self._told[router]
         return router_time + self.clock() - then
-
-
-def addresses(text: str | None) -> list[str]:
-    """`a:1, b:2` → ["a:1", "b:2"]."""
-    return [address.strip() for address in (text or "").split(",") if address.strip()]

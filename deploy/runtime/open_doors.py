@@ -13,19 +13,22 @@ import socket
 from deploy.runtime.addresses import EVERYWHERE
 from serving.config import ClusterConfig, HttpConfig
 from serving.security_config import SecurityConfig
+from serving.service_config import ServiceConfig
 
 log = logging.getLogger(__name__)
 
 
-def check_api(http: HttpConfig, security: SecurityConfig) -> None:
+def check_api(http: HttpConfig, service: ServiceConfig, security: SecurityConfig) -> None:
     """Raises ValueError if the HTTP API would answer anyone on the network."""
-    keyed = http.api_key is not None
+    keyed = http.api_key is not None or service.api_keys_file is not None
     certified = http.ssl_certfile is not None and http.ssl_cert_reqs == "2"
     if keyed or certified or is_loopback(http.host):
         return
     where = f"--host {http.host}: the API"
     _refuse_unless(
-        security.insecure, where, "set MILLRACE_API_KEY (--api-key), or ask for client certificates (--ssl-cert-reqs 2)"
+        security.insecure,
+        where,
+        "set MILLRACE_API_KEY (--api-key) or --api-keys-file, or ask for client certificates (--ssl-cert-reqs 2)",
     )
 
 

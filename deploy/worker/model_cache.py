@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from deploy.runtime.heartbeats import addresses
+from deploy.runtime.discovery import RouterDirectory, addresses
 from kvcache.pool.client import PoolClient
 from kvcache.pool.models import pull, push
 from kvcache.pool.remote import RemoteNode
@@ -138,7 +138,7 @@ class ModelCache:
                 else:
                     log.warning("no node of the KV pool is known: the model is loaded from disk")
         began = time.monotonic()
-        path = resolve(self.model)
+        path = await asyncio.to_thread(resolve, self.model)  # which may fetch it from the hub
         loaded = await asyncio.to_thread(load_from, path, self.config)
         log.info("%s loaded from disk in %.2f s", path.name, time.monotonic() - began)
         return loaded
@@ -212,7 +212,8 @@ async def client(
 async def nodes(pool: PoolConfig, cluster: ClusterConfig, tls: GrpcTls | None = None) -> list[str]:
     """The pool's nodes; waits a little for the first."""
     fixed = addresses(pool.kvcache_nodes)
-    callers = [Caller(address, cluster.cluster_key, tls) for address in addresses(cluster.routers)]
+    found = await RouterDirectory(cluster.routers).now()
+    callers = [Caller(address, cluster.cluster_key, tls) for address in found]
     try:
         end = time.monotonic() + WAIT_SECONDS
         while True:

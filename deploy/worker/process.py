@@ -11,7 +11,8 @@ from functools import partial
 from decode.service import DecodeService
 from deploy.runtime.addresses import announced
 from deploy.runtime.cpu_binding import use_cores
-from deploy.runtime.heartbeats import Heartbeats, RouterClocks, addresses
+from deploy.runtime.discovery import addresses, peers_of
+from deploy.runtime.heartbeats import Heartbeats, RouterClocks
 from deploy.runtime.http_server import open_status_door
 from deploy.runtime.kv_transports import keep_nixl_on_loopback, kv_transport_of
 from deploy.runtime.open_doors import check_grpc
@@ -20,15 +21,13 @@ from deploy.runtime.signals import on_signals
 from deploy.worker.build import WorkerLinks, build_worker
 from deploy.worker.model_cache import ModelCache, release
 from deploy.worker.proposers import DraftParts, load_draft_parts
+from deploy.worker.status_door import WorkerDoor
 from deploy.worker.worker import Worker
 from kvcache.handoff.dialer import Dialer
 from kvcache.pool.remote import RemoteNode
 from kvcache.transfer.choice import AUTO, lenders_for, lenders_on_demand
 from kvcache.transfer.lent_memory import MemoryLenders
 from prefill.service import PrefillService
-from serving.api.status import status_app
-from serving.certificate_metrics import with_certificates
-from serving.fleet_metrics import worker_metrics
 from serving.grpc_tls import grpc_tls
 from serving.loader.loading import LoadedModel
 from serving.malloc import keep_freed_memory
@@ -39,8 +38,6 @@ from serving.rpc import Caller, listen, server
 from serving.wire import to_pb
 
 log = logging.getLogger(__name__)
-
-STALLED_SECONDS = 120.0  # a step this old means the engine is stuck
 
 
 class WorkerService(stubs.WorkerServicer):
@@ -74,15 +71,19 @@ class WorkerProcess:
         use_cores(settings.engine.cpus, settings.engine.threads)
         transport = kv_transport_of(AUTO, cluster, settings.security)
         cache = ModelCache(settings.model, settings.model_config, settings.pool, cluster, transport, self.tls)
-        model = await cache.load()
+        door = WorkerDoor(settings.model_config.served_model_name, settings.http.metrics_prefix, self.tls)
         async with AsyncExitStack() as stack:
+            if cluster.metrics_port is not None:  # before the model loads: who asks meanwhile is told that we live
+                await open_status_door(door.app(), settings.http, cluster.metrics_port, stack)
+            model = await cache.load()
             stack.callback(release, model)
+            door.waits_for = "the engine to start"
             drafts = await asyncio.to_thread(load_draft_parts, self.role, model, settings.model_config, settings.engine)
             on_signals(self._leaving.set)  # before this, while anything loads, a signal ends the process at once
             grpc_server = server(cluster.cluster_key, self.tls)
             port = listen(grpc_server, cluster.grpc_host, cluster.grpc_port, self.tls)
             keep_freed_memory()
-            worker = await self._build(model, drafts, announced(cluster, port, addresses(cluster.routers)), stack)
+            worker = await self._build(model, drafts, announced(cluster, port, peers_of(cluster.routers)), stack)
             stack.push_async_callback(grpc_server.stop, 1.0)
             stubs.add_WorkerServicer_to_server(WorkerService(worker), grpc_server)
             if worker.decode is not None:
@@ -90,7 +91,7 @@ class WorkerProcess:
             stubs.add_PrefillServicer_to_server(PrefillService(worker.prefill), grpc_server)
             worker.start()
             await grpc_server.start()
-            await self._open_status_door(worker, stack)
+            door.show(worker)
             log.info("%s worker %s listens on %s", self.role, worker.identity.name, worker.address)
             await self._serve(worker, cache)
         return int(worker.loop.crashed)
@@ -144,18 +145,6 @@ class WorkerProcess:
             task.cancel()
         await asyncio.gather(crash, beating, storing, return_exceptions=True)
 
-    async def _open_status_door(self, worker: Worker, stack: AsyncExitStack) -> None:
-        if self.cluster.metrics_port is None:
-            return
-        prefix = self.settings.http.metrics_prefix
-        name, *_ = (*self.settings.model_config.served_model_name, worker.identity.model)
-        app = status_app(
-            health=lambda: health_of(worker),
-            metrics_text=with_certificates(worker_metrics(name, worker.status, prefix), self.tls, prefix),
-            audit=lambda: worker.audit_now().counts,
-        )
-        await open_status_door(app, self.settings.http, self.cluster.metrics_port, stack)
-
     async def _beat(self, worker: Worker, caller: Caller, seconds: float) -> pb.HeartbeatReply:
         stub, router = stubs.RegistryStub(caller.channel), caller.address
         report = self._report(worker, router)
@@ -186,14 +175,3 @@ def _set_pool_nodes(worker: Worker, nodes: list[str]) -> None:
     log.info("the KV pool is %s", ", ".join(nodes) or "gone")
     if worker.connector is not None:
         worker.connector.set_nodes(nodes)
-
-
-def health_of(worker: Worker) -> tuple[bool, str]:
-    """True if the worker can take work, and the reason if it cannot."""
-    if worker.loop.crashed:
-        return False, "the engine died"
-    if worker.draining:
-        return False, "draining"
-    if worker.engine.stalled_seconds > STALLED_SECONDS:
-        return False, f"a step has been running for {worker.engine.stalled_seconds:.0f} s"
-    return True, "ok"

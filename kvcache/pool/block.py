@@ -14,6 +14,7 @@ from hashlib import sha256
 import xxhash
 
 from serving.errors import CorruptChunk
+from serving.messages import owner_of
 
 KEY_BYTES = 32
 DIGEST_BYTES = 16
@@ -135,5 +136,9 @@ def verify_block(block: PoolBlock) -> None:
 
 
 def namespace_of(tenant: str) -> str:
-    """The name a tenant's blocks are counted under. The tenant may be a secret salt, so it does not appear in it."""
-    return sha256(b"millrace-namespace\0" + tenant.encode()).hexdigest()[:16] if tenant else DEFAULT_NAMESPACE
+    """The name a tenant's blocks are counted under. The tenant may be a secret salt, so it does not appear in it.
+
+    Where an owner is part of it, all of the owner's are counted together, whatever their salts.
+    """
+    whose = owner_of(tenant) or tenant
+    return sha256(b"millrace-namespace\0" + whose.encode()).hexdigest()[:16] if whose else DEFAULT_NAMESPACE

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from serving import __version__
 from serving.api.body import read_body
 from serving.api.body_work import BodyWork, client_of
+from serving.api.callers import Callers
 from serving.api.cors import allow_origins
 from serving.api.dialect import Dialect
 from serving.api.embedding_plan import EmbeddingPreparer
@@ -25,10 +26,11 @@ from serving.api.failures import handle_failures
 from serving.api.generation import GenerationResponse
 from serving.api.grammar_gate import GrammarGate
 from serving.api.in_flight import InFlightRequests
+from serving.api.keyring import Keyring
 from serving.api.messages_body import CountTokensBody
 from serving.api.middleware import AuthMiddleware, ObservedMiddleware
 from serving.api.openapi import describe_bodies, takes
-from serving.api.rate_limit import RateLimiter
+from serving.api.rate_limit import KeyLimits, RateLimiter
 from serving.api.readers import Readers, ReaderSettings
 from serving.api.schema import DetokenizeBody, EmbeddingBody, TokenizeBody
 from serving.api.service import Service, tell_ignored, tell_refusal, until_hang_up
@@ -41,6 +43,8 @@ from serving.messages import Generate
 from serving.service_class import SERVICE_CLASSES, ServiceClass
 from serving.service_config import ServiceConfig
 from serving.text.tokenizer import Tokenizer
+
+OTHER_BODIES = (EmbeddingBody, TokenizeBody, DetokenizeBody, CountTokensBody)
 
 
 def create_app(
@@ -58,16 +62,20 @@ def create_app(
     clock: Callable[[], float] = time.monotonic,
     placements: PlacementLog | None = None,
     http_observer: HttpObserver | None = None,
+    keyring: Keyring | None = None,
+    wall_clock: Callable[[], float] = time.time,
 ) -> FastAPI:
     """The ASGI app. Of `app.state`, a server drains it through `in_flight` (InFlightRequests), may start `bodies`
     (BodyWork), so that long ones are read in processes of their own, and closes those and `grammars` (GrammarGate).
 
-    `clock` is the router's: deadlines are times on it.
+    `clock` is the router's: deadlines are times on it. Keys expire by `wall_clock`, in Unix seconds.
+    `app.state.callers` (Callers) counts requests without a valid one.
     Raises `ValueError` when the tokenizer's chat template is not valid.
     """
     app = FastAPI(title="millrace", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     in_flight = app.state.in_flight = InFlightRequests()
-    _surround(app, config, http_observer, clock)
+    callers = app.state.callers = Callers(config.api_key, keyring, wall_clock)
+    _surround(app, callers, http_observer, clock)
     service_config = service_config or ServiceConfig()
     settings = ReaderSettings(
         tokenizer=tokenizer,
@@ -84,30 +92,30 @@ def create_app(
         in_flight=in_flight,
         observer=observer,
         clock=clock,
-        limits=RateLimiter(service_config.rate_limit_requests, service_config.rate_limit_tokens),
+        limits=_limiter(service_config),
         placements=placements or NoPlacementLog(),
         names=RequestNames(),
         bodies=bodies,
         grammars=GrammarGate(tokenizer),
     )
     app.state.grammars, readers = service.grammars, bodies.readers
-    for dialect in readers.dialects:
-        _add_generation(app, service, dialect)
-    _add_embeddings(app, service, readers.embeddings)
-    _add_models(app, served)
+    _add_served(app, service, readers, served)
     _add_placements(app, service)
     _add_tokens(app, service, readers)
     _add_operations(app, in_flight, health, audit)
     add_process_routes(app, metrics_text)
-    others = (EmbeddingBody, TokenizeBody, DetokenizeBody, CountTokensBody)
-    describe_bodies(app, [*(dialect.kind for dialect in readers.dialects), *others])
+    describe_bodies(app, [*(dialect.kind for dialect in readers.dialects), *OTHER_BODIES])
     allow_origins(app, config)
     return app
 
 
-def _surround(app: FastAPI, config: HttpConfig, observer: HttpObserver | None, clock: Callable[[], float]) -> None:
+def _limiter(config: ServiceConfig) -> RateLimiter:
+    return RateLimiter(KeyLimits(requests=config.rate_limit_requests, tokens=config.rate_limit_tokens))
+
+
+def _surround(app: FastAPI, callers: Callers, observer: HttpObserver | None, clock: Callable[[], float]) -> None:
     """What stands around every endpoint; CORS comes last, when the app is complete."""
-    app.add_middleware(AuthMiddleware, api_key=config.api_key)
+    app.add_middleware(AuthMiddleware, callers=callers)
     if observer is not None:
         app.add_middleware(ObservedMiddleware, observer=observer, clock=clock)
     handle_failures(app)
@@ -115,6 +123,14 @@ def _surround(app: FastAPI, config: HttpConfig, observer: HttpObserver | None, c
 
 def _json(content: object) -> Response:
     return Response(orjson.dumps(content), media_type="application/json")
+
+
+def _add_served(app: FastAPI, service: Service, readers: Readers, served: ServedModel) -> None:
+    """The models, and what they do: texts in every dialect, and embeddings."""
+    for dialect in readers.dialects:
+        _add_generation(app, service, dialect)
+    _add_embeddings(app, service, readers.embeddings)
+    _add_models(app, served)
 
 
 def _add_generation(app: FastAPI, service: Service, dialect: Dialect) -> None:
@@ -132,7 +148,7 @@ def _add_embeddings(app: FastAPI, service: Service, preparer: EmbeddingPreparer)
 def _add_placements(app: FastAPI, service: Service) -> None:
     @app.get("/v1/requests/{name}/explain")
     async def explain_request(name: str, request: Request) -> Response:
-        salt = request.headers.get(SALT, "")
+        salt = request.state.caller.rights.within(request.headers.get(SALT, ""))
         return _json(explain(service.names, service.placements, name, request.state.key, salt))
 
     @app.get("/v1/workers")

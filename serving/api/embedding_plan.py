@@ -93,7 +93,7 @@ class EmbeddingPreparer:
             prompt=prompt.tokens,
             sampling=SamplingParams(max_tokens=1),
             slo=promise.slo,
-            tenant=fields.cache_salt or "",
+            tenant=head.rights.within(fields.cache_salt or ""),
             deadline=promise.deadline,
             service_class=promise.service_class,
             priority=promise.priority,

@@ -7,8 +7,8 @@ It owns the iterators of `generate` and closes each of them on every exit. A del
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from typing import cast
 
 from starlette.datastructures import Headers, State
@@ -18,7 +18,6 @@ from starlette.types import Receive, Scope, Send
 from serving.api.body_work import client_of
 from serving.api.choice import Choice, ChoiceDelta, choice_of
 from serving.api.dialect import Dialect, PreparedRequest, StreamWriter
-from serving.api.plan import ResponsePlan
 from serving.api.service import ObservedSequence, ServedResponse, Service, tell_ignored, until_deadline
 from serving.errors import InternalError, MillraceError
 from serving.messages import Delta
@@ -44,21 +43,14 @@ class GenerationResponse(ServedResponse):
         prepared = await service.bodies.run(self._dialect.prepare, body, self._head, client=client)
         plan = prepared.plan
         tell_ignored(plan.ignored, self._answer_headers, service.observer)
-        await service.grammars.check(client, plan.form)
+        await service.grammars.check(client, plan.form, self._head.rights.owner)
         self._spend(plan, plan.most_tokens)
         choices = [choice_of(plan, sequence, service.tokenizer) for sequence in plan.sequences]
         answer = self._stream if plan.stream else self._collect
-        with self._refund(plan, choices):
-            await answer(prepared, choices, scope, receive, send)
-
-    @contextmanager
-    def _refund(self, plan: ResponsePlan, choices: Sequence[Choice]) -> Iterator[None]:
-        """Output tokens that did not come do not count towards the limit."""
         try:
-            yield
-        finally:
-            came = plan.prompt_tokens + sum(choice.completion_tokens for choice in choices)
-            self._service.limits.refund(self._head.key, plan.most_tokens - came, self._service.clock())
+            await answer(prepared, choices, scope, receive, send)
+        finally:  # output tokens that did not come do not count towards the limit
+            self._reservation.used = plan.prompt_tokens + sum(choice.completion_tokens for choice in choices)
 
     async def _collect(
         self, prepared: PreparedRequest, choices: Sequence[Choice], scope: Scope, receive: Receive, send: Send

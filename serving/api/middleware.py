@@ -1,41 +1,39 @@
 """ASGI middleware around every endpoint: ids of requests, the API key where one is required, what was answered.
 
-It looks at headers only; keys are compared in constant time and never logged.
+It looks at headers only, and logs none of them.
 """
 
 from __future__ import annotations
 
-import hmac
 import re
 from collections.abc import Callable
-from hashlib import sha256
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serving.api.callers import ANYBODY, ApiCaller, Callers
 from serving.api.failures import error_form, error_response
 from serving.api.plan import RequestIds
 from serving.api.settings import HttpObserver
-from serving.errors import Unauthorized
+from serving.errors import Forbidden, MillraceError, Unauthorized
 
 OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/metrics", "/version"})
+OF_ALL = frozenset({"/audit", "/load", "/v1/workers"})  # what they tell is of all tenants: for operators' keys
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class AuthMiddleware:
-    """Without a key it only gives ids: `request.state.ids`, and the header x-request-id. A key may be several, with
-    commas between them.
+    """Without a key it only gives ids: `request.state.ids`, and the header x-request-id.
 
-    `request.state.key` tells API keys apart without showing them. What an endpoint writes into
-    `request.state.answer_headers` before its answer begins goes out with it, be that an error or not.
+    `request.state.caller` is who sends the request, and `request.state.key` the caller's name. What an endpoint writes
+    into `request.state.answer_headers` before its answer begins goes out with it, be that an error or not.
     """
 
-    def __init__(self, app: ASGIApp, *, api_key: str | None = None) -> None:
+    def __init__(self, app: ASGIApp, *, callers: Callers) -> None:
         self._app = app
-        # Digests have one length, so a comparison says nothing about the length of a key either.
-        self._keys = [sha256(key.encode()).digest() for key in (api_key or "").split(",") if key]
+        self._callers = callers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -44,8 +42,6 @@ class AuthMiddleware:
         headers = Headers(scope=scope)
         ids, path = request_ids(headers.get("x-request-id", "")), scope["path"]
         answer_headers: dict[str, str] = {}
-        state = scope.setdefault("state", {})
-        state |= {"ids": ids, "key": "", "answer_headers": answer_headers}
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -53,24 +49,26 @@ class AuthMiddleware:
                 MutableHeaders(scope=message).update({**answer_headers, **shown})
             await send(message)
 
-        if self._keys and path not in OPEN_PATHS:
-            state["key"] = self._key(headers)
-        if state["key"] is None:
-            told = "a valid API key is required: Authorization: Bearer <key>, or x-api-key: <key>"
-            refusal = Unauthorized(told, code="invalid_api_key")
+        caller: ApiCaller | None = ANYBODY
+        if self._callers.required and path not in OPEN_PATHS:
+            caller = self._callers.of(headers)
+        refusal = _refusal(caller, path)
+        if refusal is not None:
             await error_response(refusal, path, ids.shown)(scope, receive, send_with_id)
             return
+        assert caller is not None
+        state = scope.setdefault("state", {})
+        state |= {"ids": ids, "caller": caller, "key": caller.name, "answer_headers": answer_headers}
         await self._app(scope, receive, send_with_id)
 
-    def _key(self, headers: Headers) -> str | None:
-        """The digest of the valid key that they show in one of two ways, cut short; None without one."""
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        found: str | None = None
-        for key in (bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")):
-            digest = sha256(key.strip(" \t").encode("latin-1")).digest()
-            matches = [hmac.compare_digest(digest, known) for known in self._keys]  # all of them: no early end
-            found = found or (digest.hex()[:16] if any(matches) else None)
-        return found
+
+def _refusal(caller: ApiCaller | None, path: str) -> MillraceError | None:
+    if caller is None:
+        told = "a valid API key is required: Authorization: Bearer <key>, or x-api-key: <key>"
+        return Unauthorized(told, code="invalid_api_key")
+    if path in OF_ALL and not caller.rights.operator:
+        return Forbidden(f"{path} tells of all tenants: this API key is no operator's", code="no_operator")
+    return None
 
 
 class ObservedMiddleware:

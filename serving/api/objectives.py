@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
-from serving.api.plan import RequestHead
+from serving.api.plan import RequestHead, Rights
 from serving.api.schema import DAY_MS, MOST_PRIORITY, PlacedBody
-from serving.errors import InvalidRequest
+from serving.errors import Forbidden, InvalidRequest
 from serving.messages import Slo
 from serving.service_class import ServiceClass
 
@@ -56,29 +56,39 @@ class PromiseReader:
         self._default = classes[default]
 
     def promise(self, fields: PlacedBody, head: RequestHead) -> Promise:
-        """Raises InvalidRequest that names the field or header."""
+        """Raises InvalidRequest that names the field or header, Forbidden for what the API key may not ask for."""
         headers = head.headers
-        known = self._class(fields.service_class, headers)
+        known = self._class(fields.service_class, headers, head.rights)
         ttft_ms = _first(fields.ttft_slo_ms, _number(headers, TTFT, DAY_MS), known.ttft_slo_ms)
         tpot_ms = _first(fields.tpot_slo_ms, _number(headers, TPOT, DAY_MS), known.tpot_slo_ms)
         own = fields.priority if fields.priority is not None else _priority(headers)
         seconds = _number(headers, TIMEOUT, DAY)
+        most_urgent = head.rights.priority
+        if most_urgent is not None and known.priority + own < most_urgent:
+            told = f"priority {known.priority + own} goes before {most_urgent}, the most urgent of this API key"
+            raise Forbidden(told, param="priority", code="priority_not_allowed")
         return Promise(
             slo=Slo(ttft_ms=ttft_ms, tpot_ms=tpot_ms),
             service_class=known.name,
             priority=known.priority + own,
-            session=_session(headers.get(SESSION) or fields.prompt_cache_key or fields.user or ""),
+            session=_session(headers.get(SESSION) or fields.prompt_cache_key or fields.user or "", head.rights),
             deadline=None if seconds is None else head.arrived + seconds,
         )
 
-    def _class(self, wanted: str | None, headers: Mapping[str, str]) -> ServiceClass:
+    def _class(self, wanted: str | None, headers: Mapping[str, str], rights: Rights) -> ServiceClass:
+        """Of requests that name none, where a key may not have the default: the first it may have."""
         name, param = (wanted, "service_class") if wanted is not None else (headers.get(CLASS), CLASS)
         if name is None:
-            return self._default
+            name = self._default.name
+            if rights.classes and name not in rights.classes:
+                name = rights.classes[0]
         known = self._classes.get(name.strip())
         if known is None:
             there = ", ".join(self._classes)
             raise InvalidRequest(f"{param}: {name[:80]!r} is none of the service classes: {there}", param=param)
+        if rights.classes and known.name not in rights.classes:
+            told = f"{param}: this API key may have {', '.join(rights.classes)}, not {known.name}"
+            raise Forbidden(told, param=param, code="class_not_allowed")
         return known
 
 
@@ -109,5 +119,7 @@ def _priority(headers: Mapping[str, str]) -> int:
     return int(text)
 
 
-def _session(name: str) -> str:
+def _session(name: str, rights: Rights) -> str:
+    """What is learned of one tenant's conversation is of no use to another's of that name."""
+    name = rights.within(name) if name else ""
     return name if len(name) <= MOST_SESSION else blake2b(name.encode(), digest_size=16).hexdigest()

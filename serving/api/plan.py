@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from serving.api.fields import IgnoredFields
-from serving.messages import Request
+from serving.messages import Request, owned
 from serving.text.reasoning import ReasoningForm
 from serving.text.tools.forms import ToolForm
 
@@ -23,6 +23,20 @@ class RequestIds:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Rights:
+    """What requests with an API key may be; by default anything, and of no tenant."""
+
+    owner: str = ""  # whose cached prefixes they share: a tenant's or a group's, as a digest; empty: all clients'
+    classes: tuple[str, ...] = ()  # service classes; none: all
+    priority: int | None = None  # the most urgent, smaller goes first; None: any
+    operator: bool = True  # may read what concerns all tenants
+
+    def within(self, name: str) -> str:
+        """A name that clients choose, such as a cache_salt, told apart from other tenants' same ones."""
+        return owned(self.owner, name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RequestHead:
     """What an HTTP request says beside its body."""
 
@@ -30,6 +44,7 @@ class RequestHead:
     key: str = ""  # tells API keys apart, without showing them; empty where none is required
     headers: Mapping[str, str] = field(default_factory=dict)  # names in lower case
     arrived: float = 0.0  # seconds on the router's clock
+    rights: Rights = field(default_factory=Rights)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,6 +43,7 @@ class _Asked:
     id: str  # of the response
     promise: Promise
     client: str  # tells API keys apart
+    tenant: str  # who shares cached prefixes
     prompts: Sequence[Prompt]
     max_tokens: int | None  # None: none were named; UNBOUNDED
     usual_tokens: int | None = None  # where none were named; None: the rest of the context
@@ -113,6 +114,7 @@ class Preparer:
             id=name,
             promise=self._objectives.promise(fields, head),
             client=head.key,
+            tenant=head.rights.within(fields.cache_salt or ""),
             prompts=[prompt],
             max_tokens=_chat_max_tokens(fields),
             clips=clips,
@@ -145,6 +147,7 @@ class Preparer:
             id=f"cmpl-{head.ids.unique}",
             promise=self._objectives.promise(fields, head),
             client=head.key,
+            tenant=head.rights.within(fields.cache_salt or ""),
             prompts=self._prompts.of_completion(fields.prompt, add_special_tokens=fields.add_special_tokens),
             max_tokens=_least(fields.max_tokens, fields.max_new_tokens),
             usual_tokens=DEFAULT_COMPLETION_TOKENS,
@@ -205,7 +208,7 @@ class Preparer:
                     prompt=prompt.tokens,
                     sampling=SamplingParams(max_tokens=max(room, 1), seed=seed, **common),
                     slo=promise.slo,
-                    tenant=fields.cache_salt or "",
+                    tenant=asked.tenant,
                     deadline=promise.deadline,
                     service_class=promise.service_class,
                     priority=promise.priority,

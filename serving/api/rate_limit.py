@@ -1,6 +1,7 @@
-"""Rate limits by API key, in requests and in tokens a minute: token buckets that fill all the time. Pure.
+"""Limits of API keys: requests and tokens a minute, as buckets that fill all the time, and requests at a time. Pure.
 
-A key's bucket holds a minute's worth at most. What was taken for output tokens that never came is given back.
+A request reserves what it may come to and gives back what it did not use, exactly once (LimitReservation). Nothing here
+knows what a key is: accounts have names.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from serving.errors import RateLimited, TokenRateLimited
+from serving.errors import ConcurrencyLimited, RateLimited, TokenRateLimited
 
 MINUTE = 60.0
-MOST_KEYS = 4096  # buckets kept: those used longest ago are forgotten, and are full when they come back
+BUSY_RETRY_S = 1.0  # where an account has as many requests as it may: nobody knows when one of them ends
+MOST_ACCOUNTS = 16_384  # more than there may be keys (serving.api.keyring); those used longest ago are forgotten
 
 
 @dataclass(slots=True)
@@ -39,6 +41,11 @@ class TokenBucket:
         """Give back what was not needed; more than it holds runs over."""
         self.held, self.at = min(self.capacity, self.level(now) + amount), max(self.at, now)
 
+    def resize(self, capacity: float, now: float) -> None:
+        """Hold so much at most from now on. What has been used stays used."""
+        used = self.capacity - self.level(now)
+        self.capacity, self.held, self.at = capacity, max(0.0, capacity - used), max(self.at, now)
+
     def seconds_until(self, amount: float, now: float) -> float | None:
         """Until it holds so much; None: never."""
         if amount > self.capacity:
@@ -46,71 +53,140 @@ class TokenBucket:
         return max(0.0, amount - self.level(now)) * MINUTE / self.capacity
 
 
-class Limit:
-    """A limit of so many a minute for each key."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyLimits:
+    """None: any number."""
 
-    def __init__(self, per_minute: int):
-        self.per_minute = per_minute
-        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()  # used longest ago first
+    requests: int | None = None  # a minute
+    tokens: int | None = None  # a minute, of prompts and outputs
+    concurrent: int | None = None  # requests in progress
 
-    def __len__(self) -> int:
-        return len(self._buckets)
+    def over(self, base: KeyLimits) -> KeyLimits:
+        """These, and those of `base` where these name none."""
+        return KeyLimits(
+            requests=base.requests if self.requests is None else self.requests,
+            tokens=base.tokens if self.tokens is None else self.tokens,
+            concurrent=base.concurrent if self.concurrent is None else self.concurrent,
+        )
 
-    def bucket(self, key: str, now: float) -> TokenBucket:
-        found = self._buckets.get(key)
-        if found is None:
-            found = self._buckets[key] = TokenBucket(self.per_minute, self.per_minute, now)
-            while len(self._buckets) > MOST_KEYS:
-                self._buckets.popitem(last=False)
-        self._buckets.move_to_end(key)
+
+class Account:
+    """What one key has used of its limits."""
+
+    def __init__(self) -> None:
+        self.limits = KeyLimits()
+        self.requests: TokenBucket | None = None
+        self.tokens: TokenBucket | None = None
+        self.running = 0
+
+    def hold_to(self, limits: KeyLimits, now: float) -> None:
+        """From now on. They change when a file of keys does."""
+        if limits != self.limits:
+            self.limits = limits
+            self.requests = _resized(self.requests, limits.requests, now)
+            self.tokens = _resized(self.tokens, limits.tokens, now)
+
+    def headers(self, now: float) -> dict[str, str]:
+        """OpenAI's x-ratelimit-* headers, of the limits there are."""
+        found: dict[str, str] = {}
+        for what, bucket in (("requests", self.requests), ("tokens", self.tokens)):
+            if bucket is not None:
+                reset = bucket.seconds_until(bucket.capacity, now) or 0.0
+                found[f"x-ratelimit-limit-{what}"] = str(math.floor(bucket.capacity))
+                found[f"x-ratelimit-remaining-{what}"] = str(math.floor(bucket.level(now)))
+                found[f"x-ratelimit-reset-{what}"] = shown_seconds(reset)
         return found
 
-    def headers(self, what: str, key: str, now: float) -> dict[str, str]:
-        """OpenAI's x-ratelimit-* headers; `what` is requests or tokens."""
-        bucket = self.bucket(key, now)
-        reset = bucket.seconds_until(bucket.capacity, now) or 0.0
-        return {
-            f"x-ratelimit-limit-{what}": str(self.per_minute),
-            f"x-ratelimit-remaining-{what}": str(math.floor(bucket.level(now))),
-            f"x-ratelimit-reset-{what}": shown_seconds(reset),
-        }
+
+def _resized(bucket: TokenBucket | None, capacity: int | None, now: float) -> TokenBucket | None:
+    if capacity is None:
+        return None
+    if bucket is None:
+        return TokenBucket(capacity, capacity, now)
+    bucket.resize(capacity, now)
+    return bucket
+
+
+class LimitReservation:
+    """What one request holds of its account, from RateLimiter.open until `close`.
+
+    `used` are the tokens it came to, by default all it reserved. A `void` request was refused or failed, and counts
+    for nothing.
+    """
+
+    __slots__ = ("_account", "_closed", "_reserved", "used", "void")
+
+    def __init__(self, account: Account):
+        self._account = account
+        self._reserved = 0
+        self._closed = False
+        self.used: int | None = None
+        self.void = False
+
+    def spend(self, tokens: int, now: float) -> None:
+        """The request may come to so many tokens, of prompts and outputs. Raises TokenRateLimited."""
+        bucket = self._account.tokens
+        if bucket is not None:
+            if not bucket.take(tokens, now):
+                raise _refusal(TokenRateLimited, "tokens per min (TPM)", bucket, tokens, now)
+            self._reserved += tokens
+
+    def close(self, now: float) -> None:
+        """The request has ended, in whatever way: give back what it did not use."""
+        assert not self._closed, "what a request reserved is given back once"
+        self._closed = True
+        account = self._account
+        account.running -= 1
+        if self.void and account.requests is not None:
+            account.requests.put(1, now)
+        used = 0 if self.void else self._reserved if self.used is None else self.used
+        if account.tokens is not None and used < self._reserved:
+            account.tokens.put(self._reserved - used, now)
+
+    def headers(self, now: float) -> dict[str, str]:
+        """What the account has left, for the headers of an answer."""
+        return self._account.headers(now)
 
 
 class RateLimiter:
-    """Both limits; None: any number. Keys are what tells clients apart, and never shown."""
+    """Accounts by name, which are never shown. `base` are the limits where an account has none of its own."""
 
-    def __init__(self, requests: int | None = None, tokens: int | None = None):
-        self.requests = Limit(requests) if requests is not None else None
-        self.tokens = Limit(tokens) if tokens is not None else None
+    def __init__(self, base: KeyLimits | None = None):
+        self.base = base or KeyLimits()
+        self._accounts: OrderedDict[str, Account] = OrderedDict()  # used longest ago first
 
-    def request(self, key: str, now: float) -> None:
-        """A request has come. Raises RateLimited."""
-        if self.requests is None:
-            return
-        bucket = self.requests.bucket(key, now)
-        if not bucket.take(1, now):
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    def open(self, name: str, limits: KeyLimits | None, now: float) -> LimitReservation:
+        """A request has come; close what it is given. Raises ConcurrencyLimited and RateLimited, with nothing taken."""
+        account = self.account(name, limits, now)
+        most, bucket = account.limits.concurrent, account.requests
+        if most is not None and account.running >= most:
+            text = f"Rate limit reached on concurrent requests: Limit {most}, Running {account.running}, Requested 1."
+            raise ConcurrencyLimited(text, code="rate_limit_exceeded", retry_after=BUSY_RETRY_S)
+        if bucket is not None and not bucket.take(1, now):
             raise _refusal(RateLimited, "requests per min (RPM)", bucket, 1, now)
+        account.running += 1
+        return LimitReservation(account)
 
-    def spend(self, key: str, tokens: int, now: float) -> None:
-        """The request may come to so many tokens, of prompts and outputs. Raises TokenRateLimited."""
-        if self.tokens is None:
-            return
-        bucket = self.tokens.bucket(key, now)
-        if not bucket.take(tokens, now):
-            raise _refusal(TokenRateLimited, "tokens per min (TPM)", bucket, tokens, now)
-
-    def refund(self, key: str, tokens: int, now: float) -> None:
-        """So many of those have not come."""
-        if self.tokens is not None and tokens > 0:
-            self.tokens.bucket(key, now).put(tokens, now)
-
-    def headers(self, key: str, now: float) -> dict[str, str]:
-        """What the key has left, for the headers of an answer."""
-        found: dict[str, str] = {}
-        for what, limit in (("requests", self.requests), ("tokens", self.tokens)):
-            if limit is not None:
-                found |= limit.headers(what, key, now)
+    def account(self, name: str, limits: KeyLimits | None, now: float) -> Account:
+        found = self._accounts.get(name)
+        if found is None:
+            found = self._accounts[name] = Account()
+            self._forget()
+        found.hold_to((limits or self.base).over(self.base), now)
+        self._accounts.move_to_end(name)
         return found
+
+    def _forget(self) -> None:
+        """Those used longest ago; not the newest, nor those with requests in progress."""
+        excess = len(self._accounts) - MOST_ACCOUNTS
+        if excess > 0:
+            newest = next(reversed(self._accounts))
+            idle = [name for name, one in self._accounts.items() if not one.running and name != newest]
+            for name in idle[:excess]:
+                del self._accounts[name]
 
 
 def _refusal(kind: type[RateLimited], what: str, bucket: TokenBucket, wanted: int, now: float) -> RateLimited:

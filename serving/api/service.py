@@ -7,24 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 from starlette.datastructures import Headers, State
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serving.api.body import ClientGoneError, read_body
 from serving.api.body_work import BodyWork
+from serving.api.callers import ApiCaller
 from serving.api.embedding_plan import EmbeddingPlan
 from serving.api.explain import RequestNames
 from serving.api.fields import IgnoredFields
 from serving.api.grammar_gate import GrammarGate
 from serving.api.in_flight import InFlightRequests
 from serving.api.plan import RequestHead, ResponsePlan
-from serving.api.rate_limit import RateLimiter
+from serving.api.rate_limit import LimitReservation, RateLimiter
 from serving.api.settings import ApiObserver, PlacementLog
 from serving.config import HttpConfig
 from serving.errors import DeadlineExceeded, MillraceError
@@ -33,6 +35,7 @@ from serving.text.tokenizer import Tokenizer
 
 PLACEMENT, DOWNGRADE, DEGRADED = "x-millrace-placement", "x-millrace-downgrade", "x-millrace-degraded"
 IGNORED = "x-millrace-ignored"
+RATE_LIMITED = 429
 _UNSHOWN = re.compile(r"[^A-Za-z0-9._:-]")  # in a header's words
 
 T = TypeVar("T")
@@ -93,14 +96,21 @@ class ServedResponse(Response):
         super().__init__()
         self._service = service
         self._request_headers = headers
-        self._head = RequestHead(ids=state.ids, key=state.key, headers=headers, arrived=service.clock())
+        self._caller: ApiCaller = state.caller
+        self._head = RequestHead(
+            ids=state.ids,
+            key=state.key,
+            headers=headers,
+            arrived=service.clock(),
+            rights=self._caller.rights,
+        )
         self._answer_headers: dict[str, str] = state.answer_headers
+        self._reservation: LimitReservation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        service, key = self._service, self._head.key
+        service = self._service
         try:
-            with service.in_flight.enter():
-                self._limit(lambda now: service.limits.request(key, now))
+            with service.in_flight.enter(), self._reserve():
                 body = await read_body(receive, self._request_headers, service.config)
                 await until_hang_up(receive, self._serve(body, scope, receive, send))
         except ClientGoneError:
@@ -113,24 +123,49 @@ class ServedResponse(Response):
         """All of it, once the body is here."""
         raise NotImplementedError
 
-    def _spend(self, plan: ResponsePlan | EmbeddingPlan, tokens: int) -> None:
-        """Take what the plan may come to of the key's tokens, and note its names. Raises RateLimited."""
-        service, key = self._service, self._head.key
-        self._limit(lambda now: service.limits.spend(key, tokens, now))
-        service.names.note(plan, self._head.ids, key)
+    @contextmanager
+    def _reserve(self) -> Iterator[None]:
+        """Hold a request of the caller's limits, and in the end give back what was not used. Raises RateLimited.
 
-    def _limit(self, take: Callable[[float], None]) -> None:
-        """Take something of the key's rate limits. Raises RateLimited; the headers say what is left either way."""
+        The headers say what is left either way.
+        """
+        service, caller = self._service, self._caller
+        now = service.clock()
+        account = service.limits.account(caller.account, caller.limits, now)
+        try:
+            held = self._reservation = service.limits.open(caller.account, caller.limits, now)
+        finally:
+            self._answer_headers |= account.headers(now)
+        try:
+            yield
+        except Exception as error:
+            held.void = not _is_the_clients(error)
+            raise
+        finally:
+            now = service.clock()
+            held.close(now)
+            self._answer_headers |= held.headers(now)
+
+    def _spend(self, plan: ResponsePlan | EmbeddingPlan, tokens: int) -> None:
+        """Take what the plan may come to of the caller's tokens, and note its names. Raises TokenRateLimited."""
         now = self._service.clock()
         try:
-            take(now)
+            self._reservation.spend(tokens, now)
         finally:
-            self._answer_headers |= self._service.limits.headers(self._head.key, now)
+            self._answer_headers |= self._reservation.headers(now)
+        self._service.names.note(plan, self._head.ids, self._head.key)
 
     def _tell_placement(self, plan: ResponsePlan | EmbeddingPlan) -> None:
         """The answer's headers say where the request went: its first sequence, where it has several."""
         first = plan.sequences[0].request.request_id
         self._answer_headers |= _placement_headers(self._service.placements, first)
+
+
+def _is_the_clients(error: Exception) -> bool:
+    """A request that ended so counts: what is wrong with it is its own, or its client did not wait for the end."""
+    if isinstance(error, ClientGoneError | DeadlineExceeded | HTTPException):
+        return True
+    return isinstance(error, MillraceError) and error.status < 500 and error.status != RATE_LIMITED
 
 
 class ObservedSequence:

@@ -281,16 +281,20 @@ class Grammars:
 
     def __init__(self, compiler: GrammarCompiler):
         self.compiler = compiler
-        self._compiled: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str], Future[CompiledGrammar]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def begin(self, grammar: str) -> GrammarState:
-        """The state before the first token. The grammar is compiled meanwhile, unless it has been lately."""
+    def begin(self, grammar: str, owner: str = "") -> GrammarState:
+        """The state before the first token. The grammar is compiled meanwhile, unless it has been for the owner lately.
+
+        Owners share none: by time, one could tell what forms another asks for.
+        """
+        name = (owner, grammar)
         with self._lock:
-            compiled = self._compiled.get(grammar)
+            compiled = self._compiled.get(name)
             if compiled is None:
-                compiled = self._compiled[grammar] = self.compiler.submit(grammar)
+                compiled = self._compiled[name] = self.compiler.submit(grammar)
                 if len(self._compiled) > KEPT:
                     self._compiled.popitem(last=False)
-            self._compiled.move_to_end(grammar)
+            self._compiled.move_to_end(name)
         return GrammarState(compiled)

@@ -10,6 +10,7 @@ import pytest
 
 from deploy import frontend
 from deploy.frontend import CROWD, Frontend, served_model
+from router.admission import Claim
 from serving.api.settings import ServedModel
 from serving.config import HttpConfig, ModelConfig
 from serving.messages import Role
@@ -111,3 +112,11 @@ def test_a_model_is_served_under_the_names_it_is_given(tmp_path: Path) -> None:
     given = ModelConfig(served_model_name=("large", "small"))
     assert served_model(tmp_path, given, 64, SPEC, None).names == ("large", "small")
     assert served_model(tmp_path, ModelConfig(), 64, SPEC, None).names == (tmp_path.name,)
+
+
+async def test_metrics_have_the_prompt_tokens_of_requests_that_wait(tmp_path: Path, listening: socket.socket) -> None:
+    world = World()
+    front = front_of(world, tmp_path, listening)
+    async with world.placer.admission.enter(Claim(0, "", 30)):
+        assert b'millrace:router_prompt_tokens_waiting{model_name="tiny"} 30.0' in front.metrics.text()
+    await world.fleet.close()

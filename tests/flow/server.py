@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,15 +16,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from tests.fakes.stopping import stop
+from tests.flow.ports import free_port
+
 REPOSITORY = str(Path(__file__).resolve().parents[2])
 START_SECONDS = 90.0  # a loaded machine starts five Python processes slowly
 IDLE_SECONDS = 15.0  # and looks at what they hold now and then
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
@@ -192,3 +188,7 @@ class MillraceServer(Asking):
 
     def signal_worker(self, name: str, number: signal.Signals) -> None:
         os.kill(self.worker_pid(name), number)
+
+    def stop_worker(self, name: str) -> None:
+        """It does nothing from now on, and takes nothing in."""
+        stop(self.worker_pid(name))

@@ -17,7 +17,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tests.flow.server import START_SECONDS, MillraceServer, free_port, wait_until
+from tests.flow.ports import free_port
+from tests.flow.server import START_SECONDS, MillraceServer, wait_until
 
 STEPPED_BACK = 5  # a nice value
 REPOSITORY = str(Path(__file__).resolve().parents[2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from signal import SIGCONT, SIGSTOP
+from signal import SIGCONT
 
 import pytest
 
@@ -35,7 +35,7 @@ def test_a_frozen_worker_is_red_within_five_seconds_and_green_again_afterwards(s
     assert up(server, "decode-0") and up(server, "decode-1")
     assert json.loads(server.get("/health")[1]) == {"status": "ok"}
     assert server.metric("time_to_first_token_seconds_count") == 0.0, "users' metrics know nothing of it"
-    server.signal_worker("decode-0", SIGSTOP)
+    server.stop_worker("decode-0")
     began = time.monotonic()
     try:
         wait_until(lambda: not up(server, "decode-0"), RED_SECONDS + 1.0, "red")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from signal import SIGCONT, SIGKILL, SIGSTOP
+from signal import SIGCONT, SIGKILL
 from typing import Any
 from uuid import uuid4
 
@@ -161,7 +161,7 @@ def test_prefill_worker_dies_with_the_request_queued(
 ) -> None:
     server.wait_ready()
     before = server.metric("replacements_total")
-    server.signal_worker("prefill-0", SIGSTOP)  # what is sent there now stays in its socket
+    server.stop_worker("prefill-0")  # what is sent there now stays in its socket
     try:
         asked = ask(client, form)
         # The other prefill worker has its share, or is through with it: so this one was given its own.
@@ -185,7 +185,7 @@ def test_prefill_worker_dies_with_embeddings_to_compute(server: MillraceServer) 
     server.wait_ready()
     inputs = prompts(8, shortest=300, longest=400, seed=4)
     undisturbed, before = embedded(server, inputs), server.metric("replacements_total")
-    server.signal_worker("prefill-0", SIGSTOP)  # what is sent there now stays in its socket
+    server.stop_worker("prefill-0")  # what is sent there now stays in its socket
     with ThreadPoolExecutor(1) as thread:
         try:
             asked = thread.submit(embedded, server, inputs)
@@ -212,7 +212,7 @@ def kill_in_mid_handoff(server: MillraceServer, asked: list[Asked]) -> None:
     if not moment(lambda: waiting(server, "prefill-0") and leases(server) == len(asked), asked):
         return
     for decode in DECODE:
-        server.signal_worker(decode, SIGSTOP)  # KV goes out and is not taken in
+        server.stop_worker(decode)  # KV goes out and is not taken in
     try:
         wait_until(lambda: not waiting(server, "prefill-0"), 60, "prefill-0 has computed all it has")
         server.signal_worker("prefill-0", SIGKILL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from signal import SIGCONT, SIGSTOP
+from signal import SIGCONT
 
 import httpx
 import pytest
@@ -50,7 +50,7 @@ async def test_a_hanging_decode_worker_is_taken_for_dead(tiny_path: Path) -> Non
             asking = [asyncio.create_task(stream(client, prompt, 1000, None)) for prompt in wanted]
             while server.metric("worker_num_requests_running", engine="decode-0") < 1:
                 await asyncio.sleep(0.02)
-            server.signal_worker("decode-0", SIGSTOP)
+            server.stop_worker("decode-0")
             while not server.metric("replacements_total"):
                 await asyncio.sleep(0.02)
             server.signal_worker("decode-0", SIGCONT)

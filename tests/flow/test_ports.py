@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.flow.listening import listening, place_of
-from tests.flow.server import MillraceServer, free_port
+from tests.flow.ports import free_port
+from tests.flow.server import MillraceServer
 
 ALL_ROLES = ("--prefill", "1", "--decode", "1", "--kvcache", "1", "--num-kv-blocks", "128")
 WORKERS = ["prefill-0", "decode-0"]

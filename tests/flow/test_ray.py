@@ -140,9 +140,10 @@ def client(server: MillraceServer) -> Iterator[Client]:
 def ask(client: Client, pairs: int = 2) -> list[Asked]:
     """Greedy and sampled, two of each; with fewer pairs the first of them."""
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 11}] * pairs
-    wanted = prompts(len(kinds), shortest=200, longest=300, seed=3)
+    wanted = prompts(4, shortest=200, longest=300, seed=3)
     return [
-        client.start(prompt, stream=True, max_tokens=TOKENS, **kind) for prompt, kind in zip(wanted, kinds, strict=True)
+        client.start(prompt, stream=True, max_tokens=TOKENS, **kind)
+        for prompt, kind in zip(wanted[: 2 * pairs], kinds, strict=True)
     ]
 
 

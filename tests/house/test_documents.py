@@ -11,6 +11,7 @@ from deploy.cli import make_parser
 from scripts.flags import PAGE, render
 from serving.certificate_metrics import certificate_text
 from serving.http_metrics import HttpMetrics
+from serving.key_metrics import KeyMetrics
 from serving.metrics import RouterMetrics
 from tests.house.source import ROOT
 
@@ -22,7 +23,8 @@ LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#]+)(?:#[^)]*)?\)")
 
 def exported() -> dict[str, str]:
     """Name and type of every metric on the router's /metrics, which holds the workers' too."""
-    text = (RouterMetrics("model", lambda: [], lambda: 0).text() + HttpMetrics().text() + certificate_text({})).decode()
+    router = RouterMetrics("model", lambda: [], lambda: 0).text() + HttpMetrics().text()
+    text = (router + KeyMetrics().text() + certificate_text({})).decode()
     return {name: kind for name, kind in EXPORTED.findall(text) if not name.endswith("_created")}
 
 

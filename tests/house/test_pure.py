@@ -51,6 +51,7 @@ PURE = (
     "prefill/ordering.py",
     "prefill/fairness.py",
     "serving/fair_shares.py",
+    "serving/api/keyring.py",
     "prefill/chunking.py",
     "decode/scheduler.py",
     "decode/leases.py",

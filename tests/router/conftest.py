@@ -15,6 +15,7 @@ from router.router import Router
 from serving.errors import MillraceError
 from serving.messages import Delta, Request, Role
 from serving.timeline import Timeline
+from tests.fakes.loop_time import passing_time
 from tests.fakes.sequences import make_request
 from tests.prefill.scripted import written_out
 from tests.router.remote import Remote
@@ -49,8 +50,14 @@ def ties_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.policy.spread", lambda demand, worker: worker.status.name)
 
 
+@pytest.fixture
+def looks_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits looks again when something has changed, and never because a while has passed."""
+    monkeypatch.setattr("router.fleet.RECHECK_SECONDS", 1e9)
+
+
 class World:
-    """`add` workers, then `generate`. Time stands still unless `now` is moved."""
+    """`add` workers, then `generate`. Time stands still unless `now` is moved; pauses and patience are the loop's."""
 
     def __init__(self, **config: Any) -> None:
         self.now = 100.0
@@ -92,6 +99,15 @@ class World:
             finish = delta.finish
         assert finish is not None
         return found
+
+    async def outlasted(self, *requests: Request) -> list[list[int] | BaseException]:
+        """How each of them ends, where nothing changes for longer than they are patient."""
+        let_pass, waiting = passing_time(), []
+        for request in requests:
+            waiting.append(asyncio.create_task(self.tokens(request)))
+            await self.settled()
+        let_pass(self.fleet.config.patience + 1.0)
+        return await asyncio.gather(*waiting, return_exceptions=True)
 
     async def settled(self) -> None:
         """Let what was cancelled come to its end."""

@@ -318,3 +318,10 @@ def test_any_order_of_coming_going_and_leaving_lets_everyone_else_through(seed: 
         await room.close()
 
     asyncio.run(play())
+
+
+async def test_the_tokens_that_wait_are_those_of_the_requests_that_wait() -> None:
+    room = Room(0)
+    async with room.queue.enter(Claim(NEW, "", 30)), room.queue.enter(Claim(CONTINUATION, "", 5)):
+        assert (room.queue.waiting, room.queue.waiting_tokens) == (2, 35)
+    assert room.queue.waiting_tokens == 0

@@ -327,9 +327,9 @@ async def test_a_request_refused_for_want_of_workers_leaves_no_trace() -> None:
 
 async def test_all_who_find_no_room_in_time_are_told_so() -> None:
     """Also those whose turn to look never came: they waited behind one that found every worker full."""
-    world = World(patience=0.05)
+    world = World(patience=300.0)
     world.add("a").script.open = [NoRoom("full")] * 1000
-    asked = await asyncio.gather(*(world.tokens(wanted(str(n))) for n in range(5)), return_exceptions=True)
+    asked = await world.outlasted(*(wanted(str(n)) for n in range(5)))
     assert [(type(error), getattr(error, "code", None)) for error in asked] == [(Overloaded, "no_room")] * 5
     assert world.held() == {}
     await world.fleet.close()

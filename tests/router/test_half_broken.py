@@ -270,34 +270,6 @@ async def test_tries_do_not_multiply() -> None:
     await world.fleet.close()
 
 
-async def test_retries_beyond_the_budget_wait_and_are_served() -> None:
-    """The first failure costs nothing; of the next three one is saved up, the others come at 20 a second."""
-    world = World(retries_per_second=20.0, retries_saved=1.0)
-    for name in ("p0", "p1"):
-        world.add(name, Role.PREFILL).script.before_first = [CorruptChunk("x")] * 2
-    world.add("d", Role.DECODE)
-    began = asyncio.get_running_loop().time()
-    running = asyncio.create_task(world.tokens(wanted()))
-    while not running.done():
-        world.beat()
-        await asyncio.sleep(0.001)
-    assert await running == expected(wanted())
-    assert 0.15 <= asyncio.get_running_loop().time() - began < 1.0, "0.05 and 0.1 s, as the clock stands still"
-    await world.fleet.close()
-
-
-async def test_a_retry_whose_turn_comes_after_the_deadline_ends_at_once() -> None:
-    world = World(retries_per_second=0.1, retries_saved=0.5)
-    for name in ("p0", "p1"):
-        world.add(name, Role.PREFILL).script.before_first = [CorruptChunk("x")] * 6
-    world.add("d", Role.DECODE)
-    with pytest.raises(MillraceError) as ended:
-        async with asyncio.timeout(2):
-            await world.tokens(wanted(deadline=world.now + 3))
-    assert ended.value.status in (503, 504) and world.held() == {}
-    await world.fleet.close()
-
-
 # ---- stuck engines -------------------------------------------------------------------------------------------------
 
 

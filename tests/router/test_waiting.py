@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,17 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.candidate import Candidate
-from router.lease_room import KEPT_SHARE, MOST_ASKED, MOST_OVERTAKEN, MOST_REMEMBERED, FullWorkers, KeptWorkers
+from router.lease_room import MOST_ASKED, MOST_REMEMBERED, FullWorkers
 from router.policy import Decision, Demand, FleetView
 from router.request_state import RequestState
-from serving.errors import MillraceError, NoRoom, Overloaded, Unavailable
-from serving.links import Deliver
-from serving.messages import LeaseGrant, LeaseOrder, Role, Slo
+from serving.errors import NoRoom, Overloaded, Unavailable
+from serving.messages import Role, Slo
 from serving.service_class import SERVICE_CLASSES
 from tests.router.conftest import World, expected, wanted
 from tests.router.costed import COST
-from tests.router.scripted import HANG, ScriptedSession, ScriptedWorker, make_status
+from tests.router.scripted import HANG
 from tests.router.test_degrade import classed, late, rest
 
 pytestmark = pytest.mark.usefixtures("ties_by_name")
@@ -85,7 +83,7 @@ async def test_a_lease_that_is_lost_ends_the_wait_for_a_prefill_worker() -> None
 
 def full_world(count: int, code: str | None = None) -> World:
     """Workers that refuse every lease, although they look as if they had room."""
-    world = World()
+    world = World(patience=300.0)
     for number in range(count):
         world.add(f"w{number:03}").script.open = [NoRoom("full", code=code)] * 10_000
     return world
@@ -95,6 +93,7 @@ def asked(world: World) -> int:
     return sum(sum(worker.opened.values()) for worker in world.workers.values())
 
 
+@pytest.mark.usefixtures("looks_by_hand")
 @pytest.mark.parametrize("code", [None, "blocks", "tpot"])
 async def test_a_request_that_no_worker_has_room_for_asks_a_few_of_them_and_each_once_a_heartbeat(
     code: str | None,
@@ -118,6 +117,7 @@ async def test_a_request_that_no_worker_has_room_for_asks_a_few_of_them_and_each
     await world.fleet.close()
 
 
+@pytest.mark.usefixtures("looks_by_hand")
 async def test_a_few_workers_are_asked_at_every_look() -> None:
     world = full_world(4)
     running = [asyncio.create_task(world.tokens(wanted()))]
@@ -176,108 +176,6 @@ def test_workers_that_come_and_go_take_bounded_memory() -> None:
     assert workers.refuses(str(3 * MOST_REMEMBERED - 1), 0.0, None, 1)
 
 
-# ---- the large ones ------------------------------------------------------------------------------------------------
-
-
-ROOM = 20  # tokens
-
-
-class TightSession(ScriptedSession):
-    """Its worker has room for so many tokens of prompts."""
-
-    async def open(self, order: LeaseOrder) -> LeaseGrant:
-        self.worker.opened[order.lease.lease] += 1
-        await asyncio.sleep(0)
-        held = sum(len(lease.order.request.prompt) for lease in self.leases.values())
-        if held + len(order.request.prompt) > ROOM:
-            raise NoRoom("full", code="blocks")
-        return self._enter(order)
-
-
-class TightWorker(ScriptedWorker):
-    async def connect(self, router: str, deliver: Deliver, lost: Callable[[MillraceError], None]) -> ScriptedSession:
-        session = TightSession(self, deliver, lost)
-        self.sessions.append(session)
-        return session
-
-
-async def test_smaller_requests_overtake_a_large_one_so_many_times_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room comes free bit by bit: small ones would take all of it for ever."""
-    monkeypatch.setattr("tests.router.conftest.ScriptedWorker", TightWorker)
-    world = World(patience=60.0)
-    world.add("a", max_seqs=100)
-    arrived: list[asyncio.Task[list[int]]] = []
-    worker, openings = world.workers["a"], world.fleet.sessions._openings
-    at_keep: list[tuple[int, int]] = []  # placed, and asking for room
-    keep = world.placer.room.kept.keep
-
-    def keep_and_count(state: RequestState, able: Sequence[Candidate]) -> None:
-        at_keep.append((len(world.seen.endings) + len(worker.leases()), len(openings.get(worker.status.instance, ()))))
-        keep(state, able)
-
-    monkeypatch.setattr(world.placer.room.kept, "keep", keep_and_count)
-
-    def come(name: str, prompt: tuple[int, ...]) -> None:
-        """Those that run beside each other do not all end at the same time."""
-        request = wanted(name, prompt=prompt, max_tokens=10 + 7 * (len(arrived) % 10))
-        arrived.append(asyncio.create_task(world.tokens(request)))
-
-    for number in range(ROOM // 2):
-        come(f"first{number}", (1, 2))
-    while len(world.workers["a"].leases()) < ROOM // 2:
-        await asyncio.sleep(0)
-    come("large", (1,) * ROOM)
-    await asyncio.sleep(0)
-    large, number = arrived[-1], 0
-    while not large.done() and number < 20 * MOST_OVERTAKEN:
-        while sum(not task.done() for task in arrived) < 20:
-            come(f"small{number}", (1, 2))
-            number += 1
-        await asyncio.sleep(0)
-    assert large.done(), "it would wait for ever"
-    assert await asyncio.wait_for(asyncio.gather(*arrived), 30)
-    overtook = [name for name, *_ in world.seen.endings].index("large")
-    assert at_keep[0][0] <= overtook <= sum(at_keep[0]), "once it is kept for it, no other that comes finds room"
-    assert ROOM // 2 + MOST_OVERTAKEN <= overtook <= ROOM // 2 + MOST_OVERTAKEN + ROOM  # let in between two looks
-    assert world.held() == {} and len(world.placer.room.kept) == 0
-    await world.fleet.close()
-
-
-def state(name: str, priority: int = 0) -> RequestState:
-    return RequestState(request=replace(wanted(name), priority=priority))
-
-
-def test_a_worker_is_kept_for_one_request_and_texts_that_go_on_or_matter_more_may_use_it() -> None:
-    kept, large = KeptWorkers(), state("large")
-    workers = [Candidate(make_status(name, free_blocks=blocks)) for name, blocks in (("a", 3), ("b", 7), ("c", 5))]
-    kept.keep(large, workers)
-    kept.keep(large, workers)
-    assert [worker.status.name for worker in workers if kept.bars(worker.status.instance, state("small"))] == ["b"]
-    assert not kept.bars("b-life", large) and not kept.bars("b-life", state("hurried", -1))
-    going_on = state("going on")
-    going_on.generated.append(7)
-    assert not kept.bars("b-life", going_on)
-    kept.keep(state("another"), workers)
-    assert len(kept) == 1, f"one in {KEPT_SHARE}, or one"
-    kept.keep(large, [workers[0], workers[2]])
-    assert kept.bars("c-life", state("small")) and not kept.bars("b-life", state("small")), "b is gone"
-    assert kept.release(large) and not kept.release(large) and len(kept) == 0
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=40), st.integers(1, 30))
-def test_never_more_than_a_share_of_the_workers_is_kept(events: list[tuple[int, bool]], count: int) -> None:
-    kept, workers = KeptWorkers(), [Candidate(make_status(str(number))) for number in range(count)]
-    states = [state(str(number)) for number in range(10)]
-    for number, comes in events:
-        if comes:
-            kept.keep(states[number], workers)
-        else:
-            kept.release(states[number])
-        assert len(kept) <= max(1, count // KEPT_SHARE)
-        barred = [any(kept.bars(each.status.instance, other) for each in workers) for other in states]
-        assert barred.count(False) <= 1 or not len(kept), "one that keeps a worker is barred from none but others'"
-
-
 # ---- fair to clients -----------------------------------------------------------------------------------------------
 
 
@@ -328,11 +226,12 @@ async def test_a_single_token_without_a_worker_that_prefills_is_told_so() -> Non
     await world.fleet.close()
 
 
+@pytest.mark.usefixtures("looks_by_hand")
 async def test_while_every_worker_is_full_nobody_is_placed_but_those_whose_class_judges(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A choice among hundreds of full workers is what a look costs; it is made where a refusal may come of it."""
-    world = World(policy="goodput", classes=dict(SERVICE_CLASSES), max_waiting=10)
+    world = World(policy="goodput", patience=300.0, classes=dict(SERVICE_CLASSES), max_waiting=10)
     world.add("a", max_seqs=1).script.decode = [(2, HANG)]
     running = [asyncio.create_task(world.tokens(wanted("first")))]
     await rest()

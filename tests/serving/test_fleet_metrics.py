@@ -57,7 +57,7 @@ def values(text: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
 
 def test_loads_are_added_up_and_what_waits_in_the_router_with_them() -> None:
     here = [
-        make_status("a", running=3, waiting=2, total_blocks=100, free_blocks=25),
+        make_status("a", running=3, waiting=2, waiting_tokens=40, total_blocks=100, free_blocks=25),
         make_status("b", running=1, waiting=0, total_blocks=300, free_blocks=275),
     ]
     told = values(RouterMetrics("m", lambda: here, lambda: 5, prefix="vllm").text())
@@ -69,6 +69,7 @@ def test_loads_are_added_up_and_what_waits_in_the_router_with_them() -> None:
     size = str(here[0].block_size)
     assert told["vllm:cache_config_info", frozenset({("block_size", size), ("num_gpu_blocks", "400")})] == 1
     assert told["vllm:worker_num_requests_running", frozenset({("engine", "a")})] == 3
+    assert told["vllm:worker_prompt_tokens_waiting", frozenset({("engine", "a")})] == 40
 
 
 def test_the_largest_kv_comes_first_where_blocks_differ() -> None:
@@ -79,7 +80,10 @@ def test_the_largest_kv_comes_first_where_blocks_differ() -> None:
 
 
 def test_without_workers_nothing_is_made_up() -> None:
-    told = values(RouterMetrics("m", lambda: [], lambda: 2).text())
+    metrics = RouterMetrics("m", lambda: [], lambda: 2)
+    metrics.waiting_tokens = lambda: 70
+    told = values(metrics.text())
+    assert told["millrace:router_prompt_tokens_waiting", frozenset()] == 70
     names = {name for name, _ in told}
     assert not names & {"millrace:kv_cache_usage_perc", "millrace:cache_config_info", "millrace:engine_sleep_state"}
     assert told["millrace:num_requests_waiting", frozenset()] == 2

@@ -12,6 +12,7 @@ from deploy.runtime.http_server import HttpServer, bind
 from serving.config import HttpConfig
 from serving.text.tokenizer import Tokenizer
 from tests.fakes.generate import MODEL, CountingObserver, ScriptedGenerate, app_of
+from tests.fakes.loop_time import passing_time
 
 GET = b"GET /live HTTP/1.1\r\nhost: door\r\n\r\n"
 HEAD = b"GET /live HTTP/1.1\r\nhost: door\r\n"
@@ -75,6 +76,17 @@ class Door:
         limits = {"max_header_size": LIMIT, "header_timeout": 5.0, **config}
         self.server = HttpServer(self.app, bind("127.0.0.1", 0), HttpConfig(**limits))
         self.clients: list[Client] = []
+        self.limit = asyncio.timeout(20)  # of the whole test
+        self._let_pass: Callable[[float], None] | None = None
+
+    def let_pass(self, seconds: float) -> None:
+        """So many seconds pass for the server, and none of the test's own limit."""
+        if self._let_pass is None:
+            self._let_pass = passing_time()
+        when = self.limit.when()
+        assert when is not None
+        self.limit.reschedule(when + seconds)
+        self._let_pass(seconds)
 
     async def client(self, source: str = "127.0.0.1") -> Client:
         made = Client(*await asyncio.open_connection("127.0.0.1", self.server.port, local_addr=(source, 0)))
@@ -95,7 +107,7 @@ async def door(tokenizer: Tokenizer, **config: Any) -> AsyncIterator[Door]:
     made = Door(tokenizer, **config)
     await made.server.start()
     try:
-        async with asyncio.timeout(20):
+        async with made.limit:
             yield made
             for client in made.clients:
                 client.writer.close()

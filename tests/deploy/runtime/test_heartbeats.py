@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from grpc import aio
 
-from deploy.runtime.heartbeats import Heartbeats, RouterClocks, addresses
+from deploy.runtime import heartbeats as module
+from deploy.runtime.discovery import RouterDirectory, addresses, look_up, peers_of
+from deploy.runtime.heartbeats import Heartbeats, RouterClocks
 from serving.config import ClusterConfig, PlacementConfig
 from serving.errors import InvalidRequest
 from serving.grpc_tls import GrpcTls
@@ -123,13 +125,19 @@ class SilentRouter(ScriptedRouter):
 
 
 async def test_a_dead_router_does_not_slow_the_heartbeats_to_the_others() -> None:
+    """They go on, although it has not answered its first one yet."""
     dead, friend = SilentRouter([]), ScriptedRouter([])
-    routers = f"{await dead.start()},{await friend.start()}"
-    running = asyncio.create_task(beating(routers).run())
+
+    async def send_patiently(caller: Caller, seconds: float) -> pb.HeartbeatReply:
+        return await send(caller, 600.0)
+
+    cluster = ClusterConfig(routers=f"{await dead.start()},{await friend.start()}", cluster_key=KEY)
+    heartbeats = Heartbeats(send_patiently, cluster, PlacementConfig(heartbeat_interval=0.01))
+    running = asyncio.create_task(heartbeats.run())
     await until(lambda: dead.beats == 1)
-    began = asyncio.get_running_loop().time()
-    await until(lambda: friend.beats > 20)
-    assert dead.beats == 1 and asyncio.get_running_loop().time() - began < 1.0
+    before = friend.beats
+    await until(lambda: friend.beats > before + 20)
+    assert dead.beats == 1
     await stop(running)
     for router in (dead, friend):
         await router.server.stop(0)
@@ -195,3 +203,59 @@ async def test_a_router_of_another_authority_is_told_of_once(tmp_path: Path, cap
     assert caplog.text.count("CERTIFICATE_VERIFY_FAILED") == 1 and router.beats == 0
     await stop(asyncio.create_task(heartbeats.run()))
     await door.stop(0)
+
+
+class Names:
+    """A name server whose answers a test changes; None: it does not answer."""
+
+    def __init__(self, *found: str):
+        self.found: list[str] | None = list(found)
+
+    async def look_up(self, host: str, port: int) -> list[str]:
+        if self.found is None:
+            raise OSError("no such name")
+        return self.found
+
+
+async def test_every_address_of_a_name_is_a_router_and_none_that_it_has_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the pods of a headless service come and go."""
+    monkeypatch.setattr(module, "LOOKUP_SECONDS", 0.01)
+    one, two = ScriptedRouter(["a:1"]), ScriptedRouter(["b:1"])
+    first, second = await one.start(), await two.start()
+    names, told = Names(first), list[list[str]]()
+    heartbeats = beating("dns:routers:8100", on_pool_nodes=told.append)
+    heartbeats.directory.lookup = names.look_up
+    running = asyncio.create_task(heartbeats.run())
+    await until(lambda: one.beats > 2)
+    assert two.beats == 0
+    names.found = [first, second]
+    await until(lambda: two.beats > 2 and told[-1:] == [["a:1", "b:1"]])
+    names.found = None
+    seen = one.beats, two.beats
+    await until(lambda: one.beats > seen[0] + 2 and two.beats > seen[1] + 2)
+    names.found = [second]
+    await until(lambda: told[-1] == ["b:1"])
+    still = one.beats
+    await until(lambda: two.beats > seen[1] + 10)
+    assert one.beats <= still + 1, "the beat under way, and no more"
+    await stop(running)
+    await asyncio.gather(one.server.stop(0), two.server.stop(0))
+
+
+async def test_named_routers_stay_whatever_names_are_looked_up() -> None:
+    names = Names("10.0.0.7:8100", "x:8100")
+    directory = RouterDirectory("x:8100, dns:routers.default.svc:8100", names.look_up)
+    assert await directory.now() == ["x:8100", "10.0.0.7:8100"]
+    names.found = []
+    assert await directory.now() == ["x:8100"]
+    assert peers_of("x:8100, dns:routers:8100") == ["x:8100", "routers:8100"]
+
+
+async def test_a_name_has_all_its_addresses() -> None:
+    assert await look_up("127.0.0.1", 81) == ["127.0.0.1:81"] and await look_up("::1", 81) == ["[::1]:81"]
+
+
+@pytest.mark.parametrize("named", ["dns:routers", "dns::8100", "dns:routers:http"])
+def test_a_name_without_a_port_is_refused(named: str) -> None:
+    with pytest.raises(ValueError, match="a name and a port"):
+        RouterDirectory(named)

@@ -6,14 +6,14 @@ import asyncio
 import gc
 import json
 import weakref
-from contextlib import suppress
+from collections import Counter
 
 import pytest
 
 from deploy.runtime.connection_table import ConnectionEnd
-from deploy.runtime.http_connection import MANY_PIECES
+from deploy.runtime.http_connection import MANY_PIECES, HttpConnection
 from serving.text.tokenizer import Tokenizer
-from tests.deploy.runtime.door import CHUNKED, GET, HEAD, LIMIT, Client, door, post
+from tests.deploy.runtime.door import CHUNKED, GET, HEAD, LIMIT, Client, Door, door, post
 from tests.fakes.generate import KEY, MODEL, tiny_tokenizer
 
 
@@ -92,40 +92,56 @@ async def test_trailers_are_no_headers(tokenizer: Tokenizer) -> None:
         assert (await client.answer())[0] == 401
 
 
-async def test_headers_that_do_not_end_in_time(tokenizer: Tokenizer) -> None:
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How often the server has read something, by the client's port."""
+    times, read = Counter[int](), HttpConnection.data_received
+
+    def counted(connection: HttpConnection, data: bytes) -> None:
+        assert connection.client is not None
+        read(connection, data)
+        times[connection.client[1]] += 1
+
+    monkeypatch.setattr(HttpConnection, "data_received", counted)
+    return times
+
+
+async def sent(made: Door, heard: Counter[int], client: Client, drop: bytes) -> None:
+    """And read by the server."""
+    port = client.writer.get_extra_info("sockname")[1]
+    before = heard[port]
+    await client.send(drop)
+    await made.until(lambda: heard[port] > before)
+
+
+async def test_headers_that_do_not_end_in_time(tokenizer: Tokenizer, heard: Counter[int]) -> None:
     """Neither silence nor drops put the end off; whoever began gets a 408."""
-    async with door(tokenizer, header_timeout=0.3) as made:
+    async with door(tokenizer, header_timeout=1000.0) as made:
         silent, slow, empty = await made.client(), await made.client(), await made.client()
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-
-        async def drip(client: Client, drop: bytes) -> None:
-            with suppress(ConnectionError):
-                while loop.time() < began + 5:
-                    await client.send(drop)
-
-        drips = [asyncio.create_task(drip(slow, b"x")), asyncio.create_task(drip(empty, b"\r\n"))]
-        await slow.send(HEAD)
+        for slowly, emptily in ((HEAD, b"\r\n"), (b"x", b"\r\n"), (b"x", b"\r\n")):
+            await sent(made, heard, slow, slowly)
+            await sent(made, heard, empty, emptily)
+            assert made.ends() == {}
+            made.let_pass(400.0)
         assert await silent.ended() == b""
         assert (await slow.answer())[0] == 408
         assert (await empty.answer())[0] == 408
-        assert loop.time() - began < 3
-        for task in drips:
-            task.cancel()
-        await asyncio.gather(*drips, return_exceptions=True)
         assert made.ends() == {"silent": 1, "header_timeout": 2}
 
 
-async def test_a_kept_connection_has_its_time(tokenizer: Tokenizer) -> None:
-    async with door(tokenizer, keep_alive_timeout=0.2, header_timeout=0.4) as made:
+async def test_a_kept_connection_has_its_time(tokenizer: Tokenizer, heard: Counter[int]) -> None:
+    async with door(tokenizer, keep_alive_timeout=1000.0, header_timeout=2000.0) as made:
         idle, dripping, busy = await made.client(), await made.client(), await made.client()
         for client in (idle, dripping):
             await client.send(GET)
             assert (await client.answer())[0] == 200
         await busy.send(post())
         await made.until(lambda: made.script.started)
-        await dripping.send(b"\r\n", b"\r\n")
-        assert await idle.ended() == b""
+        await sent(made, heard, dripping, b"\r\n")
+        made.let_pass(1200.0)
+        assert await idle.ended() == b"" and made.ends() == {"keep_alive": 1}
+        await sent(made, heard, dripping, b"\r\n")
+        made.let_pass(1200.0)
         assert (await dripping.answer())[0] == 408
         made.go.set()
         assert (await busy.answer())[0] == 200  # no timer runs while a request does

@@ -11,6 +11,7 @@ from deploy.cli import main
 from deploy.runtime.open_doors import check_api, check_grpc, is_loopback
 from serving.config import ClusterConfig, HttpConfig
 from serving.security_config import SecurityConfig
+from serving.service_config import ServiceConfig
 
 CLOSED, OPEN = SecurityConfig(), SecurityConfig(insecure=True)
 
@@ -36,19 +37,22 @@ def test_what_others_can_reach_is_not_loopback(host: str) -> None:
         ({"host": "0.0.0.0"}, True),
         ({"host": "10.0.0.5"}, True),
         ({"host": "0.0.0.0", "api_key": "key"}, False),
+        ({"host": "0.0.0.0", "api_keys_file": "keys.jsonl"}, False),
         ({"host": "0.0.0.0", "ssl_certfile": "c"}, True),
         ({"host": "0.0.0.0", "ssl_certfile": "c", "ssl_ca_certs": "a", "ssl_cert_reqs": "1"}, True),
         ({"host": "0.0.0.0", "ssl_certfile": "c", "ssl_ca_certs": "a", "ssl_cert_reqs": "2"}, False),
     ],
 )
 def test_an_api_that_anyone_reaches_asks_who_it_is(settings: dict[str, str], refused: bool) -> None:
-    http = HttpConfig(**settings)  # type: ignore[arg-type]
+    given = dict(settings)
+    service = ServiceConfig(api_keys_file=given.pop("api_keys_file", None))
+    http = HttpConfig(**given)  # type: ignore[arg-type]
     if refused:
         with pytest.raises(ValueError, match=rf"{http.host}.*MILLRACE_API_KEY.*--ssl-cert-reqs 2.*--insecure"):
-            check_api(http, CLOSED)
+            check_api(http, service, CLOSED)
     else:
-        check_api(http, CLOSED)
-    check_api(http, OPEN)
+        check_api(http, service, CLOSED)
+    check_api(http, service, OPEN)
 
 
 @pytest.mark.parametrize(

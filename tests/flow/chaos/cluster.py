@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import IO
 
 from tests.fakes.fault_proxy import FaultNetwork
-from tests.flow.server import Asking, end, free_port, start_millrace
+from tests.flow.ports import free_port
+from tests.flow.server import Asking, end, start_millrace
 
 ROUTER = "router"
 MODEL_FLAGS = ("--served-model-name", "tiny", "--dtype", "float32")

@@ -41,11 +41,12 @@ class GatedStore(BlockStore):
     def __init__(self, config: StoreConfig):
         super().__init__(config)
         self.after: int | None = None
-        self.gate = threading.Event()
+        self.reached, self.gate = threading.Event(), threading.Event()
 
     def read(self, keys: Sequence[bytes], first_part: int, last_part: int) -> Generator[Slab, None, None]:
         for number, slab in enumerate(super().read(keys, first_part, last_part)):
             if number == self.after:
+                self.reached.set()
                 assert self.gate.wait(10)
             yield slab
 

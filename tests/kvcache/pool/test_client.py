@@ -14,6 +14,7 @@ from kvcache.pool.block import PoolBlock, Slab
 from kvcache.pool.client import PoolClient, batches
 from kvcache.pool.links import PoolLink
 from serving.errors import Overloaded
+from tests.fakes.loop_time import passing_time
 from tests.kvcache.pool.nodes import KINDS, PARTS, Cluster, Served, block, content
 
 COUNT = 48  # so many that every node has some
@@ -135,10 +136,10 @@ async def test_without_a_replica_only_its_share_is_missing(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_with_all_nodes_dead_nothing_is_found_and_nothing_raised(kind: str) -> None:
-    async with pool(kind, replication=2, timeout=1.0, clock=Now()) as (cluster, client):
+    async with pool(kind, replication=2, timeout=600.0, clock=Now()) as (cluster, client):
         for served in cluster.served:
             await served.kill()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             assert await client.lookup(KEYS) == 0
             assert await read(client) == {}
             await client.put(BLOCKS)
@@ -189,10 +190,16 @@ async def test_nodes_that_stall_cost_one_timeout_and_are_then_left_alone() -> No
 
 
 async def test_a_stalled_get_goes_on_at_the_replica() -> None:
-    async with pool("local", 2, replication=2, timeout=1.0) as (cluster, client):
+    async with pool("local", 2, replication=2, timeout=600.0) as (cluster, client):
         await client.put(BLOCKS)
-        cluster.served[0].store.after = 1
-        assert await read(client) == EVERYTHING
+        stalled = cluster.served[0].store
+        stalled.after = 1
+        let_pass, reading = passing_time(), asyncio.create_task(read(client))
+        await asyncio.to_thread(stalled.reached.wait, 30)
+        for _ in range(100):  # until what came before has been taken, and nothing moves any more
+            await asyncio.sleep(0)
+        let_pass(601.0)
+        assert await reading == EVERYTHING
         assert client.stats.failures == {"Timeout": 1}
         cluster.served[0].store.gate.set()
 

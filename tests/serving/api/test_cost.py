@@ -6,6 +6,7 @@ import gc
 import time
 import tracemalloc
 from collections.abc import Iterator
+from math import inf
 
 import httpx
 import pytest
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.thorough
 SIZE = 64 << 10  # bytes, and twice as many
 MS_PER_KIB = 4.0  # CPU time; a grammar that compiles takes the most
 FLOOR_MS = 8.0  # what a clock and a scheduler may add
+MOST_TURNS = 12  # the least of so many is what a body costs when it has the processor's caches for itself
 BYTES_PER_BYTE = 400  # at most, at the same time
 
 
@@ -41,15 +43,13 @@ def no_collections(own_heap: None) -> Iterator[None]:
 
 
 async def cost(client: httpx.AsyncClient, path: str, body: bytes) -> float:
-    """CPU milliseconds of one request, the least of three."""
-    found = []
-    for _ in range(3):
-        began = time.process_time()
-        answer = await client.post(path, content=body, headers={"content-type": "application/json"})
-        found.append(1e3 * (time.process_time() - began))
-        assert answer.status_code in (200, 400, 404, 413, 422), answer.text[:300]
-        assert len(answer.content) < 20 * len(body) + (64 << 10)  # of 256 choices at most
-    return min(found)
+    """CPU milliseconds of one request."""
+    began = time.process_time()
+    answer = await client.post(path, content=body, headers={"content-type": "application/json"})
+    spent = 1e3 * (time.process_time() - began)
+    assert answer.status_code in (200, 400, 404, 413, 422), answer.text[:300]
+    assert len(answer.content) < 20 * len(body) + (64 << 10)  # of 256 choices at most
+    return spent
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -59,10 +59,13 @@ async def test_twice_the_body_costs_twice_as_much(tokenizer: Tokenizer, family: 
     async with calling(app_of(script, tokenizer)) as client:
         await cost(client, path, make(64))
         small, large = make(SIZE), make(2 * SIZE)
-        one, two = await cost(client, path, small), await cost(client, path, large)
+        growth, one, two = len(large) / len(small), inf, inf
+        for turn in range(MOST_TURNS):  # in turn: others on the machine can make either cost twice as much for a while
+            one, two = min(one, await cost(client, path, small)), min(two, await cost(client, path, large))
+            if turn >= 2 and two <= 1.5 * growth * one + FLOOR_MS:
+                break
     for body, milliseconds in ((small, one), (large, two)):
         assert milliseconds <= MS_PER_KIB * len(body) / 1024 + FLOOR_MS
-    growth = len(large) / len(small)
     assert two <= 1.5 * growth * one + FLOOR_MS, f"{len(small)} bytes took {one:.1f} ms, {len(large)} took {two:.1f}"
 
 

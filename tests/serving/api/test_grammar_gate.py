@@ -137,6 +137,16 @@ async def test_a_verdict_is_kept(tokenizer: Tokenizer, monkeypatch: pytest.Monke
     assert 1 <= len(tried) <= 2  # the two clients' first may be tried beside each other
 
 
+async def test_owners_learn_nothing_of_each_others_verdicts(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, tried = GrammarGate(tokenizer), list[str]()
+    monkeypatch.setattr(grammar_gate.GrammarVetter, "vet", lambda _, grammar: tried.append(grammar))
+    for owner in ("one", "one", "other", ""):
+        await gate.check(owner, OutputForm("g", "guided_grammar"), owner)
+    assert len(tried) == 3
+
+
 async def test_what_no_text_follows_is_refused(tokenizer: Tokenizer) -> None:
     """Before: the answer failed at its first token."""
     app = app_of(ScriptedGenerate(saying(tokenizer, "x")), tokenizer)

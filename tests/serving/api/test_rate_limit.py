@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.api import rate_limit
-from serving.api.rate_limit import MINUTE, Limit, RateLimiter, TokenBucket, shown_seconds
-from serving.errors import RateLimited, TokenRateLimited
+from serving.api.rate_limit import MINUTE, KeyLimits, LimitReservation, RateLimiter, TokenBucket, shown_seconds
+from serving.errors import ConcurrencyLimited, RateLimited, TokenRateLimited, Unavailable
+from serving.messages import Request
 from serving.text.tokenizer import Tokenizer
 from tests.fakes.generate import MODEL, ScriptedGenerate, app_of, calling, saying
 
@@ -60,36 +63,107 @@ def test_a_clock_that_steps_back_fills_nothing() -> None:
 
 
 def test_keys_are_apart_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rate_limit, "MOST_KEYS", 3)
-    limit = Limit(1)
-    assert limit.bucket("a", 0.0).take(1, 0.0)
-    assert limit.bucket("b", 0.0).take(1, 0.0) and not limit.bucket("a", 0.0).take(1, 0.0)
+    monkeypatch.setattr(rate_limit, "MOST_ACCOUNTS", 3)
+    limiter = RateLimiter(KeyLimits(requests=1))
+    held = limiter.open("a", None, 0.0)
+    limiter.open("b", None, 0.0).close(0.0)
     for number in range(50):
-        limit.bucket(str(number), 0.0)
-        assert len(limit) <= 3
+        limiter.open(str(number), None, 0.0).close(0.0)
+        assert len(limiter) <= 3
+    with pytest.raises(RateLimited):
+        limiter.open("a", None, 0.0)  # never forgotten while it has a request in progress
+    held.close(0.0)
 
 
-def test_what_did_not_come_is_given_back() -> None:
-    limiter = RateLimiter(tokens=100)
-    limiter.spend("k", 90, 0.0)
+def test_what_did_not_come_is_given_back_once() -> None:
+    limiter = RateLimiter(KeyLimits(tokens=100))
+    first, second, third = (limiter.open("k", None, 0.0) for _ in range(3))
+    first.spend(90, 0.0)
     with pytest.raises(
         TokenRateLimited, match=r"Limit 100, Used 90, Requested 20\. Please try again in 6s\."
     ) as caught:
-        limiter.spend("k", 20, 0.0)
+        second.spend(20, 0.0)
     assert caught.value.retry_after == pytest.approx(6.0)
-    limiter.refund("k", 80, 0.0)
-    limiter.spend("k", 20, 0.0)
+    first.used = 10
+    first.close(0.0)
+    with pytest.raises(AssertionError):
+        first.close(0.0)
+    second.spend(20, 0.0)
+    assert second.headers(0.0)["x-ratelimit-remaining-tokens"] == "70"
     with pytest.raises(TokenRateLimited, match="too large") as caught:
-        limiter.spend("k", 101, 0.0)
+        third.spend(101, 0.0)
     assert caught.value.retry_after is None
 
 
 def test_without_limits_nothing_is_counted() -> None:
     limiter = RateLimiter()
     for _ in range(1000):
-        limiter.request("k", 0.0)
-        limiter.spend("k", 10**9, 0.0)
-    assert limiter.headers("k", 0.0) == {}
+        held = limiter.open("k", None, 0.0)
+        held.spend(10**9, 0.0)
+        assert held.headers(0.0) == {}
+
+
+def test_a_key_has_its_own_limits_and_the_servers_where_it_has_none() -> None:
+    limiter, own = RateLimiter(KeyLimits(requests=5, tokens=50)), KeyLimits(requests=1)
+    assert limiter.open("k", own, 0.0).headers(0.0)["x-ratelimit-limit-tokens"] == "50"
+    with pytest.raises(RateLimited):
+        limiter.open("k", own, 0.0)
+    limiter.open("k", KeyLimits(requests=2), 0.0)  # the file has changed: one was used, one is left
+    with pytest.raises(RateLimited):
+        limiter.open("k", KeyLimits(requests=2), 0.0)
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("pass"), st.integers(0, 90)),
+        st.tuples(st.just("open"), st.integers(0, 60)),
+        st.tuples(st.just("close"), st.integers(0, 9), st.integers(0, 60), st.booleans()),
+    ),
+    max_size=60,
+)
+
+
+@given(requests=st.integers(1, 6), tokens=st.integers(1, 120), concurrent=st.integers(1, 4), steps=STEPS)
+def test_no_order_of_events_gives_more_than_the_limits(
+    requests: int, tokens: int, concurrent: int, steps: list[tuple[object, ...]]
+) -> None:
+    """Counted apart: what came and stayed never passes what was there at first and what the time has brought."""
+    limiter = RateLimiter(KeyLimits(requests=requests, tokens=tokens, concurrent=concurrent))
+    now, running, came, used = 0.0, list[tuple[LimitReservation, int]](), 0, 0
+    for step in steps:
+        if step[0] == "pass":
+            now += float(step[1])  # type: ignore[arg-type]
+        elif step[0] == "open":
+            try:
+                held = limiter.open("k", None, now)
+            except ConcurrencyLimited:
+                assert len(running) == concurrent
+                continue
+            except RateLimited:
+                continue
+            wanted = int(step[1])  # type: ignore[call-overload]
+            try:
+                held.spend(wanted, now)
+            except TokenRateLimited:
+                held.void = True
+                held.close(now)
+                continue
+            running.append((held, wanted))
+            came, used = came + 1, used + wanted
+        elif running:
+            held, wanted = running.pop(int(step[1]) % len(running))  # type: ignore[call-overload]
+            held.used, held.void = min(wanted, int(step[2])), bool(step[3])  # type: ignore[call-overload]
+            held.close(now)
+            came -= held.void
+            used -= wanted if held.void else wanted - held.used
+        account = limiter.account("k", None, now)
+        assert account.running == len(running) <= concurrent
+        assert came <= requests * (1 + now / MINUTE) + 1e-6 and used <= tokens * (1 + now / MINUTE) + 1e-6
+        assert account.requests is not None and 0 <= account.requests.level(now) <= requests
+    for held, _ in running:
+        held.void = True
+        held.close(now)
+    assert limiter.account("k", None, now).running == 0
 
 
 @pytest.mark.parametrize(
@@ -163,3 +237,49 @@ async def test_without_limits_there_are_no_headers_of_them(tokenizer: Tokenizer)
     assert [name for name in answer.headers if "ratelimit" in name] == []
     with pytest.raises(RateLimited):
         raise TokenRateLimited("a kind of it")
+
+
+async def test_of_many_at_once_exactly_the_limit_gets_through(tokenizer: Tokenizer) -> None:
+    api = Api(tokenizer, rate_limit_requests=20, api_key="one,two")
+    async with calling(api.app) as client:
+        headers = {"authorization": "Bearer one"}
+        answers = await asyncio.gather(*(client.post(CHAT, json=HELLO, headers=headers) for _ in range(200)))
+    assert Counter(answer.status_code for answer in answers) == {200: 20, 429: 180}
+    assert len(api.script.started) == 20
+
+
+async def test_what_the_server_failed_to_serve_costs_nothing(tokenizer: Tokenizer) -> None:
+    async def fail(request: Request, index: int) -> None:
+        raise Unavailable("no worker")
+
+    api = Api(tokenizer, rate_limit_requests=10, rate_limit_tokens=1000)
+    api.script.before = fail
+    failed = await api.post(max_tokens=10)
+    assert failed.status_code == 503
+    assert failed.headers["x-ratelimit-remaining-tokens"] == "1000"
+    assert failed.headers["x-ratelimit-remaining-requests"] == "10"
+    assert (await api.post(temperature=-1)).headers["x-ratelimit-remaining-requests"] == "9", "the client's mistake"
+    refused = await api.post(max_tokens=200, n=5)
+    assert refused.status_code == 429 and refused.headers["x-ratelimit-remaining-requests"] == "9"
+
+
+async def test_who_leaves_has_used_the_prompt_and_what_came(tokenizer: Tokenizer) -> None:
+    api = Api(tokenizer, rate_limit_requests=10, rate_limit_tokens=1000)
+    waits = asyncio.Event()
+
+    async def wait(request: Request, index: int) -> None:
+        waits.set()
+        await asyncio.Event().wait()
+
+    body = (await api.post(max_tokens=1)).json()["usage"]
+    api.script.before = wait
+    asking = asyncio.create_task(api.post(max_tokens=100))
+    await waits.wait()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await asyncio.wait_for(api.script.all_closed.wait(), 10)
+    api.script.before = None
+    last = await api.post(max_tokens=1)
+    left = 1000 - body["total_tokens"] - body["prompt_tokens"] - (body["prompt_tokens"] + 1)
+    assert last.headers["x-ratelimit-remaining-tokens"] == str(left)
+    assert last.headers["x-ratelimit-remaining-requests"] == "7"

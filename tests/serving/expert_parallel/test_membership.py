@@ -40,13 +40,10 @@ class Members:
         return Membership(BoundedStore(self.store), member, RULES, DEADLINE)
 
     def end(self, epoch: Epoch, reports: dict[int, Report]) -> list[Epoch]:
-        """What these members come to, who report and wait at once."""
-
-        def one(member: int, report: Report) -> Epoch:
+        """What these members come to, who have all reported and wait at once: none is lost that begins late."""
+        for member, report in reports.items():
             self.all[member].report(epoch, report)
-            return self.all[member].following(epoch, NOBODY)
-
-        return at_once(*(lambda m=member, r=report: one(m, r) for member, report in reports.items()))  # type: ignore[misc]
+        return at_once(*(lambda m=member: self.all[m].following(epoch, NOBODY) for member in reports))  # type: ignore[misc]
 
 
 def test_who_is_silent_is_left_out_and_told_so_when_it_speaks() -> None:
@@ -69,8 +66,17 @@ def test_a_report_on_an_epoch_that_is_over_counts_for_none_that_follows() -> Non
 
 
 def test_whom_another_misses_is_kept_if_it_speaks() -> None:
-    members = Members()
-    after = members.end(members.first, {0: Report(step=1, lost=frozenset({2})), 1: Report(step=1), 2: Report(step=1)})
+    """While the others wait for it already."""
+    members, missing = Members(), frozenset({2})
+    for one in members.all:
+        one.deadline = 600.0
+    with ThreadPoolExecutor(2) as threads:
+        waiting = []
+        for member, report in ((0, Report(step=1, lost=missing)), (1, Report(step=1))):
+            members.all[member].report(members.first, report)
+            waiting.append(threads.submit(members.all[member].following, members.first, NOBODY))
+        members.all[2].report(members.first, Report(step=1))
+        after = [members.all[2].following(members.first, NOBODY), *(one.result() for one in waiting)]
     assert [one.order for one in after] == [[0, 1, 2]] * 3
 
 
@@ -115,7 +121,7 @@ def test_all_are_ready_or_nobody_is() -> None:
 
     def ready(member: int) -> str:
         try:
-            members.all[member].ready(members.first, lost if member == 1 else None, NOBODY, DEADLINE)
+            members.all[member].ready(members.first, lost if member == 1 else None, NOBODY, 60.0)
         except ExpertsLost as error:
             return str(error)
         return ""

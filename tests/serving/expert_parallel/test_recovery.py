@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from serving.expert_parallel.membership import GRACE
+from tests.fakes.stopping import stop
 from tests.serving.expert_parallel.ranks import Rank, Ranks, keep_store
 from tests.serving.expert_parallel.recovering import Case, Ended, Seen, decode, write_mixture
 from tests.serving.expert_parallel.served import NEW_TOKENS
@@ -209,7 +210,7 @@ def test_a_store_that_has_stopped_holds_nobody_up(folder: Path, kind: str, how: 
         case = Case(folder=folder, kind=kind, ranks=3, spare=3, deadline=DEADLINE, store=1.5)
         ranks = group.start_all(3, decode, case)
         before = seen(ranks, 0, [0, 1, 2])
-        os.kill(keeper.pid, signal.SIGSTOP)
+        stop(keeper.pid)
         assert ranks[0].ask().steps > before[0].steps  # a step asks the store nothing
         os.kill(ranks[2].pid, how)
         assert [rank.answer().error for rank in ranks[:2]] == ["StoreUnavailable"] * 2

@@ -153,6 +153,7 @@ def test_compiled_grammars_are_kept_in_bounds(tokenizer: Tokenizer) -> None:
     grammars = Grammars(GrammarCompiler(lambda: tokenizer, ENDS))
     first = grammars.begin(regex_grammar("a"))
     assert grammars.begin(regex_grammar("a"))._compiled is first._compiled
+    assert grammars.begin(regex_grammar("a"), "an owner")._compiled is not first._compiled, "it could tell by time"
     for number in range(2 * KEPT):
         grammars.begin(regex_grammar(f"a{number}"))
     assert len(grammars._compiled) == KEPT

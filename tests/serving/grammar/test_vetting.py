@@ -21,6 +21,7 @@ from serving.grammar.grammars import GrammarError
 from serving.grammar.vetting import GrammarTooCostly, GrammarVetter
 from serving.grammar.vocabulary import Vocabulary
 from serving.text.tokenizer import Tokenizer
+from tests.fakes.stopping import stop
 
 # 55 bytes, within every limit of the library: four seconds.
 LONG = "start: A\nA: /(.*a.{15})/ & /(.*b.{14})/ & ~/(.*c.{13})/"
@@ -72,7 +73,7 @@ def test_a_process_that_dies_is_replaced(vetter: GrammarVetter) -> None:
 
 def test_one_that_is_ended_over_a_grammar_is_not_its_fault(vetter: GrammarVetter) -> None:
     pid = child_of(vetter)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     killing = Timer(0.2, os.kill, (pid, signal.SIGKILL))
     killing.start()
     with pytest.raises(Unavailable):
@@ -92,7 +93,7 @@ def test_stopping_ends_a_wait(tokenizer: Tokenizer) -> None:
     """Before: a server that left waited for twenty seconds."""
     other = GrammarVetter(lambda: Vocabulary.of(tokenizer))
     pid, began = child_of(other), time.monotonic()
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     stopping = Timer(0.2, other.stop)
     stopping.start()
     for _ in range(2):
@@ -104,7 +105,7 @@ def test_stopping_ends_a_wait(tokenizer: Tokenizer) -> None:
 
 
 def test_one_that_gets_no_time_is_nobodys_fault(vetter: GrammarVetter, monkeypatch: pytest.MonkeyPatch) -> None:
-    os.kill(child_of(vetter), signal.SIGSTOP)
+    stop(child_of(vetter))
     monkeypatch.setattr(vetting, "PATIENCE", 0.1)
     with pytest.raises(Unavailable):
         vetter.vet(choice_grammar(["d"]))

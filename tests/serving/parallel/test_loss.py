@@ -19,6 +19,7 @@ from serving.expert_parallel.processes import ProcessWatch
 from serving.expert_parallel.waits import BoundedWaits
 from serving.parallel.joining import ParallelRank
 from serving.parallel.layout import ParallelLayout
+from tests.fakes.stopping import stop
 from tests.serving.expert_parallel.ranks import Ranks, keep_store
 from tests.serving.parallel.losing import RUNNING, step_until_lost
 
@@ -81,7 +82,10 @@ def test_a_rank_that_takes_the_store_with_it_is_named(how: signal.Signals) -> No
         lost = group.start(1, keep_store)
         store = TCPStore("127.0.0.1", lost.answer(), is_master=False)
         waits = BoundedWaits(store, 0, 3, ProcessWatch({1: lost.pid}), deadline=0.3)
-        os.kill(lost.pid, how)
+        if how is signal.SIGSTOP:
+            stop(lost.pid)
+        else:
+            os.kill(lost.pid, how)
         for _ in range(2):
             with pytest.raises(RankLost) as seen:
                 waits.finish(cast(Work, NeverDone()))

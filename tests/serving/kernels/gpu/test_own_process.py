@@ -25,6 +25,15 @@ def run(command: list[str], **environment: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.fixture
+def compiled_before(pytestconfig: pytest.Config, tmp_path: Path) -> Path:
+    """Machine code of runs before this one, by Triton's own key: source, types, options and compilers. Whatever is
+    found is looked at as what has just been compiled; `pytest --cache-clear` forgets it.
+    """
+    cache = getattr(pytestconfig, "cache", None)  # none with `-p no:cacheprovider`
+    return tmp_path if cache is None else Path(cache.mkdir("triton-for-hopper"))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or GPU, reason="they run in this process")
 def test_the_kernels_under_the_interpreter() -> None:
@@ -33,6 +42,6 @@ def test_the_kernels_under_the_interpreter() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or GPU, reason="compiling for another machine is for machines without a GPU")
-def test_the_kernels_compile_for_hopper(tmp_path: Path) -> None:
+def test_the_kernels_compile_for_hopper(compiled_before: Path) -> None:
     """Without a GPU: to machine code, with the matrix and copy instructions expected, and no register offloaded."""
-    run(["tests.serving.kernels.gpu.hopper"], TRITON_CACHE_DIR=str(tmp_path))
+    run(["tests.serving.kernels.gpu.hopper"], TRITON_CACHE_DIR=str(compiled_before))

@@ -1,0 +1,159 @@
+{{/* What the pods of all services share. Each is a template of (dict "root" $ "component" … "own" its values). */}}
+
+{{- define "millrace.podMetadata" -}}
+labels:
+  {{- include "millrace.labels" (list .root .component) | nindent 2 }}
+  {{- with .role }}
+  millrace.dev/role: {{ . }}
+  {{- end }}
+  {{- with .own.podLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+annotations:
+  checksum/keys: {{ include (print .root.Template.BasePath "/secret.yaml") .root | sha256sum }}
+  {{- with .own.podAnnotations }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end }}
+
+{{/* Before the containers: who runs it, where, and how long it may take to leave. */}}
+{{- define "millrace.podFrame" -}}
+serviceAccountName: {{ include "millrace.fullname" .root }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+terminationGracePeriodSeconds: {{ include "millrace.grace" (list .root .own.settings) }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 65532
+  runAsGroup: 0
+  fsGroup: 65532
+  seccompProfile: {type: RuntimeDefault}
+{{- with .root.Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- with .own.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .own.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with .own.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .own.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .own.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .root.Values.topologySpread }}
+{{- if .enabled }}
+topologySpreadConstraints:
+  - maxSkew: 1
+    topologyKey: {{ .topologyKey }}
+    whenUnsatisfiable: {{ .whenUnsatisfiable }}
+    labelSelector:
+      matchLabels:
+        {{- include "millrace.selector" (list $.root $.component) | nindent 8 }}
+    {{- if ne $.component "kvcache" }}
+    matchLabelKeys: [pod-template-hash]
+    {{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Of the container: image, rights, how it leaves, what it may use. */}}
+{{- define "millrace.containerFrame" -}}
+image: {{ include "millrace.image" .root | quote }}
+imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities: {drop: [ALL]}
+lifecycle:
+  {{- include "millrace.lifecycle" .root | nindent 2 }}
+resources:
+  {{- toYaml .own.resources | nindent 2 }}
+{{- end }}
+
+{{/* Where it is, by the downward API, and the key among services. */}}
+{{- define "millrace.env" -}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: MILLRACE_CLUSTER_KEY
+  valueFrom: {secretKeyRef: {name: {{ include "millrace.keySecret" .root }}, key: cluster-key}}
+{{- if and .root.Values.model.tokenSecret.name (ne .component "kvcache") }}
+- name: HF_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ .root.Values.model.tokenSecret.name }}, key: {{ .root.Values.model.tokenSecret.key }}}}
+{{- end }}
+{{- with .own.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "millrace.mounts" -}}
+- {name: tmp, mountPath: /tmp}
+- {name: cache, mountPath: /cache}
+{{- if ne .component "kvcache" }}
+{{- if .root.Values.model.volume }}
+- {name: model, mountPath: {{ .root.Values.model.mountPath }}, readOnly: true}
+{{- end }}
+{{- if include "millrace.hub" .root }}
+- {name: hub, mountPath: /var/lib/huggingface}
+{{- end }}
+{{- end }}
+{{- with .own.shmSize }}
+- {name: shm, mountPath: /dev/shm}
+{{- end }}
+{{- with .own.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "millrace.volumes" -}}
+- {name: tmp, emptyDir: {}}
+- {name: cache, emptyDir: {}}
+{{- if ne .component "kvcache" }}
+{{- with .root.Values.model.volume }}
+- name: model
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if include "millrace.hub" .root }}
+- name: hub
+  {{- toYaml .root.Values.model.hubVolume | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- with .own.shmSize }}
+- {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ . }}}}
+{{- end }}
+{{- with .own.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Of workers and pool nodes, by their status port. Slow answers are no reason to restart or leave out a busy one. */}}
+{{- define "millrace.statusProbes" -}}
+startupProbe:
+  httpGet: {path: /health, port: status}
+  periodSeconds: {{ .Values.startup.periodSeconds }}
+  failureThreshold: {{ .Values.startup.failureThreshold }}
+  timeoutSeconds: 5
+readinessProbe:
+  httpGet: {path: /health, port: status}
+  periodSeconds: 1
+  failureThreshold: 1
+  timeoutSeconds: 5
+livenessProbe:
+  httpGet: {path: /live, port: status}
+  periodSeconds: 5
+  failureThreshold: 6
+  timeoutSeconds: 5
+{{- end }}

@@ -1,0 +1,106 @@
+"""A plan as values of the Helm chart in deploy/helm/millrace. Pure: plan in, text out.
+
+It knows nothing of the cluster: its claims, Secrets, nodes and doors belong in a values file beside this one.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from pathlib import PurePosixPath
+from typing import Any
+
+from deploy.placement.image import API_PORT, ImageSource, grace_seconds
+from deploy.placement.plan import DeploymentPlan, ServiceGroup
+from serving.checkpoint.hub import is_hub_name
+from serving.config import HttpConfig, KvCacheConfig
+from serving.options import parse_bytes
+
+HEAD = """\
+# Rendered by `millrace deploy render helm`, for deploy/helm/millrace: change the placement file, not this one.
+# What the cluster has (claims, Secrets, GPUs' nodes, an Ingress) goes into a file of its own, given to helm after this.
+"""
+CLAIM, CERTIFICATE = "models", "millrace-tls"  # a PersistentVolumeClaim, and a Secret of type kubernetes.io/tls
+LONGEST_NAME = 20  # of a group, that the names of its pods are not cut off
+GIB = 1 << 30
+
+
+def render(plan: DeploymentPlan, image: ImageSource) -> str:
+    """The values file. Raises ValueError for what the chart cannot have."""
+    import yaml  # on use: other commands start sooner without it
+
+    if image.context is not None:
+        raise ValueError("--build-context: a cluster takes images from registries; build it, push it, name it")
+    for group in plan.groups:
+        grace_seconds(float(group.settings.get("shutdown_timeout", HttpConfig.shutdown_timeout)))  # a number
+    data: dict[str, Any] = {"image": _image(image.name), "model": _model(plan.model)}
+    data |= _router(plan.router)
+    data["workers"] = [_worker(group) for group in plan.workers]
+    if plan.nodes is not None:
+        data["kvcache"] = _nodes(plan.nodes)
+    text: str = yaml.safe_dump(data, sort_keys=False, width=120)
+    return HEAD + text
+
+
+def _image(name: str) -> dict[str, str]:
+    repository, at, digest = name.partition("@")
+    if at:
+        return {"repository": repository, "digest": digest}
+    repository, colon, tag = name.rpartition(":")
+    if not colon or "/" in tag:  # of a registry's port
+        raise ValueError(f"--image {name!r} has neither a tag nor a digest, such as registry.example.com/millrace:cpu")
+    return {"repository": repository, "tag": tag}
+
+
+def _model(model: str | None) -> dict[str, Any]:
+    """A path is in the claim `models`, the root of which is mounted where the path's last part lies."""
+    if model is None:
+        return {"name": ""}
+    if model.startswith("/"):
+        path = PurePosixPath(model)
+        if len(path.parts) < 3:
+            raise ValueError(f"model = {model!r}: a volume is mounted at the folder above it; let it have one")
+        return {
+            "name": str(path),
+            "volume": {"persistentVolumeClaim": {"claimName": CLAIM, "readOnly": True}},
+            "mountPath": str(path.parent),
+        }
+    if model.startswith((".", "~")) or model.endswith(".gguf") or not is_hub_name(model):
+        raise ValueError(f"model = {model!r}: name it by its whole path, which is its path in the containers too")
+    return {"name": model}
+
+
+def _router(router: ServiceGroup) -> dict[str, Any]:
+    """`host` is of a machine: in a cluster a Service has the address."""
+    settings = {name: value for name, value in router.settings.items() if name != "host"}
+    port = int(settings.pop("port", API_PORT))
+    if port == 0:
+        raise ValueError("[router] port = 0: a platform has to know the port; name one")
+    secure = settings.pop("ssl_certfile", None) is not None
+    settings.pop("ssl_keyfile", None)
+    made: dict[str, Any] = {"tls": {"secretName": CERTIFICATE}} if secure else {}
+    return made | {"router": {"service": {"port": port}, "settings": settings}}
+
+
+def _worker(group: ServiceGroup) -> dict[str, Any]:
+    if len(group.name) > LONGEST_NAME:
+        raise ValueError(f"name = {group.name!r}: names of pods begin with it; use at most {LONGEST_NAME} letters")
+    made: dict[str, Any] = {"name": group.name, "role": group.kind, "replicas": group.count}
+    if str(group.settings.get("device", "cpu")).startswith("cuda"):
+        made["resources"] = {"limits": {"nvidia.com/gpu": 1}}
+    return made | {"settings": dict(group.settings)}
+
+
+def _nodes(nodes: ServiceGroup) -> dict[str, Any]:
+    """A claim is a tenth larger than the blocks on it, a pod's memory 2 GiB larger than those in it."""
+    settings = dict(nodes.settings)
+    made: dict[str, Any] = {"replicas": nodes.count}
+    if settings.pop("disk", None) is not None:
+        size = ceil(_bytes(settings.get("disk_size", KvCacheConfig.disk_size)) * 1.1 / GIB)
+        made["disk"] = {"enabled": True, "size": f"{size}Gi"}
+    memory = f"{ceil(_bytes(settings.get('ram', KvCacheConfig.ram)) / GIB) + 2}Gi"
+    made["resources"] = {"requests": {"memory": memory}, "limits": {"memory": memory}}
+    return made | {"settings": settings}
+
+
+def _bytes(size: str | int) -> int:
+    return size if isinstance(size, int) else parse_bytes(size)

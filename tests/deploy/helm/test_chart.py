@@ -1,0 +1,119 @@
+"""The chart as it is rendered: what is kept in golden/ is that, and values that it cannot have are refused.
+
+Where nothing renders (neither helm nor Go with sprig), the other tests look at what is kept alone.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from scripts import chart_schema
+from tests.deploy.helm import chart
+from tests.deploy.helm.chart import Manifest
+from tests.deploy.helm.manifests import RENDERS, SETS, component, container_of, given, golden, workloads
+from tests.deploy.helm.test_manifests import test_pods_leave_after_their_drain as leaves_after_its_drain
+
+
+@RENDERS
+@pytest.mark.parametrize("name", SETS)
+def test_what_is_kept_is_what_the_templates_render(name: str) -> None:
+    told = "run `python -m tests.deploy.helm.write_golden`"
+    assert chart.render(given(name))[0] == golden(name), told
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_schema_takes_the_values(name: str) -> None:
+    jsonschema.validate(chart.values(given(name)), chart_schema.schema())
+
+
+def test_the_schema_kept_here_is_what_its_script_writes() -> None:
+    assert chart_schema.FILE.read_text() == chart_schema.text(), "run `python -m scripts.chart_schema`"
+    jsonschema.Draft7Validator.check_schema(chart_schema.schema())
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"workers": []}, "non-empty|too short"),
+        ({"workers": [{"name": "a", "role": "both"}]}, "'both' is not one of"),
+        ({"workers": [{"name": "kvcache-a", "role": "mixed"}]}, "should not be valid"),
+        ({"router": {"settings": {"grpc_port": 1}}}, "grpc_port"),
+        ({"router": {"settings": {"kv_cache_memory": 1}}}, "kv_cache_memory"),
+        ({"kvcache": {"settings": {"shutdown_timeout": "inf"}}}, "not of type 'number'"),
+        ({"keys": {"apikey": "a"}}, "apikey"),
+        ({"lifecycle": {"preStopSeconds": 0}}, "less than the minimum"),
+    ],
+)
+def test_the_schema_refuses(changed: Manifest, told: str) -> None:
+    with pytest.raises(jsonschema.ValidationError, match=told):
+        jsonschema.validate(chart.values(changed), chart_schema.schema())
+
+
+@RENDERS
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"workers": [{"name": "wide", "role": "mixed", "hosts": 2}]}, "no worker spans several hosts"),
+        ({"router": {"settings": {"ssl_cert_reqs": "2"}}}, "kubelet"),
+        ({"keys": {"cluster": "a"}}, "cluster without api"),
+        ({"workers": [{"name": "p", "role": "prefill", "autoscaling": {"enabled": True}}]}, "tokensPerSecond"),
+    ],
+)
+def test_the_templates_refuse(changed: Manifest, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        chart.render(changed)
+
+
+@RENDERS
+@pytest.mark.parametrize(("version", "form"), [("1.29.4", "exec"), ("1.30.0", "sleep"), ("1.34.1-gke.1", "sleep")])
+def test_pods_stay_for_a_while_in_the_form_that_the_cluster_knows(version: str, form: str) -> None:
+    for workload in workloads(chart.render(given("pool"), kubernetes=version)[0]):
+        assert list(container_of(workload)["lifecycle"]["preStop"]) == [form]
+
+
+@RENDERS
+def test_settings_are_flags_as_the_command_reads_them() -> None:
+    settings = {
+        "kv_cache_memory": 17179869184,
+        "heartbeat_interval": 0.25,
+        "deterministic": True,
+        "cuda_graphs": False,
+        "served_model_name": ["a", "b"],
+        "chat": None,
+        "profile": "$(POD_IP) 'x'",
+    }
+    changed = {"workers": [{"name": "mixed", "role": "mixed", "settings": settings}]}
+    (workload,) = [one for one in workloads(chart.render(changed)[0]) if component(one) == "mixed"]
+    words = container_of(workload)["args"]
+    assert words[-6:] == [
+        "--no-cuda-graphs",
+        "--deterministic",
+        "--heartbeat-interval=0.25",
+        "--kv-cache-memory=17179869184",
+        "--profile=$$(POD_IP) 'x'",
+        "--served-model-name=a,b",
+    ]
+
+
+def without(text: str, begin: str, end: str) -> str:
+    """A template less what is from `begin` up to `end`."""
+    head, mark, rest = text.partition(begin)
+    assert mark
+    return head + end + rest.partition(end)[2]
+
+
+@RENDERS
+def test_a_chart_without_prestop_would_be_noticed(tmp_path: Path) -> None:
+    """The tests above look at what is kept, which is held to what is rendered."""
+    changed = tmp_path / chart.CHART.name
+    shutil.copytree(chart.CHART, changed)
+    partial = changed / "templates/_pod.tpl"
+    partial.write_text(without(partial.read_text(), "lifecycle:\n", "resources:\n  {{- toYaml .own"))
+    rendered = chart.render({}, changed)[0]
+    assert rendered != golden("default")
+    with pytest.raises(KeyError, match="lifecycle"):
+        leaves_after_its_drain(rendered)
