@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from bench import command as bench
-from deploy import cache, explain, keys, quantize, top, upcycle
+from deploy import cache, explain, keys, quantize, scale, top, upcycle
 from deploy.foreign_flags import translate
 from deploy.placement import command as deploying
 from deploy.placement.given import check_given, load_placement, placed_settings
+from deploy.placement.ray_table import RayTable
 from deploy.runtime.key_file import key_file
 from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings, check_heartbeats, check_ranks, read_settings
 from deploy.runtime.signals import leave_at_once_on_signals
@@ -42,6 +43,7 @@ ALONE = {
     "explain": explain.run,
     "top": top.run,
     "deploy": deploying.run,
+    "scale": scale.run,
     "keys": keys.run,
 }
 
@@ -57,6 +59,7 @@ DESCRIPTION = """Disaggregated LLM serving: prefill, decode and KV cache as serv
   millrace explain ID | millrace top      why a request went where it went; a live view of the workers
   millrace keys create --tenant NAME      an API key with a tenant and limits of its own
   millrace deploy render compose FILE     the same placement as a Compose file; helm: as values of the chart
+  millrace serve --on ray --placement F   its workers as actors of a Ray cluster; millrace scale prefill=3
   millrace bench                          measure this or any other OpenAI-compatible server
 """
 
@@ -75,6 +78,7 @@ CACHE = "show, drop or check what the nodes of a KV pool hold"
 EXPLAIN = "why a request went where it went, and how long everything took against what was predicted"
 TOP = "a live view of workers, queues and objectives met; q leaves"
 DEPLOY = "write a placement file in the form of a platform"
+SCALE = "more or fewer services of a deployment on Ray; those that leave finish what they have"
 KEYS = "make, list and revoke API keys with tenants and limits, in the file that --api-keys-file names"
 QUANTIZE = "write a model as INT8 weights and activations, in the compressed-tensors convention"
 UPCYCLE = "write a dense model as a mixture of experts that gives the same text"
@@ -106,6 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
     explain.add_arguments(commands.add_parser("explain", help=EXPLAIN, description=sentence(EXPLAIN)))
     top.add_arguments(commands.add_parser("top", help=TOP, description=sentence(TOP)))
     deploying.add_arguments(commands.add_parser("deploy", help=DEPLOY, description=sentence(DEPLOY)))
+    scale.add_arguments(commands.add_parser("scale", help=SCALE, description=sentence(SCALE)))
     keys.add_arguments(commands.add_parser("keys", help=KEYS, description=sentence(KEYS)))
     bench.add_arguments(commands.add_parser("bench", help=MEASURE, description=sentence(MEASURE)))
     quantize.add_arguments(commands.add_parser("quantize", help=QUANTIZE, description=sentence(QUANTIZE)))
@@ -132,6 +137,14 @@ def _add_counts(command: argparse.ArgumentParser) -> None:
         type=load_placement,
         metavar="FILE",
         help="start what a placement file says, in place of the numbers here and of --config (docs/placement.md)",
+    )
+    group.add_argument(
+        "--on", choices=("ray",), help="start workers and nodes as actors of a Ray cluster (docs/deploy-ray.md)"
+    )
+    group.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="of the Ray cluster, with --on ray (default: $RAY_ADDRESS, else auto: the cluster of this host)",
     )
     group.add_argument(
         "--kvcache",
@@ -227,6 +240,12 @@ def _start(given: Mapping[str, Any], settings: Settings) -> int:
         children = alike(children_of(given), given["kvcache"], settings)
     if command == "serve":
         check_roles({group.role: group.count for group in children.workers}, settings.model_config)
+    if given.get("on") == "ray":
+        from deploy.serve_on_ray import serve_on_ray
+
+        return serve_on_ray(settings, children, plan.ray if plan is not None else RayTable(), given["address"])
+    if given.get("address") is not None:
+        raise ValueError("--address is the Ray cluster's: with --on ray")
     if command == "serve" and not children.workers:
         if settings.service.strict_disaggregation:
             raise ValueError("--strict-disaggregation needs workers apart: --prefill N --decode M, say")

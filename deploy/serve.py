@@ -7,8 +7,10 @@ import dataclasses
 import logging
 import secrets
 import socket
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Protocol
 
 from deploy.chat_template import read_chat_template
 from deploy.children import Children, child_specs, node_specs
@@ -117,8 +119,26 @@ async def own_node(settings: Settings) -> PoolNode | None:
     return PoolNode("kvcache-0", store, address="local:kvcache-0")
 
 
-async def serve_front(settings: Settings, children: Children) -> int:
-    """A router and the API here; workers report over gRPC: our own children, and any others that know the key.
+class Below(Protocol):
+    """What a front starts below it, and stops: child processes here, or actors elsewhere."""
+
+    def start(self) -> None: ...
+
+    async def stop(self, seconds: float) -> None: ...
+
+
+def children_below(settings: Settings, children: Children, path: Path, router: str, key: str | None) -> Supervisor:
+    """Workers and nodes as child processes of this one, which report to `router`."""
+    specs = node_specs(children.nodes, router, children.node_settings or settings)
+    specs += child_specs(path, children.workers, router)
+    return Supervisor(specs, {"MILLRACE_CLUSTER_KEY": key} if key else {})
+
+
+MakeBelow = Callable[[Settings, Children, Path, str, str | None], Below]
+
+
+async def serve_front(settings: Settings, children: Children, below: MakeBelow = children_below) -> int:
+    """A router and the API here; workers report over gRPC: those `below` it, and any others that know the key.
 
     So do the KV pool's nodes.
     """
@@ -144,9 +164,7 @@ async def serve_front(settings: Settings, children: Children) -> int:
     await door.start()
     log.info("workers report to %s:%d", settings.cluster.grpc_host, port)
     router = f"{near(settings.cluster.grpc_host)}:{port}"
-    specs = node_specs(children.nodes, router, children.node_settings or settings)
-    specs += child_specs(path, children.workers, router)
-    supervisor = Supervisor(specs, {"MILLRACE_CLUSTER_KEY": key or ""} if key else {})
+    supervisor = below(settings, children, path, router, key)
     early = asyncio.Event()
     on_signals(early.set)  # from now on there are children to be told
     supervisor.start()

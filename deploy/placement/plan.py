@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from deploy.placement.ray_table import RayTable
 from serving.config import EngineConfig, HttpConfig, KvCacheConfig, ModelConfig, PlacementConfig, PoolConfig
 from serving.messages import Role
 from serving.options import names
@@ -49,12 +50,16 @@ class ServiceGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeploymentPlan:
-    """A router, groups of workers, and nodes of the KV pool, over one model (None: the demonstration model)."""
+    """A router, groups of workers, and nodes of the KV pool, over one model (None: the demonstration model).
+
+    `ray` says how they lie on a Ray cluster; other platforms do not read it.
+    """
 
     model: str | None
     router: ServiceGroup
     workers: tuple[ServiceGroup, ...]
     nodes: ServiceGroup | None = None
+    ray: RayTable = field(default_factory=RayTable)
 
     @property
     def groups(self) -> tuple[ServiceGroup, ...]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deploy.placement.plan import HEARTBEATS, KVCACHE, READS, ROUTER, DeploymentPlan, ServiceGroup, Values
+from deploy.placement.ray_table import read_ray_table
 from serving.config import (
     ClusterConfig,
     EngineConfig,
@@ -42,8 +43,8 @@ CONFIGS = (
 CONFIG_OF = {name: config for config in CONFIGS for name in names(config)}
 SECRETS = ("api_key", "cluster_key")
 GIVEN = tuple(name for name in names(ClusterConfig) if name not in SECRETS)
-COMMON = "common"
-TOP = ("model", COMMON, ROUTER, "workers", KVCACHE)
+COMMON, RAY = "common", "ray"
+TOP = ("model", COMMON, ROUTER, "workers", KVCACHE, RAY)
 OWN_KEYS = {COMMON: (), ROUTER: (), "workers": ("role", "count", "name"), KVCACHE: ("count",)}
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")  # a label of DNS, with room for a number
 MOST = 1000  # services of a group: more is a slip of the finger
@@ -91,7 +92,9 @@ def read_placement(text: str, name: str = "placement.toml") -> DeploymentPlan:
         nodes = ServiceGroup(name=KVCACHE, kind=KVCACHE, count=count, settings=_read_by(KVCACHE, common) | own)
     own = _settings(source, (ROUTER,), _table(source, data, ROUTER), ROUTER)
     router = ServiceGroup(name=ROUTER, kind=ROUTER, settings=_read_by(ROUTER, common) | own)
-    return DeploymentPlan(model=model, router=router, workers=workers, nodes=nodes)
+    groups = [group.name for group in (*workers, *([nodes] if nodes is not None else []))]
+    ray = read_ray_table(_table(source, data, RAY), groups, source.fault)
+    return DeploymentPlan(model=model, router=router, workers=workers, nodes=nodes, ray=ray)
 
 
 def _workers(source: _Source, data: Mapping[str, Any], common: Values) -> tuple[ServiceGroup, ...]:
@@ -197,10 +200,12 @@ def _meant(key: str, known: Sequence[str]) -> str:
 
 
 def _shown(where: Place) -> str:
-    """A table as it is written: `[router]`, `[[workers]] number 2`."""
+    """A table as it is written: `[router]`, `[ray.prefill]`, `[[workers]] number 2`."""
     if not where:
         return ""
-    return f"[{where[0]}]" if len(where) == 1 else f"[[{where[0]}]] number {int(where[1]) + 1}"
+    if isinstance(where[-1], int):
+        return f"[[{where[0]}]] number {where[-1] + 1}"
+    return f"[{'.'.join(map(str, where))}]"
 
 
 def line_of(text: str, where: Place) -> int | None:

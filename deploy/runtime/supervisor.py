@@ -33,10 +33,11 @@ class ChildSpec:
 
 
 class Supervisor:
-    """`start()` the children, `stop()` them all."""
+    """`start()` the children, `stop()` them all. `module` of ours is what runs as a child."""
 
-    def __init__(self, children: Sequence[ChildSpec], environ: Mapping[str, str]):
+    def __init__(self, children: Sequence[ChildSpec], environ: Mapping[str, str], module: str = "deploy.cli"):
         self.children = children
+        self.module = module
         of_ours = (ENV_PREFIX, "VLLM_API_KEY")
         own = {name: value for name, value in os.environ.items() if not name.startswith(of_ours)}
         self.environ = {
@@ -58,7 +59,7 @@ class Supervisor:
         while not self._stopping:
             began = time.monotonic()
             process = await asyncio.create_subprocess_exec(
-                *module_command("deploy.cli"),
+                *module_command(self.module),
                 *child.arguments,
                 env=self.environ,
                 stdin=asyncio.subprocess.DEVNULL,

@@ -19,6 +19,7 @@ from typing import IO, Any
 from tests.fakes.stopping import stop
 from tests.flow.ports import free_port
 
+REPOSITORY = str(Path(__file__).resolve().parents[2])
 START_SECONDS = 90.0  # a loaded machine starts five Python processes slowly
 IDLE_SECONDS = 15.0  # and looks at what they hold now and then
 
@@ -42,12 +43,11 @@ def samples(text: str, name: str) -> list[tuple[dict[str, str], float]]:
 
 def start_millrace(*arguments: str, log: IO[str], environ: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
     """The `millrace` of this checkout as a child process that logs into a file."""
-    repository = str(Path(__file__).resolve().parents[2])
     return subprocess.Popen(
         [sys.executable, "-m", "deploy.cli", *arguments],
         stdout=log,
         stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTHONPATH": repository, **(environ or {})},
+        env={**os.environ, "PYTHONPATH": REPOSITORY, **(environ or {})},
     )
 
 

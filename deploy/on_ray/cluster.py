@@ -1,0 +1,209 @@
+"""What a deployment has on a Ray cluster: its placement groups and actors, made, looked after and taken away.
+
+Every call here may wait for Ray: it is for a thread, and for one at a time. Ray restarts actors itself, and moves
+bundles of lost nodes; what it has given up (a removed group, an actor that is dead for good) is made anew here.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from deploy.on_ray.actors import ACTORS, ActorReport, Deployed, DeploymentActor
+from deploy.on_ray.layout import BundleSet, RayLayout, RayService
+
+log = logging.getLogger(__name__)
+
+DEPLOYMENT = "deployment"  # the name of the actor that holds a deployment's name
+CALL_SECONDS = 5.0
+PATIENCE = 10.0  # seconds without room after which the log says so
+SLACK = 10.0  # seconds beyond those of a drain in which a child is killed and its end reported
+
+
+class WatchedActor:
+    """The actor of one service, and the question to it that is not answered yet."""
+
+    def __init__(self, ray: Any, service: RayService, handle: Any):
+        self.ray = ray
+        self.service = service
+        self.handle = handle
+        self.report: ActorReport | None = None
+        self.dead = False
+        self._asked: Any = None
+
+    def look(self) -> None:
+        """Take the answer if it has come, and ask again. An actor that Ray restarts has nothing to report."""
+        errors = self.ray.exceptions
+        if self._asked is not None:
+            ready, _ = self.ray.wait([self._asked], timeout=0)
+            if not ready:
+                return
+            asked, self._asked = self._asked, None
+            try:
+                self.report = self.ray.get(asked)
+            except errors.ActorUnavailableError:
+                self.report = None
+            except errors.RayActorError as error:
+                log.warning("the actor of %s is dead: %s", self.service.name, str(error).splitlines()[0])
+                self.report, self.dead = None, True
+                return
+        self._asked = self.handle.report.remote()
+
+    def leave(self, seconds: float) -> None:
+        """An actor that came back since has a child that knows nothing of it: it is told again."""
+        if self.report is not None and not self.report.leaving:
+            self.handle.leave.remote(seconds)
+
+    @property
+    def state(self) -> str:
+        if self.report is None:
+            return "waiting"
+        return "running" if self.report.pid is not None else "starting"
+
+
+class RayDeployment:
+    """`tick()` every second or so; `stop()` at the end. `ray` is the connected library."""
+
+    def __init__(
+        self, ray: Any, layout: RayLayout, strategy: str, router: str, key: str | None, drain: float, log_level: str
+    ):
+        self.ray = ray
+        self.layout = layout
+        self.strategy = strategy
+        self.router = router
+        self.key = key
+        self.drain = drain
+        self.log_level = log_level
+        self.actors: dict[str, WatchedActor] = {}
+        self._groups: dict[int, Any] = {}  # placement groups by the number of their set
+        self._waiting: dict[int, float] = {}  # since when a set has no room; of those told of, infinity
+        self._scaled = 0
+        self._refused: str | None = None
+        self._holder = claim(ray)
+        self._exchange: Any = None
+
+    def tick(self) -> None:
+        """Bring what is there nearer to what is wanted. Raises Ray's errors while the cluster does not answer."""
+        self._take_wishes()
+        for one in list(self.layout.sets):
+            self._keep_group(one)
+        for one, index, service in list(self.layout.services()):
+            actor = self.actors.get(service.name)
+            if actor is None or actor.dead:
+                self.actors[service.name] = self._begin(one, index, service)
+                continue
+            actor.look()
+            if service.name in self.layout.leaving:
+                self._let_go(actor)
+
+    def stop(self, seconds: float) -> None:
+        """Children drain, actors end, placement groups are given back."""
+        deadline = time.monotonic() + seconds + SLACK
+        staying = dict(self.actors)
+        while staying and time.monotonic() < deadline:
+            for name, actor in list(staying.items()):
+                actor.leave(seconds)
+                actor.look()
+                if actor.dead or actor.report is None or actor.report.left:
+                    del staying[name]  # one without an answer has no child that could drain: it is being moved
+            time.sleep(0.05)
+        for actor in self.actors.values():
+            self.ray.kill(actor.handle, no_restart=True)
+        for group in self._groups.values():
+            self.ray.util.remove_placement_group(group)
+        self.ray.kill(self._holder, no_restart=True)
+
+    # ---- groups and actors ---------------------------------------------------------------------------------------
+
+    def _keep_group(self, one: BundleSet) -> None:
+        group = self._groups.get(one.number)
+        if group is None:
+            self._groups[one.number] = self._group(one)
+            return
+        found = self.ray.util.placement_group_table(group).get("state")
+        if found == "REMOVED":
+            log.warning("the placement group of set %d is gone: it is made anew", one.number)
+            for _, service in one.seated():
+                actor = self.actors.pop(service.name, None)
+                if actor is not None:  # Ray would go on restarting it where there is no place
+                    self.ray.kill(actor.handle, no_restart=True)
+            self._groups[one.number] = self._group(one)
+        elif found == "CREATED":
+            self._waiting.pop(one.number, None)
+        elif time.monotonic() - self._waiting.setdefault(one.number, time.monotonic()) > PATIENCE:
+            self._waiting[one.number] = float("inf")
+            needs = ", ".join(f"{bundle.group.name} {dict(bundle.group.bundle)}" for bundle in one.bundles)
+            log.warning("set %d waits for room on the Ray cluster (%s): %s", one.number, self.strategy, needs)
+
+    def _group(self, one: BundleSet) -> Any:
+        bundles = [dict(bundle.group.bundle) for bundle in one.bundles]
+        return self.ray.util.placement_group(bundles, strategy=self.strategy, name=f"set-{one.number}")
+
+    def _begin(self, one: BundleSet, index: int, service: RayService) -> WatchedActor:
+        own = dict(service.group.bundle)
+        scheduling = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            self._groups[one.number], placement_group_bundle_index=index
+        )
+        remote = self.ray.remote(ACTORS[service.group.kind]).options(
+            name=service.name,
+            num_cpus=own.pop("CPU"),
+            num_gpus=own.pop("GPU", 0),
+            memory=own.pop("memory", None),
+            resources=own,
+            max_restarts=-1,
+            scheduling_strategy=scheduling,
+        )
+        command = (*service.command, "--routers", self.router)
+        handle = remote.remote(service.name, command, self.key, service.group.threads, self.log_level)
+        return WatchedActor(self.ray, service, handle)
+
+    # ---- scaling -------------------------------------------------------------------------------------------------
+
+    def _take_wishes(self) -> None:
+        """Tell `millrace scale` how things are; do what it has asked for since."""
+        deployed = Deployed(
+            counts=self.layout.counts(), services=self.states(), scaled=self._scaled, refused=self._refused
+        )
+        command, wanted = self.ray.get(self._holder.exchange.remote(deployed), timeout=CALL_SECONDS)
+        if command != self._scaled:
+            self._scaled, self._refused = command, None
+            try:
+                self.layout.scale(wanted)
+                log.info("scaling to %s", ", ".join(f"{name}={count}" for name, count in wanted.items()))
+            except ValueError as error:
+                self._refused = str(error)
+
+    def _let_go(self, actor: WatchedActor) -> None:
+        name = actor.service.name
+        actor.leave(self.drain)
+        if actor.report is not None and actor.report.left:
+            self.ray.kill(actor.handle, no_restart=True)
+            del self.actors[name]
+            empty = self.layout.left(name)
+            log.info("%s has left", name)
+            if empty is not None:
+                self.ray.util.remove_placement_group(self._groups.pop(empty.number))
+
+    def states(self) -> Mapping[str, str]:
+        """Every service by its name: waiting, starting, running or leaving."""
+        found = {name: actor.state for name, actor in self.actors.items()}
+        return found | dict.fromkeys(self.layout.leaving, "leaving")
+
+
+def claim(ray: Any) -> Any:
+    """The actor that holds the deployment's name: Ray's namespace. Raises ValueError if another has it."""
+    namespace = ray.get_runtime_context().namespace
+    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=False
+    )
+    remote = ray.remote(DeploymentActor).options(name=DEPLOYMENT, num_cpus=0, max_restarts=-1, scheduling_strategy=here)
+    try:
+        holder = remote.remote()
+    except ValueError:
+        raise ValueError(
+            f"a deployment {namespace!r} runs on this Ray cluster already: stop it, or give this one a name of its own"
+            " ([ray] name in a placement file)"
+        ) from None
+    return holder

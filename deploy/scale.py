@@ -1,0 +1,90 @@
+"""`millrace scale GROUP=N …`: how many services of a group a deployment on Ray has, from now on.
+
+It leaves the wish with the deployment's own actor, and waits until the router's process has made it true.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+from deploy.on_ray.actors import Deployed
+from deploy.on_ray.cluster import CALL_SECONDS, DEPLOYMENT
+from deploy.on_ray.library import connect
+from deploy.placement.ray_table import RayTable
+from serving.errors import Unavailable
+
+POLL_SECONDS = 0.2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of `millrace scale`."""
+    parser.add_argument(
+        "counts",
+        nargs="*",
+        type=_count,
+        metavar="GROUP=N",
+        help="a group, such as prefill, and how many it is to have; without any, print what there is",
+    )
+    parser.add_argument("--name", default=RayTable().name, help="of the deployment (default: millrace)")
+    parser.add_argument("--address", metavar="HOST:PORT", help="of the Ray cluster (default: $RAY_ADDRESS, else auto)")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="seconds to wait for it (default: 600)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Scale, wait, print; the exit code: 0 once all is as it was asked for. Raises MillraceError, ValueError."""
+    wanted = dict(arguments.counts)
+    ray = connect(arguments.address, arguments.name, logs=False)
+    try:
+        holder = _holder(ray, arguments.name)
+        command = ray.get(holder.scale.remote(wanted), timeout=CALL_SECONDS) if wanted else 0
+        deadline = time.monotonic() + arguments.timeout
+        deployed = _deployed(ray, holder)
+        while wanted and not _done(deployed, command):
+            if time.monotonic() > deadline:
+                raise Unavailable(f"not within {arguments.timeout:g} s; there are {_shown(deployed)}")
+            time.sleep(POLL_SECONDS)
+            deployed = _deployed(ray, holder)
+        sys.stdout.write(f"{_shown(deployed)}\n")
+    except ray.exceptions.RayError as error:
+        raise Unavailable(f"the deployment {arguments.name!r} has ended: {str(error).splitlines()[0]}") from error
+    finally:
+        ray.shutdown()
+    return 0
+
+
+def _count(text: str) -> tuple[str, int]:
+    group, _, number = text.partition("=")
+    if not group or not number.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form prefill=3")
+    return group, int(number)
+
+
+def _holder(ray: Any, name: str) -> Any:
+    try:
+        return ray.get_actor(DEPLOYMENT, namespace=name)
+    except ValueError:
+        raise ValueError(f"no deployment {name!r} runs on this Ray cluster") from None
+
+
+def _deployed(ray: Any, holder: Any) -> Deployed:
+    """What the router's process last said. Raises ValueError for a wish that it refused."""
+    found: Deployed | None = ray.get(holder.deployed.remote(), timeout=CALL_SECONDS)
+    found = found or Deployed(counts={}, services={})
+    if found.refused is not None:
+        raise ValueError(found.refused)
+    return found
+
+
+def _done(deployed: Deployed, command: int) -> bool:
+    return deployed.scaled >= command and all(state == "running" for state in deployed.services.values())
+
+
+def _shown(deployed: Deployed) -> str:
+    counts = " ".join(f"{name}={count}" for name, count in deployed.counts.items())
+    others = ", ".join(f"{name} {state}" for name, state in sorted(deployed.services.items()) if state != "running")
+    return f"{counts} ({others})" if others else counts

@@ -1,0 +1,1 @@
+"""Deployments on Ray: their layout, and the ties of their processes. No cluster."""

@@ -1,0 +1,259 @@
+"""`millrace serve --on ray` on a Ray cluster of two nodes on this host: placed as asked, and whole through every loss.
+
+One deployment goes through all of it, in the order of this file: a prefill and a decode worker packed on the head by
+what the prefill worker reserves, and a decode worker beside them, for which there is only room on the other node.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.on_ray.actors import ActorReport
+from deploy.on_ray.cluster import claim
+from tests.flow.client import Asked, Client
+from tests.flow.reference import prompts
+from tests.flow.server import REPOSITORY, MillraceServer, wait_until
+from tests.tiny import tiny_llama
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'millrace[ray]'")
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # warnings of Ray's own
+
+PLACEMENT = """
+model = {model}
+
+[common]
+served_model_name = ["tiny"]
+dtype = "float32"
+kernels = "torch"
+heartbeat_interval = 0.1
+heartbeat_timeout = 30
+
+[[workers]]
+role = "prefill"
+
+[[workers]]
+role = "decode"
+count = 2
+
+[ray]
+name = "tests"
+sets = 2
+strategy = "STRICT_PACK"
+
+[ray.prefill]
+resources = {{ front = 1 }}
+"""
+TOKENS = 60
+STORE = 80_000_000  # bytes: nothing of ours is in Ray's object store
+SECONDS = 60.0
+
+
+@dataclass
+class RayNodes:
+    """A cluster, its nodes by what they are for, and what a test asks of it."""
+
+    ray: Any
+    cluster: Any
+    nodes: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, name: str) -> None:
+        self.nodes[name] = self.cluster.add_node(num_cpus=2, object_store_memory=STORE)
+
+    def report(self, name: str) -> ActorReport | None:
+        """What the actor of this service says; None while it cannot."""
+        try:
+            found: ActorReport = self.ray.get(self.ray.get_actor(name, namespace="tests").report.remote(), timeout=5)
+        except (ValueError, self.ray.exceptions.RayError, self.ray.exceptions.GetTimeoutError):
+            return None
+        return found
+
+    def running(self, name: str) -> ActorReport:
+        found: ActorReport = wait_until(
+            lambda: (report := self.report(name)) is not None and report.pid is not None and report,
+            SECONDS,
+            f"{name} runs",
+        )
+        return found
+
+    def names(self) -> set[str]:
+        return {found["name"] for found in self.ray.util.list_named_actors(all_namespaces=True)}
+
+    def groups(self) -> list[str]:
+        """States of the placement groups that are not given back."""
+        table = self.ray.util.placement_group_table().values()
+        return [group["state"] for group in table if group["state"] != "REMOVED"]
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": 2,
+            "resources": {"front": 1},
+            "object_store_memory": STORE,
+            "include_dashboard": False,
+        },
+    )
+    found = RayNodes(ray, cluster, {"head": cluster.head_node})
+    try:
+        found.add("other")
+        ray.init(address=cluster.address, namespace="tests", log_to_driver=False)
+        yield found
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def server(nodes: RayNodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MillraceServer]:
+    folder = tmp_path_factory.mktemp("ray")
+    path = tiny_llama(folder / "tiny", layers=8, hidden=256, kv_heads=4)
+    file = folder / "placement.toml"
+    file.write_text(PLACEMENT.format(model=json.dumps(str(path))))
+    arguments = ("--placement", str(file), "--on", "ray", "--address", nodes.cluster.address)
+    with MillraceServer(*arguments, workers=("prefill-0", "decode-0", "decode-1")) as started:
+        yield started
+
+
+@pytest.fixture
+def client(server: MillraceServer) -> Iterator[Client]:
+    made = Client(server.url)
+    yield made
+    made.close()
+
+
+def ask(client: Client, pairs: int = 2) -> list[Asked]:
+    """Greedy and sampled, two of each; with fewer pairs the first of them."""
+    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 11}] * pairs
+    wanted = prompts(4, shortest=200, longest=300, seed=3)
+    return [
+        client.start(prompt, stream=True, max_tokens=TOKENS, **kind)
+        for prompt, kind in zip(wanted[: 2 * pairs], kinds, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: MillraceServer) -> list[Any]:
+    client = Client(server.url)
+    try:
+        return client.finish(ask(client))
+    finally:
+        client.close()
+
+
+def streaming(server: MillraceServer, worker: str, asked: list[Asked]) -> None:
+    """Wait until all have begun, and this worker has some of them."""
+    wait_until(
+        lambda: all(one.chunks for one in asked) and server.metric("worker_num_requests_running", engine=worker),
+        SECONDS,
+        f"{worker} streams",
+    )
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def alive(pid: int | None) -> bool:
+    """A process that nobody has asked for its exit status yet is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_workers_are_where_the_file_says(nodes: RayNodes, server: MillraceServer) -> None:
+    where = {name: nodes.running(name).node for name in ("prefill-0", "decode-0", "decode-1")}
+    head, other = nodes.nodes["head"].node_id, nodes.nodes["other"].node_id
+    assert where == {"prefill-0": head, "decode-0": head, "decode-1": other}
+    assert nodes.groups() == ["CREATED", "CREATED"]
+
+
+def test_a_name_is_taken_once(nodes: RayNodes, server: MillraceServer) -> None:
+    with pytest.raises(ValueError, match="'tests' runs on this Ray cluster already"):
+        claim(nodes.ray)
+
+
+def test_an_actor_is_killed(nodes: RayNodes, server: MillraceServer, client: Client, undisturbed: list[Any]) -> None:
+    before, child = server.metric("replacements_total"), nodes.running("decode-0").pid
+    assert child is not None
+    asked = ask(client)
+    streaming(server, "decode-0", asked)
+    os.kill(parent(child), signal.SIGKILL)
+    assert client.finish(asked) == undisturbed
+    assert server.metric("replacements_total") > before
+    wait_until(lambda: not alive(child), SECONDS, "its child gives up what nobody has reserved")
+    assert nodes.running("decode-0").pid != child
+    server.wait_ready()
+
+
+def test_a_node_is_removed_and_another_comes(
+    nodes: RayNodes, server: MillraceServer, client: Client, undisturbed: list[Any]
+) -> None:
+    before, lost = server.metric("replacements_total"), nodes.running("decode-1").node
+    asked = ask(client)
+    streaming(server, "decode-1", asked)
+    nodes.cluster.remove_node(nodes.nodes.pop("other"), allow_graceful=False)
+    assert client.finish(asked) == undisturbed
+    assert server.metric("replacements_total") > before
+    nodes.add("third")
+    report = nodes.running("decode-1")
+    assert report.node == nodes.nodes["third"].node_id != lost
+
+
+def test_a_group_is_taken_away(nodes: RayNodes, server: MillraceServer) -> None:
+    """By hand, or by a cluster that was begun anew: it is made again, and its actors."""
+    child = nodes.running("decode-1").pid
+    nodes.ray.util.remove_placement_group(nodes.ray.util.get_placement_group("set-1"))
+    wait_until(lambda: (report := nodes.report("decode-1")) and report.pid not in (None, child), SECONDS, "it is back")
+
+
+def scale(nodes: RayNodes, *counts: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "deploy.cli", "scale", *counts, "--name", "tests"]
+    command += ["--address", nodes.cluster.address]
+    return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_scaling_under_load_loses_nothing(
+    nodes: RayNodes, server: MillraceServer, client: Client, undisturbed: list[Any]
+) -> None:
+    """Up by one and down to one, with requests asked all the while; what leaves finishes what it has."""
+    before = server.metric("replacements_total")
+    for count, reporting in ((3, {"prefill-0", "decode-0", "decode-1", "decode-2"}), (1, {"prefill-0", "decode-0"})):
+        scaling, rounds = scale(nodes, f"decode={count}"), 0
+        with scaling:
+            while scaling.poll() is None or not rounds:
+                assert client.finish(ask(client, 1)) == undisturbed[:2]
+                rounds += 1
+            out, err = scaling.communicate()
+        assert (scaling.returncode, out) == (0, f"prefill=1 decode={count}\n"), err
+        wait_until(lambda: set(server.reporting()) == reporting, SECONDS, f"{reporting} report")  # noqa: B023
+    assert server.metric("replacements_total") == before
+    wait_until(lambda: nodes.groups() == ["CREATED"], SECONDS, "the set without services is given back")
+
+
+def test_ctrl_c_leaves_nothing(nodes: RayNodes, server: MillraceServer, client: Client, undisturbed: list[Any]) -> None:
+    children = [nodes.running(name).pid for name in ("prefill-0", "decode-0")]
+    asked = ask(client)
+    streaming(server, "decode-0", asked)
+    server.process.send_signal(signal.SIGINT)
+    assert client.finish(asked) == undisturbed
+    assert server.process.wait(SECONDS) == 0, server.log()
+    assert not [child for child in children if alive(child)]
+    assert nodes.groups() == []
+    wait_until(lambda: not nodes.names(), SECONDS, "no actor is left")
