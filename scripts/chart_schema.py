@@ -16,7 +16,9 @@ from serving.messages import Role
 
 FILE = Path(__file__).resolve().parent.parent / "deploy/helm/millrace/values.schema.json"
 # What the chart says itself, from other values; keys belong in a Secret.
-OF_THE_CHART = {"host", "port", "disk", "ssl_certfile", "ssl_keyfile", "api_key", "cluster_key"}
+OF_THE_CHART = {"host", "port", "disk", "ssl_certfile", "ssl_keyfile", "api_key", "cluster_key"} | {
+    *("grpc_tls_certfile", "grpc_tls_keyfile", "grpc_tls_ca", "grpc_tls_server_name")
+}
 Schema = dict[str, Any]
 
 TEXT: Schema = {"type": "string"}
@@ -106,8 +108,11 @@ def _whole_chart() -> Schema:
         "model": table(
             name=TEXT, volume=TABLE, mountPath=TEXT, hubVolume=TABLE, tokenSecret=table(name=TEXT, key=TEXT)
         ),
-        "keys": table(existingSecret=existing, cluster=TEXT, api=TEXT, apiRequired=YES),
+        "keys": table(
+            existingSecret=existing, cluster=TEXT, api=TEXT, apiRequired=YES, file=table(existingSecret=TEXT)
+        ),
         "tls": table(secretName=TEXT),
+        "grpcTls": table(secretName=TEXT, serverName=TEXT),
         "lifecycle": table(preStopSeconds=whole(1), preStopForm=one_of("auto", "sleep", "exec"), afterSeconds=whole(5)),
         "startup": table(periodSeconds=whole(1), failureThreshold=whole(1)),
         "topologySpread": table(

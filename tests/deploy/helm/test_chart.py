@@ -45,6 +45,7 @@ def test_the_schema_kept_here_is_what_its_script_writes() -> None:
         ({"router": {"settings": {"kv_cache_memory": 1}}}, "kv_cache_memory"),
         ({"kvcache": {"settings": {"shutdown_timeout": "inf"}}}, "not of type 'number'"),
         ({"keys": {"apikey": "a"}}, "apikey"),
+        ({"workerDefaults": {"settings": {"grpc_tls_ca": "/a"}}}, "grpc_tls_ca"),
         ({"lifecycle": {"preStopSeconds": 0}}, "less than the minimum"),
     ],
 )
@@ -60,6 +61,8 @@ def test_the_schema_refuses(changed: Manifest, told: str) -> None:
         ({"workers": [{"name": "wide", "role": "mixed", "hosts": 2}]}, "no worker spans several hosts"),
         ({"router": {"settings": {"ssl_cert_reqs": "2"}}}, "kubelet"),
         ({"keys": {"cluster": "a"}}, "cluster without api"),
+        ({"workers": [{"name": "a", "role": "prefill"}, {"name": "a", "role": "decode"}]}, "something else"),
+        ({"keys": {"file": {"existingSecret": "a"}}, "router": {"settings": {"api_keys_file": "/a"}}}, "leave out one"),
         ({"workers": [{"name": "p", "role": "prefill", "autoscaling": {"enabled": True}}]}, "tokensPerSecond"),
     ],
 )

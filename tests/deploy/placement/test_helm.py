@@ -60,6 +60,7 @@ def test_the_chart_starts_what_the_placement_says() -> None:
         assert (read.engine, read.model_config, read.pool) == (wanted.engine, wanted.model_config, wanted.pool)
         assert (read.model, read.placement, read.service) == (wanted.model, wanted.placement, wanted.service)
         assert read.http.shutdown_timeout == 45 and found[group.name]["spec"]["replicas"] == group.count
+        assert read.security == wanted.security and read.security.grpc_tls_server_name == "workers"
         assert read.http.ssl_certfile == wanted.http.ssl_certfile
     assert container_of(found["prefill"])["resources"]["limits"]["nvidia.com/gpu"] == 1
     assert "nvidia.com/gpu" not in container_of(found["decode-long"])["resources"]["limits"]
@@ -89,6 +90,7 @@ def test_a_model_of_the_hub_needs_no_claim() -> None:
         ("model = '/llama'\n" + WORKERS, "a:1", "folder above"),
         ("[router]\nport = 0\n" + WORKERS, "a:1", "name one"),
         ("[common]\nshutdown_timeout = inf\n" + WORKERS, "a:1", "number of seconds"),
+        ("[router]\ngrpc_tls_ca = 'a'\n" + WORKERS, "a:1", "under .common"),
         (WORKERS + "name = 'mixed-of-a-very-long-name'\n", "a:1", "at most 20"),
         (WORKERS, "a.example:81/b", "neither a tag nor a digest"),
     ],

@@ -3,7 +3,7 @@
 {{- define "millrace.fullname" -}}
 {{- $name := ternary .Release.Name (printf "%s-%s" .Release.Name .Chart.Name) (contains .Chart.Name .Release.Name) -}}
 {{- /* With a group of at most 20 letters, the names of its pods are not cut off. */ -}}
-{{- trunc 24 $name | trimSuffix "-" -}}
+{{- trunc 24 $name | replace "." "-" | trimSuffix "-" -}}
 {{- end }}
 
 {{/* Of a component: (list $ "router"). */}}
@@ -50,6 +50,20 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 - {{ printf "--%s=%s" $flag $value | replace "$(" "$$(" | quote }}
 {{- else if not (kindIs "invalid" $value) }}
 - {{ printf "--%s=%s" $flag (toJson $value) | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Of every service: where the certificates of its gRPC are. They are read anew when the Secret changes. */}}
+{{- define "millrace.grpcTlsFlags" -}}
+{{- with .Values.grpcTls }}
+{{- if .secretName }}
+- "--grpc-tls-certfile=/grpc-tls/tls.crt"
+- "--grpc-tls-keyfile=/grpc-tls/tls.key"
+- "--grpc-tls-ca=/grpc-tls/ca.crt"
+{{- with .serverName }}
+- {{ printf "--grpc-tls-server-name=%s" . | quote }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end }}
