@@ -78,6 +78,13 @@ def test_an_image_has_a_tag_or_a_digest(name: str, image: dict[str, str]) -> Non
     assert rendered(WORKERS, ImageSource(name=name))["image"] == image
 
 
+def test_files_of_the_router_are_in_secrets() -> None:
+    text = "[router]\nssl_certfile = 'a'\nssl_ca_certs = 'b'\nssl_cert_reqs = '1'\napi_keys_file = 'c'\n" + WORKERS
+    found = rendered(text)
+    assert found["keys"] == {"file": {"existingSecret": "millrace-api-keys"}}
+    assert found["router"]["settings"] == {"ssl_ca_certs": "/tls/ca.crt", "ssl_cert_reqs": "1"}
+
+
 def test_a_model_of_the_hub_needs_no_claim() -> None:
     assert rendered("model = 'owner/name'\n" + WORKERS)["model"] == {"name": "owner/name"}
     assert rendered(WORKERS)["model"] == {"name": ""}

@@ -38,16 +38,17 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 {{ toYaml $group }}
 {{- end }}
 
-{{/* Settings as flags of the command, one YAML list item each. `$(NAME)` in them is no variable of the pod. */}}
+{{/* Settings as flags of the command, one YAML list item each. `$(NAME)` in them is no variable of the pod, for which
+Kubernetes makes one dollar of two. */}}
 {{- define "millrace.flags" -}}
 {{- range $name, $value := . }}
 {{- $flag := replace "_" "-" $name }}
 {{- if kindIs "bool" $value }}
 - {{ printf "--%s%s" (ternary "" "no-" $value) $flag | quote }}
 {{- else if kindIs "slice" $value }}
-- {{ printf "--%s=%s" $flag (join "," $value) | replace "$(" "$$(" | quote }}
+- {{ printf "--%s=%s" $flag (join "," $value) | replace "$" "$$" | quote }}
 {{- else if kindIs "string" $value }}
-- {{ printf "--%s=%s" $flag $value | replace "$(" "$$(" | quote }}
+- {{ printf "--%s=%s" $flag $value | replace "$" "$$" | quote }}
 {{- else if not (kindIs "invalid" $value) }}
 - {{ printf "--%s=%s" $flag (toJson $value) | quote }}
 {{- end }}
