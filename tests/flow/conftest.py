@@ -94,6 +94,16 @@ class Cluster:
             await asyncio.sleep(0.01)
         raise AssertionError(f"not idle: {audits}")
 
+    async def idle_without_retries(self) -> None:
+        """All KV is stored, nothing is held, and every request went through at its first try."""
+        workers = self.cluster.workers
+        for worker in workers:
+            if worker.connector is not None:
+                await worker.connector.flush(10)
+        await self.idle()
+        assert self.seen.replacements == []
+        assert all(worker.decode is None or worker.decode.refused == {} for worker in workers)
+
 
 ClusterMaker = Callable[..., Any]
 

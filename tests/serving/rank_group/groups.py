@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from kvcache.memory.device import DeviceKV
+from serving.batch.layer_barrier import LayerBarrier
 from serving.batch.ragged import RaggedBatch
 from serving.forward.forward import EagerForward, Forward
 from serving.forward.layer_events import LayerDone
@@ -107,3 +109,18 @@ def exists(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def wait_at_a_barrier(group: Side, one: Side, same: Callable[[Tensor, Tensor], None]) -> None:
+    """A step waits for its whole prefix; where it leaves, the ranks have not begun. `same` asserts."""
+    barrier, layers = LayerBarrier(), len(group.forward.planes)
+    batch = group.batch([0])
+    barrier.open(layers - 1)
+    barrier.hurry()
+    with torch.inference_mode():
+        group.forward.logits(replace(batch, barrier=barrier), None)
+        assert barrier.left
+        barrier.begin()
+        barrier.open(layers)
+        same(group.forward.logits(replace(batch, barrier=barrier), None), one.step([0]))
+    assert not barrier.left

@@ -7,13 +7,11 @@ import os
 import shutil
 import signal
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from serving.batch.layer_barrier import LayerBarrier
 from serving.child_process import helper_environ, module_command
 from serving.rank_group import ranks
 from serving.rank_group.channel import Channel
@@ -31,6 +29,7 @@ from tests.serving.rank_group.groups import (
     group_forward,
     pids,
     spread_over,
+    wait_at_a_barrier,
 )
 
 NEW_TOKENS = 4
@@ -64,22 +63,11 @@ def compare(folder: Path, spread: SpreadModel) -> None:
     traffic = spread.ranks.totals.traffic
     assert min(traffic.dispatch_bytes, traffic.combine_bytes) > 0
     assert spread.ranks.lost is None
-    wait_at_a_barrier(group, one)
+    wait_at_a_barrier(group, one, equal)
 
 
-def wait_at_a_barrier(group: Side, one: Side) -> None:
-    """A step waits for its whole prefix; where it leaves, the ranks have not begun."""
-    barrier, layers = LayerBarrier(), len(group.forward.planes)
-    batch = group.batch([0])
-    barrier.open(layers - 1)
-    barrier.hurry()
-    with torch.inference_mode():
-        group.forward.logits(replace(batch, barrier=barrier), None)
-        assert barrier.left
-        barrier.begin()
-        barrier.open(layers)
-        assert torch.equal(group.forward.logits(replace(batch, barrier=barrier), None), one.step([0]))
-    assert not barrier.left
+def equal(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert torch.equal(found, wanted)
 
 
 def test_a_group_computes_the_bits_of_one_process(mixtral: Path) -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +14,6 @@ import torch
 
 from kvcache.memory.device import DeviceKV
 from serving import logs
-from serving.batch.layer_barrier import LayerBarrier
 from serving.expert_parallel.exchange import RankLost
 from serving.model.spec import ModelSpec
 from serving.parallel.layout import ParallelLayout
@@ -35,6 +33,7 @@ from tests.serving.rank_group.groups import (
     alone,
     exists,
     pids,
+    wait_at_a_barrier,
 )
 from tests.tiny import tiny_llama
 
@@ -83,7 +82,7 @@ def compare(folder: Path, layout: ParallelLayout) -> None:
             for plane, expected in zip(layer, wanted, strict=True):
                 close(plane, expected)
         close(group.hidden(MOST), one.hidden(MOST))
-        wait_at_a_barrier(group, one)
+        wait_at_a_barrier(group, one, close)
         assert divided.ranks.bytes_sent > 0
         assert divided.ranks.lost is None
         lose(divided, group, signal.SIGKILL)
@@ -107,20 +106,6 @@ def lose(divided: DividedModel, group: Side, harm: signal.Signals) -> list[int]:
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
-
-
-def wait_at_a_barrier(group: Side, one: Side) -> None:
-    """A step waits for its whole prefix; where it leaves, the ranks have not begun."""
-    barrier, layers = LayerBarrier(), len(group.forward.planes)
-    batch = group.batch([0])
-    barrier.open(layers - 1)
-    barrier.hurry()
-    with torch.inference_mode():
-        group.forward.logits(replace(batch, barrier=barrier), None)
-        assert barrier.left
-        barrier.begin()
-        barrier.open(layers)
-        close(group.forward.logits(replace(batch, barrier=barrier), None), one.step([0]))
 
 
 @pytest.mark.parametrize(
