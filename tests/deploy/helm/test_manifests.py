@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import kubernetes_validate
 
+from kvcache.pool.store import FLUSH_SECONDS
 from tests.deploy.helm.chart import KUBERNETES, NAMESPACE, Manifest
 from tests.deploy.helm.manifests import (
     component,
@@ -110,8 +111,9 @@ def test_pods_leave_after_their_drain(manifests: list[Manifest]) -> None:
     for workload in workloads(manifests):
         preparing = container_of(workload)["lifecycle"]["preStop"]["sleep"]["seconds"]
         drain = settings_of(workload).http.shutdown_timeout
+        writing = FLUSH_SECONDS if component(workload) == "kvcache" else 0
         assert preparing == 5
-        assert pod_of(workload)["terminationGracePeriodSeconds"] == preparing + drain + 15
+        assert pod_of(workload)["terminationGracePeriodSeconds"] == preparing + drain + writing + 15
 
 
 def test_probes_ask_doors_that_answer(manifests: list[Manifest]) -> None:

@@ -69,13 +69,14 @@ Kubernetes makes one dollar of two. */}}
 {{- end }}
 {{- end }}
 
-{{/* Seconds a pod has to leave: (list $ settings). 120 is the command's own default. */}}
+{{/* Seconds a pod has to leave: (list $ settings component). 120 is the command's own default; after its drain a node of
+the pool writes to disk for up to 20 s. */}}
 {{- define "millrace.grace" -}}
 {{- $root := index . 0 -}}
 {{- $settings := index . 1 -}}
 {{- $drain := 120 -}}
 {{- if hasKey $settings "shutdown_timeout" }}{{ $drain = $settings.shutdown_timeout }}{{ end -}}
-{{- add $root.Values.lifecycle.preStopSeconds (ceil $drain) $root.Values.lifecycle.afterSeconds -}}
+{{- add $root.Values.lifecycle.preStopSeconds (ceil $drain) $root.Values.lifecycle.afterSeconds (ternary 20 0 (eq (index . 2) "kvcache")) -}}
 {{- end }}
 
 {{- define "millrace.lifecycle" -}}

@@ -21,7 +21,7 @@ annotations:
 serviceAccountName: {{ include "millrace.fullname" .root }}
 automountServiceAccountToken: false
 enableServiceLinks: false
-terminationGracePeriodSeconds: {{ include "millrace.grace" (list .root .own.settings) }}
+terminationGracePeriodSeconds: {{ include "millrace.grace" (list .root .own.settings .component) }}
 securityContext:
   runAsNonRoot: true
   runAsUser: 65532
