@@ -16,6 +16,7 @@ from typing import Protocol
 from serving.errors import MillraceError
 
 HEADERS = ("traceparent", "tracestate")  # of W3C Trace Context
+LONGEST = 512  # characters of either, which W3C wants passed on; calls of gRPC have room for 8 KB of headers in all
 Value = str | bool | int | float | Sequence[str]
 Attributes = Mapping[str, Value]
 
@@ -140,8 +141,9 @@ def call_headers() -> tuple[tuple[str, str], ...]:
 
 
 def context_of(headers: Iterable[tuple[str, str | bytes]] | None) -> TraceContext:
-    """The context that a call or an HTTP request came with."""
-    found = {name: word for name, word in headers or () if name in HEADERS and isinstance(word, str)}
+    """The context that a call or an HTTP request came with, without what is too long to be passed on."""
+    told = ((name, word) for name, word in headers or () if name in HEADERS and isinstance(word, str))
+    found = {name: word for name, word in told if len(word) <= LONGEST}
     return TraceContext(found.get("traceparent", ""), found.get("tracestate", ""))
 
 

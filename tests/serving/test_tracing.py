@@ -140,3 +140,12 @@ def test_flags_go_before_the_environment(
 def test_nothing_is_imported_where_nothing_is_traced() -> None:
     program = "import sys, deploy.cli, router.router, prefill.service; sys.exit('opentelemetry' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("length", "kept"), [(511, True), (512, True), (513, False), (100_000, False)])
+def test_a_clients_state_is_passed_on_or_left_out_and_never_fills_the_headers_of_a_call(
+    length: int, kept: bool
+) -> None:
+    parent, state = f"00-{1:032x}-{2:016x}-01", "a=" + "b" * (length - 2)
+    found = context_of([("traceparent", parent), ("tracestate", state)])
+    assert found == TraceContext(parent, state if kept else "")
