@@ -16,7 +16,9 @@ from serving.messages import Role
 
 FILE = Path(__file__).resolve().parent.parent / "deploy/helm/millrace/values.schema.json"
 # What the chart says itself, from other values; keys belong in a Secret.
-OF_THE_CHART = {"host", "port", "disk", "ssl_certfile", "ssl_keyfile", "api_key", "cluster_key"}
+OF_THE_CHART = {"host", "port", "disk", "ssl_certfile", "ssl_keyfile", "api_key", "cluster_key"} | {
+    *("grpc_tls_certfile", "grpc_tls_keyfile", "grpc_tls_ca", "grpc_tls_server_name")
+}
 Schema = dict[str, Any]
 
 TEXT: Schema = {"type": "string"}
@@ -24,7 +26,8 @@ YES: Schema = {"type": "boolean"}
 TABLE: Schema = {"type": "object"}
 LIST: Schema = {"type": "array"}
 TEXTS: Schema = {"type": "array", "items": TEXT}
-SECONDS: Schema = {"type": "number", "minimum": 0}
+MOST = 999_999  # Helm reads numbers as floats, and writes those from a million on as 1e+06, which is no whole number
+SECONDS: Schema = {"type": "number", "minimum": 0, "maximum": MOST}
 NUMBER: Schema = {"type": ["number", "null"], "exclusiveMinimum": 0}
 SIZE: Schema = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(k|M|G|T|Ki|Mi|Gi|Ti)?$"}
 NAME: Schema = {
@@ -34,8 +37,8 @@ NAME: Schema = {
 }
 
 
-def whole(least: int) -> Schema:
-    return {"type": "integer", "minimum": least}
+def whole(least: int, most: int = MOST) -> Schema:
+    return {"type": "integer", "minimum": least, "maximum": most}
 
 
 def one_of(*choices: str) -> Schema:
@@ -43,9 +46,11 @@ def one_of(*choices: str) -> Schema:
 
 
 def table(required: tuple[str, ...] = (), **keys: Schema) -> Schema:
-    """A table with these keys and no others."""
+    """A table with these keys and no others. Those that templates look into cannot be taken away with null."""
     made: Schema = {"type": "object", "additionalProperties": False, "properties": keys}
-    return made | ({"required": list(required)} if required else {})
+    looked_into = [name for name, schema in keys.items() if "properties" in schema]
+    needed = sorted({*required, *looked_into})
+    return made | ({"required": needed} if needed else {})
 
 
 def settings(kind: str) -> Schema:
@@ -70,7 +75,7 @@ def schema() -> Schema:
         "extraVolumeMounts": LIST,
     }
     scaling = {"enabled": YES, "minReplicas": whole(1), "maxReplicas": whole(1), "target": NUMBER}
-    service = table(type=one_of("ClusterIP", "NodePort", "LoadBalancer"), port=whole(1), annotations=TABLE)
+    service = table(type=one_of("ClusterIP", "NodePort", "LoadBalancer"), port=whole(1, 65535), annotations=TABLE)
     router = pod | {"settings": settings(ROUTER), "service": service, "autoscaling": table(**scaling)}
     worker = pod | {
         "replicas": whole(0),
@@ -83,11 +88,13 @@ def schema() -> Schema:
     disk = table(enabled=YES, size=SIZE, storageClassName=TEXT, accessMode=TEXT)
     node = pod | {"replicas": whole(0), "settings": settings(KVCACHE), "disk": disk}
     named = worker | {"name": NAME, "role": one_of(*(role.value for role in Role))}
+    group = table(**named) | {"required": ["name", "role"]}  # the rest may come from workerDefaults
     made = table(
+        ("workers", "podDisruptionBudgets"),
         **_whole_chart(),
         router=table(replicas=whole(1), **router),
         workerDefaults=table(**worker),
-        workers={"type": "array", "minItems": 1, "items": table(("name", "role"), **named)},
+        workers={"type": "array", "minItems": 1, "items": group},
         kvcache=table(**node),
     )
     return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of the millrace chart", **made}
@@ -106,8 +113,11 @@ def _whole_chart() -> Schema:
         "model": table(
             name=TEXT, volume=TABLE, mountPath=TEXT, hubVolume=TABLE, tokenSecret=table(name=TEXT, key=TEXT)
         ),
-        "keys": table(existingSecret=existing, cluster=TEXT, api=TEXT, apiRequired=YES),
+        "keys": table(
+            existingSecret=existing, cluster=TEXT, api=TEXT, apiRequired=YES, file=table(existingSecret=TEXT)
+        ),
         "tls": table(secretName=TEXT),
+        "grpcTls": table(secretName=TEXT, serverName=TEXT),
         "lifecycle": table(preStopSeconds=whole(1), preStopForm=one_of("auto", "sleep", "exec"), afterSeconds=whole(5)),
         "startup": table(periodSeconds=whole(1), failureThreshold=whole(1)),
         "topologySpread": table(

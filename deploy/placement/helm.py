@@ -20,6 +20,9 @@ HEAD = """\
 # What the cluster has (claims, Secrets, GPUs' nodes, an Ingress) goes into a file of its own, given to helm after this.
 """
 CLAIM, CERTIFICATE = "models", "millrace-tls"  # a PersistentVolumeClaim, and a Secret of type kubernetes.io/tls
+GRPC_CERTIFICATE, API_KEYS = "millrace-grpc-tls", "millrace-api-keys"  # Secrets: tls.crt … ca.crt; keys.jsonl, pepper
+GRPC_FILES = ("grpc_tls_certfile", "grpc_tls_keyfile", "grpc_tls_ca")
+GRPC_NAME = "grpc_tls_server_name"
 LONGEST_NAME = 20  # of a group, that the names of its pods are not cut off
 GIB = 1 << 30
 
@@ -33,7 +36,7 @@ def render(plan: DeploymentPlan, image: ImageSource) -> str:
     for group in plan.groups:
         grace_seconds(float(group.settings.get("shutdown_timeout", HttpConfig.shutdown_timeout)))  # a number
     data: dict[str, Any] = {"image": _image(image.name), "model": _model(plan.model)}
-    data |= _router(plan.router)
+    data |= _grpc_tls(plan) | _router(plan.router)
     data["workers"] = [_worker(group) for group in plan.workers]
     if plan.nodes is not None:
         data["kvcache"] = _nodes(plan.nodes)
@@ -69,15 +72,36 @@ def _model(model: str | None) -> dict[str, Any]:
     return {"name": model}
 
 
+def _grpc_tls(plan: DeploymentPlan) -> dict[str, Any]:
+    """All services have the certificates of one Secret: they take part in TLS between them all or none."""
+    with_files = [any(name in group.settings for name in GRPC_FILES) for group in plan.groups]
+    names = {str(group.settings.get(GRPC_NAME, "")) for group in plan.groups}
+    if not any(with_files) and names == {""}:
+        return {}
+    if not all(with_files) or len(names) > 1:
+        raise ValueError("grpc_tls_certfile and the like: the same for every service; write them under [common]")
+    return {"grpcTls": {"secretName": GRPC_CERTIFICATE, "serverName": names.pop()}}
+
+
+def _settings(group: ServiceGroup) -> dict[str, Any]:
+    """Those that are left to the group: certificates of gRPC are said for all."""
+    return {name: value for name, value in group.settings.items() if name not in (*GRPC_FILES, GRPC_NAME)}
+
+
 def _router(router: ServiceGroup) -> dict[str, Any]:
-    """`host` is of a machine: in a cluster a Service has the address."""
-    settings = {name: value for name, value in router.settings.items() if name != "host"}
+    """`host` is of a machine: in a cluster a Service has the address. Files are in Secrets."""
+    settings = {name: value for name, value in _settings(router).items() if name != "host"}
     port = int(settings.pop("port", API_PORT))
     if port == 0:
         raise ValueError("[router] port = 0: a platform has to know the port; name one")
     secure = settings.pop("ssl_certfile", None) is not None
     settings.pop("ssl_keyfile", None)
     made: dict[str, Any] = {"tls": {"secretName": CERTIFICATE}} if secure else {}
+    if secure and "ssl_ca_certs" in settings:
+        settings["ssl_ca_certs"] = "/tls/ca.crt"
+    if settings.pop("api_keys_file", None) is not None:
+        settings.pop("key_pepper_file", None)
+        made["keys"] = {"file": {"existingSecret": API_KEYS}}
     return made | {"router": {"service": {"port": port}, "settings": settings}}
 
 
@@ -87,12 +111,12 @@ def _worker(group: ServiceGroup) -> dict[str, Any]:
     made: dict[str, Any] = {"name": group.name, "role": group.kind, "replicas": group.count}
     if str(group.settings.get("device", "cpu")).startswith("cuda"):
         made["resources"] = {"limits": {"nvidia.com/gpu": 1}}
-    return made | {"settings": dict(group.settings)}
+    return made | {"settings": _settings(group)}
 
 
 def _nodes(nodes: ServiceGroup) -> dict[str, Any]:
     """A claim is a tenth larger than the blocks on it, a pod's memory 2 GiB larger than those in it."""
-    settings = dict(nodes.settings)
+    settings = _settings(nodes)
     made: dict[str, Any] = {"replicas": nodes.count}
     if settings.pop("disk", None) is not None:
         size = ceil(_bytes(settings.get("disk_size", KvCacheConfig.disk_size)) * 1.1 / GIB)

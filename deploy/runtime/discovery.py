@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 log = logging.getLogger(__name__)
 
 LOOKED_UP = "dns:"
+LAST_PORT = 65535
 LOOKUP_SECONDS = 5.0  # from one look at the names to the next
 
 LookUp = Callable[[str, int], Awaitable[list[str]]]
@@ -27,9 +28,10 @@ async def look_up(host: str, port: int) -> list[str]:
 
 
 class RouterDirectory:
-    """`now()` looks every marked name up; one that cannot be resolved keeps the addresses it had last.
+    """`now()` looks all marked names up at once; one that cannot be resolved keeps the addresses it had last.
 
-    `routers` is as in `--routers`: `a:8100, dns:routers.default.svc:8100`. Raises ValueError for a name without a port.
+    `routers` is as in `--routers`: `a:8100, dns:routers.default.svc:8100`. Raises ValueError for what can be no name
+    with a port.
     """
 
     def __init__(self, routers: str | None, lookup: LookUp = look_up):
@@ -42,16 +44,18 @@ class RouterDirectory:
 
     async def now(self) -> list[str]:
         """Each router's host:port, once."""
-        for name in self.names:
-            try:
-                self._last[name] = await self.lookup(*name)
-                self._unknown.discard(name)
-            except OSError as error:
-                if name not in self._unknown:
-                    self._unknown.add(name)
-                    log.warning("no address is found for %s: %s; asking again", name[0], error)
+        await asyncio.gather(*(self._ask(name) for name in self.names))
         found = [address for name in self.names for address in self._last.get(name, ())]
         return list(dict.fromkeys([*self.fixed, *found]))
+
+    async def _ask(self, name: tuple[str, int]) -> None:
+        try:
+            self._last[name] = await self.lookup(*name)
+            self._unknown.discard(name)
+        except OSError as error:
+            if name not in self._unknown:
+                self._unknown.add(name)
+                log.warning("no address is found for %s: %s; asking again", name[0], error)
 
 
 def addresses(text: str | None) -> list[str]:
@@ -66,6 +70,16 @@ def peers_of(routers: str | None) -> list[str]:
 
 def _parted(marked: str) -> tuple[str, int]:
     host, _, port = marked.removeprefix(LOOKED_UP).rpartition(":")
-    if not host or not port.isdigit():
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not _resolvable(host) or not (port.isdecimal() and 1 <= int(port) <= LAST_PORT):
         raise ValueError(f"--routers {marked}: a name and a port, such as {LOOKED_UP}routers.default.svc:8100")
     return host, int(port)
+
+
+def _resolvable(host: str) -> bool:
+    """False for names that `getaddrinfo` fails over, as those with an empty part or one of more than 63 letters."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return True

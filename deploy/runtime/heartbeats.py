@@ -30,7 +30,8 @@ Send = Callable[[Caller, float], Awaitable[pb.HeartbeatReply]]
 class Heartbeats:
     """`run()` beats until cancelled, to each router at its own pace: one that is dead slows no other.
 
-    Names marked in `--routers` are looked up again and again: each address is a router, until the name loses it.
+    Names marked in `--routers` are looked up again and again: each address is a router. One that its name has lost
+    stays one while it answers: it takes us for dead without heartbeats, and its requests with us would be lost.
 
     With `parent` set, `orphaned` is called once that process is gone. `on_pool_nodes` is told the pool's nodes, those
     any router knows and `fixed_nodes`, whenever they change. Mistakes of our own are counted in `restarts`.
@@ -50,7 +51,7 @@ class Heartbeats:
         tls: GrpcTls | None = None,
     ):
         self.send = send
-        self.interval = placement.heartbeat_interval
+        self.interval, self.silence = placement.heartbeat_interval, placement.heartbeat_timeout
         self.fixed_nodes = tuple(fixed_nodes)
         self.on_pool_nodes = on_pool_nodes
         self.parent = parent
@@ -61,6 +62,7 @@ class Heartbeats:
         self._callers = {address: self._caller(address) for address in self.directory.fixed}
         self._heard: dict[str, tuple[str, ...]] = {}  # the pool's nodes by the router that told us
         self._told: list[str] = []
+        self._answered: dict[str, float] = {}  # when each router did so last, by the loop's clock
         self._refusals: dict[str, str] = {}  # what a router refuses us for, until it takes us
 
     async def run(self) -> None:
@@ -98,17 +100,23 @@ class Heartbeats:
             await asyncio.sleep(LOOKUP_SECONDS)
 
     async def _find_routers(self) -> None:
-        """Begin to beat to each new router, and end it for those whose address is no router's any more."""
+        """Begin to beat to each new router, and end it for those that are silent and that no name has any more."""
         found = await self.directory.now()
-        for address in [one for one in self._callers if one not in found]:
+        for address in [one for one in self._callers if one not in found and self._is_silent(one)]:
             log.info("%s is no router any more", address)
-            self._heard.pop(address, None)
+            for known in (self._heard, self._answered, self._refusals):
+                known.pop(address, None)
             await self._callers.pop(address).close()
         self._tell()
         for address in found:
             if address not in self._callers:
                 self._callers[address] = caller = self._caller(address)
                 self._background.start("heartbeats", partial(self._keep_beating, caller))
+
+    def _is_silent(self, router: str) -> bool:
+        """True if it has not answered for as long as takes it to hold us for dead."""
+        answered = self._answered.get(router)
+        return answered is None or asyncio.get_running_loop().time() - answered > self.silence
 
     async def _keep_beating(self, caller: Caller) -> None:
         clock = asyncio.get_running_loop().time
@@ -138,6 +146,7 @@ class Heartbeats:
             if self._callers.get(caller.address) is not caller:
                 return  # it was a router when it was asked
             self._refusals.pop(caller.address, None)
+            self._answered[caller.address] = asyncio.get_running_loop().time()
             self._heard[caller.address] = tuple(reply.pool_nodes)
             self._tell()
 

@@ -86,9 +86,7 @@ class Worker:
     async def drain(self, seconds: float) -> None:
         """Take no new work, finish or hand back what there is, and see all KV handed over."""
         self.prefill.draining = True
-        if self.decode is not None:
-            await self.decode.drain(seconds)
-        await self.prefill.drain(seconds)
+        await asyncio.gather(*(side.drain(seconds) for side in self._sides()))  # the platform counts them once
         if self.connector is not None:
             await self.connector.flush(min(seconds, FLUSH_SECONDS))
 

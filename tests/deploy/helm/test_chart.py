@@ -12,9 +12,11 @@ import jsonschema
 import pytest
 
 from scripts import chart_schema
+from scripts.kube_pods import expanded
 from tests.deploy.helm import chart
 from tests.deploy.helm.chart import Manifest
 from tests.deploy.helm.manifests import RENDERS, SETS, component, container_of, given, golden, workloads
+from tests.deploy.helm.test_manifests import test_no_two_have_one_name_and_all_names_are_labels as names_are_labels
 from tests.deploy.helm.test_manifests import test_pods_leave_after_their_drain as leaves_after_its_drain
 
 
@@ -45,6 +47,14 @@ def test_the_schema_kept_here_is_what_its_script_writes() -> None:
         ({"router": {"settings": {"kv_cache_memory": 1}}}, "kv_cache_memory"),
         ({"kvcache": {"settings": {"shutdown_timeout": "inf"}}}, "not of type 'number'"),
         ({"keys": {"apikey": "a"}}, "apikey"),
+        ({"grpcTls": None}, "'grpcTls' is a required"),
+        ({"keys": {"file": None}}, "'file' is a required"),
+        ({"router": {"settings": None}}, "'settings' is a required"),
+        ({"workers": None}, "'workers' is a required"),
+        ({"router": {"replicas": 1_000_000}}, "greater than the maximum"),
+        ({"router": {"service": {"port": 65536}}}, "greater than the maximum"),
+        ({"router": {"settings": {"shutdown_timeout": 1e19}}}, "greater than the maximum"),
+        ({"workerDefaults": {"settings": {"grpc_tls_ca": "/a"}}}, "grpc_tls_ca"),
         ({"lifecycle": {"preStopSeconds": 0}}, "less than the minimum"),
     ],
 )
@@ -60,6 +70,10 @@ def test_the_schema_refuses(changed: Manifest, told: str) -> None:
         ({"workers": [{"name": "wide", "role": "mixed", "hosts": 2}]}, "no worker spans several hosts"),
         ({"router": {"settings": {"ssl_cert_reqs": "2"}}}, "kubelet"),
         ({"keys": {"cluster": "a"}}, "cluster without api"),
+        ({"ingress": {"enabled": True}}, "hosts: "),
+        ({"gateway": {"enabled": True}}, "parentRefs: "),
+        ({"workers": [{"name": "a", "role": "prefill"}, {"name": "a", "role": "decode"}]}, "something else"),
+        ({"keys": {"file": {"existingSecret": "a"}}, "router": {"settings": {"api_keys_file": "/a"}}}, "leave out one"),
         ({"workers": [{"name": "p", "role": "prefill", "autoscaling": {"enabled": True}}]}, "tokensPerSecond"),
     ],
 )
@@ -97,6 +111,28 @@ def test_settings_are_flags_as_the_command_reads_them() -> None:
         "--profile=$$(POD_IP) 'x'",
         "--served-model-name=a,b",
     ]
+
+
+@RENDERS
+def test_texts_reach_the_command_as_they_were_written() -> None:
+    """Through YAML and the kubelet, which makes one dollar of two and puts in what `$(NAME)` stands for."""
+    texts = ["on", "0x10", "1e3", "null", "a: b # c", "{{ .x }}", "$(POD_IP)", "a$$b", "5$", "\"'\\", "*x", "ü\n", "%"]
+    settings = {"served_model_name": texts, "profile": texts[7]}
+    changed = {"model": {"name": f"/{texts[6]}"}, "workers": [{"name": "a", "role": "mixed", "settings": settings}]}
+    (workload,) = [one for one in workloads(chart.render(changed)[0]) if component(one) == "a"]
+    words = [expanded(word, {"POD_IP": "10.0.0.1"}) for word in container_of(workload)["args"]]
+    assert words[1] == "/$(POD_IP)"
+    assert words[-2:] == ["--profile=a$$b", f"--served-model-name={','.join(texts)}"]
+
+
+@RENDERS
+@pytest.mark.parametrize("release", ["team.chat", "a-release-of-a-name.that-is-too-long"])
+def test_a_release_may_have_any_name_that_helm_takes(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of Services have no dots; those of pods have at most 63 letters."""
+    monkeypatch.setattr(chart, "RELEASE", release)
+    manifests = chart.render({**given("pool"), "workers": [{"name": "a" * 20, "role": "mixed"}]})[0]
+    names_are_labels(manifests)
+    assert max(len(one["metadata"]["name"]) for one in workloads(manifests)) + len("-5d8f9c7b4d-x2x4z") <= 63
 
 
 def without(text: str, begin: str, end: str) -> str:

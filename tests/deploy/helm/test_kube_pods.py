@@ -54,7 +54,7 @@ def test_secrets_are_put_in_and_what_podman_does_not_take_is_told_apart() -> Non
         assert env.get("MILLRACE_API_KEY") == ("the-api" if pod.component == "router" else None)
         assert not {"lifecycle", "startupProbe", "ports"} & set(container)
         assert set(pod.probes) == {"startup", "readiness", "liveness"} and pod.pre_stop == {"sleep": {"seconds": 5}}
-        assert pod.grace == (50 if pod.component == "router" else 140)
+        assert pod.grace == {"router": 50, "kvcache": 160}.get(pod.component, 140)
         assert container["securityContext"]["runAsUser"] == 65532
         mounted = {mount["name"] for mount in container["volumeMounts"]}
         assert mounted == {volume["name"] for volume in pod.manifest["spec"]["volumes"]}

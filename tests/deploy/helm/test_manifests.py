@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import kubernetes_validate
 
+from kvcache.pool.store import FLUSH_SECONDS
 from tests.deploy.helm.chart import KUBERNETES, NAMESPACE, Manifest
 from tests.deploy.helm.manifests import (
     component,
@@ -109,8 +111,9 @@ def test_pods_leave_after_their_drain(manifests: list[Manifest]) -> None:
     for workload in workloads(manifests):
         preparing = container_of(workload)["lifecycle"]["preStop"]["sleep"]["seconds"]
         drain = settings_of(workload).http.shutdown_timeout
+        writing = FLUSH_SECONDS if component(workload) == "kvcache" else 0
         assert preparing == 5
-        assert pod_of(workload)["terminationGracePeriodSeconds"] == preparing + drain + 15
+        assert pod_of(workload)["terminationGracePeriodSeconds"] == preparing + drain + writing + 15
 
 
 def test_probes_ask_doors_that_answer(manifests: list[Manifest]) -> None:
@@ -170,6 +173,24 @@ def test_keys_come_from_secrets_alone(manifests: list[Manifest]) -> None:
     written = [value for one in of_kind(manifests, "Secret") for value in one["stringData"].values()]
     rest = json.dumps([one for one in manifests if one["kind"] != "Secret"])
     assert not any(value in rest for value in written)
+
+
+def test_services_have_the_certificates_of_one_secret_or_none(manifests: list[Manifest]) -> None:
+    """Those with TLS and those without do not meet."""
+    read = [settings_of(workload).security for workload in workloads(manifests)]
+    assert all(one == replace(read[0], insecure=one.insecure) for one in read)
+    named_in = [volume for one in workloads(manifests) for volume in pod_of(one)["volumes"]]
+    secrets = [volume["secret"]["secretName"] for volume in named_in if volume["name"] == "grpc-tls"]
+    assert len(secrets) == len(read) * read[0].grpc_tls_asked and len(set(secrets)) <= 1
+    assert not read[0].grpc_tls_asked or read[0].grpc_tls_ca == "/grpc-tls/ca.crt"
+
+
+def test_the_api_is_open_only_where_no_keys_are_given(manifests: list[Manifest]) -> None:
+    (router,) = [one for one in workloads(manifests) if component(one) == "router"]
+    read, env = settings_of(router), [one["name"] for one in container_of(router)["env"]]
+    keyed = "MILLRACE_API_KEY" in env or read.service.api_keys_file is not None
+    assert read.security.insecure != keyed
+    assert (read.service.api_keys_file is None) == (read.service.key_pepper_file is None)
 
 
 def test_what_scales_has_no_fixed_number_and_is_there(manifests: list[Manifest]) -> None:

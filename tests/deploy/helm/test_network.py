@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.deploy.helm.chart import Manifest
-from tests.deploy.helm.manifests import SETS, component, container_of, golden, of_kind, selects, workloads
+from tests.deploy.helm.chart import Manifest, render
+from tests.deploy.helm.manifests import RENDERS, SETS, component, container_of, golden, of_kind, selects, workloads
 
 
 def reaches(manifests: list[Manifest], source: Manifest, target: Manifest, port: int) -> bool:
@@ -42,6 +42,17 @@ def edges(manifests: list[Manifest]) -> Iterator[tuple[Manifest, Manifest, bool]
     for one in workloads(manifests):
         for other in workloads(manifests):
             yield one, other, (roles[component(one)], roles[component(other)]) in calls
+
+
+@RENDERS
+@pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
+def test_groups_of_one_role_have_policies_that_kubernetes_takes(role: str) -> None:
+    """`In` takes no empty list, as of those that a lone prefill worker hands its KV to."""
+    for policy in of_kind(render({"workers": [{"name": role, "role": role}]})[0], "NetworkPolicy"):
+        (rule,) = [*policy["spec"].get("ingress", ()), *policy["spec"].get("egress", ())] or [{}]
+        peers = [policy["spec"], *rule.get("from", ()), *rule.get("to", ())]
+        for peer in (one["podSelector"] for one in peers):
+            assert all(one["values"] for one in peer.get("matchExpressions", ()))
 
 
 @pytest.mark.parametrize("name", [name for name in SETS if name != "mixed"])

@@ -60,6 +60,7 @@ def test_the_chart_starts_what_the_placement_says() -> None:
         assert (read.engine, read.model_config, read.pool) == (wanted.engine, wanted.model_config, wanted.pool)
         assert (read.model, read.placement, read.service) == (wanted.model, wanted.placement, wanted.service)
         assert read.http.shutdown_timeout == 45 and found[group.name]["spec"]["replicas"] == group.count
+        assert read.security == wanted.security and read.security.grpc_tls_server_name == "workers"
         assert read.http.ssl_certfile == wanted.http.ssl_certfile
     assert container_of(found["prefill"])["resources"]["limits"]["nvidia.com/gpu"] == 1
     assert "nvidia.com/gpu" not in container_of(found["decode-long"])["resources"]["limits"]
@@ -77,6 +78,13 @@ def test_an_image_has_a_tag_or_a_digest(name: str, image: dict[str, str]) -> Non
     assert rendered(WORKERS, ImageSource(name=name))["image"] == image
 
 
+def test_files_of_the_router_are_in_secrets() -> None:
+    text = "[router]\nssl_certfile = 'a'\nssl_ca_certs = 'b'\nssl_cert_reqs = '1'\napi_keys_file = 'c'\n" + WORKERS
+    found = rendered(text)
+    assert found["keys"] == {"file": {"existingSecret": "millrace-api-keys"}}
+    assert found["router"]["settings"] == {"ssl_ca_certs": "/tls/ca.crt", "ssl_cert_reqs": "1"}
+
+
 def test_a_model_of_the_hub_needs_no_claim() -> None:
     assert rendered("model = 'owner/name'\n" + WORKERS)["model"] == {"name": "owner/name"}
     assert rendered(WORKERS)["model"] == {"name": ""}
@@ -89,6 +97,7 @@ def test_a_model_of_the_hub_needs_no_claim() -> None:
         ("model = '/llama'\n" + WORKERS, "a:1", "folder above"),
         ("[router]\nport = 0\n" + WORKERS, "a:1", "name one"),
         ("[common]\nshutdown_timeout = inf\n" + WORKERS, "a:1", "number of seconds"),
+        ("[router]\ngrpc_tls_ca = 'a'\n" + WORKERS, "a:1", "under .common"),
         (WORKERS + "name = 'mixed-of-a-very-long-name'\n", "a:1", "at most 20"),
         (WORKERS, "a.example:81/b", "neither a tag nor a digest"),
     ],

@@ -3,7 +3,7 @@
 {{- define "millrace.fullname" -}}
 {{- $name := ternary .Release.Name (printf "%s-%s" .Release.Name .Chart.Name) (contains .Chart.Name .Release.Name) -}}
 {{- /* With a group of at most 20 letters, the names of its pods are not cut off. */ -}}
-{{- trunc 24 $name | trimSuffix "-" -}}
+{{- trunc 24 $name | replace "." "-" | trimSuffix "-" -}}
 {{- end }}
 
 {{/* Of a component: (list $ "router"). */}}
@@ -38,29 +38,45 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 {{ toYaml $group }}
 {{- end }}
 
-{{/* Settings as flags of the command, one YAML list item each. `$(NAME)` in them is no variable of the pod. */}}
+{{/* Settings as flags of the command, one YAML list item each. `$(NAME)` in them is no variable of the pod, for which
+Kubernetes makes one dollar of two. */}}
 {{- define "millrace.flags" -}}
 {{- range $name, $value := . }}
 {{- $flag := replace "_" "-" $name }}
 {{- if kindIs "bool" $value }}
 - {{ printf "--%s%s" (ternary "" "no-" $value) $flag | quote }}
 {{- else if kindIs "slice" $value }}
-- {{ printf "--%s=%s" $flag (join "," $value) | replace "$(" "$$(" | quote }}
+- {{ printf "--%s=%s" $flag (join "," $value) | replace "$" "$$" | quote }}
 {{- else if kindIs "string" $value }}
-- {{ printf "--%s=%s" $flag $value | replace "$(" "$$(" | quote }}
+- {{ printf "--%s=%s" $flag $value | replace "$" "$$" | quote }}
 {{- else if not (kindIs "invalid" $value) }}
 - {{ printf "--%s=%s" $flag (toJson $value) | quote }}
 {{- end }}
 {{- end }}
 {{- end }}
 
-{{/* Seconds a pod has to leave: (list $ settings). 120 is the command's own default. */}}
+{{/* Of every service: where the certificates of its gRPC are. They are read anew when the Secret changes. */}}
+{{- define "millrace.grpcTlsFlags" -}}
+{{- with .Values.grpcTls }}
+{{- if .secretName }}
+- "--grpc-tls-certfile=/grpc-tls/tls.crt"
+- "--grpc-tls-keyfile=/grpc-tls/tls.key"
+- "--grpc-tls-ca=/grpc-tls/ca.crt"
+{{- with .serverName }}
+- {{ printf "--grpc-tls-server-name=%s" . | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Seconds a pod has to leave: (list $ settings component). 120 is the command's own default; after its drain a node of
+the pool writes to disk for up to 20 s. */}}
 {{- define "millrace.grace" -}}
 {{- $root := index . 0 -}}
 {{- $settings := index . 1 -}}
 {{- $drain := 120 -}}
 {{- if hasKey $settings "shutdown_timeout" }}{{ $drain = $settings.shutdown_timeout }}{{ end -}}
-{{- add $root.Values.lifecycle.preStopSeconds (ceil $drain) $root.Values.lifecycle.afterSeconds -}}
+{{- add $root.Values.lifecycle.preStopSeconds (ceil $drain) $root.Values.lifecycle.afterSeconds (ternary 20 0 (eq (index . 2) "kvcache")) -}}
 {{- end }}
 
 {{- define "millrace.lifecycle" -}}

@@ -21,7 +21,7 @@ annotations:
 serviceAccountName: {{ include "millrace.fullname" .root }}
 automountServiceAccountToken: false
 enableServiceLinks: false
-terminationGracePeriodSeconds: {{ include "millrace.grace" (list .root .own.settings) }}
+terminationGracePeriodSeconds: {{ include "millrace.grace" (list .root .own.settings .component) }}
 securityContext:
   runAsNonRoot: true
   runAsUser: 65532
@@ -102,6 +102,9 @@ resources:
 {{- define "millrace.mounts" -}}
 - {name: tmp, mountPath: /tmp}
 - {name: cache, mountPath: /cache}
+{{- if .root.Values.grpcTls.secretName }}
+- {name: grpc-tls, mountPath: /grpc-tls, readOnly: true}
+{{- end }}
 {{- if ne .component "kvcache" }}
 {{- if .root.Values.model.volume }}
 - {name: model, mountPath: {{ .root.Values.model.mountPath }}, readOnly: true}
@@ -121,6 +124,9 @@ resources:
 {{- define "millrace.volumes" -}}
 - {name: tmp, emptyDir: {}}
 - {name: cache, emptyDir: {}}
+{{- with .root.Values.grpcTls.secretName }}
+- {name: grpc-tls, secret: {secretName: {{ . }}, defaultMode: 0440}}
+{{- end }}
 {{- if ne .component "kvcache" }}
 {{- with .root.Values.model.volume }}
 - name: model
