@@ -16,6 +16,7 @@ from decode.direct import DirectLeases
 from decode.leases import Lease, LeaseTable
 from decode.scheduler import DecodeScheduler
 from decode.tpot_bound import LeaseBound, Unbound
+from decode.traces import DecodeTraces
 from decode.turns import RouterTurns
 from kvcache.connector.direct_fetch import DirectFetcher
 from kvcache.handoff.chunk import Chunk, Commit, split, verify, verify_commit
@@ -69,6 +70,7 @@ class DecodeWorker:
         self.direct = DirectLeases(self.table, self.engine.lock, direct)
         self.deadlines = Deadlines(self._expire)
         self.turns = RouterTurns()
+        self.traces = DecodeTraces(context.identity.name)
         self.sessions: dict[str, RouterSession] = {}
         self.draining = False
         self.receiving = 0  # handoffs in progress
@@ -126,6 +128,7 @@ class DecodeWorker:
             if lease is None:
                 raise StaleLease(f"lease {order.lease.lease} is not open here", code="lease")
             self.engine.end(lease.seq)
+            self.traces.end(order.lease.lease, lease.seq)
             self.direct.stop(order.lease.lease)
             try:
                 lease = self._begin_anew(order)
@@ -150,6 +153,7 @@ class DecodeWorker:
             lease = self.table.end(lease_id)
             if lease is not None:
                 self.engine.end(lease.seq)
+                self.traces.end(lease_id, lease.seq)
                 self.bound.ended(lease.seq, self.engine.clock())
                 self.direct.stop(lease_id)
         self.deadlines.forget(lease_id)
@@ -231,6 +235,7 @@ class DecodeWorker:
             raise
         self.direct.handed_over(lease)
         self.handoffs[via] += 1
+        self.traces.begin(fence.lease, seq)
         self.loop.wake()
         return None
 
@@ -259,11 +264,15 @@ class DecodeWorker:
         for output in outputs:
             fence = output.seq.order.lease
             lease = self.table.leases.get(fence.lease)
-            if output.prefilled or lease is None or lease.seq is not output.seq:
+            if lease is None or lease.seq is not output.seq:
+                continue
+            if output.prefilled:
+                self.traces.begin(fence.lease, output.seq)
                 continue
             event = LeaseEvent(fence.lease, fence.epoch, output.delta, output.error)
             events.setdefault(lease.session, []).append(event)
             if output.delta is None or output.delta.finish is not None:
+                self.traces.end(fence.lease, output.seq, output)
                 self.end(fence.lease)
         self._send(events)
 
@@ -302,6 +311,7 @@ class DecodeWorker:
             self.deadlines.forget(lease.fence.lease)
             self.direct.stop(lease.fence.lease)
             ended = of_crash(error, lease.seq, computing)
+            self.traces.end(lease.fence.lease, lease.seq, SequenceOutput(lease.seq, error=ended))
             event = LeaseEvent(lease.fence.lease, lease.fence.epoch, error=ended)
             events.setdefault(lease.session, []).append(event)
         self._send(events)

@@ -113,6 +113,7 @@ def common_flags(settings: Settings) -> list[str]:
         *("--heartbeat-interval", str(settings.placement.heartbeat_interval)),
         *("--heartbeat-timeout", str(settings.placement.heartbeat_timeout)),
         *config_flags(settings.security),
+        *config_flags(settings.tracing),
     ]
 
 

@@ -21,6 +21,7 @@ from deploy.runtime.key_file import key_file
 from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings, check_heartbeats, check_ranks, read_settings
 from deploy.runtime.signals import leave_at_once_on_signals
 from deploy.runtime.tls import https_files
+from deploy.runtime.traced import traced
 from serving import __version__
 from serving.config import PARALLEL_SIZES, ModelConfig
 from serving.errors import MillraceError
@@ -168,7 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         setup_logging(settings.cluster.worker_name or parsed.command, settings.http.log_level)
         for line in told:
             log.info("%s", line)
-        return _start(given, settings)
+        with traced(settings.tracing, parsed.command, settings.cluster.worker_name or parsed.command):
+            return _start(given, settings)
     except (MillraceError, ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError) and _reader_has_left(sys.stdout.fileno()):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the last flush fail

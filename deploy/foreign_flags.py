@@ -203,7 +203,6 @@ FLAGS: tuple[ForeignFlag, ...] = (
     ),
     switch("--enable-metrics", told="/metrics always answers; --metrics-prefix vllm gives it vLLM's names"),
     kept("--show-hidden-metrics-for-version", told="older names of metrics are always shown beside the newer"),
-    refused("--otlp-traces-endpoint", instead="`millrace explain ID` tells where a request spent its time"),
     switch("--disable-frontend-multiprocessing", "--disable-fastapi-docs", told="there is nothing to switch off"),
     switch("--skip-server-warmup", told="there is nothing to switch off"),
 )

@@ -50,6 +50,8 @@ from serving.model.spec import ModelSpec
 from serving.reloaded import ReloadedFiles
 from serving.service_config import ServiceConfig
 from serving.text.tokenizer import Tokenizer
+from serving.trace_metrics import trace_text
+from serving.tracing_config import TRACE_COUNTS
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +131,8 @@ class Frontend:
     def _metrics_text(self) -> bytes:
         files = {"grpc": self.grpc_files, "https": self.server.certificates}
         own = certificate_text(files, self.http.metrics_prefix)
-        return self.metrics.text() + self.http_metrics.text() + self.key_metrics.text() + own
+        spans = trace_text(TRACE_COUNTS, self.http.metrics_prefix)
+        return self.metrics.text() + self.http_metrics.text() + self.key_metrics.text() + own + spans
 
     def _statuses(self) -> list[WorkerStatus]:
         """Of the workers that can be believed: a dead one's last words are no measurement. One that has left may not be

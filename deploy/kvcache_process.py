@@ -36,6 +36,8 @@ from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as registry
 from serving.proto import pool_pb2 as pool
 from serving.rpc import Caller, listen, server
+from serving.trace_metrics import with_spans
+from serving.tracing_config import TRACE_COUNTS
 from serving.wire import to_pb
 from serving.worker_metrics import pool_metrics
 
@@ -121,7 +123,11 @@ class KvcacheProcess:
         self._last = first = await node.report()
         app = status_app(
             health=lambda: (False, "draining") if node.draining else (True, "ok"),
-            metrics_text=with_certificates(pool_metrics(lambda: self._last or first, prefix), self.tls, prefix),
+            metrics_text=with_spans(
+                with_certificates(pool_metrics(lambda: self._last or first, prefix), self.tls, prefix),
+                TRACE_COUNTS,
+                prefix,
+            ),
             audit=lambda: {"calls": node.calls, "puts": node.puts},
         )
         await open_status_door(app, self.settings.http, self.cluster.metrics_port, stack)

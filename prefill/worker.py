@@ -22,6 +22,7 @@ from serving.errors import DeadlineExceeded, Draining, InvalidRequest, MillraceE
 from serving.kvspec import AUTO, LayerKV
 from serving.links import HandoffDialer, HandoffLink
 from serving.messages import LeaseGrant, LeaseId, Prefilled, PrefillOrder, Role
+from serving.tracing import PhaseSpan, carried
 
 
 class LocalLeases(Protocol):
@@ -87,9 +88,11 @@ class PrefillWorker:
                 return
             link = self.dialer.dial(order.grant)
             try:
-                async with aclosing(self._handing_over(seq, order.grant, link)) as results:
-                    async for prefilled in results:
-                        yield prefilled
+                with PhaseSpan("millrace.handoff", seq.request.trace, self._named()) as phase:
+                    async with aclosing(self._handing_over(seq, order.grant, link)) as results:
+                        async for prefilled in results:
+                            yield prefilled
+                    phase.attributes["millrace.tokens"] = len(order.order.request.prompt) - order.grant.cached_tokens
             finally:
                 await link.close()
         finally:
@@ -151,6 +154,18 @@ class PrefillWorker:
 
     async def _first(self, seq: SequenceState) -> Prefilled:
         """Queue the sequence and wait for its first token. Raises what the engine reports, DeadlineExceeded."""
+        with PhaseSpan("millrace.prefill", seq.request.trace, self._named()) as phase:
+            prefilled = await self._computed(seq)
+            phase.attributes["millrace.queue_seconds"] = prefilled.queue_seconds
+            phase.attributes["millrace.compute_seconds"] = prefilled.compute_seconds
+            phase.attributes["millrace.cached_tokens"] = prefilled.cached_tokens
+            phase.attributes["millrace.fetched_tokens"] = prefilled.fetched_tokens
+        return prefilled
+
+    def _named(self) -> dict[str, str]:
+        return {"millrace.worker": self.identity.name}
+
+    async def _computed(self, seq: SequenceState) -> Prefilled:
         first = self._runs[seq]
         async with self._in_time(seq), self._bringing(seq):
             with self.engine.lock:
@@ -193,7 +208,7 @@ class PrefillWorker:
             yield
             return
         begun = asyncio.Event()
-        bringing = asyncio.create_task(self.prefixes.bring(seq, begun.set), name="bring-prefix")
+        bringing = asyncio.create_task(self._bring(self.prefixes, seq, begun.set), name="bring-prefix")
         bringing.add_done_callback(lambda _: begun.set())
         bringing.add_done_callback(lambda _: self.loop.wake())  # an arriving prefix no longer holds it up
         try:
@@ -204,6 +219,11 @@ class PrefillWorker:
             await asyncio.wait([bringing])
             if not bringing.cancelled():
                 bringing.result()
+
+    async def _bring(self, prefixes: Prefixes, seq: SequenceState, begun: Callable[[], None]) -> None:
+        with PhaseSpan("millrace.fetch", seq.request.trace, self._named()) as phase, carried(phase.context):
+            await prefixes.bring(seq, begun)
+            phase.attributes["millrace.fetched_tokens"] = seq.incoming.fetched
 
     def _keeping(self, grant: LeaseGrant | None) -> tuple[str, str | None]:
         """The dtype of KV a prompt is computed over, and its layout's fingerprint: its decode worker's where possible.

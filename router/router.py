@@ -17,6 +17,7 @@ from router.isolation import Isolation
 from router.placement import Placement
 from router.placer import Placer
 from router.request_state import RequestState
+from router.request_trace import RequestTrace
 from router.retry_budget import RetryBudget, RetryConfig, backoff
 from serving.errors import DeadlineExceeded, MillraceError, Retryable, Unavailable
 from serving.logs import request_context
@@ -58,7 +59,7 @@ class Router:
 
         Leaving the iterator cancels the request everywhere. Raises errors of serving.errors, none of them Retryable.
         """
-        async with self._running(request) as (state, place):
+        async with self._running(request) as (state, place, trace):
             while not state.finished:
                 try:
                     lease = await place.lease()
@@ -66,18 +67,21 @@ class Router:
                     async with await place.prefill() as prefill:
                         state.timeline.note(Moment.PREFILL_SENT, self.clock())
                         self.explained.placed(state)
+                        trace.placed()
                         yield self._take(state, place.prefilled(await prefill.first()))
                         while not state.finished:
                             yield self._take(state, place.decoded(await lease.next()))
                 except Retryable as error:
                     place.failed(error)
+                    trace.failed(error)
                     await self._retry(state, error)
                     place.alone = await self.isolation.enter(state)
 
     @asynccontextmanager
-    async def _running(self, request: Request) -> AsyncIterator[tuple[RequestState, Placement]]:
+    async def _running(self, request: Request) -> AsyncIterator[tuple[RequestState, Placement, RequestTrace]]:
         """The request counts as running, and its end is observed and logged, whatever it is; its place is given up."""
         state = RequestState(request=request)
+        trace = RequestTrace(state)
         state.timeline.note(Moment.ARRIVED, self.clock())
         self.retries.request(self.clock())
         failure: BaseException | None = None
@@ -85,7 +89,7 @@ class Router:
         self.explained.began(state)
         place = Placement(self.placer, state)
         try:
-            yield state, place
+            yield state, place, trace
         except BaseException as error:
             failure = error
             raise
@@ -95,6 +99,7 @@ class Router:
             self.running -= 1
             state.timeline.note(Moment.FINISHED, self.clock())
             self.explained.ended(state, failure)
+            trace.ended(failure)
             self.observer.finished(state.request, state.timeline, state.last, failure)
             _log_end(state, failure)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 FILE = Path(__file__).resolve().parent.parent / "deploy/compose/grafana/millrace.json"
 SOURCE = {"type": "prometheus", "uid": "millrace"}
-WIDTH, HEIGHT, ACROSS = 8, 7, 3  # of a panel, on Grafana's grid of 24 columns
+WIDTH, HEIGHT, ACROSS = 8, 7, 3  # of a panel, on Grafana's grid of 24 columns; a section's title is 1 high
 RATE = "$__rate_interval"
 
 
@@ -29,99 +29,186 @@ def quantiles(metric: str) -> dict[str, str]:
 
 # Of those offered, the ones that could be served: what attainment is counted by (docs/metrics.md).
 VALID = f'sum by (class) (rate(millrace:requests_offered_total{{outcome!="invalid"}}[{RATE}]))'
-PANELS: tuple[tuple[str, str, dict[str, str]], ...] = (
-    (
-        "Requests: offered, within their objectives",
-        "reqps",
-        {
-            "offered": rate("requests_offered_total"),
-            "within, {{class}}": rate("requests_within_slo_total", "class"),
-        },
+WITHIN = f"({rate('requests_within_slo_total', 'class')} or 0 * {rate('requests_offered_total', 'class')})"
+Panel = tuple[str, str, dict[str, str]]  # title, unit, queries by legend
+SECTIONS: dict[str, tuple[Panel, ...]] = {
+    "Goodput and attainment": (
+        (
+            "Goodput: requests offered, within their objectives",
+            "reqps",
+            {
+                "offered": rate("requests_offered_total"),
+                "within, {{class}}": rate("requests_within_slo_total", "class"),
+            },
+        ),
+        ("Attainment: share within objectives, by class", "percentunit", {"{{class}}": f"{WITHIN} / ({VALID} > 0)"}),
+        (
+            "Requests refused and failed",
+            "reqps",
+            {
+                "refused, {{status}}": rate("request_refused_total", "status"),
+                "shed, {{class}}, {{code}}": rate("requests_shed_total", "class, code"),
+                "failed, {{error}}": rate("request_failure_total", "error"),
+            },
+        ),
+        ("Time to first token", "s", quantiles("time_to_first_token_seconds")),
+        ("Time per output token", "s", quantiles("request_time_per_output_token_seconds")),
+        (
+            "Tokens",
+            "short",
+            {
+                "prompt": rate("prompt_tokens_total"),
+                "of those cached": rate("prompt_tokens_cached_total"),
+                "output": rate("generation_tokens_total"),
+            },
+        ),
     ),
-    (
-        "Share within objectives, by class",
-        "percentunit",
-        {"{{class}}": f"{rate('requests_within_slo_total', 'class')} / {VALID}"},
+    "Phases of a request": (
+        (
+            "Phases, mean",
+            "s",
+            {
+                name: f"{rate(f'request_{name}_time_seconds_sum')} / {rate(f'request_{name}_time_seconds_count')}"
+                for name in ("queue", "prefill", "decode")
+            },
+        ),
+        (
+            "Phases, p99",
+            "s",
+            {name: quantile(0.99, f"request_{name}_time_seconds") for name in ("queue", "prefill", "decode")},
+        ),
+        (
+            "Waiting for room in the router, by class",
+            "short",
+            {"{{class}}": "sum by (class) (millrace:router_queue_class_requests)"},
+        ),
     ),
-    (
-        "Requests refused and failed",
-        "reqps",
-        {
-            "refused, {{status}}": rate("request_refused_total", "status"),
-            "failed, {{error}}": rate("request_failure_total", "error"),
-        },
+    "Workers": (
+        (
+            "Running and waiting, by worker",
+            "short",
+            {
+                "running, {{engine}}": "millrace:worker_num_requests_running",
+                "waiting, {{engine}}": "millrace:worker_num_requests_waiting",
+            },
+        ),
+        (
+            "Tokens computed, prompt and output, by worker",
+            "short",
+            {"{{engine}}": rate("engine_tokens_total", "engine")},
+        ),
+        (
+            "Time of a step, mean, by worker",
+            "s",
+            {"{{engine}}": f"{rate('engine_step_seconds_total', 'engine')} / {rate('engine_steps_total', 'engine')}"},
+        ),
+        ("Share of time in steps with prompt tokens", "percentunit", {"{{engine}}": "millrace:worker_prompt_share"}),
+        (
+            "Out of service: draining, slow, stalled, breaker",
+            "short",
+            {
+                "draining, {{engine}}": "millrace:worker_draining == 1",
+                "slow, {{engine}}": "millrace:worker_slow == 1",
+                "seconds in a step, {{engine}}": "millrace:worker_stalled_seconds > 5",
+                "breaker, {{engine}}": "millrace:worker_breaker > 0",
+            },
+        ),
+        (
+            "Faults",
+            "short",
+            {
+                "placed again, {{reason}}": rate("replacements_total", "reason"),
+                "KV refused, {{reason}}": rate("kv_chunks_refused_total", "reason"),
+                "past their deadlines": rate("deadlines_exceeded_total"),
+                "leaked leases": "sum(millrace:leaked_leases)",
+                "leaked blocks": "sum(millrace:leaked_blocks)",
+            },
+        ),
     ),
-    ("Time to first token", "s", quantiles("time_to_first_token_seconds")),
-    ("Time per output token", "s", quantiles("request_time_per_output_token_seconds")),
-    (
-        "Tokens",
-        "short",
-        {
-            "prompt": rate("prompt_tokens_total"),
-            "of those cached": rate("prompt_tokens_cached_total"),
-            "output": rate("generation_tokens_total"),
-        },
+    "KV and its transfers": (
+        ("KV cache in use, by worker", "percentunit", {"{{engine}}": "millrace:worker_kv_cache_usage_perc"}),
+        (
+            "KV taken in by decode workers, by transport",
+            "Bps",
+            {"{{transport}}, {{engine}}": rate("kv_received_bytes_total", "transport, engine")},
+        ),
+        ("Handoffs, by transport", "ops", {"{{transport}}": rate("kv_handoffs_total", "transport")}),
+        (
+            "Prompt tokens by where their KV came from",
+            "short",
+            {"{{source}}": rate("prompt_tokens_by_source_total", "source")},
+        ),
+        (
+            "Want of KV: preempted, leases refused",
+            "ops",
+            {
+                "preempted, {{engine}}": rate("worker_num_preemptions_total", "engine"),
+                "leases refused, {{reason}}": rate("leases_refused_total", "reason"),
+            },
+        ),
+        (
+            "KV between device and host memory",
+            "Bps",
+            {"out": rate("host_kv_bytes_out_total"), "in": rate("host_kv_bytes_in_total")},
+        ),
+        (
+            "KV pool: blocks found and stored",
+            "ops",
+            {
+                "looked up": rate("pool_lookups_total"),
+                "found": rate("pool_found_total"),
+                "stored": rate("pool_stored_total"),
+                "refused": rate("pool_refused_total"),
+            },
+        ),
+        (
+            "KV pool: share of a tier in use",
+            "percentunit",
+            {"{{tier}}, {{node}}": "millrace:pool_bytes / (millrace:pool_capacity_bytes > 0)"},
+        ),
+        (
+            "KV pool: bytes read and written, by tier",
+            "Bps",
+            {
+                "read, {{tier}}": rate("pool_bytes_read_total", "tier"),
+                "written, {{tier}}": rate("pool_bytes_written_total", "tier"),
+            },
+        ),
     ),
-    (
-        "Running and waiting, by worker",
-        "short",
-        {
-            "running, {{engine}}": "millrace:worker_num_requests_running",
-            "waiting, {{engine}}": "millrace:worker_num_requests_waiting",
-            "waiting in the router": "sum(millrace:router_queue_requests)",
-        },
-    ),
-    ("KV cache in use, by worker", "percentunit", {"{{engine}}": "millrace:worker_kv_cache_usage_perc"}),
-    (
-        "Phases of a request, mean",
-        "s",
-        {
-            name: f"{rate(f'request_{name}_time_seconds_sum')} / {rate(f'request_{name}_time_seconds_count')}"
-            for name in ("queue", "prefill", "decode")
-        },
-    ),
-    (
-        "KV handed over, by worker",
-        "Bps",
-        {"{{engine}}": rate("kv_transfer_bytes_total", "engine")},
-    ),
-    (
-        "KV pool: blocks found and stored",
-        "ops",
-        {
-            "looked up": rate("pool_lookups_total"),
-            "found": rate("pool_found_total"),
-            "stored": rate("pool_stored_total"),
-        },
-    ),
-    (
-        "Faults",
-        "short",
-        {
-            "placed again": rate("replacements_total"),
-            "chunks refused": rate("kv_chunks_refused_total"),
-            "leaked leases": "sum(millrace:leaked_leases)",
-            "stalled, {{engine}}": "millrace:worker_stalled_seconds > 5",
-        },
-    ),
-)
+}
+PANELS: tuple[Panel, ...] = tuple(panel for section in SECTIONS.values() for panel in section)
 
 
-def panel(number: int, title: str, unit: str, queries: dict[str, str]) -> dict[str, Any]:
-    row, column = divmod(number, ACROSS)
+def row(title: str, y: int) -> dict[str, Any]:
+    return {"type": "row", "title": title, "gridPos": {"x": 0, "y": y, "w": 24, "h": 1}, "collapsed": False}
+
+
+def panel(x: int, y: int, title: str, unit: str, queries: dict[str, str]) -> dict[str, Any]:
     targets = [
         {"refId": chr(ord("A") + at), "datasource": SOURCE, "expr": expression, "legendFormat": legend}
         for at, (legend, expression) in enumerate(queries.items())
     ]
     return {
-        "id": number + 1,
         "type": "timeseries",
         "title": title,
         "datasource": SOURCE,
-        "gridPos": {"x": column * WIDTH, "y": row * HEIGHT, "w": WIDTH, "h": HEIGHT},
+        "gridPos": {"x": x, "y": y, "w": WIDTH, "h": HEIGHT},
         "fieldConfig": {"defaults": {"unit": unit, "min": 0}, "overrides": []},
         "targets": targets,
     }
+
+
+def placed() -> list[dict[str, Any]]:
+    """Each section below the last, its panels from left to right."""
+    made: list[dict[str, Any]] = []
+    y = 0
+    for title, panels in SECTIONS.items():
+        made.append(row(title, y))
+        for number, given in enumerate(panels):
+            down, across = divmod(number, ACROSS)
+            made.append(panel(across * WIDTH, y + 1 + down * HEIGHT, *given))
+        y += 1 + -(-len(panels) // ACROSS) * HEIGHT
+    return [{"id": number + 1, **one} for number, one in enumerate(made)]
 
 
 def dashboard() -> str:
@@ -132,7 +219,7 @@ def dashboard() -> str:
         "schemaVersion": 39,
         "refresh": "10s",
         "time": {"from": "now-30m", "to": "now"},
-        "panels": [panel(number, *given) for number, given in enumerate(PANELS)],
+        "panels": placed(),
     }
     return json.dumps(made, indent=1) + "\n"
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from serving.step_cost import StepCost
+from serving.tracing import TraceContext
 
 PROTOCOL = 5  # of registration, leases and handoffs: workers and routers of unequal versions do not meet
 
@@ -93,6 +94,7 @@ class Request:
     client: str = ""  # tells API keys apart, for fairness alone; empty where none is required
     prompt_logprobs: int | None = None  # like SamplingParams.logprobs, for the prompt's tokens
     pooling: Pooling | None = None  # an embedding is wanted and no token; `max_tokens` is 1 then
+    trace: TraceContext | None = None  # of its span, where it is traced
 
     @property
     def longest(self) -> int:

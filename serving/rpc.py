@@ -23,6 +23,7 @@ from grpc import aio
 from serving.errors import NEVER_SENT, MillraceError, Unauthorized, WorkerLost
 from serving.grpc_tls import GrpcTls, Identity
 from serving.proto import millrace_pb2 as pb
+from serving.tracing import call_headers
 from serving.wire import error_from_pb, error_to_pb
 
 log = logging.getLogger(__name__)
@@ -98,18 +99,23 @@ def handle(on: aio.Server, path: str, handler: Any) -> None:
 
 
 class Caller:
-    """A channel and the metadata its calls carry. `metadata` goes into every stub call.
+    """A channel and the metadata its calls carry. `metadata` goes into every stub call; ask for it at each.
 
     Ask for `channel` at every call: with `tls` it is another one when the certificates have changed.
     """
 
     def __init__(self, address: str, cluster_key: str | None = None, tls: GrpcTls | None = None):
         self.address = address
-        self.metadata: tuple[tuple[str, str], ...] = ((_AUTH_KEY, f"Bearer {cluster_key}"),) if cluster_key else ()
+        self._key: tuple[tuple[str, str], ...] = ((_AUTH_KEY, f"Bearer {cluster_key}"),) if cluster_key else ()
         self._tls = tls
         self._identity = tls.current() if tls is not None else None
         self._channel = self._opened()
         self._closed = False
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """The cluster key, and whose trace the call is part of."""
+        return self._key + call_headers()
 
     @property
     def channel(self) -> aio.Channel:

@@ -7,8 +7,10 @@ Processes of pytest-xdist share a run: one has all tests of real servers, the ot
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,15 @@ class ProcessesApart(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
         return "processes" if starts_processes(ROOT / file) else file
+
+
+@pytest.fixture(autouse=True)
+def own_log_level() -> Iterator[None]:
+    """What a test has had set up of logging, as by a command in this process, ends with it."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -14,6 +14,7 @@ from serving.messages import Role
 from serving.options import names
 from serving.security_config import SecurityConfig
 from serving.service_config import ServiceConfig
+from serving.tracing_config import TracingConfig
 
 ROUTER, KVCACHE = "router", "kvcache"
 Values = Mapping[str, Any]
@@ -21,12 +22,12 @@ Values = Mapping[str, Any]
 
 # Of everyone, and to be equal everywhere: a worker is taken for dead by what it and the router both count on.
 HEARTBEATS = ("heartbeat_interval", "heartbeat_timeout")
-EVERYONES = ("log_level", "shutdown_timeout", "metrics_prefix", *names(SecurityConfig))
+EVERYONES = ("log_level", "shutdown_timeout", "metrics_prefix", *names(SecurityConfig, TracingConfig))
 # What the router itself takes of the model's settings: how the model is shown.
 SHOWN = ("served_model_name", "max_model_len", "generation_config")
 _WORKERS = (*names(ModelConfig, EngineConfig, PoolConfig), *EVERYONES)
 READS: Mapping[str, frozenset[str]] = {
-    ROUTER: frozenset({*names(HttpConfig, ServiceConfig, PlacementConfig, SecurityConfig), *SHOWN}),
+    ROUTER: frozenset({*names(HttpConfig, ServiceConfig, PlacementConfig, SecurityConfig, TracingConfig), *SHOWN}),
     **{role.value: frozenset({*_WORKERS, *HEARTBEATS}) for role in Role},
     KVCACHE: frozenset({*names(KvCacheConfig), *EVERYONES, *HEARTBEATS}),
 }

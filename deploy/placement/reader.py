@@ -26,6 +26,7 @@ from serving.messages import Role
 from serving.options import ConfigError, build, names
 from serving.security_config import SecurityConfig
 from serving.service_config import ServiceConfig
+from serving.tracing_config import TracingConfig
 
 CONFIGS = (
     ModelConfig,
@@ -36,6 +37,7 @@ CONFIGS = (
     PoolConfig,
     KvCacheConfig,
     SecurityConfig,
+    TracingConfig,
 )
 CONFIG_OF = {name: config for config in CONFIGS for name in names(config)}
 SECRETS = ("api_key", "cluster_key")

@@ -19,6 +19,7 @@ from serving.config import (
 from serving.options import ConfigError, build, load_file, names
 from serving.security_config import SecurityConfig
 from serving.service_config import ServiceConfig
+from serving.tracing_config import TracingConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +34,7 @@ class Settings:
     placement: PlacementConfig
     cluster: ClusterConfig
     security: SecurityConfig = field(default_factory=SecurityConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
     pool: PoolConfig
     kvcache: KvCacheConfig
 
@@ -40,7 +42,7 @@ class Settings:
 GROUPS = {name: kind for name, kind in get_type_hints(Settings).items() if name != "model"}
 CONFIGS = tuple(GROUPS.values())
 # What a node of the KV pool reads.
-NODE_CONFIGS = (KvCacheConfig, HttpConfig, PlacementConfig, ClusterConfig, SecurityConfig)
+NODE_CONFIGS = (KvCacheConfig, HttpConfig, PlacementConfig, ClusterConfig, SecurityConfig, TracingConfig)
 
 
 def read_settings(given: Mapping[str, Any], placed: Mapping[str, Any] | None = None) -> Settings:

@@ -14,6 +14,8 @@ from serving.api.status import status_app
 from serving.certificate_metrics import with_certificates
 from serving.fleet_metrics import worker_metrics
 from serving.grpc_tls import GrpcTls
+from serving.trace_metrics import with_spans
+from serving.tracing_config import TRACE_COUNTS
 
 STALLED_SECONDS = 120.0  # a step this old means the engine is stuck
 
@@ -36,7 +38,8 @@ class WorkerDoor:
         self._worker = worker
 
     def app(self) -> FastAPI:
-        metrics_text = with_certificates(lambda: self._metrics(), self.tls, self.metrics_prefix)
+        page = with_certificates(lambda: self._metrics(), self.tls, self.metrics_prefix)
+        metrics_text = with_spans(page, TRACE_COUNTS, self.metrics_prefix)
         return status_app(health=self.health, metrics_text=metrics_text, audit=self._audit)
 
     def health(self) -> tuple[bool, str]:

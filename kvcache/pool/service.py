@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 import grpc
@@ -30,6 +30,7 @@ from serving.messages import TransportOffer
 from serving.proto import pool_pb2 as pb
 from serving.proto import pool_pb2_grpc as stubs
 from serving.rpc import answering, handle
+from serving.tracing import PhaseSpan, context_of
 from serving.wire import from_pb, to_pb
 
 
@@ -63,7 +64,9 @@ class PoolService(stubs.PoolServicer):
 
     async def Lookup(self, request: pb.LookupRequest, context: aio.ServicerContext) -> pb.LookupReply:
         async with answering(context):
-            found = await self.node.lookup(tuple(request.keys), request.pin_seconds)
+            with self._phase("millrace.pool.lookup", context) as phase:
+                found = await self.node.lookup(tuple(request.keys), request.pin_seconds)
+                phase.attributes |= {"millrace.blocks": len(request.keys), "millrace.found": sum(found)}
         return pb.LookupReply(found=found)
 
     async def Get(
@@ -71,27 +74,39 @@ class PoolService(stubs.PoolServicer):
     ) -> AsyncIterator[SlabFrame]:
         """Frames, which the handler of `add_to` turns into bytes."""
         async with answering(context):
-            first = await anext(aiter(messages), None)
-            if first is None or not first.HasField("request"):
-                raise InvalidRequest("a get begins with what is asked for", param="request")
-            request = first.request
-            offers = [TransportOffer(kind=request.transport, details=request.offer)] if request.buffers else []
-            buffers = BufferSender(writer_to(self._writers, offers), context.peer())
-            await buffers.lent(request.buffers, request.buffer_size)
-            freeing = asyncio.create_task(_take_freed(messages, buffers), name="get-freed")
-            try:
-                await buffers.connect()
-                found = self.node.get(tuple(request.keys), request.first_part, request.last_part)
-                async with aclosing(found) as slabs:
-                    async for slab in slabs:
-                        yield await _sent(slab, buffers)
-                if request.buffers:  # a message on its way to a stream that is over would break it
-                    yield END
-                    await freeing
-            finally:
-                freeing.cancel()
-                await asyncio.gather(freeing, return_exceptions=True)
-                await buffers.settle()
+            with self._phase("millrace.pool.get", context):
+                async with aclosing(self._frames(messages, context)) as frames:
+                    async for frame in frames:
+                        yield frame
+
+    def _phase(self, name: str, context: aio.ServicerContext) -> PhaseSpan:
+        """A span of the asker's trace, if the call is part of one."""
+        return PhaseSpan(name, context_of(context.invocation_metadata()))
+
+    async def _frames(
+        self, messages: AsyncIterator[pb.GetMessage], context: aio.ServicerContext
+    ) -> AsyncGenerator[SlabFrame]:
+        first = await anext(aiter(messages), None)
+        if first is None or not first.HasField("request"):
+            raise InvalidRequest("a get begins with what is asked for", param="request")
+        request = first.request
+        offers = [TransportOffer(kind=request.transport, details=request.offer)] if request.buffers else []
+        buffers = BufferSender(writer_to(self._writers, offers), context.peer())
+        await buffers.lent(request.buffers, request.buffer_size)
+        freeing = asyncio.create_task(_take_freed(messages, buffers), name="get-freed")
+        try:
+            await buffers.connect()
+            found = self.node.get(tuple(request.keys), request.first_part, request.last_part)
+            async with aclosing(found) as slabs:
+                async for slab in slabs:
+                    yield await _sent(slab, buffers)
+            if request.buffers:  # a message on its way to a stream that is over would break it
+                yield END
+                await freeing
+        finally:
+            freeing.cancel()
+            await asyncio.gather(freeing, return_exceptions=True)
+            await buffers.settle()
 
     async def Evict(self, request: pb.Selection, context: aio.ServicerContext) -> pb.EvictReply:
         async with answering(context):

@@ -24,6 +24,7 @@ from serving.api.plan import RequestHead
 from serving.api.service import ObservedSequence, ServedResponse, Service, tell_ignored, until_deadline
 from serving.errors import InternalError
 from serving.messages import Delta, FinishReason, Request
+from serving.tracing import tell_call
 
 AT_ONCE = 64  # inputs of one HTTP request that are asked for at a time
 PIECE_BYTES = 128 * 1024  # of vectors that are written at a time
@@ -48,6 +49,8 @@ def vector(plan: EmbeddingPlan, embedding: bytes) -> bytes:
 class EmbeddingResponse(ServedResponse):
     """The ASGI response of the embeddings endpoint."""
 
+    operation = "embeddings"
+
     def __init__(
         self, service: Service, prepare: Callable[[bytes, RequestHead], EmbeddingPlan], headers: Headers, state: State
     ) -> None:
@@ -59,6 +62,7 @@ class EmbeddingResponse(ServedResponse):
         plan = await service.bodies.run(self._prepare, body, self._head, client=client_of(scope))
         tell_ignored(plan.ignored, self._answer_headers, service.observer)
         self._spend(plan, plan.prompt_tokens)
+        tell_call(plan.model, False)
         await self._answer(plan, send)
 
     async def _answer(self, plan: EmbeddingPlan, send: Send) -> None:

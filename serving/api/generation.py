@@ -21,6 +21,7 @@ from serving.api.dialect import Dialect, PreparedRequest, StreamWriter
 from serving.api.service import ObservedSequence, ServedResponse, Service, tell_ignored, until_deadline
 from serving.errors import InternalError, MillraceError
 from serving.messages import Delta
+from serving.tracing import tell_call
 
 DeltaSink = Callable[[Choice, ChoiceDelta], Awaitable[None]]  # takes the deltas of all choices of a response
 
@@ -37,6 +38,7 @@ class GenerationResponse(ServedResponse):
     def __init__(self, service: Service, dialect: Dialect, headers: Headers, state: State) -> None:
         super().__init__(service, headers, state)
         self._dialect = dialect
+        self.operation = "text_completion" if dialect.path == "/v1/completions" else "chat"
 
     async def _serve(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         service, client = self._service, client_of(scope)
@@ -45,6 +47,7 @@ class GenerationResponse(ServedResponse):
         tell_ignored(plan.ignored, self._answer_headers, service.observer)
         await service.grammars.check(client, plan.form, self._head.rights.owner)
         self._spend(plan, plan.most_tokens)
+        tell_call(plan.model, plan.stream)
         choices = [choice_of(plan, sequence, service.tokenizer) for sequence in plan.sequences]
         answer = self._stream if plan.stream else self._collect
         try:

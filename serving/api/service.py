@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -32,6 +32,7 @@ from serving.config import HttpConfig
 from serving.errors import DeadlineExceeded, MillraceError
 from serving.messages import FinishReason, Generate, Request
 from serving.text.tokenizer import Tokenizer
+from serving.tracing import ClientCall, called, context_of, recording
 
 PLACEMENT, DOWNGRADE, DEGRADED = "x-millrace-placement", "x-millrace-downgrade", "x-millrace-degraded"
 IGNORED = "x-millrace-ignored"
@@ -89,8 +90,11 @@ def tell_refusal(error: MillraceError, answer_headers: dict[str, str], observer:
 class ServedResponse(Response):
     """The ASGI response of such an endpoint. It reads the body itself, in bounds, and watches for a hang-up.
 
-    `state` is the HTTP request's, as serving.api.middleware made it.
+    `state` is the HTTP request's, as serving.api.middleware made it. `operation` is the word for what is asked for in
+    OpenTelemetry's conventions.
     """
+
+    operation = "chat"
 
     def __init__(self, service: Service, headers: Headers, state: State) -> None:
         super().__init__()
@@ -112,12 +116,19 @@ class ServedResponse(Response):
         try:
             with service.in_flight.enter(), self._reserve():
                 body = await read_body(receive, self._request_headers, service.config)
-                await until_hang_up(receive, self._serve(body, scope, receive, send))
+                with self._traced(scope):
+                    await until_hang_up(receive, self._serve(body, scope, receive, send))
         except ClientGoneError:
             return
         except MillraceError as error:
             tell_refusal(error, self._answer_headers, service.observer)
             raise
+
+    def _traced(self, scope: Scope) -> AbstractContextManager[object]:
+        """What is generated within is part of the client's trace."""
+        if not recording():
+            return nullcontext()
+        return called(ClientCall(context_of(self._request_headers.items()), self.operation, scope.get("server")))
 
     async def _serve(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         """All of it, once the body is here."""

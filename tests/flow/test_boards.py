@@ -24,12 +24,12 @@ BODY = {"prompt": [5, 6, 7, 8] * 10, "max_tokens": 12, "ignore_eos": True}
 
 
 @asynccontextmanager
-async def front_over(cluster: Cluster, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+async def front_over(cluster: Cluster, folder: Path, prefix: str = "vllm") -> AsyncIterator[httpx.AsyncClient]:
     """The whole front of a router, as `millrace serve` has it, over this cluster."""
     served = ServedModel(names=("tiny", "small"), max_model_len=256, vocab_size=384, created=1)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        config = HttpConfig(metrics_prefix="vllm")
+        config = HttpConfig(metrics_prefix=prefix)
         front = Frontend(cluster.cluster.placer, config, served, tiny_tokenizer(folder), listening)
         await front.server.start()
         try:

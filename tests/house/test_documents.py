@@ -13,6 +13,8 @@ from serving.certificate_metrics import certificate_text
 from serving.http_metrics import HttpMetrics
 from serving.key_metrics import KeyMetrics
 from serving.metrics import RouterMetrics
+from serving.trace_metrics import trace_text
+from serving.tracing_config import TraceCounts
 from tests.house.source import ROOT
 
 EXPORTED = re.compile(r"^# TYPE ([\w:]+) (\w+)$", re.MULTILINE)
@@ -24,7 +26,7 @@ LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#]+)(?:#[^)]*)?\)")
 def exported() -> dict[str, str]:
     """Name and type of every metric on the router's /metrics, which holds the workers' too."""
     router = RouterMetrics("model", lambda: [], lambda: 0).text() + HttpMetrics().text()
-    text = (router + KeyMetrics().text() + certificate_text({})).decode()
+    text = (router + KeyMetrics().text() + certificate_text({}) + trace_text(TraceCounts())).decode()
     return {name: kind for name, kind in EXPORTED.findall(text) if not name.endswith("_created")}
 
 

@@ -40,6 +40,7 @@ TORCH_FREE = (
     "serving/rpc.py",
     "serving/service_c*.py",
     "serving/timeline.py",
+    "serving/tracing*.py",
     "serving/wire.py",
     "serving/model/spec.py",
     "serving/checkpoint/hub.py",
@@ -60,6 +61,7 @@ DOORS = {
     "uvicorn": ("deploy/*",),
     "pydantic": ("serving/api/*",),
     "prometheus_client": ("serving/*metrics.py",),
+    "opentelemetry": ("serving/otel_tracer.py",),
     "rich": ("deploy/*",),
     "grpc": (
         "serving/rpc.py",

@@ -12,7 +12,7 @@ import yaml
 
 from tests.deploy.helm.chart import NAMESPACE, Manifest
 from tests.deploy.helm.manifests import golden, of_kind
-from tests.deploy.test_monitoring import exported
+from tests.house.test_documents import exported
 
 
 def queries(manifests: list[Manifest]) -> dict[str, str]:
@@ -33,7 +33,7 @@ def test_scaling_asks_for_metrics_that_there_are(name: str, prefix: str) -> None
     assert len(found) == 3
     for query in found.values():
         asked = {f"millrace:{metric}" for metric in re.findall(rf"{prefix}:(\w+)", query)}
-        assert asked and asked <= exported() | workers
+        assert asked and asked <= exported().keys() | workers
         assert f'namespace="{NAMESPACE}"' in query, "of this namespace alone"
 
 

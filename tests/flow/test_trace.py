@@ -1,0 +1,86 @@
+"""One trace shows a request across router, prefill, decode and KV pool, as four processes write it to one file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.flow.server import MillraceServer, wait_until
+
+pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
+
+CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+TRACE, PARENT = "0x0af7651916cd43dd8448eb211c80319c", "0xb7ad6b7169203331"
+PHASES = {"millrace.queue", "millrace.prefill", "millrace.handoff", "millrace.decode"}
+SECRET = "the-key-of-a-client"
+PROMPT = "unmistakable words of a prompt"
+OTHER = {"messages": [{"role": "user", "content": "others"}], "max_tokens": 2}
+OFTEN = {"OTEL_BSP_SCHEDULE_DELAY": "100"}
+Spans = list[dict[str, Any]]
+
+
+def spans_of(file: Path, trace: str = TRACE) -> Spans:
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [span for span in map(json.loads, lines) if span["context"]["trace_id"] == trace]
+
+
+def between(span: dict[str, Any]) -> tuple[float, float]:
+    """Seconds."""
+    first, last = (datetime.fromisoformat(span[name]).timestamp() for name in ("start_time", "end_time"))
+    return first, last
+
+
+def covered(whole: tuple[float, float], parts: Iterable[tuple[float, float]]) -> float:
+    """The share of `whole` during which some part runs."""
+    at, total = whole[0], 0.0
+    for first, last in sorted(parts):
+        first, last = max(first, at), min(last, whole[1])
+        if last > first:
+            total, at = total + last - first, last
+    return total / (whole[1] - whole[0])
+
+
+@pytest.mark.thorough
+def test_one_trace_shows_the_request_across_four_processes(tiny_path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "spans.jsonl"
+    flags = (str(tiny_path), "--served-model-name", "tiny", "--dtype", "float32", "--kernels", "torch")
+    flags += ("--prefill", "1", "--decode", "1", "--kvcache", "1", "--api-key", SECRET)
+    flags += ("--otlp-traces-endpoint", f"file://{file}")
+    headers = {"authorization": f"Bearer {SECRET}", "traceparent": CLIENT, "tracestate": "vendor=1"}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": PROMPT * 8}], "max_tokens": 300}
+    body |= {"ignore_eos": True, "temperature": 0, "stream": False}
+    with MillraceServer(*flags, workers=("prefill-0", "decode-0"), environ=OFTEN) as server:
+        wait_until(lambda: server.log().count("the KV pool is kvcache-0@") == 2, 90, "every worker knows the pool")
+        unsampled = {**headers, "traceparent": CLIENT[:-2] + "00"}
+        assert httpx.post(f"{server.url}/v1/chat/completions", json={**body, **OTHER}, headers=unsampled)
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=120)
+        assert answer.status_code == 200, answer.text
+        wait_until(lambda: {*PHASES} <= {span["name"] for span in spans_of(file)}, 30, "the spans are exported")
+        wait_until(lambda: server.metric("trace_spans_total", outcome="exported") > 0, 30, "they are counted")
+        assert server.metric("trace_spans_total", outcome="dropped") == 0
+    spans = spans_of(file)
+    by_name = {span["name"]: span for span in spans}
+    root = by_name["chat tiny"]
+    assert root["kind"] == "SpanKind.SERVER" and root["parent_id"] == PARENT and len(spans) == len(by_name)
+    told = root["attributes"]
+    assert told["gen_ai.usage.output_tokens"] == 300 and told["gen_ai.response.finish_reasons"] == ["length"]
+    assert told["gen_ai.provider.name"] == "millrace" and told["gen_ai.request.temperature"] == 0
+    children = {name: span for name, span in by_name.items() if span["parent_id"] == root["context"]["span_id"]}
+    assert children.keys() >= PHASES
+    assert by_name["millrace.pool.lookup"]["parent_id"] == by_name["millrace.fetch"]["context"]["span_id"]
+    roles = {name: span["resource"]["attributes"]["service.instance.id"] for name, span in by_name.items()}
+    assert roles["millrace.prefill"] == roles["millrace.handoff"] == "prefill-0"
+    assert (roles["millrace.decode"], roles["millrace.pool.lookup"]) == ("decode-0", "kvcache-0")
+    assert len(set(roles.values())) == 4
+    assert covered(between(root), map(between, children.values())) > 0.98
+    assert SECRET not in file.read_text() and PROMPT not in file.read_text()
+
+
+def test_what_nothing_covers_is_seen() -> None:
+    assert covered((0.0, 10.0), [(0.0, 4.0), (3.0, 5.0), (6.0, 12.0)]) == pytest.approx(0.9)
