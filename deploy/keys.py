@@ -11,6 +11,7 @@ import fcntl
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -118,24 +119,33 @@ def seconds_of(text: str) -> int:
 def changing(path: Path) -> Iterator[dict[str, KeyEntry]]:
     """The entries of the file, to be changed; it is written where the block ends well. One writer at a time.
 
-    Raises ConfigError, OSError.
+    Raises ConfigError, also where no server would take the file, and OSError.
     """
+    path = path.resolve()  # a link stays one, and a writer that names the file itself waits for the same lock
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         entries = read_keys(path) if path.exists() else {}
         yield entries
-        replace_file(path, write_keys(entries))
+        data = write_keys(entries)
+        parse_keys(data, str(path))
+        replace_file(path, data)
         os.fsync(folder)
     finally:
         os.close(folder)
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """All of it or nothing, for its owner's eyes alone (mode 0600)."""
+    """All of it or nothing. A new file is for its owner's eyes alone; another stays its owner's, with its mode.
+
+    Else root would take it away from a server, for which no key is revoked then.
+    """
+    was = path.stat() if path.exists() else None
     with NamedTemporaryFile("wb", dir=path.parent, prefix=f".{path.name}-", delete=False) as part:
         try:
-            os.fchmod(part.fileno(), 0o600)
+            if was is not None:
+                os.fchown(part.fileno(), was.st_uid, was.st_gid)
+            os.fchmod(part.fileno(), 0o600 if was is None else stat.S_IMODE(was.st_mode))
             part.write(data)
             part.flush()
             os.fsync(part.fileno())

@@ -110,6 +110,7 @@ class Caller:
         self._tls = tls
         self._identity = tls.current() if tls is not None else None
         self._channel = self._opened()
+        self._closed = False
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -119,7 +120,7 @@ class Caller:
     @property
     def channel(self) -> aio.Channel:
         """The last one is let go, not closed: its calls go on to their ends, and then gRPC closes it."""
-        if self._tls is not None and (now := self._tls.current()) is not self._identity:
+        if self._tls is not None and not self._closed and (now := self._tls.current()) is not self._identity:
             self._identity = now
             self._channel = self._opened()
         return self._channel
@@ -136,6 +137,8 @@ class Caller:
         return aio.secure_channel(self.address, self._tls.channel_credentials(self._identity), options=options)
 
     async def close(self) -> None:
+        """Calls that come later fail, whatever becomes of the certificates."""
+        self._closed = True
         await self._channel.close()
 
 

@@ -20,7 +20,11 @@ LOOK_SECONDS = 1.0
 MOST_BYTES = 16 << 20
 PEPPER = ENV_PREFIX + "KEY_PEPPER"
 
-_Stamp = tuple[int, int, int] | None  # what changes with a file: None where there is none
+_Stamp = tuple[int, int, int, int] | None  # what changes with a file: None where there is none
+
+
+class UnreadableKeys(ConfigError):
+    """The file is not there, or may not be read now: that may change with nothing to be seen at the file."""
 
 
 def read_pepper(path: str | None, environ: Mapping[str, str]) -> bytes:
@@ -38,12 +42,12 @@ def read_pepper(path: str | None, environ: Mapping[str, str]) -> bytes:
 
 
 def read_keys(path: Path) -> dict[str, KeyEntry]:
-    """Raises ConfigError."""
+    """Raises ConfigError, and UnreadableKeys, which is one."""
     try:
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"--api-keys-file {path}: {error.strerror}", param="api_keys_file") from None
+        raise UnreadableKeys(f"--api-keys-file {path}: {error.strerror}", param="api_keys_file") from None
     if len(data) > MOST_BYTES:
         raise ConfigError(f"--api-keys-file {path}: larger than {MOST_BYTES} bytes", param="api_keys_file")
     return parse_keys(data, str(path))
@@ -62,6 +66,7 @@ class KeyFile:
     def __init__(self, path: Path, pepper: bytes):
         self.path = path
         self._seen = self._stamp()
+        self._unread = False  # the last time: a host that has no room for another file has it a moment later
         self.keyring = Keyring(pepper, read_keys(path))
         self.loads = 1
         self.failures = 0
@@ -71,7 +76,7 @@ class KeyFile:
             found = self.path.stat()
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
+        return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
     async def watch(self) -> None:
         """Look at the file again and again."""
@@ -80,17 +85,21 @@ class KeyFile:
             await self.refresh()
 
     async def refresh(self) -> None:
-        """Read it if it has changed since it was looked at last."""
+        """Read it if it has changed since it was looked at last, or could not be read then."""
         stamp = await asyncio.to_thread(self._stamp)
-        if stamp == self._seen:
+        changed, again = stamp != self._seen, self._unread
+        if not changed and not again:
             return
         self._seen = stamp
         try:
             entries = await asyncio.to_thread(read_keys, self.path)
         except ConfigError as error:
-            self.failures += 1
-            log.error("API keys stay as they were: %s", error)
+            self._unread = isinstance(error, UnreadableKeys)
+            if changed:
+                self.failures += 1
+                log.error("API keys stay as they were: %s", error)
             return
+        self._unread = False
         self.keyring.replace(entries)
         self.loads += 1
         log.info("%d API keys read from %s", len(entries), self.path)

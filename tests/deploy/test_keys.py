@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import stat
 import threading
 from pathlib import Path
@@ -119,6 +121,53 @@ def test_of_several_writers_none_is_lost(path: Path, capsys: pytest.CaptureFixtu
     for writer in writers:
         writer.join()
     assert len(read_keys(path)) == 17 and first.split("-")[1] in read_keys(path)
+
+
+def test_a_file_stays_its_owners_and_a_link_a_link(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else a server under another user could not read it any more, and no key would be revoked."""
+    real = path.parent / "mounted" / "real.jsonl"
+    real.parent.mkdir()
+    path.symlink_to(real)
+    first = create(capsys)
+    real.chmod(0o640)
+    if os.geteuid() == 0:
+        os.chown(real, 12345, 54321)
+    before = real.stat()
+    keys(capsys, "revoke", first.split("-")[1])
+    after = real.stat()
+    assert path.is_symlink() and read_keys(real) == {} and after.st_ino != before.st_ino
+    assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+
+
+def test_no_file_is_written_that_no_server_takes(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serving.api.keyring.MOST_KEYS", 2)
+    create(capsys)
+    create(capsys)
+    before = path.read_bytes()
+    assert main(["keys", "create", "--tenant", "acme"]) == 2
+    assert "more than 2 keys" in capsys.readouterr().err and path.read_bytes() == before
+
+
+async def test_a_file_that_could_not_be_read_for_a_moment_is_read_again(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where no other file can be opened: what has been revoked meanwhile would be valid for ever."""
+    shown = create(capsys)
+    file = KeyFile(path, SECRET_PEPPER.encode())
+    keys(capsys, "revoke", shown.split("-")[1])
+    with monkeypatch.context() as full:
+
+        def no_room(*_: object) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        full.setattr(Path, "open", no_room)
+        await file.refresh()
+        await file.refresh()
+    assert file.failures == 1 and file.keyring.find(shown, 0.0) is not None
+    await file.refresh()
+    assert file.keyring.find(shown, 0.0) is None and file.loads == 2
 
 
 async def test_a_running_server_follows_its_file_and_keeps_the_last_good(

@@ -44,6 +44,16 @@ def test_nothing_is_listened_on_beyond_loopback(tiny_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_ranks_of_one_host_listen_there_alone(tiny_path: Path) -> None:
+    """Also where other services are to be reached from elsewhere: what ranks send each other asks for no key."""
+    asked = ("--grpc-host", "0.0.0.0", "-tp", "2", "--num-kv-blocks", "64", "--threads", "1")
+    with MillraceServer(str(tiny_path), *asked, environ=KEYS) as server:
+        found = listening(server.process.pid)
+    assert [place for place in found if not loopback(place[0])] == []
+    assert any("rank_process" in command for commands in found.values() for command in commands)
+
+
+@pytest.mark.slow
 def test_what_is_asked_for_is_listened_on_and_nothing_else(tiny_path: Path) -> None:
     grpc_port = free_port()
     asked = ("--host", "0.0.0.0", "--grpc-host", "0.0.0.0", "--grpc-port", str(grpc_port))

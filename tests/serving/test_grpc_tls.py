@@ -71,6 +71,16 @@ async def test_both_sides_show_certificates(authority: Authority, tmp_path: Path
         await caller.close()
 
 
+async def test_who_has_been_closed_stays_closed_when_certificates_change(authority: Authority, tmp_path: Path) -> None:
+    async with echoing(fast(authority.files(tmp_path / "server"))) as address:
+        files = authority.files(tmp_path / "client")
+        caller = Caller(address, tls=fast(files))
+        await caller.close()
+        authority.renew(files)
+        with pytest.raises(WorkerLost):
+            await say(caller)
+
+
 async def test_by_the_address_where_no_name_is_agreed_on(authority: Authority, tmp_path: Path) -> None:
     tls = fast(authority.files(tmp_path / "server"), grpc_tls_server_name=None)
     async with echoing(tls) as address:
