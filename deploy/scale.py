@@ -44,11 +44,13 @@ def run(arguments: argparse.Namespace) -> int:
         command = ray.get(holder.scale.remote(wanted), timeout=CALL_SECONDS) if wanted else 0
         deadline = time.monotonic() + arguments.timeout
         deployed = _deployed(ray, holder)
-        while wanted and not _done(deployed, command):
+        while wanted and not is_answered(deployed, command):
             if time.monotonic() > deadline:
                 raise Unavailable(f"not within {arguments.timeout:g} s; there are {_shown(deployed)}")
             time.sleep(POLL_SECONDS)
             deployed = _deployed(ray, holder)
+        if wanted and deployed.refused is not None:
+            raise ValueError(deployed.refused)
         sys.stdout.write(f"{_shown(deployed)}\n")
     except ray.exceptions.RayError as error:
         raise Unavailable(f"the deployment {arguments.name!r} has ended: {str(error).splitlines()[0]}") from error
@@ -72,16 +74,16 @@ def _holder(ray: Any, name: str) -> Any:
 
 
 def _deployed(ray: Any, holder: Any) -> Deployed:
-    """What the router's process last said. Raises ValueError for a wish that it refused."""
+    """What the router's process last said."""
     found: Deployed | None = ray.get(holder.deployed.remote(), timeout=CALL_SECONDS)
-    found = found or Deployed(counts={}, services={})
-    if found.refused is not None:
-        raise ValueError(found.refused)
-    return found
+    return found or Deployed(counts={}, services={})
 
 
-def _done(deployed: Deployed, command: int) -> bool:
-    return deployed.scaled >= command and all(state == "running" for state in deployed.services.values())
+def is_answered(deployed: Deployed, command: int) -> bool:
+    """True once that command was refused, or all is as it asked for. What is told of an earlier one is neither."""
+    if deployed.scaled < command:
+        return False
+    return deployed.refused is not None or all(state == "running" for state in deployed.services.values())
 
 
 def _shown(deployed: Deployed) -> str:

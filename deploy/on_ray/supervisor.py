@@ -35,11 +35,16 @@ class RaySupervisor:
         await asyncio.to_thread(self.deployment.stop, seconds)
 
     async def _reconcile(self) -> None:
-        errors = self.deployment.ray.exceptions
+        """A look that fails is followed by another, as where the name of an actor that has ended is still taken.
+
+        Ray has errors of its own, and gives Python's for names, groups and connections.
+        """
+        failures = (self.deployment.ray.exceptions.RayError, ValueError, RuntimeError, OSError)
         while not self._stopping.is_set():
             try:
                 await asyncio.to_thread(self.deployment.tick)
-            except errors.RayError as error:  # workers go on without it
-                log.warning("Ray does not answer: %s", str(error).splitlines()[0])
+            except failures as error:  # workers go on without it
+                first, *_ = (*str(error).splitlines(), type(error).__name__)
+                log.warning("the Ray cluster could not be looked after, which is tried again: %s", first)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), INTERVAL)
