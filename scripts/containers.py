@@ -250,6 +250,14 @@ def machine() -> str:
     return f"{os.cpu_count()} cores, {names[0] if names else platform.processor()}"
 
 
+def give(title: str, head: str, lines: Sequence[str], out: Path | None) -> None:
+    """Print a page, and write it where it is asked for."""
+    page = "\n".join([f"# {title}", "", head, "", *lines, ""])
+    print(page)
+    if out is not None:
+        out.write_text(page)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--compose", default="docker compose", help="the Compose command (default: %(default)s)")
@@ -265,10 +273,7 @@ def main() -> None:
         subprocess.run([*site.compose, "down", "--remove-orphans", "-t", GRACE], capture_output=True, check=False)
     version = subprocess.run([parsed.engine, "--version"], capture_output=True, text=True, check=True).stdout.strip()
     head = f"{machine()}; {version}. `python -m scripts.containers`."
-    page = "\n".join(["# Compose in real containers", "", head, "", *lines, ""])
-    print(page)
-    if parsed.out is not None:
-        parsed.out.write_text(page)
+    give("Compose in real containers", head, lines, parsed.out)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 import yaml
 
-from scripts.containers import QUESTION, STORY, Answer, Deployment, finished, machine, wait
+from scripts.containers import QUESTION, STORY, Answer, Deployment, finished, give, machine, wait
 from scripts.kube_pods import PlannedPod, plan_pods
 from tests.deploy.helm.chart import NAMESPACE, render
 
@@ -231,10 +231,7 @@ def main() -> None:
         kubelet.remove()
         podman("network", "rm", "--force", NETWORK)
     head = f"{machine()}; {podman('--version')}. `python -m scripts.kube_play`."
-    page = "\n".join(["# The chart's pods, played", "", head, "", *lines, ""])
-    print(page)
-    if parsed.out is not None:
-        parsed.out.write_text(page)
+    give("The chart's pods, played", head, lines, parsed.out)
 
 
 if __name__ == "__main__":

@@ -154,6 +154,15 @@ async def world() -> AsyncIterator[World]:
     await made.fleet.close()
 
 
+@pytest.fixture
+def split(world: World) -> World:
+    """Two prefill and two decode workers."""
+    for number in range(2):
+        world.add(f"p{number}", Role.PREFILL)
+        world.add(f"d{number}", Role.DECODE)
+    return world
+
+
 def wanted(name: str = "r", max_tokens: int = 8, prompt: Sequence[int] = PROMPT, **fields: Any) -> Request:
     return make_request(prompt, request_id=name, max_tokens=max_tokens, **fields)
 

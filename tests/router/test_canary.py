@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -22,14 +21,6 @@ pytestmark = pytest.mark.usefixtures("ties_by_name")
 
 INTERVAL = 2.0
 PATIENCE = 2.0  # seconds of real time: what hangs is given up after so long
-
-
-@pytest.fixture
-async def split(world: World) -> AsyncIterator[World]:
-    for number in range(2):
-        world.add(f"p{number}", Role.PREFILL)
-        world.add(f"d{number}", Role.DECODE)
-    yield world
 
 
 async def probed(world: World, canary: Canary | None = None) -> Canary:

@@ -18,15 +18,6 @@ from tests.router.scripted import HANG, ScriptedWorker
 pytestmark = pytest.mark.usefixtures("ties_by_name")
 
 
-@pytest.fixture
-def split(world: World) -> World:
-    """Two prefill and two decode workers."""
-    for number in range(2):
-        world.add(f"p{number}", Role.PREFILL)
-        world.add(f"d{number}", Role.DECODE)
-    return world
-
-
 def tries(world: World) -> Counter[tuple[str, str]]:
     """Prefills by (prefill worker, decode worker)."""
     return Counter(

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from serving.errors import CorruptChunk, Unavailable
-from serving.messages import Role
 from serving.tracing import NONE, ClientCall, NoTracer, TraceContext, called, use
 from serving.tracing_config import TraceCounts
 from tests.router.conftest import World, expected, wanted
@@ -47,14 +46,6 @@ def traced(tmp_path: Path) -> Iterator[Traced]:
     yield made
     use(NoTracer())
     made.tracer.close()
-
-
-@pytest.fixture
-def split(world: World) -> World:
-    for number in range(2):
-        world.add(f"p{number}", Role.PREFILL)
-        world.add(f"d{number}", Role.DECODE)
-    return world
 
 
 async def test_a_request_that_goes_well_has_waited_once(split: World, traced: Traced) -> None:

@@ -33,15 +33,6 @@ from tests.router.scripted import LOSE, Script, ScriptedSession, Step
 pytestmark = pytest.mark.usefixtures("ties_by_name")
 
 
-@pytest.fixture
-def split(world: World) -> World:
-    """Two prefill and two decode workers."""
-    for number in range(2):
-        world.add(f"p{number}", Role.PREFILL)
-        world.add(f"d{number}", Role.DECODE)
-    return world
-
-
 async def test_a_request_is_prefilled_decoded_and_over(split: World) -> None:
     request = wanted()
     assert await split.tokens(request) == expected(request)
