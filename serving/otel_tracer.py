@@ -5,6 +5,7 @@ The SDK is imported when this module is: by those alone who trace. No request wa
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ QUEUE = "OTEL_BSP_MAX_QUEUE_SIZE"
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 LAST_WORDS_SECONDS = 5.0  # for spans not exported when the process leaves
 _W3C = TraceContextTextMapPropagator()
+# The SDK would write what a client's tracestate says into the log, for each request anew.
+logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
 
 
 class RecordedSpan:

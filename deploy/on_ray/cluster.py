@@ -176,9 +176,10 @@ class RayDeployment:
                 self._refused = str(error)
 
     def _let_go(self, actor: WatchedActor) -> None:
+        """One without an answer, as one for which there is no room, has no child that could drain."""
         name = actor.service.name
         actor.leave(self.drain)
-        if actor.report is not None and actor.report.left:
+        if actor.report is None or actor.report.left:
             self.ray.kill(actor.handle, no_restart=True)
             del self.actors[name]
             empty = self.layout.left(name)

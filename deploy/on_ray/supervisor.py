@@ -30,9 +30,11 @@ class RaySupervisor:
     async def stop(self, seconds: float) -> None:
         """Have every service drain for so many seconds at most, and leave nothing on the cluster."""
         self._stopping.set()
-        if self._task is not None:
-            await self._task
-        await asyncio.to_thread(self.deployment.stop, seconds)
+        try:
+            if self._task is not None:
+                await self._task
+        finally:
+            await asyncio.to_thread(self.deployment.stop, seconds)
 
     async def _reconcile(self) -> None:
         """A look that fails is followed by another, as where the name of an actor that has ended is still taken.

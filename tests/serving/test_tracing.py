@@ -142,6 +142,13 @@ def test_nothing_is_imported_where_nothing_is_traced() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
+def test_what_a_client_puts_into_its_state_is_not_logged(tracer: OtelTracer, caplog: pytest.LogCaptureFixture) -> None:
+    span = tracer.begin("chat", TraceContext(f"00-{1:032x}-{2:016x}-01", "Bearer sk-secret"), tracer.now(), serves=True)
+    assert span is not None
+    span.end({})
+    assert "sk-secret" not in caplog.text
+
+
 @pytest.mark.parametrize(("length", "kept"), [(511, True), (512, True), (513, False), (100_000, False)])
 def test_a_clients_state_is_passed_on_or_left_out_and_never_fills_the_headers_of_a_call(
     length: int, kept: bool

@@ -49,3 +49,15 @@ async def test_a_look_that_fails_is_followed_by_others(
     await supervisor.stop(3.0)
     assert deployment.stopped == [3.0]
     assert "the name decode-0 is taken" in caplog.text and "RuntimeError" in caplog.text
+
+
+async def test_a_mistake_of_our_own_does_not_keep_services_from_draining() -> None:
+    deployment = ScriptedDeployment(IndexError("ours"))
+    supervisor = RaySupervisor(cast(RayDeployment, deployment))
+    supervisor.start()
+    async with asyncio.timeout(10):
+        while not deployment.looks:
+            await asyncio.sleep(0)
+    with pytest.raises(IndexError):
+        await supervisor.stop(3.0)
+    assert deployment.stopped == [3.0]
