@@ -262,7 +262,6 @@ class HttpConfig:
     metrics_prefix: str = option(
         "millrace", "what the names of metrics begin with; vllm: as boards and pickers made for vLLM ask for them"
     )
-    log_level: str = option("info", "how much to log", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.metrics_prefix):

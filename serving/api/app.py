@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serving import __version__
+from serving.api.access_log import AccessLogMiddleware
 from serving.api.body import read_body
 from serving.api.body_work import BodyWork, client_of
 from serving.api.callers import Callers
@@ -116,6 +117,7 @@ def _limiter(config: ServiceConfig) -> RateLimiter:
 def _surround(app: FastAPI, callers: Callers, observer: HttpObserver | None, clock: Callable[[], float]) -> None:
     """What stands around every endpoint; CORS comes last, when the app is complete."""
     app.add_middleware(AuthMiddleware, callers=callers)
+    app.add_middleware(AccessLogMiddleware)
     if observer is not None:
         app.add_middleware(ObservedMiddleware, observer=observer, clock=clock)
     handle_failures(app)

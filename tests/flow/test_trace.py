@@ -51,7 +51,7 @@ def test_one_trace_shows_the_request_across_four_processes(tiny_path: Path, tmp_
     file = tmp_path / "spans.jsonl"
     flags = (str(tiny_path), "--served-model-name", "tiny", "--dtype", "float32", "--kernels", "torch")
     flags += ("--prefill", "1", "--decode", "1", "--kvcache", "1", "--api-key", SECRET)
-    flags += ("--otlp-traces-endpoint", f"file://{file}")
+    flags += ("--otlp-traces-endpoint", f"file://{file}", "--log-format", "json", "--access-log")
     headers = {"authorization": f"Bearer {SECRET}", "traceparent": CLIENT, "tracestate": "vendor=1"}
     body = {"model": "tiny", "messages": [{"role": "user", "content": PROMPT * 8}], "max_tokens": 300}
     body |= {"ignore_eos": True, "temperature": 0, "stream": False}
@@ -80,6 +80,18 @@ def test_one_trace_shows_the_request_across_four_processes(tiny_path: Path, tmp_
     assert len(set(roles.values())) == 4
     assert covered(between(root), map(between, children.values())) > 0.98
     assert SECRET not in file.read_text() and PROMPT not in file.read_text()
+    check_log(server.log())
+
+
+def check_log(text: str) -> None:
+    """Every line of every process is an object, and none has a key or a prompt."""
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert {line["role"] for line in lines} == {"serve", "prefill", "decode", "kvcache"}
+    assert {line["name"] for line in lines} >= {"serve", "prefill-0", "decode-0", "kvcache-0"}
+    (ended,) = (line for line in lines if line.get("trace_id") == TRACE[2:] and "300 output tokens" in line["message"])
+    assert ended["class"] == "standard" and ended["request_id"].startswith("chatcmpl-")
+    assert [line["status"] for line in lines if line.get("route") == "/v1/chat/completions"] == [200, 200]
+    assert SECRET not in text and PROMPT not in text
 
 
 def test_what_nothing_covers_is_seen() -> None:
