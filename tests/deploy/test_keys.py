@@ -162,7 +162,7 @@ async def test_a_file_that_could_not_be_read_for_a_moment_is_read_again(
         def no_room(*_: object) -> None:
             raise OSError(errno.EMFILE, "Too many open files")
 
-        full.setattr(Path, "open", no_room)
+        full.setattr("deploy.runtime.key_file.read_given", no_room)
         await file.refresh()
         await file.refresh()
     assert file.failures == 1 and file.keyring.find(shown, 0.0) is not None
