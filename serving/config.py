@@ -317,7 +317,7 @@ class ClusterConfig:
         None, "the worker's name; default: role, host and process id; a pool node's is where it is reached"
     )
     metrics_port: int | None = option(
-        None, "port of a worker's own /health, /metrics and /audit; default: none", least=0, most=65535
+        None, "port of a service's own /health and /metrics, over HTTP without keys; default: none", least=0, most=65535
     )
     cluster_key: str | None = option(None, "key services show each other; set MILLRACE_CLUSTER_KEY", secret=True)
 

@@ -78,6 +78,8 @@ def _router(plan: DeploymentPlan, image: ImageSource) -> dict[str, Any]:
     service["environment"] += ["MILLRACE_API_KEY", *TO_READERS]
     if certificate is not None:  # not as a flag: the health check has to know it too
         service["environment"] += [f"MILLRACE_SSL_CERTFILE={_literal(certificate)}"]
+    if settings.get("ssl_cert_reqs") == "2":  # the health check shows no certificate: it asks beside the API
+        service["environment"] += [f"MILLRACE_METRICS_PORT={STATUS_PORT}"]
     service["ports"] = [f"${{MILLRACE_PUBLISH:-{published}:{port}}}:{API_PORT}"]
     if keys:
         service["secrets"] = [PEPPER_SECRET]

@@ -238,3 +238,11 @@ def test_keys_are_a_mounted_folder_and_the_pepper_is_a_secret() -> None:
 def test_keys_that_no_container_would_see_are_refused(settings: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         rendered(f"[router]\n{settings}\n{WORKERS}")
+
+
+def test_where_clients_have_to_show_a_certificate_the_health_check_asks_beside_the_api() -> None:
+    """Before: it was refused, and the container of a router that served well counted as broken."""
+    told = "ssl_certfile = '/tls/a'\nssl_ca_certs = '/tls/b'\nssl_cert_reqs = "
+    for asked, apart in (("2", True), ("1", False)):
+        router = rendered(f"[router]\n{told}'{asked}'\n{WORKERS}")["services"]["router"]
+        assert ("MILLRACE_METRICS_PORT=9100" in router["environment"]) == apart
