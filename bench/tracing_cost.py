@@ -140,7 +140,9 @@ def report(rows: Sequence[Sequence[str]], options: argparse.Namespace, load: str
         f" are those to the first server without traces in the same round. {os.cpu_count()} cores, load averages {load}"
         " before and after."
     )
-    command = "    python -m bench.tracing_cost " + shlex.join(sys.argv[1:])
+    numbers = (f"--{name} {getattr(options, name)}" for name in ("rounds", "requests", "concurrency", "tokens"))
+    given = ["MODEL", *numbers, f"--serve-flags {shlex.quote(options.serve_flags)}"]
+    command = "    python -m bench.tracing_cost " + " ".join(given)
     return "\n".join(["# What traces cost", "", about, "", command, "", head, ruler, *lines, ""])
 
 
