@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -115,8 +114,6 @@ def setup_logging(setup: LogSetup, secrets: Iterable[str] = ()) -> None:
     sys.excepthook = _uncaught
     threading.excepthook = _uncaught_in_thread
     sys.unraisablehook = _unraisable
-    if setup.form == JSON:  # gRPC's core writes lines of its own; what goes wrong there is also an error of the call
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def current_setup() -> LogSetup:

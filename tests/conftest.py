@@ -76,7 +76,7 @@ class ProcessesApart(LoadFileScheduling):
 @pytest.fixture(autouse=True)
 def own_logging() -> Iterator[None]:
     """What a test has had set up of logging, as by a command in this process, ends with it."""
-    root, formatter, verbosity = logging.getLogger(), logs._formatter[0], os.environ.get("GRPC_VERBOSITY")
+    root, formatter = logging.getLogger(), logs._formatter[0]
     level, handlers = root.level, root.handlers[:]
     hooks = sys.excepthook, threading.excepthook, sys.unraisablehook
     yield
@@ -85,8 +85,6 @@ def own_logging() -> Iterator[None]:
         root.handlers[:] = handlers
         sys.excepthook, threading.excepthook, sys.unraisablehook = hooks
         logs._formatter[0] = formatter
-        if verbosity is None:
-            os.environ.pop("GRPC_VERBOSITY", None)
     root.setLevel(level)
 
 
