@@ -137,8 +137,8 @@ def report(rows: Sequence[Sequence[str]], options: argparse.Namespace, load: str
     about = (
         f"{options.rounds} rounds of {options.requests} requests to each server, {options.concurrency} at a time, 64"
         f" prompt tokens and {options.tokens} output tokens each; `{options.serve_flags}`; spans go to a file. Ratios"
-        f" are those to the first server without traces in the same round. {os.cpu_count()} cores, load averages {load}"
-        " before and after."
+        f" are those to the first server without traces in the same round; the second one shows what is noise."
+        f" {os.cpu_count()} cores, load averages {load} before and after."
     )
     numbers = (f"--{name} {getattr(options, name)}" for name in ("rounds", "requests", "concurrency", "tokens"))
     given = ["MODEL", *numbers, f"--serve-flags {shlex.quote(options.serve_flags)}"]
