@@ -61,12 +61,12 @@ def simulate(
 
     `ended` is told of each request; `watch` runs beside them, on virtual time, until all have ended.
     """
-    with _collecting_seldom():
+    with collecting_seldom():
         return run_virtually(lambda loop: _play(loop, plan, arrivals, rate, seed, ended, watch))
 
 
 @contextmanager
-def _collecting_seldom() -> Iterator[None]:
+def collecting_seldom() -> Iterator[None]:
     """Python's garbage collector looks at young objects alone, and at many together: a third of the time is saved."""
     before = gc.get_threshold()
     gc.set_threshold(YOUNG_OBJECTS, before[1], 1_000_000)
