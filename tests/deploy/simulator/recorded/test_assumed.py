@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deploy.simulator.recorded.assumed import assumed_colocated, assumed_split
-from deploy.simulator.recorded.replay import replay
-from deploy.simulator.recorded.systems import RecordedSystem
+from deploy.simulator.recorded_assumed import assumed_colocated, assumed_split
+from deploy.simulator.recorded_replay import replay
+from deploy.simulator.recorded_systems import RecordedSystem
 from deploy.simulator.traffic import Arrival
 from serving.messages import Request, SamplingParams
 

@@ -12,8 +12,8 @@ import pytest
 
 from deploy.simulator.outcomes import RateFigures, figures
 from deploy.simulator.profiles import PROFILES
-from deploy.simulator.recorded.replay import replay
-from deploy.simulator.recorded.systems import SYSTEMS, ColocatedSystem, RecordedSystem, SplitSystem
+from deploy.simulator.recorded_replay import replay
+from deploy.simulator.recorded_systems import SYSTEMS, ColocatedSystem, RecordedSystem, SplitSystem
 from deploy.simulator.texts import ScriptedTexts
 from deploy.simulator.trace_files import TracedRequest, as_arrivals, natural_rate, read_trace
 from deploy.simulator.traffic import Arrival, Lengths, Traffic, TrafficClass, trace

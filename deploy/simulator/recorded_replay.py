@@ -9,10 +9,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from deploy.simulator.outcomes import RequestOutcome
-from deploy.simulator.recorded.colocated import ColocatedReplay
-from deploy.simulator.recorded.engines import Machinery
-from deploy.simulator.recorded.split import SplitReplay
-from deploy.simulator.recorded.systems import RecordedSystem, SplitSystem
+from deploy.simulator.recorded_colocated import ColocatedReplay
+from deploy.simulator.recorded_engines import Machinery
+from deploy.simulator.recorded_split import SplitReplay
+from deploy.simulator.recorded_systems import RecordedSystem, SplitSystem
 from deploy.simulator.run import SimulatedRun, collecting_seldom
 from deploy.simulator.texts import ScriptedTexts
 from deploy.simulator.traffic import Arrival

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from decode.scheduler import DecodeScheduler
 from deploy.simulator.engine_loop import VirtualEngineLoop
-from deploy.simulator.recorded.engines import (
+from deploy.simulator.recorded_engines import (
     Machinery,
     check_room,
     continued,
@@ -24,7 +24,7 @@ from deploy.simulator.recorded.engines import (
     new_sequence,
     prompt_scheduler,
 )
-from deploy.simulator.recorded.systems import SplitSystem
+from deploy.simulator.recorded_systems import SplitSystem
 from serving.engine.engine import BegunStep, Engine
 from serving.engine.run import RunResult
 from serving.engine.sequence import SequenceOutput, SequenceState

@@ -87,7 +87,7 @@ def vllm() -> ColocatedSystem:
     return ColocatedSystem(engine, spare=0.01)
 
 
-SYSTEMS = {
+SYSTEMS: dict[str, RecordedSystem] = {
     "distserve-c21d11": distserve(),
     "distserve-c21d12": distserve(stages=2),
     "vllm-tp1": vllm(),

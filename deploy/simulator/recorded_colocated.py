@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deploy.simulator.engine_loop import VirtualEngineLoop
-from deploy.simulator.recorded.engines import (
+from deploy.simulator.recorded_engines import (
     DecodesAlone,
     Machinery,
     check_room,
@@ -18,8 +18,8 @@ from deploy.simulator.recorded.engines import (
     new_sequence,
     prompt_scheduler,
 )
-from deploy.simulator.recorded.split import Tell
-from deploy.simulator.recorded.systems import ColocatedSystem
+from deploy.simulator.recorded_split import Tell
+from deploy.simulator.recorded_systems import ColocatedSystem
 from serving.engine.sequence import SequenceOutput
 from serving.messages import Request
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from deploy.simulator.profiles import PIPELINE_MS, STEP_MS, PhaseTables
-from deploy.simulator.recorded.systems import UNBOUNDED_TOKENS, ColocatedSystem, SplitSystem, paced
+from deploy.simulator.recorded_systems import UNBOUNDED_TOKENS, ColocatedSystem, SplitSystem, paced
 
 UNBOUNDED = 1 << 20  # sequences, tokens of a step
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from decode.scheduler import DecodeScheduler
 from deploy.simulator.profiles import Profile
-from deploy.simulator.recorded.systems import BLOCK_SIZE
+from deploy.simulator.recorded_systems import BLOCK_SIZE
 from deploy.simulator.runner import ModelledRunner, lognormal
 from deploy.simulator.texts import EOS, ScriptedTexts
 from kvcache.blocks.allocator import BlockAllocator
