@@ -116,10 +116,12 @@ def test_prompts_wait_where_nothing_can_be_handed_over() -> None:
 
 
 def test_colocated_steps_never_mix() -> None:
-    """A prompt that comes while another decodes makes it wait for a whole prompt's step."""
-    one = Traffic(name="one", classes=(TrafficClass(prompt=Lengths(500), output=Lengths(40)),))
-    first, second = trace(one, PLAIN, 2, 0)
-    outcomes = replay(ColocatedSystem(PLAIN), [first, Arrival(0.5, second.request, 40)]).outcomes
-    alone = 39 * PLAIN.decode_seconds(1, 520)
+    """A prompt that comes while another request decodes makes that wait for just the prompt's step."""
+    long, short = (
+        trace(Traffic(name="one", classes=(TrafficClass(prompt=Lengths(500), output=Lengths(count)),)), PLAIN, 1, count)
+        for count in (40, 1)
+    )
+    outcomes = replay(ColocatedSystem(PLAIN), [long[0], replace(short[0], at=0.5)]).outcomes
     took = (outcomes[0].last_token or 0.0) - (outcomes[0].first_token or 0.0)
-    assert took == pytest.approx(alone + PLAIN.prompt_seconds(500), rel=0.05)
+    alone = sum(PLAIN.decode_seconds(1, 501 + number) for number in range(39))
+    assert took == pytest.approx(alone + PLAIN.prompt_seconds(500), abs=1e-6)
