@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import command as bench
-from deploy import cache, explain, keys, quantize, scale, top, upcycle
+from deploy import cache, explain, keys, profile_worker, quantize, scale, top, upcycle
 from deploy.foreign_flags import translate
 from deploy.placement import command as deploying
 from deploy.placement.given import check_given, load_placement, placed_settings
@@ -24,6 +24,7 @@ from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings, check_heart
 from deploy.runtime.signals import leave_at_once_on_signals
 from deploy.runtime.tls import https_files
 from deploy.runtime.traced import traced
+from deploy.simulator import arguments as simulating
 from serving import __version__
 from serving.config import PARALLEL_SIZES, ModelConfig
 from serving.errors import MillraceError
@@ -48,6 +49,8 @@ ALONE = {
     "deploy": deploying.run,
     "scale": scale.run,
     "keys": keys.run,
+    "simulate": simulating.run,
+    "profile": profile_worker.run,
 }
 
 DESCRIPTION = """Disaggregated LLM serving: prefill, decode and KV cache as services behind an OpenAI-compatible API.
@@ -63,6 +66,7 @@ DESCRIPTION = """Disaggregated LLM serving: prefill, decode and KV cache as serv
   millrace keys create --tenant NAME      an API key with a tenant and limits of its own
   millrace deploy render compose FILE     the same placement as a Compose file; helm: as values of the chart
   millrace serve --on ray --placement F   its workers as actors of a Ray cluster; millrace scale prefill=3
+  millrace simulate --workers mixed=4     what a cluster would do, on virtual time; --trace FILE: under your traffic
   millrace bench                          measure this or any other OpenAI-compatible server
 """
 
@@ -83,6 +87,8 @@ TOP = "a live view of workers, queues and objectives met; q leaves"
 DEPLOY = "write a placement file in the form of a platform"
 SCALE = "more or fewer services of a deployment on Ray; those that leave finish what they have"
 KEYS = "make, list and revoke API keys with tenants and limits, in the file that --api-keys-file names"
+SIMULATE = "what a cluster would do under a load: attainment of a rate or a trace, or the highest rate that attains"
+PROFILE = "write what a running worker has learned of its steps, as a profile for millrace simulate"
 QUANTIZE = "write a model as INT8 weights and activations, in the compressed-tensors convention"
 UPCYCLE = "write a dense model as a mixture of experts that gives the same text"
 MEASURE = "measure any OpenAI-compatible endpoint: latencies, throughput, goodput"
@@ -115,6 +121,8 @@ def make_parser() -> argparse.ArgumentParser:
     deploying.add_arguments(commands.add_parser("deploy", help=DEPLOY, description=sentence(DEPLOY)))
     scale.add_arguments(commands.add_parser("scale", help=SCALE, description=sentence(SCALE)))
     keys.add_arguments(commands.add_parser("keys", help=KEYS, description=sentence(KEYS)))
+    simulating.add_arguments(commands.add_parser("simulate", help=SIMULATE))
+    profile_worker.add_arguments(commands.add_parser("profile", help=PROFILE, description=sentence(PROFILE)))
     bench.add_arguments(commands.add_parser("bench", help=MEASURE, description=sentence(MEASURE)))
     quantize.add_arguments(commands.add_parser("quantize", help=QUANTIZE, description=sentence(QUANTIZE)))
     upcycle.add_arguments(commands.add_parser("upcycle", help=UPCYCLE, description=sentence(UPCYCLE)))
