@@ -18,6 +18,7 @@ from deploy.foreign_flags import translate
 from deploy.placement import command as deploying
 from deploy.placement.given import check_given, load_placement, placed_settings
 from deploy.placement.ray_table import RayTable
+from deploy.planner import command as planning
 from deploy.runtime.key_file import key_file
 from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings, check_heartbeats, check_ranks, read_settings
 from deploy.runtime.signals import leave_at_once_on_signals
@@ -43,6 +44,7 @@ ALONE = {
     "explain": explain.run,
     "top": top.run,
     "deploy": deploying.run,
+    "plan": planning.run,
     "scale": scale.run,
     "keys": keys.run,
 }
@@ -59,6 +61,7 @@ DESCRIPTION = """Disaggregated LLM serving: prefill, decode and KV cache as serv
   millrace explain ID | millrace top      why a request went where it went; a live view of the workers
   millrace keys create --tenant NAME      an API key with a tenant and limits of its own
   millrace deploy render compose FILE     the same placement as a Compose file; helm: as values of the chart
+  millrace plan --model opt-13b           which workers, in what numbers: a report and a placement file
   millrace serve --on ray --placement F   its workers as actors of a Ray cluster; millrace scale prefill=3
   millrace bench                          measure this or any other OpenAI-compatible server
 """
@@ -78,6 +81,7 @@ CACHE = "show, drop or check what the nodes of a KV pool hold"
 EXPLAIN = "why a request went where it went, and how long everything took against what was predicted"
 TOP = "a live view of workers, queues and objectives met; q leaves"
 DEPLOY = "write a placement file in the form of a platform"
+PLAN = "find the workers and their parallelism that give the most goodput per device, or that splitting does not pay"
 SCALE = "more or fewer services of a deployment on Ray; those that leave finish what they have"
 KEYS = "make, list and revoke API keys with tenants and limits, in the file that --api-keys-file names"
 QUANTIZE = "write a model as INT8 weights and activations, in the compressed-tensors convention"
@@ -110,6 +114,7 @@ def make_parser() -> argparse.ArgumentParser:
     explain.add_arguments(commands.add_parser("explain", help=EXPLAIN, description=sentence(EXPLAIN)))
     top.add_arguments(commands.add_parser("top", help=TOP, description=sentence(TOP)))
     deploying.add_arguments(commands.add_parser("deploy", help=DEPLOY, description=sentence(DEPLOY)))
+    planning.add_arguments(commands.add_parser("plan", help=PLAN, description=sentence(PLAN)))
     scale.add_arguments(commands.add_parser("scale", help=SCALE, description=sentence(SCALE)))
     keys.add_arguments(commands.add_parser("keys", help=KEYS, description=sentence(KEYS)))
     bench.add_arguments(commands.add_parser("bench", help=MEASURE, description=sentence(MEASURE)))

@@ -20,7 +20,8 @@ from deploy.planner.rate_search import FoundGoodput
 class PlanQuestion:
     """What is to be planned, and how far the search may go.
 
-    `estimates` placements are measured as whole queues, `finalists` of each kind in the simulator. `least_rate` is the
+    `estimates` placements are measured as whole queues, `finalists` of each kind in the simulator
+    with `finalist_requests` at least. `least_rate` is the
     requests a second that there will be. `reference`: as DistServe's simulator assumes, and searches.
     """
 
@@ -31,7 +32,8 @@ class PlanQuestion:
     space: SearchSpace = field(default_factory=SearchSpace)
     seeds: tuple[int, ...] = (0,)
     estimates: int = 40
-    finalists: int = 2
+    finalists: int = 1
+    finalist_requests: int = 300
     least_rate: float = 0.0
     reference: bool = False
 
@@ -44,6 +46,7 @@ class PlannedPlacement:
     estimate: FoundGoodput
     cost: float
     simulated: FoundGoodput | None = None
+    alike: FoundGoodput | None = None  # the queues' figure over the very requests that were simulated
     dominated_by: CandidatePlacement | None = None
     curve: list[Attainment] = field(default_factory=list)
 

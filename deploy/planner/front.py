@@ -35,7 +35,10 @@ def pareto_front(values: Sequence[Sequence[float]]) -> list[int]:
 
 
 def evolved_front(
-    sizes: Sequence[int], judge: Callable[[tuple[int, ...]], Sequence[float] | None], seed: int
+    sizes: Sequence[int],
+    judge: Callable[[tuple[int, ...]], Sequence[float] | None],
+    seed: int,
+    generations: int | None = None,
 ) -> list[tuple[int, ...]]:
     """Genomes on the front of a space of integers, gene i from 0 to sizes[i] - 1. `judge` gives None for none.
 
@@ -74,6 +77,6 @@ def evolved_front(
         mutation=PM(prob=0.5, eta=3, vtype=float, repair=RoundingRepair()),
         eliminate_duplicates=True,
     )
-    minimize(Space(), algorithm, ("n_gen", GENERATIONS), seed=seed, verbose=False)
+    minimize(Space(), algorithm, ("n_gen", generations or GENERATIONS), seed=seed, verbose=False)
     genomes = sorted(seen)
     return [genomes[index] for index in pareto_front([seen[genome] for genome in genomes])]

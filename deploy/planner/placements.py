@@ -39,8 +39,8 @@ class InstanceGroup:
         return self.count * self.shape.devices
 
     def __str__(self) -> str:
-        chunk = f", steps of {self.budget}" if self.role == Role.MIXED else ""
-        return f"{self.count} {self.role} × {self.shape}{chunk}"
+        chunk = f" (steps of {self.budget})" if self.role == Role.MIXED and self.budget else ""
+        return f"{self.count}×{self.shape} {self.role}{chunk}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class CandidatePlacement:
 
     def __str__(self) -> str:
         text = " + ".join(map(str, self.groups))
-        return text if self.units == 1 else f"{self.units} units of ({text})"
+        return text if self.units == 1 else f"{self.units} units of {text}"
 
 
 def aggregated(shape: InstanceShape, count: int, budget: int) -> CandidatePlacement:

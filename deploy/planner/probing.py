@@ -160,10 +160,12 @@ class RateProber(AbstractContextManager["RateProber"]):
         search.record(probe.rate, probe.goal.of(what))
         self.told()
 
-    def curve(self, model: AttainmentModel, what: Measured, rates: Sequence[float]) -> list[Attainment]:
+    def curve(
+        self, model: AttainmentModel, what: Measured, rates: Sequence[float], load: OfferedTraffic | None = None
+    ) -> list[Attainment]:
         """Whole runs at these rates, whatever they attain."""
         goal = replace(self.goal, share=0.0)
-        probes = [RateProbe(model, what, rate, self.load, goal, self.seeds) for rate in rates]
+        probes = [RateProbe(model, what, rate, load or self.load, goal, self.seeds) for rate in rates]
         found = {probe.rate: known for probe in probes if (known := self.store.get(probe)) is not None}
         left = [probe for probe in probes if probe.rate not in found]
         measured = map(_measure, left) if self._pool is None else self._pool.map(_measure, left)

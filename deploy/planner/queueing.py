@@ -203,9 +203,9 @@ class _QueueingRun:
         return Attainment(
             rate=self.rate,
             offered=count,
-            ttft=1 - len(self.late_first) / count,
-            tpot=1 - len(self.late_rest) / count,
-            joint=1 - len(self.late_first | self.late_rest) / count,
+            ttft=(count - len(self.late_first)) / count,
+            tpot=(count - len(self.late_rest)) / count,
+            joint=(count - len(self.late_first | self.late_rest)) / count,
         )
 
 

@@ -1,6 +1,6 @@
 """The search: phases alone, placements as queues, finalists in the simulator, then a ranking.
 
-It decides what is measured; how and where is the prober's affair, what the figures say that of deploy/planner/answer.py.
+It decides what is measured; how and where is the prober's affair, and deploy/planner/answer.py has what comes of it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from deploy.planner.simulated import SimulatedModel, why_not_simulated
 from serving.messages import Role
 
 PHASE_SECONDS = 30.0  # of requests that one worker alone is measured with
+FINALIST_SECONDS = 15.0  # of requests that finalists are simulated with, at least
 ESTIMATE_TOLERANCE, SIMULATED_TOLERANCE = 0.03, 0.1
 CURVE = (0.25, 0.5, 0.7, 0.85, 0.95, 1.0, 1.05, 1.15, 1.3)  # of a goodput: the rates of an attainment curve
 
@@ -98,6 +99,14 @@ class PlanSearch:
                 self._reject(kind, "misses its objective at every rate")
         return PhaseFigures(found)
 
+    def _finalist_load(self) -> OfferedTraffic:
+        load = self.question.load
+        return replace(
+            load,
+            requests=min(load.requests, self.question.finalist_requests),
+            seconds=min(load.seconds, FINALIST_SECONDS),
+        )
+
     def _search(self, start: float, devices: int, tolerance: float = ESTIMATE_TOLERANCE) -> RateSearch:
         question = self.question
         if question.reference:
@@ -145,16 +154,26 @@ class PlanSearch:
                 (each.placement, self._search(each.goodput, each.placement.devices, SIMULATED_TOLERANCE))
                 for each in some
             ]
-            for each, found in zip(some, self.prober.goodputs(model, wanted), strict=True):
+            load = self._finalist_load()
+            for each, found in zip(some, self.prober.goodputs(model, wanted, load), strict=True):
                 each.simulated = found
+            alike: list[tuple[Measured, RateSearch]] = [
+                (each.placement, self._search(each.goodput or each.estimate.rate or 1.0, each.placement.devices))
+                for each in some
+            ]
+            queues = self.near if near else self.far
+            for each, found in zip(some, self.prober.goodputs(queues, alike, load), strict=True):
+                each.alike = found
         return finalists
 
     def _curves(self, shown: Sequence[PlannedPlacement]) -> None:
+        """Of queues, over the requests that were simulated where some were."""
         self.stage("curves", len(shown))
         for each in shown:
             model = self.near if self._inside_a_node(each.placement) else self.far
-            rate = each.estimate.rate or 0.0
-            each.curve = self.prober.curve(model, each.placement, [share * rate for share in CURVE])
+            rates = [share * (each.estimate.rate or 0.0) for share in CURVE]
+            load = None if each.simulated is None else self._finalist_load()
+            each.curve = self.prober.curve(model, each.placement, rates, load)
 
     def _reject(self, what: object, reason: str) -> None:
         self.rejected.append(Rejection(str(what), reason))

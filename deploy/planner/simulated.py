@@ -51,21 +51,22 @@ class SimulatedModel:
             raise ValueError(f"{placement}: {reason}")
         share = rate / placement.units
         requests, arrivals = offered(load, share, seed), arriving(load, load.count(share), seed)
-        spare, late = (1.0 - goal.share) * len(arrivals), 0
+        spare, late = (1.0 - goal.share) * len(arrivals) + 1e-9, 0
 
-        def ended(outcome: RequestOutcome) -> None:
+        def judge(outcome: RequestOutcome) -> None:
             nonlocal late
             late += not outcome.met
             if late > spare and goal.joint:
                 raise _GoalOutOfReach
 
+        outcomes: list[RequestOutcome] = []
         try:
-            outcomes = simulate(_plan(self, placement), arrivals, share, seed=seed, ended=ended).outcomes
+            outcomes = simulate(_plan(self, placement), arrivals, share, seed=seed, ended=judge).outcomes
         except* _GoalOutOfReach:
-            outcomes = []
-        if not outcomes:
             most = 1 - late / len(arrivals)
-            return Attainment(rate=rate, offered=len(arrivals), ttft=1.0, tpot=1.0, joint=most)
+            given_up = Attainment(rate=rate, offered=len(arrivals), ttft=1.0, tpot=1.0, joint=most)
+        if not outcomes:
+            return given_up
         ended = [outcome.error is None and outcome.finish is not None for outcome in outcomes]
         ttfts = [
             LATE if outcome.ttft is None or not well else outcome.ttft
