@@ -64,14 +64,16 @@ def read_question(options: argparse.Namespace) -> PlanQuestion:
             given[table][key] = getattr(options, flag)
     model, machines = _model(given["model"]), _machines(given["hardware"])
     search = given["search"]
+    reference = (
+        _one_of(search, "assume", "serving", ("serving", "distserve")) == "distserve"
+    )  # its steps have no budget
     space = SearchSpace(
         tp=_whole(search, "tp", (1, 2, 4, 8)),
         pp=_whole(search, "pp", (1,)),
-        budgets=_whole(search, "max_num_batched_tokens", (512, 1024, 2048)),
+        budgets=(2048,) if reference else _whole(search, "max_num_batched_tokens", (512, 1024, 2048)),
         free=_one_of(search, "links", "both", ("both", "fast", "slow")) != "slow",
         tied=search.get("links") != "fast",
     )
-    reference = _one_of(search, "assume", "serving", ("serving", "distserve")) == "distserve"
     objectives = given["objectives"]
     return PlanQuestion(
         model=model,

@@ -50,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tpot-ms", type=float, help="the same, for the mean of the tokens after it")
     add("--attainment", type=float, metavar="SHARE", help="share of requests that must meet them (default: 0.9)")
     add("--attain", choices=("both", "each"), help="by a request at once, or each objective by itself (default: both)")
+    add_search_arguments(parser)
+
+
+def add_search_arguments(parser: argparse.ArgumentParser) -> None:
+    """How far to look, and where to write."""
+    add = parser.add_argument_group("The search").add_argument
     add("--tp", metavar="N,…", help="tensor parallel sizes to try (default: 1,2,4,8)")
     add("--pp", metavar="N,…", help="pipeline stages to try (default: 1)")
     add("--max-num-batched-tokens", metavar="N,…", help="step budgets to try (default: 512,1024,2048)")
@@ -131,10 +137,11 @@ def _searched(arguments: argparse.Namespace, question: PlanQuestion) -> PlanAnsw
 
 
 def _show(answer: PlanAnswer, seconds: float) -> None:
-    from deploy.explain import plain_console
+    from rich.console import Console
+
     from deploy.planner.drawn import difference, left_out, ranking, verdict
 
-    question, console = answer.question, plain_console()
+    question, console = answer.question, Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console.width = WIDTH
     machines, load = question.machines, question.load

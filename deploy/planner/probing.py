@@ -87,6 +87,8 @@ class ProbeStore(AbstractContextManager["ProbeStore"]):
         return found
 
     def put(self, probe: RateProbe, found: Attainment) -> None:
+        if probe.key in self._known:
+            return
         self._known[probe.key] = found
         if self._file is not None:
             self._file.write(orjson.dumps({"key": probe.key, **found.as_json()}).decode() + "\n")

@@ -75,6 +75,7 @@ def test_a_broken_off_plan_goes_on_to_the_same_answer(tmp_path: Path, monkeypatc
         (each.placement, each.goodput, each.dominated_by) for each in whole.ranked
     ]
     assert resumed.rejected == whole.rejected
+    assert len(path.read_bytes().splitlines()) == len((tmp_path / "whole.jsonl").read_bytes().splitlines())
 
 
 def test_what_is_kept_is_kept_under_everything_it_depends_on() -> None:
