@@ -18,6 +18,7 @@ from deploy.foreign_flags import translate
 from deploy.placement import command as deploying
 from deploy.placement.given import check_given, load_placement, placed_settings
 from deploy.placement.ray_table import RayTable
+from deploy.planner import command as planning
 from deploy.runtime.key_file import key_file
 from deploy.runtime.secrets_known import secrets_of
 from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings, check_heartbeats, check_ranks, read_settings
@@ -47,6 +48,7 @@ ALONE = {
     "explain": explain.run,
     "top": top.run,
     "deploy": deploying.run,
+    "plan": planning.run,
     "scale": scale.run,
     "keys": keys.run,
     "simulate": simulating.run,
@@ -65,6 +67,7 @@ DESCRIPTION = """Disaggregated LLM serving: prefill, decode and KV cache as serv
   millrace explain ID | millrace top      why a request went where it went; a live view of the workers
   millrace keys create --tenant NAME      an API key with a tenant and limits of its own
   millrace deploy render compose FILE     the same placement as a Compose file; helm: as values of the chart
+  millrace plan --model opt-13b           which workers, in what numbers: a report and a placement file
   millrace serve --on ray --placement F   its workers as actors of a Ray cluster; millrace scale prefill=3
   millrace simulate --workers mixed=4     what a cluster would do, on virtual time; --trace FILE: under your traffic
   millrace bench                          measure this or any other OpenAI-compatible server
@@ -85,6 +88,7 @@ CACHE = "show, drop or check what the nodes of a KV pool hold"
 EXPLAIN = "why a request went where it went, and how long everything took against what was predicted"
 TOP = "a live view of workers, queues and objectives met; q leaves"
 DEPLOY = "write a placement file in the form of a platform"
+PLAN = "find the workers and their parallelism that give the most goodput per device, or that splitting does not pay"
 SCALE = "more or fewer services of a deployment on Ray; those that leave finish what they have"
 KEYS = "make, list and revoke API keys with tenants and limits, in the file that --api-keys-file names"
 SIMULATE = "what a cluster would do under a load: attainment of a rate or a trace, or the highest rate that attains"
@@ -119,6 +123,7 @@ def make_parser() -> argparse.ArgumentParser:
     explain.add_arguments(commands.add_parser("explain", help=EXPLAIN, description=sentence(EXPLAIN)))
     top.add_arguments(commands.add_parser("top", help=TOP, description=sentence(TOP)))
     deploying.add_arguments(commands.add_parser("deploy", help=DEPLOY, description=sentence(DEPLOY)))
+    planning.add_arguments(commands.add_parser("plan", help=PLAN, description=sentence(PLAN)))
     scale.add_arguments(commands.add_parser("scale", help=SCALE, description=sentence(SCALE)))
     keys.add_arguments(commands.add_parser("keys", help=KEYS, description=sentence(KEYS)))
     simulating.add_arguments(commands.add_parser("simulate", help=SIMULATE))
