@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from router.generations import ready_workers
 from router.registry import RegisteredWorker
 from router.router import Router
 
@@ -47,6 +48,10 @@ class RouterOverview:
                 for name, held in counts.items()
                 if any(held.outcomes.values()) or waiting.get(name) or name in router.fleet.config.classes
             },
+            "generations": [
+                {"generation": name, "prefill": each.prefills, "decode": each.decodes, "share": each.share}
+                for name, each in ready_workers(router.fleet.candidates(), router.fleet.trust, now).items()
+            ],
             "workers": [
                 {
                     **describe(worker, now),
@@ -65,6 +70,7 @@ def describe(worker: RegisteredWorker, now: float) -> dict[str, Any]:
     return {
         "name": status.name,
         "role": status.role.value,
+        "generation": seen.generation,
         "address": status.address,
         "ranks": max(1, status.ranks),
         "state": "suspect" if worker.suspect else "draining" if status.draining else "live",
