@@ -107,6 +107,7 @@ def schema() -> Schema:
     group = table(**named) | {"required": ["name", "role"]}  # the rest may come from workerDefaults
     changes = _all_optional(table(**worker))
     generation = table(
+        enabled=YES,
         image=table(**_IMAGE),
         model=table(**_MODEL),
         settings=settings(Role.MIXED.value),
@@ -121,7 +122,7 @@ def schema() -> Schema:
         generations={
             "type": "object",
             "propertyNames": {"pattern": "^[a-z0-9]{1,8}$"},
-            "additionalProperties": {"anyOf": [{"type": "null"}, _all_optional(generation)]},
+            "additionalProperties": _all_optional(generation),
         },
         kvcache=table(**node),
     )

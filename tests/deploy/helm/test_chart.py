@@ -78,7 +78,7 @@ def test_the_schema_refuses(changed: Manifest, told: str) -> None:
         ({"workers": [{"name": "a", "role": "prefill"}, {"name": "a", "role": "decode"}]}, "something else"),
         ({"keys": {"file": {"existingSecret": "a"}}, "router": {"settings": {"api_keys_file": "/a"}}}, "leave out one"),
         ({"workers": [{"name": "p", "role": "prefill", "autoscaling": {"enabled": True}}]}, "tokensPerSecond"),
-        ({"generations": {"base": None}}, "none is left"),
+        ({"generations": {"base": {"enabled": False}}}, "none is left"),
         ({"generations": {"b": {}}, "workers": [{"name": "of-nineteen-letters", "role": "mixed"}]}, "20 letters"),
         ({"generations": {"b": {}}, "workers": [{"name": n, "role": "mixed"} for n in ("a", "a-b")]}, "something else"),
     ],

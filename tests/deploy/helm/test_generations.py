@@ -26,11 +26,16 @@ def deployments(given: Manifest) -> dict[str, Manifest]:
 def test_generations_stand_side_by_side_and_leave_each_other_alone() -> None:
     before = deployments({})
     both = deployments({"generations": {"b": NEXT}})
-    after = deployments({"generations": {"b": NEXT, "base": None}})
+    after = deployments({"generations": {"b": NEXT, "base": {"enabled": False}}})
     assert (set(before), set(both), set(after)) == (OLD_PODS, OLD_PODS | NEW_PODS, NEW_PODS)
     assert {name: both[name] for name in OLD_PODS} == before, "the old pods go on as they were"
     assert {name: both[name] for name in NEW_PODS} == after
-    assert deployments({"generations": {"b": None}}) == before, "and the way back is the same"
+    assert deployments({"generations": {"b": {**NEXT, "enabled": False}}}) == before, "and the way back is the same"
+
+
+def test_routers_of_another_image_leave_a_generation_that_names_its_own_alone() -> None:
+    pinned = {"image": {"tag": "next"}, "generations": {"base": {"image": {"tag": "cpu"}}, "b": NEXT}}
+    assert {name: spec for name, spec in deployments(pinned).items() if name in OLD_PODS} == deployments({})
 
 
 def test_a_generation_changes_what_it_names_and_nothing_else() -> None:

@@ -43,7 +43,8 @@ image and the model, and a name of its own. Those of `base` are called as in the
 {{- define "millrace.workers" -}}
 {{- $names := list -}}
 {{- range $generation, $changed := .Values.generations }}
-{{- if not (kindIs "invalid" $changed) }}
+{{- if ne (toString (get ($changed | default dict) "enabled")) "false" }}
+{{- $changed = $changed | default dict -}}
 {{- $image := mergeOverwrite (deepCopy $.Values.image) (deepCopy ($changed.image | default dict)) -}}
 {{- if and (hasKey ($changed.image | default dict) "tag") (not (hasKey $changed.image "digest")) }}
 {{- $_ := set $image "digest" "" -}}
