@@ -247,7 +247,7 @@ class WorkerIdentity:
     max_model_len: int  # tokens
     long_rope_after: int = 0  # as in WorkerStatus
     ranks: int = 1  # processes that are this worker
-    kv_protocol: int = KV_PROTOCOL
+    kv_protocol: int = field(default_factory=lambda: KV_PROTOCOL)
 
     @property
     def generation(self) -> str:

@@ -58,7 +58,7 @@ from serving.grammar.grammars import GRAMMAR_VERSION, GrammarCompiler, Grammars
 from serving.kvspec import LayerKV
 from serving.links import HandoffDialer
 from serving.loader.loading import LoadedModel
-from serving.messages import KV_PROTOCOL, Role, WorkerIdentity
+from serving.messages import Role, WorkerIdentity
 from serving.step_cost import StepCost
 from serving.text.tokenizer import load_tokenizer
 
@@ -132,7 +132,6 @@ def build_worker(
         max_model_len=limit,
         long_rope_after=spec.long_rope_after,
         ranks=ranks_of(model),
-        kv_protocol=KV_PROTOCOL,
     )
     others: dict[str, Forward] = {}  # for prompts of decode workers that keep KV in another dtype (prefill.worker)
     if role is not Role.DECODE and device_kv.can_keep("int8"):

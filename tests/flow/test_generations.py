@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from deploy.local import LocalCluster
-from deploy.worker import build
 from deploy.worker.worker import Worker
 from kvcache.handoff.dialer import Dialer
 from router.fleet import RouterConfig
+from serving import messages
 from serving.config import EngineConfig, ModelConfig
 from serving.loader.loading import LoadedModel, load
 from serving.messages import KV_PROTOCOL, Role
@@ -41,7 +41,7 @@ class RollingCluster(LocalCluster):
     def _worker(self, role: Role, number: int, dialer: Dialer) -> Worker:
         self.model, protocol = self.generations[number // len(ROLES)]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(build, "KV_PROTOCOL", protocol)
+            patch.setattr(messages, "KV_PROTOCOL", protocol)
             return super()._worker(role, number, dialer)
 
     def mixed_pairs(self) -> float:
