@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
+import torch
 
 from serving.messages import KV_PROTOCOL
 from tests.flow.ports import free_port
@@ -183,7 +184,10 @@ async def roll(folder: Path, streams: int, width: int, tell: Callable[[str, obje
             for stream in ending:
                 await stream.whole()
             await load.end()
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)  # several wait for each other at each operation, which small ones do not repay
             _check(load, models, tell)
+            torch.set_num_threads(threads)
         assert made.all_mixed_pairs() == 0.0
         assert made.router.metric("request_failure_total") == 0.0
         await asyncio.to_thread(made.router.wait_idle)
