@@ -138,7 +138,9 @@ def _all_optional(made: Schema) -> Schema:
 def _whole_chart() -> Schema:
     """What is said once for all services."""
     step = table(pods=whole(1), seconds=whole(1))
-    monitor = table(enabled=YES, interval=TEXT, labels=TABLE)
+    checked = table(caSecret=table(name=TEXT, key=TEXT), serverName=TEXT, insecureSkipVerify=YES)
+    service_monitor = table(enabled=YES, interval=TEXT, labels=TABLE, tls=checked)
+    pod_monitor = table(enabled=YES, interval=TEXT, labels=TABLE, keep=TEXT)
     existing = {"type": "string", "minLength": 1}
     return {
         "global": TABLE,
@@ -157,7 +159,7 @@ def _whole_chart() -> Schema:
         "podDisruptionBudgets": YES,
         "autoscaling": table(engine=one_of("keda", "hpa"), prometheusAddress=TEXT, up=step, down=step),
         "networkPolicy": table(enabled=YES, clients=LIST, monitoring=LIST, extraEgress=LIST),
-        "monitoring": table(serviceMonitor=monitor),
+        "monitoring": table(serviceMonitor=service_monitor, podMonitor=pod_monitor),
         "ingress": table(enabled=YES, className=TEXT, annotations=TABLE, hosts=TEXTS, tlsSecretName=TEXT),
         "gateway": table(enabled=YES, parentRefs=LIST, hostnames=TEXTS),
         "serviceAccount": table(annotations=TABLE),

@@ -72,3 +72,10 @@ def test_a_generation_whose_model_is_on_the_hub_may_fetch_it() -> None:
         for values in (given, given | hub)
     ]
     assert names[1] - names[0] == {"millrace-hub"}
+
+
+def test_the_workers_of_every_generation_are_scraped() -> None:
+    given = {"generations": {"b": NEXT}, "monitoring": {"podMonitor": {"enabled": True}}}
+    (monitor,) = of_kind(render(given)[0], "PodMonitor")
+    (chosen,) = monitor["spec"]["selector"]["matchExpressions"]
+    assert {"prefill", "decode", "prefill-b", "decode-b"} <= set(chosen["values"])
