@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from router.generations import ready_workers
 from router.registry import RegisteredWorker
 from router.router import Router
 from serving.messages import WorkerStatus
@@ -49,6 +50,10 @@ class RouterOverview:
                 for name, held in counts.items()
                 if any(held.outcomes.values()) or waiting.get(name) or name in router.fleet.config.classes
             },
+            "generations": [
+                {"generation": name, "prefill": each.prefills, "decode": each.decodes, "share": each.share}
+                for name, each in ready_workers(router.fleet.candidates(), router.fleet.trust, now).items()
+            ],
             "workers": [
                 {
                     **describe(worker, now),
@@ -67,6 +72,7 @@ def describe(worker: RegisteredWorker, now: float) -> dict[str, Any]:
     return {
         "name": status.name,
         "role": status.role.value,
+        "generation": seen.generation,
         "address": status.address,
         "ranks": max(1, status.ranks),
         "state": "suspect" if worker.suspect else "draining" if status.draining else "live",
