@@ -67,7 +67,7 @@ class DecodeWorker:
         self.wanted = wanted
         self.bound = bound or Unbound()
         self.table = LeaseTable(self.identity.instance, len(self.device_kv.specs))
-        self.direct = DirectLeases(self.table, self.engine.lock, direct)
+        self.direct = DirectLeases(self.table, self.engine.lock, direct, context.identity.name)
         self.deadlines = Deadlines(self._expire)
         self.turns = RouterTurns()
         self.traces = DecodeTraces(context.identity.name)

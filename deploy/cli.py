@@ -19,6 +19,7 @@ from deploy.placement import command as deploying
 from deploy.placement.given import check_given, load_placement, placed_settings
 from deploy.placement.ray_table import RayTable
 from deploy.runtime.key_file import key_file
+from deploy.runtime.secrets_known import secrets_of
 from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings, check_heartbeats, check_ranks, read_settings
 from deploy.runtime.signals import leave_at_once_on_signals
 from deploy.runtime.tls import https_files
@@ -27,9 +28,11 @@ from serving import __version__
 from serving.config import PARALLEL_SIZES, ModelConfig
 from serving.errors import MillraceError
 from serving.grpc_tls import grpc_tls
-from serving.logs import setup_logging
+from serving.log_config import JSON
+from serving.log_lines import LogSetup, setup_of
+from serving.logs import bare_line, setup_logging
 from serving.messages import Role
-from serving.options import add_flags, check_last_word
+from serving.options import ENV_PREFIX, add_flags, check_last_word
 from serving.service_config import configured_classes
 
 log = logging.getLogger(__name__)
@@ -170,6 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = vars(parsed)
         if parsed.command != "kvcache":
             check_last_word(arguments, given, "model", *CONFIGS)
+        _log_early(parsed.command, given)
         settings = _read(given)
         check_heartbeats(settings.placement)
         for role in _roles(given):
@@ -180,19 +184,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         configured_classes(settings.service)
         if parsed.command in FRONTS:
             key_file(settings.service, os.environ)
-        setup_logging(settings.cluster.worker_name or parsed.command, settings.http.log_level)
+        name = settings.cluster.worker_name or parsed.command
+        setup_logging(setup_of(settings.logs, parsed.command, name), secrets_of(settings, os.environ))
         for line in told:
             log.info("%s", line)
-        with traced(settings.tracing, parsed.command, settings.cluster.worker_name or parsed.command):
+        with traced(settings.tracing, parsed.command, name):
             return _start(given, settings)
     except (MillraceError, ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError) and _reader_has_left(sys.stdout.fileno()):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the last flush fail
             return 128 + signal.SIGPIPE
-        print(f"millrace: {error}", file=sys.stderr)
+        sys.stderr.write(bare_line(str(error)).decode())
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _log_early(command: str, given: Mapping[str, Any]) -> None:
+    """Where JSON is asked for, what is wrong with the settings is told in it too."""
+    if given.get("log_format", os.environ.get(f"{ENV_PREFIX}LOG_FORMAT")) == JSON:
+        setup_logging(LogSetup(name=command, role=command, form=JSON))
 
 
 def _read(given: Mapping[str, Any]) -> Settings:

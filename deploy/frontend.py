@@ -117,7 +117,7 @@ class Frontend:
             placements=RouterOverview(self.router),
             health=self.health,
             audit=self.audit,
-            metrics_text=self._metrics_text,
+            metrics_text=self.metrics_text,
             observer=self.metrics,
             http_observer=self.http_metrics,
             keyring=self.keys.keyring if self.keys is not None else None,
@@ -128,7 +128,8 @@ class Frontend:
         self.grammars: GrammarGate = app.state.grammars
         self.server = HttpServer(app, listening, http)
 
-    def _metrics_text(self) -> bytes:
+    def metrics_text(self) -> bytes:
+        """/metrics: of the router, what it hears of workers, and this process."""
         files = {"grpc": self.grpc_files, "https": self.server.certificates}
         own = certificate_text(files, self.http.metrics_prefix)
         spans = trace_text(TRACE_COUNTS, self.http.metrics_prefix)

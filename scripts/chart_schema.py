@@ -105,7 +105,9 @@ def _whole_chart() -> Schema:
     step = table(pods=whole(1), seconds=whole(1))
     pull = one_of("Always", "IfNotPresent", "Never")
     digest = {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"}
-    monitor = table(enabled=YES, interval=TEXT, labels=TABLE)
+    checked = table(caSecret=table(name=TEXT, key=TEXT), serverName=TEXT, insecureSkipVerify=YES)
+    service_monitor = table(enabled=YES, interval=TEXT, labels=TABLE, tls=checked)
+    pod_monitor = table(enabled=YES, interval=TEXT, labels=TABLE, keep=TEXT)
     existing = {"type": "string", "minLength": 1}
     return {
         "global": TABLE,
@@ -126,7 +128,7 @@ def _whole_chart() -> Schema:
         "podDisruptionBudgets": YES,
         "autoscaling": table(engine=one_of("keda", "hpa"), prometheusAddress=TEXT, up=step, down=step),
         "networkPolicy": table(enabled=YES, clients=LIST, monitoring=LIST, extraEgress=LIST),
-        "monitoring": table(serviceMonitor=monitor),
+        "monitoring": table(serviceMonitor=service_monitor, podMonitor=pod_monitor),
         "ingress": table(enabled=YES, className=TEXT, annotations=TABLE, hosts=TEXTS, tlsSecretName=TEXT),
         "gateway": table(enabled=YES, parentRefs=LIST, hostnames=TEXTS),
         "serviceAccount": table(annotations=TABLE),

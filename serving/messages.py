@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from hashlib import sha256
 
 from serving.step_cost import StepCost
 from serving.tracing import TraceContext
@@ -78,6 +79,11 @@ def owner_of(tenant: str) -> str:
     return owner if mark else ""
 
 
+def shown_tenant(owner: str) -> str:
+    """What an owner, or a salt, is called where others may read it: in logs, and as a namespace of the KV pool."""
+    return sha256(b"millrace-namespace\0" + owner.encode()).hexdigest()[:16] if owner else ""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """One sequence to generate. `n > 1` is n of these that share a prompt and differ in seed."""
@@ -95,6 +101,11 @@ class Request:
     prompt_logprobs: int | None = None  # like SamplingParams.logprobs, for the prompt's tokens
     pooling: Pooling | None = None  # an embedding is wanted and no token; `max_tokens` is 1 then
     trace: TraceContext | None = None  # of its span, where it is traced
+
+    @property
+    def owner(self) -> str:
+        """Whose cached prefixes it shares: a digest of its tenant or group; empty where there are none."""
+        return owner_of(self.tenant)
 
     @property
     def longest(self) -> int:

@@ -16,6 +16,7 @@ from serving.config import (
     PlacementConfig,
     PoolConfig,
 )
+from serving.log_config import LogConfig
 from serving.options import ConfigError, build, load_file, names
 from serving.security_config import SecurityConfig
 from serving.service_config import ServiceConfig
@@ -33,6 +34,7 @@ class Settings:
     service: ServiceConfig = field(default_factory=ServiceConfig)
     placement: PlacementConfig
     cluster: ClusterConfig
+    logs: LogConfig = field(default_factory=LogConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     tracing: TracingConfig = field(default_factory=TracingConfig)
     pool: PoolConfig
@@ -42,7 +44,7 @@ class Settings:
 GROUPS = {name: kind for name, kind in get_type_hints(Settings).items() if name != "model"}
 CONFIGS = tuple(GROUPS.values())
 # What a node of the KV pool reads.
-NODE_CONFIGS = (KvCacheConfig, HttpConfig, PlacementConfig, ClusterConfig, SecurityConfig, TracingConfig)
+NODE_CONFIGS = (KvCacheConfig, HttpConfig, PlacementConfig, ClusterConfig, LogConfig, SecurityConfig, TracingConfig)
 
 
 def read_settings(given: Mapping[str, Any], placed: Mapping[str, Any] | None = None) -> Settings:

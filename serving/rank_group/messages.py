@@ -34,7 +34,7 @@ class Balancing:
 class LoadShare:
     """Load the model at `path` with the experts of this rank alone; `threads` compute it. Answered by ShareLoaded.
 
-    `service` is what the rank calls itself in the log; `redundant` experts are held more than once at first.
+    `redundant` experts are held more than once at first.
     """
 
     path: Path
@@ -43,8 +43,6 @@ class LoadShare:
     ranks: int
     redundant: int
     threads: int
-    service: str
-    log_level: int
 
 
 @dataclass(frozen=True, slots=True)

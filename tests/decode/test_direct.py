@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from kvcache.handoff.chunk import Chunk, encode, sealed_commit
 from kvcache.pool.block import PoolBlock
 from serving.errors import CorruptChunk, StaleLease
 from serving.messages import LeaseId, Role
+from serving.tracing import NoTracer, TraceContext, call_headers, use
 from tests.decode.workers import FINGERPRINT, SPECS, Worker
 from tests.fakes.kv_layouts import random_pool, token_at
 from tests.fakes.sequences import make_order, make_sequence
@@ -26,6 +30,8 @@ from tests.kvcache.connector.test_direct_fetch import Stopping
 PROMPT = list(range(14))  # three blocks and two tokens
 SOURCE = random_pool(SPECS, 8, 4, 7)
 WHOLE = 12
+CALLS = "00-0af7651916cd43dd8448eb211c80319c-00000000000000ff-01"
+TRACE = TraceContext("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
 
 
 class Direct(Worker):
@@ -36,7 +42,7 @@ class Direct(Worker):
         self.reader = Stopping(self.pooled())
         locations, cost = self.worker.context.locations, DirectCost(FetchCost())
         self.prefixes = DirectFetcher(self.reader, self.kv, locations, cost, wait=60, always=True)
-        self.decode.direct = DirectLeases(self.decode.table, self.engine.lock, self.prefixes)
+        self.decode.direct = DirectLeases(self.decode.table, self.engine.lock, self.prefixes, "decode-0")
 
     def pooled(self) -> dict[bytes, PoolBlock]:
         seq = make_sequence(self.kv, PROMPT)
@@ -95,6 +101,73 @@ async def test_the_pool_and_the_handoff_fill_a_lease_together(worker: Direct, se
     assert worker.runs(grant.lease) and worker.holds(grant.lease)
     another = await worker.lease(session, PROMPT, "r/2")
     assert another.cached_tokens == WHOLE and await worker.decode.begin(another.lease) == 0, "nothing is left to bring"
+
+
+class Recorder:
+    """A tracer whose spans are in `told` once they have ended; `open` are those that have not."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, dict[str, Any], str]] = []
+        self.open = 0
+
+    def now(self) -> int:
+        return 0
+
+    def begin(self, name: str, parent: TraceContext, began: int, *, serves: bool = False) -> Any:
+        assert parent == TRACE
+        self.open += 1
+
+        def end(attributes: Mapping[str, Any], error: str = "") -> None:
+            self.open -= 1
+            self.told.append((name, dict(attributes), error))
+
+        return SimpleNamespace(context=TraceContext(CALLS), end=end)
+
+
+@pytest.fixture
+def recorder() -> Iterator[Recorder]:
+    made = Recorder()
+    use(made)
+    yield made
+    use(NoTracer())
+
+
+async def test_a_direct_fetch_is_a_span_and_calls_to_the_pool_are_its_children(
+    worker: Direct, session: RouterSession, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[tuple[str, str], ...]] = []
+    lookup = worker.reader.lookup
+
+    async def noting(keys: Sequence[bytes], pin_seconds: float = 0.0) -> int:
+        asked.append(call_headers())
+        return await lookup(keys, pin_seconds)
+
+    monkeypatch.setattr(worker.reader, "lookup", noting)
+
+    async def begun(name: str) -> LeaseId:
+        grant = await worker.lease(session, PROMPT, name)
+        seq = worker.decode.table.check(grant.lease).seq
+        seq.request = replace(seq.request, trace=TRACE)
+        await worker.decode.begin(grant.lease)
+        return grant.lease
+
+    async def told() -> tuple[str, dict[str, Any], str]:
+        async with asyncio.timeout(10):
+            while not recorder.told:
+                await asyncio.sleep(0)
+        return recorder.told.pop()
+
+    about = {"millrace.worker": "decode-0"}
+    worker.reader.after = 1
+    stalled = await begun("r/1")
+    await asyncio.sleep(0)
+    assert recorder.open == 1, "it lasts until nothing more comes"
+    session.cancel(stalled.lease)
+    assert await told() == ("millrace.fetch", {**about, "millrace.fetched_tokens": 0}, "cancelled")
+    worker.reader.after = None
+    await begun("r/2")
+    assert await told() == ("millrace.fetch", {**about, "millrace.fetched_tokens": WHOLE}, "")
+    assert asked == [(("traceparent", CALLS),)] * 2 and recorder.open == 0
 
 
 async def test_the_commit_waits_for_the_pool(worker: Direct, session: RouterSession) -> None:
