@@ -190,7 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = _read(given)
         check_heartbeats(settings.placement)
         for role in _roles(given):
-            check_ranks(settings.engine, settings.model_config.of(role))
+            decodes = role is Role.DECODE or parsed.command == Role.MIXED
+            check_ranks(settings.engine, settings.model_config.of(role), decodes=decodes)
         grpc_tls(settings.security)
         https_files(settings.http)  # certificates that cannot be used are told of before anything has started
         configured_classes(settings.service)

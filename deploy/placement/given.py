@@ -57,6 +57,6 @@ def _check(group: ServiceGroup, engine: EngineConfig, model: ModelConfig, placem
     try:
         check_heartbeats(placement)
         if group.kind in list(Role):
-            check_ranks(engine, model.of(group.kind))
+            check_ranks(engine, model.of(group.kind), decodes=group.kind != Role.PREFILL)
     except (ConfigError, ValueError) as error:
         raise ValueError(f"{group.name}: {error}") from error
