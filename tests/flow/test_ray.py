@@ -186,7 +186,7 @@ def test_workers_are_where_the_file_says(nodes: RayNodes, server: MillraceServer
 
 def test_a_name_is_taken_once(nodes: RayNodes, server: MillraceServer) -> None:
     with pytest.raises(ValueError, match="'tests' runs on this Ray cluster already"):
-        claim(nodes.ray)
+        claim(nodes.ray, ())
 
 
 def test_an_actor_is_killed(nodes: RayNodes, server: MillraceServer, client: Client, undisturbed: list[Any]) -> None:
