@@ -136,7 +136,8 @@ def _add_counts(command: argparse.ArgumentParser) -> None:
         "--placement",
         type=load_placement,
         metavar="FILE",
-        help="start what a placement file says, in place of the numbers here and of --config (docs/placement.md)",
+        help="start what a placement file says (-: standard input), in place of the numbers here and of --config"
+        " (docs/placement.md)",
     )
     group.add_argument(
         "--on", choices=("ray",), help="start workers and nodes as actors of a Ray cluster (docs/deploy-ray.md)"
