@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any, Protocol
 from urllib.parse import quote
-
-from starlette.types import Message, Receive, Scope, Send
 
 from serving.api.body import ClientGoneError
 from serving.api.failures import error_response
@@ -19,6 +17,12 @@ from serving.api.service import until_hang_up
 from serving.errors import Unavailable
 
 log = logging.getLogger(__name__)
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+"""As ASGI has them."""
 
 # Of one connection alone, which here are two (RFC 9110, 7.6.1); `expect` was answered by who took the request.
 OF_A_CONNECTION = frozenset(
