@@ -58,7 +58,7 @@ DESCRIPTION = """Disaggregated LLM serving: prefill, decode and KV cache as serv
   millrace kvcache --ram 4GiB             a node of the KV pool alone; millrace cache stat shows what it holds
   millrace explain ID | millrace top      why a request went where it went; a live view of the workers
   millrace keys create --tenant NAME      an API key with a tenant and limits of its own
-  millrace deploy render compose FILE     the same placement as a Compose file; helm: as values of the chart
+  millrace deploy render compose FILE     the same placement as a Compose file; helm, ray: for those
   millrace serve --on ray --placement F   its workers as actors of a Ray cluster; millrace scale prefill=3
   millrace bench                          measure this or any other OpenAI-compatible server
 """
