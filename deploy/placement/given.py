@@ -5,6 +5,7 @@ Flags and environment go before the file for every service, as they go before `-
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,9 +19,9 @@ from serving.options import ConfigError, build
 
 
 def load_placement(path: str) -> DeploymentPlan:
-    """The plan in the file at `path`. Raises ConfigError."""
+    """The plan in the file at `path`, or of "-", on standard input. Raises ConfigError."""
     try:
-        text = read_given_text(path)
+        text = sys.stdin.read() if path == "-" else read_given_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--placement {path}: {error}", param="placement") from None
     return read_placement(text, path)
