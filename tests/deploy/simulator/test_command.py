@@ -86,6 +86,9 @@ def test_a_search_ends_at_a_rate_that_attains(capsys: pytest.CaptureFixture[str]
         ("--prompt-tokens", "0"),
         ("--output-tokens", "64:-1"),
         ("--jobs", "-1"),
+        ("--json", "/nowhere/out.json"),
+        ("--prompt-tokens", "8000"),
+        ("--output-tokens", "1e9"),
     ],
 )
 def test_what_cannot_be_is_refused(wrong: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
