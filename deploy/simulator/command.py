@@ -20,6 +20,7 @@ from bench.goodput import SearchLimits
 from deploy.simulator import report
 from deploy.simulator.ablation import ABLATIONS, without
 from deploy.simulator.cluster import ClusterPlan
+from deploy.simulator.drafts import DraftModel
 from deploy.simulator.network import NetworkModel
 from deploy.simulator.outcomes import RateFigures, RequestOutcome
 from deploy.simulator.profiles import PROFILES, Profile, profile_of
@@ -79,6 +80,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--chunking", choices=("slack", "fixed"), help="as the workers' flag; default: as there")
     add("--prefill-order", choices=("slack", "fcfs"), help="as the workers' flag; default: as there")
     add("--tpot-admission", action=argparse.BooleanOptionalAction, help="as the workers' flag; default: as there")
+    add(
+        "--drafts",
+        type=float,
+        metavar="SHARE",
+        help="draft tokens, of which this share is right; default: none",
+    )
     add("--without", default="", metavar="NAME,…", help=f"also with one switched off in turn: {', '.join(ABLATIONS)}")
     add("--bandwidth", type=float, default=25.0, metavar="GB/S", help="into and out of a worker (default: 25)")
     add("--noise", type=float, default=0.05, help="of a step's time, as a logarithm (default: 0.05)")
@@ -157,6 +164,8 @@ def study_of(options: argparse.Namespace, policy: str) -> Study:
         heartbeat_interval=options.heartbeat_interval,
         of_role=of_role,
     )
+    if options.drafts is not None:
+        plan = plan.with_drafts(DraftModel(right=options.drafts))
     given = {name: getattr(options, name) for name in ENGINE_FLAGS if getattr(options, name) is not None}
     traffic = replace(traffic_of(options.workload), burstiness=options.burstiness)
     return Study(

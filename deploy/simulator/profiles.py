@@ -39,6 +39,13 @@ class StepWork:
         self.prompt_pairs += pairs(start, count)
         self.prompt_context += start + count
 
+    def add_decode(self, computed: int, drafted: int = 0) -> None:
+        """The token after `computed` ones. Drafted ones after it are computed like a prompt's; KV is read once."""
+        self.decoding += 1
+        self.decoding_context += computed + 1
+        self.prompt_tokens += drafted
+        self.prompt_pairs += pairs(computed + 1, drafted)
+
     @property
     def load(self) -> StepLoad:
         """The same in the form that workers fit their costs to."""
