@@ -36,6 +36,7 @@ from serving.api.keyring import PREFIX, KeyEntry, key_digest, write_keys
 
 LEVEL = 0.01  # of a false alarm, over both tests
 TOKEN_IDS = range(10, 300)  # that every vocabulary has
+PROGRESS_LINES = 20  # of a whole run
 WARM_UP = 20  # pairs that are not counted
 KEYS = "MILLRACE_BENCH_KEYS"
 FLAGS = "--prefill 1 --decode 1 --kvcache 1 --routing-policy prefix_aware"
@@ -124,6 +125,8 @@ async def measure(options: argparse.Namespace) -> tuple[ProbeTimes, ProbeTimes]:
             await prober.pair(victim, attacker, ProbeTimes())
         pairs, every = options.probes // 2, max(1, options.probes // 2 // options.control)
         for number in range(pairs):
+            if number % max(1, pairs // PROGRESS_LINES) == 0:
+                print(f"{2 * number} of {2 * pairs} probes", file=sys.stderr, flush=True)
             await prober.pair(victim, attacker, other)
             if number % every == 0:
                 await prober.pair(victim, victim, same)

@@ -15,6 +15,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from deploy.runtime.discovery import RouterDirectory, addresses
 from kvcache.pool.client import PoolClient
 from kvcache.pool.models import pull, push
@@ -43,11 +45,30 @@ WAIT_SECONDS = 5.0  # for the pool to appear: it may be starting just now, as we
 LOOK_SECONDS = 0.2
 
 
+def check_device(name: str) -> None:
+    """Raises ValueError for a torch device that this host or this build of torch does not have. Claims no device."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"--device {name}: torch knows no such device; cpu, cuda or cuda:0 are ones") from error
+    if device.type != "cuda":
+        return
+    if torch.version.cuda is None and torch.version.hip is None:
+        raise ValueError(f"--device {name}: this build of torch has no CUDA; install one that has, or use --device cpu")
+    if (there := torch.cuda.device_count()) <= (device.index or 0):
+        seen = f"torch sees {there} GPUs" if there else "torch sees no GPU"
+        raise ValueError(
+            f"--device {name}: {seen}; see nvidia-smi and CUDA_VISIBLE_DEVICES (a container needs its GPUs passed in,"
+            " docker run --gpus all), or use --device cpu"
+        )
+
+
 def check_model(path: Path, config: ModelConfig) -> None:
-    """Raises ValueError for a model at `path` that cannot be served over as many ranks as are asked for."""
+    """Raises ValueError for a model at `path` that cannot be served on the device or over the ranks asked for."""
     layout, ranks = layout_of(config), config.data_parallel_size
     if config.device != "cpu" and config.rank_flags:
         raise ValueError(f"{config.rank_flags}: ranks share KV in the host's memory, so --device cpu alone")
+    check_device(config.device)
     if layout.ranks > 1:
         if ranks > 1 or config.enable_expert_parallel:
             raise ValueError(
