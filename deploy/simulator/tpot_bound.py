@@ -39,7 +39,7 @@ REWEIGHTED = 60  # times, until least squares have become least absolute deviati
 
 
 @dataclass(slots=True, kw_only=True)
-class Prediction:
+class PlacedText:
     """One request: what was known of its decode when it was placed, what came, and what came beside it."""
 
     at: float
@@ -57,7 +57,7 @@ class Prediction:
     later: int = 0  # that came to it afterwards
     beside: float = 0.0  # the share of its decode in which there was any of these, summed over them
 
-    def overlap(self, others: Sequence[Prediction]) -> None:
+    def overlap(self, others: Sequence[PlacedText]) -> None:
         """Fill in what other requests' prompts were beside it."""
         for other in others:
             if other.worker != self.worker or other.tokens < LONG_TOKENS or other.first_token <= self.at:
@@ -73,13 +73,13 @@ class WatchedGoodput(Goodput):
 
     def __init__(self, policy: Goodput):
         super().__init__(policy.calibration)
-        self.made: dict[int, tuple[Decision, Prediction]] = {}
+        self.made: dict[int, tuple[Decision, PlacedText]] = {}
 
     def choose(self, demand: Demand, view: FleetView, now: float) -> Decision | None:
         decision = super().choose(demand, view, now)
         if decision is not None and decision.predicted is not None and decision.decode is not None:
             there, told = decision.decode, decision.predicted
-            known = Prediction(
+            known = PlacedText(
                 at=now,
                 worker=there.status.name,
                 tokens=demand.tokens,
@@ -108,7 +108,7 @@ class WatchedGoodput(Goodput):
                 known.observed, known.ended = tpot, asyncio.get_running_loop().time()
 
 
-def recorded(plan: ClusterPlan, seed: int) -> list[Prediction]:
+def recorded(plan: ClusterPlan, seed: int) -> list[PlacedText]:
     """Of every request that decoded, on two workers whose load changes after SECONDS."""
     watched: list[WatchedGoodput] = []
 
@@ -129,10 +129,10 @@ def recorded(plan: ClusterPlan, seed: int) -> list[Prediction]:
     return [known for known in found if known.observed]
 
 
-Features = Callable[[Prediction], list[float]]
+Features = Callable[[PlacedText], list[float]]
 
 
-def at_placement(known: Prediction) -> list[float]:
+def at_placement(known: PlacedText) -> list[float]:
     return [1.0, log(known.raw), log(known.step), known.rows, known.share, known.there]
 
 
@@ -154,7 +154,7 @@ def least_deviations(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return found
 
 
-def bound(runs: Sequence[Sequence[Prediction]], features: Features) -> float:
+def bound(runs: Sequence[Sequence[PlacedText]], features: Features) -> float:
     """The median of |fitted / observed - 1|, each run predicted by what is fitted to the others."""
     errors: list[float] = []
     for number, run in enumerate(runs):

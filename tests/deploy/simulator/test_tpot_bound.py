@@ -10,12 +10,12 @@ import pytest
 
 from deploy.simulator import tpot_bound
 from deploy.simulator.cluster import ClusterPlan
-from deploy.simulator.tpot_bound import PROFILE, Prediction, bound, least_deviations, main, recorded
+from deploy.simulator.tpot_bound import PROFILE, PlacedText, bound, least_deviations, main, recorded
 from serving.messages import Role
 
 
-def known(at: float, tokens: int = 256, **fields: object) -> Prediction:
-    plain = Prediction(at=at, worker="one", tokens=tokens, raw=0.01, predicted=0.01, step=0.01, rows=1, share=0.0)
+def known(at: float, tokens: int = 256, **fields: object) -> PlacedText:
+    plain = PlacedText(at=at, worker="one", tokens=tokens, raw=0.01, predicted=0.01, step=0.01, rows=1, share=0.0)
     return replace(plain, **{"ended": at + 10.0, "first_token": at + 1.0, "observed": 0.01, **fields})
 
 
