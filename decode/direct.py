@@ -6,12 +6,13 @@ It starts, settles and stops a lease's fetch, on the event loop; it knows neithe
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 
 from decode.leases import Lease, LeaseTable
 from kvcache.connector.direct_fetch import DirectFetch, DirectFetcher
 from serving.errors import StaleLease
 from serving.messages import LeaseId
+from serving.tracing import PhaseSpan, carried
 
 log = logging.getLogger(__name__)
 
@@ -19,10 +20,17 @@ log = logging.getLogger(__name__)
 class DirectLeases:
     """The fetches of one worker's leases. Without a `fetcher` everything is handed over."""
 
-    def __init__(self, table: LeaseTable, lock: AbstractContextManager[object], fetcher: DirectFetcher | None):
+    def __init__(
+        self,
+        table: LeaseTable,
+        lock: AbstractContextManager[object],
+        fetcher: DirectFetcher | None,
+        worker: str = "",
+    ):
         self.table = table
         self.lock = lock
         self.fetcher = fetcher
+        self._worker = {"millrace.worker": worker}
         self._fetches: dict[str, DirectFetch] = {}  # by lease, of its present epoch
 
     @property
@@ -38,16 +46,24 @@ class DirectLeases:
         lease = self._current(fence)
         if self.fetcher is None or lease is None:
             return 0
-        arrival = await self.fetcher.find(lease.seq)
-        with self.lock:
-            lease = self._current(fence)  # what was may be over: the pool has been asked meanwhile
-            if arrival is None or lease is None:
-                return 0
-            size = self.fetcher.kv.block_size
-            if not lease.leave_to_pool(range(arrival.first * size, arrival.last * size)):
-                return 0
-            self._fetches[fence.lease] = self.fetcher.begin(arrival)
-            return lease.pooled.stop
+        with ExitStack() as over, carried((phase := self._phase(lease)).context):
+            over.enter_context(phase)
+            arrival = await self.fetcher.find(lease.seq)
+            with self.lock:
+                lease = self._current(fence)  # what was may be over: the pool has been asked meanwhile
+                if arrival is None or lease is None:
+                    return 0
+                size = self.fetcher.kv.block_size
+                if not lease.leave_to_pool(range(arrival.first * size, arrival.last * size)):
+                    return 0
+                fetch = self._fetches[fence.lease] = self.fetcher.begin(arrival)
+                over.pop_all()
+                fetch.task.add_done_callback(lambda _: _ended(phase, fetch))
+                return lease.pooled.stop
+
+    def _phase(self, lease: Lease) -> PhaseSpan:
+        """The span of asking the pool and of what comes from it."""
+        return PhaseSpan("millrace.fetch", lease.seq.request.trace, {**self._worker, "millrace.fetched_tokens": 0})
 
     def _current(self, fence: LeaseId) -> Lease | None:
         try:
@@ -81,3 +97,10 @@ class DirectLeases:
         """The lease decodes from now on: what its handoff took is what the pool is weighed against."""
         if self.fetcher is not None:
             self.fetcher.direct_cost.handed_over(lease.meter)
+
+
+def _ended(phase: PhaseSpan, fetch: DirectFetch) -> None:
+    """No more comes from the pool."""
+    arrival = fetch.arrival
+    phase.attributes["millrace.fetched_tokens"] = arrival.whole * arrival.prefixes.kv.block_size
+    phase.end("cancelled" if fetch.task.cancelled() else "")

@@ -80,7 +80,7 @@ class PrefillingSession:
             running.cancel()
 
     async def _run(self, prefill: PrefillLink, order: PrefillOrder) -> None:
-        with request_context(order.order.request.request_id):
+        with request_context(order.order.request):
             try:
                 outcome: Prefilled | MillraceError = await _first(prefill, order)
             except MillraceError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from serving.given_files import read_given_text
 from serving.text.chat import ChatTemplate
 
 _MARKS = ("{{", "{%", "{#")  # in a text that is a template, and in hardly a file's name
@@ -23,6 +24,6 @@ def read_chat_template(given: str | None) -> str | None:
 
 def _file(name: str) -> str:
     try:
-        return Path(name).expanduser().read_text()
+        return read_given_text(Path(name).expanduser())
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--chat-template: {error}, and it is no template in Jinja either") from None

@@ -108,10 +108,10 @@ def node_flags(settings: Settings) -> list[str]:
 def common_flags(settings: Settings) -> list[str]:
     """What every child is told."""
     return [
-        *("--log-level", settings.http.log_level),
         *("--shutdown-timeout", str(settings.http.shutdown_timeout)),
         *("--heartbeat-interval", str(settings.placement.heartbeat_interval)),
         *("--heartbeat-timeout", str(settings.placement.heartbeat_timeout)),
+        *config_flags(settings.logs),
         *config_flags(settings.security),
         *config_flags(settings.tracing),
     ]

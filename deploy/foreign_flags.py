@@ -199,7 +199,7 @@ FLAGS: tuple[ForeignFlag, ...] = (
     switch(
         "--disable-log-stats",
         "--disable-uvicorn-access-log",
-        told="figures are on /metrics, and accesses are not logged",
+        told="figures are on /metrics, and accesses are logged with --access-log alone",
     ),
     switch("--enable-metrics", told="/metrics always answers; --metrics-prefix vllm gives it vLLM's names"),
     kept("--show-hidden-metrics-for-version", told="older names of metrics are always shown beside the newer"),

@@ -66,6 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
     name = arguments.file or os.environ.get(FILE)
     if not name:
         raise ValueError(f"name the file of keys: --file FILE or {FILE}")
+    if arguments.action != "revoke" and arguments.id is not None:
+        raise ValueError(f"keys {arguments.action} takes no id, but {arguments.id!r} is given: ids are made")
     path = Path(name)
     pepper = read_pepper(arguments.key_pepper_file or os.environ.get(PEPPER_FILE), os.environ)
     Keyring(pepper, {})  # a pepper that no server takes makes no keys

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from deploy.runtime.addresses import announced
@@ -15,6 +16,7 @@ from deploy.runtime.discovery import peers_of
 from deploy.runtime.heartbeats import Heartbeats
 from deploy.runtime.http_server import open_status_door
 from deploy.runtime.kv_transports import kv_transport_of
+from deploy.runtime.lookups import in_a_daemon
 from deploy.runtime.open_doors import check_grpc
 from deploy.runtime.settings import Settings
 from deploy.runtime.signals import on_signals
@@ -58,11 +60,11 @@ class KvcacheProcess:
 
     async def run(self) -> int:
         check_grpc(self.cluster, self.settings.security)
-        on_signals(self._leaving.set)
-        keep_freed_memory()
         grpc_server = server(self.cluster.cluster_key, self.tls)
         port = listen(grpc_server, self.cluster.grpc_host, self.cluster.grpc_port, self.tls)
-        address = announced(self.cluster, port, peers_of(self.cluster.routers))
+        address = await in_a_daemon(partial(announced, self.cluster, port, peers_of(self.cluster.routers)))
+        on_signals(self._leaving.set)  # before this, a signal ends the process at once
+        keep_freed_memory()
         name = self.cluster.worker_name or address  # what its share of the keys is drawn by: the same at every start
         store = await asyncio.to_thread(BlockStore, self.store_config)
         node = PoolNode(name, store, address=address)

@@ -16,10 +16,12 @@ from tempfile import NamedTemporaryFile
 from router.placer import Placer
 from router.snapshot import packed, parts, restore
 from serving.background import BackgroundTasks
+from serving.given_files import read_given
 from serving.kernels.cpu.build import cache_folder
 
 log = logging.getLogger(__name__)
 
+MOST_BYTES = 1 << 30
 SAVE_SECONDS = 60.0
 PAUSE_SECONDS = 0.01  # between two pieces, so that a snapshot of a million blocks takes three seconds and delays nobody
 
@@ -33,7 +35,7 @@ class SnapshotFile:
     def read(self) -> bytes | None:
         """What was kept; None, with a line in the log where there is something that cannot be read."""
         try:
-            return self.path.read_bytes()
+            return read_given(self.path, MOST_BYTES)
         except FileNotFoundError:
             return None
         except OSError as error:

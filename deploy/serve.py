@@ -20,7 +20,7 @@ from deploy.local import LocalCluster
 from deploy.router_snapshot import SnapshotFile, SnapshotKeeper, snapshot_file
 from deploy.runtime.addresses import near
 from deploy.runtime.cpu_binding import use_cores
-from deploy.runtime.http_server import bind
+from deploy.runtime.http_server import bind, open_status_door
 from deploy.runtime.open_doors import check_api, check_grpc
 from deploy.runtime.settings import Settings
 from deploy.runtime.signals import on_signals
@@ -33,6 +33,7 @@ from router.fleet import Fleet, RouterConfig
 from router.placer import Placer
 from router.policies import make_policy
 from router.service import RegistryService
+from serving.api.status import status_app
 from serving.checkpoint.hub import resolve
 from serving.grpc_tls import GrpcTls, grpc_tls
 from serving.loader.loading import open_checkpoint
@@ -107,7 +108,7 @@ async def serve_embedded(settings: Settings) -> int:
         crash = asyncio.create_task(cluster.workers[0].crashed.wait(), name="crash")
         crash.add_done_callback(lambda _: front.leaving.set())
         stack.callback(crash.cancel)
-        await front.run()
+        await _run(front, settings)
         return 1 if cluster.workers[0].loop.crashed else 0
 
 
@@ -173,7 +174,7 @@ async def serve_front(settings: Settings, children: Children, below: MakeBelow =
         front.leave_on_signals()
         await asyncio.sleep(0)  # a signal that came before may still be told of
         if not early.is_set():
-            await front.run()
+            await _run(front, settings)
     finally:
         if keeper is not None:
             await keeper.stop()
@@ -181,6 +182,18 @@ async def serve_front(settings: Settings, children: Children, below: MakeBelow =
         await fleet.close()
         await door.stop(1.0)
     return 0
+
+
+async def _run(front: Frontend, settings: Settings) -> None:
+    """Serve, and beside the API, where --metrics-port asks for it, probes and scrapes that show no certificate."""
+    async with AsyncExitStack() as stack:
+        if settings.cluster.metrics_port is not None:
+            app = status_app(health=front.health, metrics_text=front.metrics_text)
+            plain = dataclasses.replace(
+                settings.http, ssl_certfile=None, ssl_keyfile=None, ssl_ca_certs=None, ssl_cert_reqs="0"
+            )
+            await open_status_door(app, plain, settings.cluster.metrics_port, stack)
+        await front.run()
 
 
 def _keeper(placer: Placer, settings: Settings, path: Path) -> SnapshotKeeper | None:

@@ -46,8 +46,8 @@ def serve_on_ray(settings: Settings, children: Children, table: RayTable, addres
         def below(own: Settings, _: Children, __: Path, router: str, key: str | None) -> RaySupervisor:
             if own.cluster.grpc_host in EVERYWHERE:
                 router = f"{host}:{router.rpartition(':')[2]}"
-            drain, level = own.http.shutdown_timeout, own.http.log_level
-            return RaySupervisor(RayDeployment(ray, layout, table.strategy, router, key, drain, level))
+            drain = own.http.shutdown_timeout
+            return RaySupervisor(RayDeployment(ray, layout, table.strategy, router, key, drain, own.logs))
 
         return uvloop.run(serve_front(settings, children, below))
     finally:

@@ -24,7 +24,7 @@ class PrefillService(stubs.PrefillServicer):
 
     async def Run(self, request: pb.PrefillOrder, context: aio.ServicerContext) -> AsyncIterator[pb.Prefilled]:
         order = from_pb(request, PrefillOrder)
-        with request_context(order.order.request.request_id):
+        with request_context(order.order.request):
             async with answering(context), aclosing(self.worker.run(order)) as results:
                 async for prefilled in results:
                     yield to_pb(prefilled, pb.Prefilled)

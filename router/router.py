@@ -119,7 +119,7 @@ class Router:
         now, failures, deadline = self.clock(), state.failures, state.request.deadline
         state.timeline.note(Moment.REPLACED, now)
         self.observer.replaced(error)
-        with request_context(state.request.request_id):
+        with request_context(state.request):
             log.warning("placing again after %s: %s", type(error).__name__, error.message)
         if failures > self.fleet.config.max_failures:
             raise Unavailable(f"gave up after {failures} failed placements; the last: {error.message}") from error
@@ -170,7 +170,7 @@ def _log_end(state: RequestState, failure: BaseException | None) -> None:
     else:
         ending = type(failure).__name__ if isinstance(failure, MillraceError) else "left"
     ttft, tpot = timeline.between(Moment.ARRIVED, Moment.FIRST_TOKEN), timeline.tpot
-    with request_context(state.request.request_id):
+    with request_context(state.request):
         log.info(
             "%d prompt tokens, %d output tokens, first after %s, then one each %s: %s",
             len(state.request.prompt),

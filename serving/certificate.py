@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from serving.given_files import check_regular
+
 FLIGHTS = 8  # turns of both sides; a handshake takes three
 
 
@@ -32,6 +34,9 @@ def read_certificate(certfile: str, keyfile: str | None, authorities: str | None
     With `authorities`, a file, these have to vouch for it both as a server's and as a client's. Raises OSError, of
     which an ssl.SSLError is one, and ValueError.
     """
+    for path in (certfile, keyfile, authorities):
+        if path is not None:
+            check_regular(path)  # OpenSSL would wait for a FIFO
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False  # by which name it is reached, who asks will see
     for context in (server, client):

@@ -262,7 +262,6 @@ class HttpConfig:
     metrics_prefix: str = option(
         "millrace", "what the names of metrics begin with; vllm: as boards and pickers made for vLLM ask for them"
     )
-    log_level: str = option("info", "how much to log", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.metrics_prefix):
@@ -318,7 +317,7 @@ class ClusterConfig:
         None, "the worker's name; default: role, host and process id; a pool node's is where it is reached"
     )
     metrics_port: int | None = option(
-        None, "port of a worker's own /health, /metrics and /audit; default: none", least=0, most=65535
+        None, "port of a service's own /health and /metrics, over HTTP without keys; default: none", least=0, most=65535
     )
     cluster_key: str | None = option(None, "key services show each other; set MILLRACE_CLUSTER_KEY", secret=True)
 

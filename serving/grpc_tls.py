@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
@@ -18,6 +17,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 import grpc
 
 from serving.certificate import CertificateFacts, read_certificate
+from serving.given_files import read_given
 from serving.reloaded import LOOK_SECONDS, ReloadedFiles
 from serving.security_config import SecurityConfig
 
@@ -111,9 +111,9 @@ def _identity(certificate: str, key: str, authorities: str) -> Identity:
     """Raises OSError and ValueError."""
     facts = read_certificate(certificate, key, authorities)
     return Identity(
-        certificate=Path(certificate).read_bytes(),
-        key=Path(key).read_bytes(),
-        authorities=Path(authorities).read_bytes(),
+        certificate=read_given(certificate),
+        key=read_given(key),
+        authorities=read_given(authorities),
         facts=facts,
     )
 

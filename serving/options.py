@@ -19,6 +19,7 @@ from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from serving.errors import InvalidRequest
+from serving.given_files import read_given_text
 
 ENV_PREFIX = "MILLRACE_"
 _UNITS = {"": 1, **{letter: 1000**n for n, letter in enumerate("kmgt", 1)}}
@@ -167,8 +168,8 @@ def load_file(path: Path | None, known: Sequence[str]) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        data = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        data = tomllib.loads(read_given_text(path))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"--config {path}: {error}", param="config") from None
     found = {key.replace("-", "_"): value for key, value in data.items()}
     for key in found:

@@ -5,6 +5,7 @@ The SDK is imported when this module is: by those alone who trace. No request wa
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -23,11 +24,13 @@ from opentelemetry.trace import SpanKind, StatusCode, get_current_span
 from opentelemetry.trace.propagation import set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from serving.given_files import check_regular
 from serving.tracing import Attributes, TraceContext
 from serving.tracing_config import TraceCounts
 
 DEFAULT_QUEUE = 2048  # spans, as the SDK's
-QUEUE = "OTEL_BSP_MAX_QUEUE_SIZE"
+DEFAULT_BATCH = 512
+QUEUE, BATCH = "OTEL_BSP_MAX_QUEUE_SIZE", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE"
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 LAST_WORDS_SECONDS = 5.0  # for spans not exported when the process leaves
 _W3C = TraceContextTextMapPropagator()
@@ -87,16 +90,34 @@ class OtelTracer:
         ending.join(LAST_WORDS_SECONDS)
 
 
+def _spans(variable: str, default: int) -> int:
+    """A number of spans from the environment. Raises ValueError."""
+    given = os.environ.get(variable, "").strip()
+    try:
+        number = int(given) if given else default
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"{variable}: {given!r} is not a number of spans from 1")
+    return number
+
+
 class BoundedProcessor(BatchSpanProcessor):
-    """Counts the spans that find the queue full, which are dropped, and those that no exporter took."""
+    """Counts the spans that find the queue full, which are dropped, and those that no exporter took.
+
+    Raises ValueError that names the variable at fault.
+    """
 
     def __init__(self, exporter: SpanExporter, counts: TraceCounts):
-        self.most = int(os.environ.get(QUEUE, DEFAULT_QUEUE))
+        self.most = _spans(QUEUE, DEFAULT_QUEUE)
+        batch = _spans(BATCH, min(DEFAULT_BATCH, self.most))
+        if batch > self.most:
+            raise ValueError(f"{BATCH}: {batch} spans are more than the {self.most} of {QUEUE}")
         self.counts = counts
         self.counted = CountedExporter(exporter, counts)
         self._guard = Lock()
         self._ended = 0
-        super().__init__(self.counted, max_queue_size=self.most)
+        super().__init__(self.counted, max_queue_size=self.most, max_export_batch_size=batch)
 
     def on_end(self, span: ReadableSpan) -> None:
         with self._guard:
@@ -132,18 +153,40 @@ class CountedExporter(SpanExporter):
 
 
 class FileExporter(SpanExporter):
-    """One line of JSON a span, in the SDK's form; several processes may write the same file."""
+    """One line of JSON a span, in the SDK's form; several processes may write the same file, one at a time.
+
+    What could not be written whole, as on a full disk, is taken back; after a process that died writing, the next line
+    begins anew. Raises OSError for what is no regular file.
+    """
 
     def __init__(self, path: Path):
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        if path.exists():
+            check_regular(path)
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         lines = "".join(f"{span.to_json(indent=None)}\n" for span in spans).encode()
         try:
-            written = os.write(self._file, lines)
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            try:
+                return SpanExportResult.SUCCESS if self._append(lines) else SpanExportResult.FAILURE
+            finally:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
         except OSError:
             return SpanExportResult.FAILURE
-        return SpanExportResult.SUCCESS if written == len(lines) else SpanExportResult.FAILURE
+
+    def _append(self, lines: bytes) -> bool:
+        """All of it or nothing. Raises OSError."""
+        end = os.lseek(self._file, 0, os.SEEK_END)
+        if end and os.pread(self._file, 1, end - 1) != b"\n":
+            lines = b"\n" + lines
+        written = 0
+        try:
+            written = os.write(self._file, lines)
+        finally:
+            if written < len(lines):
+                os.ftruncate(self._file, end)
+        return written == len(lines)
 
     def shutdown(self) -> None:
         os.close(self._file)

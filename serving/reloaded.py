@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from serving.given_files import read_given
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T", covariant=True)
@@ -76,6 +78,6 @@ class ReloadedFiles(Generic[T]):
 
 def _bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_given(path)
     except OSError:
         return b""

@@ -10,9 +10,9 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from serving.given_files import read_given_text
 from serving.options import ConfigError, option
 from serving.service_class import SERVICE_CLASSES, STANDARD, ServiceClass
 
@@ -98,7 +98,7 @@ def read_service_classes(path: str | None) -> Mapping[str, ServiceClass]:
     if path is None:
         return SERVICE_CLASSES
     try:
-        return parse_service_classes(Path(path).read_text(), path)
+        return parse_service_classes(read_given_text(path), path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--service-classes {path}: {error}", param="service_classes") from None
 

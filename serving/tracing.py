@@ -141,10 +141,28 @@ def call_headers() -> tuple[tuple[str, str], ...]:
 
 
 def context_of(headers: Iterable[tuple[str, str | bytes]] | None) -> TraceContext:
-    """The context that a call or an HTTP request came with, without what is too long to be passed on."""
-    told = ((name, word) for name, word in headers or () if name in HEADERS and isinstance(word, str))
-    found = {name: word for name, word in told if len(word) <= LONGEST}
-    return TraceContext(found.get("traceparent", ""), found.get("tracestate", ""))
+    """The context that a call or an HTTP request came with, without what is too long to be passed on.
+
+    As W3C Trace Context has it: of two `traceparent` neither counts, and several `tracestate` are one list.
+    """
+    told: dict[str, list[str]] = {name: [] for name in HEADERS}
+    for name, word in headers or ():
+        if name in told and isinstance(word, str):
+            told[name].append(word)
+    parents, states = told.values()
+    parent = parents[0] if len(parents) == 1 and len(parents[0]) <= LONGEST else ""
+    return TraceContext(parent, _joined(states) if parent else "")
+
+
+def _joined(states: Sequence[str]) -> str:
+    """One list, with its first members where all are too long."""
+    state = ""
+    for member in ",".join(states).split(","):
+        more = f"{state},{member.strip()}" if state else member.strip()
+        if len(more) > LONGEST:
+            break
+        state = more
+    return state
 
 
 # ---- the client's request ---------------------------------------------------------------------------------------

@@ -41,9 +41,13 @@ class TracingConfig:
         """Raises ValueError."""
         if self.trace_sample_ratio is not None:
             return self.trace_sample_ratio
-        share = float(environ.get(RATIO) or 1.0)
+        given = environ.get(RATIO) or "1"
+        try:
+            share = float(given)
+        except ValueError:
+            share = -1.0
         if not 0.0 <= share <= 1.0:
-            raise ValueError(f"{RATIO}: {share:g} is not a share from 0 to 1")
+            raise ValueError(f"{RATIO}: {given!r} is not a share from 0 to 1")
         return share
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
+import threading
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -19,6 +21,8 @@ import hypothesis
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
+
+from serving import logs
 
 FEW = 15
 ROOT = Path(__file__).parents[1]
@@ -70,11 +74,17 @@ class ProcessesApart(LoadFileScheduling):
 
 
 @pytest.fixture(autouse=True)
-def own_log_level() -> Iterator[None]:
+def own_logging() -> Iterator[None]:
     """What a test has had set up of logging, as by a command in this process, ends with it."""
-    root = logging.getLogger()
-    level = root.level
+    root, formatter = logging.getLogger(), logs._formatter[0]
+    level, handlers = root.level, root.handlers[:]
+    hooks = sys.excepthook, threading.excepthook, sys.unraisablehook
     yield
+    if logs._formatter[0] is not formatter:
+        logging.captureWarnings(False)
+        root.handlers[:] = handlers
+        sys.excepthook, threading.excepthook, sys.unraisablehook = hooks
+        logs._formatter[0] = formatter
     root.setLevel(level)
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 from deploy.on_ray.library import the_ray_library
 from deploy.runtime.supervisor import ChildSpec, Supervisor
+from serving.log_config import LogConfig
+from serving.log_lines import setup_of
 from serving.logs import setup_logging
 
 TIED = "deploy.on_ray.tied"
@@ -34,8 +36,8 @@ class ActorReport:
 class ServiceActor:
     """Keeps one child process running, on a thread of its own: a child is killed when the thread that began it ends."""
 
-    def __init__(self, name: str, command: Sequence[str], key: str | None, threads: int, log_level: str):
-        setup_logging(name, log_level)
+    def __init__(self, name: str, command: Sequence[str], key: str | None, threads: int, logs: LogConfig):
+        setup_logging(setup_of(logs, command[0], name))
         ray = the_ray_library()
         self.name = name
         self.node: str = ray.get_runtime_context().get_node_id()

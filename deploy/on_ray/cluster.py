@@ -13,6 +13,7 @@ from typing import Any
 
 from deploy.on_ray.actors import ACTORS, ActorReport, Deployed, DeploymentActor
 from deploy.on_ray.layout import BundleSet, RayLayout, RayService
+from serving.log_config import LogConfig
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class RayDeployment:
     """`tick()` every second or so; `stop()` at the end. `ray` is the connected library."""
 
     def __init__(
-        self, ray: Any, layout: RayLayout, strategy: str, router: str, key: str | None, drain: float, log_level: str
+        self, ray: Any, layout: RayLayout, strategy: str, router: str, key: str | None, drain: float, logs: LogConfig
     ):
         self.ray = ray
         self.layout = layout
@@ -75,7 +76,7 @@ class RayDeployment:
         self.router = router
         self.key = key
         self.drain = drain
-        self.log_level = log_level
+        self.logs = logs
         self.actors: dict[str, WatchedActor] = {}
         self._groups: dict[int, Any] = {}  # placement groups by the number of their set
         self._waiting: dict[int, float] = {}  # since when a set has no room; of those told of, infinity
@@ -156,7 +157,7 @@ class RayDeployment:
             scheduling_strategy=scheduling,
         )
         command = (*service.command, "--routers", self.router)
-        handle = remote.remote(service.name, command, self.key, service.group.threads, self.log_level)
+        handle = remote.remote(service.name, command, self.key, service.group.threads, self.logs)
         return WatchedActor(self.ray, service, handle)
 
     # ---- scaling -------------------------------------------------------------------------------------------------

@@ -40,6 +40,8 @@ INSECURE = "MILLRACE_INSECURE"  # reached from this network alone, and from loop
 TO_READERS = ("HF_TOKEN",)  # a private model of the hub
 TMP, CACHE_TMP = "/tmp:mode=1777", f"{CACHE}:mode=1777,exec"  # noqa: S108 - in the container; kernels may be compiled
 TLS = tuple(name for name in names(SecurityConfig) if name.startswith("grpc_tls"))
+KEYS, PEPPER = "api_keys_file", "key_pepper_file"
+PEPPER_SECRET, KEYS_FOLDER = "key-pepper", "/api-keys"
 VOLUME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 IMAGE_NAME = re.compile(r"[\w./:@-]+", re.ASCII)
 
@@ -52,6 +54,8 @@ def render(plan: DeploymentPlan, image: ImageSource) -> str:
     services |= dict(_nodes(plan, image))
     services |= {group.name: _worker(plan, group, image) for group in plan.workers}
     data: dict[str, Any] = {"name": "millrace", "services": services}
+    if (pepper := plan.router.settings.get(PEPPER)) is not None:
+        data["secrets"] = {PEPPER_SECRET: {"file": _here(pepper, PEPPER)}}
     volumes = sorted({volume.split(":")[0] for service in services.values() for volume in service.get("volumes", ())})
     named: dict[str, Any] = {volume: {} for volume in volumes if "/" not in volume}
     if named:
@@ -68,13 +72,36 @@ def _router(plan: DeploymentPlan, image: ImageSource) -> dict[str, Any]:
     host = settings.pop("host", "127.0.0.1")  # of the machine; in the container it listens to all of its network
     published = _published(host)
     certificate = settings.pop("ssl_certfile", None)
+    keys = _keys(settings)
     listens = [f"--host={EVERYWHERE}", f"--port={API_PORT}", f"--grpc-host={EVERYWHERE}", f"--grpc-port={GRPC_PORT}"]
     service = _service(plan, plan.router, image, ["router", *_model(plan), *listens, *flags_of(settings)])
     service["environment"] += ["MILLRACE_API_KEY", *TO_READERS]
     if certificate is not None:  # not as a flag: the health check has to know it too
         service["environment"] += [f"MILLRACE_SSL_CERTFILE={_literal(certificate)}"]
+    if settings.get("ssl_cert_reqs") == "2":  # the health check shows no certificate: it asks beside the API
+        service["environment"] += [f"MILLRACE_METRICS_PORT={STATUS_PORT}"]
     service["ports"] = [f"${{MILLRACE_PUBLISH:-{published}:{port}}}:{API_PORT}"]
-    return service | _volumes(_model_volumes(plan))
+    if keys:
+        service["secrets"] = [PEPPER_SECRET]
+    return service | _volumes(_model_volumes(plan) + keys)
+
+
+def _keys(settings: dict[str, Any]) -> list[str]:
+    """The mount of the keys file's folder, where there is one; `settings` then name what is seen in the container.
+
+    A folder, since the file is replaced as a whole when keys change: mounted alone it would stay what it was. The
+    pepper never changes, and is a secret as Compose has them.
+    """
+    keys, pepper = settings.get(KEYS), settings.get(PEPPER)
+    if keys is None and pepper is None:
+        return []
+    if keys is None or pepper is None:
+        raise ValueError(f"[router] {KEYS} and {PEPPER} go together: a container has no pepper of its own")
+    path = PurePosixPath(keys)
+    if len(path.parts) < 2:
+        raise ValueError(f"[router] {KEYS} = {keys!r}: its folder is mounted; give it one of its own, keys/{keys}")
+    settings |= {KEYS: f"{KEYS_FOLDER}/{path.name}", PEPPER: f"/run/secrets/{PEPPER_SECRET}"}
+    return [f"{_here(str(path.parent), KEYS)}:{KEYS_FOLDER}:ro"]
 
 
 def _worker(plan: DeploymentPlan, group: ServiceGroup, image: ImageSource) -> dict[str, Any]:
@@ -110,8 +137,7 @@ def _disk(disk: str, node: str) -> str:
         return f"{disk}-{node}:{DISK}"
     if "/" not in disk:
         raise ValueError(f"[kvcache] disk = {disk!r}: name a volume, of letters and digits, or a path with a slash")
-    folder = disk if disk.startswith((".", "/", "~")) else f"./{disk}"
-    return f"{_mounted(folder, 'disk')}/{node}:{DISK}"
+    return f"{_here(disk, 'disk')}/{node}:{DISK}"
 
 
 def _service(plan: DeploymentPlan, group: ServiceGroup, image: ImageSource, command: list[str]) -> dict[str, Any]:
@@ -172,6 +198,11 @@ def _published(host: str) -> str:
 def _literal(text: str) -> str:
     """A text in which Compose puts no variable."""
     return text.replace("$", "$$")
+
+
+def _here(path: str, key: str) -> str:
+    """A path of this machine as Compose takes it: one from its own folder on begins with a dot."""
+    return _mounted(path if path.startswith((".", "/", "~")) else f"./{path}", key)
 
 
 def _mounted(path: str, key: str) -> str:

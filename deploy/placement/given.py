@@ -6,13 +6,13 @@ Flags and environment go before the file for every service, as they go before `-
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from deploy.placement.plan import KVCACHE, DeploymentPlan, ServiceGroup
 from deploy.placement.reader import read_placement
 from deploy.runtime.settings import Settings, check_heartbeats, check_ranks, read_settings
 from serving.config import EngineConfig, ModelConfig, PlacementConfig
+from serving.given_files import read_given_text
 from serving.messages import Role
 from serving.options import ConfigError, build
 
@@ -20,7 +20,7 @@ from serving.options import ConfigError, build
 def load_placement(path: str) -> DeploymentPlan:
     """The plan in the file at `path`. Raises ConfigError."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_given_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--placement {path}: {error}", param="placement") from None
     return read_placement(text, path)
@@ -57,6 +57,6 @@ def _check(group: ServiceGroup, engine: EngineConfig, model: ModelConfig, placem
     try:
         check_heartbeats(placement)
         if group.kind in list(Role):
-            check_ranks(engine, model.of(group.kind))
+            check_ranks(engine, model.of(group.kind), decodes=group.kind != Role.PREFILL)
     except (ConfigError, ValueError) as error:
         raise ValueError(f"{group.name}: {error}") from error

@@ -11,6 +11,7 @@ from typing import Any
 
 from deploy.placement.ray_table import RayTable
 from serving.config import EngineConfig, HttpConfig, KvCacheConfig, ModelConfig, PlacementConfig, PoolConfig
+from serving.log_config import LogConfig
 from serving.messages import Role
 from serving.options import names
 from serving.security_config import SecurityConfig
@@ -23,12 +24,12 @@ Values = Mapping[str, Any]
 
 # Of everyone, and to be equal everywhere: a worker is taken for dead by what it and the router both count on.
 HEARTBEATS = ("heartbeat_interval", "heartbeat_timeout")
-EVERYONES = ("log_level", "shutdown_timeout", "metrics_prefix", *names(SecurityConfig, TracingConfig))
+EVERYONES = ("shutdown_timeout", "metrics_prefix", *names(LogConfig, SecurityConfig, TracingConfig))
 # What the router itself takes of the model's settings: how the model is shown.
 SHOWN = ("served_model_name", "max_model_len", "generation_config")
 _WORKERS = (*names(ModelConfig, EngineConfig, PoolConfig), *EVERYONES)
 READS: Mapping[str, frozenset[str]] = {
-    ROUTER: frozenset({*names(HttpConfig, ServiceConfig, PlacementConfig, SecurityConfig, TracingConfig), *SHOWN}),
+    ROUTER: frozenset({*names(HttpConfig, ServiceConfig, PlacementConfig), *EVERYONES, *SHOWN}),
     **{role.value: frozenset({*_WORKERS, *HEARTBEATS}) for role in Role},
     KVCACHE: frozenset({*names(KvCacheConfig), *EVERYONES, *HEARTBEATS}),
 }

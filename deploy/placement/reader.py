@@ -23,6 +23,7 @@ from serving.config import (
     PlacementConfig,
     PoolConfig,
 )
+from serving.log_config import LogConfig
 from serving.messages import Role
 from serving.options import ConfigError, build, names
 from serving.security_config import SecurityConfig
@@ -37,6 +38,7 @@ CONFIGS = (
     PlacementConfig,
     PoolConfig,
     KvCacheConfig,
+    LogConfig,
     SecurityConfig,
     TracingConfig,
 )

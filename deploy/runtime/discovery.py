@@ -10,6 +10,8 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable
 
+from deploy.runtime.lookups import in_a_daemon
+
 log = logging.getLogger(__name__)
 
 LOOKED_UP = "dns:"
@@ -22,7 +24,7 @@ LookUp = Callable[[str, int], Awaitable[list[str]]]
 
 async def look_up(host: str, port: int) -> list[str]:
     """host:port of every address the name has: of a headless service, of each of its pods. Raises OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    found = await in_a_daemon(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
     hosts = {str(address[0]) for *_, address in found}
     return sorted(f"[{one}]:{port}" if ":" in one else f"{one}:{port}" for one in hosts)
 

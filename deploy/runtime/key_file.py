@@ -6,11 +6,13 @@ A file that cannot be read changes nothing: the last good keys stay, and the log
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 
 from serving.api.keyring import KeyEntry, Keyring, parse_keys
+from serving.given_files import read_given
 from serving.options import ENV_PREFIX, ConfigError
 from serving.service_config import ServiceConfig
 
@@ -31,7 +33,7 @@ def read_pepper(path: str | None, environ: Mapping[str, str]) -> bytes:
     """From the file, or else the environment; without the white space around it. Raises ConfigError."""
     if path is not None:
         try:
-            return Path(path).read_bytes().strip()
+            return read_given(path).strip()
         except OSError as error:
             raise ConfigError(f"--key-pepper-file {path}: {error.strerror}", param="key_pepper_file") from None
     given = environ.get(PEPPER, "").strip()
@@ -44,12 +46,10 @@ def read_pepper(path: str | None, environ: Mapping[str, str]) -> bytes:
 def read_keys(path: Path) -> dict[str, KeyEntry]:
     """Raises ConfigError, and UnreadableKeys, which is one."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
+        data = read_given(path, MOST_BYTES)
     except OSError as error:
-        raise UnreadableKeys(f"--api-keys-file {path}: {error.strerror}", param="api_keys_file") from None
-    if len(data) > MOST_BYTES:
-        raise ConfigError(f"--api-keys-file {path}: larger than {MOST_BYTES} bytes", param="api_keys_file")
+        kind = ConfigError if error.errno == errno.EFBIG else UnreadableKeys
+        raise kind(f"--api-keys-file {path}: {error.strerror}", param="api_keys_file") from None
     return parse_keys(data, str(path))
 
 

@@ -16,6 +16,7 @@ from serving.config import (
     PlacementConfig,
     PoolConfig,
 )
+from serving.log_config import LogConfig
 from serving.options import ConfigError, build, load_file, names
 from serving.security_config import SecurityConfig
 from serving.service_config import ServiceConfig
@@ -33,6 +34,7 @@ class Settings:
     service: ServiceConfig = field(default_factory=ServiceConfig)
     placement: PlacementConfig
     cluster: ClusterConfig
+    logs: LogConfig = field(default_factory=LogConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     tracing: TracingConfig = field(default_factory=TracingConfig)
     pool: PoolConfig
@@ -42,7 +44,7 @@ class Settings:
 GROUPS = {name: kind for name, kind in get_type_hints(Settings).items() if name != "model"}
 CONFIGS = tuple(GROUPS.values())
 # What a node of the KV pool reads.
-NODE_CONFIGS = (KvCacheConfig, HttpConfig, PlacementConfig, ClusterConfig, SecurityConfig, TracingConfig)
+NODE_CONFIGS = (KvCacheConfig, HttpConfig, PlacementConfig, ClusterConfig, LogConfig, SecurityConfig, TracingConfig)
 
 
 def read_settings(given: Mapping[str, Any], placed: Mapping[str, Any] | None = None) -> Settings:
@@ -56,8 +58,17 @@ def read_settings(given: Mapping[str, Any], placed: Mapping[str, Any] | None = N
     return Settings(model=given.get("model"), **groups)
 
 
-def check_ranks(engine: EngineConfig, model: ModelConfig) -> None:
-    """Raises ValueError for what a worker of several ranks, if it is one, cannot do, or one of a single rank."""
+def check_ranks(engine: EngineConfig, model: ModelConfig, *, decodes: bool) -> None:
+    """Raises ValueError for what a worker of several ranks, if it is one, cannot do, or one of a single rank.
+
+    One that does not decode makes no drafts, whatever is said of them.
+    """
+    asked = engine.speculation()
+    if decodes and model.rank_flags and asked.method == "mtp" and asked.num_speculative_tokens:
+        raise ValueError(
+            f"--speculative-config: with {model.rank_flags} the hidden states that mtp drafts from lie with several"
+            " ranks: choose draft_model or ngram, or leave out one of the two"
+        )
     if engine.host_kv_memory and model.rank_flags and model.data_parallel_size == 1:
         raise ValueError(
             f"--host-kv-memory: with {model.rank_flags} KV lies in the KV cache alone: leave out one of the two"

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 
+from serving.logs import bare_line
 from serving.temporary import remove_temporary_folders
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
@@ -34,7 +35,7 @@ def leave_at_once_on_signals() -> None:
 def _say(line: str) -> None:
     """Without logging, a lock of which may be held by whom the signal interrupts, and without waiting for a reader."""
     if select.select([], [sys.stderr.fileno()], [], 0)[1]:
-        os.write(sys.stderr.fileno(), f"millrace: {line}\n".encode())
+        os.write(sys.stderr.fileno(), bare_line(line))
 
 
 def on_signals(leave: Callable[[], object]) -> None:

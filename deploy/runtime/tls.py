@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from serving.certificate import CertificateFacts, no_password, read_certificate
 from serving.config import HttpConfig
+from serving.given_files import check_regular
 from serving.reloaded import LOOK_SECONDS, ReloadedFiles
 
 _ASKED = {"0": ssl.CERT_NONE, "1": ssl.CERT_OPTIONAL, "2": ssl.CERT_REQUIRED}
@@ -53,11 +54,14 @@ def server_context(http: HttpConfig) -> ssl.SSLContext | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_alpn_protocols(["http/1.1"])
     try:
+        check_regular(http.ssl_certfile)  # OpenSSL would wait for a FIFO
+        check_regular(http.ssl_keyfile or http.ssl_certfile)
         context.load_cert_chain(http.ssl_certfile, http.ssl_keyfile, password=no_password)
     except (OSError, ValueError) as error:  # an ssl.SSLError is an OSError
         raise ValueError(f"--ssl-certfile {http.ssl_certfile}, --ssl-keyfile {http.ssl_keyfile}: {error}") from None
     if http.ssl_ca_certs is not None:
         try:
+            check_regular(http.ssl_ca_certs)
             context.load_verify_locations(http.ssl_ca_certs)
         except (OSError, ValueError) as error:
             raise ValueError(f"--ssl-ca-certs {http.ssl_ca_certs}: {error}") from None

@@ -15,6 +15,7 @@ from deploy.runtime.discovery import addresses, peers_of
 from deploy.runtime.heartbeats import Heartbeats, RouterClocks
 from deploy.runtime.http_server import open_status_door
 from deploy.runtime.kv_transports import keep_nixl_on_loopback, kv_transport_of
+from deploy.runtime.lookups import in_a_daemon
 from deploy.runtime.open_doors import check_grpc
 from deploy.runtime.settings import Settings
 from deploy.runtime.signals import on_signals
@@ -79,11 +80,12 @@ class WorkerProcess:
             stack.callback(release, model)
             door.waits_for = "the engine to start"
             drafts = await asyncio.to_thread(load_draft_parts, self.role, model, settings.model_config, settings.engine)
-            on_signals(self._leaving.set)  # before this, while anything loads, a signal ends the process at once
             grpc_server = server(cluster.cluster_key, self.tls)
             port = listen(grpc_server, cluster.grpc_host, cluster.grpc_port, self.tls)
+            address = await in_a_daemon(partial(announced, cluster, port, peers_of(cluster.routers)))
+            on_signals(self._leaving.set)  # before this, while anything loads, a signal ends the process at once
             keep_freed_memory()
-            worker = await self._build(model, drafts, announced(cluster, port, peers_of(cluster.routers)), stack)
+            worker = await self._build(model, drafts, address, stack)
             stack.push_async_callback(grpc_server.stop, 1.0)
             stubs.add_WorkerServicer_to_server(WorkerService(worker), grpc_server)
             if worker.decode is not None:

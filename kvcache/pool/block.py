@@ -9,12 +9,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 
 import xxhash
 
 from serving.errors import CorruptChunk
-from serving.messages import owner_of
+from serving.messages import owner_of, shown_tenant
 
 KEY_BYTES = 32
 DIGEST_BYTES = 16
@@ -140,5 +139,4 @@ def namespace_of(tenant: str) -> str:
 
     Where an owner is part of it, all of the owner's are counted together, whatever their salts.
     """
-    whose = owner_of(tenant) or tenant
-    return sha256(b"millrace-namespace\0" + whose.encode()).hexdigest()[:16] if whose else DEFAULT_NAMESPACE
+    return shown_tenant(owner_of(tenant) or tenant) or DEFAULT_NAMESPACE

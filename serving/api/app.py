@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serving import __version__
+from serving.api.access_log import AccessLogMiddleware
 from serving.api.body import read_body
 from serving.api.body_work import BodyWork, client_of
 from serving.api.callers import Callers
@@ -33,7 +34,7 @@ from serving.api.openapi import describe_bodies, takes
 from serving.api.rate_limit import KeyLimits, RateLimiter
 from serving.api.readers import Readers, ReaderSettings
 from serving.api.schema import DetokenizeBody, EmbeddingBody, TokenizeBody
-from serving.api.service import Service, tell_ignored, tell_refusal, until_hang_up
+from serving.api.service import Service, reserved, tell_ignored, tell_refusal, until_hang_up
 from serving.api.settings import ApiObserver, Health, HttpObserver, NoPlacementLog, PlacementLog, ReadAudit, ServedModel
 from serving.api.status import add_process_routes
 from serving.api.tokens import Answer
@@ -116,6 +117,7 @@ def _limiter(config: ServiceConfig) -> RateLimiter:
 def _surround(app: FastAPI, callers: Callers, observer: HttpObserver | None, clock: Callable[[], float]) -> None:
     """What stands around every endpoint; CORS comes last, when the app is complete."""
     app.add_middleware(AuthMiddleware, callers=callers)
+    app.add_middleware(AccessLogMiddleware)
     if observer is not None:
         app.add_middleware(ObservedMiddleware, observer=observer, clock=clock)
     handle_failures(app)
@@ -183,14 +185,15 @@ def _add_tokens(app: FastAPI, service: Service, readers: Readers) -> None:
     tokens = readers.tokens
 
     async def answer(request: Request, work: Callable[[bytes], Answer]) -> Response:
-        body = await read_body(request.receive, request.headers, service.config)
-        client = client_of(request.scope)
+        state, client = request.state, client_of(request.scope)
         try:
-            told, ignored = await until_hang_up(request.receive, service.bodies.run(work, body, client=client))
+            with reserved(service, state.caller, state.answer_headers):
+                body = await read_body(request.receive, request.headers, service.config)
+                told, ignored = await until_hang_up(request.receive, service.bodies.run(work, body, client=client))
         except MillraceError as error:
-            tell_refusal(error, request.state.answer_headers, service.observer)
+            tell_refusal(error, state.answer_headers, service.observer)
             raise
-        tell_ignored(ignored, request.state.answer_headers, service.observer)
+        tell_ignored(ignored, state.answer_headers, service.observer)
         return Response(told, media_type="application/json")
 
     @app.post("/tokenize", openapi_extra=takes(TokenizeBody))

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 from serving.api.readers import Readers, ReaderSettings
 from serving.child_process import ENDED_FROM_OUTSIDE, helper_environ, module_command
 from serving.errors import InternalError, InvalidRequest, MillraceError, Unavailable
+from serving.logs import handed_down, setup_helper
 from serving.malloc import give_back_memory
 
 log = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ class BodyProcess:
                 str(self._budget),
                 stdin=PIPE,
                 stdout=PIPE,
-                env=helper_environ(os.environ),
+                env=helper_environ(os.environ) | handed_down("bodies"),
                 start_new_session=True,
             )
         except OSError as error:
@@ -238,6 +239,7 @@ def _receive(source: BinaryIO) -> bytes:
 
 
 def main() -> None:
+    setup_helper(os.environ)
     sink = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever is printed
     os.nice(NICENESS)

@@ -26,6 +26,7 @@ class ApiCaller:
     account: str = ""  # whose limits are used
     limits: KeyLimits | None = None  # its own; None: the server's
     rights: Rights = field(default_factory=Rights)
+    key_id: str = ""  # of a stored key, which is no secret
 
 
 ANYBODY = ApiCaller()
@@ -64,7 +65,9 @@ class Callers:
         if entry is None or self._keyring is None:
             return None
         name, account = f"tenant {entry.tenant}", f"key {entry.id}"
-        return ApiCaller(name=name, account=account, limits=entry.limits, rights=self._keyring.rights(entry))
+        return ApiCaller(
+            name=name, account=account, limits=entry.limits, rights=self._keyring.rights(entry), key_id=entry.id
+        )
 
 
 def _shown(headers: Headers) -> Iterator[str]:

@@ -17,6 +17,7 @@ from serving.api.failures import error_form, error_response
 from serving.api.plan import RequestIds
 from serving.api.settings import HttpObserver
 from serving.errors import Forbidden, MillraceError, Unauthorized
+from serving.logs import mark_task
 
 OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/metrics", "/version"})
 OF_ALL = frozenset({"/audit", "/load", "/v1/workers"})  # what they tell is of all tenants: for operators' keys
@@ -41,6 +42,7 @@ class AuthMiddleware:
             return
         headers = Headers(scope=scope)
         ids, path = request_ids(headers.get("x-request-id", "")), scope["path"]
+        mark_task(ids.unique)  # the task is this request's alone
         answer_headers: dict[str, str] = {}
 
         async def send_with_id(message: Message) -> None:

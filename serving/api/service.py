@@ -87,6 +87,29 @@ def tell_refusal(error: MillraceError, answer_headers: dict[str, str], observer:
     observer.request_refused(status=error.status)
 
 
+@contextmanager
+def reserved(service: Service, caller: ApiCaller, answer_headers: dict[str, str]) -> Iterator[LimitReservation]:
+    """Hold a request of the caller's limits, and in the end give back what was not used. Raises RateLimited.
+
+    The headers say what is left either way.
+    """
+    now = service.clock()
+    account = service.limits.account(caller.account, caller.limits, now)
+    try:
+        held = service.limits.open(caller.account, caller.limits, now)
+    finally:
+        answer_headers |= account.headers(now)
+    try:
+        yield held
+    except Exception as error:
+        held.void = not _is_the_clients(error)
+        raise
+    finally:
+        now = service.clock()
+        held.close(now)
+        answer_headers |= held.headers(now)
+
+
 class ServedResponse(Response):
     """The ASGI response of such an endpoint. It reads the body itself, in bounds, and watches for a hang-up.
 
@@ -114,7 +137,7 @@ class ServedResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
         try:
-            with service.in_flight.enter(), self._reserve():
+            with service.in_flight.enter(), self._reserved():
                 body = await read_body(receive, self._request_headers, service.config)
                 with self._traced(scope):
                     await until_hang_up(receive, self._serve(body, scope, receive, send))
@@ -135,27 +158,9 @@ class ServedResponse(Response):
         raise NotImplementedError
 
     @contextmanager
-    def _reserve(self) -> Iterator[None]:
-        """Hold a request of the caller's limits, and in the end give back what was not used. Raises RateLimited.
-
-        The headers say what is left either way.
-        """
-        service, caller = self._service, self._caller
-        now = service.clock()
-        account = service.limits.account(caller.account, caller.limits, now)
-        try:
-            held = self._reservation = service.limits.open(caller.account, caller.limits, now)
-        finally:
-            self._answer_headers |= account.headers(now)
-        try:
+    def _reserved(self) -> Iterator[None]:
+        with reserved(self._service, self._caller, self._answer_headers) as self._reservation:
             yield
-        except Exception as error:
-            held.void = not _is_the_clients(error)
-            raise
-        finally:
-            now = service.clock()
-            held.close(now)
-            self._answer_headers |= held.headers(now)
 
     def _spend(self, plan: ResponsePlan | EmbeddingPlan, tokens: int) -> None:
         """Take what the plan may come to of the caller's tokens, and note its names. Raises TokenRateLimited."""

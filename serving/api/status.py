@@ -25,8 +25,10 @@ def add_process_routes(app: FastAPI, metrics_text: Callable[[], bytes]) -> None:
         return JSONResponse({"version": __version__})
 
 
-def status_app(*, health: Health, metrics_text: Callable[[], bytes], audit: Callable[[], Mapping[str, int]]) -> FastAPI:
-    """/health (503 while it cannot serve) and /audit, beside what every process has."""
+def status_app(
+    *, health: Health, metrics_text: Callable[[], bytes], audit: Callable[[], Mapping[str, int]] | None = None
+) -> FastAPI:
+    """/health (503 while it cannot serve) and, where there is one, /audit, beside what every process has."""
     app = FastAPI(title="millrace worker", version=__version__, docs_url=None, redoc_url=None)
     add_process_routes(app, metrics_text)
 
@@ -35,8 +37,11 @@ def status_app(*, health: Health, metrics_text: Callable[[], bytes], audit: Call
         ready, why = health()
         return JSONResponse({"status": why}, 200 if ready else 503)
 
-    @app.get("/audit")
-    async def read_audit() -> JSONResponse:
-        return JSONResponse(dict(audit()))
+    if audit is not None:
+        read = audit
+
+        @app.get("/audit")
+        async def read_audit() -> JSONResponse:
+            return JSONResponse(dict(read()))
 
     return app

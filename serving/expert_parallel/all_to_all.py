@@ -174,7 +174,8 @@ class AllToAllExchange(RoundTrips):
         watch = ProcessWatch({other: int(pid) for other, (host, pid) in processes.items() if host == host_key()})
         try:
             # gloo's own limit only ends what this exchange has given up long before.
-            group = connected(store, rank, shape.ranks, 2 * deadline)
+            near = all(host == host_key() for host, _ in processes.values())
+            group = connected(store, rank, shape.ranks, 2 * deadline, on_one_host=near)
         except (RankLost, StoreUnavailable):
             watch.close()
             raise

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from serving.child_process import helper_environ, module_command
 from serving.expert_parallel.exchange import RankLost
+from serving.logs import handed_down
 from serving.rank_group.channel import Channel, ChannelClosed, ChannelLate
 
 RANK_MODULE = "serving.rank_group.rank_process"
@@ -44,7 +45,7 @@ class RankProcess:
         return subprocess.Popen(  # noqa: S603 - our own module
             [*module_command(RANK_MODULE), str(theirs.fileno()), str(os.getpid())],
             pass_fds=(theirs.fileno(),),
-            env=helper_environ(os.environ) | known,
+            env=helper_environ(os.environ) | known | handed_down(f"rank-{self.rank}"),
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the leader, which ends its ranks
         )

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import FileStore
 
-from serving import logs
 from serving.expert_parallel.exchange import RankLost
 from serving.kvspec import LayerKV
 from serving.model.decoder import Planes
@@ -63,7 +62,7 @@ class LayoutGroup:
 
     def load(self, path: Path, dtype: str) -> None:
         """Have every rank begin to load its share of the model, each with as many threads as this process has."""
-        threads, level = torch.get_num_threads(), logging.getLogger().getEffectiveLevel()
+        threads = torch.get_num_threads()
         for other in self.others:
             order = LoadLayout(
                 path=path,
@@ -71,8 +70,6 @@ class LayoutGroup:
                 rank=other.rank,
                 layout=self.layout,
                 threads=threads,
-                service=f"{logs.service()}/rank-{other.rank}",
-                log_level=level,
             )
             other.ask(order, MEETING_SECONDS)
 

@@ -14,18 +14,13 @@ from serving.rank_group.messages import PackedBatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadLayout:
-    """Load what this rank of the layout holds of the model at `path`. Answered by ShareLoaded.
-
-    `service` is what the rank calls itself in the log.
-    """
+    """Load what this rank of the layout holds of the model at `path`. Answered by ShareLoaded."""
 
     path: Path
     dtype: str
     rank: int
     layout: ParallelLayout
     threads: int
-    service: str
-    log_level: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

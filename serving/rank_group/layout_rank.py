@@ -5,7 +5,6 @@ It computes what it is given, and knows nothing of sequences.
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from torch._C._distributed_c10d import FileStore
 from serving.expert_parallel.bounded import StoreUnavailable
 from serving.expert_parallel.exchange import RankLost
 from serving.loader.loading import LoadedModel, load
-from serving.logs import setup_logging
 from serving.malloc import keep_freed_memory
 from serving.model.decoder import Decoder, Planes
 from serving.parallel.applying import apply_parallel
@@ -69,7 +67,6 @@ class LayoutRank:
 
 def serve_layout(channel: Channel, order: LoadLayout) -> None:
     """Do what the leader says until it closes the channel. Raises ChannelClosed, RankLost."""
-    setup_logging(order.service, logging.getLevelName(order.log_level))
     torch.set_num_threads(order.threads)
     loaded = _loaded(channel, order)
     rank = None if loaded is None else _met(channel, loaded.model, order)

@@ -34,7 +34,7 @@ class Balancing:
 class LoadShare:
     """Load the model at `path` with the experts of this rank alone; `threads` compute it. Answered by ShareLoaded.
 
-    `service` is what the rank calls itself in the log; `redundant` experts are held more than once at first.
+    `redundant` experts are held more than once at first.
     """
 
     path: Path
@@ -43,8 +43,6 @@ class LoadShare:
     ranks: int
     redundant: int
     threads: int
-    service: str
-    log_level: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +174,7 @@ class RankTotals:
 
     traffic: ExchangeTraffic = NOTHING_SENT
     moved_experts: int = 0  # that came to be held here for the sake of balance
-    moved_bytes: int = 0  # of weights that came for them from other ranks
+    moved_bytes: int = 0  # of weights that were copied for that, chunk by chunk: what the budget bounds
 
     def __add__(self, other: RankTotals) -> RankTotals:
         return RankTotals(

@@ -23,7 +23,7 @@ from serving.expert_parallel.exchange import ExchangeUnavailable, RankLost
 from serving.expert_parallel.layer import idle_step
 from serving.expert_parallel.surviving import ExpertsLost
 from serving.loader.loading import LoadedModel
-from serving.logs import setup_logging
+from serving.logs import setup_helper
 from serving.malloc import keep_freed_memory
 from serving.model.decoder import Planes
 from serving.rank_group.channel import Channel, ChannelClosed
@@ -129,7 +129,6 @@ def serve(channel: Channel) -> None:
     if isinstance(order, LoadLayout):
         serve_layout(channel, order)
         return
-    setup_logging(order.service, logging.getLevelName(order.log_level))
     torch.set_num_threads(order.threads)
     loaded = _loaded(channel, order)
     rank = None if loaded is None else _mapped(channel, loaded, order)
@@ -193,6 +192,7 @@ def leave_with(parent: int) -> threading.Thread | None:
 def main() -> int:
     for number in ENDING:  # who ends a whole service tells all its processes: the leader still has requests to finish
         signal.signal(number, signal.SIG_IGN)
+    setup_helper(os.environ)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     watching = leave_with(int(sys.argv[2]))
     if watching is None:

@@ -16,7 +16,6 @@ from typing import TypeVar
 
 import torch
 
-from serving import logs
 from serving.expert_parallel.bounded import StoreUnavailable
 from serving.expert_parallel.epoch import Rules
 from serving.expert_parallel.exchange import RankLost
@@ -115,16 +114,13 @@ class RankGroup:
             ranks=self.configured,
             redundant=self.redundant,
             threads=torch.get_num_threads(),
-            service=logs.service(),
-            log_level=logging.getLogger().getEffectiveLevel(),
         )
         for other in self.others:
             self._load(other)
 
     def _load(self, other: RankProcess) -> None:
         assert self._order is not None, "load comes first"
-        service = f"{self._order.service}/rank-{other.rank}"
-        other.ask(replace(self._order, rank=other.rank, service=service), MEETING_SECONDS)
+        other.ask(replace(self._order, rank=other.rank), MEETING_SECONDS)
 
     def loaded(self) -> None:
         """Wait until all have. Raises RankLost, and ValueError with what a rank could not load."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from kvcache.handoff.chunk import Chunk, encode, sealed_commit
 from kvcache.pool.block import PoolBlock
 from serving.errors import CorruptChunk, StaleLease
 from serving.messages import LeaseId, Role
+from serving.tracing import NoTracer, TraceContext, call_headers, use
 from tests.decode.workers import FINGERPRINT, SPECS, Worker
 from tests.fakes.kv_layouts import random_pool, token_at
 from tests.fakes.sequences import make_order, make_sequence
@@ -26,6 +30,8 @@ from tests.kvcache.connector.test_direct_fetch import Stopping
 PROMPT = list(range(14))  # three blocks and two tokens
 SOURCE = random_pool(SPECS, 8, 4, 7)
 WHOLE = 12
+CALLS = "00-0af7651916cd43dd8448eb211c80319c-00000000000000ff-01"
+TRACE = TraceContext("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
 
 
 class Direct(Worker):
@@ -36,7 +42,7 @@ class Direct(Worker):
         self.reader = Stopping(self.pooled())
         locations, cost = self.worker.context.locations, DirectCost(FetchCost())
         self.prefixes = DirectFetcher(self.reader, self.kv, locations, cost, wait=60, always=True)
-        self.decode.direct = DirectLeases(self.decode.table, self.engine.lock, self.prefixes)
+        self.decode.direct = DirectLeases(self.decode.table, self.engine.lock, self.prefixes, "decode-0")
 
     def pooled(self) -> dict[bytes, PoolBlock]:
         seq = make_sequence(self.kv, PROMPT)
@@ -47,7 +53,7 @@ class Direct(Worker):
         """Begin, and wait until so many slabs have come and the next does not."""
         self.reader.after = self.reader.sent + slabs
         wanted = self.reader.after
-        start = await self.decode.begin(fence)
+        start = await self.decode.direct.begin(fence)
         async with asyncio.timeout(10):
             while self.reader.sent < wanted:
                 await asyncio.sleep(0)
@@ -89,12 +95,81 @@ def chunk(fence: LeaseId, start: int, end: int) -> Chunk:
 
 async def test_the_pool_and_the_handoff_fill_a_lease_together(worker: Direct, session: RouterSession) -> None:
     grant = await worker.lease(session, PROMPT)
-    assert grant.cached_tokens == 0 and await worker.decode.begin(grant.lease) == WHOLE
+    assert grant.cached_tokens == 0 and await worker.decode.direct.begin(grant.lease) == WHOLE
     await worker.decode.receive(chunk(grant.lease, WHOLE, 14))
     assert await worker.decode.commit(sealed_commit(grant.lease, 1)) is None
     assert worker.runs(grant.lease) and worker.holds(grant.lease)
     another = await worker.lease(session, PROMPT, "r/2")
-    assert another.cached_tokens == WHOLE and await worker.decode.begin(another.lease) == 0, "nothing is left to bring"
+    assert another.cached_tokens == WHOLE and await worker.decode.direct.begin(another.lease) == 0, (
+        "nothing is left to bring"
+    )
+
+
+class Recorder:
+    """A tracer whose spans are in `told` once they have ended; `open` are those that have not."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, dict[str, Any], str]] = []
+        self.open = 0
+
+    def now(self) -> int:
+        return 0
+
+    def begin(self, name: str, parent: TraceContext, began: int, *, serves: bool = False) -> Any:
+        assert parent == TRACE
+        self.open += 1
+
+        def end(attributes: Mapping[str, Any], error: str = "") -> None:
+            self.open -= 1
+            self.told.append((name, dict(attributes), error))
+
+        return SimpleNamespace(context=TraceContext(CALLS), end=end)
+
+
+@pytest.fixture
+def recorder() -> Iterator[Recorder]:
+    made = Recorder()
+    use(made)
+    yield made
+    use(NoTracer())
+
+
+async def test_a_direct_fetch_is_a_span_and_calls_to_the_pool_are_its_children(
+    worker: Direct, session: RouterSession, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[tuple[str, str], ...]] = []
+    lookup = worker.reader.lookup
+
+    async def noting(keys: Sequence[bytes], pin_seconds: float = 0.0) -> int:
+        asked.append(call_headers())
+        return await lookup(keys, pin_seconds)
+
+    monkeypatch.setattr(worker.reader, "lookup", noting)
+
+    async def begun(name: str) -> LeaseId:
+        grant = await worker.lease(session, PROMPT, name)
+        seq = worker.decode.table.check(grant.lease).seq
+        seq.request = replace(seq.request, trace=TRACE)
+        await worker.decode.begin(grant.lease)
+        return grant.lease
+
+    async def told() -> tuple[str, dict[str, Any], str]:
+        async with asyncio.timeout(10):
+            while not recorder.told:
+                await asyncio.sleep(0)
+        return recorder.told.pop()
+
+    about = {"millrace.worker": "decode-0"}
+    worker.reader.after = 1
+    stalled = await begun("r/1")
+    await asyncio.sleep(0)
+    assert recorder.open == 1, "it lasts until nothing more comes"
+    session.cancel(stalled.lease)
+    assert await told() == ("millrace.fetch", {**about, "millrace.fetched_tokens": 0}, "cancelled")
+    worker.reader.after = None
+    await begun("r/2")
+    assert await told() == ("millrace.fetch", {**about, "millrace.fetched_tokens": WHOLE}, "")
+    assert asked == [(("traceparent", CALLS),)] * 2 and recorder.open == 0
 
 
 async def test_the_commit_waits_for_the_pool(worker: Direct, session: RouterSession) -> None:
@@ -118,7 +193,7 @@ async def test_what_the_pool_lacks_is_handed_over_after_all(
 ) -> None:
     worker.reader.lost = {(part, block)}
     grant = await worker.lease(session, PROMPT)
-    assert await worker.decode.begin(grant.lease) == WHOLE
+    assert await worker.decode.direct.begin(grant.lease) == WHOLE
     await worker.decode.receive(chunk(grant.lease, WHOLE, 14))
     assert await worker.decode.commit(sealed_commit(grant.lease, 1)) == range(4 * block, WHOLE)
     with pytest.raises(CorruptChunk, match="missing"):
@@ -157,8 +232,8 @@ async def test_beginning_anew_stops_what_still_came_and_begins_that_anew_too(
         await asyncio.sleep(0)
     after = [plane.view(torch.uint8) for planes in worker.device_kv.planes for plane in planes]
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True)), "its blocks are the new try's now"
-    assert await worker.decode.begin(old.lease) == 0
-    assert await worker.decode.begin(new.lease) == WHOLE
+    assert await worker.decode.direct.begin(old.lease) == 0
+    assert await worker.decode.direct.begin(new.lease) == WHOLE
     await worker.decode.receive(chunk(new.lease, WHOLE, 15))
     assert await worker.decode.commit(sealed_commit(new.lease, 1)) is None and worker.holds(new.lease)
 
@@ -176,7 +251,7 @@ async def test_a_lease_that_ends_meanwhile_takes_its_fetch_with_it(
 async def test_a_lease_that_ends_while_the_pool_is_asked_gets_nothing(worker: Direct, session: RouterSession) -> None:
     worker.reader.answers.clear()
     first = await worker.lease(session, PROMPT)
-    beginning = asyncio.create_task(worker.decode.begin(first.lease))
+    beginning = asyncio.create_task(worker.decode.direct.begin(first.lease))
     await asyncio.sleep(0)
     await session.advance(make_order(PROMPT, lease=worker.fence(epoch=1)))
     worker.reader.answers.set()
@@ -187,7 +262,7 @@ async def test_kv_that_came_before_the_answer_is_kept(worker: Direct, session: R
     """A sender need not wait for the answer: then nothing comes from the pool."""
     worker.reader.answers.clear()
     grant = await worker.lease(session, PROMPT)
-    beginning = asyncio.create_task(worker.decode.begin(grant.lease))
+    beginning = asyncio.create_task(worker.decode.direct.begin(grant.lease))
     await worker.decode.receive(chunk(grant.lease, 0, 8))
     worker.reader.answers.set()
     assert await beginning == 0
@@ -199,7 +274,7 @@ async def test_kv_that_came_before_the_answer_is_kept(worker: Direct, session: R
 async def test_a_lease_computed_by_its_own_worker_is_left_alone(worker: Direct, session: RouterSession) -> None:
     grant = await worker.lease(session, PROMPT)
     worker.decode.adopt(grant.lease)
-    assert await worker.decode.begin(grant.lease) == 0 and worker.prefixes.running == 0
+    assert await worker.decode.direct.begin(grant.lease) == 0 and worker.prefixes.running == 0
 
 
 async def test_handoffs_are_measured_where_they_arrive(worker: Direct, session: RouterSession) -> None:

@@ -24,7 +24,7 @@ class Started:
         self.given: dict[str, Any] = {}
         self.settings: Any = None
         monkeypatch.setattr(cli, "_start", self.start)
-        monkeypatch.setattr(cli, "setup_logging", lambda service, level: None)
+        monkeypatch.setattr(cli, "setup_logging", lambda *_: None)
 
     def start(self, given: dict[str, Any], settings: Settings) -> int:
         self.given, self.settings = dict(given), settings

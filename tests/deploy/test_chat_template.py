@@ -30,7 +30,7 @@ def test_a_file_or_a_template_is_read(tmp_path: Path) -> None:
 def test_what_is_neither_is_one_clear_line(
     given: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "setup_logging", lambda service, level: None)
+    monkeypatch.setattr(cli, "setup_logging", lambda *_: None)
     with pytest.raises(ValueError, match=said):
         read_chat_template(given)
     for command in ("serve", "router"):

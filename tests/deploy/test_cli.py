@@ -29,6 +29,7 @@ from serving.config import (
     PlacementConfig,
     PoolConfig,
 )
+from serving.log_config import LogConfig
 from serving.messages import Role
 from serving.options import build, names
 from tests.deploy.conftest import Started
@@ -128,7 +129,7 @@ MISTAKES = {
 def test_a_mistake_is_one_clear_line(
     named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "setup_logging", lambda service, level: None)
+    monkeypatch.setattr(cli, "setup_logging", lambda *_: None)
     if named == "VLLM_API_KEY":
         monkeypatch.setenv("VLLM_API_KEY", "sk-1,2")
     if named == "MILLRACE_PORT":
@@ -251,6 +252,7 @@ def as_a_child(flags: list[str], config: type, command: tuple[str, ...] = ("deco
     drawn(PlacementConfig),
     drawn(PoolConfig),
     drawn(KvCacheConfig),
+    drawn(LogConfig),
 )
 def test_a_childs_flags_say_what_its_parent_was_told(
     model: ModelConfig,
@@ -259,23 +261,23 @@ def test_a_childs_flags_say_what_its_parent_was_told(
     placement: PlacementConfig,
     pool: PoolConfig,
     kvcache: KvCacheConfig,
+    logs: LogConfig,
 ) -> None:
     model = dataclasses.replace(model, device="cpu")
-    made = settings_of(model_config=model, engine=engine, http=http, placement=placement, pool=pool, kvcache=kvcache)
+    groups = {"engine": engine, "http": http, "placement": placement, "pool": pool, "kvcache": kvcache, "logs": logs}
+    made = settings_of(model_config=model, **groups)
     flags = worker_flags(made)
+    assert as_a_child(flags, LogConfig) == as_a_child(node_flags(made), LogConfig, ("kvcache",)) == logs
     assert as_a_child(flags, PoolConfig) == pool
     own_folder = dataclasses.replace(kvcache, disk=None)
     assert as_a_child(node_flags(made), KvCacheConfig, ("kvcache",)) == own_folder
     assert as_a_child(flags, ModelConfig) == model
     own = dataclasses.replace(engine, threads=None, cpus=None)  # each child is given its share
     assert as_a_child(flags, EngineConfig) == own
-    there = as_a_child(flags, HttpConfig)
-    assert (there.log_level, there.shutdown_timeout) == (http.log_level, http.shutdown_timeout)
+    assert as_a_child(flags, HttpConfig).shutdown_timeout == http.shutdown_timeout
     beats = as_a_child(flags, PlacementConfig)
-    assert (beats.heartbeat_interval, beats.heartbeat_timeout) == (
-        placement.heartbeat_interval,
-        placement.heartbeat_timeout,
-    )
+    assert beats.heartbeat_interval == placement.heartbeat_interval
+    assert beats.heartbeat_timeout == placement.heartbeat_timeout
 
 
 @pytest.mark.parametrize(("interval", "timeout"), [("3", "5"), ("1", "2"), ("5", "5")])
@@ -382,7 +384,7 @@ def test_a_mistake_in_classes_is_one_line(
 def test_one_process_cannot_be_strictly_disaggregated(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "setup_logging", lambda service, level: None)
+    monkeypatch.setattr(cli, "setup_logging", lambda *_: None)
     assert main(["serve", "--strict-disaggregation"]) == 2
     assert "--strict-disaggregation needs workers apart" in capsys.readouterr().err
 

@@ -58,7 +58,7 @@ def test_a_command_line_of_vllm_starts_the_same_thing(started: Started, caplog: 
     assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.block_size) == (64, 2048, 32)
     assert (engine.num_kv_blocks, engine.cuda_graphs) == (500, False)
     assert (engine.speculation().method, engine.speculation().num_speculative_tokens) == ("ngram", 3)
-    assert (made.http.port, made.http.log_level, made.http.api_key) == (8001, "warning", "sk-1,sk-2")
+    assert (made.http.port, made.logs.log_level, made.http.api_key) == (8001, "warning", "sk-1,sk-2")
     assert (made.http.tool_call_parser, made.http.reasoning_parser) == ("hermes", "qwen3")
     assert (made.http.chat_template, made.model_config.data_parallel_size) == ("{{ x }}", 2)
     told = [record.getMessage().partition(":")[0] for record in caplog.records]
@@ -76,7 +76,7 @@ def test_a_command_line_of_sglang_starts_the_same_thing(started: Started) -> Non
     assert (made.model, made.model_config.max_model_len, made.http.port) == ("m", 2048, 30000)
     assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.block_size) == (8, 512, 8)
     assert (engine.enable_prefix_caching, engine.cuda_graphs, engine.prefill_order) == (False, False, "fcfs")
-    assert made.http.log_level == "error"
+    assert made.logs.log_level == "error"
 
 
 REFUSED = {

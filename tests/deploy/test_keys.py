@@ -162,7 +162,7 @@ async def test_a_file_that_could_not_be_read_for_a_moment_is_read_again(
         def no_room(*_: object) -> None:
             raise OSError(errno.EMFILE, "Too many open files")
 
-        full.setattr(Path, "open", no_room)
+        full.setattr("deploy.runtime.key_file.read_given", no_room)
         await file.refresh()
         await file.refresh()
     assert file.failures == 1 and file.keyring.find(shown, 0.0) is not None
@@ -211,3 +211,10 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
 
 def test_times_of_validity() -> None:
     assert [seconds_of(text) for text in ("90d", "12h", "30m", "45s")] == [7_776_000, 43_200, 1800, 45]
+
+
+@pytest.mark.parametrize("action", ["create", "list"])
+def test_an_id_where_none_is_taken_is_refused(action: str, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before: `keys create mine` made a key of another id, and said nothing."""
+    assert main(["keys", action, "mine", "--tenant", "acme"]) == 2
+    assert f"keys {action} takes no id, but 'mine' is given" in capsys.readouterr().err and not path.exists()

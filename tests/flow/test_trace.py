@@ -18,6 +18,7 @@ pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 TRACE, PARENT = "0x0af7651916cd43dd8448eb211c80319c", "0xb7ad6b7169203331"
 PHASES = {"millrace.queue", "millrace.prefill", "millrace.handoff", "millrace.decode"}
+OF_TWO = ("millrace.fetch", "millrace.pool.lookup", "millrace.pool.get")  # prefill and decode worker ask the pool
 SECRET = "the-key-of-a-client"
 PROMPT = "unmistakable words of a prompt"
 OTHER = {"messages": [{"role": "user", "content": "others"}], "max_tokens": 2}
@@ -28,6 +29,12 @@ Spans = list[dict[str, Any]]
 def spans_of(file: Path, trace: str = TRACE) -> Spans:
     lines = file.read_text().splitlines() if file.exists() else []
     return [span for span in map(json.loads, lines) if span["context"]["trace_id"] == trace]
+
+
+def instance(span: dict[str, Any]) -> str:
+    """The process that made it."""
+    name: str = span["resource"]["attributes"]["service.instance.id"]
+    return name
 
 
 def between(span: dict[str, Any]) -> tuple[float, float]:
@@ -51,7 +58,7 @@ def test_one_trace_shows_the_request_across_four_processes(tiny_path: Path, tmp_
     file = tmp_path / "spans.jsonl"
     flags = (str(tiny_path), "--served-model-name", "tiny", "--dtype", "float32", "--kernels", "torch")
     flags += ("--prefill", "1", "--decode", "1", "--kvcache", "1", "--api-key", SECRET)
-    flags += ("--otlp-traces-endpoint", f"file://{file}")
+    flags += ("--otlp-traces-endpoint", f"file://{file}", "--log-format", "json", "--access-log")
     headers = {"authorization": f"Bearer {SECRET}", "traceparent": CLIENT, "tracestate": "vendor=1"}
     body = {"model": "tiny", "messages": [{"role": "user", "content": PROMPT * 8}], "max_tokens": 300}
     body |= {"ignore_eos": True, "temperature": 0, "stream": False}
@@ -67,19 +74,35 @@ def test_one_trace_shows_the_request_across_four_processes(tiny_path: Path, tmp_
     spans = spans_of(file)
     by_name = {span["name"]: span for span in spans}
     root = by_name["chat tiny"]
-    assert root["kind"] == "SpanKind.SERVER" and root["parent_id"] == PARENT and len(spans) == len(by_name)
+    assert root["kind"] == "SpanKind.SERVER" and root["parent_id"] == PARENT
+    once = [span["name"] for span in spans if span["name"] not in OF_TWO]
+    assert len(once) == len(set(once))
     told = root["attributes"]
     assert told["gen_ai.usage.output_tokens"] == 300 and told["gen_ai.response.finish_reasons"] == ["length"]
     assert told["gen_ai.provider.name"] == "millrace" and told["gen_ai.request.temperature"] == 0
     children = {name: span for name, span in by_name.items() if span["parent_id"] == root["context"]["span_id"]}
     assert children.keys() >= PHASES
-    assert by_name["millrace.pool.lookup"]["parent_id"] == by_name["millrace.fetch"]["context"]["span_id"]
-    roles = {name: span["resource"]["attributes"]["service.instance.id"] for name, span in by_name.items()}
+    fetches = {span["context"]["span_id"]: instance(span) for span in spans if span["name"] == "millrace.fetch"}
+    assert sorted(fetches.values()) == ["decode-0", "prefill-0"], "the decode worker asks for what it may fetch itself"
+    assert {span["parent_id"] for span in spans if span["name"] == "millrace.pool.lookup"} <= fetches.keys()
+    roles = {name: instance(span) for name, span in by_name.items()}
     assert roles["millrace.prefill"] == roles["millrace.handoff"] == "prefill-0"
     assert (roles["millrace.decode"], roles["millrace.pool.lookup"]) == ("decode-0", "kvcache-0")
     assert len(set(roles.values())) == 4
     assert covered(between(root), map(between, children.values())) > 0.98
     assert SECRET not in file.read_text() and PROMPT not in file.read_text()
+    check_log(server.log())
+
+
+def check_log(text: str) -> None:
+    """Every line of every process is an object, and none has a key or a prompt."""
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert {line["role"] for line in lines} == {"serve", "prefill", "decode", "kvcache"}
+    assert {line["name"] for line in lines} >= {"serve", "prefill-0", "decode-0", "kvcache-0"}
+    (ended,) = (line for line in lines if line.get("trace_id") == TRACE[2:] and "300 output tokens" in line["message"])
+    assert ended["class"] == "standard" and ended["request_id"].startswith("chatcmpl-")
+    assert [line["status"] for line in lines if line.get("route") == "/v1/chat/completions"] == [200, 200]
+    assert SECRET not in text and PROMPT not in text
 
 
 def test_what_nothing_covers_is_seen() -> None:

@@ -20,9 +20,12 @@ from serving.config import (
     PlacementConfig,
     PoolConfig,
 )
+from serving.log_config import LogConfig
 from serving.options import ConfigError, add_flags, build, load_file, names, parse_bytes
 
-CONFIGS = (ModelConfig, EngineConfig, HttpConfig, PlacementConfig, ClusterConfig, PoolConfig, KvCacheConfig)
+CONFIGS = (
+    *(ModelConfig, EngineConfig, HttpConfig, PlacementConfig, ClusterConfig, PoolConfig, KvCacheConfig, LogConfig),
+)
 FIELDS = [(config, field) for config in CONFIGS for field in dataclasses.fields(config)]
 IDS = [field.name for _, field in FIELDS]
 SECRETS = [(config, field) for config, field in FIELDS if field.metadata["secret"]]
@@ -153,7 +156,7 @@ def test_words_for_yes_and_no(word: str, meant: bool) -> None:
         (PlacementConfig, "queue_patience", "soon"),
         (PlacementConfig, "queue_patience", [1]),
         (HttpConfig, "host", 5),
-        (HttpConfig, "log_level", "loud"),
+        (LogConfig, "log_level", "loud"),
         (ModelConfig, "dtype", "float8"),
         (ClusterConfig, "grpc_port", ""),
     ],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,16 +13,17 @@ from threading import Event
 
 import pytest
 
+from deploy.runtime.traced import traced
 from serving.errors import NoRoom
 from serving.tracing import NONE, NoTracer, PhaseSpan, TraceContext, call_headers, carried, context_of, use
 from serving.tracing_config import TraceCounts, TracingConfig
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
 
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from serving.otel_tracer import BoundedProcessor, CountedExporter, OtelTracer, sampler_of
+from serving.otel_tracer import BoundedProcessor, CountedExporter, FileExporter, OtelTracer, sampler_of
 
 PARENT = TraceContext("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "vendor=1")
 
@@ -60,6 +63,91 @@ def test_an_error_is_told_by_its_name_alone(tracer: OtelTracer, file: Path) -> N
         raise NoRoom("words of the prompt")
     assert written(tracer, file)["phase"]["attributes"] == {"error.type": "NoRoom"}
     assert "words of the prompt" not in file.read_text()
+
+
+def exporter_and_spans(file: Path, count: int) -> tuple[FileExporter, list[ReadableSpan]]:
+    made = TracerProvider(shutdown_on_exit=False).get_tracer("test")
+    spans = [made.start_span(f"span {number}") for number in range(count)]
+    for span in spans:
+        span.end()
+    return FileExporter(file), spans  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_write_that_breaks_off_leaves_nothing_behind(file: Path, monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
+    """Before: the next span stood on the line of the torn one."""
+    exporter, (first, second, third) = exporter_and_spans(file, 3)
+    assert exporter.export([first]) is SpanExportResult.SUCCESS
+    write = os.write
+
+    def breaks_off(descriptor: int, data: bytes) -> int:
+        written = write(descriptor, data[:20])
+        if full:
+            raise OSError(errno.ENOSPC, "no space")
+        return written
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", breaks_off)
+        assert exporter.export([second]) is SpanExportResult.FAILURE
+    assert exporter.export([third]) is SpanExportResult.SUCCESS
+    exporter.shutdown()
+    assert [json.loads(line)["name"] for line in file.read_text().splitlines()] == ["span 0", "span 2"]
+
+
+def test_after_a_process_that_died_writing_the_next_line_is_its_own(file: Path) -> None:
+    file.write_text('{"name": "torn')
+    exporter, spans = exporter_and_spans(file, 2)
+    for span in spans:
+        exporter.export([span])
+    exporter.shutdown()
+    torn, *lines = file.read_text().splitlines()
+    assert torn == '{"name": "torn' and [json.loads(line)["name"] for line in lines] == ["span 0", "span 1"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "many"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "0"),
+        ("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "-1"),
+        ("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "3000"),
+        ("OTEL_TRACES_SAMPLER_ARG", "half"),
+        ("OTEL_TRACES_SAMPLER_ARG", "nan"),
+    ],
+)
+def test_a_variable_that_cannot_be_meant_is_named(
+    variable: str, value: str, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with (
+        pytest.raises(ValueError, match=variable),
+        traced(TracingConfig(otlp_traces_endpoint=f"file://{file}"), "router", "router"),
+    ):
+        pass
+
+
+def test_a_short_queue_needs_no_other_variable(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "3")
+    OtelTracer(f"file://{file}", sampler_of(1.0), {}, TraceCounts()).close()
+
+
+P, Q = PARENT.traceparent, PARENT.traceparent.replace("b7", "b8")
+
+
+@pytest.mark.parametrize(
+    ("headers", "parent", "state"),
+    [
+        ([("traceparent", P), ("tracestate", "a=1"), ("tracestate", "b=2, c=3")], P, "a=1,b=2,c=3"),
+        ([("tracestate", "a=1"), ("traceparent", P)], P, "a=1"),
+        ([("traceparent", P), ("traceparent", Q), ("tracestate", "a=1")], "", ""),
+        ([("tracestate", "a=1")], "", ""),
+        ([("traceparent", P), ("tracestate", "a=" + "1" * 300), ("tracestate", "b=" + "2" * 300)], P, "a=" + "1" * 300),
+        ([("traceparent", P), ("tracestate", "a=" + "1" * 600)], P, ""),
+        ([("traceparent", "0" * 600), ("tracestate", "a=1")], "", ""),
+    ],
+)
+def test_repeated_headers_are_read_as_w3c_has_them(headers: list[tuple[str, str]], parent: str, state: str) -> None:
+    assert context_of(headers) == TraceContext(parent, state)
 
 
 @pytest.mark.parametrize("parent", [None, NONE, TraceContext("nonsense"), TraceContext(PARENT.traceparent[:-1] + "0")])

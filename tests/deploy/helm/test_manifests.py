@@ -25,6 +25,7 @@ from tests.deploy.helm.manifests import (
 CUSTOM = {
     "keda.sh/v1alpha1/ScaledObject",
     "monitoring.coreos.com/v1/ServiceMonitor",
+    "monitoring.coreos.com/v1/PodMonitor",
     "monitoring.coreos.com/v1/PrometheusRule",
     "gateway.networking.k8s.io/v1/HTTPRoute",
 }
@@ -219,3 +220,22 @@ def test_doors_lead_to_the_api(manifests: list[Manifest]) -> None:
             if selects(monitor["spec"]["selector"], one["metadata"]["labels"])
         ]
         assert found == [api] and all(one["port"] in ports for one in monitor["spec"]["endpoints"])
+
+
+def test_a_monitor_of_pods_finds_every_worker_and_node_and_no_router(manifests: list[Manifest]) -> None:
+    for monitor in of_kind(manifests, "PodMonitor"):
+        chosen, (endpoint,) = monitor["spec"]["selector"], monitor["spec"]["podMetricsEndpoints"]
+        for workload in workloads(manifests):
+            found = selects(chosen, workload["spec"]["template"]["metadata"]["labels"])
+            assert found == (component(workload) != "router")
+            names = {port["name"] for port in container_of(workload)["ports"]}
+            assert not found or endpoint["port"] in names
+
+
+def test_a_monitor_verifies_the_certificate_of_the_api(manifests: list[Manifest]) -> None:
+    """Before: it asked for none of it."""
+    for monitor in of_kind(manifests, "ServiceMonitor"):
+        for endpoint in monitor["spec"]["endpoints"]:
+            assert (endpoint.get("scheme") == "https") == ("tlsConfig" in endpoint)
+            asked = endpoint.get("tlsConfig", {"serverName": ""})
+            assert "serverName" in asked and "insecureSkipVerify" not in asked

@@ -9,6 +9,8 @@ import pytest
 from tests.deploy.helm.chart import Manifest, render
 from tests.deploy.helm.manifests import RENDERS, SETS, component, container_of, golden, of_kind, selects, workloads
 
+MONITORING = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+
 
 def reaches(manifests: list[Manifest], source: Manifest, target: Manifest, port: int) -> bool:
     """True if the policies of both pods let a connection through."""
@@ -62,6 +64,8 @@ def test_the_network_lets_through_what_services_call_and_nothing_else(name: str)
         assert reaches(manifests, one, other, 8100) == calls, (component(one), component(other))
         assert not reaches(manifests, one, other, 9100)
     stranger = {"spec": {"template": {"metadata": {"labels": {"app": "stranger"}}}}}
+    read = [one["spec"] for one in of_kind(manifests, "NetworkPolicy") if one["metadata"]["name"].endswith("-status")]
+    assert [one["ingress"][0]["from"] for one in read] == ([MONITORING] if name == "tls" else [])
     for workload in workloads(manifests):
         assert not reaches(manifests, stranger, workload, 8100)
         clients = component(workload) == "router" and name not in ("tls", "gateway")

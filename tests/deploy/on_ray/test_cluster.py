@@ -9,6 +9,7 @@ from deploy.on_ray.actors import ActorReport, Deployed, DeploymentActor
 from deploy.on_ray.cluster import RayDeployment
 from deploy.on_ray.layout import RayGroup, RayLayout
 from deploy.scale import is_answered
+from serving.log_config import LogConfig
 
 
 class RayError(Exception):
@@ -29,7 +30,7 @@ def test_a_service_that_never_had_room_leaves_at_once() -> None:
     holder = DeploymentActor()
     ray = full_cluster(holder)
     group = RayGroup(name="prefill", kind="prefill", count=1, command=("prefill",), bundle={"CPU": 1}, threads=1)
-    deployment = RayDeployment(ray, RayLayout.of([group], 1), "PACK", "router:1", None, 1.0, "info")
+    deployment = RayDeployment(ray, RayLayout.of([group], 1), "PACK", "router:1", None, 1.0, LogConfig())
     deployment._holder.exchange.remote = lambda deployed: deployed
 
     def tick() -> Deployed:

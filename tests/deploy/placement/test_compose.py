@@ -208,3 +208,41 @@ def test_an_address_of_the_machine_is_published_not_listened_on() -> None:
     router = rendered(WORKERS + "[router]\nhost = '::1'\nport = 81\n")["services"]["router"]
     assert router["ports"] == ["${MILLRACE_PUBLISH:-[::1]:81}:8000"]
     assert "--host=0.0.0.0" in router["command"] and not re.search("::1", " ".join(router["command"]))
+
+
+KEYED = "[router]\napi_keys_file = 'keys/live.jsonl'\nkey_pepper_file = '/etc/millrace/pep$per'\n" + WORKERS
+
+
+def test_keys_are_a_mounted_folder_and_the_pepper_is_a_secret() -> None:
+    """A file that is mounted alone stays what it was when `millrace keys` replaces it."""
+    found = rendered(KEYED)
+    router, worker = found["services"]["router"], found["services"]["mixed"]
+    assert found["secrets"] == {"key-pepper": {"file": "/etc/millrace/pep$$per"}}
+    assert router["secrets"] == ["key-pepper"] and "./keys:/api-keys:ro" in router["volumes"]
+    read = read_settings(vars(PARSER.parse_args([word.replace("$$", "$") for word in router["command"]])))
+    assert read.service.api_keys_file == "/api-keys/live.jsonl"
+    assert read.service.key_pepper_file == "/run/secrets/key-pepper"
+    assert "secrets" not in worker and "pep" not in str(router["command"] + router["environment"]).replace("pepper", "")
+    assert "secrets" not in rendered(WORKERS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ("api_keys_file = 'keys/k'", "go together"),
+        ("key_pepper_file = 'pepper'", "go together"),
+        ("api_keys_file = 'k'\nkey_pepper_file = 'pepper'", "its folder is mounted"),
+        ("api_keys_file = 'a:b/k'\nkey_pepper_file = 'pepper'", "ends a path at a colon"),
+    ],
+)
+def test_keys_that_no_container_would_see_are_refused(settings: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        rendered(f"[router]\n{settings}\n{WORKERS}")
+
+
+def test_where_clients_have_to_show_a_certificate_the_health_check_asks_beside_the_api() -> None:
+    """Before: it was refused, and the container of a router that served well counted as broken."""
+    told = "ssl_certfile = '/tls/a'\nssl_ca_certs = '/tls/b'\nssl_cert_reqs = "
+    for asked, apart in (("2", True), ("1", False)):
+        router = rendered(f"[router]\n{told}'{asked}'\n{WORKERS}")["services"]["router"]
+        assert ("MILLRACE_METRICS_PORT=9100" in router["environment"]) == apart

@@ -96,7 +96,7 @@ def test_cores_are_shared_by_those_that_are_given_the_same() -> None:
 def test_what_cannot_be_meant_is_told(
     path: str, flags: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "setup_logging", lambda service, level: None)
+    monkeypatch.setattr(cli, "setup_logging", lambda *_: None)
     assert main(["serve", "--placement", path, *flags]) == 2
     err = capsys.readouterr().err
     assert told in err and err.count("\n") == 1

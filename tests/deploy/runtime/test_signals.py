@@ -38,7 +38,7 @@ if sys.argv[2:]:
             pass
     except BlockingIOError:
         os.set_blocking(2, True)
-    cli.setup_logging = lambda service, level: None
+    cli.setup_logging = lambda *_: None
     serve.log.info = lambda *given: None
 sys.exit(cli.main(["serve", sys.argv[1], "--port", "0", "--host", "127.0.0.1"]))
 """

@@ -141,7 +141,7 @@ def test_a_key_may_stand_in_the_certificates_file(server: tuple[str, str], tmp_p
 def test_what_cannot_be_used_is_one_clear_line(
     server: tuple[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "setup_logging", lambda service, level: None)
+    monkeypatch.setattr(cli, "setup_logging", lambda *_: None)
     cert, key = server
     locked = certificate(tmp_path, "locked", "-passout", "pass:secret")
     for flags, said in (

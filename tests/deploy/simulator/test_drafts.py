@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deploy.cli import make_parser
 from deploy.simulator.ablation import without
 from deploy.simulator.cluster import ClusterPlan
-from deploy.simulator.command import make_parser, studies_of
+from deploy.simulator.command import studies_of
 from deploy.simulator.drafts import DraftModel, uniform
 from deploy.simulator.profiles import PROFILES, StepWork
 from deploy.simulator.run import SimulatedRun, simulate
@@ -88,7 +89,7 @@ def test_a_decode_with_drafts_is_the_load_that_workers_count(computed: int, draf
 
 
 def test_drafts_are_asked_for_and_switched_off() -> None:
-    options = make_parser().parse_args(["--drafts", "0.6", "--without", "drafts"])
+    options = make_parser().parse_args(["simulate", "--drafts", "0.6", "--without", "drafts"])
     whole, off = (study.plan for study in studies_of(options).values())
     assert whole.drafts == DraftModel(right=0.6)
     assert whole.engine.num_speculative_tokens == EngineConfig().num_speculative_tokens
@@ -96,4 +97,4 @@ def test_drafts_are_asked_for_and_switched_off() -> None:
     with pytest.raises(ValueError, match="--without drafts"):
         without(PLAN, "drafts")
     with pytest.raises(ValueError, match="--drafts"):
-        studies_of(make_parser().parse_args(["--drafts", "1.5"]))
+        studies_of(make_parser().parse_args(["simulate", "--drafts", "1.5"]))

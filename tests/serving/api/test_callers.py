@@ -211,3 +211,22 @@ async def test_no_secret_reaches_the_log(tokenizer: Tokenizer, caplog: pytest.Lo
         await api.ask("aaaa")
     told = caplog.text + repr(api.keys.rights(ENTRIES[0])) + repr(replace(ENTRIES[0]))
     assert "a bug" in told and SECRET not in told and PEPPER.decode() not in told
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"model": MODEL, "prompt": "x"}),
+        ("/detokenize", {"model": MODEL, "tokens": [1]}),
+        (f"{MESSAGES}/count_tokens", {"model": MODEL, "messages": HELLO["messages"]}),
+    ],
+)
+async def test_counting_tokens_counts_as_a_request_and_uses_none(
+    tokenizer: Tokenizer, path: str, body: dict[str, Any]
+) -> None:
+    api = Api(tokenizer, entry("aaaa", "one", limits=KeyLimits(requests=2, tokens=100)))
+    given = {**dict.fromkeys(HELLO), **body}
+    first, second, third = [await api.ask("aaaa", path, **given) for _ in range(3)]
+    assert (first.status_code, second.status_code, third.status_code) == (200, 200, 429), first.text
+    assert first.headers["x-ratelimit-remaining-requests"] == "1"
+    assert second.headers["x-ratelimit-remaining-tokens"] == "100" and "retry-after" in third.headers

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
-from serving.expert_parallel.all_to_all import KEPT_SIZES, ExchangeBuffers
+from serving.expert_parallel import all_to_all
+from serving.expert_parallel.all_to_all import KEPT_SIZES, AllToAllExchange, ExchangeBuffers
 from serving.expert_parallel.exchange import ExchangeShape, ExchangeTraffic, RankLost, Rows
 from serving.kernels.int8 import quantize_rows
 from tests.serving.expert_parallel.groups import (
@@ -261,3 +264,21 @@ def test_more_rows_than_places_have_numbers_for_are_refused() -> None:
     for max_tokens in (2**28, 2**32 + 1, 2**63):
         with pytest.raises(ValueError, match="32 bits"):
             ExchangeShape(**sizes, max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize("other_host", [False, True])
+def test_ranks_of_one_host_listen_there_alone(other_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: on whatever address the host's name has, where anyone on the network could connect."""
+    asked: list[bool] = []
+
+    def connected(*_: object, on_one_host: bool = False) -> None:
+        asked.append(on_one_host)
+        raise RankLost(None, "enough")
+
+    hosts = [all_to_all.host_key(), "another" if other_host else all_to_all.host_key()]
+    words = [f"{host} {os.getpid()}".encode() for host in hosts]
+    monkeypatch.setattr(all_to_all, "connected", connected)
+    monkeypatch.setattr(all_to_all, "exchanged", lambda *_: words)
+    with pytest.raises(RankLost, match="enough"):
+        AllToAllExchange.join(shape_for(KINDS[0]), 0, HashStore(), deadline=1.0)
+    assert asked == [not other_host]

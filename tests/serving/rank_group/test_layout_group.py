@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,11 +18,10 @@ from serving import logs
 from serving.expert_parallel.exchange import RankLost
 from serving.model.spec import ModelSpec
 from serving.parallel.layout import ParallelLayout
+from serving.rank_group.child import RankProcess
 from serving.rank_group.kv_share import kv_share
 from serving.rank_group.layout_forward import LayoutForward
-from serving.rank_group.layout_group import LayoutGroup
 from serving.rank_group.layout_leader import DividedModel, join_layout, load_layout
-from serving.rank_group.layout_messages import LoadLayout
 from tests.serving.model.oracle import configs
 from tests.serving.parallel.models import written
 from tests.serving.rank_group.groups import (
@@ -167,12 +167,9 @@ def test_shares_of_kv_cover_the_planes(name: str, layout: ParallelLayout) -> Non
     assert all(bool((plane == 1.0).all()) for layer in kv.planes for plane in layer)
 
 
-def test_ranks_of_several_workers_are_told_apart_in_the_log(tmp_path: Path) -> None:
+def test_ranks_of_several_workers_are_told_apart_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     """All write to one place where a front has several workers: a rank's lines name its worker too."""
-    asked: list[LoadLayout] = []
-    group = LayoutGroup(ParallelLayout(), DEADLINE)
-    group.others = [SimpleNamespace(rank=1, ask=lambda order, _: asked.append(order))]  # type: ignore[list-item]
-    group.load(tmp_path, "float32")
-    assert [order.service for order in asked] == [f"{logs.service()}/rank-1"]
-    group.others = []
-    group.close()
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, env, **__: started.append(env))
+    RankProcess(1).channel.close()
+    assert json.loads(started[0][logs.HANDED_DOWN])["name"] == f"{logs.current_setup().name}/rank-1"

@@ -119,7 +119,7 @@ def test_mistakes_over_rows_cost_no_rank(mixtral: Path, capfd: pytest.CaptureFix
             group.step([0])  # a sequence alone is the leader's
         with pytest.raises(RuntimeError, match="IndexError"):
             group.step([0, 1, 2])  # the longest is the leader's, who has one at least; the next another's
-        assert f"{logs.service()}/rank-1 [" in capfd.readouterr().err, "whose rank it was is told"
+        assert f"{logs.current_setup().name}/rank-1 [" in capfd.readouterr().err, "whose rank it was is told"
         others, group.tokens[2][0] = group.tokens[2][0], 10**9
         with pytest.raises(IndexError):
             group.step([0, 1, 2])  # both make one

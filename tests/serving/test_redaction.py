@@ -1,0 +1,71 @@
+"""Secrets in texts that are to be logged: what is taken out, and what stays."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.redaction import LEAST_CHARACTERS, REDACTED, Redactor
+
+SECRET = "s3cretWords"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Authorization: Bearer {SECRET}",
+        f"authorization: {SECRET}",
+        f"{{'authorization': 'Bearer {SECRET}', 'x-api-key': '{SECRET}'}}",
+        f"[(b'x-api-key', b'{SECRET}'), (b'authorization', b'Basic {SECRET}')]",
+        f'{{"api_key": "{SECRET}"}}',
+        f"GET /v1/models?api_key={SECRET}&token={SECRET}",
+        f"https://user:{SECRET}@host/path and http://{SECRET}@host",
+        f"mr-abcd12-{SECRET}",
+        f"sk-{SECRET}-{SECRET}",
+        f"HF_TOKEN=hf_{SECRET}",
+        f"cluster_key={SECRET}",
+    ],
+)
+def test_what_looks_like_a_secret_is_taken_out(text: str) -> None:
+    told = Redactor().redacted(text)
+    assert SECRET not in told and REDACTED in told
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "key mr-abcd12 is revoked, 3 tokens: 5; token ids 1, 2",
+        "--api-keys-file /etc/keys: larger than 5 bytes; --api-key is empty",
+        "https://host:4317/v1/traces does not answer; see http://a/@b",
+        "the basis is a bearer of news",
+        "pad_token=0 max_tokens=5",
+    ],
+)
+def test_what_is_none_stays(text: str) -> None:
+    assert Redactor().redacted(text) == text
+
+
+@settings(max_examples=40)
+@given(st.text(st.characters(exclude_characters="\0"), min_size=LEAST_CHARACTERS), st.text(), st.text())
+def test_a_known_secret_never_stays(secret: str, before: str, after: str) -> None:
+    told = Redactor([secret]).redacted(before + secret + after)
+    assert secret in REDACTED or secret not in told.replace(REDACTED, "\0")
+
+
+def test_of_two_secrets_the_longer_goes_first() -> None:
+    assert Redactor(["secret", "secret-and-more"]).redacted("secret-and-more") == REDACTED
+
+
+@pytest.mark.parametrize("word", ["://", "bearer ", "api_key=", "mr-aaaa-", "://a", "sk-", "'api_key': '", "basic  "])
+def test_a_long_text_takes_time_by_its_length(word: str) -> None:
+    """Doubling a text that has the beginnings of secrets everywhere does not take four times as long, or much more."""
+
+    def seconds(count: int) -> float:
+        text, began = word * count, time.process_time()
+        Redactor(["known-secret"]).redacted(text)
+        return time.process_time() - began
+
+    assert min(seconds(40_000) for _ in range(3)) < 10 * min(seconds(10_000) for _ in range(3)) + 0.01
