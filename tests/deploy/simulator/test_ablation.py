@@ -102,7 +102,7 @@ def test_a_rate_that_fails_already_is_not_run_with_more_seeds() -> None:
     hopeless = study.at(500.0, wanted=0.9)
     assert hopeless.offered == 30 and hopeless.attainment < 0.9
     assert study.at(500.0).offered == 90
-    assert study.at(1.0, wanted=0.9).offered == 90
+    assert study.at(5.0, wanted=0.9).offered == 90
 
 
 def test_seeds_beside_each_other_give_what_they_give_one_after_the_other() -> None:

@@ -87,7 +87,7 @@ def test_without_room_sequences_give_way_and_go_on() -> None:
     """So little KV that running sequences are preempted: their texts are still right, and nothing leaks."""
     engine = dataclasses.replace(ClusterPlan.of(PROFILE, (), "least_loaded").engine, num_kv_blocks=60)
     traffic = Traffic(name="grows", classes=(TrafficClass(prompt=Lengths(30), output=Lengths(300)),))
-    done, arrivals = run((Role.MIXED,), traffic=traffic, rate=100.0, engine=engine)
+    done, arrivals = run((Role.MIXED,), traffic=traffic, requests=12, rate=100.0, engine=engine)
     assert [outcome.tokens for outcome in done.outcomes] == written_out(arrivals)
     assert any(len(outcome.placed) > 2 for outcome in done.outcomes), "none was preempted"
     assert_nothing_is_held(done)
