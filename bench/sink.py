@@ -44,7 +44,7 @@ class HandoffSink:
         self.lenders = lenders or MemoryLenders()
         self.receiving = 0
 
-    async def begin(self, fence: LeaseId) -> int:
+    async def begin(self, fence: LeaseId | None, generation: str) -> int:
         """Everything is to be handed over."""
         return 0
 

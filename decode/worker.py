@@ -77,6 +77,7 @@ class DecodeWorker:
         self.expired = 0  # leases ended because their deadline had passed
         self.not_granted: Counter[str] = Counter()  # leases refused for want of room, by what was wanting
         self.refused: Counter[str] = Counter()  # KV chunks and commits refused, by reason
+        self.mixed_pairs = 0  # handoffs refused because the sender was of another generation
         self.received: Counter[str] = Counter()  # bytes of KV taken in, by transport
         self.handoffs: Counter[str] = Counter()  # handoffs committed, by transport
         self._session_count = 0
@@ -185,9 +186,17 @@ class DecodeWorker:
 
     # ---- KV in -------------------------------------------------------------------------------------------------
 
-    async def begin(self, fence: LeaseId) -> int:
-        """The first token to hand over: those before it are here, or come from the KV pool; 0 where none do."""
-        return await self.direct.begin(fence)
+    async def begin(self, fence: LeaseId | None, generation: str) -> int:
+        """The first token to hand over: those before it are here, or come from the KV pool; 0 where none do.
+
+        Raises StaleLease where the sender is of another generation, and counts it: routers pair no two such workers.
+        """
+        if generation != self.identity.generation:
+            self.mixed_pairs += 1
+            error = StaleLease(f"{self.identity.name} takes no KV of another generation", code="generation")
+            self._refuse(error, fence)
+            raise error
+        return await self.direct.begin(fence) if fence is not None else 0
 
     async def receive(self, chunk: Chunk, via: str = LOCAL) -> None:
         """Check a chunk and write it into its lease's blocks. Raises CorruptChunk, StaleLease."""
@@ -248,10 +257,11 @@ class DecodeWorker:
                 seq.offload.begin()
             return seq
 
-    def _refuse(self, error: Retryable, fence: LeaseId) -> None:
+    def _refuse(self, error: Retryable, fence: LeaseId | None) -> None:
         with self.engine.lock:  # chunks are refused on several threads
             self.refused[error.code or type(error).__name__] += 1
-        log.warning("KV refused for lease %s epoch %d: %s", fence.lease, fence.epoch, error.message)
+        lease = f"{fence.lease} epoch {fence.epoch}" if fence is not None else "that was not named"
+        log.warning("KV refused for lease %s: %s", lease, error.message)
 
     # ---- tokens out --------------------------------------------------------------------------------------------
 
@@ -331,7 +341,8 @@ class DecodeWorker:
             "kv_handoffs": self.handoffs,
             "leases_refused": self.not_granted,
         }
-        return {f"{name}/{of}": float(value) for name, by in totals.items() for of, value in by.items()}
+        labelled = {f"{name}/{of}": float(value) for name, by in totals.items() for of, value in by.items()}
+        return labelled | {"mixed_pairs": float(self.mixed_pairs)}
 
     def orphans(self) -> int:
         """Leases whose session is gone; 0 unless something leaked."""

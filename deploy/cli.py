@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from bench import command as bench
-from deploy import cache, explain, keys, quantize, scale, top, upcycle
+from deploy import cache, explain, keys, profile_worker, quantize, scale, top, upcycle
 from deploy.foreign_flags import translate
 from deploy.placement import command as deploying
 from deploy.placement.given import check_given, load_placement, placed_settings
 from deploy.placement.ray_table import RayTable
+from deploy.planner import command as planning
 from deploy.runtime.key_file import key_file
 from deploy.runtime.secrets_known import secrets_of
 from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings, check_heartbeats, check_ranks, read_settings
 from deploy.runtime.signals import leave_at_once_on_signals
 from deploy.runtime.tls import https_files
 from deploy.runtime.traced import traced
+from deploy.simulator import arguments as simulating
 from serving import __version__
 from serving.config import PARALLEL_SIZES, ModelConfig
 from serving.errors import MillraceError
@@ -46,8 +48,11 @@ ALONE = {
     "explain": explain.run,
     "top": top.run,
     "deploy": deploying.run,
+    "plan": planning.run,
     "scale": scale.run,
     "keys": keys.run,
+    "simulate": simulating.run,
+    "profile": profile_worker.run,
 }
 
 DESCRIPTION = """Disaggregated LLM serving: prefill, decode and KV cache as services behind an OpenAI-compatible API.
@@ -61,8 +66,10 @@ DESCRIPTION = """Disaggregated LLM serving: prefill, decode and KV cache as serv
   millrace kvcache --ram 4GiB             a node of the KV pool alone; millrace cache stat shows what it holds
   millrace explain ID | millrace top      why a request went where it went; a live view of the workers
   millrace keys create --tenant NAME      an API key with a tenant and limits of its own
-  millrace deploy render compose FILE     the same placement as a Compose file; helm: as values of the chart
+  millrace deploy render compose FILE     the same placement as a Compose file; helm, ray: for those
+  millrace plan --model opt-13b           which workers, in what numbers: a report and a placement file
   millrace serve --on ray --placement F   its workers as actors of a Ray cluster; millrace scale prefill=3
+  millrace simulate --workers mixed=4     what a cluster would do, on virtual time; --trace FILE: under your traffic
   millrace bench                          measure this or any other OpenAI-compatible server
 """
 
@@ -81,8 +88,11 @@ CACHE = "show, drop or check what the nodes of a KV pool hold"
 EXPLAIN = "why a request went where it went, and how long everything took against what was predicted"
 TOP = "a live view of workers, queues and objectives met; q leaves"
 DEPLOY = "write a placement file in the form of a platform"
+PLAN = "find the workers and their parallelism that give the most goodput per device, or that splitting does not pay"
 SCALE = "more or fewer services of a deployment on Ray; those that leave finish what they have"
 KEYS = "make, list and revoke API keys with tenants and limits, in the file that --api-keys-file names"
+SIMULATE = "what a cluster would do under a load: attainment of a rate or a trace, or the highest rate that attains"
+PROFILE = "write what a running worker has learned of its steps, as a profile for millrace simulate"
 QUANTIZE = "write a model as INT8 weights and activations, in the compressed-tensors convention"
 UPCYCLE = "write a dense model as a mixture of experts that gives the same text"
 MEASURE = "measure any OpenAI-compatible endpoint: latencies, throughput, goodput"
@@ -113,8 +123,11 @@ def make_parser() -> argparse.ArgumentParser:
     explain.add_arguments(commands.add_parser("explain", help=EXPLAIN, description=sentence(EXPLAIN)))
     top.add_arguments(commands.add_parser("top", help=TOP, description=sentence(TOP)))
     deploying.add_arguments(commands.add_parser("deploy", help=DEPLOY, description=sentence(DEPLOY)))
+    planning.add_arguments(commands.add_parser("plan", help=PLAN, description=sentence(PLAN)))
     scale.add_arguments(commands.add_parser("scale", help=SCALE, description=sentence(SCALE)))
     keys.add_arguments(commands.add_parser("keys", help=KEYS, description=sentence(KEYS)))
+    simulating.add_arguments(commands.add_parser("simulate", help=SIMULATE))
+    profile_worker.add_arguments(commands.add_parser("profile", help=PROFILE, description=sentence(PROFILE)))
     bench.add_arguments(commands.add_parser("bench", help=MEASURE, description=sentence(MEASURE)))
     quantize.add_arguments(commands.add_parser("quantize", help=QUANTIZE, description=sentence(QUANTIZE)))
     upcycle.add_arguments(commands.add_parser("upcycle", help=UPCYCLE, description=sentence(UPCYCLE)))
@@ -139,7 +152,8 @@ def _add_counts(command: argparse.ArgumentParser) -> None:
         "--placement",
         type=load_placement,
         metavar="FILE",
-        help="start what a placement file says, in place of the numbers here and of --config (docs/placement.md)",
+        help="start what a placement file says (-: standard input), in place of the numbers here and of --config"
+        " (docs/placement.md)",
     )
     group.add_argument(
         "--on", choices=("ray",), help="start workers and nodes as actors of a Ray cluster (docs/deploy-ray.md)"
@@ -177,7 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = _read(given)
         check_heartbeats(settings.placement)
         for role in _roles(given):
-            check_ranks(settings.engine, settings.model_config.of(role))
+            decodes = role is Role.DECODE or parsed.command == Role.MIXED
+            check_ranks(settings.engine, settings.model_config.of(role), decodes=decodes)
         grpc_tls(settings.security)
         https_files(settings.http)  # certificates that cannot be used are told of before anything has started
         configured_classes(settings.service)

@@ -26,6 +26,7 @@ from deploy.runtime.key_file import key_file
 from deploy.runtime.signals import on_signals
 from router.canary import Canary
 from router.candidate import Candidate
+from router.generations import generations_of, ready_workers
 from router.overview import RouterOverview
 from router.placer import Placer
 from router.policy import FleetView, split_only
@@ -154,6 +155,7 @@ class Frontend:
         if len(pairs) > MOST_PAIRS:
             pairs = {names: well for names, well in pairs.items() if not well}
         workers = fleet.registry.workers.values()
+        generations = ready_workers(fleet.candidates(), fleet.trust, fleet.clock())
         return FaultFigures(
             breakers={worker.status.name: fleet.breakers.state(worker.status.instance) for worker in workers},
             slow={worker.status.name: worker.slow for worker in workers},
@@ -161,6 +163,12 @@ class Frontend:
             probes=self.canary.outcomes if self.canary is not None else {},
             restarts=self.background.restarts,
             protocols_refused=fleet.protocols_refused,
+            ready={
+                (name, role): count
+                for name, each in generations.items()
+                for role, count in (("prefill", each.prefills), ("decode", each.decodes))
+            },
+            shares={name: each.share for name, each in generations.items()},
         )
 
     def health(self) -> tuple[bool, str]:
@@ -177,6 +185,9 @@ class Frontend:
             return False, "no prefill worker is ready"
         if self.fleet.config.strict_disaggregation and not self._split(fit):
             return False, "--strict-disaggregation: no prefill worker has another worker to decode for it"
+        generations = generations_of([w for w in fit if w.decodes], [w for w in fit if w.prefills])
+        if not any(generation.complete for generation in generations.values()):
+            return False, "no generation has a prefill and a decode worker: their models or versions differ"
         if self.fleet.all_well:
             return True, "ok"
         pairs = self.fleet.pair_health()

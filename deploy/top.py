@@ -98,9 +98,10 @@ def frame(now: Answer, before: Answer | None, address: str) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    return Group(
-        Text(headline(now, before, address), style="bold"), worker_table(now, before), class_table(now, before)
-    )
+    parts: list[Any] = [Text(headline(now, before, address), style="bold"), worker_table(now, before)]
+    if len(now.get("generations", ())) > 1:  # a roll, or a role that waits for its other half
+        parts.append(generation_table(now))
+    return Group(*parts, class_table(now, before))
 
 
 def headline(now: Answer, before: Answer | None, address: str) -> str:
@@ -142,6 +143,15 @@ def worker_table(now: Answer, before: Answer | None) -> Table:
             queue(worker),
             step(worker, earlier.get(worker["name"])),
         )
+    return table
+
+
+def generation_table(now: Answer) -> Table:
+    table = plain_table(("generation", "workers"), ("prefill", "decode", "of new requests"))
+    for each in now["generations"]:
+        names = sorted(worker["name"] for worker in now["workers"] if worker["generation"] == each["generation"])
+        share = f"{100 * each['share']:.0f} %" if each["share"] else "none: a role is missing"
+        table.add_row(each["generation"], ", ".join(names), str(each["prefill"]), str(each["decode"]), share)
     return table
 
 

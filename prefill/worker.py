@@ -86,7 +86,7 @@ class PrefillWorker:
             if order.grant is None or seq.stays:
                 yield await self._first(seq)
                 return
-            link = self.dialer.dial(order.grant)
+            link = self.dialer.dial(order.grant, self.identity.generation)
             try:
                 with PhaseSpan("millrace.handoff", seq.request.trace, self._named()) as phase:
                     async with aclosing(self._handing_over(seq, order.grant, link)) as results:

@@ -83,6 +83,7 @@ class Candidate:
     prefills: bool = field(init=False)
     decodes: bool = field(init=False)
     tag: int = field(init=False)  # a number of its own, to tell equal workers apart
+    generation: str = field(init=False)  # of workers that hand KV to each other
     kind: tuple[str, int] = field(init=False)  # workers of one kind know a block by the same key
     queued_tokens: int = field(init=False)  # prompt tokens that are computed before those of a request sent now
     held_leases: int = field(init=False)  # sequences that hold a lease here, of any router
@@ -104,6 +105,7 @@ class Candidate:
         self.prefills = status.role in (Role.PREFILL, Role.MIXED)
         self.decodes = status.role in (Role.DECODE, Role.MIXED)
         self.tag = crc32(status.name.encode())
+        self.generation = status.generation
         self.kind = status.fingerprint, status.block_size
         self.queued_tokens = max(0, status.waiting_tokens + newer.prompt_tokens)
         self.held_leases = max(self.leases, max(status.leases, status.running + status.waiting) + newer.leases)

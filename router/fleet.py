@@ -129,11 +129,11 @@ class Fleet:
         self.notify()
 
     def check_protocol(self, name: str, protocol: int) -> None:
-        """Raises InvalidRequest for a worker that speaks another version of the protocol between services."""
-        if protocol != PROTOCOL:
+        """Raises InvalidRequest for a worker that speaks neither this version of the protocol nor the one before."""
+        if protocol not in (PROTOCOL, PROTOCOL - 1):
             self.protocols_refused += 1
             told = f"worker {name} speaks protocol {protocol} and this router {PROTOCOL}"
-            error = f"{told}: run the same version of millrace on both"
+            error = f"{told}: run the same version of millrace on both, and upgrade routers first"
             if name not in self._strangers and len(self._strangers) < STRANGERS:
                 self._strangers.add(name)
                 log.warning("refused: %s", error)

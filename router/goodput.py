@@ -202,12 +202,12 @@ class PlacementSearch:
 
     def _firsts_for(self, decode: Candidate, firsts: Sequence[_FirstToken]) -> list[_FirstToken]:
         """The quickest prefills for a decode by this worker: its own where it prefills too, and some others."""
-        instance, pairing, allows = decode.status.instance, decode.status.pairing, self.view.links.allows
+        instance, generation, allows = decode.instance, decode.generation, self.view.links.allows
         found = []
         for first in firsts:
             worker = first.worker
             apart = worker is not decode and not (decode.prefills and worker.decodes)
-            if apart and worker.status.pairing == pairing and allows(worker.status.instance, instance, self.now):
+            if apart and worker.generation == generation and allows(worker.instance, instance, self.now):
                 found.append(first)
                 if len(found) == SHORTLIST:
                     break

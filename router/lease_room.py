@@ -55,12 +55,16 @@ class RoomSearch:
 
 @dataclass(frozen=True, slots=True)
 class RoomLook:
-    """Whom a request may ask; `full` if some who could hold it are not among them, `all_full` if none is open."""
+    """Whom a request may ask; `full` if some who could hold it are not among them, `all_full` if none is open.
+
+    Where there are several generations `view` is of the request's own, and `wider` of all that may take it.
+    """
 
     demand: Demand
     view: FleetView
     full: bool
     all_full: bool
+    wider: FleetView | None = None
 
 
 @dataclass(slots=True)

@@ -6,10 +6,13 @@ It decides nothing and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
+from router.generations import ready_workers
 from router.registry import RegisteredWorker
 from router.router import Router
+from serving.messages import WorkerStatus
 
 BREAKER = ("closed", "half-open", "open")  # as router.breaker counts its states
 
@@ -47,6 +50,10 @@ class RouterOverview:
                 for name, held in counts.items()
                 if any(held.outcomes.values()) or waiting.get(name) or name in router.fleet.config.classes
             },
+            "generations": [
+                {"generation": name, "prefill": each.prefills, "decode": each.decodes, "share": each.share}
+                for name, each in ready_workers(router.fleet.candidates(), router.fleet.trust, now).items()
+            ],
             "workers": [
                 {
                     **describe(worker, now),
@@ -65,6 +72,7 @@ def describe(worker: RegisteredWorker, now: float) -> dict[str, Any]:
     return {
         "name": status.name,
         "role": status.role.value,
+        "generation": seen.generation,
         "address": status.address,
         "ranks": max(1, status.ranks),
         "state": "suspect" if worker.suspect else "draining" if status.draining else "live",
@@ -77,7 +85,23 @@ def describe(worker: RegisteredWorker, now: float) -> dict[str, Any]:
         "queue_seconds": max(0.0, seen.prompts_left_at - now),
         "kv_usage": 1.0 - status.free_blocks / max(1, status.total_blocks),
         "step_seconds": step,
+        "measured": measured(status),
         "steps": status.counters.get("engine_steps", 0.0),
         "steps_seconds": status.counters.get("engine_step_seconds", 0.0),
         "stalled_seconds": status.stalled_seconds,
+    }
+
+
+def measured(status: WorkerStatus) -> dict[str, Any] | None:
+    """What the worker has learned of its steps, and its limits: the simulator takes it. None before any step."""
+    cost = status.step_cost
+    if cost is None or not cost.samples:
+        return None
+    return {
+        "model": status.model,
+        "cost": asdict(cost),
+        "kv_tokens": status.total_blocks * status.block_size,
+        "max_model_len": status.max_model_len,
+        "max_num_seqs": status.max_seqs,
+        "max_num_batched_tokens": status.max_batched_tokens,
     }

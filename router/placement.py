@@ -24,7 +24,13 @@ from serving.errors import (
 )
 from serving.messages import Delta, Prefilled
 
-LINK_CODES = (DECODE_LOST, "layout", "range", "incomplete")  # of StaleLease, where the handoff itself fails
+LINK_CODES = (
+    DECODE_LOST,
+    "generation",
+    "layout",
+    "range",
+    "incomplete",
+)  # of StaleLease, where the handoff itself fails
 
 
 class Placement:

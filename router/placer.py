@@ -17,6 +17,7 @@ from router.admission import CONTINUATION, AdmissionQueue, Claim
 from router.block_keys import block_keys
 from router.candidate import Candidate, Dispatched
 from router.fleet import Fleet
+from router.generations import offer, offer_prefills
 from router.learner import Learner
 from router.lease_room import MOST_ASKED, LeaseRoom, RoomLook, RoomSearch, tpot_bin
 from router.leases import OUT_OF_REACH, RouterLease
@@ -37,14 +38,13 @@ from router.quarantine import Quarantine
 from router.refusals import (
     NO_DECODE,
     NO_PREFILL,
-    check_hope,
     deadline_passed,
-    hopeless,
     no_room,
     nobody_ready,
 )
 from router.request_state import Attempt, RequestState
 from router.text_kinds import text_kinds
+from router.worth import judged, welcome, worth
 from serving.errors import NEVER_SENT, Draining, MillraceError, NoRoom, StaleLease, Unauthorized, WorkerLost
 from serving.fair_shares import tenant_of
 from serving.messages import Build
@@ -138,7 +138,7 @@ class Placer:
         if chosen is None:
             return None
         decision, demand = chosen
-        if not self._worth(state, demand, decision):
+        if not worth(self.service_class(state), state, demand, decision):
             search.full = True
             return None
         return self.fleet.prefill_only(self._next_lease(state)), self.placed(decision, demand)
@@ -148,16 +148,33 @@ class Placer:
 
         Raises WorkerLost where a worker was lost that may have begun to compute the prompt.
         """
-        look, refusals = self.look(state, search.overtaken), 0
-        demand, view, search.full, search.best = look.demand, look.view, look.full, None
-        if look.all_full and not self._judged(state) and not any(each.full and each.owing for each in view.decode):
+        look = self.look(state, search.overtaken)
+        search.full, search.best = look.full, None
+        widest, refused = look.wider or look.view, set[str]()
+        if look.all_full and not self._judged(state) and not any(each.full and each.owing for each in widest.decode):
             return None
+        if look.wider is not None:
+            found = await self._try(search, state, look, look.view, refused)
+            if found is not None:
+                return found
+        left = [worker for worker in widest.decode if worker.instance not in refused]
+        return await self._try(search, state, look, replace(widest, decode=left), refused)
+
+    async def _try(
+        self, search: RoomSearch, state: RequestState, look: RoomLook, view: FleetView, refused: set[str]
+    ) -> tuple[RouterLease, Placed | None] | None:
+        """As `_try_all`, among the workers of a view; adds the instances of those that gave nothing to `refused`.
+
+        Whether the best placement is worth waiting for is judged by the widest view alone.
+        """
+        demand, known, last = look.demand, self.service_class(state), view is not look.view or look.wider is None
+        refusals = 0
         while (decision := self.policy.choose(demand, view, self.fleet.clock())) and decision.decode is not None:
-            if search.waits(decision, demand):
+            if search.waits(decision, demand) or not (last or welcome(known, state, demand, decision)):
                 break
-            if not self._worth(state, demand, decision):
+            if not worth(known, state, demand, decision):
                 search.full = True
-                return None
+                break
             worker = decision.decode
             if refusals == MOST_ASKED or (look.all_full and not (worker.full and worker.owing)):
                 break
@@ -178,6 +195,7 @@ class Placer:
                     now = self.fleet.clock()  # it may have begun with the prompt, and died of it
                     self.quarantine.lost(state, worker.status.instance, error, now, computing=True)
                     raise
+            refused.add(worker.instance)
             view = replace(view, decode=[other for other in view.decode if other is not worker])
             if not view.decode or worker.full:
                 break
@@ -187,10 +205,13 @@ class Placer:
         """What the request asks for, and whom it may ask now; it is `overtaken` as its ticket says."""
         workers, now = self.fleet.candidates(), self.fleet.clock()
         demand = self._demand(state, workers, state.required_build)
-        trusted = self.fleet.trust.decoders(able_to_decode(demand, workers), workers, now)
-        open_ = self.room.to_ask(state, trusted, overtaken)
-        view = self._allowed(FleetView(open_ or trusted, able_to_prefill(demand, workers), self.fleet.ways))
-        return RoomLook(demand, view, len(open_) < len(trusted), not open_)
+        able, prefills = able_to_decode(demand, workers), able_to_prefill(demand, workers)
+        offered = offer(demand, able, prefills, workers, self.fleet.trust, now)
+        open_ = self.room.to_ask(state, offered.decodes, overtaken)
+        view = self._allowed(FleetView(open_ or offered.decodes, offered.prefills, self.fleet.ways))
+        own = view if offered.home is None else view.of_generation(offered.home)
+        wider = view if own.decode and len(own.decode) < len(view.decode) else None
+        return RoomLook(demand, own if wider else view, len(open_) < len(offered.decodes), not open_, wider)
 
     def _next_lease(self, state: RequestState) -> str:
         """A name that no try has had: a worker that never answered may still hold, or come to hold, the last one."""
@@ -208,7 +229,7 @@ class Placer:
         except BaseException:
             placed.release()
             raise
-        state.build = Build(worker.status.fingerprint, worker.status.pairing)
+        state.build = Build(worker.status.fingerprint, worker.status.pairing, worker.generation)
         return lease, placed
 
     def close_lease(self, lease: RouterLease) -> None:
@@ -220,27 +241,8 @@ class Placer:
         """Those placements that are allowed here, whatever the policy."""
         return split_only(view, self.fleet.clock()) if self.fleet.config.strict_disaggregation else view
 
-    def _worth(self, state: RequestState, demand: Demand, decision: Decision) -> bool:
-        """False if a request of this class waits here rather than in that worker's queue, or has to queue up again.
-
-        If it is late wherever it goes, as this was the best placement, it is refused with Overloaded or goes on without
-        its objectives, by its class. A text that has begun goes on in any case.
-        """
-        predicted, known = decision.predicted, self.service_class(state)
-        if predicted is None or state.generated:
-            return True
-        objective = None if demand.slo.ttft_ms is None else demand.slo.ttft_ms / 1e3
-        if self._judged(state) and hopeless(predicted, demand.first_token_in, objective):
-            if known.shed:
-                check_hope(predicted, demand.first_token_in, state)
-            state.degrade()
-            return False
-        return known.backlog is None or predicted.queue <= known.backlog
-
     def _judged(self, state: RequestState) -> bool:
-        """True if the best placement may end its wait, though no worker has room: its class refuses or degrades it."""
-        known = self.service_class(state)
-        return not state.generated and (known.shed or (known.degrade and not state.degraded))
+        return judged(self.service_class(state), state)
 
     def service_class(self, state: RequestState) -> ServiceClass:
         """The request's; one that is not configured here is as the default one."""
@@ -272,8 +274,8 @@ class Placer:
 
     async def _queue_for_prefill(self, state: RequestState, lease: RouterLease) -> Placed:
         """Wait beside others for a worker that prefills: where one finds none, no other of its kind looks."""
-        pairing = state.build.pairing if state.build is not None else None
-        kind = pairing, lease.fence.instance if self.fleet.config.strict_disaggregation else ""
+        generation = state.build.generation if state.build is not None else None
+        kind = generation, lease.fence.instance if self.fleet.config.strict_disaggregation else ""
         async with self.prefill_queue.enter(Claim(state.request.priority, "", 0, kind)) as ticket:
             while True:
                 either: list[asyncio.Future[Any]] = [ticket.turn, lease.failed]
@@ -290,7 +292,10 @@ class Placer:
                     return placed
 
     def _choose_prefill(self, state: RequestState, lease: RouterLease, avoid: set[str]) -> Placed | None:
+        """None where nobody can. Raises Draining where nobody can for this lease, and somebody could for another."""
         chosen = self._decide_prefill(state, lease.fence.instance, avoid)
+        if chosen is None and lease.grant is not None and self.better_elsewhere(state, lease):
+            raise Draining("the prefill workers of its decode worker's generation are gone")
         return self.placed(*chosen) if chosen is not None else None
 
     def _decide_prefill(self, state: RequestState, instance: str, avoid: set[str]) -> tuple[Decision, Demand] | None:
@@ -302,7 +307,7 @@ class Placer:
         barred = trust.barred(instance, workers, now)
         for kept_out in (barred, barred - trust.soonest(instance, able_to_prefill(demand, workers))):
             view = view_for_prefill(demand, workers, self.fleet.ways, own, avoid | kept_out, begun=begun)
-            view = self._allowed(view) if own is not None else view
+            view = self._allowed(view) if own is not None else offer_prefills(demand, view, workers)
             decision = self.policy.choose(demand, view, now)
             if decision is not None and decision.prefill is not None:
                 return decision, demand

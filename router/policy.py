@@ -81,10 +81,15 @@ class FleetView:
     def prefills_for(self, worker: Candidate, now: float) -> list[Candidate]:
         """Who may compute the prompt for a decode by this worker; over a broken link if no other leads there."""
         instance = worker.status.instance
-        pairing = [other for other in self.prefill if other.status.pairing == worker.status.pairing]
+        pairing = [other for other in self.prefill if other.generation == worker.generation]
         apart = [other for other in pairing if not (worker.prefills and other.decodes and other is not worker)]
         able = [other for other in apart if other is worker or self.links.allows(other.status.instance, instance, now)]
         return able or apart or pairing
+
+    def of_generation(self, generation: str) -> FleetView:
+        """Only its workers."""
+        decode = [worker for worker in self.decode if worker.generation == generation]
+        return replace(self, decode=decode, prefill=[each for each in self.prefill if each.generation == generation])
 
 
 @dataclass(slots=True)
@@ -303,7 +308,7 @@ def able_to_decode(demand: Demand, workers: Iterable[Candidate]) -> list[Candida
 
 
 def able_to_prefill(demand: Demand, workers: Iterable[Candidate], avoid: Collection[str] = ()) -> list[Candidate]:
-    """Workers that prefill, do not drain, pair with the build and are not to be avoided (by instance)."""
+    """Workers that prefill, do not drain, are of the build's weights and not to be avoided (by instance)."""
     prefilling = [worker for worker in workers if worker.prefills and not worker.status.draining]
     if avoid:
         prefilling = [worker for worker in prefilling if worker.status.instance not in avoid]
@@ -330,6 +335,7 @@ def view_for_prefill(
     able = able_to_prefill(demand, workers, avoid)
     if own is None:
         return FleetView((), able, links)
+    able = [worker for worker in able if worker.generation == own.generation]
     last_resort = begun and outgrown(demand, able)
     if own.status.instance not in avoid and (own.prefills or last_resort):
         able = [own] if last_resort else [own, *(worker for worker in able if worker is not own)]
@@ -358,10 +364,10 @@ def pairs_of(workers: Iterable[Candidate]) -> Iterator[tuple[Candidate, Candidat
     prefills: dict[str, list[Candidate]] = {}
     for worker in staying:
         if worker.prefills:
-            prefills.setdefault(worker.status.pairing, []).append(worker)
+            prefills.setdefault(worker.generation, []).append(worker)
     for decode in staying:
         if decode.decodes:
-            for prefill in [decode] if decode.prefills else prefills.get(decode.status.pairing, ()):
+            for prefill in [decode] if decode.prefills else prefills.get(decode.generation, ()):
                 yield prefill, decode
 
 

@@ -6,7 +6,7 @@ A worker may die by itself, or be killed, with any request. So a loss counts aga
   more than PROGRESS tokens had come of that try: a text that gets on is broken off by its worker, not the other way;
 - the worker is dead: it has not been heard since. A broken connection to a worker that lives is the link's;
 - the request had been sent to it;
-- it was no drain, and no move that was planned.
+- it was no drain, nor the end of a worker that drained, and no move that was planned.
 
 A request that two losses count against, one right after the other, is given to no third worker if no other request may
 have broken both. Where others may, it is tried alone, one of them at a time; a third loss ends it in any case.
@@ -74,6 +74,7 @@ class Quarantine:
         name = state.request.request_id
         known.held.add(name)
         in_step = error.code == IN_STEP
+        computing = computing and not (entry is not None and entry.status.draining)  # its platform ended it
         short = not state.attempts or state.attempts[-1].tokens <= PROGRESS
         if in_step or (computing and short and error.code != BESIDE_STEP):
             known.suspects.add(name)

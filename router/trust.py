@@ -47,15 +47,21 @@ class Trust:
             return fed or trusted
         return sorted(able, key=lambda worker: self.workers.retry_at(worker.status.instance))[:1]
 
+    def prefillers(self, able: Sequence[Candidate], now: float) -> list[Candidate]:
+        """Of those able to prefill, the trusted; where nobody is, all."""
+        if self.untroubled:
+            return list(able)
+        return [worker for worker in able if self.workers.allows(worker.status.instance, now)] or list(able)
+
     def fed(self, decodes: Iterable[Candidate], workers: Iterable[Candidate], now: float) -> list[Candidate]:
         """Those for whose leases a prompt may be computed: by themselves, or by one that is trusted to get KV there."""
-        prefills: dict[str, list[str]] = {}  # instances by pairing, gone through once: there may be hundreds of both
+        prefills: dict[str, list[str]] = {}  # instances by generation, gone through once: there may be hundreds of both
         for worker in workers:
             if worker.prefills and not worker.status.draining and self.workers.allows(worker.status.instance, now):
-                prefills.setdefault(worker.status.pairing, []).append(worker.status.instance)
+                prefills.setdefault(worker.generation, []).append(worker.status.instance)
 
         def reached(decode: Candidate) -> bool:
-            instance, others = decode.status.instance, prefills.get(decode.status.pairing, ())
+            instance, others = decode.status.instance, prefills.get(decode.generation, ())
             return any(self.links.allows(other, instance, now) for other in others)
 
         return [decode for decode in decodes if decode.prefills or reached(decode)]
@@ -89,9 +95,11 @@ class Trust:
         status = worker.status
         staying = [each for each in workers if each.status.instance != status.instance and not each.status.draining]
         others = [each for each in staying if self.well(each.status.instance)]
-        decodes = any(each.decodes and each.status.fingerprint == status.fingerprint for each in others)
-        prefills = any(each.prefills and each.status.pairing == status.pairing for each in others)
-        return (decodes or not worker.decodes) and prefills
+        fed = {each.generation for each in others if each.prefills}
+        alike = [each for each in others if each.decodes and each.status.fingerprint == status.fingerprint]
+        if worker.decodes:
+            return any(each.generation in fed for each in alike)
+        return worker.generation in fed
 
     def retain(self, known: Container[str], now: float) -> None:
         """Forget workers that are gone."""

@@ -53,6 +53,22 @@ def table(required: tuple[str, ...] = (), **keys: Schema) -> Schema:
     return made | ({"required": needed} if needed else {})
 
 
+_IMAGE: Schema = {
+    "repository": TEXT,
+    "tag": TEXT,
+    "digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
+    "pullPolicy": one_of("Always", "IfNotPresent", "Never"),
+    "pullSecrets": TEXTS,
+}
+_MODEL: Schema = {
+    "name": TEXT,
+    "volume": TABLE,
+    "mountPath": TEXT,
+    "hubVolume": TABLE,
+    "tokenSecret": table(name=TEXT, key=TEXT),
+}
+
+
 def settings(kind: str) -> Schema:
     """What a service of this kind reads. Their values are checked when it starts."""
     value = {"type": ["string", "number", "boolean", "array", "null"]}
@@ -89,32 +105,47 @@ def schema() -> Schema:
     node = pod | {"replicas": whole(0), "settings": settings(KVCACHE), "disk": disk}
     named = worker | {"name": NAME, "role": one_of(*(role.value for role in Role))}
     group = table(**named) | {"required": ["name", "role"]}  # the rest may come from workerDefaults
+    changes = _all_optional(table(**worker))
+    generation = table(
+        enabled=YES,
+        image=table(**_IMAGE),
+        model=table(**_MODEL),
+        settings=settings(Role.MIXED.value),
+        workers={"type": "object", "propertyNames": NAME, "additionalProperties": changes},
+    )
     made = table(
-        ("workers", "podDisruptionBudgets"),
+        ("workers", "generations", "podDisruptionBudgets"),
         **_whole_chart(),
         router=table(replicas=whole(1), **router),
         workerDefaults=table(**worker),
         workers={"type": "array", "minItems": 1, "items": group},
+        generations={
+            "type": "object",
+            "propertyNames": {"pattern": "^[a-z0-9]{1,8}$"},
+            "additionalProperties": _all_optional(generation),
+        },
         kvcache=table(**node),
     )
     return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of the millrace chart", **made}
 
 
+def _all_optional(made: Schema) -> Schema:
+    """The table, of which any part may be left out: what it changes is whole elsewhere."""
+    parts = {name: _all_optional(part) if "properties" in part else part for name, part in made["properties"].items()}
+    return {key: value for key, value in made.items() if key != "required"} | {"properties": parts}
+
+
 def _whole_chart() -> Schema:
     """What is said once for all services."""
     step = table(pods=whole(1), seconds=whole(1))
-    pull = one_of("Always", "IfNotPresent", "Never")
-    digest = {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"}
     checked = table(caSecret=table(name=TEXT, key=TEXT), serverName=TEXT, insecureSkipVerify=YES)
     service_monitor = table(enabled=YES, interval=TEXT, labels=TABLE, tls=checked)
     pod_monitor = table(enabled=YES, interval=TEXT, labels=TABLE, keep=TEXT)
     existing = {"type": "string", "minLength": 1}
     return {
         "global": TABLE,
-        "image": table(repository=TEXT, tag=TEXT, digest=digest, pullPolicy=pull, pullSecrets=TEXTS),
-        "model": table(
-            name=TEXT, volume=TABLE, mountPath=TEXT, hubVolume=TABLE, tokenSecret=table(name=TEXT, key=TEXT)
-        ),
+        "image": table(**_IMAGE),
+        "model": table(**_MODEL),
         "keys": table(
             existingSecret=existing, cluster=TEXT, api=TEXT, apiRequired=YES, file=table(existingSecret=TEXT)
         ),

@@ -114,6 +114,15 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
             },
         ),
         (
+            "Generations: shares of new requests, ready workers",
+            "short",
+            {
+                "share, {{generation}}": "max by (generation) (millrace:generation_share)",
+                "{{role}}, {{generation}}": "max by (generation, role) (millrace:generation_workers)",
+                "mixed pairs": "sum(millrace:mixed_pairs_total)",
+            },
+        ),
+        (
             "Faults",
             "short",
             {

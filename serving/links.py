@@ -73,7 +73,7 @@ class HandoffLink(Protocol):
     async def begin(self) -> int:
         """The position of the first token to hand over; the decode worker has those before it, or fetches them itself.
 
-        Raises as `push`.
+        Raises as `push`, and StaleLease of the code "generation" where the decode worker is of another generation.
         """
         ...
 
@@ -92,6 +92,9 @@ class HandoffLink(Protocol):
 
 
 class HandoffDialer(Protocol):
-    """Opens a handoff to the decode worker of a grant, over the best transport both ends have."""
+    """Opens a handoff to the decode worker of a grant, over the best transport both ends have.
 
-    def dial(self, grant: LeaseGrant) -> HandoffLink: ...
+    `generation` is the caller's, which the other end wants to be its own.
+    """
+
+    def dial(self, grant: LeaseGrant, generation: str = "") -> HandoffLink: ...

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from hashlib import sha256
 
 from serving.step_cost import StepCost
 from serving.tracing import TraceContext
 
-PROTOCOL = 5  # of registration, leases and handoffs: workers and routers of unequal versions do not meet
+PROTOCOL = 6  # of registration and leases: a router takes workers of its own version and of the one before
+KV_PROTOCOL = 1  # of handoffs: workers of unequal versions never hand KV to each other
 
 
 class FinishReason(StrEnum):
@@ -225,26 +227,41 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What computes a request: decode stays on one `fingerprint`; any worker of its `pairing` may prefill."""
+    """What computes a request: a text stays with one `fingerprint`, and with its `generation` while that can serve it.
+
+    `pairing` is that of the fingerprint's workers.
+    """
 
     fingerprint: str
     pairing: str
+    generation: str = ""  # empty: not known
+
+
+@lru_cache(maxsize=256)
+def generation_of(pairing: str, kv_protocol: int) -> str:
+    """12 hex digits, equal for workers that may hand KV to each other: the old and the new ones of a roll differ."""
+    return sha256(f"{pairing}|{kv_protocol}".encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerIdentity:
-    """What is constant while a worker process runs. Workers of unequal `pairing` never hand KV to each other."""
+    """What is constant while a worker process runs. Workers of unequal `generation` never hand KV to each other."""
 
     instance: str  # new at every start
     name: str  # stable over restarts, for logs and metrics
     role: Role
     model: str
     fingerprint: str  # model, quantization, KV dtype and layout
-    pairing: str  # model and quantization: workers that share it may hand KV to each other
+    pairing: str  # model and quantization
     kv_dtype: str  # a dtype's name
     max_model_len: int  # tokens
     long_rope_after: int = 0  # as in WorkerStatus
     ranks: int = 1  # processes that are this worker
+    kv_protocol: int = field(default_factory=lambda: KV_PROTOCOL)
+
+    @property
+    def generation(self) -> str:
+        return generation_of(self.pairing, self.kv_protocol)
 
 
 TPOT_BINS_MS = (5.0, 7.0, 10.0, 14.0, 20.0, 28.0, 40.0, 56.0, 80.0, 112.0, 160.0, 224.0, 320.0, 448.0, 640.0)
@@ -284,6 +301,11 @@ class WorkerStatus:
     stalled_seconds: float = 0.0  # age of the step in progress, when there is one
     counters: dict[str, float] = field(default_factory=dict)  # running totals by metric name, for the router's /metrics
     ranks: int = 1  # processes that are this worker; 0 of a version that does not tell
+    kv_protocol: int = KV_PROTOCOL  # 0 of a version that does not tell
+
+    @property
+    def generation(self) -> str:
+        return generation_of(self.pairing, self.kv_protocol)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -42,6 +42,8 @@ class FaultFigures:
     probes: Mapping[str, int] = field(default_factory=dict)  # of the canary, by outcome
     restarts: Mapping[str, int] = field(default_factory=dict)  # of background tasks
     protocols_refused: int = 0  # heartbeats
+    ready: Mapping[tuple[str, str], int] = field(default_factory=dict)  # workers, by generation and what they do
+    shares: Mapping[str, float] = field(default_factory=dict)  # of new requests, by generation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,7 +214,7 @@ class OlderName(Collector):
 
 
 class FaultCollector:
-    """Breakers, pairs of workers, the canary and background tasks of a router."""
+    """Breakers, pairs of workers, generations, the canary and background tasks of a router."""
 
     def __init__(self, model_name: str, faults: Callable[[], FaultFigures], prefix: str = PREFIX):
         self.model = model_name
@@ -232,6 +234,13 @@ class FaultCollector:
         )
         text = "1 while nothing is held against a pair of workers, else 0"
         yield self.family(GAUGE, "pair_up", text, by_pair, (((model, *pair), well) for pair, well in now.pairs.items()))
+        labels: tuple[str, ...] = ("model_name", "generation", "role")
+        text = "Workers that may be given new requests, by generation and what they do: a mixed one does both"
+        ready = (((model, *which), number) for which, number in now.ready.items())
+        yield self.family(GAUGE, "generation_workers", text, labels, ready)
+        text = "Share of new requests that a generation is given: 0 while one of its roles is missing"
+        shares = (((model, which), share) for which, share in now.shares.items())
+        yield self.family(GAUGE, "generation_share", text, labels[:2], shares)
         text = "Tokens the canary has sent, by outcome"
         probes = (((model, how), number) for how, number in now.probes.items())
         yield self.family(COUNTER, "canary_probes", text, ("model_name", "outcome"), probes)

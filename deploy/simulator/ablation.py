@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from deploy.simulator.cluster import ClusterPlan
+if TYPE_CHECKING:
+    from deploy.simulator.cluster import ClusterPlan
 
 NO_INDEX = 1  # bytes: no room for a single block, so no worker is known to hold any
 

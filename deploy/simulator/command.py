@@ -1,4 +1,4 @@
-"""The command line of the simulator: reads what to simulate, shows how far it is, prints what came of it.
+"""`millrace simulate`: reads what to simulate, shows how far it is, prints what came of it.
 
 It decides nothing about clusters or load.
 """
@@ -8,33 +8,30 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from bench.goodput import SearchLimits
 from deploy.simulator import report
-from deploy.simulator.ablation import ABLATIONS, without
+from deploy.simulator.ablation import without
 from deploy.simulator.cluster import ClusterPlan
 from deploy.simulator.network import NetworkModel
-from deploy.simulator.outcomes import RateFigures, RequestOutcome
+from deploy.simulator.outcomes import RateFigures
+from deploy.simulator.profile_files import read_profile
 from deploy.simulator.profiles import PROFILES, Profile, profile_of
-from deploy.simulator.run import Study
-from deploy.simulator.traffic import TRAFFIC, traffic_of
+from deploy.simulator.recorded_systems import SYSTEMS
+from deploy.simulator.study import Study
+from deploy.simulator.trace_files import read_trace
+from deploy.simulator.traffic import Lengths, Traffic, traffic_of
 from router.policies import POLICIES
 from serving.messages import Role
 
-DESCRIPTION = """Serve made-up requests on a made-up cluster: the schedulers, leases, KV blocks and router are those
-that serve; what computing and the wire take is modelled, and time is virtual. Without --rate it looks for the highest
-rate at which enough requests meet their objectives.
-
-  python -m deploy.simulator --workers mixed=4
-  python -m deploy.simulator --workers prefill=2,decode=2 --workload long-mixed --policy least_loaded,prefix_aware
-"""
 ENGINE_FLAGS = (
     "max_num_batched_tokens",
     "max_num_seqs",
@@ -49,42 +46,10 @@ ABOVE_ZERO = (
 )
 LEAST_RATE = 1e-6  # requests a second
 MOST_NOISE = 3.0
+SEARCH = "search"  # in the place of rates
+SEEDS, SEEDS_OF_A_TRACE = 3, 1
 WIDTH = 24  # characters of the progress bar
 EVERY_SECONDS = 0.1
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m deploy.simulator", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--workers", default="mixed=4", metavar="ROLE=N,…", help="workers of each role (default: mixed=4)")
-    add("--policy", default="least_loaded", metavar="NAME,…", help=f"routing policies: {', '.join(POLICIES)}")
-    add("--workload", default="chat", choices=TRAFFIC, help="what is asked (default: chat)")
-    add("--profile", default="a100-opt13b", choices=PROFILES, help="model and hardware (default: a100-opt13b)")
-    add("--role-profiles", default="", metavar="ROLE=NAME,…", help="other profiles, of the workers of a role")
-    add("--rate", metavar="R,…", help="requests a second, instead of a search for goodput")
-    add("--requests", type=int, default=1000, metavar="N", help="requests at every rate and seed (default: 1000)")
-    add("--seeds", type=int, default=3, metavar="N", help="seeds at every rate (default: 3)")
-    add("--attainment", type=float, default=0.9, help="share that must meet both objectives (default: 0.9)")
-    add("--rate-tolerance", type=float, default=0.05, help="how exactly goodput is found (default: 0.05)")
-    add("--first-rate", type=float, metavar="R", help="where the search begins; default: a guess by the profile")
-    add("--ttft-ms", type=float, help="objective of every class; default: multiples of the profile's own times")
-    add("--tpot-ms", type=float, help="the same, of each token after the first")
-    add("--burstiness", type=float, default=1.0, help="coefficient of variation of the gaps; 1: Poisson (default: 1)")
-    add("--max-tokens", type=int, help="what clients allow, beyond what there will be; default: just that")
-    add("--max-num-batched-tokens", type=int, metavar="N", help="tokens of a step; default: the profile's")
-    add("--max-num-seqs", type=int, metavar="N", help="sequences of a worker; default: the profile's")
-    add("--num-kv-blocks", type=int, metavar="N", help="KV blocks of a worker; default: the profile's")
-    add("--chunking", choices=("slack", "fixed"), help="as the workers' flag; default: as there")
-    add("--prefill-order", choices=("slack", "fcfs"), help="as the workers' flag; default: as there")
-    add("--tpot-admission", action=argparse.BooleanOptionalAction, help="as the workers' flag; default: as there")
-    add("--without", default="", metavar="NAME,…", help=f"also with one switched off in turn: {', '.join(ABLATIONS)}")
-    add("--bandwidth", type=float, default=25.0, metavar="GB/S", help="into and out of a worker (default: 25)")
-    add("--noise", type=float, default=0.05, help="of a step's time, as a logarithm (default: 0.05)")
-    add("--heartbeat-interval", type=float, default=0.5, help="seconds between a worker's heartbeats (default: 0.5)")
-    add("--json", type=Path, metavar="FILE", help="write all figures there too")
-    return parser
 
 
 def roles_of(text: str) -> tuple[Role, ...]:
@@ -106,9 +71,30 @@ def profiles_of(text: str) -> dict[Role, Profile]:
     found: dict[Role, Profile] = {}
     for part in filter(None, text.split(",")):
         role, _, name = part.strip().partition("=")
-        if role not in list(Role) or name not in PROFILES:
-            raise ValueError(f"--role-profiles {text}: {part!r} is not ROLE=NAME with one of {', '.join(PROFILES)}")
-        found[Role(role)] = profile_of(name)
+        if role not in list(Role):
+            raise ValueError(f"--role-profiles {text}: {part!r} is not ROLE=NAME with one of {', '.join(Role)}")
+        found[Role(role)] = named_profile("--role-profiles", name)
+    return found
+
+
+def named_profile(flag: str, name: str) -> Profile:
+    """One that is known, or that a file describes. Raises ValueError that names the flag or the file; OSError."""
+    if name in PROFILES:
+        return profile_of(name)
+    if not name.endswith((".toml", ".json")):
+        raise ValueError(f"{flag} {name}: there are {', '.join(PROFILES)}; or give a .toml or .json file")
+    return read_profile(Path(name))
+
+
+def lengths_of(flag: str, text: str) -> Lengths:
+    """`256:0.5` → a mean and a spread. Raises ValueError."""
+    mean, _, spread = text.partition(":")
+    try:
+        found = Lengths(float(mean), float(spread or 0.0))
+    except ValueError:
+        found = Lengths(math.nan)
+    if not (1 <= found.mean < math.inf and 0 <= found.spread <= MOST_NOISE):
+        raise ValueError(f"{flag} {text}: give a mean of at least 1 token, or MEAN:SPREAD with 0 to {MOST_NOISE:g}")
     return found
 
 
@@ -135,16 +121,32 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--noise {options.noise:g}: give 0 to {MOST_NOISE:g}")
     if not 0 < options.attainment <= 1:
         raise ValueError(f"--attainment {options.attainment:g}: give a share above 0 and at most 1")
-    if options.rate is not None:
+    if options.rate not in (None, SEARCH):
         rates_of(options.rate)
+    if options.jobs < 0:
+        raise ValueError(f"--jobs {options.jobs}: give at least 1")
+    if options.system is not None and options.without:
+        raise ValueError(f"--without {options.without}: nothing of ours decides in {options.system}")
+
+
+def traffic_from(options: argparse.Namespace) -> Traffic:
+    """The workload with the lengths and objectives that are given. Raises ValueError."""
+    traffic = replace(traffic_of(options.workload), burstiness=options.burstiness)
+    for name in ("prompt", "output"):
+        text = getattr(options, f"{name}_tokens")
+        if text is not None:
+            found: dict[str, Any] = {name: lengths_of(f"--{name}-tokens", text)}
+            traffic = replace(traffic, classes=tuple(replace(kind, **found) for kind in traffic.classes))
+    return traffic.with_objectives(options.ttft_ms, options.tpot_ms)
 
 
 def study_of(options: argparse.Namespace, policy: str) -> Study:
-    """Raises ValueError for settings that cannot be."""
+    """Raises ValueError for settings that cannot be, and for files; OSError."""
     if policy not in POLICIES:
         raise ValueError(f"--policy {policy}: there are {', '.join(POLICIES)}")
     check(options)
-    profile = profile_of(options.profile)
+    system = SYSTEMS[options.system] if options.system is not None else None
+    profile = system.model if system is not None else named_profile("--profile", options.profile)
     network, of_role = NetworkModel(bytes_per_second=options.bandwidth * 1e9), profiles_of(options.role_profiles)
     if any(other.model != profile.model for other in of_role.values()):
         raise ValueError(f"--role-profiles {options.role_profiles}: all workers must be of one model, {profile.model}")
@@ -158,18 +160,24 @@ def study_of(options: argparse.Namespace, policy: str) -> Study:
         of_role=of_role,
     )
     given = {name: getattr(options, name) for name in ENGINE_FLAGS if getattr(options, name) is not None}
-    traffic = replace(traffic_of(options.workload), burstiness=options.burstiness)
+    traced = tuple(read_trace(options.trace)) if options.trace is not None else ()
+    seeds = options.seeds or (SEEDS_OF_A_TRACE if traced else SEEDS)
     return Study(
         plan=replace(plan, engine=replace(plan.engine, **given)),
-        traffic=traffic.with_objectives(options.ttft_ms, options.tpot_ms),
+        traffic=traffic_from(options),
         requests=options.requests,
-        seeds=tuple(range(options.seeds)),
+        seeds=tuple(range(seeds)),
         max_tokens=options.max_tokens,
+        given=traced,
+        system=system,
+        jobs=options.jobs or os.cpu_count() or 1,
     )
 
 
 def studies_of(options: argparse.Namespace) -> dict[str, Study]:
     """Of every policy, as it is and with each thing of --without switched off. Raises ValueError."""
+    if options.system is not None:
+        return {options.system: study_of(options, options.policy.split(",")[0])}  # its policy is its own
     found: dict[str, Study] = {}
     for policy in options.policy.split(","):
         found[policy] = whole = study_of(options, policy)
@@ -179,33 +187,27 @@ def studies_of(options: argparse.Namespace) -> dict[str, Study]:
 
 
 class SimulationProgress:
-    """Draws `least_loaded 12.5 req/s ████░░ 120/3000 · 31× real time` over itself, on a terminal alone."""
+    """Draws `least_loaded 12.5 req/s ████░░ 120/3000 · 400 a second` over itself, on a terminal alone."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
         self._on = stream.isatty()
         self.began = time.perf_counter()
-        self.simulated = 0.0  # seconds of virtual time, of runs that are over
         self._drawn = 0.0
 
     def start(self, label: str, total: int) -> None:
-        self._label, self._total, self._done, self._last = label, total, 0, 0.0
+        self._label, self._total, self._done, self._started = label, total, 0, time.perf_counter()
 
-    def ended(self, outcome: RequestOutcome) -> None:
-        """One request has ended."""
-        self._done += 1
-        assert outcome.ended is not None
-        self.simulated += max(0.0, outcome.ended - self._last)
-        self._last = 0.0 if self._total and outcome.ended < self._last else outcome.ended
+    def ended(self, count: int) -> None:
+        """So many more requests have ended."""
+        self._done += count
         now = time.perf_counter()
         if self._on and now - self._drawn > EVERY_SECONDS:
             self._drawn = now
             filled = self._done * WIDTH // self._total
             bar = "█" * filled + "░" * (WIDTH - filled)
-            line = (
-                f"{self._label} {bar} {self._done}/{self._total} · {self.simulated / (now - self.began):.0f}× real time"
-            )
-            self._stream.write(f"\r{line}\x1b[K")
+            pace = self._done / max(now - self._started, 1e-9)
+            self._stream.write(f"\r{self._label} {bar} {self._done}/{self._total} · {pace:.0f} a second\x1b[K")
             self._stream.flush()
 
     def clear(self) -> None:
@@ -246,16 +248,19 @@ def _run(options: argparse.Namespace) -> int:
             print("   " + report.goodput_line(result, len(study.plan.roles), options.attainment), flush=True)
     if len(results) > 1 and results[0].searched:
         print(f"\n{report.comparison(results)}")
-    took = time.perf_counter() - progress.began
-    print(f"\n   {progress.simulated:,.0f} s simulated in {took:,.1f} s: {progress.simulated / took:.0f}× real time")
+    took, rates = time.perf_counter() - progress.began, [rate for each in results for rate in each.rates.values()]
+    requests, seconds = sum(rate.offered for rate in rates), sum(rate.seconds for rate in rates)
+    print(f"\n   {requests:,} requests, {seconds:,.0f} s simulated in {took:,.1f} s: {seconds / took:.0f}× real time")
     if options.json is not None:
-        options.json.write_bytes(report.as_json({**vars(options), "json": str(options.json)}, results))
+        options.json.write_bytes(report.as_json(told(options), results))
     return 0
 
 
 def _heading(options: argparse.Namespace, study: Study) -> str:
-    profile = study.plan.profile
-    parts = [options.workload, options.workers, profile.name, f"{options.seeds} × {options.requests} requests"]
+    profile, runs = study.plan.profile, len(study.seeds)
+    parts = [options.trace.name if options.trace is not None else options.workload]
+    parts += [options.system] if options.system is not None else [options.workers, profile.name]
+    parts.append(f"{runs} × {study.offered // runs} requests")
     parts.append(f"steps vary by {options.noise:.0%}")
     slos = {kind.name: kind.objectives(profile) for kind in study.traffic.classes}
     return report.heading(parts, {name: (slo.ttft_ms, slo.tpot_ms) for name, slo in slos.items()})
@@ -266,16 +271,17 @@ def _measured(
 ) -> report.PolicyResult:
     """All rates that were asked for, or those of a search."""
     result = report.PolicyResult(policy=policy)
-    wanted = options.attainment if options.rate is None else 0.0
+    searching = options.rate == SEARCH or (options.rate is None and not study.given)
+    wanted = options.attainment if searching else 0.0
 
     def measure(rate: float) -> RateFigures:
-        progress.start(f"{policy} {rate:.2f} req/s", study.requests * len(study.seeds))
+        progress.start(f"{policy} {rate:.2f} req/s", study.offered)
         result.rates[rate] = study.at(rate, progress.ended, wanted=wanted)
         progress.clear()
         return result.rates[rate]
 
-    if options.rate is not None:
-        for rate in rates_of(options.rate):
+    if not searching:
+        for rate in rates_of(options.rate) if options.rate is not None else [study.natural_rate]:
             measure(rate)
         return result
     limits = SearchLimits(
@@ -288,12 +294,6 @@ def _measured(
     return result
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the process's exit code."""
-    try:
-        return run(make_parser().parse_args(arguments))
-    except (ValueError, OSError) as error:
-        print(f"simulator: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+def told(options: argparse.Namespace) -> dict[str, object]:
+    """The flags as JSON has them."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}

@@ -69,8 +69,8 @@ class ModelledDialer:
         self.network = network
         self.kv_bytes = kv_bytes
 
-    def dial(self, grant: LeaseGrant) -> HandoffLink:
-        return ModelledHandoff(self, grant)
+    def dial(self, grant: LeaseGrant, generation: str = "") -> HandoffLink:
+        return ModelledHandoff(self, grant, generation)
 
 
 class ModelledHandoff:
@@ -79,14 +79,15 @@ class ModelledHandoff:
     Chunks are laid out for workers of one KV layer of a byte, so a chunk's bytes are its tokens.
     """
 
-    def __init__(self, dialer: ModelledDialer, grant: LeaseGrant):
+    def __init__(self, dialer: ModelledDialer, grant: LeaseGrant, generation: str):
         self.dialer = dialer
+        self.generation = generation
         self.grant = grant
         self.receiver = dialer.receivers[grant.address]
 
     async def begin(self) -> int:
         await asyncio.sleep(self.dialer.network.message_seconds)
-        return await self.receiver.begin(self.grant.lease)
+        return await self.receiver.begin(self.grant.lease, self.generation)
 
     async def push(self, chunk: Chunk) -> None:
         dialer = self.dialer

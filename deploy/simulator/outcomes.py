@@ -65,6 +65,7 @@ class RateFigures:
     tpot_p90: float
     backlog_slope: float  # requests a second by which those in the system grow: 0 where the rate can be kept up
     errors: dict[str, int]
+    seconds: float = 0.0  # virtual, of all runs until their last request ended
 
     @property
     def good_rate(self) -> float:
@@ -88,6 +89,7 @@ def figures(rate: float, runs: Sequence[Sequence[RequestOutcome]]) -> RateFigure
         tpot_p90=_quantile(tpots, 0.9),
         backlog_slope=float(np.mean([backlog_slope(run) for run in runs])),
         errors=dict(Counter(outcome.error for outcome in every if outcome.error is not None).most_common()),
+        seconds=sum(max((outcome.ended or 0.0 for outcome in run), default=0.0) for run in runs),
     )
 
 

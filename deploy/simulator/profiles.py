@@ -9,7 +9,8 @@ simdistserve/estimators/profile_data; milliseconds there and in the tables here,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import KW_ONLY, astuple, dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -50,6 +51,14 @@ class StepWork:
         )
 
 
+class CostModel(Protocol):
+    """What steps take, wherever that is known from: tables, a worker's fit, or the hardware (hardware.py)."""
+
+    def seconds(self, work: StepWork) -> float:
+        """A step, from its begin to the next one's on a busy engine."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Linear:
     """Coefficients of one kind of step, in milliseconds: fixed, and for what the module's legend has after b and c."""
@@ -61,19 +70,30 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class PhaseTables:
-    """A model whose prompts and decode steps were measured apart. A step of both reads the weights once."""
+    """A model whose prompts and decode steps were measured apart. A step of both reads the weights once.
+
+    Milliseconds of the system around the model: `step_ms` each step, `context_ms` for each token of context,
+    `prompt_ms` and `sequence_ms` for each prompt and each sequence that decodes. `prompts` multiplies the prompts'.
+    """
 
     prefill: Linear
     decode: Linear
     decode_large: Linear
+    _: KW_ONLY
+    step_ms: float = PIPELINE_MS + STEP_MS
+    context_ms: float = STEP_CONTEXT_MS
+    prompt_ms: float = 0.0
+    sequence_ms: float = 0.0
+    prompts: float = 1.0
 
     def seconds(self, work: StepWork) -> float:
         decode = self.decode_large if work.decoding >= LARGE_BATCH else self.decode
-        fixed = max(self.prefill.a if work.prompts else 0.0, decode.a if work.decoding else 0.0)
+        fixed = max(self.prompts * self.prefill.a if work.prompts else 0.0, decode.a if work.decoding else 0.0)
         # l² new tokens squared are twice their pairs; a later chunk of a prompt attends to the earlier ones as well.
-        prompts = self.prefill.b * work.prompt_tokens + 2 * self.prefill.c * work.prompt_pairs
+        prompts = self.prompts * (self.prefill.b * work.prompt_tokens + 2 * self.prefill.c * work.prompt_pairs)
         decoding = decode.b * work.decoding_context + decode.c * work.decoding
-        overhead = PIPELINE_MS + STEP_MS + STEP_CONTEXT_MS * (work.prompt_context + work.decoding_context)
+        overhead = self.step_ms + self.context_ms * (work.prompt_context + work.decoding_context)
+        overhead += self.prompt_ms * work.prompts + self.sequence_ms * work.decoding
         return (fixed + prompts + decoding + overhead) / 1e3
 
 
@@ -96,7 +116,7 @@ class Profile:
 
     name: str
     model: str
-    steps: PhaseTables | Fitted
+    steps: CostModel
     kv_tokens: int
     kv_bytes: int
     layers: int

@@ -1,4 +1,4 @@
-"""Plays a trace to a simulated cluster, request by request, until all of them have ended; and looks for goodput.
+"""Plays a trace to a simulated cluster, request by request, until all of them have ended.
 
 Time is virtual throughout: what it takes in reality is only told to a progress bar.
 """
@@ -12,18 +12,16 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle
 
-from bench.goodput import GoodputSearch, SearchLimits
 from deploy.simulator.cluster import ClusterPlan, SimulatedCluster
-from deploy.simulator.outcomes import RateFigures, RequestOutcome, figures
+from deploy.simulator.outcomes import RequestOutcome
 from deploy.simulator.texts import ScriptedTexts
-from deploy.simulator.traffic import Arrival, Traffic, trace
+from deploy.simulator.traffic import Arrival
 from deploy.simulator.virtual_loop import VirtualLoop, run_virtually
 from router.router import Router
 from serving.errors import MillraceError
 from serving.messages import Audit, Delta, Request
 from serving.timeline import Timeline
 
-FULL_BATCH = 32  # sequences, for a first guess
 YOUNG_OBJECTS = 50_000
 SETTLE_SECONDS = 1.0  # what was cancelled last has come to its end by then
 
@@ -61,12 +59,12 @@ def simulate(
 
     `ended` is told of each request; `watch` runs beside them, on virtual time, until all have ended.
     """
-    with _collecting_seldom():
+    with collecting_seldom():
         return run_virtually(lambda loop: _play(loop, plan, arrivals, rate, seed, ended, watch))
 
 
 @contextmanager
-def _collecting_seldom() -> Iterator[None]:
+def collecting_seldom() -> Iterator[None]:
     """Python's garbage collector looks at young objects alone, and at many together: a third of the time is saved."""
     before = gc.get_threshold()
     gc.set_threshold(YOUNG_OBJECTS, before[1], 1_000_000)
@@ -125,52 +123,3 @@ async def _ask(
         outcome.error = error.code or type(error).__name__
     outcome.ended = loop.time()
     ended(outcome)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Study:
-    """A cluster under a kind of load: `requests` at every rate, once for each seed."""
-
-    plan: ClusterPlan
-    traffic: Traffic
-    requests: int = 1000
-    seeds: tuple[int, ...] = (0, 1, 2)
-    max_tokens: int | None = None
-
-    def traces(self) -> list[tuple[Arrival, ...]]:
-        return [
-            trace(self.traffic, self.plan.profile, self.requests, seed, max_tokens=self.max_tokens)
-            for seed in self.seeds
-        ]
-
-    def at(
-        self,
-        rate: float,
-        ended: Callable[[RequestOutcome], None] = lambda outcome: None,
-        *,
-        wanted: float = 0.0,
-    ) -> RateFigures:
-        """What comes of one rate. No more seeds are run once the share `wanted` cannot be attained any more."""
-        runs: list[list[RequestOutcome]] = []
-        spare = (1.0 - wanted) * self.requests * len(self.seeds)  # requests that may miss their objectives
-        for seed, arrivals in zip(self.seeds, self.traces(), strict=True):
-            runs.append(simulate(self.plan, arrivals, rate, seed=seed, ended=ended).outcomes)
-            spare -= sum(not outcome.met for outcome in runs[-1])
-            if spare < -0.5:
-                break
-        return figures(rate, runs)
-
-    def goodput(self, limits: SearchLimits, measured: Callable[[float], RateFigures]) -> float | None:
-        """The highest rate that attains; None where none does. `measured` is `at`, or something around it."""
-        search = GoodputSearch(limits)
-        while (rate := search.next_rate()) is not None:
-            search.record(rate, measured(rate).attainment)
-        return search.answer
-
-    def first_rate(self) -> float:
-        """A guess at a rate that could be kept up: each worker computes prompts, or decodes in full batches."""
-        profile, arrivals = self.plan.profile, self.traces()[0]
-        prompt = sum(len(each.request.prompt) for each in arrivals) / len(arrivals)
-        output = sum(each.output_tokens for each in arrivals) / len(arrivals)
-        decoding = profile.decode_seconds(FULL_BATCH, int(prompt + output)) / FULL_BATCH * output
-        return len(self.plan.roles) / (profile.prompt_seconds(int(prompt)) + decoding) / 2

@@ -147,6 +147,7 @@ class Worker:
             long_rope_after=identity.long_rope_after,
             counters=self._counters(),
             ranks=identity.ranks,
+            kv_protocol=identity.kv_protocol,
         )
 
     def _waiting_seconds(self, decodes: int, context: int) -> float:

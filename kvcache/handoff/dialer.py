@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 
 from kvcache.handoff.grpc_stream import GrpcHandoff
 from kvcache.handoff.local import LocalHandoff, Receiver
@@ -61,10 +62,10 @@ class Dialer:
         for writers in self._writers.values():
             await asyncio.to_thread(writers.prepare)
 
-    def dial(self, grant: LeaseGrant) -> HandoffLink:
+    def dial(self, grant: LeaseGrant, generation: str = "") -> HandoffLink:
         receiver = self.local.get(grant.address)
         if receiver is not None:
-            return LocalHandoff(receiver, grant.lease)
+            return LocalHandoff(receiver, grant.lease, generation)
         channel = self._channels.get(grant.address)
         if channel is None:
             channel = self._channels[grant.address] = _Channel(Caller(grant.address, self.cluster_key, self.tls))
@@ -73,7 +74,8 @@ class Dialer:
             channel.ending = None
         channel.handoffs += 1
         writer = writer_to(self._writers, grant.transports)
-        return GrpcHandoff(channel.caller, writer, grant.lease, closed=lambda: self._closed(grant.address, channel))
+        ended = partial(self._closed, grant.address, channel)
+        return GrpcHandoff(channel.caller, writer, grant.lease, generation, closed=ended)
 
     def _closed(self, address: str, channel: _Channel) -> None:
         """A handoff over the channel has ended."""

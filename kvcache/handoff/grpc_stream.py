@@ -50,12 +50,14 @@ class GrpcHandoff:
         caller: Caller,
         writer: RemoteWriter | None = None,
         fence: LeaseId | None = None,
+        generation: str = "",
         *,
         closed: Callable[[], None] = lambda: None,
     ):
         self.caller = caller
         self.closed: Callable[[], None] | None = closed
         self.fence = fence
+        self.generation = generation
         self._buffers = BufferSender(writer, caller.address)
         self._start = 0  # the first token to hand over
         self._outgoing: asyncio.Queue[PushFrame | _Written | None] = asyncio.Queue(WINDOW)
@@ -176,6 +178,7 @@ class GrpcHandoff:
             self._buffers.freed(reply.freed_buffer)
         elif part == "error":
             self._over(error_from_pb(reply.error))
+            self._welcomed.cancel()  # a refused hello gets no welcome: nothing is written any more
         elif part == "committed":
             self._over(None)
         elif part == "lacking" and not self._lacking.done():
@@ -196,7 +199,8 @@ class GrpcHandoff:
         """Nothing else is written before the other end answers: so a refused sender gets Unauthorized, not a reset."""
         await self._buffers.connect()
         lease = to_pb(self.fence, pb.LeaseId) if self.fence is not None else None
-        await self._call.write(Frame(pb.PushMessage(hello=pb.PushHello(transport=self._buffers.kind, lease=lease))))
+        hello = pb.PushHello(transport=self._buffers.kind, lease=lease, generation=self.generation)
+        await self._call.write(Frame(pb.PushMessage(hello=hello)))
         welcome = await self._welcomed
         self._start = welcome.start
         await self._buffers.lent(welcome.buffers, welcome.buffer_size)

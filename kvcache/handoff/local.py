@@ -11,22 +11,26 @@ LOCAL = "local"
 
 
 class Receiver(Protocol):
-    """The receiving half: a decode worker. `via` names the transport, for its accounts."""
+    """The receiving half: a decode worker. `via` names the transport, for its accounts.
+
+    A handoff begins with the sender's `generation`, and a fence where it can leave out what is there already.
+    """
 
     async def receive(self, chunk: Chunk, via: str = LOCAL) -> None: ...
-    async def begin(self, fence: LeaseId) -> int: ...
+    async def begin(self, fence: LeaseId | None, generation: str) -> int: ...
     async def commit(self, commit: Commit, via: str = LOCAL) -> range | None: ...
 
 
 class LocalHandoff:
     """Hands chunks to a receiver in the same process (serving.links.HandoffLink)."""
 
-    def __init__(self, receiver: Receiver, fence: LeaseId | None = None):
+    def __init__(self, receiver: Receiver, fence: LeaseId | None = None, generation: str = ""):
         self.receiver = receiver
         self.fence = fence
+        self.generation = generation
 
     async def begin(self) -> int:
-        return await self.receiver.begin(self.fence) if self.fence is not None else 0
+        return await self.receiver.begin(self.fence, self.generation)
 
     async def push(self, chunk: Chunk) -> None:
         await self.receiver.receive(chunk)

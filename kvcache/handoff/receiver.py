@@ -48,11 +48,7 @@ class IncomingHandoff:
             raise InvalidRequest("a handoff begins with a hello, and has no second one", param="hello")
         if part == "hello":
             self._greeted = True
-            self._lent = self.lenders.lend(message.hello.transport)
-            welcome = pb.PushWelcome(buffers=self._lent.addresses, buffer_size=self._lent.size)
-            if message.hello.HasField("lease"):
-                welcome.start = await self.receiver.begin(from_pb(message.hello.lease, LeaseId))
-            return pb.PushReply(welcome=welcome)
+            return pb.PushReply(welcome=await self._begin(message.hello))
         if part == "commit":
             lacking = await self.receiver.commit(from_pb(message.commit, Commit), self.via)
             if lacking:
@@ -61,6 +57,12 @@ class IncomingHandoff:
         if part != "chunk":
             raise InvalidRequest("a message of a handoff is empty, or of a kind unknown here", param="part")
         return await self._chunk(message.chunk, frame.payload)
+
+    async def _begin(self, hello: pb.PushHello) -> pb.PushWelcome:
+        fence = from_pb(hello.lease, LeaseId) if hello.HasField("lease") else None
+        start = await self.receiver.begin(fence, hello.generation)
+        self._lent = self.lenders.lend(hello.transport)
+        return pb.PushWelcome(buffers=self._lent.addresses, buffer_size=self._lent.size, start=start)
 
     async def _chunk(self, chunk: pb.Chunk, payload: bytes | memoryview) -> pb.PushReply | None:
         if not chunk.HasField("buffer"):

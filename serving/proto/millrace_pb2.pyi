@@ -292,12 +292,14 @@ class Commit(_message.Message):
     def __init__(self, lease: _Optional[_Union[LeaseId, _Mapping]] = ..., first_token: _Optional[int] = ..., digest: _Optional[bytes] = ..., waited: _Optional[float] = ...) -> None: ...
 
 class PushHello(_message.Message):
-    __slots__ = ("transport", "lease")
+    __slots__ = ("transport", "lease", "generation")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     transport: str
     lease: LeaseId
-    def __init__(self, transport: _Optional[str] = ..., lease: _Optional[_Union[LeaseId, _Mapping]] = ...) -> None: ...
+    generation: str
+    def __init__(self, transport: _Optional[str] = ..., lease: _Optional[_Union[LeaseId, _Mapping]] = ..., generation: _Optional[str] = ...) -> None: ...
 
 class PushMessage(_message.Message):
     __slots__ = ("chunk", "commit", "hello", "settled")
@@ -344,7 +346,7 @@ class PushReply(_message.Message):
     def __init__(self, welcome: _Optional[_Union[PushWelcome, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., freed_buffer: _Optional[int] = ..., committed: _Optional[bool] = ..., lacking: _Optional[_Union[TokenRange, _Mapping]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("instance", "name", "role", "address", "fingerprint", "model", "max_model_len", "block_size", "total_blocks", "free_blocks", "max_seqs", "running", "waiting", "waiting_tokens", "draining", "stalled_seconds", "counters", "pairing", "long_rope_after", "waiting_seconds", "context_tokens", "tpot_counts", "prompt_share", "step_cost", "max_batched_tokens", "protocol", "leases", "ranks")
+    __slots__ = ("instance", "name", "role", "address", "fingerprint", "model", "max_model_len", "block_size", "total_blocks", "free_blocks", "max_seqs", "running", "waiting", "waiting_tokens", "draining", "stalled_seconds", "counters", "pairing", "long_rope_after", "waiting_seconds", "context_tokens", "tpot_counts", "prompt_share", "step_cost", "max_batched_tokens", "protocol", "leases", "ranks", "kv_protocol")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -380,6 +382,7 @@ class WorkerStatus(_message.Message):
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    KV_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     instance: str
     name: str
     role: str
@@ -408,7 +411,8 @@ class WorkerStatus(_message.Message):
     protocol: int
     leases: int
     ranks: int
-    def __init__(self, instance: _Optional[str] = ..., name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., fingerprint: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., max_seqs: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., stalled_seconds: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., pairing: _Optional[str] = ..., long_rope_after: _Optional[int] = ..., waiting_seconds: _Optional[float] = ..., context_tokens: _Optional[int] = ..., tpot_counts: _Optional[_Iterable[int]] = ..., prompt_share: _Optional[float] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ..., max_batched_tokens: _Optional[int] = ..., protocol: _Optional[int] = ..., leases: _Optional[int] = ..., ranks: _Optional[int] = ...) -> None: ...
+    kv_protocol: int
+    def __init__(self, instance: _Optional[str] = ..., name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., fingerprint: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., max_seqs: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., draining: _Optional[bool] = ..., stalled_seconds: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., pairing: _Optional[str] = ..., long_rope_after: _Optional[int] = ..., waiting_seconds: _Optional[float] = ..., context_tokens: _Optional[int] = ..., tpot_counts: _Optional[_Iterable[int]] = ..., prompt_share: _Optional[float] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ..., max_batched_tokens: _Optional[int] = ..., protocol: _Optional[int] = ..., leases: _Optional[int] = ..., ranks: _Optional[int] = ..., kv_protocol: _Optional[int] = ...) -> None: ...
 
 class StepCost(_message.Message):
     __slots__ = ("fixed", "token", "pair", "sequence", "context", "error", "samples")

@@ -53,7 +53,7 @@ class Direct(Worker):
         """Begin, and wait until so many slabs have come and the next does not."""
         self.reader.after = self.reader.sent + slabs
         wanted = self.reader.after
-        start = await self.decode.begin(fence)
+        start = await self.decode.direct.begin(fence)
         async with asyncio.timeout(10):
             while self.reader.sent < wanted:
                 await asyncio.sleep(0)
@@ -95,12 +95,14 @@ def chunk(fence: LeaseId, start: int, end: int) -> Chunk:
 
 async def test_the_pool_and_the_handoff_fill_a_lease_together(worker: Direct, session: RouterSession) -> None:
     grant = await worker.lease(session, PROMPT)
-    assert grant.cached_tokens == 0 and await worker.decode.begin(grant.lease) == WHOLE
+    assert grant.cached_tokens == 0 and await worker.decode.direct.begin(grant.lease) == WHOLE
     await worker.decode.receive(chunk(grant.lease, WHOLE, 14))
     assert await worker.decode.commit(sealed_commit(grant.lease, 1)) is None
     assert worker.runs(grant.lease) and worker.holds(grant.lease)
     another = await worker.lease(session, PROMPT, "r/2")
-    assert another.cached_tokens == WHOLE and await worker.decode.begin(another.lease) == 0, "nothing is left to bring"
+    assert another.cached_tokens == WHOLE and await worker.decode.direct.begin(another.lease) == 0, (
+        "nothing is left to bring"
+    )
 
 
 class Recorder:
@@ -191,7 +193,7 @@ async def test_what_the_pool_lacks_is_handed_over_after_all(
 ) -> None:
     worker.reader.lost = {(part, block)}
     grant = await worker.lease(session, PROMPT)
-    assert await worker.decode.begin(grant.lease) == WHOLE
+    assert await worker.decode.direct.begin(grant.lease) == WHOLE
     await worker.decode.receive(chunk(grant.lease, WHOLE, 14))
     assert await worker.decode.commit(sealed_commit(grant.lease, 1)) == range(4 * block, WHOLE)
     with pytest.raises(CorruptChunk, match="missing"):
@@ -230,8 +232,8 @@ async def test_beginning_anew_stops_what_still_came_and_begins_that_anew_too(
         await asyncio.sleep(0)
     after = [plane.view(torch.uint8) for planes in worker.device_kv.planes for plane in planes]
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True)), "its blocks are the new try's now"
-    assert await worker.decode.begin(old.lease) == 0
-    assert await worker.decode.begin(new.lease) == WHOLE
+    assert await worker.decode.direct.begin(old.lease) == 0
+    assert await worker.decode.direct.begin(new.lease) == WHOLE
     await worker.decode.receive(chunk(new.lease, WHOLE, 15))
     assert await worker.decode.commit(sealed_commit(new.lease, 1)) is None and worker.holds(new.lease)
 
@@ -249,7 +251,7 @@ async def test_a_lease_that_ends_meanwhile_takes_its_fetch_with_it(
 async def test_a_lease_that_ends_while_the_pool_is_asked_gets_nothing(worker: Direct, session: RouterSession) -> None:
     worker.reader.answers.clear()
     first = await worker.lease(session, PROMPT)
-    beginning = asyncio.create_task(worker.decode.begin(first.lease))
+    beginning = asyncio.create_task(worker.decode.direct.begin(first.lease))
     await asyncio.sleep(0)
     await session.advance(make_order(PROMPT, lease=worker.fence(epoch=1)))
     worker.reader.answers.set()
@@ -260,7 +262,7 @@ async def test_kv_that_came_before_the_answer_is_kept(worker: Direct, session: R
     """A sender need not wait for the answer: then nothing comes from the pool."""
     worker.reader.answers.clear()
     grant = await worker.lease(session, PROMPT)
-    beginning = asyncio.create_task(worker.decode.begin(grant.lease))
+    beginning = asyncio.create_task(worker.decode.direct.begin(grant.lease))
     await worker.decode.receive(chunk(grant.lease, 0, 8))
     worker.reader.answers.set()
     assert await beginning == 0
@@ -272,7 +274,7 @@ async def test_kv_that_came_before_the_answer_is_kept(worker: Direct, session: R
 async def test_a_lease_computed_by_its_own_worker_is_left_alone(worker: Direct, session: RouterSession) -> None:
     grant = await worker.lease(session, PROMPT)
     worker.decode.adopt(grant.lease)
-    assert await worker.decode.begin(grant.lease) == 0 and worker.prefixes.running == 0
+    assert await worker.decode.direct.begin(grant.lease) == 0 and worker.prefixes.running == 0
 
 
 async def test_handoffs_are_measured_where_they_arrive(worker: Direct, session: RouterSession) -> None:

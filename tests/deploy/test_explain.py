@@ -240,6 +240,16 @@ def test_rates_are_of_the_time_between_two_frames() -> None:
     assert row(text, "batch")[2:4] == ["-", "-"], "none was offered"
 
 
+def test_a_roll_shows_its_generations() -> None:
+    old, new = ({**WORKER, "name": name, "generation": name[:3]} for name in ("old-0", "new-0"))
+    shares = [{"generation": "new", "prefill": 1, "decode": 0, "share": 0.0}]
+    shares += [{"generation": "old", "prefill": 1, "decode": 2, "share": 1.0}]
+    text = text_of(top.frame({**WORKERS, "workers": [old, new], "generations": shares}, None, "here"))
+    assert row(text, "new ")[:3] == ["new-0", "1", "0"] and "none: a role is missing" in text
+    assert row(text, "old ") == ["old-0", "1", "2", "100 %"]
+    assert "of new requests" not in text_of(top.frame({**WORKERS, "generations": shares[1:]}, None, "here"))
+
+
 def test_a_router_that_began_anew_has_no_rates() -> None:
     for at in (1.0, 200.0):
         text = text_of(top.frame({**WORKERS, "at": at, "tokens": 0, "classes": {}}, WORKERS, "here"))

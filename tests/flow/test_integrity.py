@@ -119,8 +119,8 @@ class Lease:
 
 def dial(cluster: LocalCluster, lease: Lease) -> HandoffLink:
     if isinstance(cluster, RemoteCluster):
-        return Dialer(cluster_key=KEY).dial(lease.grant)
-    return LocalHandoff(lease.decode)
+        return Dialer(cluster_key=KEY).dial(lease.grant, lease.worker.identity.generation)
+    return LocalHandoff(lease.decode, generation=lease.worker.identity.generation)
 
 
 async def push(cluster: LocalCluster, lease: Lease, *chunks: Chunk) -> None:

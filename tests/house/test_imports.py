@@ -51,6 +51,7 @@ TORCH_FREE = (
     "deploy/explain.py",
     "deploy/kvcache_process.py",
     "deploy/placement/*",
+    "deploy/planner/*",
     "deploy/top.py",
 )
 
@@ -78,6 +79,8 @@ DOORS = {
     "huggingface_hub": ("serving/checkpoint/hub.py",),
     "xxhash": ("serving/checkpoint/fingerprint.py", "kvcache/handoff/chunk.py", "kvcache/pool/block.py"),
     "triton": ("serving/kernels/gpu/*",),
+    "matplotlib": ("deploy/planner/charts.py",),
+    "pymoo": ("deploy/planner/front.py",),
 }
 # Where one file, whichever it is, is the door.
 ONE_FILE = {"nixl": "kvcache/*"}

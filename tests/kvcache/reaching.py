@@ -10,6 +10,7 @@ import pytest
 from grpc import aio
 
 from decode.service import DecodeService
+from decode.worker import DecodeWorker
 from kvcache.handoff.dialer import Dialer
 from kvcache.handoff.local import Receiver
 from kvcache.transfer.choice import lenders_for
@@ -32,6 +33,7 @@ class Way:
     def __init__(self, kind: str, receiver: Any):
         self.kind = kind
         self.receiver = receiver
+        self.generation = receiver.identity.generation if isinstance(receiver, DecodeWorker) else ""
         self.lenders = MemoryLenders()
         self.dialer = Dialer(kv_transport="grpc" if kind == "local" else kind)
 
@@ -55,7 +57,7 @@ class Way:
         self.lenders.close()
 
     def dial(self) -> HandoffLink:
-        return self.dialer.dial(granted(self.address, *self.lenders.offers))
+        return self.dialer.dial(granted(self.address, *self.lenders.offers), self.generation)
 
 
 def granted(address: str, *offers: TransportOffer, fence: LeaseId | None = None) -> LeaseGrant:

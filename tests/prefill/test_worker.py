@@ -68,7 +68,7 @@ class Dialer:
         self.link = link
         self.dialled: list[str] = []
 
-    def dial(self, grant: LeaseGrant) -> HandoffLink:
+    def dial(self, grant: LeaseGrant, generation: str = "") -> HandoffLink:
         self.dialled.append(grant.address)
         return self.link
 

@@ -337,13 +337,18 @@ async def test_the_first_heartbeat_after_a_pause_gives_the_others_time_too(world
     assert len(world.fleet.candidates()) == 2
 
 
-@pytest.mark.parametrize("protocol", [0, PROTOCOL - 1, PROTOCOL + 1])
+@pytest.mark.parametrize("protocol", [0, PROTOCOL - 2, PROTOCOL + 1])
 async def test_a_worker_of_another_protocol_is_refused_and_counted(world: World, protocol: int) -> None:
     with pytest.raises(InvalidRequest, match="protocol") as refused:
         world.add("old", protocol=protocol)
     assert refused.value.code == "protocol" and str(protocol) in refused.value.message
     assert world.fleet.candidates() == [] and world.fleet.protocols_refused == 1
     del world.workers["old"]
+
+
+async def test_a_worker_of_the_protocol_before_is_taken(world: World) -> None:
+    world.add("old", protocol=PROTOCOL - 1)
+    assert await world.tokens(wanted()) == expected(wanted()) and world.fleet.protocols_refused == 0
 
 
 async def test_a_status_is_as_old_as_its_echo_says(world: World) -> None:

@@ -324,3 +324,13 @@ def test_requests_of_other_routers_are_company_too() -> None:
         quarantine.lost(state, f"{name}-life", WorkerLost("died", code=IN_STEP), 2.0, computing=True)
         expected_ = {1: Verdict.FREE, 2: Verdict.ALONE, MOST_BROKEN: Verdict.QUARANTINED}[count]
         assert quarantine.verdict(state, 9.0) is expected_
+
+
+def test_a_worker_that_was_killed_while_it_drained_counts_against_no_request() -> None:
+    """Its platform has lost patience."""
+    registry = Registry()
+    state = RequestState(request=wanted())
+    for number, draining in enumerate((True, True, False)):
+        registry.heartbeat(make_status(f"w{number}", draining=draining), 0.0)
+        Quarantine(registry).lost(state, f"w{number}-life", WorkerLost("killed"), 1.0, computing=True)
+    assert [death.name for death in state.deaths] == ["w2"]

@@ -267,9 +267,13 @@ async def test_a_deadline_that_has_passed_ends_the_tries(split: World) -> None:
 async def test_a_text_is_gone_on_with_by_the_model_that_began_it(split: World) -> None:
     for name in ("p1", "d1"):
         split.fleet.heartbeat(split.workers[name].change(fingerprint="another", pairing="another"))
+    split.fleet.heartbeat(split.workers["p1"].change(draining=True))  # so that it begins with the other
     split.workers["d0"].script.decode = [(2, LOSE)]
     split.workers["d0"].script.connect = [None, WorkerLost("it cannot be reached again at once")]
     running = asyncio.create_task(split.tokens(wanted()))
+    while not split.seen.replacements:
+        await asyncio.sleep(0)
+    split.fleet.heartbeat(split.workers["p1"].change(draining=False))
     for _ in range(100):
         await asyncio.sleep(0)
     assert not running.done() and not split.workers["d1"].opened

@@ -56,6 +56,9 @@ def test_the_schema_kept_here_is_what_its_script_writes() -> None:
         ({"router": {"settings": {"shutdown_timeout": 1e19}}}, "greater than the maximum"),
         ({"workerDefaults": {"settings": {"grpc_tls_ca": "/a"}}}, "grpc_tls_ca"),
         ({"lifecycle": {"preStopSeconds": 0}}, "less than the minimum"),
+        ({"generations": {"much-too-long": {}}}, "does not match"),
+        ({"generations": {"b": {"tag": "next"}}}, "'tag'"),
+        ({"generations": {"b": {"workers": {"decode": {"role": "mixed"}}}}}, "'role'"),
     ],
 )
 def test_the_schema_refuses(changed: Manifest, told: str) -> None:
@@ -75,6 +78,9 @@ def test_the_schema_refuses(changed: Manifest, told: str) -> None:
         ({"workers": [{"name": "a", "role": "prefill"}, {"name": "a", "role": "decode"}]}, "something else"),
         ({"keys": {"file": {"existingSecret": "a"}}, "router": {"settings": {"api_keys_file": "/a"}}}, "leave out one"),
         ({"workers": [{"name": "p", "role": "prefill", "autoscaling": {"enabled": True}}]}, "tokensPerSecond"),
+        ({"generations": {"base": {"enabled": False}}}, "none is left"),
+        ({"generations": {"b": {}}, "workers": [{"name": "of-nineteen-letters", "role": "mixed"}]}, "20 letters"),
+        ({"generations": {"b": {}}, "workers": [{"name": n, "role": "mixed"} for n in ("a", "a-b")]}, "something else"),
     ],
 )
 def test_the_templates_refuse(changed: Manifest, told: str) -> None:

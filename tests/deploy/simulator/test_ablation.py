@@ -6,11 +6,13 @@ import dataclasses
 
 import pytest
 
+from deploy.cli import make_parser
 from deploy.simulator.ablation import ABLATIONS, without
 from deploy.simulator.cluster import ClusterPlan, SimulatedCluster
-from deploy.simulator.command import make_parser, studies_of
+from deploy.simulator.command import studies_of
 from deploy.simulator.profiles import PROFILES
-from deploy.simulator.run import Study, simulate
+from deploy.simulator.run import simulate
+from deploy.simulator.study import Study
 from deploy.simulator.texts import ScriptedTexts
 from deploy.simulator.traffic import TRAFFIC, trace
 from deploy.simulator.virtual_loop import VirtualLoop, run_virtually
@@ -65,7 +67,9 @@ def test_what_cannot_be_switched_off_is_refused(name: str) -> None:
 
 
 def test_each_is_switched_off_in_turn_beside_the_whole() -> None:
-    options = make_parser().parse_args(["--policy", "goodput", "--without", "score,chunk", "--chunking", "slack"])
+    options = make_parser().parse_args(
+        ["simulate", "--policy", "goodput", "--without", "score,chunk", "--chunking", "slack"]
+    )
     found = studies_of(options)
     assert list(found) == ["goodput", "goodput without score", "goodput without chunk"]
     assert found["goodput without score"].plan.router.policy == "least_loaded"
@@ -82,7 +86,10 @@ def test_each_is_switched_off_in_turn_beside_the_whole() -> None:
     ],
 )
 def test_the_workers_flags_are_taken(flag: list[str], name: str, value: object) -> None:
-    plain, given = (next(iter(studies_of(make_parser().parse_args(each)).values())).plan.engine for each in ([], flag))
+    plain, given = (
+        next(iter(studies_of(make_parser().parse_args(["simulate", *each])).values())).plan.engine
+        for each in ([], flag)
+    )
     assert changed(plain, given) == {name} and getattr(given, name) == value
 
 
@@ -93,3 +100,11 @@ def test_a_rate_that_fails_already_is_not_run_with_more_seeds() -> None:
     assert hopeless.offered == 40 and hopeless.attainment < 0.9
     assert study.at(500.0).offered == 120
     assert study.at(1.0, wanted=0.9).offered == 120
+
+
+def test_seeds_beside_each_other_give_what_they_give_one_after_the_other() -> None:
+    """In processes of their own; told of all requests but the last few of each."""
+    study = Study(plan=PLAN, traffic=TRAFFIC["chat"], requests=40, seeds=(0, 1))
+    counted: list[int] = []
+    assert dataclasses.replace(study, jobs=2).at(5.0, counted.append) == study.at(5.0)
+    assert sum(counted) <= 80

@@ -8,18 +8,21 @@ from pathlib import Path
 import orjson
 import pytest
 
-from deploy.simulator.command import SimulationProgress, main, profiles_of, roles_of
+from deploy import cli
+from deploy.simulator.command import SimulationProgress, profiles_of, roles_of
 from deploy.simulator.outcomes import figures
+from deploy.simulator.profiles import PROFILES
 from deploy.simulator.report import PolicyResult, bar, comparison, goodput_line
 from serving.messages import Role
+from tests.deploy.simulator.test_hardware import DESCRIPTION
 from tests.deploy.simulator.test_outcomes import outcome
 
-QUICK = ("--requests", "20", "--seeds", "2", "--workers", "mixed=1")
+QUICK = ("simulate", "--jobs", "1", "--requests", "20", "--seeds", "2", "--workers", "mixed=1")
 
 
 def test_rates_are_shown_one_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    assert main([*QUICK, "--rate", "4,2", "--json", str(file)]) == 0
+    assert cli.main([*QUICK, "--rate", "4,2", "--json", str(file)]) == 0
     printed = capsys.readouterr()
     lines = [line.split() for line in printed.out.splitlines() if "%" in line and "──" not in line]
     assert [line[0] for line in lines] == ["2.00", "4.00"]
@@ -31,7 +34,9 @@ def test_rates_are_shown_one_a_line(capsys: pytest.CaptureFixture[str], tmp_path
 
 def test_a_search_ends_at_a_rate_that_attains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    assert main([*QUICK, "--rate-tolerance", "0.3", "--policy", "least_loaded,prefix_aware", "--json", str(file)]) == 0
+    assert (
+        cli.main([*QUICK, "--rate-tolerance", "0.3", "--policy", "least_loaded,prefix_aware", "--json", str(file)]) == 0
+    )
     assert "goodput: " in capsys.readouterr().out
     for found in orjson.loads(file.read_bytes())["policies"]:
         shares = {rate["rate"]: rate["attainment"] for rate in found["rates"]}
@@ -76,12 +81,17 @@ def test_a_search_ends_at_a_rate_that_attains(capsys: pytest.CaptureFixture[str]
         ("--role-profiles", "prefill=nobody"),
         ("--role-profiles", "prefill=a100-opt66b-tp4"),
         ("--role-profiles", "router=a100-opt13b"),
+        ("--profile", "nobody"),
+        ("--prompt-tokens", "many"),
+        ("--prompt-tokens", "0"),
+        ("--output-tokens", "64:-1"),
+        ("--jobs", "-1"),
     ],
 )
 def test_what_cannot_be_is_refused(wrong: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*QUICK, "--rate", "1", *wrong]) == 2
+    assert cli.main([*QUICK, "--rate", "1", *wrong]) == 2
     printed = capsys.readouterr()
-    assert printed.err.startswith("simulator: ") and wrong[0] in printed.err and not printed.out
+    assert printed.err.startswith("millrace: ") and wrong[0] in printed.err and not printed.out
 
 
 def test_workers_and_their_hardware_are_read() -> None:
@@ -101,7 +111,7 @@ def test_progress_is_drawn_on_a_terminal() -> None:
     screen = Terminal()
     progress = SimulationProgress(screen)
     progress.start("goodput 2.00 req/s", 4)
-    progress.ended(outcome())
+    progress.ended(1)
     progress.clear()
     assert "goodput 2.00 req/s" in screen.getvalue() and "1/4" in screen.getvalue()
     assert screen.getvalue().endswith("\r\x1b[K")
@@ -125,3 +135,49 @@ def test_policies_are_compared_with_the_first() -> None:
     assert [line.split()[-1] for line in comparison(found).splitlines()] == ["a", "1.00×", "1.50×", "—"]
     assert "0.5 a worker" in goodput_line(found[0], 4, 0.9)
     assert "no rate attains 90%" in goodput_line(found[2], 4, 0.9)
+
+
+TRACE = "arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{n / 4},{40 + n},{5 + n}\n" for n in range(12))
+
+
+@pytest.mark.parametrize(
+    "flags", [("--workers", "mixed=1"), ("--system", "vllm-tp1"), ("--system", "distserve-c21d12")]
+)
+def test_a_trace_is_played_at_its_own_rate(
+    flags: tuple[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace, out = tmp_path / "some.csv", tmp_path / "out.json"
+    trace.write_text(TRACE)
+    limits = ("--ttft-ms", "250", "--tpot-ms", "100", "--json", str(out))
+    assert cli.main(["simulate", "--trace", str(trace), *flags, *limits]) == 0
+    printed = capsys.readouterr().out
+    assert "some.csv" in printed and "1 × 12 requests" in printed
+    policy = orjson.loads(out.read_bytes())["policies"][0]
+    (rate,) = policy["rates"]
+    assert rate["rate"] == pytest.approx(4.0) and rate["offered"] == 12 and rate["attainment"] == 1.0
+    assert (policy["policy"] == flags[1]) == (flags[0] == "--system")
+
+
+def test_a_mistake_in_a_trace_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = tmp_path / "some.csv"
+    trace.write_text(TRACE + "3.5,many,4\n")
+    assert cli.main(["simulate", "--trace", str(trace)]) == 2
+    assert f"{trace}, line 14, prompt_tokens: 'many'" in capsys.readouterr().err
+
+
+def test_lengths_are_given(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    lengths = ("--prompt-tokens", "600", "--output-tokens", "2", "--noise", "0", "--json", str(out))
+    assert cli.main([*QUICK, "--rate", "0.1", *lengths]) == 0
+    (rate,) = orjson.loads(out.read_bytes())["policies"][0]["rates"]
+    assert rate["ttft_p50"] == pytest.approx(1e3 * PROFILES["a100-opt13b"].prompt_seconds(600), rel=0.05)
+
+
+def test_hardware_is_described_in_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(DESCRIPTION)
+    assert cli.main([*QUICK, "--rate", "1", "--profile", str(file)]) == 0
+    assert "mine" in capsys.readouterr().out
+    file.write_text(DESCRIPTION.replace("flops = 312e12", "flops = 0"))
+    assert cli.main([*QUICK, "--rate", "1", "--profile", str(file)]) == 2
+    assert f"{file}, hardware.flops: 0" in capsys.readouterr().err

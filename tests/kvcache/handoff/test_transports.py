@@ -13,7 +13,7 @@ import pytest
 
 from kvcache.handoff.chunk import Chunk, Commit, sealed_commit
 from kvcache.handoff.dialer import Dialer
-from kvcache.handoff.grpc_stream import WINDOW, GrpcHandoff
+from kvcache.handoff.grpc_stream import PARTING_SECONDS, WINDOW, GrpcHandoff
 from kvcache.handoff.local import LOCAL, LocalHandoff
 from kvcache.transfer.lent_memory import MemoryLenders, TransferUnavailable
 from kvcache.transfer.shared_memory import DETAILS, Segment, SharedMemoryLender, SharedMemoryWriters
@@ -27,6 +27,7 @@ from tests.fakes.sequences import lease_id
 from tests.kvcache.reaching import BESIDE, STREAMS, TRANSPORTS, Way, granted, needs_nixl, way_to
 
 MIB = 1 << 20
+STRANGE = "another"  # a generation that is refused
 
 
 class Taking:
@@ -42,7 +43,9 @@ class Taking:
         self.receiving = 0  # kept by the service
         self.lenders = MemoryLenders()
 
-    async def begin(self, fence: LeaseId) -> int:
+    async def begin(self, fence: LeaseId | None, generation: str) -> int:
+        if generation == STRANGE:
+            raise StaleLease("KV of another generation", code="generation")
         return 0
 
     async def receive(self, chunk: Chunk, via: str = LOCAL) -> None:
@@ -134,6 +137,18 @@ async def test_a_large_chunk_arrives_whole(way: Way, taking: Taking) -> None:
     await link.close()
     assert taking.chunks == sent
     assert taking.via["grpc"] == {"local": 0, "grpc": 4}.get(way.kind, 1)
+
+
+async def test_a_sender_of_another_generation_is_refused_before_anything_is_sent(way: Way, taking: Taking) -> None:
+    link = way.dialer.dial(granted(way.address, *way.lenders.offers), STRANGE)
+    with pytest.raises(StaleLease) as raised:
+        await link.begin()
+    assert raised.value.code == "generation"
+    began = asyncio.get_running_loop().time()
+    await link.close()
+    assert asyncio.get_running_loop().time() - began < PARTING_SECONDS, "it waited for an end that does not come"
+    await taking.let_go()
+    assert taking.chunks == []
 
 
 @pytest.mark.parametrize("error", [CorruptChunk("harmed", code="digest"), StaleLease("over", code="epoch")])

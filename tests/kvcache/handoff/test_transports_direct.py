@@ -29,7 +29,9 @@ class Bringing:
         self.receiving = 0  # kept by the service
         self.lenders = MemoryLenders()
 
-    async def begin(self, fence: LeaseId) -> int:
+    async def begin(self, fence: LeaseId | None, generation: str) -> int:
+        if fence is None:
+            return 0
         self.asked.append(fence)
         return self.start
 

@@ -47,7 +47,7 @@ class World:
     grant: LeaseGrant
 
     def dial(self) -> HandoffLink:
-        return self.way.dialer.dial(replace(self.grant, address=self.way.address))
+        return self.way.dialer.dial(replace(self.grant, address=self.way.address), self.way.generation)
 
     def chunk(self, start: int = 0, end: int = len(PROMPT), layers: range = range(2)) -> Chunk:
         return encode(SOURCE, self.grant.lease, FINGERPRINT, layers, BLOCKS, start, end)

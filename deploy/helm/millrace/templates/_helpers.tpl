@@ -38,6 +38,39 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 {{ toYaml $group }}
 {{- end }}
 
+{{/* The groups of workers of every generation as a YAML list: each with its defaults, what its generation changes, the
+image and the model, and a name of its own. Those of `base` are called as in the values, others prefill-NAME. */}}
+{{- define "millrace.workers" -}}
+{{- $names := list -}}
+{{- range $generation, $changed := .Values.generations }}
+{{- if ne (toString (get ($changed | default dict) "enabled")) "false" }}
+{{- $changed = $changed | default dict -}}
+{{- $image := mergeOverwrite (deepCopy $.Values.image) (deepCopy ($changed.image | default dict)) -}}
+{{- if and (hasKey ($changed.image | default dict) "tag") (not (hasKey $changed.image "digest")) }}
+{{- $_ := set $image "digest" "" -}}
+{{- end }}
+{{- $model := mergeOverwrite (deepCopy $.Values.model) (deepCopy ($changed.model | default dict)) -}}
+{{- range $.Values.workers }}
+{{- $own := include "millrace.group" (list $ .) | fromYaml -}}
+{{- $changes := mergeOverwrite (dict "settings" (deepCopy ($changed.settings | default dict))) (deepCopy (get ($changed.workers | default dict) .name | default dict)) -}}
+{{- $own = mergeOverwrite $own $changes -}}
+{{- $name := ternary .name (printf "%s-%s" .name $generation) (eq $generation "base") -}}
+{{- if gt (len $name) 20 }}
+{{- fail (printf "generations: %s: the group would be called %s, and pods' names have room for 20 letters of that" $generation $name) -}}
+{{- end }}
+{{- if has $name $names }}
+{{- fail (printf "workers: two groups are called %s: a group is a Deployment of its name; call one of them something else" $name) -}}
+{{- end }}
+{{- $names = append $names $name }}
+- {{ mergeOverwrite $own (dict "name" $name "generation" $generation "image" $image "model" $model) | toJson }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if not $names }}
+{{- fail "generations: none is left: without workers there is nothing to serve with" -}}
+{{- end }}
+{{- end }}
+
 {{/* Settings as flags of the command, one YAML list item each. `$(NAME)` in them is no variable of the pod, for which
 Kubernetes makes one dollar of two. */}}
 {{- define "millrace.flags" -}}

@@ -6,6 +6,11 @@ labels:
   {{- with .role }}
   millrace.dev/role: {{ . }}
   {{- end }}
+  {{- with .own.generation }}
+  {{- if ne . "base" }}
+  millrace.dev/generation: {{ . }}
+  {{- end }}
+  {{- end }}
   {{- with .own.podLabels }}
   {{- toYaml . | nindent 2 }}
   {{- end }}

@@ -36,8 +36,7 @@ sum(max by (engine) ({{ $prefix }}:worker_kv_cache_usage_perc{ {{- $engine -}} }
 {{/* All that scales, as a YAML list of {component, role, load, target, min, max}. */}}
 {{- define "millrace.scaled" -}}
 {{- $all := list (dict "root" . "component" "router" "role" "router" "own" .Values.router) -}}
-{{- range .Values.workers -}}
-{{- $own := include "millrace.group" (list $ .) | fromYaml -}}
+{{- range $own := include "millrace.workers" . | fromYamlArray -}}
 {{- $all = append $all (dict "root" $ "component" $own.name "role" $own.role "own" $own) -}}
 {{- end -}}
 {{- range $all }}

@@ -1,0 +1,200 @@
+"""Makes a question of a file and of flags, and says what is wrong with them. Flags go before the file.
+
+It reads two files, the question's and its lengths; it knows neither searches nor output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from bench.lengths import read_pairs
+from deploy.planner.answer import PlanQuestion
+from deploy.planner.attainment import AttainmentGoal, OfferedTraffic
+from deploy.planner.candidates import SearchSpace, usable_shapes
+from deploy.planner.machines import MACHINES, MODELS, Machines, PlannedModel
+from deploy.simulator.traffic import Lengths, Traffic, TrafficClass, traffic_of
+
+TABLES = ("model", "hardware", "traffic", "objectives", "search")
+# Flags by the table and key that they go before.
+FLAGS: Mapping[str, tuple[str, str]] = {
+    "model": ("model", "name"),
+    "hardware": ("hardware", "name"),
+    "nodes": ("hardware", "nodes"),
+    "devices_per_node": ("hardware", "devices_per_node"),
+    "cost": ("hardware", "cost"),
+    "workload": ("traffic", "workload"),
+    "lengths": ("traffic", "lengths"),
+    "rate": ("traffic", "rate"),
+    "burstiness": ("traffic", "burstiness"),
+    "ttft_ms": ("objectives", "ttft_ms"),
+    "tpot_ms": ("objectives", "tpot_ms"),
+    "attainment": ("objectives", "attainment"),
+    "attain": ("objectives", "attain"),
+    "tp": ("search", "tp"),
+    "pp": ("search", "pp"),
+    "max_num_batched_tokens": ("search", "max_num_batched_tokens"),
+    "links": ("search", "links"),
+    "assume": ("search", "assume"),
+    "requests": ("search", "requests"),
+    "seconds": ("search", "seconds"),
+    "seeds": ("search", "seeds"),
+    "estimates": ("search", "estimates"),
+    "finalists": ("search", "finalists"),
+}
+KNOWN: Mapping[str, set[str]] = {
+    "model": {"name", *(each.name for each in fields(PlannedModel))} - {"measured"},
+    "hardware": {each.name for each in fields(Machines)},
+    "traffic": {"prompt_mean", "prompt_spread", "output_mean", "output_spread"},
+    "objectives": set(),
+    "search": set(),
+}
+REFERENCE_REQUESTS = 300
+
+
+def read_question(options: argparse.Namespace) -> PlanQuestion:
+    """Raises ValueError that names what cannot be, OSError for a file that cannot be read."""
+    given = _tables(options.question)
+    for flag, (table, key) in FLAGS.items():
+        if getattr(options, flag) is not None:
+            given[table][key] = getattr(options, flag)
+    model, machines = _model(given["model"]), _machines(given["hardware"])
+    search = given["search"]
+    reference = (
+        _one_of(search, "assume", "serving", ("serving", "distserve")) == "distserve"
+    )  # its steps have no budget
+    space = SearchSpace(
+        tp=_whole(search, "tp", (1, 2, 4, 8)),
+        pp=_whole(search, "pp", (1,)),
+        budgets=(2048,) if reference else _whole(search, "max_num_batched_tokens", (512, 1024, 2048)),
+        free=_one_of(search, "links", "both", ("both", "fast", "slow")) != "slow",
+        tied=search.get("links") != "fast",
+    )
+    objectives = given["objectives"]
+    return PlanQuestion(
+        model=model,
+        machines=machines,
+        load=_load(given, model, machines, space, reference),
+        goal=AttainmentGoal(
+            share=_number(objectives, "attainment", 0.9, most=1.0),
+            joint=_one_of(objectives, "attain", "each" if reference else "both", ("both", "each")) == "both",
+        ),
+        space=space,
+        seeds=tuple(range(int(_number(search, "seeds", 1)))),
+        estimates=int(_number(search, "estimates", 40)),
+        finalists=int(_number(search, "finalists", 1, least=0)),
+        least_rate=_number(given["traffic"], "rate", 0.0, least=0),
+        reference=reference,
+    )
+
+
+def _tables(path: Path | None) -> dict[str, dict[str, Any]]:
+    found: dict[str, Any] = {}
+    if path is not None:
+        try:
+            found = tomllib.loads(path.read_text())
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: {error}") from None
+    for name, table in found.items():
+        if name not in TABLES or not isinstance(table, dict):
+            raise ValueError(f"{path}: {name!r} is none of the tables {', '.join(TABLES)}")
+        known = KNOWN[name] | {key for owner, key in FLAGS.values() if owner == name}
+        for key in table:
+            if key not in known:
+                raise ValueError(f"{path}: [{name}] has no {key!r}, but {', '.join(sorted(known))}")
+    return {name: dict(found.get(name, {})) for name in TABLES}
+
+
+def _model(table: dict[str, Any]) -> PlannedModel:
+    """A known one, with figures of the table's own; all of them for another."""
+    name = table.get("name", "opt-13b")
+    own = {key: value for key, value in table.items() if key != "name"}
+    if name in MODELS:
+        # Figures that differ from the known model's make another, whose steps nobody has measured.
+        return replace(MODELS[name], **own, measured={}) if own else MODELS[name]
+    try:
+        return PlannedModel(name=name, **own)
+    except TypeError:
+        needed = [each.name for each in fields(PlannedModel)][1:7]
+        known = ", ".join(MODELS)
+        raise ValueError(
+            f"model {name!r} is none of {known}: [model] of a file gives its {', '.join(needed)}"
+        ) from None
+
+
+def _machines(table: dict[str, Any]) -> Machines:
+    name = table.get("name", "a100-80g")
+    if name not in MACHINES and not {"memory", "flops", "memory_bandwidth"} <= set(table):
+        raise ValueError(
+            f"hardware {name!r} is none of {', '.join(MACHINES)}: [hardware] of a file gives its memory, flops and"
+            " memory_bandwidth"
+        )
+    for key, value in table.items():
+        if key != "name" and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ValueError(f"[hardware] {key} = {value!r} is no number")
+    return replace(MACHINES.get(name, Machines(name=name)), **table)
+
+
+def _load(
+    given: Mapping[str, dict[str, Any]], model: PlannedModel, machines: Machines, space: SearchSpace, reference: bool
+) -> OfferedTraffic:
+    """Objectives left out are multiples of what the smallest worker takes alone."""
+    shapes, rejected = usable_shapes(model, machines, space)
+    if not shapes:
+        raise ValueError("no worker fits: " + "; ".join(f"{each.what}: {each.reason}" for each in rejected))
+    table, search = given["traffic"], given["search"]
+    traffic = _traffic(table).with_objectives(
+        *(_number(given["objectives"], name, None) for name in ("ttft_ms", "tpot_ms"))
+    )
+    pairs = tuple(read_pairs(Path(table["lengths"]))) if "lengths" in table else ()
+    return OfferedTraffic(
+        traffic=replace(traffic, burstiness=_number(table, "burstiness", 1.0)),
+        profile=model.profile(machines, shapes[0]),
+        requests=int(_number(search, "requests", REFERENCE_REQUESTS if reference else 600, least=20)),
+        seconds=_number(search, "seconds", 0.0 if reference else 60.0, least=0),
+        pairs=pairs,
+    )
+
+
+def _traffic(table: Mapping[str, Any]) -> Traffic:
+    """A known workload, or lengths of the table's own. Pairs of a file need a workload of one class."""
+    if "prompt_mean" in table or "output_mean" in table:
+        prompt = Lengths(_number(table, "prompt_mean", 512), _number(table, "prompt_spread", 0.0, least=0))
+        output = Lengths(_number(table, "output_mean", 64), _number(table, "output_spread", 0.0, least=0))
+        return Traffic(name="own", classes=(TrafficClass(prompt=prompt, output=output),))
+    traffic = traffic_of(table.get("workload", "sharegpt"))
+    if "lengths" in table and len(traffic.classes) > 1:
+        raise ValueError(f"lengths go with a workload of one class, which {traffic.name} is not")
+    return traffic
+
+
+def _number(table: Mapping[str, Any], key: str, default: Any, least: float | None = None, most: float = 1e12) -> Any:
+    value = table.get(key, default)
+    if value is None:
+        return None
+    number = not isinstance(value, bool) and isinstance(value, int | float)
+    if not number or not (value > 0 if least is None else value >= least) or value > most:
+        raise ValueError(
+            f"{key.replace('_', '-')} {value!r} is not a number {'above 0' if least is None else f'from {least:g} on'}"
+        )
+    return value
+
+
+def _whole(table: Mapping[str, Any], key: str, default: tuple[int, ...]) -> tuple[int, ...]:
+    value = table.get(key, default)
+    try:
+        found = tuple(int(part) for part in (value.split(",") if isinstance(value, str) else value))
+    except (ValueError, TypeError):
+        raise ValueError(f"{key.replace('_', '-')} {value!r}: give whole numbers, as in 1,2,4") from None
+    return found
+
+
+def _one_of(table: Mapping[str, Any], key: str, default: str, known: tuple[str, ...]) -> str:
+    value = table.get(key, default)
+    if value not in known:
+        raise ValueError(f"{key} {value!r} is none of {', '.join(known)}")
+    return str(value)

@@ -1,0 +1,165 @@
+"""The models and machines that a plan is for: sizes, memory, links, and the profile of a worker of each shape.
+
+Pure. Step times are DistServe's tables where a model has some (docs/simulator.md), and a roofline of the machine's
+figures otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from deploy.planner.placements import InstanceShape
+from deploy.simulator.profiles import PROFILES, Linear, PhaseTables, Profile
+
+# Of a device's memory, what weights and KV may fill, and shares of peak figures that steps reach. All are read off
+# DistServe's tables for OPT-13B on an A100: KV room against weights, prompts against FLOP/s, decode steps against
+# bandwidth, and tensor parallel prompts against the link.
+USABLE_MEMORY, COMPUTE_SHARE, MEMORY_SHARE, LINK_SHARE = 0.924, 0.79, 0.64, 0.16
+STEP_TOKENS_OVERHEAD_MS = 0.04  # of a sequence that decodes: sampling, bookkeeping
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machines:
+    """`nodes` of `devices_per_node` devices. Bytes, FLOP/s, bytes/s into and out of a device; cost of a device-hour."""
+
+    name: str = "a100-80g"
+    nodes: int = 1
+    devices_per_node: int = 8
+    memory: float = 80 * GIB
+    flops: float = 312e12
+    memory_bandwidth: float = 2.039e12
+    link: float = 300e9  # between devices of a node
+    network: float = 25e9 / 8  # between nodes, of each
+    cost: float = 2.5
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "devices_per_node", "memory", "flops", "memory_bandwidth", "link", "network", "cost"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name.replace('_', ' ')} of the machines must be above 0")
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedModel:
+    """`weights` and `kv_bytes` (of a token) in bytes. `measured` are profiles by tensor parallel size; where there are
+    none, workers of every size have a roofline."""
+
+    name: str
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    weights: float
+    kv_bytes: int
+    max_model_len: int = 2048
+    bytes_per_weight: float = 2.0
+    measured: Mapping[int, Profile] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "heads", "kv_heads", "hidden", "weights", "kv_bytes", "max_model_len"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name.replace('_', ' ')} of the model must be above 0")
+
+    def kv_tokens(self, machines: Machines, shape: InstanceShape) -> int:
+        """Tokens of KV beside the weights on a worker's devices; none or less where the weights do not fit."""
+        free = USABLE_MEMORY * machines.memory * shape.devices - self.weights
+        return int(free // self.kv_bytes)
+
+    def profile(self, machines: Machines, shape: InstanceShape) -> Profile:
+        """A worker's steps as those of one stage, and its KV's room. Raises KeyError where TP has no profile."""
+        tokens = self.kv_tokens(machines, shape)
+        if self.measured:
+            return replace(self.measured[shape.tp], kv_tokens=tokens)
+        return roofline(self, machines, shape.tp, tokens)
+
+
+def roofline(model: PlannedModel, machines: Machines, tp: int, kv_tokens: int) -> Profile:
+    """Weights and KV are read at the memory's bandwidth, tokens cost FLOPs, and every layer two sums over the link.
+
+    Sizes in bytes, `kv_tokens` as they come out of memory; coefficients in milliseconds, as DistServe's tables have
+    them. A sum of n bytes over `tp` devices takes 2·(tp − 1)/tp·n over a link.
+    """
+    compute, memory = machines.flops * COMPUTE_SHARE * tp, machines.memory_bandwidth * MEMORY_SHARE * tp
+    parameters = model.weights / model.bytes_per_weight
+    sums = 2 * model.layers * 2 * (tp - 1) / tp * model.hidden * 2 / (machines.link * LINK_SHARE)
+    read = model.weights / memory
+    token = 2 * parameters / compute + sums
+    pair = 2 * model.layers * model.hidden / compute  # scores and sums of a causal half, l² / 2 pairs of 4·hidden FLOPs
+    decode = Linear(1e3 * read, 1e3 * model.kv_bytes / memory, 1e3 * token + STEP_TOKENS_OVERHEAD_MS)
+    return Profile(
+        name=f"{model.name}-tp{tp}",
+        model=model.name,
+        steps=PhaseTables(Linear(1e3 * read, 1e3 * token, 1e3 * pair), decode, decode),
+        kv_tokens=kv_tokens,
+        kv_bytes=model.kv_bytes,
+        layers=model.layers,
+        max_model_len=model.max_model_len,
+    )
+
+
+def _opt(name: str, layers: int, heads: int, hidden: int, parameters: float, **profiles: str | Profile) -> PlannedModel:
+    found = {int(tp[2:]): PROFILES[each] if isinstance(each, str) else each for tp, each in profiles.items()}
+    return PlannedModel(
+        name=name,
+        layers=layers,
+        heads=heads,
+        kv_heads=heads,
+        hidden=hidden,
+        weights=2 * parameters,
+        kv_bytes=2 * 2 * hidden * layers,
+        measured=found,
+    )
+
+
+def _vllm(profile: str, prefill: Linear, decode: Linear, large: Linear) -> Profile:
+    return replace(PROFILES[profile], name=f"{profile}-vllm", steps=PhaseTables(prefill, decode, large))
+
+
+_13B, _66B = (40, 40, 5120, 12.58e9), (64, 72, 9216, 65.2e9)
+MODELS: dict[str, PlannedModel] = {
+    made.name: made
+    for made in (
+        _opt("opt-13b", *_13B, tp1="a100-opt13b", tp2="a100-opt13b-tp2", tp4="a100-opt13b-tp4"),
+        _opt("opt-66b", *_66B, tp2="a100-opt66b-tp2", tp4="a100-opt66b-tp4", tp8="a100-opt66b-tp8"),
+        # vLLM of DistServe's time, from the same artefact: what its paper compares with.
+        _opt(
+            *("opt-13b-vllm", *_13B),
+            tp1="a100-opt13b-vllm",
+            tp2=_vllm(
+                "a100-opt13b-tp2",
+                Linear(27.440806247810684, 0.0905453268062731, 8.452054313246025e-06),
+                Linear(24.54058424191086, 0.00022440145424035404, 0.08715787269447899),
+                Linear(17.947769467112806, 0.0004570851465217072, 0.11179075830699213),
+            ),
+            tp4=_vllm(
+                "a100-opt13b-tp4",
+                Linear(30.536322590049405, 0.05150644936810146, 4.232473132942393e-07),
+                Linear(25.90114444283343, 7.753634454230709e-05, 0.05528087160867803),
+                Linear(23.88388468859458, 0.00028400164093310935, 0.06276523831046728),
+            ),
+        ),
+        # For other models a file has these figures; here is one that many know.
+        PlannedModel(
+            name="llama-3-8b",
+            layers=32,
+            heads=32,
+            kv_heads=8,
+            hidden=4096,
+            weights=2 * 8.03e9,
+            kv_bytes=2 * 2 * 1024 * 32,
+            max_model_len=8192,
+        ),
+    )
+}
+MACHINES: dict[str, Machines] = {
+    made.name: made
+    for made in (
+        Machines(),
+        Machines(name="h100-80g", flops=989e12, memory_bandwidth=3.35e12, link=450e9, network=50e9, cost=4.0),
+    )
+}

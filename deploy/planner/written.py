@@ -1,0 +1,42 @@
+"""The placement file of a plan, as docs/placement.md has it: pure, from a placement to a text.
+
+It has roles, numbers, parallel sizes and step budgets; what else a service needs is added by hand.
+"""
+
+from __future__ import annotations
+
+from deploy.planner.answer import PlannedPlacement
+from deploy.planner.machines import Machines
+from deploy.planner.placements import InstanceGroup
+from serving.messages import Role
+
+
+def placement_file(planned: PlannedPlacement, model: str, machines: Machines) -> str:
+    """TOML that `millrace serve --placement`, `millrace deploy render` and `serve --on ray` take."""
+    placement = planned.placement
+    lines = [
+        f"# {placement}: {planned.goodput:.3g} requests/s, {planned.per_device:.3g} of each device ({planned.source}).",
+        f'# Planned for {machines.devices} devices of {machines.name}. Written by "millrace plan".',
+        f'model = "{model}"',
+        "",
+        "[common]",
+        'device = "cuda"',
+        "",
+        "[router]",
+        'routing_policy = "goodput"',
+    ]
+    for group in placement.groups:
+        lines += ["", *_group(group, placement.units)]
+    lines += ["", "[ray]", f"sets = {placement.units}", 'strategy = "PACK"']
+    return "\n".join(lines) + "\n"
+
+
+def _group(group: InstanceGroup, units: int) -> list[str]:
+    lines = ["[[workers]]", f'role = "{group.role}"', f"count = {group.count * units}"]
+    if group.shape.tp > 1:
+        lines.append(f"tensor_parallel_size = {group.shape.tp}")
+    if group.shape.pp > 1:
+        lines.append(f"pipeline_parallel_size = {group.shape.pp}")
+    if group.role != Role.DECODE and group.budget:
+        lines.append(f"max_num_batched_tokens = {group.budget}")
+    return lines

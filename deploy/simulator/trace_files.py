@@ -1,0 +1,116 @@
+"""Reads requests from files: when each arrived, how long prompt and output were, and what was measured of it.
+
+JSONL with an object a line, or CSV with a line of names. It knows nothing of clusters.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import orjson
+
+from deploy.simulator.texts import VOCABULARY
+from deploy.simulator.traffic import Arrival
+from serving.messages import Request, SamplingParams, Slo
+
+MEASURED = ("ttft_ms", "tpot_ms")  # may be missing
+MOST_TOKENS = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TracedRequest:
+    """`arrival_s` in seconds on the trace's clock; `ttft_ms` and `tpot_ms` are NaN where they were not measured."""
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    ttft_ms: float = math.nan
+    tpot_ms: float = math.nan
+
+
+def read_trace(path: Path) -> list[TracedRequest]:
+    """The requests in the order they arrived. Raises ValueError that names file, line and field; OSError."""
+    text = path.read_text(encoding="utf-8")
+    rows = _csv_rows(path, text) if path.suffix.lower() == ".csv" else _json_rows(path, text)
+    found = [_request(where, row) for where, row in rows]
+    if not found:
+        raise ValueError(f"{path}: no request in it")
+    return sorted(found, key=lambda each: each.arrival_s)
+
+
+def _csv_rows(path: Path, text: str) -> Iterator[tuple[str, Mapping[str, object]]]:
+    reader = csv.DictReader(text.splitlines())
+    for name in ("arrival_s", "prompt_tokens", "output_tokens"):
+        if name not in (reader.fieldnames or ()):
+            raise ValueError(f"{path}, line 1: there is no column {name}")
+    for row in reader:
+        if None in row:
+            raise ValueError(f"{path}, line {reader.line_num}: more fields than line 1 has names")
+        yield f"{path}, line {reader.line_num}", row
+
+
+def _json_rows(path: Path, text: str) -> Iterator[tuple[str, Mapping[str, object]]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise ValueError(f"{where}: not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: not an object")
+        yield where, row
+
+
+def _request(where: str, row: Mapping[str, object]) -> TracedRequest:
+    measured = {name: _number(where, name, row[name]) for name in MEASURED if row.get(name) not in (None, "")}
+    return TracedRequest(
+        arrival_s=_number(where, "arrival_s", row.get("arrival_s")),
+        prompt_tokens=_count(where, "prompt_tokens", row.get("prompt_tokens")),
+        output_tokens=_count(where, "output_tokens", row.get("output_tokens")),
+        **measured,
+    )
+
+
+def _number(where: str, name: str, value: object) -> float:
+    try:
+        number = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{where}, {name}: {value!r} is not a number from 0 on")
+    return number
+
+
+def _count(where: str, name: str, value: object) -> int:
+    number = _number(where, name, value)
+    if number != int(number) or not 1 <= number <= MOST_TOKENS:
+        raise ValueError(f"{where}, {name}: {value!r} is not a whole number from 1 to {MOST_TOKENS}")
+    return int(number)
+
+
+def natural_rate(traced: Sequence[TracedRequest]) -> float:
+    """Requests a second at which they arrived, from the first to the last; 1 where all came at once."""
+    span = traced[-1].arrival_s - traced[0].arrival_s
+    return (len(traced) - 1) / span if span > 0 else 1.0
+
+
+def as_arrivals(traced: Sequence[TracedRequest], slo: Slo, seed: int = 0) -> tuple[Arrival, ...]:
+    """The same at one request a second, with made-up texts of these lengths: `natural_rate` restores their times."""
+    generator, rate, first = np.random.default_rng((seed, 0x5446)), natural_rate(traced), traced[0].arrival_s
+    made = []
+    for number, each in enumerate(traced):
+        request = Request(
+            request_id=f"trace-{number}",
+            prompt=tuple(generator.integers(1, VOCABULARY, size=each.prompt_tokens).tolist()),
+            sampling=SamplingParams(max_tokens=each.output_tokens, seed=number, temperature=0.0),
+            slo=slo,
+        )
+        made.append(Arrival((each.arrival_s - first) * rate, request, each.output_tokens))
+    return tuple(made)

@@ -1,0 +1,70 @@
+"""Traces from files: both forms give the same, and a mistake is told by file, line and field."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deploy.simulator.trace_files import TracedRequest, as_arrivals, natural_rate, read_trace
+from serving.messages import Slo
+
+HEAD = "arrival_s,prompt_tokens,output_tokens\n"
+
+
+@given(rows=st.lists(st.tuples(st.floats(0, 1e6), st.integers(1, 9999), st.integers(1, 9999)), min_size=1, max_size=20))
+def test_both_forms_give_the_same(rows: list[tuple[float, int, int]], tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("traces")
+    names = ("arrival_s", "prompt_tokens", "output_tokens")
+    (folder / "a.csv").write_text(HEAD + "".join(f"{at!r},{prompt},{output}\n" for at, prompt, output in rows))
+    (folder / "a.jsonl").write_bytes(b"\n".join(orjson.dumps(dict(zip(names, row, strict=True))) for row in rows))
+    found = read_trace(folder / "a.csv")
+    key = repr  # measured times are not-a-numbers, which equal nothing
+    assert [key(each) for each in found] == [key(each) for each in read_trace(folder / "a.jsonl")]
+    assert [each.arrival_s for each in found] == sorted(at for at, _, _ in rows)
+
+
+def test_what_was_measured_comes_along(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text("arrival_s,prompt_tokens,output_tokens,ttft_ms,tpot_ms\n0,5,2,31.5,\n")
+    (found,) = read_trace(file)
+    assert found.ttft_ms == 31.5 and math.isnan(found.tpot_ms)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("a.csv", HEAD + "0,5,2\n1,0,2\n", "line 3, prompt_tokens: '0'"),
+        ("a.csv", HEAD + "x,5,2\n", "line 2, arrival_s: 'x'"),
+        ("a.csv", HEAD + "-1,5,2\n", "line 2, arrival_s: '-1'"),
+        ("a.csv", HEAD + "nan,5,2\n", "line 2, arrival_s: 'nan'"),
+        ("a.csv", HEAD + "0,5\n", "line 2, output_tokens: None"),
+        ("a.csv", HEAD + "0,5,2,7\n", "line 2: more fields"),
+        ("a.csv", "arrival_s,prompt_tokens\n0,5\n", "line 1: there is no column output_tokens"),
+        ("a.csv", HEAD, "no request"),
+        ("a.jsonl", '{"arrival_s": 0, "prompt_tokens": 2.5, "output_tokens": 1}\n', "line 1, prompt_tokens: 2.5"),
+        ("a.jsonl", '\n{"arrival_s": 0, "prompt_tokens": 2}\n', "line 2, output_tokens: None"),
+        ("a.jsonl", '{"arrival_s": true, "prompt_tokens": 2, "output_tokens": 1}', "line 1, arrival_s: True"),
+        ("a.jsonl", "{}\n[]\n", "line 1, arrival_s: None"),
+        ("a.jsonl", "[]\n", "line 1: not an object"),
+        ("a.jsonl", "{\n", "line 1: not JSON"),
+    ],
+)
+def test_a_mistake_is_told_by_line_and_field(name: str, text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=name) as error:
+        read_trace(tmp_path / name)
+    assert told in str(error.value)
+
+
+def test_a_trace_keeps_its_times_at_its_own_rate() -> None:
+    traced = [TracedRequest(arrival_s=3 + at, prompt_tokens=4, output_tokens=2) for at in (0.0, 0.5, 4.0)]
+    rate, arrivals = natural_rate(traced), as_arrivals(traced, Slo())
+    assert rate == pytest.approx(0.5)
+    assert [each.at / rate for each in arrivals] == pytest.approx([0.0, 0.5, 4.0])
+    assert [(len(each.request.prompt), each.output_tokens) for each in arrivals] == [(4, 2)] * 3
+    assert as_arrivals(traced, Slo()) == arrivals != as_arrivals(traced, Slo(), seed=1)
