@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -16,7 +17,7 @@ WRITERS, LINES, LONG = 3, 40, 50_000  # characters of a line: a pipe keeps 4096 
 WRITER = f"""
 import sys
 from serving.shared_stderr import WholeLines
-stream = WholeLines(sys.stderr)
+stream = WholeLines(sys.stderr, patience=60)
 sys.stdin.readline()
 for _ in range({LINES}):
     stream.write(sys.argv[1] * {LONG} + "\\n")
@@ -43,3 +44,29 @@ def test_a_stream_in_memory_has_no_lock() -> None:
     stream = io.StringIO()
     WholeLines(stream).write("a\n")
     assert stream.getvalue() == "a\n"
+
+
+STOPPED = """
+import fcntl, os, signal, sys
+fcntl.lockf(sys.stderr.fileno(), fcntl.LOCK_EX)
+os.write(sys.stdout.fileno(), b"held")
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_process_that_is_stopped_with_the_lock_delays_others_once() -> None:
+    ours, theirs = os.pipe()
+    holder = subprocess.Popen([sys.executable, "-c", STOPPED], stderr=theirs, stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None and holder.stdout.read(4) == b"held"
+        with os.fdopen(ours, "rb") as told, os.fdopen(theirs, "w") as stream:
+            lines, began = WholeLines(stream, patience=0.3), time.monotonic()
+            lines.write("a\n")
+            waited, began = time.monotonic() - began, time.monotonic()
+            for _ in range(20):
+                lines.write("b\n")
+            assert told.read(42) == b"a\n" + b"b\n" * 20
+            assert waited >= 0.3 and time.monotonic() - began < 20 * 0.3
+    finally:
+        holder.kill()
+        holder.communicate()
