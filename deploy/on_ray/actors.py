@@ -39,7 +39,7 @@ class ServiceActor:
     """Keeps one child process running, on a thread of its own: a child is killed when the thread that began it ends."""
 
     def __init__(self, name: str, command: Sequence[str], key: str | None, threads: int, logs: LogConfig):
-        setup_logging(setup_of(logs, command[0], name))
+        setup_logging(setup_of(logs, command[0], name), [key] if key else [])
         ray = the_ray_library()
         self.name = name
         self.node: str = ray.get_runtime_context().get_node_id()

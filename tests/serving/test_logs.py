@@ -31,7 +31,7 @@ from serving.log_lines import (
     TextFormatter,
     setup_of,
 )
-from serving.logs import _marks, bare_line, mark_task, request_context, setup_logging
+from serving.logs import _marks, bare_line, mark_task, request_context, set_generation, setup_logging
 from serving.messages import Request, SamplingParams, owned, shown_tenant
 from serving.redaction import Redactor
 from serving.tracing import TraceContext
@@ -102,10 +102,27 @@ def test_an_object_has_the_fields_of_every_line_and_those_of_its_own(capsys: pyt
     assert line["timestamp"].endswith("Z") and before <= datetime.fromisoformat(line["timestamp"]) <= datetime.now(UTC)
 
 
+def test_a_workers_lines_name_its_generation_once_it_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging(SETUP)
+    set_generation("a1")
+    log.warning("here")
+    (line,) = objects(capsys.readouterr().err)
+    assert line.keys() == ALWAYS | {"generation"} and line["generation"] == "a1"
+    setup_logging(SETUP)
+    log.warning("here")
+    (line,) = objects(capsys.readouterr().err)
+    assert line.keys() == ALWAYS
+
+
 FORGED = "a\n12:00:00.000 ERROR   router [r] forged"
 NASTY = st.text(st.characters(codec=None), max_size=40) | st.sampled_from(
     [FORGED, "\r\n", "\x1b[2K\x1b[1A", "\u2028{}", "\x85", "\ud800", '"}\n{"a":"', "%s %"]
 )
+
+
+def whole(text: str) -> str:
+    """Half a surrogate pair written out: serde_json and others refuse the whole line for it."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 @given(NASTY, NASTY, NASTY, NASTY)
@@ -118,8 +135,8 @@ def test_no_value_makes_a_second_line(message: str, marked: str, name: str, erro
     line = JsonFormatter(setup, marks, Redactor()).format(record)
     assert line.isascii() and len(line.splitlines()) == 1
     told = json.loads(line)
-    assert told["name"] == name and told["exception"].startswith("Traceback")
-    assert told["message"] == Redactor().redacted(message) and told.get("request_id", "") == marked
+    assert told["name"] == whole(name) and told["exception"].startswith("Traceback")
+    assert told["message"] == whole(Redactor().redacted(message)) and told.get("request_id", "") == whole(marked)
     first, *more = TextFormatter(setup, marks, Redactor()).format(record).splitlines()
     assert not first.startswith("  | ") and all(part.startswith("  | ") for part in more)
     assert not set(first) & {"\x1b", "\x00", "\u202e"}
