@@ -126,6 +126,8 @@ class Placement:
         elif blames_link(error):
             fleet.blame_link(instance, decode, error)
         else:
+            if self.state.failures > 1 and not self.state.generated:
+                self.drop_lease()  # nobody is known to be to blame: another generation may do better
             return
         self._avoid.add(instance)
         if blames_link(error) and self.placer.better_elsewhere(self.state, lease):

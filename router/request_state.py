@@ -135,6 +135,11 @@ class RequestState:
         return self.build if self.generated else None
 
     @property
+    def failed_generation(self) -> str:
+        """Where more than one try in a row has broken before the first token; empty: nowhere."""
+        return self.build.generation if self.build is not None and not self.generated and self.failures > 1 else ""
+
+    @property
     def finished(self) -> bool:
         return self.last is not None and self.last.finish is not None
 
