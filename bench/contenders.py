@@ -101,6 +101,11 @@ PRESETS: Mapping[str, tuple[Contender, ...]] = {
         _variant("always mixed"),
         _variant("always split", fleet=SPLIT),
     ),
+    "roles": (
+        _variant("auto", fleet=("--mixed", "1", *SPLIT)),
+        _variant("always mixed", fleet=("--mixed", "3")),
+        _variant("always split", fleet=("--prefill", "2", "--decode", "1")),
+    ),
     "chunks": (_variant("slack"), *(_fixed(budget) for budget in CHUNKS)),
     "ablation": (
         _variant("everything"),

@@ -2,7 +2,8 @@
 
 Run `python -m bench.expert_exchange`. A round is one dispatch and one combine of every rank, with routing drawn evenly
 over all experts. `gloo` is what the bytes alone cost there: two `all_to_all_single` a round of as many bytes as the
-shared memory's round puts on the wire, without routing, quantization or sorting. `over gloo` is the whole exchange.
+shared memory's round puts on the wire, without routing, quantization or sorting. The two take turns. `over gloo` is the
+whole exchange. CPU time is that of rank 0's process, which other work on the host changes less.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def row_of(case: Case, found: dict[str, Any]) -> list[str]:
         f"{gloo * 1e6:,.0f}",
         f"{tail(found['gloo']) * 1e6:,.0f}",
         f"{median / gloo:.2f}",
+        f"{shared.cpu_seconds * 1e6:,.0f} / {found['gloo cpu'] * 1e6:,.0f}",
+        f"{shared.cpu_seconds / found['gloo cpu']:.2f}",
         f"{over * 1e6:,.0f}",
         f"{kept.python} / {kept.heap} / {kept.torch}",
     ]
@@ -67,7 +70,8 @@ def tail(seconds: list[float]) -> float:
 
 HEADER = (
     "ranks", "tokens a rank", "wire", "a row", "dispatch µs", "round µs", "p99 µs", "GB/s, all ranks", "gloo µs",
-    "gloo p99", "of gloo", "over gloo µs", "allocated: Python / heap / torch",
+    "gloo p99", "of gloo", "CPU µs, exchange / gloo", "of gloo's CPU", "over gloo µs",
+    "allocated: Python / heap / torch",
 )  # fmt: skip
 
 
@@ -84,6 +88,7 @@ def main() -> None:
         "--wire", nargs="+", default=["int8:bf16", "bf16:bf16"], help="rows:results, of int8, bf16, f32"
     )
     parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--turns", type=int, default=10, help="in which the exchange and gloo compute these rounds")
     args = parser.parse_args()
     print(line(HEADER))
     print(line(["---"] * len(HEADER)))
@@ -91,7 +96,7 @@ def main() -> None:
         for wire in args.wire:
             for tokens in args.tokens:
                 there, back = wire.split(":")
-                case = Case(ranks, tokens, args.hidden, there, back, args.rounds)
+                case = Case(ranks, tokens, args.hidden, there, back, args.rounds, args.turns)
                 print(line(row_of(case, run_case(case))), flush=True)
 
 

@@ -37,6 +37,7 @@ class Case:
     wire: str
     back: str
     rounds: int
+    turns: int = 1
 
     @property
     def shape(self) -> ExchangeShape:
@@ -55,6 +56,7 @@ class Case:
 class Measured:
     seconds: list[float]  # of each round
     dispatch_seconds: list[float]  # the part of it before the results are sent
+    cpu_seconds: float  # of the process, in the mean of all rounds
     traffic: ExchangeTraffic  # of one round
 
 
@@ -103,17 +105,28 @@ def rounds_of(exchange: ExpertExchange, tokens: int) -> Iterator[tuple[float, fl
         yield between - began, time.perf_counter() - began
 
 
-def measured(exchange: ExpertExchange, case: Case) -> Measured:
-    rounds = rounds_of(exchange, case.tokens)
-    for _ in range(WARM_UP):
-        next(rounds)
-    before = exchange.traffic
-    took = [next(rounds) for _ in range(case.rounds)]
-    sent = exchange.traffic - before
-    each = ExchangeTraffic(
-        **{name: getattr(sent, name) // case.rounds for name in ExchangeTraffic.__dataclass_fields__}
-    )
-    return Measured([whole for _, whole in took], [first for first, _ in took], each)
+class Rounds:
+    """Of one exchange, timed in turns."""
+
+    def __init__(self, exchange: ExpertExchange, case: Case) -> None:
+        self._exchange, self._rounds = exchange, rounds_of(exchange, case.tokens)
+        for _ in range(WARM_UP):
+            next(self._rounds)
+        self._before = exchange.traffic
+        self._took: list[tuple[float, float]] = []
+        self._cpu = 0.0
+
+    def turn(self, rounds: int) -> None:
+        began = time.process_time()
+        self._took += (next(self._rounds) for _ in range(rounds))
+        self._cpu += time.process_time() - began
+
+    @property
+    def measured(self) -> Measured:
+        sent, rounds = self._exchange.traffic - self._before, len(self._took)
+        each = {name: getattr(sent, name) // rounds for name in ExchangeTraffic.__dataclass_fields__}
+        whole, dispatched = [whole for _, whole in self._took], [first for first, _ in self._took]
+        return Measured(whole, dispatched, self._cpu / rounds, ExchangeTraffic(**each))
 
 
 def allocated(exchange: ExpertExchange, case: Case) -> Allocated:
@@ -140,35 +153,60 @@ def allocated(exchange: ExpertExchange, case: Case) -> Allocated:
     return Allocated(python, heap, given)
 
 
-def gloo_seconds(store: Store, rank: int, case: Case, sent: ExchangeTraffic) -> list[float]:
-    """Rounds of two all-to-all operations that carry what a rank sends in the mean, evenly."""
-    words = exchanged(store, "sent", rank, case.ranks, json.dumps(asdict(sent)).encode(), DEADLINE)
-    everyone = [ExchangeTraffic(**json.loads(word)) for word in words]
-    group = connected(store, rank, case.ranks, DEADLINE)
-    pairs = case.ranks * (case.ranks - 1)
-    parts = [
-        sum(one.dispatch_bytes + one.routing_bytes for one in everyone) // pairs,
-        sum(one.combine_bytes for one in everyone) // pairs,
-    ]
-    outgoing = [torch.zeros(case.ranks * part, dtype=torch.uint8) for part in parts]
-    incoming = [torch.zeros(case.ranks * part, dtype=torch.uint8) for part in parts]
-    took = []
-    for _ in range(WARM_UP + case.rounds):
-        began = time.perf_counter()
-        for leaving, arrived in zip(outgoing, incoming, strict=True):
-            group.alltoall_base(arrived, leaving, [], []).wait()
-        took.append(time.perf_counter() - began)
-    return took[WARM_UP:]
+class BareGloo:
+    """Two all-to-all operations a round that carry what a rank sends in the mean, evenly; timed in turns."""
+
+    def __init__(self, store: Store, rank: int, case: Case, sent: ExchangeTraffic) -> None:
+        words = exchanged(store, "sent", rank, case.ranks, json.dumps(asdict(sent)).encode(), DEADLINE)
+        everyone = [ExchangeTraffic(**json.loads(word)) for word in words]
+        pairs = case.ranks * (case.ranks - 1)
+        parts = (
+            sum(one.dispatch_bytes + one.routing_bytes for one in everyone) // pairs,
+            sum(one.combine_bytes for one in everyone) // pairs,
+        )
+        self._group = connected(store, rank, case.ranks, DEADLINE)
+        self._outgoing = [torch.zeros(case.ranks * part, dtype=torch.uint8) for part in parts]
+        self._incoming = [torch.zeros(case.ranks * part, dtype=torch.uint8) for part in parts]
+        self.seconds: list[float] = []
+        self._cpu = 0.0
+        self.turn(WARM_UP)
+        self.seconds.clear()
+        self._cpu = 0.0
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Of the process, gloo's own threads among it, in the mean of all rounds."""
+        return self._cpu / len(self.seconds)
+
+    def turn(self, rounds: int) -> None:
+        began = time.process_time()
+        self._exchange(rounds)
+        self._cpu += time.process_time() - began
+
+    def _exchange(self, rounds: int) -> None:
+        for _ in range(rounds):
+            began = time.perf_counter()
+            for leaving, arrived in zip(self._outgoing, self._incoming, strict=True):
+                self._group.alltoall_base(arrived, leaving, [], []).wait()
+            self.seconds.append(time.perf_counter() - began)
 
 
 def run_rank(rank: int, port: int, case: Case, answers: Connection) -> None:
+    """What is compared takes turns, so that what else the host does hits all alike."""
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=DEADLINE))
     shared = SharedMemoryExchange.join(case.shape, rank, PrefixStore("shared", store), deadline=DEADLINE)
-    found: dict[str, Any] = {"shared": measured(shared, case), "allocated": allocated(shared, case)}
-    shared.close()
-    found["gloo"] = gloo_seconds(PrefixStore("gloo", store), rank, case, found["shared"].traffic)
     over = AllToAllExchange.join(case.shape, rank, PrefixStore("over", store), deadline=DEADLINE)
-    found["over"] = measured(over, case)
+    timed, timed_over = Rounds(shared, case), Rounds(over, case)
+    timed.turn(1)
+    gloo = BareGloo(PrefixStore("gloo", store), rank, case, timed.measured.traffic)
+    for _ in range(case.turns):
+        timed.turn(case.rounds // case.turns)
+        gloo.turn(case.rounds // case.turns)
+    timed_over.turn(max(1, case.rounds // case.turns))
+    found: dict[str, Any] = {"shared": timed.measured, "gloo": gloo.seconds, "over": timed_over.measured}
+    found["gloo cpu"] = gloo.cpu_seconds
+    found["allocated"] = allocated(shared, case)
+    shared.close()
     over.close()
     answers.send(found)

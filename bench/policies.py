@@ -45,8 +45,6 @@ from bench.report import number
 from bench.sitting import BASE_FLAGS, OpenServer, measure, open_server, warm_up
 from bench.standings import CaseResult, as_json, markdown
 
-GROWTH = 1.3  # between rates until the goodput is bracketed
-FIRST_SHARE = 0.7  # of what a closed loop gave, to begin with
 DONE, WITH_ERRORS, UNUSABLE, INTERRUPTED = 0, 1, 2, 130  # exit statuses
 
 
@@ -73,6 +71,8 @@ class ComparisonOptions:
     warm_up: float
     start: float | None
     until: float
+    first_share: float = 0.7  # of what a closed loop gave, where no first rate is given
+    growth: float = 1.3  # between rates until the goodput is bracketed
 
 
 class Referee:
@@ -168,7 +168,7 @@ class Referee:
     def _races(self, comparison: Comparison, start: float) -> list[Race]:
         options = self.options
         limits = SearchLimits(
-            start=start, attainment=options.goal, tolerance=options.tolerance, growth=GROWTH, lowest=0.05
+            start=start, attainment=options.goal, tolerance=options.tolerance, growth=options.growth, lowest=0.05
         )
         seeds = range(options.seeds)
         return [Race(comparison.case, contender, limits, seeds) for contender in comparison.contenders]
@@ -181,7 +181,7 @@ class Referee:
         return float(kept) if kept is not None else None
 
     def _note_start(self, comparison: Comparison, answered: Sequence[float]) -> float:
-        start = float(f"{FIRST_SHARE * statistics.median(answered):.2g}")
+        start = float(f"{self.options.first_share * statistics.median(answered):.2g}")
         self.ledger.note(f"start of {comparison.case}", start)
         return start
 
@@ -234,7 +234,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seeds", type=int, default=3, metavar="N", help="runs that a rate is judged by (3)")
     add("--attainment", type=float, default=0.9, metavar="X", help="share that must meet both objectives (0.9)")
     add("--rate-tolerance", type=float, default=0.05, metavar="X", help="how fine the search is (0.05)")
-    add("--rate", type=float, metavar="R", help="the first rate (0.7 of what a closed loop gives)")
+    add("--rate", type=float, metavar="R", help="the first rate (see --first-share)")
+    add("--first-share", type=float, default=0.7, metavar="X", help="of a closed loop's rate, to begin with (0.7)")
+    add("--growth", type=float, default=1.3, metavar="X", help="factor between rates until one fails (1.3)")
     add(
         "--warm-up", type=float, default=15.0, metavar="S", help="seconds of requests that each server learns from (15)"
     )
@@ -288,7 +290,7 @@ def in_groups(contenders: tuple[Contender, ...], at_once: int) -> list[tuple[Con
 
 def options_of(args: argparse.Namespace) -> ComparisonOptions:
     """Raises ValueError."""
-    for name in ("seconds", "warm_up", "budget_minutes", "slo_scale", "seeds"):
+    for name in ("seconds", "warm_up", "budget_minutes", "slo_scale", "seeds", "first_share"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be positive")
     return ComparisonOptions(
@@ -301,6 +303,8 @@ def options_of(args: argparse.Namespace) -> ComparisonOptions:
         warm_up=args.warm_up,
         start=args.rate,
         until=time.monotonic() + 60 * args.budget_minutes,
+        first_share=args.first_share,
+        growth=args.growth,
     )
 
 

@@ -66,7 +66,7 @@ DESCRIPTION = """Disaggregated LLM serving: prefill, decode and KV cache as serv
   millrace kvcache --ram 4GiB             a node of the KV pool alone; millrace cache stat shows what it holds
   millrace explain ID | millrace top      why a request went where it went; a live view of the workers
   millrace keys create --tenant NAME      an API key with a tenant and limits of its own
-  millrace deploy render compose FILE     the same placement as a Compose file; helm: as values of the chart
+  millrace deploy render compose FILE     the same placement as a Compose file; helm, ray: for those
   millrace plan --model opt-13b           which workers, in what numbers: a report and a placement file
   millrace serve --on ray --placement F   its workers as actors of a Ray cluster; millrace scale prefill=3
   millrace simulate --workers mixed=4     what a cluster would do, on virtual time; --trace FILE: under your traffic
@@ -152,7 +152,8 @@ def _add_counts(command: argparse.ArgumentParser) -> None:
         "--placement",
         type=load_placement,
         metavar="FILE",
-        help="start what a placement file says, in place of the numbers here and of --config (docs/placement.md)",
+        help="start what a placement file says (-: standard input), in place of the numbers here and of --config"
+        " (docs/placement.md)",
     )
     group.add_argument(
         "--on", choices=("ray",), help="start workers and nodes as actors of a Ray cluster (docs/deploy-ray.md)"
@@ -190,7 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = _read(given)
         check_heartbeats(settings.placement)
         for role in _roles(given):
-            check_ranks(settings.engine, settings.model_config.of(role))
+            decodes = role is Role.DECODE or parsed.command == Role.MIXED
+            check_ranks(settings.engine, settings.model_config.of(role), decodes=decodes)
         grpc_tls(settings.security)
         https_files(settings.http)  # certificates that cannot be used are told of before anything has started
         configured_classes(settings.service)

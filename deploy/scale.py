@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from deploy.on_ray.actors import Deployed
@@ -39,23 +40,24 @@ def run(arguments: argparse.Namespace) -> int:
     """Scale, wait, print; the exit code: 0 once all is as it was asked for. Raises MillraceError, ValueError."""
     wanted = dict(arguments.counts)
     ray = connect(arguments.address, arguments.name, logs=False)
+    errors = ray.exceptions
     try:
         holder = _holder(ray, arguments.name)
-        command = ray.get(holder.scale.remote(wanted), timeout=CALL_SECONDS) if wanted else 0
+        command = _ask(ray, holder, wanted) if wanted else 0
         deadline = time.monotonic() + arguments.timeout
-        deployed = _deployed(ray, holder)
+        deployed = _deployed(ray, holder, deadline)
         while wanted and not is_answered(deployed, command):
             if time.monotonic() > deadline:
                 raise Unavailable(f"not within {arguments.timeout:g} s; there are {_shown(deployed)}")
             time.sleep(POLL_SECONDS)
-            deployed = _deployed(ray, holder)
-        if wanted and deployed.refused is not None:
-            raise ValueError(deployed.refused)
-        sys.stdout.write(f"{_shown(deployed)}\n")
-    except ray.exceptions.RayError as error:
+            deployed = _deployed(ray, holder, deadline)
+    except errors.RayError as error:
         raise Unavailable(f"the deployment {arguments.name!r} has ended: {str(error).splitlines()[0]}") from error
     finally:
         ray.shutdown()
+    if any(deployed.counts.get(group) != count for group, count in wanted.items()):
+        raise Unavailable(f"another command has changed it since; there are {_shown(deployed)}")
+    sys.stdout.write(f"{_shown(deployed)}\n")
     return 0
 
 
@@ -73,17 +75,36 @@ def _holder(ray: Any, name: str) -> Any:
         raise ValueError(f"no deployment {name!r} runs on this Ray cluster") from None
 
 
-def _deployed(ray: Any, holder: Any) -> Deployed:
-    """What the router's process last said."""
-    found: Deployed | None = ray.get(holder.deployed.remote(), timeout=CALL_SECONDS)
-    return found or Deployed(counts={}, services={})
+def _ask(ray: Any, holder: Any, wanted: Mapping[str, int]) -> int:
+    """Leave the wish; the command's number. Raises ValueError for one that cannot be granted."""
+    try:
+        command: int = ray.get(holder.scale.remote(wanted), timeout=CALL_SECONDS)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, ValueError):
+            raise ValueError(str(error.cause)) from None
+        raise
+    except ray.exceptions.GetTimeoutError:
+        raise Unavailable(
+            "no answer from the cluster: the command may have been taken, or not; give it again"
+        ) from None
+    return command
+
+
+def _deployed(ray: Any, holder: Any, deadline: float) -> Deployed:
+    """What the router's process last said; asked again until the deadline where the answer does not come."""
+    while True:
+        try:
+            found: Deployed | None = ray.get(holder.deployed.remote(), timeout=CALL_SECONDS)
+        except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError):
+            if time.monotonic() > deadline:
+                raise
+        else:
+            return found or Deployed(counts={}, services={})
 
 
 def is_answered(deployed: Deployed, command: int) -> bool:
-    """True once that command was refused, or all is as it asked for. What is told of an earlier one is neither."""
-    if deployed.scaled < command:
-        return False
-    return deployed.refused is not None or all(state == "running" for state in deployed.services.values())
+    """True once that command was taken, and all services run. What is told of an earlier one is no answer."""
+    return deployed.scaled >= command and all(state == "running" for state in deployed.services.values())
 
 
 def _shown(deployed: Deployed) -> str:

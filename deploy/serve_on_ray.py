@@ -6,10 +6,8 @@ What a service is told is decided here; where it runs, and that it goes on runni
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from deploy.children import Children, WorkerGroup, node_flags, worker_flags
 from deploy.on_ray.cluster import RayDeployment
@@ -18,13 +16,13 @@ from deploy.on_ray.library import connect
 from deploy.on_ray.supervisor import RaySupervisor
 from deploy.placement.plan import KVCACHE
 from deploy.placement.ray_table import RayReservation, RayTable
+from deploy.placement.reservation import node_bundle, worker_bundle
 from deploy.runtime.addresses import EVERYWHERE
 from deploy.runtime.open_doors import is_loopback
 from deploy.runtime.settings import Settings
 from deploy.runtime.signals import leave_at_once_on_signals
 from deploy.serve import serve_front
 from serving.checkpoint.hub import is_hub_name
-from serving.config import ModelConfig
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +57,7 @@ def ray_groups(settings: Settings, children: Children, table: RayTable) -> list[
     groups = [_worker_group(group, table.groups.get(group.name, RayReservation())) for group in children.workers]
     if children.nodes:
         own, reserved = children.node_settings or settings, table.groups.get(KVCACHE, RayReservation())
-        bundle = _bundle(reserved, cpus=1, gpus=0)
+        bundle = node_bundle(reserved)
         command = (KVCACHE, *node_flags(own))
         disk = own.kvcache.disk
         groups.append(
@@ -78,7 +76,7 @@ def ray_groups(settings: Settings, children: Children, table: RayTable) -> list[
 
 def _worker_group(group: WorkerGroup, reserved: RayReservation) -> RayGroup:
     engine, model = group.settings.engine, group.settings.model_config.of(group.role)
-    bundle = _bundle(reserved, cpus=engine.threads or 1, gpus=_ranks(model) if model.device.startswith("cuda") else 0)
+    bundle = worker_bundle(engine, model, reserved)
     pinned = (f"--cpus={engine.cpus}",) if engine.cpus else ()
     command = (group.role.value, *model_words(group.settings.model), *worker_flags(group.settings), *pinned)
     return RayGroup(
@@ -89,21 +87,6 @@ def _worker_group(group: WorkerGroup, reserved: RayReservation) -> RayGroup:
         bundle=bundle,
         threads=engine.threads or int(bundle["CPU"]),
     )
-
-
-def _bundle(reserved: RayReservation, *, cpus: int, gpus: int) -> Mapping[str, float]:
-    """Under Ray's names; cores and GPUs as given here where the file does not say."""
-    bundle: dict[str, Any] = {"CPU": reserved.cpus or cpus}
-    amount = gpus if reserved.gpus is None else reserved.gpus
-    bundle |= {"GPU": amount} if amount else {}
-    bundle |= {"memory": reserved.memory} if reserved.memory else {}
-    return bundle | dict(reserved.resources)
-
-
-def _ranks(model: ModelConfig) -> int:
-    """Processes of one worker, each with a device."""
-    cut = model.tensor_parallel_size * model.pipeline_parallel_size * model.prefill_context_parallel_size
-    return model.data_parallel_size * cut
 
 
 def model_words(model: str | None) -> tuple[str, ...]:

@@ -254,7 +254,8 @@ class PlacementSearch:
         left = backlog_seconds(worker, cost, self.now)
         pause = pause_seconds(worker, cost, step, self.tpot) / each if left else 0.0
         drift = self.calibration.further(instance)
-        lost = others_lost(worker, (now_step / usual, step / usual), (before / usual, mean / usual), drift)
+        alone, beside = (now_step / usual, step / usual), (before / usual, mean / usual)
+        lost = others_lost(worker, cost, alone, beside, drift)
         return _FurtherTokens(worker, step, token, pause, left, held, drift, lost)
 
     def _alone(self, first: _FirstToken) -> _Placement:

@@ -261,15 +261,21 @@ def step_seconds(worker: Candidate, cost: StepCost, tokens: int, output: int) ->
     return cost.seconds(StepLoad(rows.sequences + 1, context, rows.sequences + 1, context))
 
 
-def others_lost(worker: Candidate, alone: tuple[float, float], tokens: tuple[float, float], drift: Drift) -> float:
+def others_lost(
+    worker: Candidate, cost: StepCost, alone: tuple[float, float], tokens: tuple[float, float], drift: Drift
+) -> float:
     """How many of the running sequences are expected to miss their TPOT objective because a request joins them.
 
     Seconds a token before and after: in steps without prompts, and in the mean. Of a worker that computes prompts the
-    former count: it gives these no more than what the objectives leave (prefill.chunking).
+    former count, and by how far its step cost is off: it gives prompts no more than the objectives leave
+    (prefill.chunking), so that TPOTs which vary with the prompts beside them are no risk that a request adds to.
     """
-    before, after = alone if worker.prefills else tokens
+    factor, error = drift.factor, drift.error
+    (before, after) = tokens
+    if worker.prefills:
+        (before, after), factor, error = alone, 1.0, cost.error
     lost = 0.0
     for objective, count in worker.objectives:
-        early = within(objective, before * drift.factor, drift.error)
-        lost += count * (early - within(objective, after * drift.factor, drift.error))
+        early = within(objective, before * factor, error)
+        lost += count * (early - within(objective, after * factor, error))
     return max(0.0, lost)

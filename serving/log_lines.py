@@ -19,6 +19,7 @@ MOST_CHARACTERS = 32 << 10  # of a message, and of an exception; the middle of a
 FIELDS = "fields"  # of a record: more values for the object, made by ours, such as those of an access line
 # Control characters but the tab, line and paragraph separators, and what turns the direction of writing.
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+_WRITTEN = {code: ascii(chr(code))[1:-1] for code in range(0x206A) if _CONTROL.match(chr(code))}
 
 Value = str | int | float | bool | None
 
@@ -79,7 +80,7 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(LineFormatter):
-    """One object, in ASCII."""
+    """One object, in ASCII; half a surrogate pair, for which collectors drop a line, is written out as Python does."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Value] = {
@@ -98,7 +99,12 @@ class JsonFormatter(LineFormatter):
         }
         if exception := self.exception(record):
             line["exception"] = exception
-        return json.dumps(line)
+        told = json.dumps(line)
+        if "\\ud" in told:  # perhaps half of a pair
+            told = json.dumps(
+                {name: _whole(value) if isinstance(value, str) else value for name, value in line.items()}
+            )
+        return told
 
 
 class TextFormatter(LineFormatter):
@@ -120,7 +126,11 @@ def formatter_of(setup: LogSetup, marks: Callable[[], RequestMarks], redactor: R
 
 def one_line(text: str) -> str:
     """The text with its control characters written out, as Python writes them."""
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return text.translate(_WRITTEN) if _CONTROL.search(text) else text
+
+
+def _whole(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def shortened(text: str) -> str:

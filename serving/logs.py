@@ -20,6 +20,7 @@ from serving.log_config import JSON
 from serving.log_lines import NO_REQUEST, LineFormatter, LogSetup, RequestMarks, formatter_of, one_line
 from serving.messages import shown_tenant
 from serving.redaction import Redactor
+from serving.shared_stderr import WholeLines
 from serving.tracing import TraceContext
 
 ACCESS = "millrace.access"
@@ -87,7 +88,7 @@ class LineHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """
 
     def __init__(self, formatter: LineFormatter):
-        super().__init__(sys.stderr)
+        super().__init__(WholeLines(sys.stderr))
         self.setFormatter(formatter)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name

@@ -123,7 +123,7 @@ _WORKER_COUNTERS = {
     "expert_recovery_seconds": "Time from the beginnings of such steps until the ranks that are left could compute",
     "experts_reloaded": "Experts of a layer that no rank held any more, read again from the checkpoint",
     "experts_moved": "Experts of a layer that ranks took over for the sake of balance",
-    "experts_moved_bytes": "Bytes of weights that went from rank to rank for that",
+    "experts_moved_bytes": "Bytes of weights that were copied for that",
     "engine_steps": "Steps the engine has run",
     "engine_tokens": "Tokens those steps computed, prompt and output",
     "engine_step_seconds": "Time in steps",

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deploy.on_ray.layout import check_scale
 from deploy.on_ray.library import the_ray_library
 from deploy.runtime.supervisor import ChildSpec, Supervisor
 from serving.log_config import LogConfig
@@ -37,7 +39,7 @@ class ServiceActor:
     """Keeps one child process running, on a thread of its own: a child is killed when the thread that began it ends."""
 
     def __init__(self, name: str, command: Sequence[str], key: str | None, threads: int, logs: LogConfig):
-        setup_logging(setup_of(logs, command[0], name))
+        setup_logging(setup_of(logs, command[0], name), [key] if key else [])
         ray = the_ray_library()
         self.name = name
         self.node: str = ray.get_runtime_context().get_node_id()
@@ -109,27 +111,36 @@ class Deployed:
     counts: Mapping[str, int]
     services: Mapping[str, str]
     scaled: int = 0  # the last command to scale that it has taken
-    refused: str | None = None  # why, if it did not do what that said
 
 
 class DeploymentActor:
-    """Holds the name of a deployment: `millrace scale` leaves its wishes here, the router's process takes them."""
+    """Holds the name of a deployment: `millrace scale` leaves its wishes here, the router's process takes them.
 
-    def __init__(self) -> None:
+    A wish stays until that process has said that it took it, since an answer of ours may never reach it. It is told
+    again of numbers that it keeps to already, which changes nothing.
+    """
+
+    def __init__(self, groups: Sequence[str]) -> None:
+        self.groups = groups
         self._deployed: Deployed | None = None
         self._wanted: dict[str, int] = {}
-        self._command = 0
+        self._command = time.time_ns()  # an actor that was restarted numbers its commands above those before
 
     def scale(self, wanted: Mapping[str, int]) -> int:
-        """Leave a wish; its number, by which `deployed` tells that it was taken."""
+        """Leave a wish; its number, by which `deployed` tells that it was taken. Raises ValueError for one that cannot
+        be granted: of that nothing is kept.
+        """
+        check_scale(wanted, self.groups)
         self._wanted |= wanted
         self._command += 1
         return self._command
 
     def exchange(self, deployed: Deployed) -> tuple[int, dict[str, int]]:
-        """The router's process tells how things are, and takes what was wished since: the last number, the counts."""
-        self._deployed, wanted, self._wanted = deployed, self._wanted, {}
-        return self._command, wanted
+        """The router's process tells how things are; the last command's number, and the counts it has not taken yet."""
+        self._deployed = deployed
+        if deployed.scaled >= self._command:
+            self._wanted = {}
+        return self._command, dict(self._wanted)
 
     def deployed(self) -> Deployed | None:
         return self._deployed

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deploy.on_ray.actors import ACTORS, ActorReport, Deployed, DeploymentActor
@@ -64,6 +64,24 @@ class WatchedActor:
         return "running" if self.report.pid is not None else "starting"
 
 
+class PlacedSet:
+    """The placement group of a set, and since when it has had no room. One made anew is told of anew."""
+
+    def __init__(self, group: Any):
+        self.group = group
+        self._since: float | None = None
+        self._told = False
+
+    def fits(self) -> None:
+        self._since, self._told = None, False
+
+    def waits(self, now: float) -> bool:
+        """True once, when it has waited for long."""
+        self._since = now if self._since is None else self._since
+        told, self._told = self._told, now - self._since > PATIENCE
+        return self._told and not told
+
+
 class RayDeployment:
     """`tick()` every second or so; `stop()` at the end. `ray` is the connected library."""
 
@@ -78,26 +96,25 @@ class RayDeployment:
         self.drain = drain
         self.logs = logs
         self.actors: dict[str, WatchedActor] = {}
-        self._groups: dict[int, Any] = {}  # placement groups by the number of their set
-        self._waiting: dict[int, float] = {}  # since when a set has no room; of those told of, infinity
-        self._scaled = 0
-        self._refused: str | None = None
-        self._holder = claim(ray)
-        self._exchange: Any = None
+        self._placed: dict[int, PlacedSet] = {}  # by the number of the set
+        self._scaled = 0  # the last command to scale that was taken
+        self._holder = claim(ray, tuple(layout.groups))
 
     def tick(self) -> None:
         """Bring what is there nearer to what is wanted. Raises Ray's errors while the cluster does not answer."""
         self._take_wishes()
-        for one in list(self.layout.sets):
+        for name in sorted(self.layout.leaving):
+            self._let_go(name)
+        for one in self.layout.sets:
             self._keep_group(one)
-        for one, index, service in list(self.layout.services()):
+        for one, index, service in self.layout.services():
             actor = self.actors.get(service.name)
+            if service.name in self.layout.leaving:
+                continue  # nobody is begun to leave
             if actor is None or actor.dead:
                 self.actors[service.name] = self._begin(one, index, service)
-                continue
-            actor.look()
-            if service.name in self.layout.leaving:
-                self._let_go(actor)
+            else:
+                actor.look()
 
     def stop(self, seconds: float) -> None:
         """Children drain, actors end, placement groups are given back."""
@@ -112,29 +129,28 @@ class RayDeployment:
             time.sleep(0.05)
         for actor in self.actors.values():
             self.ray.kill(actor.handle, no_restart=True)
-        for group in self._groups.values():
-            self.ray.util.remove_placement_group(group)
+        for placed in self._placed.values():
+            self.ray.util.remove_placement_group(placed.group)
         self.ray.kill(self._holder, no_restart=True)
 
     # ---- groups and actors ---------------------------------------------------------------------------------------
 
     def _keep_group(self, one: BundleSet) -> None:
-        group = self._groups.get(one.number)
-        if group is None:
-            self._groups[one.number] = self._group(one)
+        placed = self._placed.get(one.number)
+        if placed is None:
+            self._placed[one.number] = PlacedSet(self._group(one))
             return
-        found = self.ray.util.placement_group_table(group).get("state")
+        found = self.ray.util.placement_group_table(placed.group).get("state")
         if found == "REMOVED":
             log.warning("the placement group of set %d is gone: it is made anew", one.number)
             for _, service in one.seated():
                 actor = self.actors.pop(service.name, None)
                 if actor is not None:  # Ray would go on restarting it where there is no place
                     self.ray.kill(actor.handle, no_restart=True)
-            self._groups[one.number] = self._group(one)
+            self._placed[one.number] = PlacedSet(self._group(one))
         elif found == "CREATED":
-            self._waiting.pop(one.number, None)
-        elif time.monotonic() - self._waiting.setdefault(one.number, time.monotonic()) > PATIENCE:
-            self._waiting[one.number] = float("inf")
+            placed.fits()
+        elif placed.waits(time.monotonic()):
             needs = ", ".join(f"{bundle.group.name} {dict(bundle.group.bundle)}" for bundle in one.bundles)
             log.warning("set %d waits for room on the Ray cluster (%s): %s", one.number, self.strategy, needs)
 
@@ -145,7 +161,7 @@ class RayDeployment:
     def _begin(self, one: BundleSet, index: int, service: RayService) -> WatchedActor:
         own = dict(service.group.bundle)
         scheduling = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-            self._groups[one.number], placement_group_bundle_index=index
+            self._placed[one.number].group, placement_group_bundle_index=index
         )
         remote = self.ray.remote(ACTORS[service.group.kind]).options(
             name=service.name,
@@ -164,45 +180,50 @@ class RayDeployment:
 
     def _take_wishes(self) -> None:
         """Tell `millrace scale` how things are; do what it has asked for since."""
-        deployed = Deployed(
-            counts=self.layout.counts(), services=self.states(), scaled=self._scaled, refused=self._refused
-        )
+        deployed = Deployed(counts=self.layout.counts(), services=self.states(), scaled=self._scaled)
         command, wanted = self.ray.get(self._holder.exchange.remote(deployed), timeout=CALL_SECONDS)
-        if command != self._scaled:
-            self._scaled, self._refused = command, None
-            try:
-                self.layout.scale(wanted)
-                log.info("scaling to %s", ", ".join(f"{name}={count}" for name, count in wanted.items()))
-            except ValueError as error:
-                self._refused = str(error)
+        if wanted:
+            self.layout.scale(wanted)
+            log.info("scaling to %s", ", ".join(f"{name}={count}" for name, count in wanted.items()))
+        self._scaled = command
 
-    def _let_go(self, actor: WatchedActor) -> None:
+    def _let_go(self, name: str) -> None:
         """One without an answer, as one for which there is no room, has no child that could drain."""
-        name = actor.service.name
-        actor.leave(self.drain)
-        if actor.report is None or actor.report.left:
+        actor = self.actors.get(name)
+        if actor is not None:
+            actor.look()
+            actor.leave(self.drain)
+            if actor.report is not None and not actor.report.left:
+                return
             self.ray.kill(actor.handle, no_restart=True)
-            del self.actors[name]
-            empty = self.layout.left(name)
-            log.info("%s has left", name)
-            if empty is not None:
-                self.ray.util.remove_placement_group(self._groups.pop(empty.number))
+        self.actors.pop(name, None)
+        empty = self.layout.left(name)
+        log.info("%s has left", name)
+        placed = None if empty is None else self._placed.pop(empty.number, None)
+        if placed is not None:
+            self.ray.util.remove_placement_group(placed.group)
 
     def states(self) -> Mapping[str, str]:
-        """Every service by its name: waiting, starting, running or leaving."""
-        found = {name: actor.state for name, actor in self.actors.items()}
-        return found | dict.fromkeys(self.layout.leaving, "leaving")
+        """Every service that is to be there or leaves, by its name: waiting, starting, running or leaving."""
+        states = {}
+        for _, _, service in self.layout.services():
+            actor = self.actors.get(service.name)
+            states[service.name] = "waiting" if actor is None else actor.state
+        return states | dict.fromkeys(self.layout.leaving, "leaving")
 
 
-def claim(ray: Any) -> Any:
-    """The actor that holds the deployment's name: Ray's namespace. Raises ValueError if another has it."""
+def claim(ray: Any, groups: Sequence[str]) -> Any:
+    """The actor that holds the name of a deployment with these groups: Ray's namespace.
+
+    Raises ValueError if another has it.
+    """
     namespace = ray.get_runtime_context().namespace
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=False
     )
     remote = ray.remote(DeploymentActor).options(name=DEPLOYMENT, num_cpus=0, max_restarts=-1, scheduling_strategy=here)
     try:
-        holder = remote.remote()
+        holder = remote.remote(groups)
     except ValueError:
         raise ValueError(
             f"a deployment {namespace!r} runs on this Ray cluster already: stop it, or give this one a name of its own"

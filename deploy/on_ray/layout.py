@@ -6,7 +6,7 @@ take bundles that others have left, or sets of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 MOST = 1000  # services of a group: more is a slip of the finger
@@ -153,7 +153,7 @@ class RayLayout:
         self._made += 1
 
 
-def check_scale(wanted: Mapping[str, int], groups: Mapping[str, RayGroup]) -> None:
+def check_scale(wanted: Mapping[str, int], groups: Collection[str]) -> None:
     """Raises ValueError for groups there are not, and for numbers with which nothing could be served."""
     for name, count in wanted.items():
         if name not in groups:

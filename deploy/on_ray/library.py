@@ -41,7 +41,10 @@ def connect(address: str | None, namespace: str, *, logs: bool) -> Any:
         )
     try:
         ray.init(address=wanted, namespace=namespace, log_to_driver=logs, configure_logging=False)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as error:
         line = str(error).strip().splitlines()[0]
-        raise ValueError(f"no Ray cluster at {wanted} ({line}): start one with `ray start --head`") from error
+        told = f"no Ray cluster at {wanted} ({line}): start one with `ray start --head`"
+        raise ValueError(
+            f"{told}; one that asks for a token wants RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH here"
+        ) from error
     return ray

@@ -10,14 +10,15 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from deploy.placement import compose, helm
+from deploy.placement import compose, helm, ray_service
 from deploy.placement.given import check_plan, load_placement
-from deploy.placement.image import DEMO_IMAGE, IMAGE, ImageSource
+from deploy.placement.image import DEMO_IMAGE, IMAGE, RAY_IMAGE, ImageSource
 from deploy.placement.plan import DeploymentPlan
 
 RENDERERS: Mapping[str, Callable[[DeploymentPlan, ImageSource], str]] = {
     "compose": compose.render,
     "helm": helm.render,
+    "ray": ray_service.render,
 }
 
 
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("placement", type=load_placement, metavar="FILE", help="a placement file (docs/placement.md)")
     parser.add_argument(
         "--image",
-        help=f"the image that runs (default: {IMAGE}; {DEMO_IMAGE} where no model is named)",
+        help=f"the image that runs (default: {IMAGE}; {DEMO_IMAGE} where no model is named; ray: {RAY_IMAGE})",
     )
     parser.add_argument(
         "--build-context", metavar="FOLDER", help="build the image from the checkout in this folder where it is missing"
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_plan(plan)
     if plan.model is not None and not plan.model.startswith("/") and Path(plan.model).exists():
         raise ValueError(f"model = {plan.model!r} is here: name it by its whole path, or it is looked for at the hub")
-    default = DEMO_IMAGE if plan.model is None else IMAGE
+    default = RAY_IMAGE if arguments.platform == "ray" else DEMO_IMAGE if plan.model is None else IMAGE
     image = ImageSource(name=arguments.image or default, context=arguments.build_context)
     sys.stdout.write(RENDERERS[arguments.platform](plan, image))
     return 0

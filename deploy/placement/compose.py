@@ -98,8 +98,10 @@ def _keys(settings: dict[str, Any]) -> list[str]:
     if keys is None or pepper is None:
         raise ValueError(f"[router] {KEYS} and {PEPPER} go together: a container has no pepper of its own")
     path = PurePosixPath(keys)
-    if len(path.parts) < 2:
-        raise ValueError(f"[router] {KEYS} = {keys!r}: its folder is mounted; give it one of its own, keys/{keys}")
+    if path.parent.name in ("", "..") or (
+        len(path.parts) == 2 and keys.startswith("~")
+    ):  # a whole project, home or disk
+        raise ValueError(f"[router] {KEYS} = {keys!r}: its folder is mounted; give it one of its own, keys/{path.name}")
     settings |= {KEYS: f"{KEYS_FOLDER}/{path.name}", PEPPER: f"/run/secrets/{PEPPER_SECRET}"}
     return [f"{_here(str(path.parent), KEYS)}:{KEYS_FOLDER}:ro"]
 

@@ -5,6 +5,7 @@ Flags and environment go before the file for every service, as they go before `-
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,9 +19,9 @@ from serving.options import ConfigError, build
 
 
 def load_placement(path: str) -> DeploymentPlan:
-    """The plan in the file at `path`. Raises ConfigError."""
+    """The plan in the file at `path`, or of "-", on standard input. Raises ConfigError."""
     try:
-        text = read_given_text(path)
+        text = sys.stdin.read() if path == "-" else read_given_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--placement {path}: {error}", param="placement") from None
     return read_placement(text, path)
@@ -57,6 +58,6 @@ def _check(group: ServiceGroup, engine: EngineConfig, model: ModelConfig, placem
     try:
         check_heartbeats(placement)
         if group.kind in list(Role):
-            check_ranks(engine, model.of(group.kind))
+            check_ranks(engine, model.of(group.kind), decodes=group.kind != Role.PREFILL)
     except (ConfigError, ValueError) as error:
         raise ValueError(f"{group.name}: {error}") from error

@@ -35,7 +35,7 @@ def render(plan: DeploymentPlan, image: ImageSource) -> str:
         raise ValueError("--build-context: a cluster takes images from registries; build it, push it, name it")
     for group in plan.groups:
         grace_seconds(float(group.settings.get("shutdown_timeout", HttpConfig.shutdown_timeout)))  # a number
-    data: dict[str, Any] = {"image": _image(image.name), "model": _model(plan.model)}
+    data: dict[str, Any] = {"image": _image(image.name), "model": cluster_model(plan.model)}
     data |= _grpc_tls(plan) | _router(plan.router)
     data["workers"] = [_worker(group) for group in plan.workers]
     if plan.nodes is not None:
@@ -54,8 +54,11 @@ def _image(name: str) -> dict[str, str]:
     return {"repository": repository, "tag": tag}
 
 
-def _model(model: str | None) -> dict[str, Any]:
-    """A path is in the claim `models`, the root of which is mounted where the path's last part lies."""
+def cluster_model(model: str | None) -> dict[str, Any]:
+    """A path is in the claim `models`, the root of which is mounted where the path's last part lies.
+
+    Raises ValueError for a path that containers could not have.
+    """
     if model is None:
         return {"name": ""}
     if model.startswith("/"):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 IMAGE, DEMO_IMAGE = "localhost/millrace:cpu", "localhost/millrace:cpu-demo"
+RAY_IMAGE = "localhost/millrace:ray"  # Ray's own image and millrace in it (docs/deploy-ray.md)
 CONTAINERFILE = "deploy/image/Containerfile"
 API_PORT, GRPC_PORT, STATUS_PORT = 8000, 8100, 9100
 CACHE = "/cache"  # the one folder, beside /tmp, that the image's user writes to

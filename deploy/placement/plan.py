@@ -53,7 +53,7 @@ class ServiceGroup:
 class DeploymentPlan:
     """A router, groups of workers, and nodes of the KV pool, over one model (None: the demonstration model).
 
-    `ray` says how they lie on a Ray cluster; other platforms do not read it.
+    `ray` says how they lie on a Ray cluster; other platforms do not read it. `source` is the text that says all this.
     """
 
     model: str | None
@@ -61,6 +61,7 @@ class DeploymentPlan:
     workers: tuple[ServiceGroup, ...]
     nodes: ServiceGroup | None = None
     ray: RayTable = field(default_factory=RayTable)
+    source: str = ""
 
     @property
     def groups(self) -> tuple[ServiceGroup, ...]:

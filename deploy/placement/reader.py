@@ -96,7 +96,7 @@ def read_placement(text: str, name: str = "placement.toml") -> DeploymentPlan:
     router = ServiceGroup(name=ROUTER, kind=ROUTER, settings=_read_by(ROUTER, common) | own)
     groups = [group.name for group in (*workers, *([nodes] if nodes is not None else []))]
     ray = read_ray_table(_table(source, data, RAY), groups, source.fault)
-    return DeploymentPlan(model=model, router=router, workers=workers, nodes=nodes, ray=ray)
+    return DeploymentPlan(model=model, router=router, workers=workers, nodes=nodes, ray=ray, source=text)
 
 
 def _workers(source: _Source, data: Mapping[str, Any], common: Values) -> tuple[ServiceGroup, ...]:

@@ -74,8 +74,8 @@ class _Server(uvicorn.Server):
         yield
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to host:port, 0 for a free one. Raises ValueError saying what to do when it cannot be had."""
+def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
+    """A socket bound to host:port, 0 for a free one. Raises ValueError that names the port's flag if it is not had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -90,7 +90,7 @@ def bind(host: str, port: int) -> socket.socket:
         bound.bind((host, port))
     except (OSError, OverflowError) as error:
         bound.close()
-        raise ValueError(f"cannot listen on {host}:{port}: {error}; choose another --host or --port") from None
+        raise ValueError(f"cannot listen on {host}:{port}: {error}; choose another --host or {flag}") from None
     return bound
 
 
@@ -151,6 +151,6 @@ class HttpServer:
 
 async def open_status_door(app: FastAPI, http: HttpConfig, port: int, stack: AsyncExitStack) -> None:
     """Serve the app of a process that has no API, until the stack closes."""
-    door = HttpServer(app, bind(http.host, port), http)
+    door = HttpServer(app, bind(http.host, port, "--metrics-port"), http)
     await door.start()
     stack.push_async_callback(door.stop)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from deploy.runtime.settings import GROUPS, Settings
+from serving.given_files import read_given
 
 # Variables, beside our settings, whose values are secrets or lists of them with commas between.
 VARIABLES = (
@@ -16,11 +17,18 @@ VARIABLES = (
 
 
 def secrets_of(settings: Settings, environ: Mapping[str, str]) -> set[str]:
-    """Of its settings and its environment; of several in one, each."""
+    """Of its settings, its environment, and the pepper's file; of several in one, each."""
     given = [*_settings(settings), *(environ.get(name, "") for name in VARIABLES)]
-    return {part.strip() for text in given for word in text.split(",") for part in (word, word.partition("=")[2])} - {
-        ""
-    }
+    found = {part.strip() for text in given for word in text.split(",") for part in (word, word.partition("=")[2])}
+    return {*found, _pepper(settings.service.key_pepper_file)} - {""}
+
+
+def _pepper(path: str | None) -> str:
+    """Empty where there is none; who needs it says what is wrong with its file."""
+    try:
+        return read_given(path).strip().decode("utf-8", "surrogateescape") if path is not None else ""
+    except OSError:
+        return ""
 
 
 def _settings(settings: Settings) -> Iterator[str]:

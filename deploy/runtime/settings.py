@@ -58,8 +58,17 @@ def read_settings(given: Mapping[str, Any], placed: Mapping[str, Any] | None = N
     return Settings(model=given.get("model"), **groups)
 
 
-def check_ranks(engine: EngineConfig, model: ModelConfig) -> None:
-    """Raises ValueError for what a worker of several ranks, if it is one, cannot do, or one of a single rank."""
+def check_ranks(engine: EngineConfig, model: ModelConfig, *, decodes: bool) -> None:
+    """Raises ValueError for what a worker of several ranks, if it is one, cannot do, or one of a single rank.
+
+    One that does not decode makes no drafts, whatever is said of them.
+    """
+    asked = engine.speculation()
+    if decodes and model.rank_flags and asked.method == "mtp" and asked.num_speculative_tokens:
+        raise ValueError(
+            f"--speculative-config: with {model.rank_flags} the hidden states that mtp drafts from lie with several"
+            " ranks: choose draft_model or ngram, or leave out one of the two"
+        )
     if engine.host_kv_memory and model.rank_flags and model.data_parallel_size == 1:
         raise ValueError(
             f"--host-kv-memory: with {model.rank_flags} KV lies in the KV cache alone: leave out one of the two"

@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--chunking", choices=("slack", "fixed"), help="as the workers' flag; default: as there")
     add("--prefill-order", choices=("slack", "fcfs"), help="as the workers' flag; default: as there")
     add("--tpot-admission", action=argparse.BooleanOptionalAction, help="as the workers' flag; default: as there")
+    add("--drafts", type=float, metavar="SHARE", help="draft tokens, of which this share is right; default: none")
     add("--without", default="", metavar="NAME,…", help=f"also with one switched off in turn: {', '.join(ABLATIONS)}")
     add("--bandwidth", type=float, default=25.0, metavar="GB/S", help="into and out of a worker (default: 25)")
     add("--noise", type=float, default=0.05, help="of a step's time, as a logarithm (default: 0.05)")

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from deploy.simulator.drafts import DraftModel, ModelledProposer
 from deploy.simulator.engine_loop import VirtualEngineLoop
 from deploy.simulator.network import ModelledDialer, ModelledLink, NetworkModel, Ports
 from deploy.simulator.profiles import Profile
@@ -39,7 +40,8 @@ class ClusterPlan:
     `of_role` are the profiles of roles whose hardware is not that of `profile`; the model is the same.
     `noise` is the standard deviation of the logarithm of a step's seconds. Beats come every `heartbeat_interval`
     seconds from each worker, spread over the interval. `engine` may set all but the KV's size, which is the profile's
-    unless it gives a number of blocks. Each of the `routers` hears every beat, and knows of no other router.
+    unless it gives a number of blocks. Each of the `routers` hears every beat, and knows of no other router. Workers
+    with `drafts` try as many tokens at a time as `engine` says.
     """
 
     roles: tuple[Role, ...]
@@ -51,6 +53,7 @@ class ClusterPlan:
     heartbeat_interval: float = 0.5
     of_role: Mapping[Role, Profile] = field(default_factory=dict)
     routers: int = 1
+    drafts: DraftModel | None = None
 
     def __post_init__(self) -> None:
         if models := {each.model for each in self.of_role.values()} - {self.profile.model}:
@@ -61,6 +64,11 @@ class ClusterPlan:
 
     def blocks(self, role: Role) -> int:
         return self.engine.num_kv_blocks or self.hardware(role).kv_tokens // self.engine.block_size
+
+    def with_drafts(self, drafts: DraftModel) -> ClusterPlan:
+        """The same, drafting as many tokens at a time as workers do by default."""
+        most = EngineConfig().num_speculative_tokens
+        return replace(self, drafts=drafts, engine=replace(self.engine, num_speculative_tokens=most))
 
     @staticmethod
     def of(profile: Profile, roles: tuple[Role, ...], policy: str, **fields: Any) -> ClusterPlan:
@@ -141,6 +149,7 @@ class SimulatedCluster:
             runner=runner,
             eos_token_ids=frozenset({EOS}),
             layout=lambda kv_dtype: (profile.model, TOKEN_KV),
+            proposer=ModelledProposer(plan.drafts, self.texts) if plan.drafts is not None else None,
         )
         dialer = ModelledDialer(address, self._receivers, self._ports, plan.network, profile.kv_bytes)
         worker = assemble(

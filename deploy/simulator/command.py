@@ -21,6 +21,7 @@ from bench.goodput import SearchLimits
 from deploy.simulator import report
 from deploy.simulator.ablation import without
 from deploy.simulator.cluster import ClusterPlan
+from deploy.simulator.drafts import DraftModel
 from deploy.simulator.network import NetworkModel
 from deploy.simulator.outcomes import RateFigures
 from deploy.simulator.profile_files import read_profile
@@ -159,6 +160,8 @@ def study_of(options: argparse.Namespace, policy: str) -> Study:
         heartbeat_interval=options.heartbeat_interval,
         of_role=of_role,
     )
+    if options.drafts is not None:
+        plan = plan.with_drafts(DraftModel(right=options.drafts))
     given = {name: getattr(options, name) for name in ENGINE_FLAGS if getattr(options, name) is not None}
     traced = tuple(read_trace(options.trace)) if options.trace is not None else ()
     seeds = options.seeds or (SEEDS_OF_A_TRACE if traced else SEEDS)

@@ -40,6 +40,13 @@ class StepWork:
         self.prompt_pairs += pairs(start, count)
         self.prompt_context += start + count
 
+    def add_decode(self, computed: int, drafted: int = 0) -> None:
+        """The token after `computed` ones. Drafted ones after it are computed like a prompt's; KV is read once."""
+        self.decoding += 1
+        self.decoding_context += computed + 1
+        self.prompt_tokens += drafted
+        self.prompt_pairs += pairs(computed + 1, drafted)
+
     @property
     def load(self) -> StepLoad:
         """The same in the form that workers fit their costs to."""
@@ -244,7 +251,17 @@ _CPU = Profile(
     max_num_seqs=128,
 )
 
-PROFILES: dict[str, Profile] = {name: replace(found, name=name) for name, found in (*_A100.items(), (_CPU.name, _CPU))}
+# The same in INT8 on one thread, as the workers of bench.policies are: 1,024 tokens of a prompt take 1.05 s there, a
+# decode step 10 ms (bench/results/2026-11-22-goodput-real.md); by hand, within 6 %.
+_CPU_THREAD = replace(
+    _CPU,
+    name="cpu-smollm2-int8",
+    steps=Fitted(StepCost(fixed=9e-3, token=8.5e-4, pair=2e-7, sequence=1e-4, context=1e-6, error=0.1)),
+    kv_tokens=16_704,
+)
+
+_NAMED = {**_A100, _CPU.name: _CPU, _CPU_THREAD.name: _CPU_THREAD}
+PROFILES: dict[str, Profile] = {name: replace(found, name=name) for name, found in _NAMED.items()}
 
 
 def profile_of(name: str) -> Profile:

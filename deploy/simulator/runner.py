@@ -48,9 +48,8 @@ def step_work(work: Sequence[Work]) -> StepWork:
     made = StepWork()
     for item in work:
         computed = item.seq.computed
-        if item.count == 1:
-            made.decoding += 1
-            made.decoding_context += computed + 1
+        if item.count == 1 + len(item.draft):
+            made.add_decode(computed, len(item.draft))
         else:
             made.add_prompt(computed, item.count)
     return made

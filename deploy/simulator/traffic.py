@@ -12,10 +12,12 @@ from functools import lru_cache
 import numpy as np
 
 from bench.lengths import Pair, sharegpt_pairs
+from bench.mixture import MIXTURES, Mixture
 from bench.workload import poisson_arrivals
 from deploy.simulator.profiles import Profile
 from deploy.simulator.texts import VOCABULARY
 from serving.messages import Request, SamplingParams, Slo
+from serving.service_class import SERVICE_CLASSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,25 @@ class Arrival:
     output_tokens: int
 
 
+def of_mixture(mixture: Mixture) -> Traffic:
+    """What `bench.policies` sends to real processes, with its objectives in milliseconds."""
+    kinds = [
+        TrafficClass(
+            name=kind.service_class or "standard",
+            share=kind.share,
+            prompt=Lengths(kind.prompt_tokens, kind.spread),
+            output=Lengths(kind.output_tokens, kind.spread),
+            ttft_ms=kind.slo.ttft_ms,
+            tpot_ms=kind.slo.tpot_ms,
+            priority=SERVICE_CLASSES[kind.service_class or "standard"].priority,
+            prefix_tokens=kind.prefix_tokens,
+            prefix_groups=kind.prefix_texts,
+        )
+        for kind in mixture.kinds
+    ]
+    return Traffic(name=f"bench-{mixture.name}", classes=tuple(kinds))
+
+
 CHAT = TrafficClass(name="interactive", prompt=Lengths(256, 0.6), output=Lengths(64, 0.6, most=512))
 TRAFFIC: dict[str, Traffic] = {
     made.name: made
@@ -111,6 +132,7 @@ TRAFFIC: dict[str, Traffic] = {
             classes=(replace(CHAT, prompt=Lengths(1024, 0.1), prefix_tokens=896, prefix_groups=64, prefix_skew=1.0),),
         ),
         Traffic(name="sharegpt", classes=(TrafficClass(ttft_ms=250.0, tpot_ms=100.0),)),
+        *map(of_mixture, MIXTURES.values()),
     )
 }
 

@@ -54,6 +54,7 @@ class RebalanceStatus:
     switched: int = 0
     slots: int = 0  # of this rank, filled anew
     bytes: int = 0  # that came in for them
+    copied: int = 0  # of these and of those on their way, as the budget counts them: chunk by chunk
     switch_seconds: float = 0.0  # the longest that a step's begin has taken
     imbalance: tuple[float, ...] = ()  # of each layer, by the loads of the last round; rank 0 alone knows them
     failure: str | None = None
@@ -102,6 +103,7 @@ class LiveRebalance:
         self._last = [0] * len(layers)  # the number of each layer's last commit
         self._switched, self._steps, self._longest = 0, 0, 0.0
         self._counts: Tensor | None = None  # handed over for a round
+        self._copied = 0  # bytes, by the thread
         self._done = RebalanceStatus()  # by the thread
         self._thread = threading.Thread(target=self._work, name="rebalance", daemon=True)
         self._thread.start()
@@ -135,7 +137,7 @@ class LiveRebalance:
 
     @property
     def status(self) -> RebalanceStatus:
-        return replace(self._done, switched=self._switched, switch_seconds=self._longest)
+        return replace(self._done, switched=self._switched, switch_seconds=self._longest, copied=self._copied)
 
     def begin_step(self) -> None:
         """Switch what all ranks have prepared. Before every step of the group, on each rank, idle ones included."""
@@ -229,6 +231,7 @@ class LiveRebalance:
             piece = min(size, self._budget.burst)
             if self._closing.wait(self._budget.spend(piece, time.monotonic())):
                 raise RoundsEnded
+            self._copied += piece
             size -= piece
 
     def _wait_until(self, true: Callable[[], bool]) -> None:

@@ -23,10 +23,15 @@ class ChannelLate(Exception):
 
 
 class Channel:
-    """One end. A word that was cut off by a deadline leaves the channel of no use."""
+    """One end. A word that a deadline cut off while it was sent leaves the channel of no use.
+
+    One that it cut off while it was received is received further by the next call: its sender may be late, not lost.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self._word: bytearray | None = None  # which has begun to come; None before its length is known
+        self._length, self._got = bytearray(_LENGTH.size), 0  # bytes of what comes at present
 
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
@@ -48,27 +53,30 @@ class Channel:
     def receive(self, seconds: float | None) -> Any:
         """The next word; with None it waits until there is one. Raises ChannelClosed, ChannelLate."""
         until = None if seconds is None else time.monotonic() + seconds
-        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size, until))
-        return pickle.loads(self._exactly(length, until))  # noqa: S301 - from our parent, or our own child
+        if self._word is None:
+            self._fill(self._length, until)
+            self._word = bytearray(*_LENGTH.unpack(self._length))
+        self._fill(self._word, until)
+        word, self._word = self._word, None
+        return pickle.loads(word)  # noqa: S301 - from our parent, or our own child
 
-    def _exactly(self, size: int, until: float | None) -> bytearray:
-        found = bytearray(size)
-        view, got = memoryview(found), 0
-        while got < size:
+    def _fill(self, found: bytearray, until: float | None) -> None:
+        view = memoryview(found)
+        while self._got < len(found):
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0:
                 raise ChannelLate
             self._socket.settimeout(left)
             try:
-                count = self._socket.recv_into(view[got:])
+                count = self._socket.recv_into(view[self._got :])
             except TimeoutError as error:
                 raise ChannelLate from error
             except OSError as error:
                 raise ChannelClosed from error
             if not count:
                 raise ChannelClosed
-            got += count
-        return found
+            self._got += count
+        self._got = 0
 
     def fileno(self) -> int:
         """For whoever waits for several at once."""

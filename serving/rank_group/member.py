@@ -129,7 +129,7 @@ class EpochMember:
         now = RankTotals(self.exchange.traffic)
         if self._rebalance is not None:
             status = self._rebalance.status
-            now = replace(now, moved_experts=status.slots, moved_bytes=status.bytes)
+            now = replace(now, moved_experts=status.slots, moved_bytes=status.copied)
         return self._before + now
 
     def end(self) -> Brought | None:

@@ -174,7 +174,7 @@ class RankTotals:
 
     traffic: ExchangeTraffic = NOTHING_SENT
     moved_experts: int = 0  # that came to be held here for the sake of balance
-    moved_bytes: int = 0  # of weights that came for them from other ranks
+    moved_bytes: int = 0  # of weights that were copied for that, chunk by chunk: what the budget bounds
 
     def __add__(self, other: RankTotals) -> RankTotals:
         return RankTotals(

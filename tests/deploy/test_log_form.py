@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from deploy.placement.reader import read_placement
 from deploy.runtime.secrets_known import secrets_of
 from deploy.runtime.settings import read_settings
 from serving.log_lines import RequestMarks
+from serving.redaction import Redactor
 
 SERVING = ("serve", "router", "prefill", "decode", "mixed", "kvcache")
 KEY = "the-key-of-a-client"
@@ -61,11 +63,17 @@ def test_what_is_wrong_with_the_settings_is_told_in_an_object(
     assert line["role"] == "decode" and "--block-size" in line["message"]
 
 
-def test_a_process_knows_its_own_secrets() -> None:
-    settings = read_settings({"api_key": "one-key,another-key", "cluster_key": "of-the-cluster"})
+def test_a_process_knows_its_own_secrets(tmp_path: Path) -> None:
+    pepper = tmp_path / "pepper"
+    pepper.write_bytes(b"pepper, of a file\xff\n")
+    given = {"api_key": "one-key,another-key", "cluster_key": "of-the-cluster", "key_pepper_file": str(pepper)}
+    settings = read_settings(given)
     environ = {"HF_TOKEN": "hugging", "OTEL_EXPORTER_OTLP_HEADERS": "authorization=let me in,x=y", "HOME": "/home"}
     known = secrets_of(settings, environ)
     assert {"one-key", "another-key", "of-the-cluster", "hugging", "let me in"} <= known and "/home" not in known
+    assert Redactor(known).redacted(f"{pepper.read_bytes()!r}") == "b'[redacted]\\n'"
+    pepper.unlink()
+    assert secrets_of(settings, environ) == known - {b"pepper, of a file\xff".decode("utf-8", "surrogateescape")}
 
 
 def test_a_placement_file_tells_every_service() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import socket
 from typing import Any
 
 import httpx
@@ -60,3 +61,11 @@ async def test_without_the_flag_there_is_none() -> None:
     settings = read_settings({})
     assert settings.cluster == dataclasses.replace(settings.cluster, metrics_port=None)
     await _run(front, settings)
+
+
+async def test_a_port_that_is_taken_is_told_of_by_its_own_flag() -> None:
+    front: Any = Front()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        settings = read_settings({"metrics_port": str(taken.getsockname()[1])})
+        with pytest.raises(ValueError, match="choose another --host or --metrics-port"):
+            await _run(front, settings)

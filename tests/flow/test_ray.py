@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from deploy.on_ray.actors import ActorReport
-from deploy.on_ray.cluster import claim
+from deploy.on_ray.cluster import DEPLOYMENT, claim
 from tests.flow.client import Asked, Client
 from tests.flow.reference import prompts
-from tests.flow.server import REPOSITORY, MillraceServer, wait_until
+from tests.flow.server import REPOSITORY, MillraceServer, samples, wait_until
 from tests.tiny import tiny_llama
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'millrace[ray]'")
@@ -70,17 +70,17 @@ class RayNodes:
     def add(self, name: str) -> None:
         self.nodes[name] = self.cluster.add_node(num_cpus=2, object_store_memory=STORE)
 
-    def report(self, name: str) -> ActorReport | None:
+    def report(self, name: str, deployment: str = "tests") -> ActorReport | None:
         """What the actor of this service says; None while it cannot."""
         try:
-            found: ActorReport = self.ray.get(self.ray.get_actor(name, namespace="tests").report.remote(), timeout=5)
+            found: ActorReport = self.ray.get(self.ray.get_actor(name, namespace=deployment).report.remote(), timeout=5)
         except (ValueError, self.ray.exceptions.RayError, self.ray.exceptions.GetTimeoutError):
             return None
         return found
 
-    def running(self, name: str) -> ActorReport:
+    def running(self, name: str, deployment: str = "tests") -> ActorReport:
         found: ActorReport = wait_until(
-            lambda: (report := self.report(name)) is not None and report.pid is not None and report,
+            lambda: (report := self.report(name, deployment)) is not None and report.pid is not None and report,
             SECONDS,
             f"{name} runs",
         )
@@ -107,6 +107,7 @@ def nodes() -> Iterator[RayNodes]:
             "resources": {"front": 1},
             "object_store_memory": STORE,
             "include_dashboard": False,
+            "_system_config": {"prestart_worker_first_driver": False},  # idle processes that take the cores of ours
         },
     )
     found = RayNodes(ray, cluster, {"head": cluster.head_node})
@@ -120,11 +121,14 @@ def nodes() -> Iterator[RayNodes]:
 
 
 @pytest.fixture(scope="module")
-def server(nodes: RayNodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MillraceServer]:
-    folder = tmp_path_factory.mktemp("ray")
-    path = tiny_llama(folder / "tiny", layers=8, hidden=256, kv_heads=4)
-    file = folder / "placement.toml"
-    file.write_text(PLACEMENT.format(model=json.dumps(str(path))))
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("ray") / "tiny", layers=8, hidden=256, kv_heads=4)
+
+
+@pytest.fixture(scope="module")
+def server(nodes: RayNodes, model: Path) -> Iterator[MillraceServer]:
+    file = model.parent / "placement.toml"
+    file.write_text(PLACEMENT.format(model=json.dumps(str(model))))
     arguments = ("--placement", str(file), "--on", "ray", "--address", nodes.cluster.address)
     with MillraceServer(*arguments, workers=("prefill-0", "decode-0", "decode-1")) as started:
         yield started
@@ -186,7 +190,7 @@ def test_workers_are_where_the_file_says(nodes: RayNodes, server: MillraceServer
 
 def test_a_name_is_taken_once(nodes: RayNodes, server: MillraceServer) -> None:
     with pytest.raises(ValueError, match="'tests' runs on this Ray cluster already"):
-        claim(nodes.ray)
+        claim(nodes.ray, ())
 
 
 def test_an_actor_is_killed(nodes: RayNodes, server: MillraceServer, client: Client, undisturbed: list[Any]) -> None:
@@ -223,6 +227,12 @@ def test_a_group_is_taken_away(nodes: RayNodes, server: MillraceServer) -> None:
     wait_until(lambda: (report := nodes.report("decode-1")) and report.pid not in (None, child), SECONDS, "it is back")
 
 
+def taking(server: MillraceServer) -> set[str]:
+    """Workers that the router knows and that do not leave."""
+    found = samples(server.get("/metrics")[1].decode(), "worker_draining")
+    return {labels["engine"] for labels, draining in found if not draining}
+
+
 def scale(nodes: RayNodes, *counts: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "deploy.cli", "scale", *counts, "--name", "tests"]
     command += ["--address", nodes.cluster.address]
@@ -242,7 +252,8 @@ def test_scaling_under_load_loses_nothing(
                 rounds += 1
             out, err = scaling.communicate()
         assert (scaling.returncode, out) == (0, f"prefill=1 decode={count}\n"), err
-        wait_until(lambda: set(server.reporting()) == reporting, SECONDS, f"{reporting} report")  # noqa: B023
+        wait_until(lambda: taking(server) == reporting, SECONDS, f"{reporting} take requests")  # noqa: B023
+        assert {name for name in nodes.names() if name != DEPLOYMENT} == reporting
     assert server.metric("replacements_total") == before
     wait_until(lambda: nodes.groups() == ["CREATED"], SECONDS, "the set without services is given back")
 
@@ -257,3 +268,19 @@ def test_ctrl_c_leaves_nothing(nodes: RayNodes, server: MillraceServer, client: 
     assert not [child for child in children if alive(child)]
     assert nodes.groups() == []
     wait_until(lambda: not nodes.names(), SECONDS, "no actor is left")
+
+
+def test_a_router_that_is_killed_leaves_nothing(nodes: RayNodes, server: MillraceServer, model: Path) -> None:
+    """Nobody could take away what outlived it: Ray ends its actors with it, and they their children."""
+    assert server.process.poll() is not None
+    shown = ("--served-model-name", "tiny", "--kernels", "torch")
+    placed = ("--prefill", "1", "--decode", "1", "--on", "ray", "--address", nodes.cluster.address)
+    with MillraceServer(str(model), *shown, *placed, workers=("prefill-0", "decode-0")) as begun:
+        names = [f"{name}-0" for name in ("prefill", "decode")]
+        children = [nodes.running(name, "millrace").pid for name in names]
+        client = Client(begun.url)
+        streaming(begun, "decode-0", ask(client, 1))
+        begun.process.kill()
+        wait_until(lambda: not nodes.names() and not nodes.groups(), SECONDS, "no actor and no group is left")
+        wait_until(lambda: not any(map(alive, children)), SECONDS, "nor a child of an actor")
+        client.close()

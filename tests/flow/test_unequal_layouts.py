@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import DeepseekV2Config
 
 from deploy.local import LocalCluster
 from deploy.worker.model_cache import load_from, release
@@ -24,6 +25,7 @@ from tests.flow.conftest import Cluster
 from tests.flow.reference import greedy_tiny, prompts
 from tests.flow.test_pool import ask, served
 from tests.kvcache.pool.nodes import Cluster as Pool
+from tests.serving.model.oracle import DEEPSEEK, VOCAB, build, save
 from tests.tiny import tiny_llama
 
 pytestmark = pytest.mark.thorough
@@ -50,6 +52,13 @@ class LayoutCluster(LocalCluster):
 def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three key-value heads, for two ranks one and two; three layers."""
     return tiny_llama(tmp_path_factory.mktemp("model"), layers=3, hidden=48, heads=6, kv_heads=3)
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny DeepSeek-V2 for prompts of several chunks."""
+    config = DeepseekV2Config(**DEEPSEEK | {"max_position_embeddings": 256})
+    return save(build(config), tmp_path_factory.mktemp("deepseek"))
 
 
 @pytest.fixture
@@ -101,6 +110,23 @@ async def test_layouts_hand_over_to_each_other(
     async with workers(uneven, (Role.PREFILL, prefill), (Role.DECODE, decode)) as cluster:
         for prompt in [*asked, asked[0]]:
             assert await cluster.tokens(ask(prompt, TOKENS)) == greedy_tiny(uneven, prompt, TOKENS)
+        sender, _ = cluster.cluster.workers
+        assert sender.prefill.bytes_sent > 0
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [(TP2, ONE), pytest.param(ONE, TP2, marks=pytest.mark.slow)],
+    ids=["tp2-to-one", "one-to-tp2"],
+)
+async def test_latents_are_handed_over_between_layouts(
+    prefill: ModelConfig, decode: ModelConfig, latent: Path, own_threads: None
+) -> None:
+    """Of MLA, which each tensor-parallel rank keeps whole."""
+    asked = prompts(2, vocab=VOCAB, shortest=70, longest=90, seed=93)
+    async with workers(latent, (Role.PREFILL, prefill), (Role.DECODE, decode)) as cluster:
+        for prompt in asked:
+            assert await cluster.tokens(ask(prompt, TOKENS)) == greedy_tiny(latent, prompt, TOKENS)
         sender, _ = cluster.cluster.workers
         assert sender.prefill.bytes_sent > 0
 

@@ -81,16 +81,29 @@ def test_no_more_are_lost_than_run(
     before = alone[0], alone[0] + token[0]
     after = before[0] + alone[1], before[1] + alone[1] + token[1]
     there = worker("w", role, rows=rows)
-    assert 0.0 <= others_lost(there, (before[0], after[0]), (before[1], after[1]), Drift()) <= rows
+    assert 0.0 <= others_lost(there, COST, (before[0], after[0]), (before[1], after[1]), Drift()) <= rows
 
 
 def test_prompts_of_a_worker_take_no_token_past_the_objective_of_those_it_decodes() -> None:
     """Objectives are 100 ms; steps without prompts stay short, with prompts they would take too long."""
     alone, tokens = (0.02, 0.021), (0.09, 0.3)
     mixed, decode = (worker("w", role, rows=10) for role in (Role.MIXED, Role.DECODE))
-    assert others_lost(mixed, alone, tokens, Drift()) == pytest.approx(0.0, abs=1e-4)
-    assert others_lost(decode, alone, tokens, Drift()) > 5.0
-    assert others_lost(mixed, (0.02, 0.3), tokens, Drift()) > 5.0, "a step that is too long by itself is"
+    assert others_lost(mixed, COST, alone, tokens, Drift()) == pytest.approx(0.0, abs=1e-4)
+    assert others_lost(decode, COST, alone, tokens, Drift()) > 5.0
+    assert others_lost(mixed, COST, (0.02, 0.3), tokens, Drift()) > 5.0, "a step that is too long by itself is"
+
+
+@given(st.floats(-1.0, 1.0), st.floats(0.0, 1.0), st.integers(1, 40), st.floats(0.01, 0.2), st.floats(0.0, 0.1))
+def test_how_tpots_vary_beside_prompts_is_no_risk_that_a_request_adds_to(
+    mean: float, variance: float, rows: int, before: float, added: float
+) -> None:
+    """A worker that computes prompts holds these back; one that only decodes is as late as TPOTs there have been."""
+    steps = (before, before + added)
+    mixed, decode = (worker("w", role, rows=rows) for role in (Role.MIXED, Role.DECODE))
+    lost = others_lost(mixed, COST, steps, steps, Drift(mean, variance))
+    assert lost == others_lost(mixed, COST, steps, steps, Drift())
+    same = Drift(0.0, COST.error**2)
+    assert others_lost(decode, COST, steps, steps, same) == pytest.approx(lost)
 
 
 def test_prompts_go_slower_beside_decodes_whose_objectives_are_tight() -> None:

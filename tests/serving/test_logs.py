@@ -108,6 +108,11 @@ NASTY = st.text(st.characters(codec=None), max_size=40) | st.sampled_from(
 )
 
 
+def whole(text: str) -> str:
+    """Half a surrogate pair written out: serde_json and others refuse the whole line for it."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 @given(NASTY, NASTY, NASTY, NASTY)
 def test_no_value_makes_a_second_line(message: str, marked: str, name: str, error: str) -> None:
     setup, marks = LogSetup(name=name, role="router"), lambda: RequestMarks(request_id=marked)
@@ -118,8 +123,8 @@ def test_no_value_makes_a_second_line(message: str, marked: str, name: str, erro
     line = JsonFormatter(setup, marks, Redactor()).format(record)
     assert line.isascii() and len(line.splitlines()) == 1
     told = json.loads(line)
-    assert told["name"] == name and told["exception"].startswith("Traceback")
-    assert told["message"] == Redactor().redacted(message) and told.get("request_id", "") == marked
+    assert told["name"] == whole(name) and told["exception"].startswith("Traceback")
+    assert told["message"] == whole(Redactor().redacted(message)) and told.get("request_id", "") == whole(marked)
     first, *more = TextFormatter(setup, marks, Redactor()).format(record).splitlines()
     assert not first.startswith("  | ") and all(part.startswith("  | ") for part in more)
     assert not set(first) & {"\x1b", "\x00", "\u202e"}

@@ -62,6 +62,7 @@ struct Exchange {
     Trip trips[2];
     std::vector<int64_t> counts;  // of each rank: rows, or results, so far
     std::vector<int64_t> ends;    // of each slot
+    std::vector<const uint8_t*> summands;  // results of one row, in the order of its experts
     ExchangeTraffic traffic{};
     ExchangeLoss loss{-1, NONE};
     int32_t announced = 0, agreed = 0;
@@ -277,19 +278,21 @@ struct Exchange {
     }
 
     bool sum(int parity, const Trip& trip, const float* weights, float* sums) {
-        const int64_t hidden = shape.hidden;
+        const int64_t hidden = shape.hidden, top_k = shape.top_k;
         std::fill(counts.begin(), counts.end(), 0);
-        for (int64_t i = 0; i < trip.tokens * shape.top_k; ++i) {
-            const int peer = trip.physical[i] / shape.slots;
-            const int64_t place = places(parity, peer, shape.rank)[counts[peer]++];
-            if (place < 0 || place >= layout.most) return lose(peer, SENSELESS);
-            const uint8_t* row = results(parity, peer) + place * hidden * item_bytes(shape.back);
-            float* out = sums + i / shape.top_k * hidden;
-            const bool first = i % shape.top_k == 0;
+        for (int64_t t = 0; t < trip.tokens; ++t) {
+            for (int64_t k = 0; k < top_k; ++k) {
+                const int peer = trip.physical[t * top_k + k] / shape.slots;
+                const int64_t place = places(parity, peer, shape.rank)[counts[peer]++];
+                if (place < 0 || place >= layout.most) return lose(peer, SENSELESS);
+                summands[k] = results(parity, peer) + place * hidden * item_bytes(shape.back);
+            }
             if (shape.back == F32)
-                add_up(reinterpret_cast<const float*>(row), weights[i], hidden, first, out);
+                add_up(reinterpret_cast<const float* const*>(summands.data()), weights + t * top_k, top_k, hidden,
+                       sums + t * hidden);
             else
-                add_up(reinterpret_cast<const uint16_t*>(row), weights[i], hidden, first, out);
+                add_up(reinterpret_cast<const uint16_t* const*>(summands.data()), weights + t * top_k, top_k, hidden,
+                       sums + t * hidden);
         }
         return true;
     }
@@ -308,6 +311,7 @@ Exchange* millrace_exchange_create(const ExchangeShape* shape, uint8_t* const* s
     exchange->spin_ns = spin_ns;
     exchange->counts.resize(shape->ranks);
     exchange->ends.resize(shape->slots);
+    exchange->summands.resize(shape->top_k);
     for (Trip& trip : exchange->trips) trip.physical.resize(static_cast<int64_t>(shape->max_tokens) * shape->top_k);
     return exchange;
 }

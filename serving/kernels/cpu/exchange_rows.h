@@ -19,6 +19,13 @@ namespace {
 
 enum Kind { INT8 = 1, BF16 = 2, F32 = 3 };
 
+// What is done to eight numbers at once. Of 16 bfloat16 in eight words, the even ones are the low halves.
+using Floats = float __attribute__((vector_size(32)));
+using Words = uint32_t __attribute__((vector_size(32)));
+using Halves = uint16_t __attribute__((vector_size(16)));
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the low half of a word lies first");
+
+constexpr int64_t LANES = 8;
 constexpr float LARGEST = 127.0f;     // as serving/kernels/int8.py
 constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, half to even
 
@@ -40,21 +47,52 @@ uint16_t narrowed(float value) {
     return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
 }
 
-// serving.kernels.int8.quantize_rows of one row, to the bit.
-template <class Number>
-__attribute__((always_inline)) inline float quantized(const Number* x, int64_t n, int8_t* out) {
-    int32_t most = 0;  // magnitudes order as their bits do
+// The largest magnitude of a row. Magnitudes order as their bits do.
+__attribute__((always_inline)) inline float largest_of(const float* x, int64_t n) {
+    int32_t most = 0;
     for (int64_t i = 0; i < n; ++i) {
-        const float value = widened(x[i]);
         int32_t bits;
-        memcpy(&bits, &value, 4);
+        memcpy(&bits, x + i, 4);
         bits &= 0x7fffffff;
         most = bits > most ? bits : most;
     }
     float largest;
     memcpy(&largest, &most, 4);
-    const float inverse = largest > 0 ? LARGEST / largest : 0.0f;
+    return largest;
+}
+
+__attribute__((always_inline)) inline float largest_of(const uint16_t* x, int64_t n) {
+    uint16_t most = 0;
     for (int64_t i = 0; i < n; ++i) {
+        const uint16_t bits = x[i] & 0x7fff;
+        most = bits > most ? bits : most;
+    }
+    return widened(most);
+}
+
+// The first numbers of a row times `inverse`, as integers, many at once: how many they are.
+__attribute__((always_inline)) inline int64_t scaled(const float*, int64_t, float, int8_t*) { return 0; }
+
+__attribute__((always_inline)) inline int64_t scaled(const uint16_t* x, int64_t n, float inverse, int8_t* out) {
+    int64_t i = 0;
+    for (; i + 2 * LANES <= n; i += 2 * LANES) {
+        Words words;
+        memcpy(&words, x + i, sizeof words);
+        const Floats even = reinterpret_cast<Floats>(words << 16) * inverse + ROUND;
+        const Floats odd = reinterpret_cast<Floats>(words & 0xffff0000u) * inverse + ROUND;
+        const Words low = reinterpret_cast<Words>(even) & 0xffu, high = (reinterpret_cast<Words>(odd) & 0xffu) << 8;
+        const Halves pairs = __builtin_convertvector(low | high, Halves);
+        memcpy(out + i, &pairs, sizeof pairs);
+    }
+    return i;
+}
+
+// serving.kernels.int8.quantize_rows of one row, to the bit.
+template <class Number>
+__attribute__((always_inline)) inline float quantized(const Number* x, int64_t n, int8_t* out) {
+    const float largest = largest_of(x, n);
+    const float inverse = largest > 0 ? LARGEST / largest : 0.0f;
+    for (int64_t i = scaled(x, n, inverse, out); i < n; ++i) {
         const float shifted = widened(x[i]) * inverse + ROUND;
         int32_t bits;
         memcpy(&bits, &shifted, 4);
@@ -80,21 +118,70 @@ void convert(const void* from, int kind, int64_t n, void* to, int to_kind) {
     }
 }
 
-// sums = or += weight * row, each product rounded before it is added.
-template <class Number>
-__attribute__((always_inline)) inline void added(const Number* row, float weight, int64_t n, bool first, float* sums) {
-    if (first)
-        for (int64_t i = 0; i < n; ++i) sums[i] = widened(row[i]) * weight;
-    else
-        for (int64_t i = 0; i < n; ++i) sums[i] += widened(row[i]) * weight;
+// Sums of numbers that lie one after the other; as many as fit registers together with a row of them.
+struct FloatSums {
+    static constexpr int64_t NUMBERS = 8 * LANES;
+    Floats held[8];
+
+    __attribute__((always_inline)) inline void add(const float* row, float weight, bool first) {
+        for (int h = 0; h < 8; ++h) {
+            Floats value;
+            memcpy(&value, row + h * LANES, sizeof value);
+            held[h] = first ? value * weight : held[h] + value * weight;
+        }
+    }
+
+    __attribute__((always_inline)) inline void store(float* sums) const { memcpy(sums, held, sizeof held); }
+};
+
+// The same of bfloat16: sums of the even numbers, and of the odd ones, which need no shift.
+struct HalfSums {
+    static constexpr int64_t NUMBERS = 8 * LANES;
+    Floats even[4], odd[4];
+
+    __attribute__((always_inline)) inline void add(const uint16_t* row, float weight, bool first) {
+        for (int h = 0; h < 4; ++h) {
+            Words words;
+            memcpy(&words, row + h * 2 * LANES, sizeof words);
+            const Floats low = reinterpret_cast<Floats>(words << 16), high = reinterpret_cast<Floats>(words & 0xffff0000u);
+            even[h] = first ? low * weight : even[h] + low * weight;
+            odd[h] = first ? high * weight : odd[h] + high * weight;
+        }
+    }
+
+    __attribute__((always_inline)) inline void store(float* sums) const {
+        for (int h = 0; h < 4; ++h)
+            for (int64_t i = 0; i < LANES; ++i) {
+                sums[h * 2 * LANES + 2 * i] = even[h][i];
+                sums[h * 2 * LANES + 2 * i + 1] = odd[h][i];
+            }
+    }
+};
+
+// sums = the rows times their weights, added in the order given, each product rounded before it is added.
+template <class Sums, class Number>
+__attribute__((always_inline)) inline void summed(const Number* const* rows, const float* weights, int64_t top_k,
+                                                  int64_t n, float* sums) {
+    int64_t i = 0;
+    for (; i + Sums::NUMBERS <= n; i += Sums::NUMBERS) {
+        Sums held;
+        held.add(rows[0] + i, weights[0], true);
+        for (int64_t k = 1; k < top_k; ++k) held.add(rows[k] + i, weights[k], false);
+        held.store(sums + i);
+    }
+    for (; i < n; ++i) {
+        float held = widened(rows[0][i]) * weights[0];
+        for (int64_t k = 1; k < top_k; ++k) held += widened(rows[k][i]) * weights[k];
+        sums[i] = held;
+    }
 }
 
-FOR_EACH_CPU void add_up(const float* row, float weight, int64_t n, bool first, float* sums) {
-    added(row, weight, n, first, sums);
+FOR_EACH_CPU void add_up(const float* const* rows, const float* weights, int64_t top_k, int64_t n, float* sums) {
+    summed<FloatSums>(rows, weights, top_k, n, sums);
 }
 
-FOR_EACH_CPU void add_up(const uint16_t* row, float weight, int64_t n, bool first, float* sums) {
-    added(row, weight, n, first, sums);
+FOR_EACH_CPU void add_up(const uint16_t* const* rows, const float* weights, int64_t top_k, int64_t n, float* sums) {
+    summed<HalfSums>(rows, weights, top_k, n, sums);
 }
 
 }  // namespace

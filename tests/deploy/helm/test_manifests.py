@@ -230,6 +230,9 @@ def test_a_monitor_of_pods_finds_every_worker_and_node_and_no_router(manifests: 
             assert found == (component(workload) != "router")
             names = {port["name"] for port in container_of(workload)["ports"]}
             assert not found or endpoint["port"] in names
+        (kept,) = endpoint["metricRelabelings"]
+        for prefix in ("millrace", "vllm", "Team_2"):  # as --metrics-prefix may say
+            assert re.fullmatch(kept["regex"], f"{prefix}:certificate_expiry_seconds")
 
 
 def test_a_monitor_verifies_the_certificate_of_the_api(manifests: list[Manifest]) -> None:

@@ -231,7 +231,10 @@ def test_keys_are_a_mounted_folder_and_the_pepper_is_a_secret() -> None:
     [
         ("api_keys_file = 'keys/k'", "go together"),
         ("key_pepper_file = 'pepper'", "go together"),
-        ("api_keys_file = 'k'\nkey_pepper_file = 'pepper'", "its folder is mounted"),
+        *(
+            (f"api_keys_file = '{path}'\nkey_pepper_file = 'pepper'", "its folder is mounted; .* keys/k$")
+            for path in ("k", "./k", "../k", "a/../../../k", "/k", "~/k", "~root/k")
+        ),
         ("api_keys_file = 'a:b/k'\nkey_pepper_file = 'pepper'", "ends a path at a colon"),
     ],
 )

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.mixture import MIXTURES
 from deploy.simulator.profiles import PROFILES
 from deploy.simulator.traffic import TRAFFIC, Lengths, Traffic, TrafficClass, arrivals, trace, traffic_of
+from serving.service_class import SERVICE_CLASSES
 
 PROFILE = PROFILES["a100-opt13b"]
 
@@ -52,6 +54,22 @@ def test_lengths_have_the_mean_they_are_given(mean: float, spread: float) -> Non
     drawn = Lengths(mean, spread, most=1_000_000).draw(np.random.default_rng(3), 20_000)
     assert statistics.mean(drawn) == pytest.approx(mean, rel=0.06)
     assert spread > 0 or set(drawn) == {round(mean)}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_what_real_processes_are_asked_can_be_simulated(name: str) -> None:
+    mixture, simulated = MIXTURES[name], TRAFFIC[f"bench-{name}"]
+    for kind, made in zip(mixture.kinds, simulated.classes, strict=True):
+        assert (made.share, made.prefix_tokens, made.prefix_groups) == (
+            kind.share,
+            kind.prefix_tokens,
+            kind.prefix_texts,
+        )
+        slo = made.objectives(PROFILES["cpu-smollm2-int8"])
+        assert (slo.ttft_ms, slo.tpot_ms) == (kind.slo.ttft_ms, kind.slo.tpot_ms)
+        assert made.prompt == Lengths(kind.prompt_tokens, kind.spread)
+        assert made.output == Lengths(kind.output_tokens, kind.spread)
+        assert made.priority == SERVICE_CLASSES[made.name].priority
 
 
 def test_classes_come_in_their_shares() -> None:

@@ -48,6 +48,7 @@ def test_every_step_has_the_bits_of_one_process(ranks: int, spare: int, weights:
     assert all(one != before for one in after)
     assert sum(status.slots for *_, status in answers) > 0
     assert sum(status.bytes for *_, status in answers) > 0
+    assert all(status.copied >= status.bytes for *_, status in answers), "what came had been counted as it came"
 
 
 def test_experts_of_another_type_are_not_taken_for_those_that_compute() -> None:

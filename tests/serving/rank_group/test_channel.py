@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import struct
 import threading
 from collections.abc import Iterator
 
@@ -46,6 +48,21 @@ def test_a_word_that_does_not_end_is_late(ends: tuple[Channel, Channel]) -> None
         ends[0].send(b"x" * (16 << 20), SHORT)
     with pytest.raises(ChannelLate):
         ends[1].receive(SHORT)
+
+
+@pytest.mark.parametrize("first", [1, 8, 9, 40])
+def test_a_word_that_comes_in_time_the_next_time_is_whole(first: int) -> None:
+    """Wherever the deadline has cut it: who was late is heard when it has spoken."""
+    ours, theirs = Channel.pair()
+    with theirs:
+        word = pickle.dumps("late, not lost" * 3)
+        sent = struct.pack("<Q", len(word)) + word
+        theirs.sendall(sent[:first])
+        with pytest.raises(ChannelLate):
+            ours.receive(SHORT)
+        theirs.sendall(sent[first:] + sent)
+        assert [ours.receive(LONG) for _ in range(2)] == ["late, not lost" * 3] * 2
+        ours.close()
 
 
 def test_who_leaves_is_noticed_at_once(ends: tuple[Channel, Channel]) -> None:

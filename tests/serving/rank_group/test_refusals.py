@@ -123,6 +123,7 @@ def _not_to_be_started(*_: object, **__: object) -> None:
     [
         (["--kernels", "compiled"], "--kernels auto"),
         (["--deterministic"], "leave out one of the two"),
+        (["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}'], "choose draft_model or ngram"),
         (["--rank-timeout", "inf"], "to 3600"),
         (["--rank-timeout", "nan"], "to 3600"),
         (["--eplb-config", "{}"], "goes with --enable-eplb"),
@@ -156,6 +157,17 @@ def test_what_ranks_that_share_a_model_are_not_for_is_refused(
     command, *flags = arguments
     assert main([command, "no such model", *flags]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_ranks_for_prompts_alone_go_with_a_layer_that_drafts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It drafts in decode workers, which are of one process then."""
+    monkeypatch.setattr("deploy.serve.bind", lambda *_: None)
+    drafting = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}')
+    split = ("--prefill", "1", "--decode", "1", "--prefill-context-parallel-size", "2")
+    assert main(["serve", "no such model", *split, *drafting]) == 2
+    assert "no such model" in capsys.readouterr().err
 
 
 def test_the_router_refuses_what_workers_of_one_role_cannot_share(

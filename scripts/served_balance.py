@@ -1,0 +1,132 @@
+"""Experts that move between the ranks of a worker that serves: what its steps take, and whether texts stay the same.
+
+Run `python -m scripts.served_balance`. Clients ask through a router without pause; every few seconds their prompts
+change to another topic, whose rows prefer other experts. So steps during which weights are copied, and steps without,
+take turns in one run. Texts are compared with those of one process that holds all experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from scripts.served_group import ModelSize, Prompt, Step, prompts, served, write_model
+from serving.expert_parallel.copies import CHUNK
+from serving.expert_parallel.replanning import BalancePolicy
+from serving.loader.loading import load
+from serving.rank_group.leader import SpreadModel, load_spread
+from serving.rank_group.messages import Balancing
+
+TOPICS = 6
+DEADLINE = 30.0
+INTERVAL = 20  # steps between rounds
+FIRST = 20  # steps in which memory is first touched
+POLICY = BalancePolicy(above=1.05, target=1.02, least_gain=0.01, fewest_rows=64, kept=0.0)
+
+
+def asked_for(clients: int) -> list[list[Prompt]]:
+    return [prompts(topic, clients) for topic in range(TOPICS)]
+
+
+async def alone(path: Path, clients: int) -> dict[Prompt, tuple[int, ...]]:
+    """Each prompt's text by one process."""
+    async with served(load(path, "float32"), clients) as one:
+        return {text.prompt: text.tokens for topic in asked_for(clients) for text in await one.ask(topic)}
+
+
+async def under_load(spread: SpreadModel, clients: int, seconds: float, wanted: dict[Prompt, tuple[int, ...]]) -> str:
+    """Serve for so long; what the steps and texts were."""
+    topics = asked_for(clients)
+    async with served(spread, clients) as group:
+        group.start(topics[0])
+        for topic in topics[1:] + topics[:1]:
+            await asyncio.sleep(seconds / TOPICS)
+            group.wanted = list(topic)
+        await group.stop()
+        wrong = sum(text.tokens != wanted[text.prompt] for text in group.texts)
+        told = f"texts: {len(group.texts)} whole ones, of which {wrong} differ from those of one process"
+        return "\n".join([*step_table(group.steps.found), *budget_lines(group.steps.found, spread), told])
+
+
+def step_table(steps: Sequence[Step]) -> Iterator[str]:
+    """Whole steps of all clients without prompts, those during which weights were copied or switched apart."""
+    most = max(step.sequences for step in steps)
+    pairs = [(one, two) for one, two in pairwise(steps[FIRST:]) if two.sequences == most and not two.prompt_tokens]
+    if not pairs:
+        yield f"steps: {len(steps)}, none of which could be counted: serve for longer"
+        return
+    kinds: dict[str, list[Step]] = {"experts are switched": [], "weights are copied": [], "nothing moves": []}
+    for one, two in pairs:
+        copied = "weights are copied" if two.moved_bytes > one.moved_bytes else "nothing moves"
+        kinds["experts are switched" if two.placements > one.placements else copied].append(two)
+    median = statistics.median(two.seconds for _, two in pairs)
+    yield f"steps: {len(steps)}; {len(pairs)} of them have {most} sequences and no prompt, median {1e3 * median:.1f} ms"
+    cells = ["steps in which", "number", "median ms", "p99", "longest", "longest / median of all"]
+    cells += ["CPU ms, median", "p99", "longest"]
+    yield "| " + " | ".join(cells) + " |\n" + "| --- " * len(cells) + "|"
+    for name, chosen in kinds.items():
+        if len(chosen) > 1:
+            took, cpu = ([getattr(step, one) for step in chosen] for one in ("seconds", "cpu_seconds"))
+            cells = [name, f"{len(chosen)}", *figures(took), f"{max(took) / median:.2f}", *figures(cpu)]
+            yield "| " + " | ".join(cells) + " |"
+
+
+def figures(seconds: Sequence[float]) -> list[str]:
+    """Milliseconds: the median, the 99th percentile, the most."""
+    tail = statistics.quantiles(seconds, n=100, method="inclusive")[98]
+    return [f"{1e3 * number:.1f}" for number in (statistics.median(seconds), tail, max(seconds))]
+
+
+def budget_lines(steps: Sequence[Step], spread: SpreadModel) -> Iterator[str]:
+    ranks, balancing = spread.ranks, spread.ranks.balancing
+    assert balancing is not None
+    allowed = ranks.configured * (balancing.bytes_per_second + min(CHUNK, balancing.bytes_per_second))
+    most, first = 0, 0
+    for step in steps:
+        while steps[first].began < step.began - 1.0:
+            first += 1
+        most = max(most, step.moved_bytes - steps[first].moved_bytes)
+    share = f"{most / 1e6:.2f} MB within a second, {100 * most / allowed:.0f} % of what the budget allows"
+    yield f"moved: {ranks.totals.moved_experts} experts, {ranks.totals.moved_bytes / 1e6:.1f} MB; at most {share}"
+    yield f"placed anew {steps[-1].placements - 1} times; imbalance in the last round {ranks.imbalance:.2f}"
+
+
+def loads() -> str:
+    return ", ".join(f"{one:.0f}" for one in os.getloadavg())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--redundant", type=int, default=4, help="slots beyond one for each of 16 experts")
+    parser.add_argument("--megabytes", type=float, default=4.0, help="of weights a second that a rank may copy")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_model(Path(folder), ModelSize())
+        print(f"{args.ranks} ranks, {args.clients} clients, load averages {loads()}", flush=True)
+        torch.set_num_threads(1)
+        wanted = asyncio.run(alone(path, args.clients))
+        balancing = Balancing(policy=POLICY, interval=INTERVAL, bytes_per_second=args.megabytes * 1e6)
+        torch.set_num_threads(args.ranks)
+        spread = load_spread(
+            path, "float32", None, args.ranks, DEADLINE, redundant=args.redundant, balancing=balancing
+        )  # fmt: skip
+        try:
+            print(asyncio.run(under_load(spread, args.clients, args.seconds, wanted)))
+        finally:
+            spread.ranks.close()
+        print(f"load averages at the end {loads()}")
+
+
+if __name__ == "__main__":
+    main()
