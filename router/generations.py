@@ -116,7 +116,7 @@ def offer(
     return Offer(_of_complete(decodes, found), _of_complete(prefills, found), home)
 
 
-def offer_prefills(demand: Demand, view: FleetView, workers: Sequence[Candidate]) -> list[FleetView]:
+def offer_prefills(demand: Demand, view: FleetView, workers: Sequence[Candidate], left: str = "") -> list[FleetView]:
     """The views for a request that needs no decode, to be tried in turn: its home's prefill workers, all that may.
 
     Where no generation is complete, or there is but one, that is the view it came with.
@@ -125,7 +125,7 @@ def offer_prefills(demand: Demand, view: FleetView, workers: Sequence[Candidate]
         return [view]
     decodes = [worker for worker in workers if worker.decodes and not worker.status.draining]
     found = generations_of(decodes, view.prefill)
-    home = _home(demand, found)
+    home = _home(demand, found, left)
     if home is None:
         return [view]
     return [view.of_generation(home), replace(view, prefill=_of_complete(view.prefill, found))]

@@ -130,7 +130,8 @@ class Placement:
                 self.drop_lease()  # nobody is known to be to blame: another generation may do better
             return
         self._avoid.add(instance)
-        if blames_link(error) and self.placer.better_elsewhere(self.state, lease):
+        rolls = not self.state.generated and len({each.generation for each in fleet.candidates()}) > 1
+        if rolls or (blames_link(error) and self.placer.better_elsewhere(self.state, lease)):
             self.drop_lease()
 
     def _note_loss(self, lease: RouterLease, prefill: str, error: Retryable) -> None:

@@ -307,7 +307,8 @@ class Placer:
         barred = trust.barred(instance, workers, now)
         for kept_out in (barred, barred - trust.soonest(instance, able_to_prefill(demand, workers))):
             view = view_for_prefill(demand, workers, self.fleet.ways, own, avoid | kept_out, begun=begun)
-            views = [self._allowed(view)] if own is not None else offer_prefills(demand, view, workers)
+            left = state.failed_generation
+            views = [self._allowed(view)] if own is not None else offer_prefills(demand, view, workers, left)
             for each in views:
                 decision = self.policy.choose(demand, each, now)
                 if decision is None or decision.prefill is None:

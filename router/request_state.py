@@ -136,8 +136,9 @@ class RequestState:
 
     @property
     def failed_generation(self) -> str:
-        """Where more than one try in a row has broken before the first token; empty: nowhere."""
-        return self.build.generation if self.build is not None and not self.generated and self.failures > 1 else ""
+        """Where the last try has broken, if none has brought a token; empty: nowhere."""
+        worker = self.attempts[-1].decision.prefill if self.attempts else None
+        return worker.generation if worker is not None and self.failures and not self.generated else ""
 
     @property
     def finished(self) -> bool:

@@ -220,11 +220,11 @@ def a_roll(**config: Any) -> World:
     return world
 
 
-def homed(world: World, name: str) -> Any:
-    """A request whose home is that decode worker's generation."""
+def homed(world: World, name: str, begin: int = 0, max_tokens: int = 8) -> Any:
+    """A request whose home is that decode worker's generation; of names that count from `begin`."""
     generation = world.workers[name].status.generation
-    for number in range(1000):
-        request = wanted(f"r{number}")
+    for number in range(begin, begin + 1000):
+        request = wanted(f"r{number}", max_tokens)
         if {each.generation for each in world.placer.look(RequestState(request=request)).view.decode} == {generation}:
             return request
     raise AssertionError(f"no request is for {name}")
@@ -351,17 +351,8 @@ async def test_a_request_that_is_late_in_its_generation_goes_to_another(max_toke
         ("new-p", Role.PREFILL, "next", 100.0),
         ("new-d", Role.DECODE, "next", 0.0),
     ):
-        tokens = int(1000 * seconds)
-        world.add(
-            name,
-            role,
-            pairing=pairing,
-            fingerprint=pairing,
-            step_cost=COST,
-            waiting_seconds=seconds,
-            waiting_tokens=tokens,
-            max_batched_tokens=512,
-        )
+        fields = {"pairing": pairing, "fingerprint": pairing, "waiting_tokens": int(1000 * seconds)}
+        world.add(name, role, step_cost=COST, waiting_seconds=seconds, max_batched_tokens=512, **fields)
     for number in range(10):
         request = wanted(str(number), max_tokens, service_class="interactive", slo=Slo(ttft_ms=1000.0))
         assert await world.tokens(request) == expected(request)
@@ -383,4 +374,23 @@ async def test_a_text_that_outlasts_the_prefill_workers_of_its_model_is_computed
     world.fleet.heartbeat(p.change(draining=True))
     assert await running == expected(request)
     assert len(p.orders) == len(d.orders) == 1
+    await world.fleet.close()
+
+
+async def test_requests_that_a_restarting_worker_drops_are_not_taken_for_what_breaks_it() -> None:
+    """A generation that flaps: its only prefill worker dies of each second prompt that it is given, and comes back."""
+    world = a_roll()
+    p = world.workers["new-p"]
+    world.add("new-d", Role.DECODE, pairing="next", fingerprint="next")
+    for life in range(6):
+        request = homed(world, "new-d", begin=life * 100, max_tokens=1 + life % 3)
+        p.script.before_first = [WorkerLost("killed")] * 2
+        running = asyncio.create_task(world.tokens(request))
+        while len(world.seen.replacements) <= life:
+            await asyncio.sleep(0)
+        world.fleet.heartbeat(p.change(instance=f"life-{life}"))
+        assert await running == expected(request)
+        world.now += 1.0
+        p.script.before_first = []
+    assert len(world.seen.replacements) == 6
     await world.fleet.close()
