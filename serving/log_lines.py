@@ -53,6 +53,7 @@ class LogSetup:
     level: str = "info"
     form: str = "text"
     access: bool = False  # a line for each answer of the HTTP API
+    generation: str = ""  # of a worker, once its model is loaded
 
 
 def setup_of(config: LogConfig, role: str, name: str) -> LogSetup:
@@ -92,6 +93,7 @@ class JsonFormatter(LineFormatter):
             "name": self.setup.name,
             "pid": record.process,
         }
+        line |= {"generation": self.setup.generation} if self.setup.generation else {}
         line |= self.marks().values()
         more: Mapping[str, Value] = getattr(record, FIELDS, {})
         line |= {

@@ -123,6 +123,11 @@ def current_setup() -> LogSetup:
     return replace(_formatter[0].setup, level=level)
 
 
+def set_generation(generation: str) -> None:
+    """What JSON lines of this worker say from now on."""
+    _formatter[0].setup = replace(_formatter[0].setup, generation=generation)
+
+
 def handed_down(part: str) -> dict[str, str]:
     """For the environment of a helper process, which is this `part` of our own."""
     setup = current_setup()

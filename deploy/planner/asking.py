@@ -54,6 +54,9 @@ KNOWN: Mapping[str, set[str]] = {
     "search": set(),
 }
 REFERENCE_REQUESTS = 300
+WHOLE = {"nodes", "devices_per_node", "layers", "heads", "kv_heads", "hidden", "kv_bytes", "max_model_len"}
+MOST_FIGURE = 1e24
+MOST_SPREAD = 3.0
 
 
 def read_question(options: argparse.Namespace) -> PlanQuestion:
@@ -84,9 +87,9 @@ def read_question(options: argparse.Namespace) -> PlanQuestion:
             joint=_one_of(objectives, "attain", "each" if reference else "both", ("both", "each")) == "both",
         ),
         space=space,
-        seeds=tuple(range(int(_number(search, "seeds", 1)))),
-        estimates=int(_number(search, "estimates", 40)),
-        finalists=int(_number(search, "finalists", 1, least=0)),
+        seeds=tuple(range(_count(search, "seeds", 1))),
+        estimates=_count(search, "estimates", 40),
+        finalists=_count(search, "finalists", 1, least=0),
         least_rate=_number(given["traffic"], "rate", 0.0, least=0),
         reference=reference,
     )
@@ -96,7 +99,7 @@ def _tables(path: Path | None) -> dict[str, dict[str, Any]]:
     found: dict[str, Any] = {}
     if path is not None:
         try:
-            found = tomllib.loads(path.read_text())
+            found = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}: {error}") from None
     for name, table in found.items():
@@ -111,8 +114,8 @@ def _tables(path: Path | None) -> dict[str, dict[str, Any]]:
 
 def _model(table: dict[str, Any]) -> PlannedModel:
     """A known one, with figures of the table's own; all of them for another."""
-    name = table.get("name", "opt-13b")
-    own = {key: value for key, value in table.items() if key != "name"}
+    name = _text(table, "name", "opt-13b")
+    own = _figures("model", table)
     if name in MODELS:
         # Figures that differ from the known model's make another, whose steps nobody has measured.
         return replace(MODELS[name], **own, measured={}) if own else MODELS[name]
@@ -127,16 +130,13 @@ def _model(table: dict[str, Any]) -> PlannedModel:
 
 
 def _machines(table: dict[str, Any]) -> Machines:
-    name = table.get("name", "a100-80g")
+    name = _text(table, "name", "a100-80g")
     if name not in MACHINES and not {"memory", "flops", "memory_bandwidth"} <= set(table):
         raise ValueError(
             f"hardware {name!r} is none of {', '.join(MACHINES)}: [hardware] of a file gives its memory, flops and"
             " memory_bandwidth"
         )
-    for key, value in table.items():
-        if key != "name" and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ValueError(f"[hardware] {key} = {value!r} is no number")
-    return replace(MACHINES.get(name, Machines(name=name)), **table)
+    return replace(MACHINES.get(name, Machines(name=name)), **_figures("hardware", table))
 
 
 def _load(
@@ -147,26 +147,36 @@ def _load(
     if not shapes:
         raise ValueError("no worker fits: " + "; ".join(f"{each.what}: {each.reason}" for each in rejected))
     table, search = given["traffic"], given["search"]
-    traffic = _traffic(table).with_objectives(
+    traffic = _traffic(table, model.max_model_len).with_objectives(
         *(_number(given["objectives"], name, None) for name in ("ttft_ms", "tpot_ms"))
     )
-    pairs = tuple(read_pairs(Path(table["lengths"]))) if "lengths" in table else ()
+    pairs = tuple(read_pairs(Path(_text(table, "lengths", "")))) if "lengths" in table else ()
     return OfferedTraffic(
         traffic=replace(traffic, burstiness=_number(table, "burstiness", 1.0)),
         profile=model.profile(machines, shapes[0]),
-        requests=int(_number(search, "requests", REFERENCE_REQUESTS if reference else 600, least=20)),
+        requests=_count(search, "requests", REFERENCE_REQUESTS if reference else 600, least=20),
         seconds=_number(search, "seconds", 0.0 if reference else 60.0, least=0),
         pairs=pairs,
     )
 
 
-def _traffic(table: Mapping[str, Any]) -> Traffic:
+def _traffic(table: Mapping[str, Any], longest: int) -> Traffic:
     """A known workload, or lengths of the table's own. Pairs of a file need a workload of one class."""
     if "prompt_mean" in table or "output_mean" in table:
-        prompt = Lengths(_number(table, "prompt_mean", 512), _number(table, "prompt_spread", 0.0, least=0))
-        output = Lengths(_number(table, "output_mean", 64), _number(table, "output_spread", 0.0, least=0))
+        prompt, output = (
+            Lengths(
+                _number(table, f"{which}_mean", mean, least=1, most=longest),
+                _number(table, f"{which}_spread", 0.0, least=0, most=MOST_SPREAD),
+                most=longest,
+            )
+            for which, mean in (("prompt", 512), ("output", 64))
+        )
+        if prompt.mean + output.mean > longest:
+            raise ValueError(
+                f"prompt-mean {prompt.mean:g} and output-mean {output.mean:g} are more than the model's {longest}"
+            )
         return Traffic(name="own", classes=(TrafficClass(prompt=prompt, output=output),))
-    traffic = traffic_of(table.get("workload", "sharegpt"))
+    traffic = traffic_of(_text(table, "workload", "sharegpt"))
     if "lengths" in table and len(traffic.classes) > 1:
         raise ValueError(f"lengths go with a workload of one class, which {traffic.name} is not")
     return traffic
@@ -178,18 +188,44 @@ def _number(table: Mapping[str, Any], key: str, default: Any, least: float | Non
         return None
     number = not isinstance(value, bool) and isinstance(value, int | float)
     if not number or not (value > 0 if least is None else value >= least) or value > most:
-        raise ValueError(
-            f"{key.replace('_', '-')} {value!r} is not a number {'above 0' if least is None else f'from {least:g} on'}"
-        )
+        bounds = "above 0" if least is None else f"from {least:g} on"
+        raise ValueError(f"{key.replace('_', '-')} {value!r} is not a number {bounds}, {most:g} at most")
     return value
+
+
+def _count(table: Mapping[str, Any], key: str, default: int, least: int = 1) -> int:
+    value = _number(table, key, default, least=least, most=1e6)
+    if value != int(value):
+        raise ValueError(f"{key.replace('_', '-')} {value!r} is not a whole number")
+    return int(value)
+
+
+def _text(table: Mapping[str, Any], key: str, default: str) -> str:
+    value = table.get(key, default)
+    if not isinstance(value, str) or not value or not value.isprintable():
+        raise ValueError(f"{key} {value!r} is no text of one line")
+    return value
+
+
+def _figures(owner: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """All but the name: sizes and speeds, of which some are whole numbers."""
+    found = {key: value for key, value in table.items() if key != "name"}
+    for key, value in found.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MOST_FIGURE
+        if not number or (key in WHOLE and value != int(value)):
+            kind = "a whole number" if key in WHOLE else "a number"
+            raise ValueError(f"{key.replace('_', ' ')} of the {owner} must be {kind} above 0, not {value!r}")
+    return {key: int(value) if key in WHOLE else value for key, value in found.items()}
 
 
 def _whole(table: Mapping[str, Any], key: str, default: tuple[int, ...]) -> tuple[int, ...]:
     value = table.get(key, default)
     try:
-        found = tuple(int(part) for part in (value.split(",") if isinstance(value, str) else value))
+        found = tuple(int(part) for part in value.split(",")) if isinstance(value, str) else tuple(value)
     except (ValueError, TypeError):
-        raise ValueError(f"{key.replace('_', '-')} {value!r}: give whole numbers, as in 1,2,4") from None
+        found = ()
+    if not found or any(type(part) is not int or part < 1 for part in found):
+        raise ValueError(f"{key.replace('_', '-')} {value!r}: give whole numbers above 0, as in 1,2,4")
     return found
 
 

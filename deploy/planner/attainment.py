@@ -15,7 +15,7 @@ import numpy as np
 from deploy.planner.placements import CandidatePlacement
 from deploy.simulator.profiles import Profile
 from deploy.simulator.texts import VOCABULARY
-from deploy.simulator.traffic import Arrival, Traffic, arrivals, trace
+from deploy.simulator.traffic import Arrival, DrawnRequest, Traffic, arrivals, drawn, trace
 from serving.messages import Request, SamplingParams
 
 LEVELS = (*(level / 20 for level in range(1, 20)), 0.99)
@@ -62,15 +62,26 @@ def offered(load: OfferedTraffic, rate: float, seed: int) -> OfferedRequests:
 
 @lru_cache(maxsize=32)
 def _offered(load: OfferedTraffic, count: int, seed: int) -> OfferedRequests:
-    made = arriving(load, count, seed)
-    slos = [each.request.slo for each in made]
+    made = _paired(load, count, seed) if load.pairs else drawn(load.traffic, load.profile, count, seed)
+    kinds = [kind.objectives(load.profile) for kind in load.traffic.classes]
+    slos = [kinds[each.kind] for each in made]
     return OfferedRequests(
         [each.at for each in made],
-        [len(each.request.prompt) for each in made],
-        [each.output_tokens for each in made],
+        [each.prompt for each in made],
+        [each.output for each in made],
         [float("inf") if slo.ttft_ms is None else slo.ttft_ms / 1e3 for slo in slos],
         [float("inf") if slo.tpot_ms is None else slo.tpot_ms / 1e3 for slo in slos],
     )
+
+
+def _paired(load: OfferedTraffic, count: int, seed: int) -> list[DrawnRequest]:
+    """With the lengths of the file, cut as those that are drawn are."""
+    longest, made = load.profile.max_model_len, []
+    for number, at in enumerate(arrivals(count, load.traffic.burstiness, seed)):
+        prompt, output = load.pairs[number % len(load.pairs)]
+        prompt = min(prompt, longest - 2)
+        made.append(DrawnRequest(at, 0, prompt, min(output, longest - 1 - prompt)))
+    return made
 
 
 def arriving(load: OfferedTraffic, count: int, seed: int) -> tuple[Arrival, ...]:
@@ -79,19 +90,16 @@ def arriving(load: OfferedTraffic, count: int, seed: int) -> tuple[Arrival, ...]
         return trace(load.traffic, load.profile, count, seed)
     generator = np.random.default_rng((seed, 0x504C))
     (kind,) = load.traffic.classes
-    slo, longest, made = kind.objectives(load.profile), load.profile.max_model_len, []
-    for number, at in enumerate(arrivals(count, load.traffic.burstiness, seed)):
-        prompt, output = load.pairs[number % len(load.pairs)]
-        prompt = min(prompt, longest - 2)
-        output = min(output, longest - 1 - prompt)
+    slo, made = kind.objectives(load.profile), []
+    for number, each in enumerate(_paired(load, count, seed)):
         request = Request(
             request_id=f"{seed}-{number}",
-            prompt=tuple(generator.integers(1, VOCABULARY, size=prompt).tolist()),
-            sampling=SamplingParams(max_tokens=output, seed=number, temperature=0.0),
+            prompt=tuple(generator.integers(1, VOCABULARY, size=each.prompt).tolist()),
+            sampling=SamplingParams(max_tokens=each.output, seed=number, temperature=0.0),
             slo=slo,
             service_class=kind.name,
         )
-        made.append(Arrival(at, request, output))
+        made.append(Arrival(each.at, request, each.output))
     return tuple(made)
 
 
@@ -142,8 +150,12 @@ class Attainment:
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> Attainment:
-        """Raises TypeError for fields that are not those."""
-        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        """Raises TypeError for fields that are not those. JSON has no infinity: it is null there."""
+        lists = {
+            name: tuple(float("inf") if each is None else each for each in value)
+            for name, value in values.items()
+            if isinstance(value, list)
+        }
         return Attainment(**{**values, **lists})
 
 

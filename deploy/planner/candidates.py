@@ -67,8 +67,9 @@ def why_not(model: PlannedModel, machines: Machines, shape: InstanceShape) -> st
             f"does not fit memory: weights of {model.weights / GIB:.0f} GiB and the KV of one request of"
             f" {model.max_model_len} tokens, {kv / GIB:.1f} GiB, in {room:.0f} GiB"
         )
-    if model.measured and shape.tp not in model.measured:
-        return f"there are no step times of TP {shape.tp}, but of {', '.join(map(str, sorted(model.measured)))}"
+    tables = model.tables(machines)
+    if tables and shape.tp not in tables:
+        return f"there are no step times of TP {shape.tp}, but of {', '.join(map(str, sorted(tables)))}"
     return None
 
 

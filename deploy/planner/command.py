@@ -93,6 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.processes < 0:
         raise ValueError("--processes: give 0 or more")
+    if arguments.served_model is not None and not (arguments.served_model and arguments.served_model.isprintable()):
+        raise ValueError(f"--served-model {arguments.served_model!r}: give a path or a name, on one line")
     question = read_question(arguments)
     if not arguments.no_report:
         from deploy.planner.charts import check_library
@@ -100,8 +102,10 @@ def run(arguments: argparse.Namespace) -> int:
         check_library()
     began = time.perf_counter()
     answer = _searched(arguments, question)
-    _show(answer, time.perf_counter() - began)
-    _write(arguments, answer)
+    seconds = time.perf_counter() - began
+    written = _write(arguments, answer)  # first, since what reads the output may be gone
+    _show(answer, seconds)
+    print(", ".join(map(str, written)), file=sys.stderr)
     return 0
 
 
@@ -150,7 +154,7 @@ def _show(answer: PlanAnswer, seconds: float) -> None:
     how = "of both at once" if question.goal.joint else "of each"
     nodes = f"{machines.nodes} × {machines.devices_per_node} {machines.name}"
     print(f"{question.model.name} on {nodes}, {load.traffic.name}: {asked}, {question.goal.share:.0%} {how}")
-    console.print(ranking(answer))
+    console.print(ranking(answer, width=console.width))
     for line in difference(answer):
         print(f"   {line}")
     if answer.rejected:
@@ -161,19 +165,20 @@ def _show(answer: PlanAnswer, seconds: float) -> None:
     print(verdict(answer))
 
 
-def _write(arguments: argparse.Namespace, answer: PlanAnswer) -> None:
+def _write(arguments: argparse.Namespace, answer: PlanAnswer) -> list[Path]:
+    """The files' paths."""
     from deploy.planner.written import placement_file
 
     best, folder = answer.best(), arguments.output
     assert best is not None
     model = arguments.served_model or f"/models/{answer.question.model.name}"
-    (folder / FILE).write_text(placement_file(best, model, answer.question.machines))
-    written = [FILE]
+    (folder / FILE).write_text(placement_file(best, model, answer.question.machines), "utf-8")
+    written = [folder / FILE]
     if not arguments.no_report:
         from deploy.planner.charts import draw_picture
         from deploy.planner.page import report_page
 
-        (folder / PAGE).write_text(report_page(answer, (folder / FILE).read_text()))
+        (folder / PAGE).write_text(report_page(answer, (folder / FILE).read_text("utf-8")), "utf-8")
         draw_picture(answer, folder / PICTURE)
-        written += [PAGE, PICTURE]
-    print(", ".join(str(folder / name) for name in written), file=sys.stderr)
+        written += [folder / PAGE, folder / PICTURE]
+    return written

@@ -13,6 +13,8 @@ from deploy.planner.answer import PlanAnswer, PlannedPlacement
 if TYPE_CHECKING:
     from rich.table import Table
 
+TITLES = ("devices", "req/s", "a device", "cost/1M", "TTFT p90", "TPOT p90", "queues", "source", "front")
+SHORT, WHOLE = 6, 120  # columns that a narrow terminal has, and characters from which all are shown
 EVEN = 0.03  # a ratio within it says that neither is better
 
 
@@ -22,7 +24,7 @@ def verdict(answer: PlanAnswer) -> str:
     assert best is not None
     if split is None or mixed is None:
         only, other = ("aggregated", "split") if split is None else ("split", "aggregated")
-        return f"Run {best.placement}: no {other} placement meets the objectives, so it is {only} or nothing."
+        return f"Run {best.placement}: no {other} placement fits and meets the objectives, so it is {only} or nothing."
     ratio = answer.ratio
     assert ratio is not None
     one, other = (f"{each.per_device:.3g}" for each in (split, mixed))
@@ -34,17 +36,20 @@ def verdict(answer: PlanAnswer) -> str:
     return f"Disaggregate: {figures}, so splitting gives {ratio:.2f}× of it ({split.source})."
 
 
-def ranking(answer: PlanAnswer, most: int = 20) -> Table:
-    """The best `most`, with the figures of both sources."""
+def ranking(answer: PlanAnswer, most: int = 20, width: int = WHOLE) -> Table:
+    """The best `most`, with the figures of both sources. Where `width` is too narrow for all columns, the first ones:
+    the others are in the report. Names of placements wrap."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("", "placement", "devices"):
-        table.add_column(title, justify="left" if title == "placement" else "right", no_wrap=True)
-    for title in ("req/s", "a device", "cost/1M", "TTFT p90", "TPOT p90", "queues", "source", "front"):
-        table.add_column(title, justify="right")
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("placement")
+    titles = TITLES if width >= WHOLE else TITLES[:SHORT]
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
     for number, each in enumerate(answer.ranked[:most], 1):
-        table.add_row(str(number), str(each.placement), str(each.placement.devices), *figures_of(each))
+        figures = (str(each.placement.devices), *figures_of(each))[: len(titles)]
+        table.add_row(str(number), str(each.placement), *figures)
     return table
 
 

@@ -43,11 +43,16 @@ class Machines:
     def devices(self) -> int:
         return self.nodes * self.devices_per_node
 
+    @property
+    def speeds(self) -> tuple[float, float, float]:
+        """What steps depend on: FLOP/s, and bytes/s of memory and of the link inside a node."""
+        return self.flops, self.memory_bandwidth, self.link
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedModel:
-    """`weights` and `kv_bytes` (of a token) in bytes. `measured` are profiles by tensor parallel size; where there are
-    none, workers of every size have a roofline."""
+    """`weights` and `kv_bytes` (of a token) in bytes. `measured` are profiles by tensor parallel size, on A100s; where
+    there are none, and on other machines, workers of every size have a roofline."""
 
     name: str
     layers: int
@@ -61,8 +66,17 @@ class PlannedModel:
     measured: Mapping[int, Profile] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("layers", "heads", "kv_heads", "hidden", "weights", "kv_bytes", "max_model_len"):
-            if getattr(self, name) <= 0:
+        for name in (
+            "layers",
+            "heads",
+            "kv_heads",
+            "hidden",
+            "weights",
+            "kv_bytes",
+            "max_model_len",
+            "bytes_per_weight",
+        ):
+            if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name.replace('_', ' ')} of the model must be above 0")
 
     def kv_tokens(self, machines: Machines, shape: InstanceShape) -> int:
@@ -70,11 +84,15 @@ class PlannedModel:
         free = USABLE_MEMORY * machines.memory * shape.devices - self.weights
         return int(free // self.kv_bytes)
 
+    def tables(self, machines: Machines) -> Mapping[int, Profile]:
+        """What was measured, where that was on machines as fast as these."""
+        return self.measured if machines.speeds == Machines().speeds else {}
+
     def profile(self, machines: Machines, shape: InstanceShape) -> Profile:
         """A worker's steps as those of one stage, and its KV's room. Raises KeyError where TP has no profile."""
-        tokens = self.kv_tokens(machines, shape)
-        if self.measured:
-            return replace(self.measured[shape.tp], kv_tokens=tokens)
+        tokens, tables = self.kv_tokens(machines, shape), self.tables(machines)
+        if tables:
+            return replace(tables[shape.tp], kv_tokens=tokens)
         return roofline(self, machines, shape.tp, tokens)
 
 

@@ -5,11 +5,15 @@ It decides neither what to measure nor what the figures mean. A measurement depe
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,6 +61,19 @@ class RateProbe:
         return merged(runs)
 
 
+def _follow_parent() -> None:
+    """Of a process that measures: Ctrl-C is the parent's to handle, and when that is gone nobody wants the answer."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait_for_end() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
+
+
 def _measure(probe: RateProbe) -> Attainment:
     logging.getLogger().setLevel(logging.CRITICAL)  # simulated routers tell of every request they place anew
     return probe.measure()
@@ -65,7 +82,8 @@ def _measure(probe: RateProbe) -> Attainment:
 class ProbeStore(AbstractContextManager["ProbeStore"]):
     """A file of measurements, a line each, that a later run reads. Without a path nothing is kept.
 
-    Lines that a kill has cut short are passed over. `resume` reads what is there; else the file begins anew.
+    Lines that a kill has cut short are passed over. `resume` reads what is there; else the file begins anew. Raises
+    ValueError where another process writes to it.
     """
 
     def __init__(self, path: Path | None, resume: bool = False):
@@ -75,11 +93,17 @@ class ProbeStore(AbstractContextManager["ProbeStore"]):
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        if resume and path.exists():
-            self._known = dict(_read(path))
-        whole = b"".join(orjson.dumps({"key": key, **found.as_json()}) + b"\n" for key, found in self._known.items())
-        path.write_bytes(whole)
-        self._file = path.open("a")
+        self._file = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise ValueError(f"another plan writes to {path.parent}: give --output another folder") from None
+        if not resume:
+            self._file.truncate(0)
+            return
+        self._known = dict(_read(path))
+        self._file.truncate(path.read_bytes().rfind(b"\n") + 1)  # nothing may go on with a line that was cut short
 
     def get(self, probe: RateProbe) -> Attainment | None:
         found = self._known.get(probe.key)
@@ -123,9 +147,11 @@ class RateProber(AbstractContextManager["RateProber"]):
         told: Callable[[], None] = lambda: None,
     ):
         self.load, self.goal, self.seeds, self.store, self.told = load, goal, tuple(seeds), store, told
-        self._pool: Executor | None = None
+        self._pool: ProcessPoolExecutor | None = None
         if processes:
-            self._pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
+            self._pool = ProcessPoolExecutor(
+                processes, mp_context=multiprocessing.get_context("spawn"), initializer=_follow_parent
+            )
 
     def goodputs(
         self, model: AttainmentModel, wanted: Sequence[tuple[Measured, RateSearch]], load: OfferedTraffic | None = None
@@ -180,5 +206,9 @@ class RateProber(AbstractContextManager["RateProber"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._pool is None:
+            return
+        if kind is not None:  # nobody waits for what is being measured
+            for process in list(self._pool._processes.values()):
+                process.terminate()
+        self._pool.shutdown(wait=True, cancel_futures=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from deploy.planner.answer import PlanAnswer, PlannedPlacement, PlanQuestion
 from deploy.planner.attainment import OfferedTraffic, offered
@@ -25,6 +26,8 @@ from serving.messages import Role
 PHASE_SECONDS = 30.0  # of requests that one worker alone is measured with
 FINALIST_SECONDS = 15.0  # of requests that finalists are simulated with, at least
 ESTIMATE_TOLERANCE, SIMULATED_TOLERANCE = 0.03, 0.1
+MOST = 1_000_000  # placements that are held at once
+REPLACED = 3  # times that finalists which fail in the simulator make room for the next best
 CURVE = (0.25, 0.5, 0.7, 0.85, 0.95, 1.0, 1.05, 1.15, 1.3)  # of a goodput: the rates of an attainment curve
 
 Stage = Callable[[str, int], None]
@@ -54,14 +57,19 @@ class PlanSearch:
         question = self.question
         bounds = self._bounded()
         phases = self._phases_alone(bounds)
-        every = placements(question.model, question.machines, question.space, self.shapes)
+        every = list(islice(placements(question.model, question.machines, question.space, self.shapes), MOST + 1))
+        if len(every) > MOST:
+            raise ValueError(
+                f"{question.machines.devices} devices give over {MOST:,} placements: plan fewer and repeat them, or"
+                " restrict --tp, --pp, --links and --max-num-batched-tokens"
+            )
         short = shortlist(question, list(dict.fromkeys(every)), phases)
         self.rejected += short.rejected
         if not short.placements:
             raise ValueError("no placement meets the objectives at any rate: " + _reasons(self.rejected))
         measured = self._estimated(short.placements, phases)
-        mark_dominated(measured)
         finalists = self._simulated(measured)
+        mark_dominated(measured)
         self._curves(finalists or measured[:3])
         ranked = sorted(measured, key=lambda each: (each.simulated is None, -each.per_device, str(each.placement)))
         return PlanAnswer(self.question, ranked, self.rejected, short.considered, short.evolved)
@@ -137,15 +145,34 @@ class PlanSearch:
         return not placement.split or placement.units > 1 or one
 
     def _simulated(self, measured: list[PlannedPlacement]) -> list[PlannedPlacement]:
-        """The best of each kind once more, by the classes that serve."""
+        """The best of each kind once more, by the classes that serve.
+
+        One that misses the goal there, or the rate that there will be, is left out of `measured`, and the next best
+        takes its place, up to REPLACED times.
+        """
         count = 0 if self.question.reference else self.question.finalists
-        finalists = [
-            each
-            for split in (True, False)
-            for each in [
-                one for one in measured if one.placement.split == split and why_not_simulated(one.placement) is None
-            ][:count]
-        ]
+        finalists: list[PlannedPlacement] = []
+        for _ in range(REPLACED + 1 if count else 0):
+            some = [
+                each
+                for split in (True, False)
+                for each in _worth_simulating(measured, split, count - _kinds(finalists)[split])
+            ]
+            if not some:
+                break
+            self._simulate(some)
+            for each in some:
+                if each.simulated is None or not each.goodput or each.goodput < self.question.least_rate:
+                    measured.remove(each)
+                    self._reject(each.placement, f"attains {each.goodput:.3g} requests/s at most (simulated)")
+                else:
+                    finalists.append(each)
+        if not measured:
+            raise ValueError("no placement meets the objectives in the simulator: " + _reasons(self.rejected[::-1]))
+        return finalists
+
+    def _simulate(self, finalists: Sequence[PlannedPlacement]) -> None:
+        """The simulator's figure, and the queues' over the same requests."""
         self.stage("simulator", len(finalists))
         for near in (True, False):
             some = [each for each in finalists if self._inside_a_node(each.placement) == near]
@@ -164,7 +191,6 @@ class PlanSearch:
             queues = self.near if near else self.far
             for each, found in zip(some, self.prober.goodputs(queues, alike, load), strict=True):
                 each.alike = found
-        return finalists
 
     def _curves(self, shown: Sequence[PlannedPlacement]) -> None:
         """Of queues, over the requests that were simulated where some were."""
@@ -177,6 +203,17 @@ class PlanSearch:
 
     def _reject(self, what: object, reason: str) -> None:
         self.rejected.append(Rejection(str(what), reason))
+
+
+def _worth_simulating(measured: Sequence[PlannedPlacement], split: bool, count: int) -> list[PlannedPlacement]:
+    """The best `count` of a kind that have not been simulated."""
+    left = [each for each in measured if each.placement.split == split and each.simulated is None]
+    return [each for each in left if why_not_simulated(each.placement) is None][:count]
+
+
+def _kinds(finalists: Sequence[PlannedPlacement]) -> dict[bool, int]:
+    """How many are split, and how many aggregated."""
+    return {split: sum(each.placement.split == split for each in finalists) for split in (True, False)}
 
 
 def _reasons(rejected: Sequence[Rejection]) -> str:

@@ -43,8 +43,9 @@ def shortlist(
     kinds = [[index for index in order if names[index].split == split] for split in (True, False)]
     turns = [index for pair in zip(*kinds, strict=False) for index in pair]
     front = set(pareto_front(judged))
-    promise = [*turns[: question.estimates // 2], *(index for index in order if index in front), *order]
-    chosen = list(dict.fromkeys(promise))[: question.estimates]
+    most = max(question.estimates, 2)  # one of each kind: a verdict compares them
+    promise = [*turns[: max(most // 2, 2)], *(index for index in order if index in front), *order]
+    chosen = list(dict.fromkeys(promise))[:most]
     found.placements = [names[index] for index in chosen]
     left = set(range(len(names))) - set(chosen)
     for index in sorted(left):

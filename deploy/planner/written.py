@@ -5,6 +5,8 @@ It has roles, numbers, parallel sizes and step budgets; what else a service need
 
 from __future__ import annotations
 
+import json
+
 from deploy.planner.answer import PlannedPlacement
 from deploy.planner.machines import Machines
 from deploy.planner.placements import InstanceGroup
@@ -17,7 +19,7 @@ def placement_file(planned: PlannedPlacement, model: str, machines: Machines) ->
     lines = [
         f"# {placement}: {planned.goodput:.3g} requests/s, {planned.per_device:.3g} of each device ({planned.source}).",
         f'# Planned for {machines.devices} devices of {machines.name}. Written by "millrace plan".',
-        f'model = "{model}"',
+        f"model = {json.dumps(model, ensure_ascii=False)}",  # of one printable line, which is the same in TOML
         "",
         "[common]",
         'device = "cuda"',

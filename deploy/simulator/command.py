@@ -28,7 +28,7 @@ from deploy.simulator.profile_files import read_profile
 from deploy.simulator.profiles import PROFILES, Profile, profile_of
 from deploy.simulator.recorded_systems import SYSTEMS
 from deploy.simulator.study import Study
-from deploy.simulator.trace_files import read_trace
+from deploy.simulator.trace_files import MOST_TOKENS, read_trace
 from deploy.simulator.traffic import Lengths, Traffic, traffic_of
 from router.policies import POLICIES
 from serving.messages import Role
@@ -91,7 +91,7 @@ def lengths_of(flag: str, text: str) -> Lengths:
     """`256:0.5` → a mean and a spread. Raises ValueError."""
     mean, _, spread = text.partition(":")
     try:
-        found = Lengths(float(mean), float(spread or 0.0))
+        found = Lengths(float(mean), float(spread or 0.0), most=MOST_TOKENS)
     except ValueError:
         found = Lengths(math.nan)
     if not (1 <= found.mean < math.inf and 0 <= found.spread <= MOST_NOISE):
@@ -124,6 +124,8 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--attainment {options.attainment:g}: give a share above 0 and at most 1")
     if options.rate not in (None, SEARCH):
         rates_of(options.rate)
+    if options.json is not None and (options.json.is_dir() or not os.access(options.json.absolute().parent, os.W_OK)):
+        raise ValueError(f"--json {options.json}: cannot be written; give a file in a folder that can")
     if options.jobs < 0:
         raise ValueError(f"--jobs {options.jobs}: give at least 1")
     if options.system is not None and options.without:
@@ -165,9 +167,14 @@ def study_of(options: argparse.Namespace, policy: str) -> Study:
     given = {name: getattr(options, name) for name in ENGINE_FLAGS if getattr(options, name) is not None}
     traced = tuple(read_trace(options.trace)) if options.trace is not None else ()
     seeds = options.seeds or (SEEDS_OF_A_TRACE if traced else SEEDS)
+    traffic = traffic_from(options)
+    for name in ("prompt", "output"):
+        means = [getattr(kind, name).mean for kind in traffic.classes if getattr(kind, name) is not None]
+        if getattr(options, f"{name}_tokens") is not None and max(means) >= profile.max_model_len:
+            raise ValueError(f"--{name}-tokens {max(means):g}: {profile.name} takes less than {profile.max_model_len}")
     return Study(
         plan=replace(plan, engine=replace(plan.engine, **given)),
-        traffic=traffic_from(options),
+        traffic=traffic,
         requests=options.requests,
         seeds=tuple(range(seeds)),
         max_tokens=options.max_tokens,

@@ -7,9 +7,8 @@ ModelShape and Hardware.
 from __future__ import annotations
 
 import dataclasses
-import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +19,8 @@ from deploy.simulator.profiles import Fitted, Profile
 from serving.step_cost import StepCost
 
 T = TypeVar("T")
+
+MOST = 1e24  # of any figure
 
 COST = ("fixed", "token", "pair", "sequence", "context", "error")  # seconds, of StepCost; `error` of a logarithm
 SIZES = ("kv_tokens", "kv_bytes", "layers", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
@@ -43,7 +44,9 @@ def fitted_profile(path: Path, known: Mapping[str, Any]) -> Profile:
     if not isinstance(cost, dict) or not isinstance(known.get("model"), str):
         raise ValueError(f"{path}: gives no model and cost, as `millrace profile` writes them")
     values: dict[str, Any] = {name: _positive(path, f"cost.{name}", cost.get(name), least=0.0) for name in COST}
-    sizes: dict[str, Any] = {name: int(_positive(path, name, known.get(name))) for name in SIZES}
+    if not any(values[name] for name in COST if name != "error"):
+        raise ValueError(f"{path}, cost: a step that takes no time is none")
+    sizes: dict[str, Any] = {name: _whole(path, name, known.get(name)) for name in SIZES}
     return Profile(name=path.stem, model=known["model"], steps=Fitted(StepCost(**values)), **sizes)
 
 
@@ -70,14 +73,29 @@ def _table(path: Path, table: str, given: Mapping[str, Any], kind: type[T]) -> T
     missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in given]
     if missing:
         raise ValueError(f"{path}, {table}.{missing[0]}: missing")
-    values = {
-        name: value if fields[name].type == "str" else _positive(path, f"{table}.{name}", value)
-        for name, value in given.items()
-    }
-    return kind(**{name: int(value) if fields[name].type == "int" else value for name, value in values.items()})
+    read: dict[object, Callable[[Path, str, object], object]] = {"str": _text, "int": _whole}
+    return kind(
+        **{
+            name: read.get(fields[name].type, _positive)(path, f"{table}.{name}", value)
+            for name, value in given.items()
+        }
+    )
+
+
+def _text(path: Path, name: str, value: object) -> str:
+    if not isinstance(value, str) or not value.isprintable():
+        raise ValueError(f"{path}, {name}: {value!r} is no text of one line")
+    return value
+
+
+def _whole(path: Path, name: str, value: object) -> int:
+    number = _positive(path, name, value)
+    if number != int(number):
+        raise ValueError(f"{path}, {name}: {value!r} is not a whole number above 0")
+    return int(number)
 
 
 def _positive(path: Path, name: str, value: object, least: float = 1e-12) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= MOST:
         raise ValueError(f"{path}, {name}: {value!r} is not a number {'from 0 on' if least == 0.0 else 'above 0'}")
     return float(value)

@@ -20,6 +20,7 @@ from serving.messages import Request, SamplingParams, Slo
 
 MEASURED = ("ttft_ms", "tpot_ms")  # may be missing
 MOST_TOKENS = 1 << 24
+LEAST_SPAN = 1e-6  # seconds; arrivals nearer to each other come at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +36,10 @@ class TracedRequest:
 
 def read_trace(path: Path) -> list[TracedRequest]:
     """The requests in the order they arrived. Raises ValueError that names file, line and field; OSError."""
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: {error}") from None
     rows = _csv_rows(path, text) if path.suffix.lower() == ".csv" else _json_rows(path, text)
     found = [_request(where, row) for where, row in rows]
     if not found:
@@ -45,13 +49,16 @@ def read_trace(path: Path) -> list[TracedRequest]:
 
 def _csv_rows(path: Path, text: str) -> Iterator[tuple[str, Mapping[str, object]]]:
     reader = csv.DictReader(text.splitlines())
-    for name in ("arrival_s", "prompt_tokens", "output_tokens"):
-        if name not in (reader.fieldnames or ()):
-            raise ValueError(f"{path}, line 1: there is no column {name}")
-    for row in reader:
-        if None in row:
-            raise ValueError(f"{path}, line {reader.line_num}: more fields than line 1 has names")
-        yield f"{path}, line {reader.line_num}", row
+    try:
+        for name in ("arrival_s", "prompt_tokens", "output_tokens"):
+            if name not in (reader.fieldnames or ()):
+                raise ValueError(f"{path}, line 1: there is no column {name}")
+        for row in reader:
+            if None in row:
+                raise ValueError(f"{path}, line {reader.line_num}: more fields than line 1 has names")
+            yield f"{path}, line {reader.line_num}", row
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {reader.line_num + 1}: {error}") from None
 
 
 def _json_rows(path: Path, text: str) -> Iterator[tuple[str, Mapping[str, object]]]:
@@ -98,7 +105,7 @@ def _count(where: str, name: str, value: object) -> int:
 def natural_rate(traced: Sequence[TracedRequest]) -> float:
     """Requests a second at which they arrived, from the first to the last; 1 where all came at once."""
     span = traced[-1].arrival_s - traced[0].arrival_s
-    return (len(traced) - 1) / span if span > 0 else 1.0
+    return (len(traced) - 1) / span if span >= LEAST_SPAN else 1.0
 
 
 def as_arrivals(traced: Sequence[TracedRequest], slo: Slo, seed: int = 0) -> tuple[Arrival, ...]:

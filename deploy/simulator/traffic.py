@@ -144,6 +144,35 @@ def traffic_of(name: str) -> Traffic:
     return TRAFFIC[name]
 
 
+@dataclass(frozen=True, slots=True)
+class DrawnRequest:
+    """A request of a trace without its text: `kind` is the number of its class."""
+
+    at: float
+    kind: int
+    prompt: int
+    output: int
+
+
+def drawn(traffic: Traffic, profile: Profile, count: int, seed: int) -> list[DrawnRequest]:
+    """The requests of `trace` with the same arguments: arrivals, classes and lengths, at one a second."""
+    return _drawn(traffic, profile, count, seed, np.random.default_rng((seed, 0x5452)))
+
+
+def _drawn(
+    traffic: Traffic, profile: Profile, count: int, seed: int, generator: np.random.Generator
+) -> list[DrawnRequest]:
+    shares = np.array([kind.share for kind in traffic.classes])
+    kinds = generator.choice(len(shares), size=count, p=shares / shares.sum())
+    pairs = [_pairs(kind, generator, count, seed) for kind in traffic.classes]
+    made = []
+    for number, (at, kind) in enumerate(zip(arrivals(count, traffic.burstiness, seed), kinds.tolist(), strict=True)):
+        prompt, output = pairs[kind][number]
+        prompt = min(prompt, profile.max_model_len - 2)
+        made.append(DrawnRequest(at, kind, prompt, min(output, profile.max_model_len - 1 - prompt)))
+    return made
+
+
 @lru_cache(maxsize=16)
 def trace(
     traffic: Traffic, profile: Profile, count: int, seed: int, *, max_tokens: int | None = None
@@ -153,27 +182,23 @@ def trace(
     Clients ask for `max_tokens`, or for just the tokens that there will be.
     """
     generator = np.random.default_rng((seed, 0x5452))
-    shares = np.array([kind.share for kind in traffic.classes])
-    kinds = generator.choice(len(shares), size=count, p=shares / shares.sum())
-    pairs = [_pairs(kind, generator, count, seed) for kind in traffic.classes]
+    requests = _drawn(traffic, profile, count, seed, generator)
     prefixes = [_prefixes(kind, generator) for kind in traffic.classes]
     slos = [kind.objectives(profile) for kind in traffic.classes]
     made = []
-    for number, (at, kind) in enumerate(zip(arrivals(count, traffic.burstiness, seed), kinds.tolist(), strict=True)):
-        chosen, (prompt, output) = traffic.classes[kind], pairs[kind][number]
-        prompt = min(prompt, profile.max_model_len - 2)
-        output = min(output, profile.max_model_len - 1 - prompt)
-        start = prefixes[kind][_group(chosen, generator)][:prompt]
+    for number, each in enumerate(requests):
+        chosen, output = traffic.classes[each.kind], each.output
+        start = prefixes[each.kind][_group(chosen, generator)][: each.prompt]
         asked = max(output, max_tokens) if max_tokens is not None else output
         request = Request(
             request_id=f"{seed}-{number}",
-            prompt=start + _tokens(generator, prompt - len(start)),
+            prompt=start + _tokens(generator, each.prompt - len(start)),
             sampling=SamplingParams(max_tokens=asked, seed=int(generator.integers(1 << 32)), temperature=0.0),
-            slo=slos[kind],
+            slo=slos[each.kind],
             service_class=chosen.name,
             priority=chosen.priority,
         )
-        made.append(Arrival(at, request, output))
+        made.append(Arrival(each.at, request, output))
     return tuple(made)
 
 

@@ -31,6 +31,7 @@ from kvcache.transfer.lent_memory import MemoryLenders
 from prefill.service import PrefillService
 from serving.grpc_tls import grpc_tls
 from serving.loader.loading import LoadedModel
+from serving.logs import set_generation
 from serving.malloc import keep_freed_memory
 from serving.messages import Role
 from serving.proto import millrace_pb2 as pb
@@ -116,6 +117,7 @@ class WorkerProcess:
         )
         model_config, config, name = self.settings.model_config, self.settings.engine, self.cluster.worker_name
         worker = build_worker(self.role, model, model_config, config, links, name=name, drafts=drafts)
+        set_generation(worker.identity.generation)
         stack.push_async_callback(_stop, worker)
         stack.callback(lenders.close)
         stack.push_async_callback(dialer.close)

@@ -21,6 +21,7 @@ PHASES = {"millrace.queue", "millrace.prefill", "millrace.handoff", "millrace.de
 OF_TWO = ("millrace.fetch", "millrace.pool.lookup", "millrace.pool.get")  # prefill and decode worker ask the pool
 SECRET = "the-key-of-a-client"
 PROMPT = "unmistakable words of a prompt"
+ROLES = ("prefill", "decode")
 OTHER = {"messages": [{"role": "user", "content": "others"}], "max_tokens": 2}
 OFTEN = {"OTEL_BSP_SCHEDULE_DELAY": "100"}
 Spans = list[dict[str, Any]]
@@ -98,6 +99,10 @@ def check_log(text: str) -> None:
     """Every line of every process is an object, and none has a key or a prompt."""
     lines = [json.loads(line) for line in text.splitlines()]
     assert {line["role"] for line in lines} == {"serve", "prefill", "decode", "kvcache"}
+    made = {
+        role: {line["generation"] for line in lines if line["role"] == role and "generation" in line} for role in ROLES
+    }
+    assert len(made["prefill"]) == 1 and made["prefill"] == made["decode"], "they hand KV to each other"
     assert {line["name"] for line in lines} >= {"serve", "prefill-0", "decode-0", "kvcache-0"}
     (ended,) = (line for line in lines if line.get("trace_id") == TRACE[2:] and "300 output tokens" in line["message"])
     assert ended["class"] == "standard" and ended["request_id"].startswith("chatcmpl-")

@@ -110,7 +110,7 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         (["--hardware", "abacus"], "hardware 'abacus' is none of a100-80g"),
         (["--tp", "1,x"], "tp '1,x': give whole numbers"),
         (["--attainment", "1.5"], "attainment 1.5"),
-        (["--nodes", "0"], "nodes of the machines must be above 0"),
+        (["--nodes", "0"], "nodes of the hardware must be a whole number above 0, not 0"),
         (["--model", "opt-66b", "--devices-per-node", "1"], "no worker fits: workers of TP1: does not fit memory"),
         (["--workload", "nothing"], "there is no workload 'nothing'"),
         (["--lengths", "nowhere.json"], "nowhere.json"),

@@ -35,7 +35,20 @@ def test_rates_are_shown_one_a_line(capsys: pytest.CaptureFixture[str], tmp_path
 def test_a_search_ends_at_a_rate_that_attains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     assert (
-        cli.main([*QUICK, "--rate-tolerance", "0.3", "--policy", "least_loaded,prefix_aware", "--json", str(file)]) == 0
+        cli.main(
+            [
+                *QUICK,
+                "--rate-tolerance",
+                "0.3",
+                "--first-rate",
+                "16",
+                "--policy",
+                "least_loaded,prefix_aware",
+                "--json",
+                str(file),
+            ]
+        )
+        == 0
     )
     assert "goodput: " in capsys.readouterr().out
     for found in orjson.loads(file.read_bytes())["policies"]:
@@ -86,6 +99,9 @@ def test_a_search_ends_at_a_rate_that_attains(capsys: pytest.CaptureFixture[str]
         ("--prompt-tokens", "0"),
         ("--output-tokens", "64:-1"),
         ("--jobs", "-1"),
+        ("--json", "/nowhere/out.json"),
+        ("--prompt-tokens", "8000"),
+        ("--output-tokens", "1e9"),
     ],
 )
 def test_what_cannot_be_is_refused(wrong: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:

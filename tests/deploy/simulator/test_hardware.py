@@ -160,3 +160,21 @@ def test_a_worker_file_that_is_none_is_told(tmp_path: Path) -> None:
     file.write_text('{"model": "some", "cost": {"fixed": -1}}')
     with pytest.raises(ValueError, match=r"cost\.fixed: -1"):
         read_profile(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("a.toml", DESCRIPTION + "devices = 0.5", "hardware.devices: 0.5 is not a whole number"),
+        ("a.toml", DESCRIPTION.replace("layers = 40", "layers = 1" + "0" * 400), "model.layers: 1000"),
+        ("a.toml", DESCRIPTION.replace('name = "opt-13b"', "name = 5"), "model.name: 5 is no text"),
+        ("a.json", {"layers": 30, "kv_bytes": 10, "kv_tokens": 0.5}, "kv_tokens: 0.5 is not a whole number"),
+        ("a.json", {"cost": dict.fromkeys(("fixed", "token", "pair", "sequence", "context", "error"), 0)}, "no time"),
+    ],
+)
+def test_sizes_that_cannot_be_are_told(name: str, text: str | dict[str, object], told: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_bytes(text.encode() if isinstance(text, str) else orjson.dumps({**MEASURED, **text}))
+    with pytest.raises(ValueError, match=name) as error:
+        read_profile(file)
+    assert told in str(error.value)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
 
 import pytest
 
+from bench.workload import poisson_arrivals
 from deploy.simulator.cluster import ClusterPlan, SimulatedCluster
 from deploy.simulator.network import NetworkModel
 from deploy.simulator.outcomes import RequestOutcome
@@ -85,7 +87,7 @@ def test_without_room_sequences_give_way_and_go_on() -> None:
     """So little KV that running sequences are preempted: their texts are still right, and nothing leaks."""
     engine = dataclasses.replace(ClusterPlan.of(PROFILE, (), "least_loaded").engine, num_kv_blocks=60)
     traffic = Traffic(name="grows", classes=(TrafficClass(prompt=Lengths(30), output=Lengths(300)),))
-    done, arrivals = run((Role.MIXED,), traffic=traffic, rate=100.0, engine=engine)
+    done, arrivals = run((Role.MIXED,), traffic=traffic, requests=12, rate=100.0, engine=engine)
     assert [outcome.tokens for outcome in done.outcomes] == written_out(arrivals)
     assert any(len(outcome.placed) > 2 for outcome in done.outcomes), "none was preempted"
     assert_nothing_is_held(done)
@@ -113,19 +115,17 @@ def test_another_process_gives_the_same_run() -> None:
         "from tests.deploy.simulator.test_run import *; done, _ = run(PLACEMENTS['both'], policy='prefix_aware', "
         "traffic=TRAFFIC['shared-prefix'], requests=25); print(told(done))"
     )
-    texts = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(texts) == 1
-    assert len(texts.pop()) > 1000
+    other = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONHASHSEED": "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1", "PYTHONPATH": str(ROOT)},
+    ).stdout
+    done, _ = run(PLACEMENTS["both"], policy="prefix_aware", traffic=TRAFFIC["shared-prefix"], requests=25)
+    assert other == f"{told(done)}\n"
+    assert len(other) > 1000
 
 
 def test_a_queue_of_equal_prompts_is_as_long_as_known() -> None:
@@ -139,12 +139,23 @@ def test_a_queue_of_equal_prompts_is_as_long_as_known() -> None:
     assert took == pytest.approx(0.0752, abs=5e-5)
     traffic = Traffic(name="prompts", classes=(TrafficClass(prompt=Lengths(512), output=Lengths(1)),))
     network = NetworkModel(message_seconds=0.0)
-    done, _ = run((Role.MIXED,), traffic=traffic, requests=3000, rate=3.0, profile=PROFILE, noise=0.0, network=network)
-    share = 3.0 * took
+    done, _ = run((Role.MIXED,), traffic=traffic, requests=300, rate=3.0, profile=PROFILE, noise=0.0, network=network)
+    found = [seconds_to_first(outcome) for outcome in done.outcomes]
+    assert found == pytest.approx(waited([outcome.arrived for outcome in done.outcomes], took), abs=1e-6)
+    assert max(found) > 2 * took, "some waited for others"
+    share, many = 3.0 * took, [at / 3.0 for at in poisson_arrivals(1.0, 100_000, 1)]
     expected = took + share * took / (2 * (1 - share))
-    mean = sum(seconds_to_first(outcome) for outcome in done.outcomes) / len(done.outcomes)
     assert expected == pytest.approx(0.0862, abs=5e-5)
-    assert mean == pytest.approx(expected, rel=0.02)
+    assert sum(waited(many, took)) / len(many) == pytest.approx(expected, rel=0.01)
+
+
+def waited(arrivals: Sequence[float], took: float) -> list[float]:
+    """Of requests served one after the other (Lindley's recursion): seconds from arrival to end."""
+    free, found = 0.0, []
+    for at in arrivals:
+        free = max(free, at) + took
+        found.append(free - at)
+    return found
 
 
 def seconds_to_first(outcome: RequestOutcome) -> float:

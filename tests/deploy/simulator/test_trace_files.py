@@ -52,6 +52,8 @@ def test_what_was_measured_comes_along(tmp_path: Path) -> None:
         ("a.jsonl", "{}\n[]\n", "line 1, arrival_s: None"),
         ("a.jsonl", "[]\n", "line 1: not an object"),
         ("a.jsonl", "{\n", "line 1: not JSON"),
+        ("a.csv", HEAD + "0," + "1" * 200_000 + ",2\n", "line 2: field larger than"),
+        ("a.csv", HEAD + "0,1000000000,2\n", "line 2, prompt_tokens: '1000000000'"),
     ],
 )
 def test_a_mistake_is_told_by_line_and_field(name: str, text: str, told: str, tmp_path: Path) -> None:
@@ -59,6 +61,31 @@ def test_a_mistake_is_told_by_line_and_field(name: str, text: str, told: str, tm
     with pytest.raises(ValueError, match=name) as error:
         read_trace(tmp_path / name)
     assert told in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_marks_and_line_ends_of_other_systems_are_no_part_of_a_trace(name: str, tmp_path: Path) -> None:
+    lines = [HEAD.strip(), "1,5,2", "", "0,6,3"]
+    if name == "a.jsonl":
+        lines = [
+            '{"arrival_s": 1, "prompt_tokens": 5, "output_tokens": 2}',
+            "",
+            '{"arrival_s": 0, "prompt_tokens": 6, "output_tokens": 3}',
+        ]
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    assert [each.prompt_tokens for each in read_trace(tmp_path / name)] == [6, 5]
+
+
+def test_a_trace_that_is_no_text_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(HEAD.encode() + b"0,\xe9,2\n")
+    with pytest.raises(ValueError, match=r"a\.csv: .*can't decode byte"):
+        read_trace(tmp_path / "a.csv")
+
+
+def test_arrivals_next_to_each_other_come_at_once() -> None:
+    traced = [TracedRequest(arrival_s=at, prompt_tokens=4, output_tokens=2) for at in (0.0, 5e-324)]
+    assert natural_rate(traced) == 1.0
+    assert all(math.isfinite(each.at) for each in as_arrivals(traced, Slo()))
 
 
 def test_a_trace_keeps_its_times_at_its_own_rate() -> None:
