@@ -32,13 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", default=RayTable().name, help="of the deployment (default: millrace)")
     parser.add_argument("--address", metavar="HOST:PORT", help="of the Ray cluster (default: $RAY_ADDRESS, else auto)")
     parser.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="seconds to wait for it (default: 600)"
+        "--timeout", type=_seconds, default=600.0, metavar="S", help="seconds to wait for it (default: 600)"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Scale, wait, print; the exit code: 0 once all is as it was asked for. Raises MillraceError, ValueError."""
     wanted = dict(arguments.counts)
+    if len(wanted) < len(arguments.counts):
+        raise ValueError("a group is named twice: say once how many it is to have")
     ray = connect(arguments.address, arguments.name, logs=False)
     errors = ray.exceptions
     try:
@@ -66,6 +68,16 @@ def _count(text: str) -> tuple[str, int]:
     if not group or not number.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form prefill=3")
     return group, int(number)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:  # nor NaN, by which no wait would end
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0")
+    return seconds
 
 
 def _holder(ray: Any, name: str) -> Any:

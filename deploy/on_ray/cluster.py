@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from deploy.on_ray.actors import ACTORS, ActorReport, Deployed, DeploymentActor
@@ -97,6 +98,7 @@ class RayDeployment:
         self.logs = logs
         self.actors: dict[str, WatchedActor] = {}
         self._placed: dict[int, PlacedSet] = {}  # by the number of the set
+        self._given_up: list[Any] = []  # groups of sets that have nobody any more, and that Ray still keeps
         self._scaled = 0  # the last command to scale that was taken
         self._holder = claim(ray, tuple(layout.groups))
 
@@ -105,6 +107,7 @@ class RayDeployment:
         self._take_wishes()
         for name in sorted(self.layout.leaving):
             self._let_go(name)
+        self._give_back()
         for one in self.layout.sets:
             self._keep_group(one)
         for one, index, service in self.layout.services():
@@ -129,8 +132,8 @@ class RayDeployment:
             time.sleep(0.05)
         for actor in self.actors.values():
             self.ray.kill(actor.handle, no_restart=True)
-        for placed in self._placed.values():
-            self.ray.util.remove_placement_group(placed.group)
+        self._given_up += [placed.group for placed in self._placed.values()]
+        self._give_back()
         self.ray.kill(self._holder, no_restart=True)
 
     # ---- groups and actors ---------------------------------------------------------------------------------------
@@ -173,8 +176,22 @@ class RayDeployment:
             scheduling_strategy=scheduling,
         )
         command = (*service.command, "--routers", self.router)
-        handle = remote.remote(service.name, command, self.key, service.group.threads, self.logs)
+        try:
+            handle = remote.remote(service.name, command, self.key, service.group.threads, self.logs)
+        except ValueError:
+            self._free(service.name)
+            raise
         return WatchedActor(self.ray, service, handle)
+
+    def _free(self, name: str) -> None:
+        """End who has the name of a service: one of ours whose beginning was not answered, or that is ending."""
+        with suppress(ValueError):  # nobody has it
+            self.ray.kill(self.ray.get_actor(name), no_restart=True)
+
+    def _give_back(self) -> None:
+        while self._given_up:
+            self.ray.util.remove_placement_group(self._given_up[-1])
+            self._given_up.pop()
 
     # ---- scaling -------------------------------------------------------------------------------------------------
 
@@ -196,12 +213,14 @@ class RayDeployment:
             if actor.report is not None and not actor.report.left:
                 return
             self.ray.kill(actor.handle, no_restart=True)
-        self.actors.pop(name, None)
+            del self.actors[name]
+        else:
+            self._free(name)
         empty = self.layout.left(name)
         log.info("%s has left", name)
         placed = None if empty is None else self._placed.pop(empty.number, None)
         if placed is not None:
-            self.ray.util.remove_placement_group(placed.group)
+            self._given_up.append(placed.group)
 
     def states(self) -> Mapping[str, str]:
         """Every service that is to be there or leaves, by its name: waiting, starting, running or leaving."""

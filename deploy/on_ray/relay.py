@@ -29,6 +29,7 @@ OF_A_CONNECTION = frozenset(
     {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect"}
 )
 OF_THE_SERVER = frozenset({b"date", b"server", b"x-request-id"})  # Ray Serve's proxy writes these, the id as it came
+FORWARDED = b"x-forwarded-for"  # the router believes it of who asks on loopback
 NOT_ADDED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")  # what the client has not sent
 WAIT_SECONDS = 5.0  # for a connection on this host
 
@@ -85,29 +86,32 @@ class RouterRelay:
         import aiohttp
 
         begun, upload = asyncio.Event(), Upload(receive)
+        path = _path(scope)
 
         async def answer(message: Message) -> None:
             begun.set()
             await send(message)
 
         try:
-            await until_hang_up(upload.after, self._exchange(scope, upload, answer))
+            await until_hang_up(upload.after, self._exchange(scope, path, upload, answer))
         except ClientGoneError:
             return
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if upload.broken:
+                return
             if begun.is_set():
                 raise  # the server ends the connection: an end as of a whole answer would hide it
             log.warning("the router did not answer: %s", error)
             refusal = Unavailable("the router is starting or has ended", code="router", retry_after=1.0)
-            await error_response(refusal, scope["path"])(scope, receive, send)
+            await error_response(refusal, path)(scope, receive, send)
 
-    async def _exchange(self, scope: Scope, upload: Upload, send: Callable[[Message], Awaitable[None]]) -> None:
+    async def _exchange(self, scope: Scope, path: str, upload: Upload, send: Send) -> None:
         named = dict(scope["headers"])
         has_body = b"content-length" in named or b"transfer-encoding" in named
         asked = self._session.request(
             scope["method"],
-            _target(self.router.url, scope),
-            headers=[(_text(name), _text(value)) for name, value in _passed(scope["headers"])],
+            _target(self.router.url, path, scope["query_string"]),
+            headers=[(_text(name), _text(value)) for name, value in _asked(scope)],
             data=upload.pieces() if has_body else None,
             allow_redirects=False,
         )
@@ -128,12 +132,14 @@ class Upload:
     def __init__(self, receive: Receive):
         self._receive = receive
         self.ended = asyncio.Event()
+        self.broken = False  # the client has left before its end
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Raises ConnectionError where the client leaves before its end."""
         while not self.ended.is_set():
             message = await self._receive()
             if message["type"] == "http.disconnect":
+                self.broken = True
                 raise ConnectionError("the client left while it was sending")
             if not message.get("more_body", False):
                 self.ended.set()
@@ -151,13 +157,31 @@ def _passed(headers: Any) -> list[tuple[bytes, bytes]]:
     return [(name, value) for name, value in headers if name.lower() not in own]
 
 
-def _target(url: str, scope: Scope) -> Any:
-    """The address there: without the prefix under which the application is found here."""
+def _asked(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """A request's headers: with the address of who asked, and one length where it came with two (RFC 9112, 6.3)."""
+    passed = _passed(scope["headers"])
+    if any(name == b"transfer-encoding" for name, _ in scope["headers"]):
+        passed = [(name, value) for name, value in passed if name != b"content-length"]
+    if not scope.get("client"):
+        return passed
+    before = [value for name, value in passed if name == FORWARDED]
+    passed = [(name, value) for name, value in passed if name != FORWARDED]
+    return [*passed, (FORWARDED, b", ".join([*before, scope["client"][0].encode()]))]
+
+
+def _path(scope: Scope) -> str:
+    """Without the prefix under which the application is found here."""
+    path, prefix = scope["path"], scope.get("root_path", "").rstrip("/")
+    own: str = path.removeprefix(prefix) if path == prefix or path.startswith(f"{prefix}/") else path
+    return own
+
+
+def _target(url: str, path: str, query: bytes) -> Any:
+    """The address there. Its host and port are ours, whatever the path is: one that is none gets its answer there."""
     import yarl
 
-    path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
-    query = scope["query_string"].decode("latin-1")
-    return yarl.URL(url + quote(path, safe="/:@!$&'()*+,;=~") + (f"?{query}" if query else ""), encoded=True)
+    path = quote(path if path.startswith("/") else f"/{path}", safe="/:@!$&'()*+,;=~")
+    return yarl.URL(f"{url}{path}" + (f"?{query.decode('latin-1')}" if query else ""), encoded=True)
 
 
 def _text(header: bytes) -> str:

@@ -38,7 +38,7 @@ class RouterProcess:
         """Raises Unavailable where it ends before it serves (what it logged says why); ValueError."""
         import aiohttp
 
-        check_keys(self.placement, insecure=self.insecure)
+        check_http(self.placement, insecure=self.insecure)
         port = _free_port()
         self.url = f"http://{LOOPBACK}:{port}"
         address = the_ray_library().get_runtime_context().gcs_address
@@ -47,6 +47,7 @@ class RouterProcess:
             str(os.getpid()),
             *("serve", "--on", "ray", "--address", address, "--placement", "-"),
             *("--host", LOOPBACK, "--port", str(port)),
+            *("--max-connections-per-address", "0"),  # all are of the relay's
             env={**os.environ, "PYTHONPATH": import_path(os.environ)},
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,
@@ -72,10 +73,16 @@ class RouterProcess:
             await self._process.wait()
 
 
-def check_keys(placement: str, *, insecure: bool) -> None:
-    """Raises ValueError if the API would answer anyone who reaches Ray Serve's port, wherever that listens."""
+def check_http(placement: str, *, insecure: bool) -> None:
+    """Raises ValueError if the API would answer anyone who reaches Ray Serve's port, wherever that listens, and if its
+    own port spoke TLS, by the environment of this node.
+    """
     plan = read_placement(placement)
     settings = placed_settings({}, plan, plan.router)
+    if settings.http.ssl_certfile is not None:
+        raise ValueError(
+            "MILLRACE_SSL_CERTFILE: Ray Serve has the port, and certificates of its own (http_options): leave it out"
+        )
     keyed = settings.http.api_key is not None or settings.service.api_keys_file is not None
     if not (keyed or insecure or settings.security.insecure):
         raise ValueError(

@@ -31,6 +31,8 @@ OBJECT_STORE = "200000000"  # bytes: nothing of ours is in Ray's object store
 PORTS = {"serve": API_PORT, "gcs-server": 6379, "dashboard": 8265, "client": 10001}
 SECRET = "millrace"  # noqa: S105 - a Secret's name
 API_KEY, HUB_TOKEN = ("MILLRACE_API_KEY", "api-key"), ("HF_TOKEN", "hf-token")
+SERVICE_NAME = re.compile(r"[a-z][a-z0-9-]{0,46}")  # that of a Service, with room for what KubeRay adds
+LONGEST = 2**31 - 1  # seconds that KubeRay waits
 IMAGE_NAME = re.compile(r"[\w./:@-]+", re.ASCII)
 Bundle = Mapping[str, float]
 
@@ -45,9 +47,13 @@ def render(plan: DeploymentPlan, image: ImageSource) -> str:
         raise ValueError(f"--image {image.name!r} is no name of an image, such as registry.example.com/millrace:ray")
     if "ssl_certfile" in plan.router.settings:
         raise ValueError("[router] ssl_certfile: Ray Serve has the port; end TLS at the Ingress")
+    if not SERVICE_NAME.fullmatch(plan.ray.name):
+        raise ValueError(f"[ray] name = {plan.ray.name!r}: KubeRay wants a letter first, and at most 47 characters")
     if plan.ray.sets > max(group.count for group in plan.groups):
         raise ValueError(f"[ray] sets = {plan.ray.sets}: no group has so many services, so some would be empty")
     drain = float(plan.router.settings.get("shutdown_timeout", HttpConfig.shutdown_timeout))
+    if grace_seconds(drain) > LONGEST:
+        raise ValueError(f"shutdown_timeout = {drain:g}: KubeRay counts at most {LONGEST} seconds")
     cluster = {
         "authOptions": {"mode": "token"},
         "headGroupSpec": {
@@ -122,7 +128,8 @@ def _start_params(held: Bundle) -> dict[str, str]:
     """Flags of `ray start`. GPUs and memory it finds by the pod's limits."""
     own = {name: amount for name, amount in held.items() if name not in ("CPU", "GPU", "memory")}
     params = {"num-cpus": str(int(held["CPU"])), "object-store-memory": OBJECT_STORE}
-    return params | ({"resources": f"'{json.dumps(own)}'"} if own else {})
+    quoted = json.dumps(own).replace("'", r"\u0027")  # a shell reads it
+    return params | ({"resources": f"'{quoted}'"} if own else {})
 
 
 def _template(plan: DeploymentPlan, image: ImageSource, name: str, resources: Mapping[str, Any]) -> dict[str, Any]:

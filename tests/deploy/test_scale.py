@@ -84,3 +84,25 @@ def test_a_command_that_cannot_be_granted_is_refused_with_the_reason(
     Commanded(monkeypatch)
     assert cli.main(["scale", "draft=2"]) == 2
     assert capsys.readouterr().err == "millrace: there is no group 'draft'; there are prefill, decode\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("decode=2", "decode=3"), "a group is named twice"),
+        (("decode=2", "--timeout", "nan"), "'nan' is no number of seconds from 0"),
+        (("decode=2", "--timeout", "-1"), "'-1' is no number of seconds from 0"),
+        ((f"decode={2**64}",), "a group has from 1 to 1000 services"),
+        (("decode=-1",), "not of the form"),
+    ],
+)
+def test_a_command_that_means_nothing_is_refused_and_none_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, arguments: tuple[str, ...], told: str
+) -> None:
+    there = Commanded(monkeypatch)
+    try:
+        code = cli.main(["scale", *arguments])
+    except SystemExit as ended:  # argparse's
+        code = int(ended.code or 0)
+    assert code == 2 and told in capsys.readouterr().err
+    assert there.holder.exchange(Deployed(counts={}, services={}))[1] == {}

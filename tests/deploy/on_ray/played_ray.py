@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +75,8 @@ class PlayedRay:
     groups: list[PlayedGroup] = field(default_factory=list)
     actors: dict[str, PlayedActor] = field(default_factory=dict)
     holder: DeploymentActor | None = None
+    breaking: Mapping[int, bool] = field(default_factory=dict)  # calls that fail, by number: True: with what they did
+    calls: int = 0
 
     exceptions = SimpleNamespace(
         RayError=RayError,
@@ -88,13 +90,29 @@ class PlayedRay:
     def util(self) -> Any:
         return SimpleNamespace(
             placement_group=self.placement_group,
-            placement_group_table=lambda group: {"state": group.state},
-            remove_placement_group=lambda group: setattr(group, "state", "REMOVED"),
+            placement_group_table=lambda group: self.call(lambda: {"state": group.state}),
+            remove_placement_group=lambda group: self.call(lambda: setattr(group, "state", "REMOVED")),
             scheduling_strategies=SimpleNamespace(
                 PlacementGroupSchedulingStrategy=lambda group, placement_group_bundle_index: group,
                 NodeAffinitySchedulingStrategy=lambda node, soft: None,
             ),
         )
+
+    def call(self, does: Callable[[], Any]) -> Any:
+        """One that may fail, before it has done anything or after."""
+        self.calls += 1
+        breaks = self.breaking.get(self.calls)
+        if breaks is not False:
+            done = does()
+        if breaks is not None:
+            raise RayError(f"call {self.calls} has failed")
+        return done
+
+    def get_actor(self, name: str) -> Any:
+        actor = self.actors.get(name)
+        if actor is None or actor.dead:
+            raise ValueError(f"nobody is {name}")
+        return SimpleNamespace(played=actor)
 
     def get_runtime_context(self) -> Any:
         return SimpleNamespace(namespace="tests", get_node_id=lambda: "n")
@@ -103,6 +121,9 @@ class PlayedRay:
         if self.fails:
             self.fails -= 1
             raise RuntimeError("no group could be made")
+        self.calls += 1
+        if self.calls in self.breaking:
+            raise RayError(f"call {self.calls} has failed")
         self.groups.append(PlayedGroup(name, "CREATED" if self.room else "PENDING"))
         return self.groups[-1]
 
@@ -113,12 +134,19 @@ class PlayedRay:
                 return SimpleNamespace(exchange=remote(self.holder.exchange))
             name, group = given[0], options["scheduling_strategy"]
             before = self.actors.get(name)
+            if before is not None and not before.dead:
+                raise ValueError(f"the name {name} is taken")
             self.actors[name] = actor = PlayedActor(name, group, begun=before.begun + 1 if before else 1)
             return SimpleNamespace(
-                played=actor, report=remote(actor.report_now), leave=SimpleNamespace(remote=lambda _: self.leave(actor))
+                played=actor,
+                report=SimpleNamespace(remote=lambda: self.call(lambda: actor.report_now)),
+                leave=SimpleNamespace(remote=lambda _: self.call(lambda: self.leave(actor))),
             )
 
-        return SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *given: begin(options, *given)))
+        def options(**options: Any) -> Any:
+            return SimpleNamespace(remote=lambda *given: self.call(lambda: begin(options, *given)))
+
+        return SimpleNamespace(options=options)
 
     def leave(self, actor: PlayedActor) -> None:
         actor.leaving, actor.left = True, self.drains
@@ -126,10 +154,10 @@ class PlayedRay:
     def kill(self, handle: Any, no_restart: bool) -> None:
         played = getattr(handle, "played", None)
         if played is not None:
-            played.dead = True
+            self.call(lambda: setattr(played, "dead", True))
 
     def wait(self, asked: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
-        return (asked, []) if self.room else ([], asked)
+        return self.call(lambda: (asked, []) if self.room else ([], asked))  # type: ignore[no-any-return]
 
     def get(self, asked: Callable[[], Any], timeout: float | None = None) -> Any:
         try:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deploy.on_ray import cluster
 from deploy.on_ray.actors import Deployed, DeploymentActor
@@ -12,7 +15,7 @@ from deploy.on_ray.cluster import RayDeployment
 from deploy.on_ray.layout import RayGroup, RayLayout
 from deploy.scale import is_answered
 from serving.log_config import LogConfig
-from tests.deploy.on_ray.played_ray import GetTimeoutError, PlayedRay
+from tests.deploy.on_ray.played_ray import GetTimeoutError, PlayedRay, RayError
 
 
 def group(name: str, count: int) -> RayGroup:
@@ -146,3 +149,57 @@ def test_a_set_without_room_is_told_of_each_time_its_group_is_made(
             now[0] += cluster.PATIENCE
         assert caplog.text.count("waits for room") == count
         ray.groups[-1].state = "REMOVED"
+
+
+@given(broken=st.dictionaries(st.integers(1, 160), st.booleans(), max_size=12), drains=st.booleans())
+def test_whatever_calls_fail_in_the_end_all_is_as_wished_and_nothing_is_left_over(
+    broken: dict[int, bool], drains: bool
+) -> None:
+    """Also calls that have done what they were to do, and whose answer was lost."""
+    ray = PlayedRay(drains=drains)
+    deployment = deployed_on(ray)
+    settle(deployment)
+    ray.breaking = {ray.calls + call: done for call, done in broken.items()}
+
+    def look(times: int) -> None:
+        for _ in range(times):
+            with suppress(RayError, ValueError):  # as the supervisor does
+                deployment.tick()
+
+    for count in (3, 1, 2):
+        holder_of(ray).scale({"decode": count})
+        look(5)
+        ray.groups[0].state = "REMOVED"
+        look(2)
+    ray.breaking, ray.drains = {}, True
+    for actor in ray.actors.values():
+        actor.left = actor.leaving
+    look(12)
+    assert told(ray).counts == {"prefill": 1, "decode": 2} and len(told(ray).services) == 3
+    check_nothing_is_left_over(ray)
+
+
+@pytest.mark.parametrize("before", [1, 2])
+@pytest.mark.parametrize("done", [False, True])
+@pytest.mark.parametrize("call", range(1, 13))
+def test_one_call_fails_and_the_next_command_takes_back_what_it_was_for(before: int, done: bool, call: int) -> None:
+    ray = PlayedRay()
+    deployment = deployed_on(ray)
+    holder_of(ray).scale({"decode": before})
+    settle(deployment)
+    holder_of(ray).scale({"decode": 3 - before})
+    ray.breaking = {ray.calls + call: done}
+    with suppress(RayError):
+        settle(deployment)
+    holder_of(ray).scale({"decode": 1})
+    settle(deployment)
+    assert len(told(ray).services) == 2
+    check_nothing_is_left_over(ray)
+
+
+def check_nothing_is_left_over(ray: PlayedRay) -> None:
+    """All run that are told of; they alone live, and there are no other placement groups than theirs."""
+    services, living = told(ray).services, {name: one for name, one in ray.actors.items() if not one.dead}
+    assert set(services.values()) == {"running"} and set(living) == set(services)
+    kept = [placed for placed in ray.groups if placed.state == "CREATED"]
+    assert {id(placed) for placed in kept} == {id(actor.group) for actor in living.values()}

@@ -175,3 +175,78 @@ async def test_without_a_router_there_is_an_error_of_ours(path: str) -> None:
         start, body = await asking.whole()
     assert start["status"] == 503 and (b"retry-after", b"1") in start["headers"]
     assert "the router is starting or has ended" in json.loads(body)["error"]["message"]
+
+
+async def answered(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(HEAD + b"0123456789")
+
+
+@pytest.mark.parametrize(
+    ("path", "root", "asked"),
+    [
+        ("@127.0.0.1:1/x", "", b"/@127.0.0.1:1/x"),
+        ("/llm@127.0.0.1:1/x", "/llm", b"/llm@127.0.0.1:1/x"),
+        ("//127.0.0.1:1/x", "", b"//127.0.0.1:1/x"),
+        ("*", "", b"/*"),
+        ("/llmore", "/llm", b"/llmore"),
+        ("/llm", "/llm", b"/"),
+        ("/llm/a", "/llm/", b"/a"),
+    ],
+)
+async def test_no_path_leads_elsewhere_than_to_the_router(path: str, root: str, asked: bytes) -> None:
+    async with relaying(answered) as (relay, process):
+        asking = Asking(relay, path=path, root_path=root)
+        asking.say(b"")
+        start, _ = await asking.whole()
+    assert start["status"] == 200 and process.heads[0].split(b" ")[1] == asked
+
+
+async def test_a_body_has_one_length_there() -> None:
+    """As its own server has taken it: by chunks, whatever length it was said to have."""
+
+    async def until_its_end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert await reader.readuntil(b"0\r\n\r\n") == b"5\r\nhello\r\n0\r\n\r\n"
+        await answered(reader, writer)
+
+    async with relaying(until_its_end) as (relay, process):
+        asking = Asking(relay, "POST", headers=[(b"content-length", b"3"), (b"transfer-encoding", b"chunked")])
+        asking.say(b"hello")
+        assert (await asking.whole())[1] == b"0123456789"
+    assert b"content-length" not in process.heads[0]
+
+
+@pytest.mark.parametrize("told", [[], [(b"x-forwarded-for", b"6.6.6.6"), (b"x-forwarded-for", b"7.7.7.7")]])
+async def test_the_router_is_told_who_asks_whatever_the_client_says_of_itself(told: list[tuple[bytes, bytes]]) -> None:
+    async with relaying(answered) as (relay, process):
+        asking = Asking(relay, headers=told, client=("192.0.2.1", 5))
+        asking.say(b"")
+        await asking.whole()
+    lines = [line for line in process.heads[0].split(b"\r\n") if line.lower().startswith(b"x-forwarded-for:")]
+    assert [line.split(b": ")[1].split(b", ")[-1] for line in lines] == [b"192.0.2.1"]
+
+
+async def test_who_leaves_while_it_sends_is_no_failure_of_the_router(caplog: pytest.LogCaptureFixture) -> None:
+    gone = asyncio.Event()
+
+    async def hear(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        assert await reader.read() == b"0" * 1000
+        gone.set()
+
+    async with relaying(hear) as (relay, _):
+        asking = Asking(relay, "POST", headers=[(b"content-length", b"1000000")])
+        asking.say(b"0" * 1000, more=True)
+        asking.says.put_nowait({"type": "http.disconnect"})
+        await asyncio.wait_for(asking.served, SECONDS)
+        await asyncio.wait_for(gone.wait(), SECONDS)
+    assert asking.told.empty() and not caplog.records
+
+
+async def test_an_error_of_ours_has_the_form_of_its_api_under_any_prefix() -> None:
+    async def silent(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with relaying(silent) as (relay, _):
+        asking = Asking(relay, path="/llm/v1/messages", root_path="/llm")
+        asking.say(b"")
+        _, body = await asking.whole()
+    assert json.loads(body)["type"] == "error"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deploy.on_ray.router_process import RouterProcess, check_keys
+from deploy.on_ray.router_process import RouterProcess, check_http
 from deploy.on_ray.serve_app import build
 from serving.errors import Unavailable
 from serving.options import ConfigError
@@ -19,11 +19,17 @@ def test_it_refuses_to_answer_anyone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MILLRACE_API_KEY", "VLLM_API_KEY", "MILLRACE_INSECURE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match="Ray Serve would answer anyone who reaches its port"):
-        check_keys(PLACEMENT, insecure=False)
-    check_keys(PLACEMENT, insecure=True)
-    check_keys('[common]\ninsecure = true\n[[workers]]\nrole = "mixed"\n', insecure=False)
+        check_http(PLACEMENT, insecure=False)
+    check_http(PLACEMENT, insecure=True)
+    check_http('[common]\ninsecure = true\n[[workers]]\nrole = "mixed"\n', insecure=False)
     monkeypatch.setenv("MILLRACE_API_KEY", "secret")
-    check_keys(PLACEMENT, insecure=False)
+    check_http(PLACEMENT, insecure=False)
+
+
+def test_it_refuses_certificates_of_the_nodes_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLRACE_SSL_CERTFILE", "/a")
+    with pytest.raises(ValueError, match="MILLRACE_SSL_CERTFILE: Ray Serve has the port"):
+        check_http(PLACEMENT, insecure=True)
 
 
 async def test_one_that_does_not_run_is_told_of() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,9 @@ def test_pods_have_room_and_kubernetes_takes_them(
     [
         ("[router]\nssl_certfile = '/a'\n" + WORKERS, IMAGE, "end TLS at the Ingress"),
         (WORKERS + "[ray]\nsets = 2\n", IMAGE, "sets = 2: no group has so many"),
+        (WORKERS + "[ray]\nname = '0a'\n", IMAGE, "a letter first, and at most 47"),
+        (WORKERS + f"[ray]\nname = '{'a' * 48}'\n", IMAGE, "a letter first, and at most 47"),
+        ("[router]\nshutdown_timeout = 1e10\n" + WORKERS, IMAGE, "at most 2147483647 seconds"),
         (WORKERS, ImageSource(name="a b"), "no name of an image"),
         (WORKERS, ImageSource(name="a", context="."), "--build-context"),
         ("model = './here'\n" + WORKERS, IMAGE, "whole path"),
@@ -149,6 +153,13 @@ def test_pods_have_room_and_kubernetes_takes_them(
 def test_what_kuberay_cannot_have_is_refused(text: str, image: ImageSource, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         render(read_placement(text), image)
+
+
+def test_a_resource_reaches_ray_through_the_shell_under_any_name() -> None:
+    name = """it's $HOME "1" `x` """
+    group = pods(rendered(WORKERS + f"[ray.mixed]\nresources = {{ {json.dumps(name)} = 1 }}\n"))["set"]
+    (word,) = shlex.split(group["rayStartParams"]["resources"])
+    assert json.loads(word) == {name: 1.0}
 
 
 def test_the_command_names_an_image_that_has_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,15 +12,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deploy.on_ray.actors import ActorReport
 from deploy.on_ray.cluster import DEPLOYMENT, claim
 from tests.flow.client import Asked, Client
+from tests.flow.on_ray.nodes import SECONDS, RayNodes
 from tests.flow.reference import prompts
 from tests.flow.server import REPOSITORY, MillraceServer, samples, wait_until
 from tests.tiny import tiny_llama
@@ -55,69 +54,6 @@ strategy = "STRICT_PACK"
 resources = {{ front = 1 }}
 """
 TOKENS = 60
-STORE = 80_000_000  # bytes: nothing of ours is in Ray's object store
-SECONDS = 60.0
-
-
-@dataclass
-class RayNodes:
-    """A cluster, its nodes by what they are for, and what a test asks of it."""
-
-    ray: Any
-    cluster: Any
-    nodes: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, name: str) -> None:
-        self.nodes[name] = self.cluster.add_node(num_cpus=2, object_store_memory=STORE)
-
-    def report(self, name: str, deployment: str = "tests") -> ActorReport | None:
-        """What the actor of this service says; None while it cannot."""
-        try:
-            found: ActorReport = self.ray.get(self.ray.get_actor(name, namespace=deployment).report.remote(), timeout=5)
-        except (ValueError, self.ray.exceptions.RayError, self.ray.exceptions.GetTimeoutError):
-            return None
-        return found
-
-    def running(self, name: str, deployment: str = "tests") -> ActorReport:
-        found: ActorReport = wait_until(
-            lambda: (report := self.report(name, deployment)) is not None and report.pid is not None and report,
-            SECONDS,
-            f"{name} runs",
-        )
-        return found
-
-    def names(self) -> set[str]:
-        return {found["name"] for found in self.ray.util.list_named_actors(all_namespaces=True)}
-
-    def groups(self) -> list[str]:
-        """States of the placement groups that are not given back."""
-        table = self.ray.util.placement_group_table().values()
-        return [group["state"] for group in table if group["state"] != "REMOVED"]
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[RayNodes]:
-    import ray
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={
-            "num_cpus": 2,
-            "resources": {"front": 1},
-            "object_store_memory": STORE,
-            "include_dashboard": False,
-            "_system_config": {"prestart_worker_first_driver": False},  # idle processes that take the cores of ours
-        },
-    )
-    found = RayNodes(ray, cluster, {"head": cluster.head_node})
-    try:
-        found.add("other")
-        ray.init(address=cluster.address, namespace="tests", log_to_driver=False)
-        yield found
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -274,13 +210,12 @@ def test_a_router_that_is_killed_leaves_nothing(nodes: RayNodes, server: Millrac
     """Nobody could take away what outlived it: Ray ends its actors with it, and they their children."""
     assert server.process.poll() is not None
     shown = ("--served-model-name", "tiny", "--kernels", "torch")
-    placed = ("--prefill", "1", "--decode", "1", "--on", "ray", "--address", nodes.cluster.address)
-    with MillraceServer(str(model), *shown, *placed, workers=("prefill-0", "decode-0")) as begun:
-        names = [f"{name}-0" for name in ("prefill", "decode")]
-        children = [nodes.running(name, "millrace").pid for name in names]
+    placed = ("--mixed", "1", "--on", "ray", "--address", nodes.cluster.address)
+    with MillraceServer(str(model), *shown, *placed, workers=("mixed-0",)) as begun:
+        child = nodes.running("mixed-0", "millrace").pid
         client = Client(begun.url)
-        streaming(begun, "decode-0", ask(client, 1))
+        streaming(begun, "mixed-0", ask(client, 1))
         begun.process.kill()
         wait_until(lambda: not nodes.names() and not nodes.groups(), SECONDS, "no actor and no group is left")
-        wait_until(lambda: not any(map(alive, children)), SECONDS, "nor a child of an actor")
+        wait_until(lambda: not alive(child), SECONDS, "nor a child of an actor")
         client.close()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from deploy.on_ray.serve_app import build
 from tests.flow.client import Client
+from tests.flow.on_ray.nodes import SECONDS, RayNodes
 from tests.flow.ports import free_port
 from tests.flow.reference import prompts
 from tests.flow.server import Asking, wait_until
@@ -21,6 +23,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # warnin
 
 PLACEMENT = """
 model = {model}
+[router]
+max_connections_per_address = 1
 [common]
 served_model_name = ["tiny"]
 dtype = "float32"
@@ -30,25 +34,9 @@ role = "mixed"
 [ray]
 name = "behind"
 """
-STORE = 80_000_000
 
 
-@pytest.fixture
-def ray() -> Iterator[Any]:
-    import ray
-    from ray.cluster_utils import Cluster
-
-    quick = {"_system_config": {"prestart_worker_first_driver": False}, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": STORE, **quick})
-    try:
-        ray.init(address=cluster.address, log_to_driver=False)
-        yield ray
-    finally:
-        ray.shutdown()  # type: ignore[no-untyped-call]
-        cluster.shutdown()
-
-
-def test_streams_and_errors_are_the_routers_and_nothing_is_left(ray: Any, tmp_path_factory: Any) -> None:
+def test_streams_and_errors_are_the_routers_and_nothing_is_left(nodes: RayNodes, tmp_path_factory: Any) -> None:
     from ray import serve
 
     path = tiny_llama(tmp_path_factory.mktemp("ray") / "tiny", layers=2)
@@ -63,8 +51,19 @@ def test_streams_and_errors_are_the_routers_and_nothing_is_left(ray: Any, tmp_pa
     streamed, whole = client.finish(asked)
     client.close()
     assert streamed == whole and asked[0].chunks > 10
+    check_leaving_is_noticed(door, prompt)
     status, body = door.get("/v1/models/nobody")
     assert status == 404 and json.loads(body)["error"]["type"]
     serve.shutdown()
-    wait_until(lambda: not ray.util.list_named_actors(all_namespaces=True), 60.0, "no actor is left")
-    assert {group["state"] for group in ray.util.placement_group_table().values()} == {"REMOVED"}
+    wait_until(lambda: not nodes.names() and not nodes.groups(), SECONDS, "no actor and no group is left")
+
+
+def check_leaving_is_noticed(door: Asking, prompt: Sequence[int]) -> None:
+    """Through Ray Serve's proxy and the replica: the router gives up what nobody reads."""
+    body = {"model": "tiny", "prompt": list(prompt), "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    asked = urllib.request.Request(
+        f"{door.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(asked, timeout=SECONDS) as answer:
+        assert answer.readline().startswith(b"data: ")
+    wait_until(lambda: door.metric("request_success_total", finished_reason="abort") == 1, SECONDS, "it was given up")
