@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import log
+from operator import attrgetter
 from typing import Protocol
 
 from router.candidate import Candidate
@@ -36,8 +37,7 @@ def generations_of(decodes: Iterable[Candidate], prefills: Iterable[Candidate]) 
     whichever role is less. Shares are in proportion to that, and 1 in sum, so that a single new decode worker gets no
     more than each old one.
     """
-    decoding = Counter(worker.generation for worker in decodes)
-    prefilling = Counter(worker.generation for worker in prefills)
+    decoding, prefilling = (Counter(map(attrgetter("generation"), workers)) for workers in (decodes, prefills))
     found = {name: Generation(prefilling[name], decoding[name]) for name in sorted({*decoding, *prefilling})}
     whole = [generation for generation in found.values() if generation.complete]
     most_prefills = max((generation.prefills for generation in whole), default=1)
@@ -94,41 +94,57 @@ def offer(
     workers: Sequence[Candidate],
     reach: Reach,
     now: float,
+    left: str = "",
 ) -> Offer:
     """Of the workers able to decode and to prefill. While a generation is complete, no other gets anything.
 
     A text that has begun stays in its generation while that is complete, and then goes to another of its fingerprint,
-    where it is computed anew. Where none is complete, everyone who is able is offered: waiting there is all there is.
+    where it is computed anew. One that has not is at home in `left`, where it has failed, only if no other is complete.
+    Where none is complete, everyone who is able is offered: waiting there is all there is.
     """
     decodes = reach.decoders(able, workers, now)
-    if len({worker.generation for worker in (*able, *prefills)}) <= 1:
+    if len(set(map(attrgetter("generation"), [*able, *prefills]))) <= 1:
         return Offer(decodes, prefills)
     found = generations_of(decodes, reach.prefillers(prefills, now))
     if not any(generation.complete for generation in found.values()):
         found = generations_of(able, prefills)  # those in trouble, but whole, are better than a half
         whole = [worker for worker in able if found[worker.generation].complete]
         decodes = reach.decoders(whole, workers, now) if whole else decodes
-    home = _home(demand, found)
+    home = _home(demand, found, left)
     if home is None:
         return Offer(decodes, prefills)
-    decodes = [worker for worker in decodes if found[worker.generation].complete]
-    return Offer(decodes, [worker for worker in prefills if found[worker.generation].complete], home)
+    return Offer(_of_complete(decodes, found), _of_complete(prefills, found), home)
 
 
-def offer_prefills(demand: Demand, view: FleetView, workers: Sequence[Candidate]) -> FleetView:
-    """The view for a request that needs no decode: its home's prefill workers, where a generation is complete."""
-    if len({worker.generation for worker in view.prefill}) <= 1:
-        return view
+def offer_prefills(demand: Demand, view: FleetView, workers: Sequence[Candidate], left: str = "") -> list[FleetView]:
+    """The views for a request that needs no decode, to be tried in turn: its home's prefill workers, all that may.
+
+    Where no generation is complete, or there is but one, that is the view it came with.
+    """
+    if len(set(map(attrgetter("generation"), view.prefill))) <= 1:
+        return [view]
     decodes = [worker for worker in workers if worker.decodes and not worker.status.draining]
-    home = _home(demand, generations_of(decodes, view.prefill))
-    return view.of_generation(home) if home is not None else view
+    found = generations_of(decodes, view.prefill)
+    home = _home(demand, found, left)
+    if home is None:
+        return [view]
+    return [view.of_generation(home), replace(view, prefill=_of_complete(view.prefill, found))]
 
 
-def _home(demand: Demand, generations: Mapping[str, Generation]) -> str | None:
-    begun = generations.get(demand.build.generation) if demand.build is not None else None
-    if demand.build is not None and begun is not None and begun.complete:
-        return demand.build.generation
-    return home_of(demand.session or f"{demand.salt:08x}", generations)
+def _of_complete(workers: Sequence[Candidate], generations: Mapping[str, Generation]) -> Sequence[Candidate]:
+    """Those of complete generations. One in trouble may be the last of its own, which is not among these then."""
+    whole = {name for name, generation in generations.items() if generation.complete}
+    return [worker for worker in workers if worker.generation in whole]
+
+
+def _home(demand: Demand, generations: Mapping[str, Generation], left: str = "") -> str | None:
+    if demand.build is not None:
+        begun = generations.get(demand.build.generation)
+        if begun is not None and begun.complete:
+            return demand.build.generation
+    key = demand.session or f"{demand.salt:08x}"
+    others = {name: generation for name, generation in generations.items() if name != left}
+    return home_of(key, others) or home_of(key, generations)
 
 
 def ready_workers(workers: Collection[Candidate], reach: Reach, now: float) -> dict[str, Generation]:

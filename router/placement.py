@@ -126,9 +126,12 @@ class Placement:
         elif blames_link(error):
             fleet.blame_link(instance, decode, error)
         else:
+            if self.state.failures > 1 and not self.state.generated:
+                self.drop_lease()  # nobody is known to be to blame: another generation may do better
             return
         self._avoid.add(instance)
-        if blames_link(error) and self.placer.better_elsewhere(self.state, lease):
+        rolls = not self.state.generated and len({each.generation for each in fleet.candidates()}) > 1
+        if rolls or (blames_link(error) and self.placer.better_elsewhere(self.state, lease)):
             self.drop_lease()
 
     def _note_loss(self, lease: RouterLease, prefill: str, error: Retryable) -> None:

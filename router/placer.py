@@ -206,7 +206,7 @@ class Placer:
         workers, now = self.fleet.candidates(), self.fleet.clock()
         demand = self._demand(state, workers, state.required_build)
         able, prefills = able_to_decode(demand, workers), able_to_prefill(demand, workers)
-        offered = offer(demand, able, prefills, workers, self.fleet.trust, now)
+        offered = offer(demand, able, prefills, workers, self.fleet.trust, now, state.failed_generation)
         open_ = self.room.to_ask(state, offered.decodes, overtaken)
         view = self._allowed(FleetView(open_ or offered.decodes, offered.prefills, self.fleet.ways))
         own = view if offered.home is None else view.of_generation(offered.home)
@@ -307,10 +307,14 @@ class Placer:
         barred = trust.barred(instance, workers, now)
         for kept_out in (barred, barred - trust.soonest(instance, able_to_prefill(demand, workers))):
             view = view_for_prefill(demand, workers, self.fleet.ways, own, avoid | kept_out, begun=begun)
-            view = self._allowed(view) if own is not None else offer_prefills(demand, view, workers)
-            decision = self.policy.choose(demand, view, now)
-            if decision is not None and decision.prefill is not None:
-                return decision, demand
+            left = state.failed_generation
+            views = [self._allowed(view)] if own is not None else offer_prefills(demand, view, workers, left)
+            for each in views:
+                decision = self.policy.choose(demand, each, now)
+                if decision is None or decision.prefill is None:
+                    continue
+                if each is views[-1] or welcome(self.service_class(state), state, demand, decision):
+                    return decision, demand
             if not barred:
                 break
         return None

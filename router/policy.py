@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import chain, count
 from typing import ClassVar, Protocol
 from zlib import crc32
 
@@ -336,7 +336,10 @@ def view_for_prefill(
     if own is None:
         return FleetView((), able, links)
     able = [worker for worker in able if worker.generation == own.generation]
-    last_resort = begun and outgrown(demand, able)
+    staying = able or any(
+        worker.prefills and worker.generation == own.generation and not worker.status.draining for worker in workers
+    )
+    last_resort = begun and (not staying or outgrown(demand, able))
     if own.status.instance not in avoid and (own.prefills or last_resort):
         able = [own] if last_resort else [own, *(worker for worker in able if worker is not own)]
     return FleetView((own,), able, links)
@@ -346,8 +349,13 @@ def split_only(view: FleetView, now: float) -> FleetView:
     """The view without placements in which a worker computes the prompt of its own decode, whatever the policy.
 
     A worker that can do both does what fewer can: it prefills where no other does, or else decodes. Where the view has
-    mixed workers alone there is no such placement, and `decode` is empty.
+    mixed workers alone there is no such placement, and `decode` is empty. Who can do what is told for each generation.
     """
+    names = dict.fromkeys(worker.generation for worker in (*view.decode, *view.prefill))
+    if len(names) > 1:
+        parts = [split_only(view.of_generation(name), now) for name in names]
+        decode, prefill = ([*chain(*lists)] for lists in ([p.decode for p in parts], [p.prefill for p in parts]))
+        return replace(view, decode=decode, prefill=prefill)
     prefill = [worker for worker in view.prefill if not worker.decodes]
     decode = [worker for worker in view.decode if not worker.prefills]
     if not prefill and decode:

@@ -135,6 +135,12 @@ class RequestState:
         return self.build if self.generated else None
 
     @property
+    def failed_generation(self) -> str:
+        """Where the last try has broken, if none has brought a token; empty: nowhere."""
+        worker = self.attempts[-1].decision.prefill if self.attempts else None
+        return worker.generation if worker is not None and self.failures and not self.generated else ""
+
+    @property
     def finished(self) -> bool:
         return self.last is not None and self.last.finish is not None
 

@@ -22,7 +22,7 @@ from serving.loader.loading import LoadedModel, load
 from serving.messages import KV_PROTOCOL, Role
 from tests.fakes.sequences import make_request
 from tests.flow.conftest import Cluster
-from tests.flow.reference import greedy_tiny, prompts
+from tests.flow.reference import is_greedy_tiny, prompts
 from tests.tiny import tiny_llama
 
 ROLES = (Role.PREFILL, Role.DECODE)
@@ -95,8 +95,8 @@ async def test_each_text_is_of_one_generation_and_both_have_their_share(
         found = await texts(cluster, asked)
         handoffs = [sum(worker.decode.handoffs.values()) for worker in made.workers if worker.decode is not None]
     for prompt, tokens in zip(asked, found, strict=True):
-        references = [greedy_tiny(Path(model.path), prompt, COUNT) for model, _ in generations]
-        assert tokens in references
+        assert len(tokens) == COUNT
+        assert any(is_greedy_tiny(Path(model.path), prompt, tokens) for model, _ in generations)
     assert sum(handoffs) == len(asked) and min(handoffs) >= 3
     assert made.mixed_pairs() == 0 and cluster.seen.replacements == []
 

@@ -13,16 +13,25 @@ from hypothesis import strategies as st
 
 from router.breaker import BreakerConfig
 from router.candidate import Candidate
-from router.generations import Generation, generations_of, home_of, offer, ready_workers
+from router.generations import Generation, generations_of, home_of, offer, offer_prefills, ready_workers
 from router.link_costs import LinkCosts
 from router.policies import POLICIES, make_policy
-from router.policy import Demand, FleetView, able_to_decode, able_to_prefill, pairs_of, view_for_prefill
+from router.policy import (
+    Demand,
+    FleetView,
+    able_to_decode,
+    able_to_prefill,
+    pairs_of,
+    split_only,
+    view_for_prefill,
+)
 from router.request_state import RequestState
 from router.trust import Trust, Ways
-from serving.errors import WorkerLost
-from serving.messages import KV_PROTOCOL, Build, Role, generation_of
+from serving.errors import Preempted, StaleLease, WorkerLost
+from serving.messages import KV_PROTOCOL, Build, Role, Slo, generation_of
 from tests.router.conftest import World, expected, wanted
 from tests.router.scripted import HANG, LOSE, make_status
+from tests.router.test_goodput import COST
 
 OLD, NEW = generation_of("model", KV_PROTOCOL), generation_of("next", KV_PROTOCOL)
 
@@ -162,6 +171,43 @@ def test_a_generation_whose_only_decode_worker_is_not_trusted_is_a_half() -> Non
     assert both[-1].decode, "where nobody is trusted somebody is tried"
 
 
+@settings(max_examples=80, deadline=None)
+@given(workers=FLEETS, demand=DEMANDS, ill=st.sets(st.sampled_from("abcdefghij"), max_size=6))
+def test_somebody_is_offered_whoever_is_not_trusted(workers: list[Candidate], demand: Demand, ill: set[str]) -> None:
+    trust = trusting()
+    for name in ill:
+        for _ in range(20):
+            trust.workers.failed(f"{name}-life", 0.0)
+    able, prefills = able_to_decode(demand, workers), able_to_prefill(demand, workers)
+    assert bool(views(demand, workers, trust)[-1].decode) == bool(able)
+    well = [worker for worker in workers if worker.status.name not in ill]
+    whole = complete([worker for worker in well if worker in able or worker in prefills])
+    whole &= {worker.generation for worker in well if worker in able}
+    whole &= {worker.generation for worker in well if worker in prefills}
+    if whole:
+        assert {worker.generation for worker in views(demand, workers, trust)[0].decode} <= whole
+    for view in offer_prefills(demand, FleetView((), prefills, Ways(trust, LinkCosts())), workers):
+        assert bool(view.prefill) == bool(prefills)
+
+
+def test_strict_disaggregation_asks_of_each_generation_who_can_do_what() -> None:
+    """In one a worker prefills alone, in the other a mixed one does; two mixed ones alone are no such placement."""
+    one, other = {"p": Role.PREFILL, "d": Role.DECODE, "n": Role.MIXED}, {"m": Role.MIXED, "e": Role.DECODE}
+    workers = [made(name, role) for name, role in one.items()]
+    workers += [made(name, role, "next") for name, role in other.items()]
+    workers += [made(name, Role.MIXED, "third") for name in "xy"]
+    ways = Ways(trusting(), LinkCosts())
+    able, prefills = able_to_decode(Demand(tokens=1), workers), able_to_prefill(Demand(tokens=1), workers)
+    view = split_only(FleetView(able, prefills, ways), 0.0)
+    assert {worker.status.name for worker in view.decode} == {"d", "n", "e"}
+    found = {name: view.prefills_for(worker, 0.0) for worker in view.decode for name in worker.status.name}
+    assert {name: [each.status.name for each in able] for name, able in found.items()} == {
+        "d": ["p"],
+        "n": ["p"],
+        "e": ["m"],
+    }
+
+
 # ---- what becomes of requests --------------------------------------------------------------------------------------
 
 
@@ -174,11 +220,11 @@ def a_roll(**config: Any) -> World:
     return world
 
 
-def homed(world: World, name: str) -> Any:
-    """A request whose home is that decode worker's generation."""
+def homed(world: World, name: str, begin: int = 0, max_tokens: int = 8) -> Any:
+    """A request whose home is that decode worker's generation; of names that count from `begin`."""
     generation = world.workers[name].status.generation
-    for number in range(1000):
-        request = wanted(f"r{number}")
+    for number in range(begin, begin + 1000):
+        request = wanted(f"r{number}", max_tokens)
         if {each.generation for each in world.placer.look(RequestState(request=request)).view.decode} == {generation}:
             return request
     raise AssertionError(f"no request is for {name}")
@@ -269,4 +315,82 @@ async def test_requests_wait_where_the_only_decode_worker_is_killed_while_it_dra
     world.beat()
     world.add("next", Role.DECODE)
     assert [await begun, await fresh] == [expected(wanted())] * 2
+    await world.fleet.close()
+
+
+async def test_requests_go_on_while_a_generation_has_lost_the_trust_of_its_only_prefill_worker() -> None:
+    world = a_roll()
+    world.add("new-d", Role.DECODE, pairing="next", fingerprint="next")
+    for _ in range(20):
+        world.fleet.breakers.failed(world.workers["new-p"].status.instance, world.now)
+    for number in range(10):
+        request = wanted(str(number), max_tokens=1 + number % 2)
+        assert await world.tokens(request) == expected(request)
+    assert not world.workers["new-d"].opened and not world.workers["new-p"].orders
+    await world.fleet.close()
+
+
+async def test_a_request_that_fails_in_its_generation_begins_in_another() -> None:
+    """Whatever it fails of: no breaker opens for this."""
+    world = a_roll()
+    d = world.add("new-d", Role.DECODE, pairing="next", fingerprint="next")
+    request = homed(world, "new-d")
+    world.workers["new-p"].script.before_first = [StaleLease("again and again")] * 1000
+    assert await world.tokens(request) == expected(request)
+    assert len(world.seen.replacements) == 2 and d.opened.total() <= 2
+    await world.fleet.close()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2])
+async def test_a_request_that_is_late_in_its_generation_goes_to_another(max_tokens: int) -> None:
+    """As when a new generation is small and has taken long prompts: its class would have the request refused."""
+    world = World(policy="goodput")
+    for name, role, pairing, seconds in (
+        ("p", Role.PREFILL, "model", 0.0),
+        ("d", Role.DECODE, "model", 0.0),
+        ("new-p", Role.PREFILL, "next", 100.0),
+        ("new-d", Role.DECODE, "next", 0.0),
+    ):
+        fields = {"pairing": pairing, "fingerprint": pairing, "waiting_tokens": int(1000 * seconds)}
+        world.add(name, role, step_cost=COST, waiting_seconds=seconds, max_batched_tokens=512, **fields)
+    for number in range(10):
+        request = wanted(str(number), max_tokens, service_class="interactive", slo=Slo(ttft_ms=1000.0))
+        assert await world.tokens(request) == expected(request)
+    assert not world.workers["new-p"].orders
+    await world.fleet.close()
+
+
+async def test_a_text_that_outlasts_the_prefill_workers_of_its_model_is_computed_by_its_decode_worker() -> None:
+    """The last of them has left, the next model serves, and the text's blocks went to another request."""
+    world = World()
+    p, d = world.add("p", Role.PREFILL), world.add("d", Role.DECODE)
+    for name, role in (("new-p", Role.PREFILL), ("new-d", Role.DECODE)):
+        world.add(name, role, pairing="next", fingerprint="next")
+    d.script.decode = [(3, Preempted("blocks ran out"))]
+    request = homed(world, "d")
+    running = asyncio.create_task(world.tokens(request))
+    while not p.orders:
+        await asyncio.sleep(0)
+    world.fleet.heartbeat(p.change(draining=True))
+    assert await running == expected(request)
+    assert len(p.orders) == len(d.orders) == 1
+    await world.fleet.close()
+
+
+async def test_requests_that_a_restarting_worker_drops_are_not_taken_for_what_breaks_it() -> None:
+    """A generation that flaps: its only prefill worker dies of each second prompt that it is given, and comes back."""
+    world = a_roll()
+    p = world.workers["new-p"]
+    world.add("new-d", Role.DECODE, pairing="next", fingerprint="next")
+    for life in range(6):
+        request = homed(world, "new-d", begin=life * 100, max_tokens=1 + life % 3)
+        p.script.before_first = [WorkerLost("killed")] * 2
+        running = asyncio.create_task(world.tokens(request))
+        while len(world.seen.replacements) <= life:
+            await asyncio.sleep(0)
+        world.fleet.heartbeat(p.change(instance=f"life-{life}"))
+        assert await running == expected(request)
+        world.now += 1.0
+        p.script.before_first = []
+    assert len(world.seen.replacements) == 6
     await world.fleet.close()
