@@ -23,8 +23,9 @@ Answer = TypeVar("Answer")
 DEADLINE = 10.0
 KINDS = ("local", "shared_memory", "all_to_all", "hierarchical")
 RANKS = {"local": 1, "shared_memory": 3, "all_to_all": 3, "hierarchical": 4}
+# A row is numbers that are added up and quantized many at once, and a rest of them.
 SHAPE = ExchangeShape(
-    ranks=3, slots=3, top_k=3, hidden=24, max_tokens=6, wire=torch.float32, back=torch.float32
+    ranks=3, slots=3, top_k=3, hidden=64 + 24 + 3, max_tokens=6, wire=torch.float32, back=torch.float32
 )  # fmt: skip
 
 
