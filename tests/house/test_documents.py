@@ -20,6 +20,7 @@ from tests.house.source import ROOT
 EXPORTED = re.compile(r"^# TYPE ([\w:]+) (\w+)$", re.MULTILINE)
 DOCUMENTED = re.compile(r"^\| `([\w:]+)` \| (counter|gauge|histogram) \|", re.MULTILINE)
 PAGES = ("*.md", "docs/**/*.md", "tests/*.md")
+FROM_AN_INDEX = re.compile(r"pip install\b[^\n`]*\s['\"]?millrace\b")
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#]+)(?:#[^)]*)?\)")
 
 
@@ -60,3 +61,9 @@ def test_every_decision_is_numbered_once() -> None:
     names = sorted(path.name for path in Path(ROOT / "docs/decisions").glob("*.md"))
     assert names
     assert [name[:4] for name in names] == [f"{number:04d}" for number in range(1, len(names) + 1)]
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs").glob("deploy-*.md")))
+def test_a_deployment_begins_with_a_checkout(page: str) -> None:
+    """The name on PyPI is a reserved one without code: pip would install that, warn of the extra, and succeed."""
+    assert FROM_AN_INDEX.findall((ROOT / "docs" / page).read_text()) == []
