@@ -47,10 +47,13 @@ def run(arguments: argparse.Namespace) -> int:
         holder = _holder(ray, arguments.name)
         command = _ask(ray, holder, wanted) if wanted else 0
         deadline = time.monotonic() + arguments.timeout
-        deployed = _deployed(ray, holder, deadline)
+        deployed, told = _deployed(ray, holder, deadline), ""
         while wanted and not is_answered(deployed, command):
             if time.monotonic() > deadline:
                 raise Unavailable(f"not within {arguments.timeout:g} s; there are {_shown(deployed)}")
+            if (shown := _shown(deployed)) != told:
+                told = shown
+                print(f"waiting: {told}", file=sys.stderr, flush=True)
             time.sleep(POLL_SECONDS)
             deployed = _deployed(ray, holder, deadline)
     except errors.RayError as error:

@@ -106,3 +106,18 @@ def test_a_command_that_means_nothing_is_refused_and_none_is_left(
         code = int(ended.code or 0)
     assert code == 2 and told in capsys.readouterr().err
     assert there.holder.exchange(Deployed(counts={}, services={}))[1] == {}
+
+
+def test_while_it_waits_it_says_for_what_once(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    there = Commanded(monkeypatch)
+    looks = iter([{"decode-1": "waiting"}] * 3 + [{"decode-1": "starting"}] * 2)
+
+    def deployed() -> Deployed:
+        return Deployed(counts={"decode": 2}, services=next(looks, {"decode-1": "running"}), scaled=2**63)
+
+    handle = SimpleNamespace(scale=remote(there.holder.scale), deployed=remote(deployed))
+    monkeypatch.setattr(there.ray, "get_actor", lambda *_, **__: handle)
+    assert cli.main(["scale", "decode=2"]) == 0
+    told = capsys.readouterr()
+    assert told.err.splitlines() == ["waiting: decode=2 (decode-1 waiting)", "waiting: decode=2 (decode-1 starting)"]
+    assert told.out == "decode=2\n"
