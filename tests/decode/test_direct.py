@@ -150,7 +150,7 @@ async def test_a_direct_fetch_is_a_span_and_calls_to_the_pool_are_its_children(
         grant = await worker.lease(session, PROMPT, name)
         seq = worker.decode.table.check(grant.lease).seq
         seq.request = replace(seq.request, trace=TRACE)
-        await worker.decode.begin(grant.lease)
+        await worker.decode.begin(grant.lease, worker.decode.identity.generation)
         return grant.lease
 
     async def told() -> tuple[str, dict[str, Any], str]:

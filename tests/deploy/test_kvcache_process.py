@@ -293,5 +293,5 @@ async def test_a_port_in_use_is_one_clear_line() -> None:
         _, said = await process.communicate()
     assert process.returncode == 2
     assert re.fullmatch(
-        r"millrace: cannot listen on 127.0.0.1:\d+: .*; choose another --host or --port\n", said.decode()
+        r"millrace: cannot listen on 127.0.0.1:\d+: .*; choose another --host or --metrics-port\n", said.decode()
     )

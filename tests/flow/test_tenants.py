@@ -191,6 +191,11 @@ def test_over_processes_in_every_tier_and_after_a_kill(tiny_path: Path, tmp_path
             assert answer.status_code == 200, answer.text
             return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
+        def is_served() -> bool:
+            """A prompt that nobody keeps is answered."""
+            short = {"prompt": [1, 2, 3], "max_tokens": 1}
+            return client.post("/v1/completions", json=short, headers=shown("gggg")).status_code == 200
+
         assert [reused("aaaa"), reused("bbbb")] == [0, 0]
         assert reused("aaab") == reused("bbbb") == REUSED
         wait_until(lambda: server.metric("pool_stored_total") >= 2 * REUSED // 16, 30, "both are in the pool")
@@ -198,6 +203,7 @@ def test_over_processes_in_every_tier_and_after_a_kill(tiny_path: Path, tmp_path
             server.signal_worker(worker, signal.SIGKILL)
         wait_until(lambda: not server.metric("kvcache_usage_perc"), 60, "new workers have nothing")
         server.wait_ready()
+        wait_until(is_served, 60, "others have come: two that die over a request end it")
         assert reused("gggg") == 0, "nor is it another's in the pool"
         assert reused("aaaa") == REUSED
         assert used_nowhere(server, SECRET, PEPPER, *(entry.digest.hex() for entry in entries().values()))
