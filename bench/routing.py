@@ -9,7 +9,6 @@ bench.router_share's to say.
 from __future__ import annotations
 
 import argparse
-import gc
 import random
 import time
 import tracemalloc
@@ -31,6 +30,7 @@ from router.policy import Decision
 from router.prefix_index import PrefixIndex
 from router.registry import Reservation
 from router.request_state import RequestState
+from serving.collecting import collecting_as_served
 from serving.messages import KVEvents, Request, Role, SamplingParams, Slo, WorkerStatus
 from serving.options import parse_bytes
 from serving.step_cost import StepCost
@@ -226,10 +226,14 @@ def measure(policy: str, asked: argparse.Namespace, held: Sequence[Sequence[byte
     placer, watch = Placer(fleet, make_policy(policy)), Stopwatch(CLOCKS[asked.clock])
     if fleet.prefixes is not None:
         fleet.prefixes = TimedIndex(asked.prefix_index_memory, watch)
-    reporters, draw = Reporters(fleet, ROLES[asked.roles], held), random.Random(9)
-    running: deque[RoutedRequest] = deque()
-    gc.collect()
-    gc.freeze()  # as a router does once it has started (deploy.frontend)
+    reporters = Reporters(fleet, ROLES[asked.roles], held)
+    with collecting_as_served():
+        _play(placer, reporters, asked, watch)
+    return watch
+
+
+def _play(placer: Placer, reporters: Reporters, asked: argparse.Namespace, watch: Stopwatch) -> None:
+    running, draw = deque[RoutedRequest](), random.Random(9)
     for request in requests(asked.requests, asked.blocks, asked.prompt_tokens):
         for _ in range(asked.heartbeats):
             with watch.timing("a heartbeat"):
@@ -237,8 +241,6 @@ def measure(policy: str, asked: argparse.Namespace, held: Sequence[Sequence[byte
         running.append(place(placer, request, watch))
         if len(running) > OPEN:
             running.popleft().end(placer, draw)
-    gc.unfreeze()
-    return watch
 
 
 def index_size(asked: argparse.Namespace, held: Sequence[Sequence[bytes]]) -> tuple[int, int]:
