@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ from serving.log_lines import FIELDS
 
 log = logging.getLogger(__name__)
 
+Decide = Callable[[Sequence[Observation], ScaledFleet, AutoscalerLimits, float], ScalingDecision]
 STANDBY = "another autoscaler is at work: standing by"
 
 
@@ -44,13 +45,14 @@ class RouterSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wiring:
-    """What the loop is given: where figures come from, who acts, who else might, and time."""
+    """What the loop is given: where figures come from, who acts, who else might, time, and what decides."""
 
     source: RouterSource
     actuator: Actuator
     lock: ControllerLock
     clock: Callable[[], float]
     sleep: Callable[[float], Awaitable[None]]
+    decide: Decide = decide
 
 
 class AutoscaleController:
@@ -106,7 +108,7 @@ class AutoscaleController:
         self.figures.leading = True
         if away:
             return ScalingDecision(None, away)
-        return decide(self.observations, self._fleet, self.limits, self.wiring.clock())
+        return self.wiring.decide(self.observations, self._fleet, self.limits, self.wiring.clock())
 
     async def _observe(self) -> str:
         """One more observation; why there is none, where there is none."""

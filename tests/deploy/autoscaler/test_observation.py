@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -87,6 +88,6 @@ def test_a_worker_without_a_step_has_no_cost() -> None:
 
 def test_merged_intervals_add_up_and_end_with_the_last() -> None:
     samples = [read_sample(answer(10.0 * n, offered(n * n), tokens=7 * n)) for n in range(4)]
-    parts = [observed(before, now, now.at) for before, now in zip(samples, samples[1:], strict=False)]
+    parts = [observed(before, now, now.at) for before, now in pairwise(samples)]
     whole = merged(parts)
     assert (whole.at, whole.seconds, whole.tokens, whole.offered.arrived) == (30.0, 30.0, 21, 9)
