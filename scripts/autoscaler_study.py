@@ -10,6 +10,7 @@ It measures and draws; what is decided is decided by deploy.autoscaler.
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -22,7 +23,7 @@ import numpy as np
 from deploy.autoscaler.fleet_load import ScaledFleet
 from deploy.autoscaler.limits import AutoscalerLimits
 from deploy.autoscaler.observation import TOTALS, Observation
-from deploy.autoscaler.policy import FlipWorker, ScalingDecision, decide
+from deploy.autoscaler.policy import AddWorker, DrainWorker, FlipWorker, ScalingDecision, decide
 from deploy.simulator.autoscaled import AutoscaledRun, TrafficPhase, autoscaled, phased
 from deploy.simulator.cluster import ClusterPlan
 from deploy.simulator.outcomes import RequestOutcome
@@ -46,12 +47,14 @@ SLOW = Profile(
 
 
 def kind(prompt: float, output: float, ttft_ms: float, tpot_ms: float) -> Traffic:
-    lengths = {"prompt": Lengths(prompt, 0.3), "output": Lengths(output, 0.3)}
-    return Traffic(name=f"{prompt:g}+{output:g}", classes=(TrafficClass(ttft_ms=ttft_ms, tpot_ms=tpot_ms, **lengths),))
+    drawn = Lengths(prompt, 0.3), Lengths(output, 0.3)
+    made = TrafficClass(prompt=drawn[0], output=drawn[1], ttft_ms=ttft_ms, tpot_ms=tpot_ms)
+    return Traffic(name=f"{prompt:g}+{output:g}", classes=(made,))
 
 
 # ---- a role flips --------------------------------------------------------------------------------------------------
 
+NAMES = {FlipWorker: "flip", DrainWorker: "drain", AddWorker: "add"}
 SHIFT_AT, END, BIN = 180.0, 540.0, 15.0
 
 
@@ -95,9 +98,8 @@ def draw(scaled: AutoscaledRun, fixed: AutoscaledRun, path: Path) -> None:
     figure, (top, middle, bottom) = pyplot.subplots(3, 1, figsize=(7.2, 7.2), sharex=True, layout="constrained")
     bins = np.arange(0, END, BIN)
     for run, colour, label in ((scaled, "#0072b2", "autoscaled"), (fixed, "#d55e00", "three prefill, one decode")):
-        top.plot(
-            bins + BIN / 2, [100 * share(run.run.outcomes, at, at + BIN) for at in bins], color=colour, label=label
-        )
+        shares = [100 * share(run.run.outcomes, at, at + BIN) for at in bins]
+        top.plot(bins + BIN / 2, shares, color=colour, label=label)
     top.set_ylabel("both objectives met, %")
     for role, colour in ((P, "#009e73"), (D, "#cc79a7")):
         loads = [(at, each.load.used(role)) for at, each in scaled.decisions if each.load is not None]
@@ -113,20 +115,18 @@ def draw(scaled: AutoscaledRun, fixed: AutoscaledRun, path: Path) -> None:
         axes.axvline(SHIFT_AT, color="black", linewidth=0.8)
         for at, decision in scaled.actions:
             axes.axvline(at, color="grey", linewidth=0.8, linestyle="--")
-            assert isinstance(decision.action, FlipWorker)
+            axes.text(at, 0, f"{NAMES[type(decision.action)]} ", rotation=90, va="bottom", ha="right", fontsize="small")
         axes.set_ylim(bottom=0)
         axes.legend(loc="best", fontsize="small")
-    top.set_title(
-        f"At {SHIFT_AT:.0f} s prompts become short and outputs long; dashed: a worker flips", fontsize="medium"
-    )
+    top.set_title(f"At {SHIFT_AT:.0f} s prompts become short and outputs long", fontsize="medium")
     figure.savefig(path, metadata={"Date": None})
 
 
 # ---- thresholds ----------------------------------------------------------------------------------------------------
 
-LOADS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+LOADS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 FULL = {P: (800, 4, 1.23), D: (64, 200, 3.0)}  # lengths, and requests/s that fill one worker by its cost model
-WATCHED = 300.0
+WATCHED = 150.0
 
 
 def loaded(case: tuple[Role, float, int]) -> tuple[float, float, float]:
@@ -159,7 +159,7 @@ def thresholds(seeds: int, jobs: int) -> None:
 # ---- forecasts -----------------------------------------------------------------------------------------------------
 
 HORIZON = 120.0  # seconds: a window, a start, and what has queued meanwhile
-LENGTH = 1800.0
+LENGTH = 1500.0
 
 
 def trended(
@@ -185,7 +185,7 @@ def scaled(each: Observation, factor: float) -> Observation:
 
 
 def diurnal() -> Iterator[TrafficPhase]:
-    """Two days of a quarter of an hour each, in steps of a minute."""
+    """Two days of less than a quarter of an hour each, in steps of a minute."""
     for step in range(int(LENGTH / 60)):
         rate = 0.6 + 0.45 * sin(2 * pi * step * 60 / (LENGTH / 2))
         yield TrafficPhase(traffic=kind(200, 16, 8000.0, 400.0), rate=rate, seconds=60.0)
@@ -231,6 +231,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()
+    logging.disable(logging.WARNING)  # preempted sequences are placed again
     if given.what == "flip":
         flip(given.path)
     else:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from deploy.autoscaler.actuator import Actuator, ActuatorError, FleetWorker
+from deploy.autoscaler.actuator import KEPT, Actuator, ActuatorError, FleetWorker
 from deploy.autoscaler.fleet_load import ScaledFleet
 from deploy.autoscaler.limits import AutoscalerLimits
 from deploy.autoscaler.lock import ControllerLock
@@ -147,11 +147,18 @@ class AutoscaleController:
             try:
                 await self._ask(action)
             except ActuatorError as error:
-                self.figures.failures += 1
-                log.error("%s failed: %s", told(action), error.message)
+                self._failed(action, error)
                 return
         self.figures.acted(kind(action), action.role.value)
         self._fleet = ScaledFleet(self._fleet.workers, self.wiring.clock())
+
+    def _failed(self, action: Action, error: ActuatorError) -> None:
+        """It is decided anew with the next turn; without flips, where the place has none."""
+        self.figures.failures += 1
+        log.error("%s failed: %s", told(action), error.message)
+        if error.code == KEPT:
+            self.limits = replace(self.limits, flips=False)
+            log.info("workers keep their roles here: only adding and draining from now on")
 
     async def _ask(self, action: Action) -> None:
         actuator = self.wiring.actuator

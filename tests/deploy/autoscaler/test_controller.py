@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deploy.autoscaler.actuator import ActuatorError, FleetWorker
+from deploy.autoscaler.actuator import KEPT, ActuatorError, FleetWorker
 from deploy.autoscaler.controller import STANDBY, AutoscaleController, Wiring
 from deploy.autoscaler.limits import AutoscalerLimits
 from deploy.autoscaler.lock import FileLock
@@ -166,6 +166,15 @@ async def test_an_action_that_fails_is_tried_again(caplog: pytest.LogCaptureFixt
     town.refusal = None
     await town.turns(controller, 1)
     assert len(town.asked) == 1
+
+
+async def test_where_workers_keep_their_roles_one_is_added_instead() -> None:
+    town = Town(refusal=ActuatorError("its role is that of its Deployment", code=KEPT))
+    controller = town.controller()
+    await town.turns(controller, 4)
+    town.refusal = None
+    await town.turns(controller, 4)
+    assert town.asked == [("add", D)]
 
 
 async def test_the_loop_goes_on_until_it_is_cancelled_and_gives_the_lock_back() -> None:

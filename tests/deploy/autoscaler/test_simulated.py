@@ -31,8 +31,8 @@ SHIFT_AT, END = 90.0, 300.0
 
 
 def traffic(prompt: float, output: float) -> Traffic:
-    lengths = {"prompt": Lengths(prompt, 0.3), "output": Lengths(output, 0.3)}
-    return Traffic(name="made-up", classes=(TrafficClass(ttft_ms=8000.0, tpot_ms=400.0, **lengths),))
+    made = TrafficClass(prompt=Lengths(prompt, 0.3), output=Lengths(output, 0.3), ttft_ms=8000.0, tpot_ms=400.0)
+    return Traffic(name="made-up", classes=(made,))
 
 
 PROMPT_HEAVY, DECODE_HEAVY = traffic(500, 8), traffic(100, 32)
