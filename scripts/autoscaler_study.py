@@ -91,7 +91,7 @@ def draw(scaled: AutoscaledRun, fixed: AutoscaledRun, path: Path) -> None:
     """Attainment over time with and without flips, the load of each role, and how many workers it has."""
     import matplotlib as mpl
 
-    mpl.use("svg")
+    mpl.use("agg")
     mpl.rcParams["svg.hashsalt"] = "millrace"
     from matplotlib import pyplot
 
