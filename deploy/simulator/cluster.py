@@ -27,6 +27,7 @@ from router.placer import Placer
 from router.policies import make_policy
 from router.router import Router, RouterObserver
 from serving.config import EngineConfig
+from serving.engine.step_prior import UNKNOWN
 from serving.kvspec import LayerKV, Plane
 from serving.messages import Audit, Role, WorkerIdentity, WorkerStatus
 
@@ -41,7 +42,9 @@ class ClusterPlan:
     `noise` is the standard deviation of the logarithm of a step's seconds. Beats come every `heartbeat_interval`
     seconds from each worker, spread over the interval. `engine` may set all but the KV's size, which is the profile's
     unless it gives a number of blocks. Each of the `routers` hears every beat, and knows of no other router. Workers
-    with `drafts` try as many tokens at a time as `engine` says.
+    with `drafts` try as many tokens at a time as `engine` says. `front_seconds` pass between a client and the router,
+    before the first token: the API's work and the way of both. `learned`: workers begin with what the profile says of
+    their steps, as those do that have served before, and not with a guess.
     """
 
     roles: tuple[Role, ...]
@@ -54,6 +57,8 @@ class ClusterPlan:
     of_role: Mapping[Role, Profile] = field(default_factory=dict)
     routers: int = 1
     drafts: DraftModel | None = None
+    front_seconds: float = 0.0
+    learned: bool = False
 
     def __post_init__(self) -> None:
         if models := {each.model for each in self.of_role.values()} - {self.profile.model}:
@@ -149,6 +154,7 @@ class SimulatedCluster:
             runner=runner,
             eos_token_ids=frozenset({EOS}),
             layout=lambda kv_dtype: (profile.model, TOKEN_KV),
+            guess=profile.learned() if plan.learned else UNKNOWN,
             proposer=ModelledProposer(plan.drafts, self.texts) if plan.drafts is not None else None,
         )
         dialer = ModelledDialer(address, self._receivers, self._ports, plan.network, profile.kv_bytes)
