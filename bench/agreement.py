@@ -61,6 +61,7 @@ def simulated_figures(told: Mapping[str, Any]) -> ServedFigures:
 class Agreement:
     """One run at `share` of the deployment's capacity, measured and simulated. `rate` in requests a second."""
 
+    case: str
     deployment: str
     workload: str
     share: float

@@ -8,32 +8,58 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from bench.mixture import Mixture, TimedAsk
 from bench.sse import Outcome
-from bench.workload import PIECE_RANGE
+from bench.workload import PIECE_RANGE, Ask
+from serving.step_cost import StepCost, StepLoad
+
+WARM_TEXTS = 12  # of the shared ones: about as many as a worker's KV holds beside what runs
+PRELUDE_SECONDS = 10.0  # from one of its requests to the next, when they are simulated: each is alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedWorkers:
-    """What is served and simulated: `flags` of `millrace serve`, and its workers' roles; one worker of each."""
+    """What is served and simulated: one worker of each of the roles, and how many threads each computes with."""
 
     name: str
-    flags: tuple[str, ...]
-    roles: tuple[str, ...]
+    threads: Mapping[str, int]
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return tuple(self.threads)
+
+    @property
+    def embedded(self) -> bool:
+        """One worker, in the API's own process."""
+        return self.roles == ("mixed",)
 
     @property
     def workers(self) -> str:
         """As `millrace simulate` takes them."""
         return ",".join(f"{role}=1" for role in self.roles)
 
+    @property
+    def placement(self) -> str:
+        """A placement file of workers that are processes of their own."""
+        groups = (f'[[workers]]\nrole = "{role}"\nthreads = {count}\n' for role, count in self.threads.items())
+        return "\n".join(groups)
 
+    def flags(self, folder: Path) -> tuple[str, ...]:
+        """Of `millrace serve`; what they name lies in the folder."""
+        if self.embedded:
+            return ("--threads", str(self.threads["mixed"]))
+        return ("--placement", str(folder / f"{self.name}.toml"))
+
+
+# Of four cores, one is left to the API, the router and who measures.
 DEPLOYMENTS: Mapping[str, ServedWorkers] = {
     made.name: made
     for made in (
-        ServedWorkers(name="embedded", flags=(), roles=("mixed",)),
-        ServedWorkers(name="split", flags=("--prefill", "1", "--decode", "1"), roles=("prefill", "decode")),
+        ServedWorkers(name="embedded", threads={"mixed": 3}),
+        ServedWorkers(name="split", threads={"prefill": 2, "decode": 1}),
     )
 }
 
@@ -51,10 +77,26 @@ class ServedRun:
         return f"{self.deployment.name}, {self.mixture.name}, {self.share:g}"
 
 
-def noise_of(learned: Mapping[str, Any]) -> float:
-    """Of a step's logarithm: what the workers' own fits leave, in the mean of the roles."""
-    errors = [profile["cost"]["error"] for profile in learned["profiles"].values()]
-    return float(sum(errors) / len(errors))
+def noise_of(learned: Mapping[str, Any]) -> str:
+    """Of a step's logarithm by role: what the worker's own fit leaves."""
+    profiles: Mapping[str, Any] = learned["profiles"]
+    return ",".join(f"{role}={profile['cost']['error']:.4f}" for role, profile in profiles.items())
+
+
+def mean_profile(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One worker's profiles as one: costs in the mean, since each is at the pace of the last steps before it."""
+    costs = [reading["cost"] for reading in readings]
+    return {**readings[-1], "cost": {name: sum(cost[name] for cost in costs) / len(costs) for name in costs[0]}}
+
+
+def pace(profile: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """By which share a prompt of 256 tokens and 64 tokens after it take longer than by the other profile."""
+    load = StepLoad.of(0, 256)
+    seconds = []
+    for one in (profile, other):
+        cost = StepCost(**one["cost"])
+        seconds.append(cost.seconds(load) + 64 * cost.decode_seconds(1, 288))
+    return seconds[0] / seconds[1] - 1
 
 
 def told_of(learned: Mapping[str, Any]) -> str:
@@ -79,13 +121,26 @@ def salted(timed: Sequence[TimedAsk], salt: str) -> list[TimedAsk]:
     return [replace(one, ask=replace(one.ask, pieces=tuple(piece ^ mask for piece in one.ask.pieces))) for one in timed]
 
 
-def row_of(asked: TimedAsk, outcome: Outcome) -> dict[str, Any]:
+def prelude(timed: Sequence[TimedAsk]) -> list[TimedAsk]:
+    """Requests for a token each that bring the first of the shared texts into a cache, before the others come."""
+    firsts: dict[tuple[int, ...], TimedAsk] = {}
+    for one in timed:
+        if one.kind.prefix_tokens:
+            firsts.setdefault(one.ask.pieces[: one.kind.prefix_tokens], one)
+    chosen = list(firsts.items())[:WARM_TEXTS]
+    return [
+        TimedAsk(PRELUDE_SECONDS * (number - len(chosen)), one.kind, Ask(pieces=(*text, number), output_tokens=1))
+        for number, (text, one) in enumerate(chosen)
+    ]
+
+
+def row_of(asked: TimedAsk, outcome: Outcome, *, counted: bool = True) -> dict[str, Any]:
     """A request as `millrace simulate --trace` reads it, with what was measured of it."""
     kind, good = asked.kind, outcome.error is None
     prefix = asked.ask.pieces[: kind.prefix_tokens]
     tpot = outcome.tpot if good else None
     return {
-        "arrival_s": asked.at,
+        "arrival_s": asked.at + PRELUDE_SECONDS * WARM_TEXTS,  # since the prelude, where there is one
         "prompt_tokens": asked.ask.prompt_tokens,
         "output_tokens": asked.ask.output_tokens,
         "service_class": kind.service_class or "standard",
@@ -96,4 +151,5 @@ def row_of(asked: TimedAsk, outcome: Outcome) -> dict[str, Any]:
         "ttft_ms": 1e3 * outcome.ttft if good else None,
         "tpot_ms": None if tpot is None else 1e3 * tpot,
         "error": outcome.error,
+        "counted": counted,
     }

@@ -44,7 +44,8 @@ FLEETS: Mapping[str, Contender] = {
     "split": Contender(name="1 prefill + 1 decode", flags=("--prefill", "1", "--decode", "1", *GOODPUT)),
 }
 WORKERS = {"aggregated": {"mixed": 2}, "split": {"prefill": 1, "decode": 1}}  # as a plan tells them
-GOAL, TOLERANCE = 0.9, 0.1
+GOAL, TOLERANCE, GROWTH = 0.9, 0.25, 1.5  # of the search: two rates so far apart bracket an answer
+EVEN = 0.03  # a ratio within it says that neither is better
 
 
 def mixture_of(args: argparse.Namespace) -> Mixture:
@@ -73,7 +74,9 @@ tpot_ms = {kind.slo.tpot_ms}
 attainment = {GOAL}
 [search]
 tp = [1]
-finalists = 2
+requests = 150
+seconds = 30
+finalists = 1
 """
 
 
@@ -107,23 +110,30 @@ def planned_goodput(ranked: Sequence[Mapping[str, Any]], workers: Mapping[str, i
     return next((float(each["goodput"]) for each in ranked if each["workers"] == workers), None)
 
 
-def measured_goodput(told: Mapping[str, Any]) -> dict[str, float | None]:
-    """By contender, from what bench.policies has written: the crossing of the goal where there is one."""
+def measured_goodput(told: Mapping[str, Any]) -> dict[str, tuple[float | None, bool]]:
+    """By contender, from what bench.policies has written: the crossing of the goal where there is one, else the highest
+    rate that attained; and whether a higher one is known that does not."""
     (case,) = told["cases"]
-    return {one["name"]: one["crossing"] or one["goodput"] for one in case["contenders"]}
+    return {one["name"]: (one["crossing"] or one["goodput"], one["failing"] is not None) for one in case["contenders"]}
 
 
 def report(planned: Mapping[str, Any], told: Mapping[str, Any], about: str) -> str:
     """Markdown: both figures of both fleets, and what the ratios say."""
     measured = measured_goodput(told)
-    rows, sides = [], {}
-    for name, fleet in FLEETS.items():
-        sides[name] = planned_goodput(planned["ranked"], WORKERS[name]), measured.get(fleet.name)
-        rows.append([fleet.name, *map(number, sides[name])])
-    ratios = [_ratio(split, mixed) for split, mixed in zip(sides["split"], sides["aggregated"], strict=True)]
+    sides = {
+        name: (planned_goodput(planned["ranked"], WORKERS[name]), *measured.get(fleet.name, (None, False)))
+        for name, fleet in FLEETS.items()
+    }
+    rows = [
+        [FLEETS[name].name, number(simulated), number(served) if bounded else f"≥ {number(served)}"]
+        for name, (simulated, served, bounded) in sides.items()
+    ]
+    ratios = [_ratio(sides["split"][side], sides["aggregated"][side]) for side in (0, 1)]
     rows.append(["split ÷ aggregated", *("—" if ratio is None else f"{ratio:.2f}" for ratio in ratios)])
     heads = ["two workers", "planned (simulated), requests/s", "measured, requests/s"]
-    return "\n\n".join([about, table(heads, rows), f"The plan: {planned['verdict']}", judgement(*ratios)]) + "\n"
+    ended = all(bounded for *_, bounded in sides.values())
+    answer = judgement(*ratios) if ended else "The time was up before a rate failed: the same command goes on."
+    return "\n\n".join([about, table(heads, rows), f"The plan: {planned['verdict']}", answer]) + "\n"
 
 
 def _ratio(split: float | None, mixed: float | None) -> float | None:
@@ -134,13 +144,20 @@ def judgement(planned: float | None, measured: float | None) -> str:
     """Whether the plan's answer is what was measured."""
     if planned is None or measured is None:
         return "One side is missing: no rate attained there, or the time was up."
-    words = ["does not pay" if ratio < 1 else "pays" for ratio in (planned, measured)]
+    words = [_word(ratio) for ratio in (planned, measured)]
     if words[0] == words[1]:
         return f"Both say that splitting {words[0]} here."
     return f"They differ: planned, splitting {words[0]}; measured, it {words[1]}."
 
 
-def comparison_options(args: argparse.Namespace, until: float) -> ComparisonOptions:
+def _word(ratio: float) -> str:
+    if abs(ratio - 1) <= EVEN:
+        return "makes no difference"
+    return "does not pay" if ratio < 1 else "pays"
+
+
+def comparison_options(args: argparse.Namespace, start: float | None, until: float) -> ComparisonOptions:
+    """Of a search from the rate that is given, or else from `start`."""
     return ComparisonOptions(
         out=args.out,
         base=(*BASE_FLAGS, *shlex.split(args.serve_flags)),
@@ -149,10 +166,9 @@ def comparison_options(args: argparse.Namespace, until: float) -> ComparisonOpti
         goal=GOAL,
         tolerance=TOLERANCE,
         warm_up=args.warm_up,
-        start=args.rate,
+        start=args.rate or start,
         until=until,
-        first_share=1.0,
-        growth=1.3,
+        growth=GROWTH,
     )
 
 
@@ -166,12 +182,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--prompt-tokens", type=int, default=64, metavar="N", help="in the mean (64)")
     add("--output-tokens", type=int, default=128, metavar="N", help="in the mean (128)")
     add("--spread", type=float, default=0.3, metavar="X", help="of the logarithm of both (0.3)")
-    add("--ttft-ms", type=float, default=1000.0, help="objective of every request (1000)")
-    add("--tpot-ms", type=float, default=30.0, help="the same (30)")
+    add("--ttft-ms", type=float, default=2000.0, help="objective of every request (2000)")
+    add("--tpot-ms", type=float, default=60.0, help="the same, of each token after the first (60)")
     add("--minutes", type=float, default=8.0, metavar="M", help="begin no run after that (8)")
     add("--seconds", type=float, default=20.0, metavar="S", help="of arrivals in a run (20)")
     add("--seeds", type=int, default=2, metavar="N", help="runs that a rate is judged by (2)")
-    add("--rate", type=float, metavar="R", help="the first rate (what a closed loop gives)")
+    add("--rate", type=float, metavar="R", help="the first rate (what is planned of split workers)")
     add("--warm-up", type=float, default=12.0, metavar="S", help="of each server (12)")
     flags = "--quantization int8 --num-speculative-tokens 0"
     add("--serve-flags", default=flags, metavar="FLAGS", help=f"of every server ({flags})")
@@ -199,7 +215,8 @@ async def sit(args: argparse.Namespace) -> int:
     say(planned["verdict"])
     case = f"do not disaggregate, {mixture.describe()}, {args.seconds:g} s, {args.serve_flags}"
     comparison = Comparison(name="do not disaggregate", case=case, mixture=mixture, contenders=tuple(FLEETS.values()))
-    status = await compare(comparison_options(args, until), [comparison])
+    start = planned_goodput(planned["ranked"], WORKERS["split"])
+    status = await compare(comparison_options(args, start, until), [comparison])
     about = f"{datetime.now(UTC).isoformat(timespec='seconds')}, commit {commit() or 'unknown'}. {mixture.describe()}."
     text = report(planned, json.loads(out.with_suffix(".json").read_text()), about)
     out.with_name(f"{out.name}-answer.md").write_text(text)

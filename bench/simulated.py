@@ -32,7 +32,18 @@ from typing import Any
 
 from bench.agreement import Agreement, ServedFigures, agreement_table, measured_figures, simulated_figures, summary_line
 from bench.contenders import Contender
-from bench.deployments import DEPLOYMENTS, ServedRun, ServedWorkers, noise_of, row_of, salted, told_of
+from bench.deployments import (
+    DEPLOYMENTS,
+    ServedRun,
+    ServedWorkers,
+    mean_profile,
+    noise_of,
+    pace,
+    prelude,
+    row_of,
+    salted,
+    told_of,
+)
 from bench.endpoint import ServerError
 from bench.ledger import Ledger
 from bench.load import Pace, Watch, run_load
@@ -56,17 +67,19 @@ class SimulatedOptions:
 
     out: Path
     base: tuple[str, ...]
+    slo_scale: float
     cases: tuple[ServedRun, ...]
     seconds: float
     warm_up: float
     seed: int
     until: float
     again: bool = False
+    after: bool = False
 
     @property
     def settings(self) -> dict[str, object]:
         """What runs of one file have in common."""
-        return {"flags": list(self.base), "seconds": self.seconds, "seed": self.seed}
+        return {"flags": list(self.base), "seconds": self.seconds, "seed": self.seed, "slo_scale": self.slo_scale}
 
 
 class MeasuredTwice:
@@ -104,9 +117,12 @@ class MeasuredTwice:
         if not cases or self._over:
             return
         async with AsyncExitStack() as stack:
-            contender = Contender(name=deployment.name, flags=deployment.flags)
-            folder = self.options.out.parent / f"{self.options.out.name}-logs"
-            say(f"starting a server: {deployment.name}")
+            folder = self.options.out.absolute().with_name(f"{self.options.out.name}-logs")
+            contender = Contender(name=deployment.name, flags=deployment.flags(folder))
+            if not deployment.embedded:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / f"{deployment.name}.toml").write_text(deployment.placement)
+            say(f"starting a server: {deployment.name}, threads {dict(deployment.threads)}")
             server = await open_server(contender, SERVER, stack, base=self.options.base, folder=folder)
             if self._learned(deployment) is None:
                 await self._learn(server, deployment)
@@ -118,41 +134,48 @@ class MeasuredTwice:
                 await self._measure(server, case)
                 if case.key in self._runs:
                     await self._simulate(case)
-                    say(agreement_table(self.agreements()[-1:]))
+                    say(agreement_table([one for one in self.agreements() if one.case == case.key]))
+            self.ledger.note(f"after {deployment.name}", await self._profiles(server, deployment))
 
     @property
     def _over(self) -> bool:
         return self.interrupted.is_set() or time.monotonic() >= self.options.until
 
     def _learned(self, deployment: ServedWorkers) -> Mapping[str, Any] | None:
+        """With `after`, the profiles are those of the end, where there are some."""
         found: Mapping[str, Any] | None = self.ledger.notes.get(f"learned {deployment.name}")
-        return found
+        after = self.ledger.notes.get(f"after {deployment.name}")
+        return found if not self.options.after or found is None or after is None else {**found, "profiles": after}
 
     async def _learn(self, server: OpenServer, deployment: ServedWorkers) -> None:
         """Capacity by workload, the workers' profiles, and what single requests take beside their steps."""
         capacity: dict[str, float] = {}
+        lone: list[dict[str, Any]] = []
+        found = []
         for name in MIXTURES:
             capacity[name] = await warm_up(server, MIXTURES[name], self.options.warm_up)
             say(f"{deployment.name}, {name}: {capacity[name]:.2f} req/s in a closed loop of six")
-        lone = await self._lone(server)
-        await asyncio.sleep(1.5 * HEARTBEAT_SECONDS)  # the last steps are told of
-        profiles = {
-            role: dict(
-                await write_profile(
-                    self._profile(deployment, role), server.endpoint.target.url, f"{role}-0", self._sizes
-                )
-            )
-            for role in deployment.roles
-        }
+            found.append(await self._profiles(server, deployment))
+            lone = lone or await self._lone(server)
+        profiles = {role: mean_profile([each[role] for each in found]) for role in deployment.roles}
         learned: dict[str, Any] = {"capacity": capacity, "profiles": profiles, "front_ms": 0.0, "commit_ms": 0.0}
         alone = simulated_figures(await simulate(lone, [*self._flags(deployment, learned), "--noise", "0"]))
         for constant, latency in (("front_ms", "ttft_p50"), ("commit_ms", "tpot_p50")):
             kept = sorted(row[latency.replace("_p50", "_ms")] for row in lone)
             learned[constant] = max(0.0, kept[len(kept) // 2] - (alone.latencies[latency] or 0.0))
-        if deployment.roles == ("mixed",):
+        if deployment.embedded:
             learned["commit_ms"] = 0.0  # nothing is handed over
         self.ledger.note(f"learned {deployment.name}", learned)
         say(f"{deployment.name}: {told_of(learned)}")
+
+    async def _profiles(self, server: OpenServer, deployment: ServedWorkers) -> dict[str, dict[str, Any]]:
+        """What each worker has learned by now."""
+        await asyncio.sleep(1.5 * HEARTBEAT_SECONDS)  # the last steps are told of
+        url = server.endpoint.target.url
+        return {
+            role: dict(await write_profile(self._profile(deployment, role), url, f"{role}-0", self._sizes))
+            for role in deployment.roles
+        }
 
     async def _lone(self, server: OpenServer) -> list[dict[str, Any]]:
         """One short request after the other, on an idle server, as rows of a trace a second apart."""
@@ -172,14 +195,17 @@ class MeasuredTwice:
         assert learned is not None
         rate = case.share * learned["capacity"][case.mixture.name]
         timed = salted(case.mixture.timed(rate, case.mixture.count(rate, options.seconds), seed=options.seed), case.key)
-        prepared, arrivals, load = server.prepare(timed), tuple(one.at for one in timed), os.getloadavg()[0]
+        before, prepared, load = prelude(timed), server.prepare(timed), os.getloadavg()[0]
         say(f"{case.key}: {len(timed)} requests at {rate:.2f} a second, load {load:.1f}")
+        watch, arrivals = Watch(interrupted=self.interrupted), tuple(one.at for one in timed)
+        first = await run_load(server.endpoint, server.prepare(before), Pace(concurrency=1), watch)
         gc.collect()
-        run = await run_load(server.endpoint, prepared, Pace(arrivals=arrivals), Watch(interrupted=self.interrupted))
-        if run.stopped:
+        run = await run_load(server.endpoint, prepared, Pace(arrivals=arrivals), watch)
+        if first.stopped or run.stopped:
             return
         await settle(server)
-        rows = [row_of(asked, outcome) for asked, outcome in zip(timed, run.outcomes, strict=True)]
+        rows = [row_of(one, outcome, counted=False) for one, outcome in zip(before, first.outcomes, strict=True)]
+        rows += [row_of(one, outcome) for one, outcome in zip(timed, run.outcomes, strict=True)]
         figures = asdict(measured_figures(run.outcomes, case.mixture.met))
         kept = {
             "rate": rate,
@@ -195,7 +221,7 @@ class MeasuredTwice:
         kept, learned = self._runs.get(case.key), self._learned(case.deployment)
         if kept is None or learned is None:
             return
-        flags = [*self._flags(case.deployment, learned), "--noise", f"{noise_of(learned):.4f}", "--seeds", str(SEEDS)]
+        flags = [*self._flags(case.deployment, learned), "--role-noise", noise_of(learned), "--seeds", str(SEEDS)]
         self.ledger.note(f"simulated {case.key}", await simulate(kept["rows"], flags))
 
     def _profile(self, deployment: ServedWorkers, role: str) -> Path:
@@ -206,13 +232,23 @@ class MeasuredTwice:
         files = {role: self._profile(deployment, role) for role in deployment.roles}
         for role, file in files.items():
             file.write_text(json.dumps(learned["profiles"][role]))
-        messages = "0" if deployment.roles == ("mixed",) else "0.2"
+        messages = "0" if deployment.embedded else "0.2"
         return [
             *("--workers", deployment.workers, "--profile", str(files[deployment.roles[-1]])),
             *("--role-profiles", ",".join(f"{role}={file}" for role, file in files.items())),
             *("--front-ms", f"{learned['front_ms']:.3f}", "--commit-ms", f"{learned['commit_ms']:.3f}"),
             *("--message-ms", messages, "--heartbeat-interval", f"{HEARTBEAT_SECONDS:g}", "--learned"),
         ]
+
+    def _drift(self, name: str, learned: Mapping[str, Any]) -> str:
+        """How much slower the machine was at the end; nothing before it."""
+        after = self.ledger.notes.get(f"after {name}")
+        if after is None:
+            return ""
+        told = (f"{role} {pace(after[role], learned['profiles'][role]):+.0%}" for role in after)
+        return (
+            f"{name}: a prompt and its tokens take at the end of the runs, against what is simulated: {', '.join(told)}"
+        )
 
     def agreements(self) -> list[Agreement]:
         """Of every run that has been measured and simulated, in the order of the cases."""
@@ -221,6 +257,7 @@ class MeasuredTwice:
             kept, simulated = self._runs.get(case.key), self.ledger.notes.get(f"simulated {case.key}")
             if kept is not None and simulated is not None:
                 one = Agreement(
+                    case=case.key,
                     deployment=case.deployment.name,
                     workload=case.mixture.name,
                     share=case.share,
@@ -238,12 +275,14 @@ class MeasuredTwice:
         learned = {name: kept for name in names if (kept := self._learned(DEPLOYMENTS[name])) is not None}
         started = datetime.now(UTC).isoformat(timespec="seconds")
         loads = [kept["load"] for kept in self._runs.values()]
+        scale = f"objectives × {self.options.slo_scale:g}"
         about = (
             f"{started}, commit {self._commit or 'unknown'}, {shlex.join(self.options.base)}; runs of"
-            f" {self.options.seconds:g} s, load {min(loads, default=0):.1f} to {max(loads, default=0):.1f}."
+            f" {self.options.seconds:g} s, {scale}, load {min(loads, default=0):.1f} to {max(loads, default=0):.1f}."
             " Measured → simulated."
         )
         lines = [about, *(f"{name}: {told_of(kept)}" for name, kept in learned.items())]
+        lines += [line for name, kept in learned.items() if (line := self._drift(name, kept))]
         if found:
             lines += [agreement_table(found), summary_line(found)]
         out.with_suffix(".md").write_text("\n\n".join(lines) + "\n")
@@ -263,12 +302,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--deployments", default=",".join(DEPLOYMENTS), metavar="LIST", help="(embedded,split)")
     add("--workloads", default=",".join(MIXTURES), metavar="LIST", help="(chat,long-mixed,shared-prefix)")
     add("--shares", default="0.6,0.9", metavar="X,…", help="of what a closed loop of six gave, a run each (0.6,0.9)")
-    add("--seconds", type=float, default=35.0, metavar="S", help="of arrivals in a run (35)")
-    add("--warm-up", type=float, default=10.0, metavar="S", help="of each workload, to learn from (10)")
+    add("--seconds", type=float, default=30.0, metavar="S", help="of arrivals in a run (30)")
+    add("--slo-scale", type=float, default=2.0, metavar="X", help="multiplies every objective: cores differ (2)")
+    add("--warm-up", type=float, default=8.0, metavar="S", help="of each workload, to learn from (8)")
     add("--minutes", type=float, default=12.0, metavar="M", help="begin no run after that (12)")
     add("--seed", type=int, default=0, metavar="N", help="of arrivals and lengths (0)")
     flags = "--quantization int8 --num-speculative-tokens 0"
     add("--serve-flags", default=flags, metavar="FLAGS", help=f"of every server ({flags})")
+    add("--after", action="store_true", help="as --again, by what the workers had learned at the end of their runs")
     add("--again", action="store_true", help="simulate anew what was measured before")
     add(
         "--out", type=Path, default=Path("bench-simulated"), metavar="PATH", help="beginning of files (bench-simulated)"
@@ -278,18 +319,20 @@ def make_parser() -> argparse.ArgumentParser:
 
 def options_of(args: argparse.Namespace) -> SimulatedOptions:
     """Raises ValueError that names the flag."""
-    for name in ("seconds", "warm_up", "minutes"):
+    for name in ("seconds", "warm_up", "minutes", "slo_scale"):
         if not 0 < getattr(args, name) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name):g}: give a number above 0")
     return SimulatedOptions(
         out=args.out,
-        base=(*BASE_FLAGS, *shlex.split(args.serve_flags)),
+        base=(*BASE_FLAGS[2:], *shlex.split(args.serve_flags)),  # threads are each deployment's own
+        slo_scale=args.slo_scale,
         cases=tuple(cases_of(args)),
         seconds=args.seconds,
         warm_up=args.warm_up,
         seed=args.seed,
         until=time.monotonic() + 60 * args.minutes,
-        again=args.again,
+        again=args.again or args.after,
+        after=args.after,
     )
 
 
@@ -306,7 +349,9 @@ def cases_of(args: argparse.Namespace) -> Iterator[ServedRun]:
             raise ValueError(f"--deployments {name}: there are {', '.join(DEPLOYMENTS)}")
         for share in shares:
             for workload in args.workloads.split(","):
-                yield ServedRun(deployment=DEPLOYMENTS[name], mixture=mixture_of(workload), share=share)
+                yield ServedRun(
+                    deployment=DEPLOYMENTS[name], mixture=mixture_of(workload).scaled(args.slo_scale), share=share
+                )
 
 
 async def measure(options: SimulatedOptions) -> int:
@@ -315,7 +360,12 @@ async def measure(options: SimulatedOptions) -> int:
     with contextlib.suppress(NotImplementedError, RuntimeError):
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, twice.interrupted.set)
-    await twice.run()
+    running, ending = asyncio.create_task(twice.run()), asyncio.create_task(twice.interrupted.wait())
+    await asyncio.wait({running, ending}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (running, ending):
+        task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
     print(options.out.with_suffix(".md").read_text())
     say(f"wrote {options.out}.md, .json and .jsonl")
     return INTERRUPTED if twice.interrupted.is_set() else DONE

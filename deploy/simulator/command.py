@@ -79,6 +79,21 @@ def profiles_of(text: str) -> dict[Role, Profile]:
     return found
 
 
+def noise_of(text: str) -> dict[Role, float]:
+    """`prefill=0.1` → that role's noise. Raises ValueError."""
+    found: dict[Role, float] = {}
+    for part in filter(None, text.split(",")):
+        role, _, number = part.strip().partition("=")
+        try:
+            noise = float(number)
+        except ValueError:
+            noise = math.nan
+        if role not in list(Role) or not 0 <= noise <= MOST_NOISE:
+            raise ValueError(f"--role-noise {text}: {part!r} is not ROLE=X with a role and 0 to {MOST_NOISE:g}")
+        found[Role(role)] = noise
+    return found
+
+
 def named_profile(flag: str, name: str) -> Profile:
     """One that is known, or that a file describes. Raises ValueError that names the flag or the file; OSError."""
     if name in PROFILES:
@@ -169,6 +184,7 @@ def study_of(options: argparse.Namespace, policy: str) -> Study:
         front_seconds=options.front_ms / 1e3,
         learned=options.learned,
         noise=options.noise,
+        noise_of=noise_of(options.role_noise),
         heartbeat_interval=options.heartbeat_interval,
         of_role=of_role,
     )

@@ -30,7 +30,7 @@ class TracedRequest:
     """`arrival_s` in seconds on the trace's clock; `ttft_ms` and `tpot_ms` are NaN where they were not measured.
 
     Objectives are NaN where the request brought none. Prompts of one `prefix` have their first `prefix_tokens` tokens
-    in common.
+    in common. One that is not `counted` is served and left out of every figure, as those that warm a cache.
     """
 
     arrival_s: float
@@ -43,6 +43,7 @@ class TracedRequest:
     service_class: str = STANDARD
     prefix: str = ""
     prefix_tokens: int = 0
+    counted: bool = True
 
     def slo(self, otherwise: Slo) -> Slo:
         """Its own objectives, and the others where it has none."""
@@ -110,8 +111,16 @@ def _request(where: str, row: Mapping[str, object]) -> TracedRequest:
         service_class=name,
         prefix=str(given.get("prefix", "")),
         prefix_tokens=prefix,
+        counted=_truth(where, "counted", given.get("counted", True)),
         **{field: _number(where, field, given[field]) for field in NUMBERS if field in given},
     )
+
+
+def _truth(where: str, name: str, value: object) -> bool:
+    told = str(value).lower()
+    if told not in ("true", "false"):
+        raise ValueError(f"{where}, {name}: {value!r} is neither true nor false")
+    return told == "true"
 
 
 def _number(where: str, name: str, value: object) -> float:

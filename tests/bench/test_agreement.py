@@ -24,7 +24,9 @@ def figures(attainment: float, latency: float | None) -> ServedFigures:
 
 
 def agreement(measured: ServedFigures, simulated: ServedFigures) -> Agreement:
-    return Agreement(deployment="split", workload="chat", share=0.6, rate=2.5, measured=measured, simulated=simulated)
+    return Agreement(
+        case="it", deployment="split", workload="chat", share=0.6, rate=2.5, measured=measured, simulated=simulated
+    )
 
 
 def answered(ttft: float, tpot: float) -> Outcome:

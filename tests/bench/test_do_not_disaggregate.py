@@ -63,14 +63,18 @@ def test_figures_are_held_against_each_other() -> None:
         ],
     }
     ours = [
-        {"name": "2 mixed", "crossing": 5.0, "goodput": 4.8},
-        {"name": "1 prefill + 1 decode", "crossing": None, "goodput": 4.0},
+        {"name": "2 mixed", "crossing": 5.0, "goodput": 4.8, "failing": 6.0},
+        {"name": "1 prefill + 1 decode", "crossing": None, "goodput": 4.0, "failing": 4.5},
     ]
     told = {"cases": [{"contenders": ours}]}
     assert planned_goodput(planned["ranked"], {"mixed": 2}) == 6.0  # type: ignore[arg-type]
-    assert measured_goodput(told) == {"2 mixed": 5.0, "1 prefill + 1 decode": 4.0}
+    assert measured_goodput(told) == {"2 mixed": (5.0, True), "1 prefill + 1 decode": (4.0, True)}
     text = " ".join(report(planned, told, "Here.").split())
     assert "| split ÷ aggregated | 0.75 | 0.80 |" in text and "Both say that splitting does not pay here." in text
+    ours[1]["failing"] = None
+    text = report(planned, told, "Here.")
+    assert measured_goodput({"cases": []}) == {} and "goes on" in report(planned, {"cases": []}, "Here.")
+    assert "≥ 4" in text and "the same command goes on" in text and "Both say" not in text
 
 
 @pytest.mark.parametrize(
@@ -79,6 +83,7 @@ def test_figures_are_held_against_each_other() -> None:
         (0.8, 0.7, "Both say that splitting does not pay"),
         (1.3, 1.1, "Both say that splitting pays"),
         (0.8, 1.1, "They differ: planned, splitting does not pay; measured, it pays."),
+        (0.8, 1.01, "They differ: planned, splitting does not pay; measured, it makes no difference."),
         (None, 0.9, "One side is missing"),
         (0.9, None, "One side is missing"),
     ],
@@ -88,7 +93,8 @@ def test_answers_agree_or_differ(planned: float | None, measured: float | None, 
 
 
 def test_flags_are_read_and_refused() -> None:
-    options = comparison_options(asked("--rate", "3", "--seconds", "7"), 5.0)
+    assert comparison_options(asked(), 2.5, 5.0).start == 2.5
+    options = comparison_options(asked("--rate", "3", "--seconds", "7"), 2.5, 5.0)
     assert (options.start, options.seconds, options.until) == (3.0, 7.0, 5.0) and "int8" in options.base
     for wrong in (("--tpot-ms", "0"), ("--spread", "2"), ("--minutes", "inf")):
         with pytest.raises(ValueError, match=wrong[0]):

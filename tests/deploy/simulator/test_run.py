@@ -196,6 +196,18 @@ def test_the_front_is_before_the_first_token_and_the_commit_after_it() -> None:
     assert plain.tpot is not None and later.tpot == pytest.approx(plain.tpot + 0.25 / 10)
 
 
+def test_steps_of_a_role_may_vary_more() -> None:
+    """Prompts here by themselves, decode steps as ever."""
+    traffic = Traffic(name="some", classes=(TrafficClass(prompt=Lengths(500), output=Lengths(3)),))
+    same, other = (
+        run(PLACEMENTS["split"], traffic=traffic, requests=4, rate=0.01, noise=0.0, noise_of=noise)[0].outcomes
+        for noise in ({}, {Role.PREFILL: 0.3})
+    )
+    assert len({round(seconds_to_first(outcome), 9) for outcome in same}) < 4
+    assert len({round(seconds_to_first(outcome), 9) for outcome in other}) == 4
+    assert [outcome.tpot for outcome in other] == pytest.approx([outcome.tpot for outcome in same], rel=0.2)
+
+
 def test_workers_that_have_served_know_their_steps() -> None:
     """Before the first step, and as the profile has them; others begin with a guess."""
     found: list[bool] = []
