@@ -113,8 +113,8 @@ def planned_goodput(ranked: Sequence[Mapping[str, Any]], workers: Mapping[str, i
 def measured_goodput(told: Mapping[str, Any]) -> dict[str, tuple[float | None, bool]]:
     """By contender, from what bench.policies has written: the crossing of the goal where there is one, else the highest
     rate that attained; and whether a higher one is known that does not."""
-    (case,) = told["cases"]
-    return {one["name"]: (one["crossing"] or one["goodput"], one["failing"] is not None) for one in case["contenders"]}
+    contenders = [one for case in told["cases"] for one in case["contenders"]]
+    return {one["name"]: (one["crossing"] or one["goodput"], one["failing"] is not None) for one in contenders}
 
 
 def report(planned: Mapping[str, Any], told: Mapping[str, Any], about: str) -> str:
