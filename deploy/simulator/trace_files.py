@@ -61,8 +61,8 @@ def read_trace(path: Path) -> list[TracedRequest]:
         raise ValueError(f"{path}: {error}") from None
     rows = _csv_rows(path, text) if path.suffix.lower() == ".csv" else _json_rows(path, text)
     found = [_request(where, row) for where, row in rows]
-    if not found:
-        raise ValueError(f"{path}: no request in it")
+    if not any(each.counted for each in found):
+        raise ValueError(f"{path}: no request in it" + (" is counted" if found else ""))
     return sorted(found, key=lambda each: each.arrival_s)
 
 

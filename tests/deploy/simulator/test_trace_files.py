@@ -55,6 +55,8 @@ def test_what_was_measured_comes_along(tmp_path: Path) -> None:
         ("a.jsonl", "{\n", "line 1: not JSON"),
         ("a.csv", HEAD + "0," + "1" * 200_000 + ",2\n", "line 2: field larger than"),
         ("a.csv", HEAD + "0,1000000000,2\n", "line 2, prompt_tokens: '1000000000'"),
+        ("a.csv", HEAD.strip() + ",counted\n0,5,2,no\n", "line 2, counted: 'no'"),
+        ("a.csv", HEAD.strip() + ",counted\n0,5,2,false\n", "no request in it is counted"),
         ("a.csv", MORE + "0,5,2,-1,,,\n", "line 2, ttft_slo_ms: '-1'"),
         ("a.csv", MORE + "0,5,2,,best,,\n", "line 2, service_class: there are interactive"),
         ("a.csv", MORE + "0,5,2,,,a,6\n", "line 2, prefix_tokens: 6 are more than the prompt's 5"),
