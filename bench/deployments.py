@@ -5,13 +5,15 @@ Pure: it starts nothing and sends nothing.
 
 from __future__ import annotations
 
+import argparse
+import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.mixture import Mixture, TimedAsk
+from bench.mixture import Mixture, TimedAsk, mixture_of
 from bench.sse import Outcome
 from bench.workload import PIECE_RANGE, Ask
 from serving.step_cost import StepCost, StepLoad
@@ -75,6 +77,24 @@ class ServedRun:
     @property
     def key(self) -> str:
         return f"{self.deployment.name}, {self.mixture.name}, {self.share:g}"
+
+
+def cases_of(args: argparse.Namespace) -> Iterator[ServedRun]:
+    """One deployment after the other, all workloads at a share before the next share. Raises ValueError."""
+    try:
+        shares = [float(part) for part in args.shares.split(",")]
+    except ValueError:
+        shares = []
+    if not shares or not all(0 < share < math.inf for share in shares):
+        raise ValueError(f"--shares {args.shares}: give numbers above 0, with commas between them")
+    for name in args.deployments.split(","):
+        if name not in DEPLOYMENTS:
+            raise ValueError(f"--deployments {name}: there are {', '.join(DEPLOYMENTS)}")
+        for share in shares:
+            for workload in args.workloads.split(","):
+                yield ServedRun(
+                    deployment=DEPLOYMENTS[name], mixture=mixture_of(workload).scaled(args.slo_scale), share=share
+                )
 
 
 def noise_of(learned: Mapping[str, Any]) -> str:

@@ -21,9 +21,10 @@ import math
 import os
 import shlex
 import signal
+import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -36,6 +37,7 @@ from bench.deployments import (
     DEPLOYMENTS,
     ServedRun,
     ServedWorkers,
+    cases_of,
     mean_profile,
     noise_of,
     pace,
@@ -47,7 +49,7 @@ from bench.deployments import (
 from bench.endpoint import ServerError
 from bench.ledger import Ledger
 from bench.load import Pace, Watch, run_load
-from bench.mixture import MIXTURES, Mixture, RequestKind, mixture_of
+from bench.mixture import MIXTURES, Mixture, RequestKind
 from bench.own_server import commit
 from bench.own_simulator import model_sizes, simulate, write_profile
 from bench.sitting import BASE_FLAGS, OpenServer, open_server, settle, warm_up
@@ -56,8 +58,13 @@ DONE, UNUSABLE, INTERRUPTED = 0, 2, 130  # exit statuses
 HEARTBEAT_SECONDS = 1.0  # of `millrace serve`
 SEEDS = 3  # simulations of a run: its steps vary
 SERVER = MIXTURES["shared-prefix"]  # its KV blocks are those of every server here
-LONE = Mixture(name="lone", kinds=(RequestKind(name="lone", prompt_tokens=32, output_tokens=2),))
-LONE_REQUESTS = 16
+# Single requests of two tokens. A short prompt's TTFT tells what is around its steps, a usual one's second token how
+# long the end of a handoff takes.
+SHORT, USUAL = (
+    Mixture(name="lone", kinds=(RequestKind(name="lone", prompt_tokens=tokens, output_tokens=2),))
+    for tokens in (32, 256)
+)
+LONE_REQUESTS = 12
 LONE_PAUSE = 0.1  # seconds between them
 
 
@@ -150,21 +157,21 @@ class MeasuredTwice:
     async def _learn(self, server: OpenServer, deployment: ServedWorkers) -> None:
         """Capacity by workload, the workers' profiles, and what single requests take beside their steps."""
         capacity: dict[str, float] = {}
-        lone: list[dict[str, Any]] = []
+        short: list[dict[str, Any]] = []
+        usual: list[dict[str, Any]] = []
         found = []
         for name in MIXTURES:
             capacity[name] = await warm_up(server, MIXTURES[name], self.options.warm_up)
             say(f"{deployment.name}, {name}: {capacity[name]:.2f} req/s in a closed loop of six")
             found.append(await self._profiles(server, deployment))
-            lone = lone or await self._lone(server)
+            short = short or await self._lone(server, SHORT)
+            if not deployment.embedded:
+                usual = usual or await self._lone(server, USUAL)
         profiles = {role: mean_profile([each[role] for each in found]) for role in deployment.roles}
         learned: dict[str, Any] = {"capacity": capacity, "profiles": profiles, "front_ms": 0.0, "commit_ms": 0.0}
-        alone = simulated_figures(await simulate(lone, [*self._flags(deployment, learned), "--noise", "0"]))
-        for constant, latency in (("front_ms", "ttft_p50"), ("commit_ms", "tpot_p50")):
-            kept = sorted(row[latency.replace("_p50", "_ms")] for row in lone)
-            learned[constant] = max(0.0, kept[len(kept) // 2] - (alone.latencies[latency] or 0.0))
-        if deployment.embedded:
-            learned["commit_ms"] = 0.0  # nothing is handed over
+        learned["front_ms"] = await self._beside(short, "ttft", deployment, learned)
+        if usual:
+            learned["commit_ms"] = await self._beside(usual, "tpot", deployment, learned)
         self.ledger.note(f"learned {deployment.name}", learned)
         say(f"{deployment.name}: {told_of(learned)}")
 
@@ -177,13 +184,21 @@ class MeasuredTwice:
             for role in deployment.roles
         }
 
-    async def _lone(self, server: OpenServer) -> list[dict[str, Any]]:
-        """One short request after the other, on an idle server, as rows of a trace a second apart."""
-        timed = LONE.timed(1.0, LONE_REQUESTS, seed=self.options.seed, fresh=(time.time_ns(),))
+    async def _beside(
+        self, lone: Sequence[Mapping[str, Any]], latency: str, deployment: ServedWorkers, learned: Mapping[str, Any]
+    ) -> float:
+        """Milliseconds that single requests take beyond what is simulated of them, in the median."""
+        alone = simulated_figures(await simulate(lone, [*self._flags(deployment, learned), "--noise", "0"]))
+        measured: float = statistics.median(row[f"{latency}_ms"] for row in lone)
+        return max(0.0, measured - (alone.latencies[f"{latency}_p50"] or 0.0))
+
+    async def _lone(self, server: OpenServer, mixture: Mixture) -> list[dict[str, Any]]:
+        """One request after the other, on an idle server, as rows of a trace ten seconds apart."""
+        timed = mixture.timed(1.0, LONE_REQUESTS, seed=self.options.seed, fresh=(time.time_ns(),))
         rows = []
         for number, (prepared, asked) in enumerate(zip(server.prepare(timed), timed, strict=True)):
             run = await run_load(server.endpoint, [prepared], Pace(concurrency=1), Watch(interrupted=self.interrupted))
-            rows.append(row_of(replace(asked, at=float(number)), run.outcomes[0]))
+            rows.append(row_of(replace(asked, at=10.0 * number), run.outcomes[0]))
             await asyncio.sleep(LONE_PAUSE)
         if any(row["tpot_ms"] is None for row in rows):
             raise ServerError("single requests were not answered: see the server's log")
@@ -334,24 +349,6 @@ def options_of(args: argparse.Namespace) -> SimulatedOptions:
         again=args.again or args.after,
         after=args.after,
     )
-
-
-def cases_of(args: argparse.Namespace) -> Iterator[ServedRun]:
-    """One deployment after the other, all workloads at a share before the next share. Raises ValueError."""
-    try:
-        shares = [float(part) for part in args.shares.split(",")]
-    except ValueError:
-        shares = []
-    if not shares or not all(0 < share < math.inf for share in shares):
-        raise ValueError(f"--shares {args.shares}: give numbers above 0, with commas between them")
-    for name in args.deployments.split(","):
-        if name not in DEPLOYMENTS:
-            raise ValueError(f"--deployments {name}: there are {', '.join(DEPLOYMENTS)}")
-        for share in shares:
-            for workload in args.workloads.split(","):
-                yield ServedRun(
-                    deployment=DEPLOYMENTS[name], mixture=mixture_of(workload).scaled(args.slo_scale), share=share
-                )
 
 
 async def measure(options: SimulatedOptions) -> int:

@@ -19,6 +19,7 @@ from bench.deployments import (
     DEPLOYMENTS,
     PRELUDE_SECONDS,
     WARM_TEXTS,
+    cases_of,
     mean_profile,
     noise_of,
     pace,
@@ -29,7 +30,7 @@ from bench.deployments import (
 from bench.endpoint import Endpoint, RequestShape, Target
 from bench.mixture import MIXTURES
 from bench.prompts import IdPrompts
-from bench.simulated import MeasuredTwice, cases_of, make_parser, options_of
+from bench.simulated import MeasuredTwice, make_parser, options_of
 from bench.sitting import OpenServer
 from bench.sse import Outcome
 from deploy import cli
@@ -159,6 +160,8 @@ async def measuring(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> 
     for name, fake in (("open_server", opened), ("warm_up", warmed), ("write_profile", profiled)):
         monkeypatch.setattr(simulated, name, fake)
     monkeypatch.setattr(simulated, "simulate", simulated_)
+    monkeypatch.setattr(simulated, "model_sizes", lambda: (30, 23_040))
+    monkeypatch.setattr(simulated, "commit", str)
     for name in ("HEARTBEAT_SECONDS", "LONE_PAUSE"):
         monkeypatch.setattr(simulated, name, 0.0)
     yield done
@@ -184,7 +187,7 @@ async def test_an_ended_measurement_goes_on_where_it_was(
 
     first.ledger.note = once  # type: ignore[method-assign]
     await first.run()
-    assert measuring == ["opened split", *["warmed", "profiled", "profiled"] * 3, "simulated 16", "simulated 12"]
+    assert measuring == ["opened split", *["warmed", "profiled", "profiled"] * 3, *["simulated 12"] * 3]
     assert len(first.agreements()) == 1
     measuring.clear()
     again = MeasuredTwice(options_of(asked(*flags)))
