@@ -27,6 +27,7 @@ from router.placer import Placer
 from router.policies import make_policy
 from router.router import Router, RouterObserver
 from serving.config import EngineConfig
+from serving.engine.step_prior import UNKNOWN
 from serving.kvspec import LayerKV, Plane
 from serving.messages import Audit, Role, WorkerIdentity, WorkerStatus
 
@@ -38,10 +39,12 @@ class ClusterPlan:
     """Which workers there are, of what model and hardware, and how requests come to them.
 
     `of_role` are the profiles of roles whose hardware is not that of `profile`; the model is the same.
-    `noise` is the standard deviation of the logarithm of a step's seconds. Beats come every `heartbeat_interval`
-    seconds from each worker, spread over the interval. `engine` may set all but the KV's size, which is the profile's
-    unless it gives a number of blocks. Each of the `routers` hears every beat, and knows of no other router. Workers
-    with `drafts` try as many tokens at a time as `engine` says.
+    `noise` is the standard deviation of the logarithm of a step's seconds, `noise_of` that of roles with another.
+    Beats come every `heartbeat_interval` seconds from each worker, spread over the interval. `engine` may set all but
+    the KV's size, which is the profile's unless it gives a number of blocks. Each of the `routers` hears every beat,
+    and knows of no other router. Workers with `drafts` try as many tokens at a time as `engine` says. `front_seconds`
+    pass between a client and the router, before the first token: the API's work and the way of both. `learned`:
+    workers begin with what the profile says of their steps, as those do that have served before, not with a guess.
     """
 
     roles: tuple[Role, ...]
@@ -52,8 +55,11 @@ class ClusterPlan:
     noise: float = 0.05
     heartbeat_interval: float = 0.5
     of_role: Mapping[Role, Profile] = field(default_factory=dict)
+    noise_of: Mapping[Role, float] = field(default_factory=dict)
     routers: int = 1
     drafts: DraftModel | None = None
+    front_seconds: float = 0.0
+    learned: bool = False
 
     def __post_init__(self) -> None:
         if models := {each.model for each in self.of_role.values()} - {self.profile.model}:
@@ -173,11 +179,13 @@ class SimulatedCluster:
             kv_dtype="bfloat16",
             max_model_len=min(profile.max_model_len, blocks * config.block_size),
         )
-        runner = ModelledRunner(profile, self.texts, lognormal(plan.noise, self.seed * 4096 + number))
+        noise = lognormal(plan.noise_of.get(role, plan.noise), self.seed * 4096 + number)
+        runner = ModelledRunner(profile, self.texts, noise)
         parts = ModelParts(
             runner=runner,
             eos_token_ids=frozenset({EOS}),
             layout=lambda kv_dtype: (profile.model, TOKEN_KV),
+            guess=profile.learned() if plan.learned else UNKNOWN,
             proposer=ModelledProposer(plan.drafts, self.texts) if plan.drafts is not None else None,
         )
         dialer = ModelledDialer(address, self._receivers, self._ports, plan.network, profile.kv_bytes)
