@@ -65,6 +65,7 @@ async def flow(tiny_model: LoadedModel, tiny_path: Path) -> AsyncIterator[Flow]:
         yield flow
         await flow.whole()
         assert [error for _, _, error in flow.cluster.seen.endings if error is not None] == []
+        assert {type(error) for error in flow.cluster.seen.replacements} <= {Draining}, "no work was torn up"
         await flow.cluster.idle()
 
 
