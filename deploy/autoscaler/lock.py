@@ -24,7 +24,7 @@ class ControllerLock(Protocol):
 
 
 class FileLock:
-    """Held by one process of this host until it ends, however it ends. A lock on a file (flock), not the file itself."""
+    """Held by one process of this host until it ends, however it ends: a lock on an open file (flock)."""
 
     def __init__(self, path: Path):
         self.path = path

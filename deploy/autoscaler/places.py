@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Mapping
 
+from deploy.admin import Server
 from deploy.autoscaler.actuator import Actuator
 from deploy.autoscaler.by_kubernetes import KubernetesActuator
 from deploy.autoscaler.by_router import RouterActuator
@@ -69,13 +70,13 @@ def over_router(arguments: argparse.Namespace) -> RouterActuator:
     return RouterActuator(arguments.control, arguments.cluster_key or os.environ.get(CLUSTER_KEY), holder(), tls)
 
 
-def by_router(arguments: argparse.Namespace) -> tuple[Actuator, ControllerLock]:
+def by_router(arguments: argparse.Namespace, _: Server) -> tuple[Actuator, ControllerLock]:
     """The router knows who controls."""
     made = over_router(arguments)
     return made, made
 
 
-def by_kubernetes(arguments: argparse.Namespace) -> tuple[Actuator, ControllerLock]:
+def by_kubernetes(arguments: argparse.Namespace, _: Server) -> tuple[Actuator, ControllerLock]:
     """A Lease knows. Raises ValueError outside of a pod, or where no Deployment is named."""
     deployments = dict(arguments.deployment)
     if not deployments:

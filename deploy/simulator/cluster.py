@@ -103,10 +103,13 @@ class SimulatedCluster:
         self.workers: dict[str, Worker] = {}  # by instance
         self._receivers: dict[str, Receiver] = {}
         self._ports = Ports()
+        self.serving: list[Router] = []
         self._beats: list[asyncio.Task[None]] = []
+        self._hearts: dict[str, asyncio.Task[None]] = {}  # what beats for each worker, by instance
 
     def routers(self, observer: RouterObserver) -> list[Router]:
-        return [Router(placer, observer) for placer in self.placers]
+        self.serving = [Router(placer, observer) for placer in self.placers]
+        return self.serving
 
     async def start(self) -> None:
         for number, role in enumerate(self.plan.roles):
@@ -117,11 +120,36 @@ class SimulatedCluster:
         interval, count = self.plan.heartbeat_interval, len(self.workers)
         for number, worker in enumerate(self.workers.values()):
             first = interval * (number + 1) / count
-            self._repeat(first, interval, lambda worker=worker: self._beat(worker))  # type: ignore[misc]
+            self._keep_beating(worker, first)
         for fleet in self.fleets:
             self._repeat(interval, interval, fleet.expire)
 
-    def _repeat(self, first: float, interval: float, what: Callable[[], None]) -> None:
+    def join(self, role: Role, name: str, life: str) -> Worker:
+        """A worker that comes while others serve. `life` tells it from an earlier one of its name."""
+        worker = self._worker(role, len(self._hearts), name, life)
+        self.workers[worker.identity.instance] = worker
+        worker.start()
+        self._beat(worker)
+        self._keep_beating(worker, self.plan.heartbeat_interval)
+        return worker
+
+    async def leave(self, worker: Worker, seconds: float) -> None:
+        """It drains as one in a process does, and beats meanwhile; then it is gone."""
+        draining = asyncio.create_task(worker.drain(seconds))
+        await asyncio.sleep(0)
+        self._beat(worker)
+        await draining
+        self._hearts[worker.identity.instance].cancel()
+        self.workers.pop(worker.identity.instance)
+        if self._receivers.get(worker.address) is worker.decode:
+            self._receivers.pop(worker.address, None)
+        await worker.stop()
+
+    def _keep_beating(self, worker: Worker, first: float) -> None:
+        interval = self.plan.heartbeat_interval
+        self._hearts[worker.identity.instance] = self._repeat(first, interval, lambda: self._beat(worker))
+
+    def _repeat(self, first: float, interval: float, what: Callable[[], None]) -> asyncio.Task[None]:
         async def repeat() -> None:
             await asyncio.sleep(first)
             while True:
@@ -129,13 +157,14 @@ class SimulatedCluster:
                 await asyncio.sleep(interval)
 
         self._beats.append(asyncio.create_task(repeat()))
+        return self._beats[-1]
 
-    def _worker(self, role: Role, number: int) -> Worker:
-        plan, profile, name = self.plan, self.plan.hardware(role), f"{role}-{number}"
+    def _worker(self, role: Role, number: int, name: str = "", life: str = "life") -> Worker:
+        plan, profile, name = self.plan, self.plan.hardware(role), name or f"{role}-{number}"
         address = f"simulated:{name}"
         config, blocks = plan.engine, plan.blocks(role)
         identity = WorkerIdentity(
-            instance=f"{name}-life",
+            instance=f"{name}-{life}",
             name=name,
             role=role,
             model=profile.model,
