@@ -7,6 +7,10 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
+from deploy.autoscale import limits_of
+from deploy.autoscaler.limits import RoleLimits
+from deploy.cli import make_parser
+from serving.messages import Role
 from tests.deploy.helm.chart import KUBERNETES, Manifest, render
 from tests.deploy.helm.manifests import RENDERS, component, container_of, named, of_kind, pod_of, workloads
 from tests.deploy.helm.test_network import reaches
@@ -62,6 +66,8 @@ def test_it_scales_the_deployments_there_are_which_say_no_number_themselves(mani
     words = container_of(of_component(manifests, "autoscaler"))["args"]
     assert {"--deployment=prefill=millrace-prefill", "--deployment=decode=millrace-decode"} <= set(words)
     assert {"--prefill=1:4", "--decode=2:8", "--cool-down=90", "--on=kubernetes"} <= set(words)
+    given = make_parser().parse_args(words)
+    assert limits_of(given).of(Role.DECODE) == RoleLimits(2, 8) and not limits_of(given).flips
     fixed = {component(one) for one in workloads(manifests) if "replicas" in one["spec"]}
     assert fixed == {"router", "autoscaler"}
 
