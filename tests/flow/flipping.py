@@ -11,9 +11,12 @@ from deploy.control.service import ControlService, FlipCalls
 from deploy.runtime.settings import read_settings
 from deploy.worker.flipping import FlippableWorker
 from deploy.worker.life import WorkerMaker
-from serving.messages import Role
+from router.clients import RemoteWorker
+from router.fleet import WorkerLink
+from serving.grpc_tls import GrpcTls
+from serving.messages import Role, WorkerStatus
 from serving.proto import millrace_pb2_grpc as stubs
-from serving.rpc import server
+from serving.rpc import Caller, listen, server
 from tests.flow.remote import KEY, RemoteCluster
 
 DRAIN_SECONDS = 30.0
@@ -45,7 +48,9 @@ class NothingBelow:
 
 
 class FlippingCluster(RemoteCluster):
-    """A RemoteCluster whose workers flip; `actuator` asks its router's control door."""
+    """A RemoteCluster whose workers flip; `actuator` asks its router's control door. All of it speaks `tls`."""
+
+    tls: GrpcTls | None = None
 
     async def start(self) -> None:
         self.servers, self.dialers, self.workers = [], [], []
@@ -53,21 +58,21 @@ class FlippingCluster(RemoteCluster):
         for number, role in enumerate(self.roles):
             await self._serve(role, number)
         self.below = NothingBelow()
-        self.control = FleetControl(self.fleet, self.below, FlipCalls(KEY, None, DRAIN_SECONDS))
-        door = server(KEY)
+        self.control = FleetControl(self.fleet, self.below, FlipCalls(KEY, self.tls, DRAIN_SECONDS))
+        door = server(KEY, self.tls)
         stubs.add_ControlServicer_to_server(ControlService(self.control), door)
-        self.door_address = f"127.0.0.1:{door.add_insecure_port('127.0.0.1:0')}"
+        self.door_address = f"127.0.0.1:{listen(door, '127.0.0.1', 0, self.tls)}"
         await door.start()
         self.servers.append(door)
-        self.actuator = RouterActuator(self.door_address, KEY, "tests")
+        self.actuator = RouterActuator(self.door_address, KEY, "tests", self.tls)
         self.beat()
         self._start_beating()
 
     async def _serve(self, role: Role, number: int) -> None:
-        grpc_server = server(KEY)
-        port = grpc_server.add_insecure_port("127.0.0.1:0")
+        grpc_server = server(KEY, self.tls)
+        port = listen(grpc_server, "127.0.0.1", 0, self.tls)
         given = {"num_kv_blocks": "256", "block_size": "16", "max_num_batched_tokens": "64", "cluster_key": KEY}
-        maker = WorkerMaker(read_settings(given), self.model, f"127.0.0.1:{port}", "grpc", None)
+        maker = WorkerMaker(read_settings(given), self.model, f"127.0.0.1:{port}", "grpc", self.tls)
         flippable = FlippableWorker(maker, asyncio.Event(), DRAIN_SECONDS, lambda worker: None)
         flippable.announcer = self
         await flippable.begin(role, await maker.drafts(role), f"{role}-{number}")
@@ -75,6 +80,9 @@ class FlippingCluster(RemoteCluster):
         await grpc_server.start()
         self.flippable.append(flippable)
         self.servers.append(grpc_server)
+
+    def _link(self, status: WorkerStatus) -> WorkerLink:
+        return RemoteWorker(Caller(status.address, KEY, self.tls))
 
     def beat(self) -> None:
         for each in self.flippable:

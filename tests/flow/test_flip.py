@@ -16,9 +16,11 @@ from deploy.worker.proposers import DraftParts
 from router.fleet import RouterConfig
 from serving.config import EngineConfig, ModelConfig
 from serving.errors import Draining, InvalidRequest, Unauthorized, Unavailable
+from serving.grpc_tls import grpc_tls
 from serving.loader.loading import LoadedModel
 from serving.messages import Role
 from serving.rpc import Caller
+from tests.certificates import Authority
 from tests.fakes.sequences import make_request
 from tests.flow.conftest import Cluster
 from tests.flow.flipping import DRAIN_SECONDS, FlippingCluster
@@ -204,6 +206,36 @@ async def test_strangers_are_refused(flow: Flow) -> None:
         finally:
             await caller.close()
     assert flow.made.named("decode-2").status().role is Role.DECODE
+
+
+async def test_with_certificates_the_key_alone_does_not_do(tiny_model: LoadedModel, tmp_path: Path) -> None:
+    ours = grpc_tls(Authority().files(tmp_path / "ours").security())
+    theirs = grpc_tls(Authority("another").files(tmp_path / "theirs").security())
+    roles = (Role.PREFILL, Role.DECODE, Role.DECODE)
+    made = FlippingCluster(tiny_model, ModelConfig(), EngineConfig(), RouterConfig(silence=30.0), roles=roles)
+    made.tls = ours
+    async with made:
+        for tls in (None, theirs):
+            stranger = RouterActuator(made.door_address, KEY, "stranger", tls)
+            with pytest.raises(ActuatorError, match="no answer from the router"):
+                await stranger.flip("decode-2", Role.PREFILL)
+            await stranger.close()
+        await made.actuator.flip("decode-2", Role.PREFILL)
+        assert made.named("decode-2").status().role is Role.PREFILL
+
+
+async def test_one_that_is_told_to_leave_while_it_flips_leaves_as_it_is(flow: Flow) -> None:
+    flow.begin(6, 9, tokens=80)
+    await flow.decoding("decode-2")
+    flippable = flow.made.named("decode-2")
+    flip = asyncio.create_task(flow.made.actuator.flip("decode-2", Role.PREFILL))
+    while not flippable.status().draining:
+        await asyncio.sleep(0)
+    flippable.leaving.set()
+    with pytest.raises(ActuatorError, match="decode-2 is leaving"):
+        await flip
+    await flippable.settle()
+    assert flippable.worker is not None and flippable.worker.drained and flippable.status().role is Role.DECODE
 
 
 async def test_one_controller_at_a_time(flow: Flow) -> None:
