@@ -39,7 +39,7 @@ from bench.summary import SloTargets
 from bench.surge import Arrived, LoadSpan, bounds, figures, timed_in_spans, windows
 
 KEY = "MILLRACE_CLUSTER_KEY"
-PROMPTS = RequestKind(name="long prompts", prompt_tokens=768, output_tokens=12, spread=0.2)
+PROMPTS = RequestKind(name="long prompts", prompt_tokens=512, output_tokens=12, spread=0.2)
 ANSWERS = RequestKind(name="long answers", prompt_tokens=48, output_tokens=160, spread=0.2)
 LOOK_SECONDS = 1.0
 AT_A_TIME = (1, 2, 4, 8, 12, 16, 24)
