@@ -151,8 +151,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def serve(controller: AutoscaleController, host: str, metrics_port: int | None) -> None:
     """The loop, and its metrics where a port is given, until a signal."""
-    looping = asyncio.create_task(controller.run(), name="autoscale")
-    on_signals(looping.cancel)
     async with AsyncExitStack() as stack:
         if metrics_port is not None:
             from deploy.runtime.http_server import open_status_door
@@ -160,5 +158,7 @@ async def serve(controller: AutoscaleController, host: str, metrics_port: int | 
 
             app = status_app(health=controller.health, metrics_text=AutoscalerMetrics(controller.figures).text)
             await open_status_door(app, HttpConfig(host=host), metrics_port, stack)
+        looping = asyncio.create_task(controller.run(), name="autoscale")
+        on_signals(looping.cancel)
         with suppress(asyncio.CancelledError):
             await looping

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 from serving.errors import Unavailable
 from serving.messages import Role
 
+KEPT = "kept"  # the code of an ActuatorError: workers of this place keep their role, so that none can flip
 WorkerState = Literal["starting", "ready", "draining"]
 
 

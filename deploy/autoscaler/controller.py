@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from deploy.autoscaler.actuator import Actuator, ActuatorError, FleetWorker
+from deploy.autoscaler.actuator import KEPT, Actuator, ActuatorError, FleetWorker
 from deploy.autoscaler.fleet_load import ScaledFleet
 from deploy.autoscaler.limits import AutoscalerLimits
 from deploy.autoscaler.lock import ControllerLock
@@ -31,6 +31,7 @@ from serving.log_lines import FIELDS
 
 log = logging.getLogger(__name__)
 
+Decide = Callable[[Sequence[Observation], ScaledFleet, AutoscalerLimits, float], ScalingDecision]
 STANDBY = "another autoscaler is at work: standing by"
 
 
@@ -44,13 +45,14 @@ class RouterSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wiring:
-    """What the loop is given: where figures come from, who acts, who else might, and time."""
+    """What the loop is given: where figures come from, who acts, who else might, time, and what decides."""
 
     source: RouterSource
     actuator: Actuator
     lock: ControllerLock
     clock: Callable[[], float]
     sleep: Callable[[float], Awaitable[None]]
+    decide: Decide = decide
 
 
 class AutoscaleController:
@@ -106,7 +108,7 @@ class AutoscaleController:
         self.figures.leading = True
         if away:
             return ScalingDecision(None, away)
-        return decide(self.observations, self._fleet, self.limits, self.wiring.clock())
+        return self.wiring.decide(self.observations, self._fleet, self.limits, self.wiring.clock())
 
     async def _observe(self) -> str:
         """One more observation; why there is none, where there is none."""
@@ -145,11 +147,18 @@ class AutoscaleController:
             try:
                 await self._ask(action)
             except ActuatorError as error:
-                self.figures.failures += 1
-                log.error("%s failed: %s", told(action), error.message)
+                self._failed(action, error)
                 return
         self.figures.acted(kind(action), action.role.value)
         self._fleet = ScaledFleet(self._fleet.workers, self.wiring.clock())
+
+    def _failed(self, action: Action, error: ActuatorError) -> None:
+        """It is decided anew with the next turn; without flips, where the place has none."""
+        self.figures.failures += 1
+        log.error("%s failed: %s", told(action), error.message)
+        if error.code == KEPT:
+            self.limits = replace(self.limits, flips=False)
+            log.info("workers keep their roles here: only adding and draining from now on")
 
     async def _ask(self, action: Action) -> None:
         actuator = self.wiring.actuator

@@ -157,6 +157,8 @@ def _with_busy(worker: WorkerSeen, before: WorkerSeen | None, seconds: float) ->
 def total(work: Iterable[OfferedWork]) -> OfferedWork:
     """The sum of several totals."""
     parts = list(work)
+    if len(parts) == 1:
+        return parts[0]
     return OfferedWork(**{name: sum(getattr(each, name) for each in parts) for name in TOTALS})
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deploy.autoscaler.actuator import ActuatorError, FleetWorker
-from deploy.autoscaler.controller import AutoscaleController, Wiring
+from deploy.autoscaler.controller import AutoscaleController, Decide, Wiring
 from deploy.autoscaler.limits import AutoscalerLimits
 from deploy.autoscaler.observation import RouterSample, read_sample
-from deploy.autoscaler.policy import ScalingDecision
+from deploy.autoscaler.policy import ScalingDecision, decide
 from deploy.simulator.cluster import ClusterPlan, SimulatedCluster
 from deploy.simulator.run import SimulatedRun, simulate
 from deploy.simulator.traffic import Arrival, Traffic, trace
@@ -145,6 +145,7 @@ def autoscaled(
     seed: int = 0,
     dry_run: bool = False,
     takes: ChangeSeconds | None = None,
+    decide: Decide = decide,
 ) -> AutoscaledRun:
     """Play the arrivals to a cluster that a controller scales. Deterministic."""
     decisions: list[tuple[float, ScalingDecision]] = []
@@ -153,7 +154,9 @@ def autoscaled(
 
     async def watch(cluster: SimulatedCluster) -> None:
         place = SimulatedPlace(cluster, takes or ChangeSeconds())
-        wiring = Wiring(source=place, actuator=place, lock=_Lock(), clock=cluster.clock, sleep=asyncio.sleep)
+        wiring = Wiring(
+            source=place, actuator=place, lock=_Lock(), clock=cluster.clock, sleep=asyncio.sleep, decide=decide
+        )
         controller = AutoscaleController(wiring, limits, dry_run=dry_run)
         while True:
             fleets.append((cluster.clock(), tuple(await place.workers())))
