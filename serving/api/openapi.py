@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from serving.api.objectives import HEADERS
+from serving.api.objectives import READ
 from serving.api.schema import PlacedBody
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -21,8 +21,7 @@ def takes(kind: type[BaseModel]) -> dict[str, Any]:
     if not issubclass(kind, PlacedBody):
         return {"requestBody": body}
     headers = [
-        {"name": name, "in": "header", "description": text, "schema": {"type": "string"}}
-        for name, text in HEADERS.items()
+        {"name": name, "in": "header", "description": text, "schema": {"type": "string"}} for name, text in READ.items()
     ]
     return {"parameters": headers, "requestBody": body}
 
