@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from deploy.admin import Server, add_server_arguments
+from deploy.autoscale_places import add_place_arguments, by_kubernetes, by_router
 from deploy.autoscaler.actuator import Actuator, ActuatorError, FleetWorker
 from deploy.autoscaler.controller import AutoscaleController, Wiring
 from deploy.autoscaler.limits import MOST_WORKERS, AutoscalerLimits, RoleLimits
 from deploy.autoscaler.lock import ControllerLock, FileLock
-from deploy.autoscaler.places import add_place_arguments, by_kubernetes, by_router
 from deploy.runtime.signals import on_signals
 from serving.autoscaler_metrics import AutoscalerMetrics
 from serving.config import HttpConfig
