@@ -91,7 +91,7 @@ def draw(scaled: AutoscaledRun, fixed: AutoscaledRun, path: Path) -> None:
     """Attainment over time with and without flips, the load of each role, and how many workers it has."""
     import matplotlib as mpl
 
-    mpl.use("svg")
+    mpl.use("agg")
     mpl.rcParams["svg.hashsalt"] = "millrace"
     from matplotlib import pyplot
 
@@ -199,15 +199,20 @@ def bursty() -> Iterator[TrafficPhase]:
 
 
 TRACES: dict[str, Callable[[], Iterator[TrafficPhase]]] = {"diurnal": diurnal, "bursty": bursty}
-RULES = {"reactive": decide, "forecast": trended}
+PLAIN = AutoscalerLimits(scale_down_window=120.0, cool_down=60.0)
+RULES = {
+    "reactive": (decide, PLAIN),
+    "reactive, earlier": (decide, replace(PLAIN, scale_up=0.6)),  # spare workers in place of a forecast
+    "forecast": (trended, PLAIN),
+}
 
 
 def followed(case: tuple[str, str, int]) -> tuple[float, float, int]:
     """Attainment, workers in the mean, and actions."""
     trace, rule, seed = case
     plan = ClusterPlan.of(SLOW, (P, D), "goodput", heartbeat_interval=2.0)
-    limits = AutoscalerLimits(scale_down_window=120.0, cool_down=60.0)
-    run = autoscaled(plan, phased(list(TRACES[trace]()), plan, seed), limits, seed=seed, decide=RULES[rule])
+    by, limits = RULES[rule]
+    run = autoscaled(plan, phased(list(TRACES[trace]()), plan, seed), limits, seed=seed, decide=by)
     spans = [(after - at) * len(fleet) for (at, fleet), (after, _) in pairwise(run.fleets)]
     return share(run.run.outcomes, 0, LENGTH), sum(spans) / run.fleets[-1][0], len(run.actions)
 

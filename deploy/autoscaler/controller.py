@@ -108,7 +108,7 @@ class AutoscaleController:
         self.figures.leading = True
         if away:
             return ScalingDecision(None, away)
-        return self.wiring.decide(self.observations, self._fleet, self.limits, self.wiring.clock())
+        return self.wiring.decide(tuple(self.observations), self._fleet, self.limits, self.wiring.clock())
 
     async def _observe(self) -> str:
         """One more observation; why there is none, where there is none."""

@@ -147,10 +147,11 @@ def autoscaled(
     takes: ChangeSeconds | None = None,
     decide: Decide = decide,
 ) -> AutoscaledRun:
-    """Play the arrivals to a cluster that a controller scales. Deterministic."""
+    """Play the arrivals to a cluster that a controller scales. Deterministic. Raises what the controller raises."""
     decisions: list[tuple[float, ScalingDecision]] = []
     fleets: list[tuple[float, tuple[FleetWorker, ...]]] = []
     samples: list[RouterSample] = []
+    broken: list[Exception] = []
 
     async def watch(cluster: SimulatedCluster) -> None:
         place = SimulatedPlace(cluster, takes or ChangeSeconds())
@@ -158,11 +159,17 @@ def autoscaled(
             source=place, actuator=place, lock=_Lock(), clock=cluster.clock, sleep=asyncio.sleep, decide=decide
         )
         controller = AutoscaleController(wiring, limits, dry_run=dry_run)
-        while True:
-            fleets.append((cluster.clock(), tuple(await place.workers())))
-            samples.append(read_sample(await place.read()))
-            decisions.append((cluster.clock(), await controller.turn()))
-            await asyncio.sleep(limits.interval)
+        try:
+            while True:
+                fleets.append((cluster.clock(), tuple(await place.workers())))
+                samples.append(read_sample(await place.read()))
+                decisions.append((cluster.clock(), await controller.turn()))
+                await asyncio.sleep(limits.interval)
+        except Exception as error:  # nobody waits for a watcher
+            broken.append(error)
+            raise
 
     run = simulate(plan, arrivals, 1.0, seed=seed, watch=watch)
+    if broken:
+        raise broken[0]
     return AutoscaledRun(run, decisions, fleets, samples)

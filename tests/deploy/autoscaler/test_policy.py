@@ -110,6 +110,20 @@ def test_work_that_was_refused_counts_as_much_as_what_was_served() -> None:
     assert act(refused, fleet) == AddWorker(P)
 
 
+def test_decoding_that_was_refused_counts_as_much_as_what_was_served() -> None:
+    fleet = ready(prefill=1, decode=1)
+    observations = series(fleet, [0.6] * 5, **DECODE_HEAVY)
+    assert act([replace(each, tokens=0) for each in observations], fleet) == AddWorker(D)
+
+
+def test_a_role_keeps_the_least_it_may_have() -> None:
+    fleet = ready(prefill=3, decode=1)
+    limits = AutoscalerLimits(roles={P: RoleLimits(3), D: RoleLimits(1)})
+    assert act(series(fleet, [0.6] * 5, **DECODE_HEAVY), fleet, limits) == AddWorker(D)
+    even = replace(limits, most_workers=4)
+    assert act(series(fleet, [0.6] * 5, **DECODE_HEAVY), fleet, even) is None
+
+
 # ---- what it never does --------------------------------------------------------------------------------------------
 
 RATES = st.lists(st.floats(0, 4), min_size=5, max_size=LONG)
