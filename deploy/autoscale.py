@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.admin import Server, add_server_arguments
+from deploy.autoscale_places import add_place_arguments, by_kubernetes, by_router
 from deploy.autoscaler.actuator import Actuator, ActuatorError, FleetWorker
 from deploy.autoscaler.controller import AutoscaleController, Wiring
 from deploy.autoscaler.limits import MOST_WORKERS, AutoscalerLimits, RoleLimits
@@ -86,7 +87,7 @@ def watched(arguments: argparse.Namespace, server: Server) -> tuple[Actuator, Co
     return WatchedFleet(server), FileLock(path)
 
 
-PLACES: Mapping[str, Place] = {"watch": watched}
+PLACES: Mapping[str, Place] = {"watch": watched, "router": by_router, "kubernetes": by_kubernetes}
 """Where workers run, by the word of --on. `watch` changes nothing."""
 
 
@@ -94,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of `millrace autoscale`."""
     add_server_arguments(parser)
     parser.add_argument("--on", choices=PLACES, default="watch", help="where the workers run (default: watch)")
+    add_place_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="log what would be done and what it would gain")
     for role in Role:
         parser.add_argument(
