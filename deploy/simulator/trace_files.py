@@ -109,9 +109,13 @@ def natural_rate(traced: Sequence[TracedRequest]) -> float:
 
 
 def as_arrivals(traced: Sequence[TracedRequest], slo: Slo, seed: int = 0) -> tuple[Arrival, ...]:
+    """All of `made_up` at once."""
+    return tuple(made_up(traced, slo, seed))
+
+
+def made_up(traced: Sequence[TracedRequest], slo: Slo, seed: int = 0) -> Iterator[Arrival]:
     """The same at one request a second, with made-up texts of these lengths: `natural_rate` restores their times."""
     generator, rate, first = np.random.default_rng((seed, 0x5446)), natural_rate(traced), traced[0].arrival_s
-    made = []
     for number, each in enumerate(traced):
         request = Request(
             request_id=f"trace-{number}",
@@ -119,5 +123,4 @@ def as_arrivals(traced: Sequence[TracedRequest], slo: Slo, seed: int = 0) -> tup
             sampling=SamplingParams(max_tokens=each.output_tokens, seed=number, temperature=0.0),
             slo=slo,
         )
-        made.append(Arrival((each.arrival_s - first) * rate, request, each.output_tokens))
-    return tuple(made)
+        yield Arrival((each.arrival_s - first) * rate, request, each.output_tokens)
