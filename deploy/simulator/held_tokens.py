@@ -52,7 +52,8 @@ class HeldTokens:
                 held = None
             if delta is not None and delta.finish is None:
                 if held is not None:
-                    held.add(delta, due)
+                    held.deltas.append(delta)
+                    held.dues.append(due)
                     continue
                 attempts[lease] = HeldAttempt(lease, event.epoch)
             elif held is not None:
@@ -88,10 +89,6 @@ class HeldAttempt:
         self.epoch = epoch
         self.deltas: list[Delta] = []
         self.dues: list[float] = []
-
-    def add(self, delta: Delta, due: float) -> None:
-        self.deltas.append(delta)
-        self.dues.append(due)
 
     def release(self, upto: float = inf) -> list[LeaseEvent]:
         """All that is there by then in one event, or none; nothing is held any more."""

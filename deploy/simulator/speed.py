@@ -53,22 +53,24 @@ class SpeedFigures:
         )
 
 
-def _most_bytes(who: int) -> int:
-    return resource.getrusage(who).ru_maxrss * 1024
+def _used() -> tuple[float, int]:
+    """Seconds of CPU time of this process and those below it that have ended, and the most bytes one has held."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used), max(each.ru_maxrss for each in used) * 1024
 
 
 def _measure(study: Study, rate: float, answer: Connection) -> None:
     """In a process of its own. Where runs are in processes below it, the memory is that of the largest."""
     logging.getLogger().setLevel(logging.CRITICAL)
-    idle, began = _most_bytes(resource.RUSAGE_SELF), time.perf_counter()
+    (before, idle), began = _used(), time.perf_counter()
     found = study.at(rate)
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    cpu, peak = _used()
     answer.send(
         SpeedFigures(
             requests=found.offered,
             seconds=time.perf_counter() - began,
-            cpu=sum(each.ru_utime + each.ru_stime for each in used),
-            peak=max(each.ru_maxrss for each in used) * 1024,
+            cpu=cpu - before,
+            peak=peak,
             idle=idle,
             attainment=found.attainment,
             simulated=found.seconds,

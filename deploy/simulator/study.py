@@ -94,7 +94,7 @@ class Study:
         for run in self._runs(rate, RunProgress(ended, stopped)):
             runs.append(run)
             spare -= len(run) - run.met
-            if spare < -0.5 or not run.whole:
+            if spare < -0.5 and run.whole:
                 break
         return figures(rate, runs)
 
@@ -102,7 +102,9 @@ class Study:
         """Seed by seed, in their order."""
         if min(self.jobs, len(self.seeds)) < 2:
             for seed in self.seeds:
-                yield self.run(rate, seed, progress)
+                yield (found := self.run(rate, seed, progress))
+                if not found.whole:
+                    break
             return
         context = multiprocessing.get_context("fork")  # everything is loaded, and nothing runs beside it yet
         over, stop, told = context.Value("L", 0), context.Value("b", 0), 0

@@ -214,10 +214,12 @@ def arriving(
     generator = np.random.default_rng((seed, 0x5452))
     requests = _drawn(traffic, profile, count, seed, generator)
     prefixes = [_prefixes(kind, generator) for kind in traffic.classes]
+    groups = [_groups(kind) for kind in traffic.classes]
     slos = [kind.objectives(profile) for kind in traffic.classes]
     for number, each in enumerate(requests):
         chosen, output = traffic.classes[each.kind], each.output
-        start = prefixes[each.kind][_group(chosen, generator)][: each.prompt]
+        group = int(groups[each.kind].searchsorted(generator.random(), side="right"))
+        start = prefixes[each.kind][group][: each.prompt]
         asked = max(output, max_tokens) if max_tokens is not None else output
         request = Request(
             request_id=f"{seed}-{number}",
@@ -255,9 +257,11 @@ def _prefixes(kind: TrafficClass, generator: np.random.Generator) -> list[tuple[
     return [_tokens(generator, kind.prefix_tokens) for _ in range(kind.prefix_groups)]
 
 
-def _group(kind: TrafficClass, generator: np.random.Generator) -> int:
+def _groups(kind: TrafficClass) -> Floats:
+    """The popularity of its prefixes, summed up: where a draw between 0 and 1 falls is a request's."""
     weights = np.arange(1, kind.prefix_groups + 1) ** -kind.prefix_skew
-    return int(generator.choice(kind.prefix_groups, p=weights / weights.sum()))
+    sums = (weights / weights.sum()).cumsum()
+    return sums / sums[-1]  # type: ignore[no-any-return]
 
 
 def _tokens(generator: np.random.Generator, count: int) -> tuple[int, ...]:

@@ -66,7 +66,10 @@ class VirtualLoop(BaseEventLoop):
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> TimerHandle:
-        return self.call_at(self.now + delay, callback, *args, context=context)
+        when = self.now + delay  # call_at, spelt out
+        handle = TimerHandle(when, callback, args, self, context)
+        heappush(self._timers, (when, next(self._order), handle))
+        return handle
 
     def stop(self) -> None:
         self._halted = True
@@ -90,7 +93,7 @@ class VirtualLoop(BaseEventLoop):
         due = self._due
         while due:
             handle = due.popleft()
-            if not handle.cancelled():
+            if not handle._cancelled:
                 handle._run()
             if self._halted:
                 return
@@ -99,8 +102,8 @@ class VirtualLoop(BaseEventLoop):
             heappop(timers)
         if not timers:
             raise NothingWillHappen("every task waits, and no timer is set")
-        self.now = max(self.now, timers[0][0])
-        while timers and timers[0][0] <= self.now:
+        now = self.now = max(self.now, timers[0][0])
+        while timers and timers[0][0] <= now:
             due.append(heappop(timers)[2])
 
     def _timer_handle_cancelled(self, handle: TimerHandle) -> None:
