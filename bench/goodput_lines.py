@@ -40,7 +40,7 @@ def arguments_of(case: str, options: argparse.Namespace) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     flags = [*shlex.split(CASES[case]), *shlex.split(SEARCH), f"--serve-flags={options.serve_flags}"]
-    flags += ["--seconds", str(options.seconds), "--seeds", str(options.seeds)]
+    flags += ["--seconds", str(options.seconds), "--seeds", str(options.seeds), "--slo-scale", str(options.slo_scale)]
     return parser.parse_args([*flags, "--out", f"{options.out}-{case}"])
 
 
@@ -67,6 +67,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--minutes", type=float, default=20.0, metavar="M", help="begin no run after that (20)")
     add("--seconds", type=float, default=18.0, metavar="S", help="of arrivals in a run (18)")
     add("--seeds", type=int, default=3, metavar="N", help="runs that a rate is judged by (3)")
+    add(
+        "--slo-scale",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="multiplies every objective: slower machines need it (1)",
+    )
     add("--serve-flags", default="--quantization int8", metavar="FLAGS", help="of every server (--quantization int8)")
     add("--out", type=Path, default=Path("bench-goodput"), metavar="PATH", help="beginning of files (bench-goodput)")
     return parser

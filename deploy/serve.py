@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import secrets
 import socket
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -71,10 +72,11 @@ async def serve_embedded(settings: Settings) -> int:
     use_cores(settings.engine.cpus, settings.engine.threads)
     path = resolve(settings.model)
     log.info("loading %s", path)
-    config = settings.model_config
+    config, began = settings.model_config, time.monotonic()
     model, tokenizer = await asyncio.gather(
         asyncio.to_thread(load_from, path, config), asyncio.to_thread(load_tokenizer, path, template)
     )
+    log.info("%s loaded from disk in %.2f s", path.name, time.monotonic() - began)
     node = await own_node(settings)
     cluster = LocalCluster(
         model,

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 
@@ -29,6 +30,7 @@ UP_SECONDS, ANSWER_SECONDS, GRACE = 300.0, 300.0, "60"
 STORY = "The miller opened the gate, and the race carried the water to the wheel. "
 MANY = 60  # times the sentence above is told in a prompt that takes a while to compute
 QUESTION = "What is gravity? Answer in one sentence."
+AGAIN_SECONDS = 0.2  # between a connection that broke and the next
 TOKENS, SOME = 120, 60  # of an answer; characters that are there when somebody is killed
 
 
@@ -39,9 +41,11 @@ class Answer:
     text: str = ""
     placement: str = ""
     error: str = ""
+    broken: list[str] = field(default_factory=list)  # what its connections broke off with; it went on after each
     first: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
     gaps: list[float] = field(default_factory=list)
+    last: float = 0.0  # when the last chunk came
 
     @property
     def waits(self) -> str:
@@ -135,27 +139,46 @@ class Deployment:
         return answer
 
     def _stream(self, prompt: str, tokens: int, answer: Answer) -> None:
+        """To its end, over as many connections as it takes; each asks for what follows the last event that came."""
         body = {"messages": [{"role": "user", "content": prompt}], "temperature": 0, "stream": True}
-        last = time.monotonic()
-        try:
-            with self.client.stream(
-                "POST", "/v1/chat/completions", json={**body, "max_tokens": tokens, "ignore_eos": True}
-            ) as got:
-                answer.placement = got.headers.get("x-millrace-placement", "")
-                for line in got.iter_lines():
-                    if line == "data: [DONE]":
-                        break
-                    if line.startswith("data: "):
-                        now = time.monotonic()
-                        answer.gaps.append(now - last)
-                        last = now
-                        _take(json.loads(line[6:]), answer)
-                else:
-                    answer.error = answer.error or f"the stream ended early (status {got.status_code})"
-        except httpx.HTTPError as error:
-            answer.error = type(error).__name__
+        body |= {"max_tokens": tokens, "ignore_eos": True}
+        headers, over = {"idempotency-key": str(uuid4())}, time.monotonic() + ANSWER_SECONDS
+        answer.last = time.monotonic()
+        while not self._read(body, headers, answer):
+            if time.monotonic() > over:
+                answer.error = f"not whole after {ANSWER_SECONDS:g} s"
+                break
+            time.sleep(AGAIN_SECONDS)
         answer.ended.set()
         answer.first.set()
+
+    def _read(self, body: dict[str, Any], headers: dict[str, str], answer: Answer) -> bool:
+        """What one connection brings; False if there is more to be asked for."""
+        try:
+            with self.client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as got:
+                if got.status_code == 503:  # the router is back and its workers are not known to it yet
+                    return False
+                answer.placement = got.headers.get("x-millrace-placement", "")
+                mark = ""
+                for line in got.iter_lines():
+                    if line == "data: [DONE]":
+                        return True
+                    if line.startswith("id: "):
+                        mark = line[4:]
+                    elif line.startswith("data: "):
+                        now = time.monotonic()
+                        answer.gaps.append(now - answer.last)
+                        answer.last = now
+                        _take(json.loads(line[6:]), answer)
+                        headers |= {"last-event-id": mark} if mark else {}  # not before its event is here
+                        mark = ""
+                answer.error = answer.error or f"the stream ended early (status {got.status_code})"
+        except httpx.ConnectError:
+            return False
+        except httpx.HTTPError as error:
+            answer.broken.append(type(error).__name__)
+            return False
+        return True
 
 
 def _take(chunk: dict[str, Any], answer: Answer) -> None:
@@ -202,10 +225,7 @@ def kill_under_load(site: Deployment, service: str, prompt: str) -> str:
     back = time.monotonic() - began
     finished(answer)
     wait(site.whole, "all are there again")
-    broke = ""
-    if answer.error and service == "router":
-        broke = f"its connection broke ({answer.error}); asked again: "
-        answer = finished(site.ask(prompt))
+    broke = f"went on after {', '.join(answer.broken)}: " if answer.broken else ""
     told = answer.error or ("the same text" if answer.text == finished(site.ask(prompt)).text else "ANOTHER TEXT")
     return f"| {service} | {moment} | {broke}{told} | {answer.waits} | {back:.1f} s |"
 

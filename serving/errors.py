@@ -7,6 +7,7 @@
     ├── Forbidden                 403  PERMISSION_DENIED    not with this API key
     ├── NotFound                  404  NOT_FOUND
     ├── RequestTimeout            408  DEADLINE_EXCEEDED    the client sent its body too slowly
+    ├── Diverged                  409  ABORTED              a stream cannot go on where it broke off
     ├── PayloadTooLarge           413  RESOURCE_EXHAUSTED
     ├── Overloaded                429  RESOURCE_EXHAUSTED   carries Retry-After
     ├── RateLimited               429  RESOURCE_EXHAUSTED   of an API key; its `kind` is OpenAI's, requests or tokens
@@ -85,6 +86,10 @@ class NotFound(MillraceError, status=404, grpc_code="NOT_FOUND", kind="not_found
 
 
 class RequestTimeout(MillraceError, status=408, grpc_code="DEADLINE_EXCEEDED", kind="timeout_error"): ...
+
+
+class Diverged(MillraceError, status=409, grpc_code="ABORTED", kind="invalid_request_error"):
+    """The answer came out another way than the stream that was to go on; another try would as well."""
 
 
 class PayloadTooLarge(MillraceError, status=413, grpc_code="RESOURCE_EXHAUSTED", kind="invalid_request_error"): ...

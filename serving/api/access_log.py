@@ -6,12 +6,11 @@ It has the route and never the address that was asked for, whose path and query 
 from __future__ import annotations
 
 import logging
-import time
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from serving.api.callers import ANYBODY, ApiCaller
-from serving.api.middleware import OPEN_PATHS
+from serving.api.middleware import route_of
 from serving.log_lines import FIELDS
 from serving.logs import ACCESS
 from serving.messages import shown_tenant
@@ -21,35 +20,11 @@ log = logging.getLogger(ACCESS)
 CLIENT_LEFT = 499  # before an answer began; what nginx logs for that
 
 
-class AccessLogMiddleware:
-    """Stands outside of AuthMiddleware, which says who asks. Probes and scrapes (OPEN_PATHS) have no line."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or not log.isEnabledFor(logging.INFO):
-            await self._app(scope, receive, send)
-            return
-        began, status = time.monotonic(), 0
-
-        async def note_status(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, note_status)
-        except Exception:
-            status = status or 500  # what it becomes outside
-            raise
-        finally:
-            _tell(scope, status or CLIENT_LEFT, (time.monotonic() - began) * 1e3)
-
-
-def _tell(scope: Scope, status: int, milliseconds: float) -> None:
-    route = getattr(scope.get("route"), "path", "none")
+def log_answer(scope: Scope, status: int, seconds: float) -> None:
+    """The line of one answer (serving.api.middleware.Teller). AuthMiddleware has said who asks."""
+    if not log.isEnabledFor(logging.INFO):
+        return
+    route, status, milliseconds = route_of(scope), status or CLIENT_LEFT, seconds * 1e3
     caller: ApiCaller = scope.get("state", {}).get("caller") or ANYBODY
     told = {"method": scope["method"], "route": route, "status": status, "milliseconds": round(milliseconds, 3)}
     told |= {"client": scope["client"][0]} if scope.get("client") else {}

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serving import __version__
-from serving.api.access_log import AccessLogMiddleware
+from serving.api.access_log import log_answer
 from serving.api.body import read_body
 from serving.api.body_work import BodyWork, client_of
 from serving.api.callers import Callers
@@ -29,7 +29,7 @@ from serving.api.grammar_gate import GrammarGate
 from serving.api.in_flight import InFlightRequests
 from serving.api.keyring import Keyring
 from serving.api.messages_body import CountTokensBody
-from serving.api.middleware import AuthMiddleware, ObservedMiddleware
+from serving.api.middleware import AnsweredMiddleware, AuthMiddleware, Teller, observed_by
 from serving.api.openapi import describe_bodies, takes
 from serving.api.rate_limit import KeyLimits, RateLimiter
 from serving.api.readers import Readers, ReaderSettings
@@ -117,9 +117,8 @@ def _limiter(config: ServiceConfig) -> RateLimiter:
 def _surround(app: FastAPI, callers: Callers, observer: HttpObserver | None, clock: Callable[[], float]) -> None:
     """What stands around every endpoint; CORS comes last, when the app is complete."""
     app.add_middleware(AuthMiddleware, callers=callers)
-    app.add_middleware(AccessLogMiddleware)
-    if observer is not None:
-        app.add_middleware(ObservedMiddleware, observer=observer, clock=clock)
+    tellers: list[Teller] = [log_answer, *([observed_by(observer)] if observer is not None else [])]
+    app.add_middleware(AnsweredMiddleware, tellers=tellers, clock=clock)
     handle_failures(app)
 
 

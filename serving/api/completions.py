@@ -41,7 +41,7 @@ class ChatCompletions:
     def prepare(self, body: bytes, head: RequestHead) -> PreparedRequest:
         fields, ignored = self._preparer.read(ChatCompletionBody, body)
         with telling(ignored):
-            plan = self._preparer.chat(fields, ignored, head, f"chatcmpl-{head.ids.unique}")
+            plan = self._preparer.chat(fields, ignored, head, f"chatcmpl-{head.response_name}")
         return PreparedRequest(plan=plan, form=ChatForm())
 
 

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from serving.api.body import ClientGoneError
 from serving.api.messages_errors import ErrorAnswer, messages_error
 from serving.errors import (
+    Diverged,
     InternalError,
     InvalidRequest,
     MillraceError,
@@ -67,8 +68,8 @@ def error_response(error: MillraceError, path: str = "", request: str = "") -> R
     headers: dict[str, str] = {}
     if error.retry_after is not None or (error.status in (429, 503) and error.code not in NO_USE_TO_REPEAT):
         headers["retry-after"] = str(_whole_seconds(error.retry_after or 1.0))
-    if isinstance(error, Quarantined):
-        headers["x-should-retry"] = "false"  # OpenAI's clients send what ends with a 500 again, unless they are told
+    if isinstance(error, (Quarantined, Diverged)):
+        headers["x-should-retry"] = "false"  # OpenAI's clients send a 409 and a 500 again, unless they are told
     if error.status == 401:
         headers |= {"www-authenticate": "Bearer", "connection": "close"}  # a connection is kept for those with a key
     if isinstance(error, (PayloadTooLarge, RequestTimeout)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import cast
 
 from starlette.datastructures import Headers, State
@@ -18,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from serving.api.body_work import client_of
 from serving.api.choice import Choice, ChoiceDelta, choice_of
 from serving.api.dialect import Dialect, PreparedRequest, StreamWriter
+from serving.api.resumable_stream import MarkedWriter, token_by_token
 from serving.api.service import ObservedSequence, ServedResponse, Service, tell_ignored, until_deadline
 from serving.errors import InternalError, MillraceError
 from serving.messages import Delta
@@ -49,9 +51,11 @@ class GenerationResponse(ServedResponse):
         self._spend(plan, plan.most_tokens)
         tell_call(plan.model, plan.stream)
         choices = [choice_of(plan, sequence, service.tokenizer) for sequence in plan.sequences]
-        answer = self._stream if plan.stream else self._collect
         try:
-            await answer(prepared, choices, scope, receive, send)
+            if plan.stream:
+                await self._stream(prepared, choices, body, send)
+            else:
+                await self._collect(prepared, choices, scope, receive, send)
         finally:  # output tokens that did not come do not count towards the limit
             self._reservation.used = plan.prompt_tokens + sum(choice.completion_tokens for choice in choices)
 
@@ -68,16 +72,17 @@ class GenerationResponse(ServedResponse):
             self._tell_placement(plan)
         await Response(writer.body(), media_type="application/json")(scope, receive, send)
 
-    async def _stream(
-        self, prepared: PreparedRequest, choices: Sequence[Choice], scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def _stream(self, prepared: PreparedRequest, choices: Sequence[Choice], body: bytes, send: Send) -> None:
         """Events as tokens come. The status waits for the first token, so that a refusal still has one of its own."""
         plan = prepared.plan
-        writer = prepared.form.stream(plan, choices, self._service.tokenizer)
+        service, writer = self._service, prepared.form.stream(plan, choices, self._service.tokenizer)
+        if plan.resumable:
+            service = replace(service, generate=token_by_token(service.generate))
+            writer = MarkedWriter(writer, plan, body, service.clock)
         stream = EventStream(send, writer, lambda: self._tell_placement(plan))
         try:
-            async with until_deadline(plan.deadline, self._service.clock):
-                await run_choices(self._service, choices, stream.add)
+            async with until_deadline(plan.deadline, service.clock):
+                await run_choices(service, choices, stream.add)
             await stream.end(writer.end())
         except MillraceError as error:
             if not stream.started:
@@ -116,6 +121,8 @@ class EventStream:
 
     async def end(self, frames: bytes) -> None:
         """End the stream with these."""
+        if not self.started:
+            await self._start()
         await self._send({"type": "http.response.body", "body": frames, "more_body": False})
 
 

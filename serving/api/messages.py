@@ -66,7 +66,7 @@ class Messages:
     def _prepared(self, fields: MessagesBody, ignored: IgnoredFields, head: RequestHead) -> PreparedRequest:
         asked, ignored = chat_of(fields, self._variables), self._ignored(fields, ignored)
         try:
-            plan = self._preparer.translated(asked, ignored, head, f"msg_{head.ids.unique}", clips=True)
+            plan = self._preparer.translated(asked, ignored, head, f"msg_{head.response_name}", clips=True)
         except ContextLengthExceeded as error:
             count, most = self._preparer.count(asked), self._max_model_len - 1
             told = f"prompt is too long: {count} tokens > {most} maximum"  # Anthropic's words, which clients look for

@@ -6,7 +6,8 @@ It looks at headers only, and logs none of them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -73,15 +74,21 @@ def _refusal(caller: ApiCaller | None, path: str) -> MillraceError | None:
     return None
 
 
-class ObservedMiddleware:
-    """Tells an observer of every answer but those of OPEN_PATHS, and of a bug as the 500 that it becomes outside.
+class Teller(Protocol):
+    """Is told of an answer by what was asked, its status (0: the client left before it began), and seconds."""
 
-    A request whose client left before it was answered is not told.
+    def __call__(self, scope: Scope, status: int, seconds: float) -> None: ...
+
+
+class AnsweredMiddleware:
+    """Tells `tellers` of every answer but those of OPEN_PATHS, and of a bug as the 500 that it becomes outside.
+
+    Seconds are from the request's headers to the end of the answer.
     """
 
-    def __init__(self, app: ASGIApp, *, observer: HttpObserver, clock: Callable[[], float]) -> None:
+    def __init__(self, app: ASGIApp, *, tellers: Sequence[Teller], clock: Callable[[], float]) -> None:
         self._app = app
-        self._observer = observer
+        self._tellers = tellers
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,10 +109,24 @@ class ObservedMiddleware:
             status = status or 500
             raise
         finally:
-            if status:
-                handler = getattr(scope.get("route"), "path", "none")
-                seconds = self._clock() - began
-                self._observer.answered(method=scope["method"], handler=handler, status=status, seconds=seconds)
+            for tell in self._tellers:
+                tell(scope, status, self._clock() - began)
+
+
+def route_of(scope: Scope) -> str:
+    """The pattern of the endpoint that answered, none of the client's words; `none` where there was none."""
+    route: str = getattr(scope.get("route"), "path", "none")
+    return route
+
+
+def observed_by(observer: HttpObserver) -> Teller:
+    """Tells the observer of answers that began."""
+
+    def tell(scope: Scope, status: int, seconds: float) -> None:
+        if status:
+            observer.answered(method=scope["method"], handler=route_of(scope), status=status, seconds=seconds)
+
+    return tell
 
 
 def request_ids(wanted: str) -> RequestIds:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
+from serving.api import resumption
 from serving.api.plan import RequestHead, Rights
 from serving.api.schema import DAY_MS, MOST_PRIORITY, PlacedBody
 from serving.errors import Forbidden, InvalidRequest
@@ -29,12 +30,15 @@ HEADERS = {
     SESSION: "Requests that name the same session are placed together by --routing-policy session_sticky",
     TIMEOUT: "Seconds, at most a day, after which the request ends with a 504 if it has not ended yet",
 }
-"""The headers that are read, and what each of them means."""
+"""The headers that are read of any request, and what each of them means."""
+
+READ = {**HEADERS, **resumption.HEADERS}
+"""The same of requests for texts."""
 
 
 def with_read_headers(head: RequestHead) -> RequestHead:
     """The same with no headers but those that are read."""
-    return replace(head, headers={name: head.headers[name] for name in HEADERS if name in head.headers})
+    return replace(head, headers={name: head.headers[name] for name in READ if name in head.headers})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

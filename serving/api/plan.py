@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from serving.api.fields import IgnoredFields
+from serving.api.resumption import KEY, EventMark, repeated_name
 from serving.messages import Request, owned
 from serving.text.reasoning import ReasoningForm
 from serving.text.tools.forms import ToolForm
@@ -45,6 +46,12 @@ class RequestHead:
     headers: Mapping[str, str] = field(default_factory=dict)  # names in lower case
     arrived: float = 0.0  # seconds on the router's clock
     rights: Rights = field(default_factory=Rights)
+
+    @property
+    def response_name(self) -> str:
+        """What the response's id is made of: its own, or that of all requests with the same Idempotency-Key."""
+        key = self.headers.get(KEY)
+        return self.ids.unique if key is None else repeated_name(key, self.rights.owner)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +116,8 @@ class ResponsePlan:
     tools: ToolPlan | None = None  # None: there are no calls in the answer
     thinking: ThinkingPlan | None = None  # None: there are no thoughts in it
     form: OutputForm = field(default_factory=OutputForm)  # not known to compile yet
+    resumable: bool = False  # its events have ids
+    after: EventMark | None = None  # what the client has of the stream; None: nothing
 
     @property
     def parsed(self) -> bool:

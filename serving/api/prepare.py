@@ -20,6 +20,7 @@ from serving.api.fields import IgnoredFields
 from serving.api.objectives import Promise, PromiseReader
 from serving.api.plan import ChoiceRequest, RequestHead, ResponsePlan, ThinkingPlan
 from serving.api.prompts import Prompt, PromptReader, check_token_ids, context_exceeded, prompt_count
+from serving.api.resumption import LAST_EVENT, EventMark, Repeatable, repeatable
 from serving.api.schema import UNBOUNDED, ChatCompletionBody, CompletionBody, SamplingBody, StreamOptions
 from serving.api.settings import ServedModel
 from serving.api.thinking import ThinkingReader
@@ -41,6 +42,8 @@ class _Asked:
     """What chat and text completions have under different names, or by different rules."""
 
     id: str  # of the response
+    attempt: str  # tells requests apart that have the same response
+    repeatable: Repeatable | None
     promise: Promise
     client: str  # tells API keys apart
     tenant: str  # who shares cached prefixes
@@ -112,6 +115,8 @@ class Preparer:
         prompt = self._prompt(fields, tools)
         asked = _Asked(
             id=name,
+            attempt=head.ids.unique,
+            repeatable=repeatable(head.headers, head.rights.owner),
             promise=self._objectives.promise(fields, head),
             client=head.key,
             tenant=head.rights.within(fields.cache_salt or ""),
@@ -144,7 +149,9 @@ class Preparer:
             raise InvalidRequest(f"logprobs must be at most {MAX_LOGPROBS}", param="logprobs")
         _check_choices(fields.n or 1, prompt_count(fields.prompt))
         asked = _Asked(
-            id=f"cmpl-{head.ids.unique}",
+            id=f"cmpl-{head.response_name}",
+            attempt=head.ids.unique,
+            repeatable=repeatable(head.headers, head.rights.owner),
             promise=self._objectives.promise(fields, head),
             client=head.key,
             tenant=head.rights.within(fields.cache_salt or ""),
@@ -162,10 +169,11 @@ class Preparer:
         if fields.stream_options is not None and not fields.stream:
             raise InvalidRequest("stream_options is only allowed with stream: true", param="stream_options")
         options = fields.stream_options or StreamOptions()
+        resumable, after = _resumed(asked.repeatable, fields, len(asked.prompts))
         form = output_form(fields, asked.tools, asked.thinking)
         return ResponsePlan(
             id=asked.id,
-            created=int(time.time()),
+            created=int(time.time()) if after is None else after.created,
             model=model,
             fingerprint=self._served.fingerprint,
             sequences=tuple(self._sequences(fields, asked, form.grammar)),
@@ -185,6 +193,8 @@ class Preparer:
             tools=None if asked.tools is None else asked.tools.plan,
             thinking=asked.thinking,
             form=form,
+            resumable=resumable,
+            after=after,
         )
 
     def _sequences(self, fields: SamplingBody, asked: _Asked, grammar: str) -> Iterator[ChoiceRequest]:
@@ -193,6 +203,10 @@ class Preparer:
         sampling = self._sampling(fields, asked, grammar)  # once: it may have as much in it as the body
         common = {name: getattr(sampling, name) for name in COMMON}
         promise, alone = asked.promise, n * len(asked.prompts) == 1
+        name, own_seed = asked.id, fields.seed
+        if asked.repeatable is not None:
+            name = f"{name}-{asked.attempt}"
+            own_seed = asked.repeatable.seed if own_seed is None else own_seed
         for position, prompt in enumerate(asked.prompts):
             room = self._room(prompt, asked)
             if fields.min_tokens > max(room, 1):
@@ -201,10 +215,10 @@ class Preparer:
                     param="min_tokens",
                 )
             text = self._prompts.text_of(prompt, fields.skip_special_tokens) if asked.echo else None
-            for number, seed in enumerate(_seeds(fields.seed, n)):
+            for number, seed in enumerate(_seeds(own_seed, n)):
                 index = position * n + number
                 request = Request(
-                    request_id=asked.id if alone else f"{asked.id}-{index}",
+                    request_id=name if alone else f"{name}-{index}",
                     prompt=prompt.tokens,
                     sampling=SamplingParams(max_tokens=max(room, 1), seed=seed, **common),
                     slo=promise.slo,
@@ -262,6 +276,16 @@ class Preparer:
                 raise InvalidRequest(f"logit_bias: {key[:40]!r} is not a token id of this model", param="logit_bias")
             pairs.append((token, bias))
         return tuple(pairs)
+
+
+def _resumed(repeatable: Repeatable | None, fields: SamplingBody, prompts: int) -> tuple[bool, EventMark | None]:
+    """Whether the events of the answer have ids, and the id after which it begins. Raises InvalidRequest."""
+    if repeatable is None:
+        return False, None
+    resumable = bool(fields.stream) and (fields.n or 1) * prompts == 1
+    if repeatable.after is not None and not resumable:
+        raise InvalidRequest(f"{LAST_EVENT}: only a stream of one choice can go on", param=LAST_EVENT)
+    return resumable, repeatable.after
 
 
 def _check_choices(n: int, prompts: int) -> None:

@@ -40,7 +40,7 @@ class Responses:
         fields, ignored = self._preparer.read(ResponsesBody, body)
         with telling(ignored):
             asked = translated(fields)
-            plan = self._preparer.translated(asked, _ignored(fields, ignored), head, f"resp_{head.ids.unique}")
+            plan = self._preparer.translated(asked, _ignored(fields, ignored), head, f"resp_{head.response_name}")
             return PreparedRequest(plan=plan, form=ResponseForm(_repeated(fields), _summary(fields)))
 
 

@@ -47,26 +47,49 @@ def flags_of(blocks: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 class Stream:
-    """A greedy completion, read in the background until it ends or is left."""
+    """A completion, greedy unless a temperature is given, read in the background until it ends or is left.
 
-    def __init__(self, client: httpx.AsyncClient, router: RouterService, prompt: Sequence[int], count: int):
+    One with a `key` can go on elsewhere when it breaks off.
+    """
+
+    def __init__(
+        self,
+        client: httpx.AsyncClient,
+        router: RouterService,
+        prompt: Sequence[int],
+        count: int,
+        *,
+        temperature: float = 0.0,
+        key: str = "",
+    ):
         self.prompt = list(prompt)
         self.count = count
         self.tokens: list[int] = []
         self.ended = False
-        body = {"model": "tiny", "prompt": self.prompt, "max_tokens": count, "temperature": 0, "stream": True}
-        self.task = asyncio.create_task(self._read(client, router.url, {**body, "return_token_ids": True}))
+        self._client = client
+        self._body = {"model": "tiny", "prompt": self.prompt, "max_tokens": count, "temperature": temperature}
+        self._headers = {"idempotency-key": key} if key else {}
+        self.go_on(router)
 
-    async def _read(self, client: httpx.AsyncClient, url: str, body: dict[str, object]) -> None:
-        async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+    def go_on(self, router: RouterService) -> None:
+        """Ask for the stream, from the last event on that came."""
+        self.task = asyncio.create_task(self._read(f"{router.url}/v1/completions"))
+
+    async def _read(self, url: str) -> None:
+        body = {**self._body, "stream": True, "return_token_ids": True}
+        async with self._client.stream("POST", url, json=body, headers=self._headers) as answer:
             assert answer.status_code == 200, await answer.aread()
+            mark = ""
             async for line in answer.aiter_lines():
-                if line == "data: [DONE]":
+                if line.startswith("id: "):
+                    mark = line[4:]
+                elif line == "data: [DONE]":
                     self.ended = True
                 elif line.startswith("data: "):
                     chunk = json.loads(line[6:])
                     assert "error" not in chunk, chunk
                     self.tokens += [token for choice in chunk["choices"] for token in choice.get("token_ids") or []]
+                    self._headers |= {"last-event-id": mark} if mark else {}  # not before its event is here
         assert self.ended, "the stream broke off"
 
     async def whole(self) -> None:
@@ -137,21 +160,29 @@ async def test_routers_that_fill_the_workers_at_once_commit_no_more_than_there_i
 
 
 async def test_a_router_dies_and_comes_back(services: Services, client: httpx.AsyncClient, model: Path) -> None:
+    """Streams that it held go on at the other one where they broke off, sampled ones as well."""
     first, second = services.routers
     asked = prompts(6, shortest=20, longest=100, seed=51)
     before = second.metric("replacements_total")
-    lost = [Stream(client, first, prompt, LENGTH // 2) for prompt in asked[:3]]
+    lost = [Stream(client, first, prompt, 200, key=f"lost-{n}") for n, prompt in enumerate(asked[:2])]
+    lost.append(Stream(client, first, asked[2], 200, temperature=1.0, key="lost-warm"))
     kept = [Stream(client, second, prompt, 400) for prompt in asked[3:]]
     await begun([*lost, *kept], 10)
     assert sum(services.held().values()) >= 6  # and the canary's
     await asyncio.to_thread(first.kill)
     await asyncio.to_thread(wait_until, lambda: sum(services.held().values()) <= 3, 15.0, "its leases are given up")
     assert not any(stream.task.done() for stream in kept), "they were meant to last longer"
-    await asyncio.gather(*(stream.task for stream in lost), return_exceptions=True)
+    ends = await asyncio.gather(*(stream.task for stream in lost), return_exceptions=True)
+    assert all(isinstance(end, httpx.HTTPError) for end in ends), f"they were meant to break off: {ends}"
+    for stream in lost:
+        stream.go_on(second)
     first.start()
-    for stream in kept:
+    for stream in [*lost, *kept]:
         await stream.whole()
-    check_texts(model, [*lost, *kept])
+    check_texts(model, [*lost[:2], *kept])
+    warm = Stream(client, second, asked[2], 200, temperature=1.0, key="lost-warm")
+    await warm.whole()
+    assert warm.tokens == lost[2].tokens and not is_greedy_tiny(model, warm.prompt, warm.tokens)
     assert second.metric("replacements_total") == before
     await asyncio.to_thread(services.wait_known, first, 20.0)
     again = Stream(client, first, asked[0], 20)
