@@ -69,7 +69,7 @@ class RateFigures:
     ttft_p90: float
     tpot_p50: float
     tpot_p90: float
-    backlog_slope: float  # requests a second by which those in the system grow: 0 where the rate can be kept up
+    backlog_slope: float  # requests a second by which those inside grow: 0 where the rate can be kept up, NaN: unknown
     errors: dict[str, int]
     seconds: float = 0.0  # virtual, of all runs until their last request ended
     whole: bool = True  # False: broken off, and these are the requests that had ended
@@ -132,6 +132,7 @@ def figures(rate: float, runs: Sequence[OutcomeColumns]) -> RateFigures:
     offered = sum(map(len, runs))
     ttfts, tpots = _known([run.ttft for run in runs]), _known([run.tpot for run in runs])
     errors = sum((run.errors for run in runs), Counter[str]())
+    whole = all(run.whole for run in runs)
     return RateFigures(
         rate=rate,
         offered=offered,
@@ -142,10 +143,10 @@ def figures(rate: float, runs: Sequence[OutcomeColumns]) -> RateFigures:
         ttft_p90=_quantile(ttfts, 0.9),
         tpot_p50=_quantile(tpots, 0.5),
         tpot_p90=_quantile(tpots, 0.9),
-        backlog_slope=float(np.mean([run.backlog_slope for run in runs])),
+        backlog_slope=float(np.mean([run.backlog_slope for run in runs])) if whole else NAN,
         errors=dict(sorted(errors.items(), key=lambda item: (-item[1], item[0]))),
         seconds=sum(run.seconds for run in runs),
-        whole=all(run.whole for run in runs),
+        whole=whole,
     )
 
 

@@ -62,7 +62,7 @@ def _row(figures: RateFigures) -> tuple[str, ...]:
         _number(figures.ttft_p90),
         _number(figures.tpot_p50),
         _number(figures.tpot_p90),
-        f"{figures.backlog_slope:+.2f}",
+        "—" if math.isnan(figures.backlog_slope) else f"{figures.backlog_slope:+.2f}",
         ", ".join(f"{count} {error}" for error, count in figures.errors.items()) or "—",
     )
 

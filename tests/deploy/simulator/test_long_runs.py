@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import os
 import signal
 import tracemalloc
@@ -93,6 +94,7 @@ def test_a_run_that_is_broken_off_tells_of_those_that_had_ended(jobs: int) -> No
     found = study.at(20.0, ended, stopped=lambda: over[0] >= 40)
     assert not found.whole and 40 <= found.offered < 2000
     assert found.attainment > 0 and found.ttft_p50 > 0
+    assert math.isnan(found.backlog_slope), "of those that are still inside nothing is known"
     assert "broken off" in report.rates_table(report.PolicyResult(policy="a", rates={20.0: found}))
 
 
