@@ -169,12 +169,10 @@ class RankingPolicy:
 
     def best_decode(self, demand: Demand, workers: Sequence[Candidate]) -> Candidate | None:
         """The first of `decode_order`, if there is one."""
-        order = self.decode_order(demand, workers)
-        return order[0] if order else None
+        return next(iter(self.decode_order(demand, workers)), None)
 
     def choose(self, demand: Demand, view: FleetView, now: float) -> Decision | None:
-        best = self.best_decode(demand, view.decode)
-        if best is None:
+        if (best := self.best_decode(demand, view.decode)) is None:
             prefills = self.prefill_order(demand, view.prefill)
             return self._decision(None, prefills) if prefills and not view.decode else None
         able = view.prefills_for(best, now)
@@ -208,13 +206,10 @@ class LeastLoaded(RankingPolicy):
 
     def best_decode(self, demand: Demand, workers: Sequence[Candidate]) -> Candidate | None:
         """In two passes: only those that are loaded alike are told apart by the request, and there may be hundreds."""
-        if not workers:
-            return None
-        tokens = demand.tokens
-        loads = [(tokens >= worker.device_tokens, worker.load + SLOW_LOAD * worker.slow) for worker in workers]
-        least = min(loads)
+        loads = [(demand.tokens >= worker.device_tokens, worker.load + SLOW_LOAD * worker.slow) for worker in workers]
+        least = min(loads, default=None)
         tied = [worker for worker, load in zip(workers, loads, strict=True) if load == least]
-        return min(tied, key=lambda worker: spread(demand, worker))
+        return min(tied, key=lambda worker: spread(demand, worker), default=None)
 
     def prefill_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
         def cost(worker: Candidate) -> tuple[bool, float, int]:
