@@ -133,7 +133,7 @@ async def _play(
                 outcome = requests.began(arrival, loop.time())
                 if keep:
                     outcomes.append(outcome)
-                clients.create_task(_ask(loop, router, outcome, requests.ended))
+                clients.create_task(_ask(loop, router, outcome, plan.front_seconds, requests.ended))
         seconds = loop.time()
         if watching is not None:
             watching.cancel()
@@ -143,9 +143,15 @@ async def _play(
 
 
 async def _ask(
-    loop: VirtualLoop, router: Router, outcome: RequestOutcome, ended: Callable[[RequestOutcome], None]
+    loop: VirtualLoop,
+    router: Router,
+    outcome: RequestOutcome,
+    front: float,
+    ended: Callable[[RequestOutcome], None],
 ) -> None:
-    """One client: it takes what comes, and notes when."""
+    """One client, `front` seconds away: it takes what comes, and notes when."""
+    if front:
+        await asyncio.sleep(front)
     answer: AsyncIterator[Delta] = router.generate(outcome.request)
     try:
         async with aclosing(answer) as deltas:  # type: ignore[type-var]

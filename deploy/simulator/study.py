@@ -17,7 +17,7 @@ from deploy.simulator.outcomes import OutcomeColumns, RateFigures, RequestOutcom
 from deploy.simulator.recorded_replay import replay
 from deploy.simulator.recorded_systems import RecordedSystem
 from deploy.simulator.run import simulate
-from deploy.simulator.trace_files import TracedRequest, made_up, natural_rate
+from deploy.simulator.trace_files import TracedRequest, made_up, natural_rate, request_name
 from deploy.simulator.traffic import Arrival, Traffic, arriving, drawn
 
 FULL_BATCH = 32  # sequences, for a first guess
@@ -45,7 +45,7 @@ class Study:
     @property
     def offered(self) -> int:
         """Requests of all seeds together."""
-        return (len(self.given) or self.requests) * len(self.seeds)
+        return (sum(each.counted for each in self.given) or self.requests) * len(self.seeds)
 
     @property
     def natural_rate(self) -> float:
@@ -59,11 +59,13 @@ class Study:
         return arriving(self.traffic, self.plan.profile, self.requests, seed, max_tokens=self.max_tokens)
 
     def run(self, rate: float, seed: int, progress: RunProgress) -> OutcomeColumns:
-        """One seed's requests at one rate; those that have ended, where the run is broken off."""
+        """One seed's requests at one rate, of a trace those that count; that have ended, where it is broken off."""
         found, arrivals = OutcomeColumns(), self.arriving(seed)
+        left_out = {request_name(number) for number, each in enumerate(self.given) if not each.counted}
 
         def ended(outcome: RequestOutcome) -> None:
-            found.add(outcome)
+            if outcome.request.request_id not in left_out:
+                found.add(outcome)
             progress.ended(1)
             if progress.stopped():
                 raise RunBrokenOff
