@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bench.lengths import Pair, resampled_pairs, sharegpt_pairs
 from bench.replay import TraceLine
@@ -81,6 +82,11 @@ class Workload:
 
 
 def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
+    """`poisson_times` as plain numbers."""
+    return poisson_times(rate, count, seed).tolist()  # type: ignore[no-any-return]
+
+
+def poisson_times(rate: float, count: int, seed: int) -> NDArray[np.float64]:
     """Seconds of `count` Poisson arrivals, the first at 0 and the last at `(count - 1) / rate`.
 
     Between two fixed ends, Poisson arrivals are uniform order statistics, which are scaled sums of exponential
@@ -90,9 +96,8 @@ def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
         raise ValueError("a request rate must be positive")
     times = np.random.default_rng((seed, 0x504F)).exponential(size=count).cumsum()
     if count < 2:
-        return [0.0] * count
-    times = (times - times[0]) * ((count - 1) / rate / (times[-1] - times[0]))
-    return [float(time) for time in times]
+        return np.zeros(count)
+    return (times - times[0]) * ((count - 1) / rate / (times[-1] - times[0]))  # type: ignore[no-any-return]
 
 
 def _trace_ask(line: TraceLine, contents: np.random.Generator) -> Ask:

@@ -114,18 +114,24 @@ class DecodeScheduler:
 
     def fill(self, plan: StepPlan, now: float) -> None:
         self._begin(now)
-        drafting = self.choice is None or not plan.can_overlap or not self.running or self.choice.begin()
+        choice = self.choice  # None where nothing is drafted
+        drafting = choice is not None and (not plan.can_overlap or not self.running or choice.begin())
         turns = self._turns(now) if drafting else None
+        grow, preempted = self.kv.grow, plan.preempted
         for seq in list(self.running):
             if plan.tokens < 1 or plan.seqs < 1:
                 break
-            if seq in plan.preempted or not seq.may_draw:
+            if seq in preempted or (seq.grammar is not None and not seq.may_draw):
                 continue
-            if self._make_room(seq, plan, now):
-                draft = self._draft(seq, plan, turns) if drafting else ()
-                plan.add(seq, 1 + len(draft), self, draft)
-        if self.choice is not None and drafting:
-            self.choice.began(len(plan.work))
+            try:
+                grow(seq)
+            except NoRoom:
+                if not self._make_room(seq, plan, now):
+                    continue
+            draft = self._draft(seq, plan, turns) if drafting else ()
+            plan.add(seq, 1 + len(draft), self, draft)
+        if choice is not None and drafting:
+            choice.began(len(plan.work))
 
     def fill_ahead(self, plan: StepPlan, now: float) -> bool:
         """Add all sequences but those whose last token is being drawn, oldest first; False if one lacks blocks."""

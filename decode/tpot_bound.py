@@ -72,8 +72,13 @@ class TpotBound(LeaseBound):
 
     def check(self, order: LeaseOrder, held: Collection[SequenceState], now: float) -> None:
         model = self.cost()
-        held = [seq for seq in held if _decodes(seq) or seq.order.generated or seq.objectives.due > now]
-        decoding = sum(_decodes(seq) for seq in held)
+        decodes = [len(seq.tokens) > seq.start for seq in held]  # _decodes, spelt out: this is done for every lease
+        held = [
+            seq
+            for seq, each in zip(held, decodes, strict=True)
+            if each or seq.order.generated or seq.objectives.due > now
+        ]
+        decoding = sum(decodes)
         waiting = 0.0 if self.prompts else self._decoding.look(decoding, len(held), now)
         if model is None or not model.samples or order.generated:
             return

@@ -6,6 +6,7 @@ Whatever ends a lease, from any side, arrives as an error or a finish, exactly o
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
@@ -53,7 +54,8 @@ class WorkerLease:
         self.fence = fence
         self.grant: LeaseGrant | None = None
         self.failed: asyncio.Future[MillraceError] = asyncio.get_running_loop().create_future()
-        self._received: asyncio.Queue[Delta | MillraceError] = asyncio.Queue()
+        self._received: deque[Delta | MillraceError] = deque()
+        self._arrived: asyncio.Future[None] | None = None  # what `next` waits for
         self._decodes = False  # in this epoch
 
     def take(self, event: LeaseEvent) -> None:
@@ -64,26 +66,34 @@ class WorkerLease:
             self.fail(event.error)
         elif event.delta is not None:
             self._decodes = True
-            self._received.put_nowait(event.delta)
+            self._put(event.delta)
+
+    def _put(self, item: Delta | MillraceError) -> None:
+        self._received.append(item)
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
 
     def fail(self, error: MillraceError) -> None:
         if not self.failed.done():
             self.failed.set_result(error)
-            self._received.put_nowait(error)
+            self._put(error)
 
     def interrupt(self, error: MillraceError) -> None:
         if not self._decodes:
-            self._received.put_nowait(error)
+            self._put(error)
 
     async def next(self) -> Delta:
-        item = await self._received.get()
+        while not self._received:
+            self._arrived = asyncio.get_running_loop().create_future()
+            await self._arrived
+        item = self._received.popleft()
         if isinstance(item, MillraceError):
             raise item
         return item
 
     async def advance(self, state: RequestState) -> None:
         self.fence = LeaseId(lease=self.fence.lease, epoch=self.fence.epoch + 1, instance=self.fence.instance)
-        self._received, self._decodes = asyncio.Queue(), False
+        self._received, self._decodes = deque(), False
         if self.failed.done():
             raise self.failed.result()
         self.grant = await self.worker.session.advance(state.order(self.fence, self.worker.clock()))

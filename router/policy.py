@@ -172,14 +172,17 @@ class RankingPolicy:
         """Every worker once, best first."""
         raise NotImplementedError
 
+    def best_decode(self, demand: Demand, workers: Sequence[Candidate]) -> Candidate | None:
+        """The first of `decode_order`, if there is one."""
+        return next(iter(self.decode_order(demand, workers)), None)
+
     def choose(self, demand: Demand, view: FleetView, now: float) -> Decision | None:
-        order = self.decode_order(demand, view.decode)
-        if not order:
+        if (best := self.best_decode(demand, view.decode)) is None:
             prefills = self.prefill_order(demand, view.prefill)
             return self._decision(None, prefills) if prefills and not view.decode else None
-        able = view.prefills_for(order[0], now)
-        own = [worker for worker in able if worker.status.instance == order[0].status.instance]
-        return self._decision(order[0], own or self.prefill_order(demand, able))
+        able = view.prefills_for(best, now)
+        own = [worker for worker in able if worker.status.instance == best.status.instance]
+        return self._decision(best, own or self.prefill_order(demand, able))
 
     def observed(
         self,
@@ -205,6 +208,13 @@ class LeastLoaded(RankingPolicy):
             return demand.streams(worker), worker.load + SLOW_LOAD * worker.slow, spread(demand, worker)
 
         return sorted(workers, key=cost)
+
+    def best_decode(self, demand: Demand, workers: Sequence[Candidate]) -> Candidate | None:
+        """In two passes: only those that are loaded alike are told apart by the request, and there may be hundreds."""
+        loads = [(demand.tokens >= worker.device_tokens, worker.load + SLOW_LOAD * worker.slow) for worker in workers]
+        least = min(loads, default=None)
+        tied = [worker for worker, load in zip(workers, loads, strict=True) if load == least]
+        return min(tied, key=lambda worker: spread(demand, worker), default=None)
 
     def prefill_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
         def cost(worker: Candidate) -> tuple[bool, float, int]:
@@ -248,6 +258,7 @@ class SessionSticky(LeastLoaded):
     """
 
     reason = "session_sticky"
+    best_decode = RankingPolicy.best_decode
 
     def decode_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
         order = super().decode_order(demand, workers)

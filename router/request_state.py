@@ -38,8 +38,8 @@ class Attempt:
     tokens: int = 0
     steps: int = 0  # that have brought tokens after the first
 
-    def take(self, tokens: int, now: float) -> None:
-        self.steps += self.first_at is not None
+    def take(self, tokens: int, now: float, steps: int = 1) -> None:
+        self.steps += steps if self.first_at is not None else 0
         if self.first_at is None:
             self.first_at = now
         elif self.second_at is None:
@@ -189,7 +189,7 @@ class RequestState:
             self.timeline.note(Moment.FIRST_TOKEN, now)
         self.timeline.last_token = now
         if self.attempts:
-            self.attempts[-1].take(len(delta.tokens), now)
+            self.attempts[-1].take(len(delta.tokens), now, delta.steps)
         self.timeline.tokens += len(delta.tokens)
         self.generated += delta.tokens
         self.last = delta

@@ -128,7 +128,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: one for every token, as LeaseEvent
 class Delta:
     """Consecutive new output tokens of one request, as `generate()` yields them.
 
@@ -142,6 +142,11 @@ class Delta:
     cached_tokens: int = 0  # prompt tokens whose KV was reused; meaningful on the first delta
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # on the first delta, when asked for
     embedding: bytes = b""  # float32, little-endian, neither shortened nor normalized; there are no tokens then
+
+    @property
+    def steps(self) -> int:
+        """Of the worker's that have brought the tokens."""
+        return 1
 
 
 Generate = Callable[[Request], AsyncIterator[Delta]]

@@ -29,7 +29,10 @@ class Timeline:
         self.events.append((moment, now))
 
     def first(self, moment: Moment) -> float | None:
-        return next((at for what, at in self.events if what is moment), None)
+        for what, at in self.events:
+            if what is moment:
+                return at
+        return None
 
     def between(self, begin: Moment, end: Moment) -> float | None:
         """Seconds from the first `begin` to the first `end`, or None if either never happened."""

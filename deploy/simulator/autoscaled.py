@@ -68,6 +68,7 @@ class SimulatedPlace:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def read(self) -> Any:
+        await self.cluster.catch_up()
         return self.overview.workers()
 
     async def workers(self) -> Sequence[FleetWorker]:

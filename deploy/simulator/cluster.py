@@ -9,6 +9,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from deploy.simulator.drafts import DraftModel, ModelledProposer
@@ -24,13 +25,15 @@ from kvcache.memory.device import DeviceKV
 from kvcache.memory.locations import KVLocations
 from router.fleet import Fleet, RouterConfig, WorkerLink
 from router.placer import Placer
-from router.policies import make_policy
+from router.policies import POLICIES, make_policy
 from router.router import Router, RouterObserver
 from serving.config import EngineConfig
 from serving.engine.step_prior import UNKNOWN
+from serving.errors import MillraceError
 from serving.kvspec import LayerKV, Plane
 from serving.messages import Audit, Role, WorkerIdentity, WorkerStatus
 
+LOG_TIMES = 4  # a worker's KV events that are remembered, for each block: more than come between two heartbeats
 TOKEN_KV = (LayerKV("modelled", (Plane("kv", (1,), "uint8"),)),)  # a byte a token: chunks and digests stay small
 
 
@@ -105,10 +108,13 @@ class SimulatedCluster:
         loop = asyncio.get_running_loop()
         self.clock = loop.time
         self.fleets = [Fleet(plan.router, self._link, clock=self.clock) for _ in range(plan.routers)]
+        for fleet in self.fleets:
+            fleet.suspect = partial(self._suspect, fleet.suspect)  # type: ignore[method-assign]
         self.placers = [Placer(fleet, make_policy(plan.router.policy)) for fleet in self.fleets]
         self.workers: dict[str, Worker] = {}  # by instance
         self._receivers: dict[str, Receiver] = {}
         self._ports = Ports()
+        self._links: dict[str, list[ModelledLink]] = {}  # of each router, by instance
         self.serving: list[Router] = []
         self._beats: list[asyncio.Task[None]] = []
         self._hearts: dict[str, asyncio.Task[None]] = {}  # what beats for each worker, by instance
@@ -197,6 +203,7 @@ class SimulatedCluster:
             WorkerLinks(address=address, dialer=dialer),
             clock=self.clock,
             engine_loop=lambda engine: VirtualEngineLoop(engine, leaving=1 / profile.layers),
+            kv_events=LOG_TIMES * blocks if POLICIES[plan.router.policy].needs_prefixes else 1,
         )
         if worker.decode is not None:
             self._receivers[address] = worker.decode
@@ -204,7 +211,22 @@ class SimulatedCluster:
 
     def _link(self, status: WorkerStatus) -> WorkerLink:
         seconds = self.plan.network.message_seconds
-        return ModelledLink(self.workers[status.instance], status.name, seconds, self.placed)
+        link = ModelledLink(self.workers[status.instance], status.name, seconds, self.placed)
+        self._links.setdefault(status.instance, []).append(link)
+        return link
+
+    async def catch_up(self) -> None:
+        """Let routers have the tokens that have come by now: call before counting what they have."""
+        for links in self._links.values():
+            for link in links:
+                link.flush()
+        await asyncio.sleep(0)
+
+    def _suspect(self, suspect: Callable[[str, MillraceError], None], instance: str, error: MillraceError) -> None:
+        """A router gives a worker up: what has come from it before is seen first."""
+        for link in self._links.get(instance, ()):
+            link.flush()
+        suspect(instance, error)
 
     def _beat(self, worker: Worker) -> None:
         for fleet in self.fleets:

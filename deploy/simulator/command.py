@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import signal
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, TextIO
 
 from bench.goodput import SearchLimits
@@ -50,6 +52,7 @@ SEARCH = "search"  # in the place of rates
 SEEDS, SEEDS_OF_A_TRACE = 3, 1
 WIDTH = 24  # characters of the progress bar
 EVERY_SECONDS = 0.1
+INTERRUPTED = 130  # exit code, as of a process that Ctrl-C has ended
 
 
 def roles_of(text: str) -> tuple[Role, ...]:
@@ -250,32 +253,55 @@ class SimulationProgress:
             self._stream.flush()
 
 
+class BreakOff:
+    """Ctrl-C: the first asks a run to end with what it has, the second ends the process. A context manager.
+
+    Enter it in the main thread, as signals come there.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def __enter__(self) -> BreakOff:
+        self._before = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+
 def run(options: argparse.Namespace) -> int:
     """Simulate and print; the process's exit code. Raises ValueError."""
-    with quiet_log():
-        return _run(options)
+    with quiet_log(), BreakOff() as broken_off:
+        return _run(options, broken_off)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace, broken_off: BreakOff) -> int:
     results: list[report.PolicyResult] = []
     studies = studies_of(options)
     first = next(iter(studies.values()))
     print(_heading(options, first))
     progress = SimulationProgress(sys.stderr)
     for policy, study in studies.items():
-        result = _measured(options, policy, study, progress)
+        result = _measured(options, policy, study, progress, broken_off)
         results.append(result)
         print(f"\n{policy}\n{report.rates_table(result)}", flush=True)
+        if broken_off.asked:
+            break
         if result.searched:
             print("   " + report.goodput_line(result, len(study.plan.roles), options.attainment), flush=True)
-    if len(results) > 1 and results[0].searched:
+    if len(results) > 1 and results[0].searched and not broken_off.asked:
         print(f"\n{report.comparison(results)}")
     took, rates = time.perf_counter() - progress.began, [rate for each in results for rate in each.rates.values()]
     requests, seconds = sum(rate.offered for rate in rates), sum(rate.seconds for rate in rates)
     print(f"\n   {requests:,} requests, {seconds:,.0f} s simulated in {took:,.1f} s: {seconds / took:.0f}× real time")
     if options.json is not None:
         options.json.write_bytes(report.as_json(told(options), results))
-    return 0
+    return INTERRUPTED if broken_off.asked else 0
 
 
 def _heading(options: argparse.Namespace, study: Study) -> str:
@@ -289,22 +315,23 @@ def _heading(options: argparse.Namespace, study: Study) -> str:
 
 
 def _measured(
-    options: argparse.Namespace, policy: str, study: Study, progress: SimulationProgress
+    options: argparse.Namespace, policy: str, study: Study, progress: SimulationProgress, broken_off: BreakOff
 ) -> report.PolicyResult:
-    """All rates that were asked for, or those of a search."""
+    """All rates that were asked for, or those of a search; fewer if it is broken off."""
     result = report.PolicyResult(policy=policy)
     searching = options.rate == SEARCH or (options.rate is None and not study.given)
     wanted = options.attainment if searching else 0.0
 
     def measure(rate: float) -> RateFigures:
         progress.start(f"{policy} {rate:.2f} req/s", study.offered)
-        result.rates[rate] = study.at(rate, progress.ended, wanted=wanted)
+        result.rates[rate] = study.at(rate, progress.ended, wanted=wanted, stopped=lambda: broken_off.asked)
         progress.clear()
         return result.rates[rate]
 
     if not searching:
         for rate in rates_of(options.rate) if options.rate is not None else [study.natural_rate]:
-            measure(rate)
+            if not broken_off.asked:
+                measure(rate)
         return result
     limits = SearchLimits(
         start=options.first_rate or study.first_rate(),
@@ -312,7 +339,7 @@ def _measured(
         tolerance=options.rate_tolerance,
         lowest=1e-3,
     )
-    result.searched, result.goodput = True, study.goodput(limits, measure)
+    result.searched, result.goodput = True, study.goodput(limits, measure, lambda: broken_off.asked)
     return result
 
 

@@ -64,8 +64,6 @@ class GoodputTable:
         """One more rate of a row; what was found, in words."""
         crossing = self.found[row.name]
         rate, began = float(f"{crossing.next_rate():.4g}"), time.perf_counter()
-        for seed in row.study.seeds:
-            row.study.trace(seed)  # made once, before there are processes that each would make it
         figures = replace(row.study, jobs=jobs).at(rate)
         crossing.attained[rate] = figures.attainment
         self.took[row.name] = time.perf_counter() - began

@@ -17,7 +17,7 @@ from itertools import product
 from unittest.mock import patch
 
 from deploy.simulator.cluster import ClusterPlan, SimulatedCluster
-from deploy.simulator.outcomes import figures
+from deploy.simulator.outcomes import OutcomeColumns, figures
 from deploy.simulator.profiles import PROFILES
 from deploy.simulator.run import simulate
 from deploy.simulator.traffic import TRAFFIC, trace
@@ -71,7 +71,7 @@ def measure(plan: ClusterPlan, rate: float, requests: int, seeds: Sequence[int])
     for seed in seeds:
         herd, arrivals = Herd(), trace(TRAFFIC["chat"], plan.profile, requests, seed)
         outcomes = simulate(plan, arrivals, rate, seed=seed, watch=herd.watch).outcomes
-        of = figures(rate, [outcomes])
+        of = figures(rate, [OutcomeColumns(outcomes)])
         found.append((herd.imbalance, of.attainment, of.ttft_p90))
     imbalance, attainment, ttft = (sum(column) / len(found) for column in zip(*found, strict=True))
     return imbalance, attainment, ttft

@@ -6,15 +6,16 @@ It carries production messages, chunks and commits, and decides nothing. All wai
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from deploy.simulator.held_tokens import HeldTokens
 from kvcache.handoff.chunk import Chunk, Commit
 from kvcache.handoff.local import Receiver
 from router.fleet import WorkerLink
 from serving.errors import MillraceError
-from serving.links import DecodeSession, Deliver, HandoffLink, LeaseEvent
+from serving.links import DecodeSession, Deliver, HandoffLink
 from serving.messages import Audit, LeaseGrant, LeaseOrder, Prefilled, PrefillOrder
 
 MODELLED = "modelled"  # the transport's name in a decode worker's accounts
@@ -120,21 +121,19 @@ class ModelledLink:
         self.name = name
         self.seconds = seconds
         self.placed = placed
+        self._held: list[HeldTokens] = []  # of each session
 
     async def connect(self, router: str, deliver: Deliver, lost: Callable[[MillraceError], None]) -> DecodeSession:
         await asyncio.sleep(self.seconds)
-        session = await self.worker.connect(router, self._later(deliver), lost)
-        return ModelledSession(self, session)
-
-    def _later(self, deliver: Deliver) -> Deliver:
-        if self.seconds == 0.0:
-            return deliver
         loop = asyncio.get_running_loop()
+        held = HeldTokens(deliver, self.seconds, loop.time, loop.call_later)
+        self._held.append(held)
+        return ModelledSession(self, await self.worker.connect(router, held.send, lost), held)
 
-        def send(events: Sequence[LeaseEvent]) -> None:
-            loop.call_later(self.seconds, deliver, events)
-
-        return send
+    def flush(self) -> None:
+        """Deliver the tokens that have come by now."""
+        for held in self._held:
+            held.flush()
 
     async def run(self, order: PrefillOrder) -> AsyncIterator[Prefilled]:
         await asyncio.sleep(self.seconds)
@@ -154,9 +153,10 @@ class ModelledLink:
 class ModelledSession:
     """A session with a worker some time away (serving.links.DecodeSession)."""
 
-    def __init__(self, link: ModelledLink, session: DecodeSession):
+    def __init__(self, link: ModelledLink, session: DecodeSession, held: HeldTokens):
         self.link = link
         self.session = session
+        self.held = held
 
     async def open(self, order: LeaseOrder) -> LeaseGrant:
         await asyncio.sleep(self.link.seconds)
@@ -170,6 +170,7 @@ class ModelledSession:
         return await self.session.advance(order)
 
     def cancel(self, lease: str) -> None:
+        self.held.forget(lease)
         if self.link.seconds == 0.0:
             self.session.cancel(lease)
         else:

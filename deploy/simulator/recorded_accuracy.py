@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from deploy.simulator.outcomes import figures
+from deploy.simulator.outcomes import OutcomeColumns, figures
 from deploy.simulator.profiles import PhaseTables
 from deploy.simulator.recorded_replay import replay
 from deploy.simulator.recorded_systems import SYSTEMS, ColocatedSystem, RecordedSystem, SplitSystem
@@ -54,7 +54,7 @@ def simulated(system: RecordedSystem, path: Path) -> RunFigures:
     traced = read_trace(path)
     rate = natural_rate(traced)
     run = replay(system, as_arrivals(traced, Slo(ttft_ms=LIMITS[0], tpot_ms=LIMITS[1])), rate)
-    found = figures(rate, [run.outcomes])
+    found = figures(rate, [OutcomeColumns(run.outcomes)])
     return RunFigures(100 * found.attainment, found.ttft_p90, found.tpot_p90)
 
 

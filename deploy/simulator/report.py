@@ -41,7 +41,14 @@ def heading(parts: Sequence[str], objectives: Mapping[str, tuple[float | None, f
 
 def rates_table(result: PolicyResult) -> str:
     """One line a rate, from the lowest. Milliseconds; `backlog` is by how many requests it grows in a second."""
-    return _aligned([HEAD, *map(_row, sorted(result.rates.values(), key=lambda figures: figures.rate))])
+    rates = sorted(result.rates.values(), key=lambda figures: figures.rate)
+    lines = [_aligned([HEAD, *map(_row, rates)])]
+    lines += [
+        f"   ! broken off at {rate.rate:.2f} req/s: of the {rate.offered:,} requests that had ended"
+        for rate in rates
+        if not rate.whole
+    ]
+    return "\n".join(lines)
 
 
 def _row(figures: RateFigures) -> tuple[str, ...]:
@@ -55,7 +62,7 @@ def _row(figures: RateFigures) -> tuple[str, ...]:
         _number(figures.ttft_p90),
         _number(figures.tpot_p50),
         _number(figures.tpot_p90),
-        f"{figures.backlog_slope:+.2f}",
+        "—" if math.isnan(figures.backlog_slope) else f"{figures.backlog_slope:+.2f}",
         ", ".join(f"{count} {error}" for error, count in figures.errors.items()) or "—",
     )
 

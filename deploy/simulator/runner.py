@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from deploy.simulator.profiles import Profile, StepWork
-from deploy.simulator.texts import ScriptedTexts
+from deploy.simulator.texts import VOCABULARY, ScriptedTexts
 from serving.engine.plan import Work
 from serving.engine.run import LayerDone, Runner, RunResult, RunTimes
 from serving.sampling.sampler import Sampled, SamplingFailed
 
 _NOISE_DRAWS = 4096  # at a time
+# By token, one for all steps: whoever reads a draw changes nothing.
+_DRAWN: list[list[Sampled | SamplingFailed]] = [[Sampled(token)] for token in range(VOCABULARY)]
 
 
 class ModelledRunner(Runner):
@@ -28,8 +30,8 @@ class ModelledRunner(Runner):
 
     def run(self, work: Sequence[Work], layer_done: LayerDone | None) -> RunResult:
         seconds = self.profile.seconds(step_work(work)) * self.noise()
-        drawn = [self._draw(item) if item.completes else [] for item in work]
-        leaving = [item for item in work if item.seq.prefill.handoff is not None]
+        drawn = [self._draw(item) for item in work]
+        leaving = [item for item in work if item.seq.prefill.handoff is not None] if layer_done is not None else []
         if layer_done is not None and leaving:
             layer_done(leaving, 0)
         return RunResult(drawn, {}, RunTimes(0.0, seconds, 0.0))
@@ -37,7 +39,13 @@ class ModelledRunner(Runner):
     def _draw(self, work: Work) -> list[Sampled | SamplingFailed]:
         seq = work.seq
         if not work.draft:
-            return [Sampled(self.texts.next(seq.request, seq.tokens))]
+            tokens = seq.tokens
+            if seq.computed + work.count != len(tokens):
+                return []
+            token = self.texts.next(seq.request, tokens)
+            return _DRAWN[token]
+        if not work.completes:
+            return []
         known = [*seq.tokens, *work.draft]
         ends = range(len(seq.tokens), len(known) + 1)
         return [Sampled(self.texts.next(seq.request, known[:end])) for end in ends]
@@ -46,12 +54,18 @@ class ModelledRunner(Runner):
 def step_work(work: Sequence[Work]) -> StepWork:
     """What a step computes, prompts and decoding sequences apart."""
     made = StepWork()
+    decoding = context = 0
     for item in work:
-        computed = item.seq.computed
-        if item.count == 1 + len(item.draft):
+        computed, count = item.seq.computed, item.count
+        if count == 1:  # add_decode without drafts, summed up
+            decoding += 1
+            context += computed + 1
+        elif count == 1 + len(item.draft):
             made.add_decode(computed, len(item.draft))
         else:
-            made.add_prompt(computed, item.count)
+            made.add_prompt(computed, count)
+    made.decoding += decoding
+    made.decoding_context += context
     return made
 
 

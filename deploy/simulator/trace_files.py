@@ -147,24 +147,32 @@ def natural_rate(traced: Sequence[TracedRequest]) -> float:
 
 
 def as_arrivals(traced: Sequence[TracedRequest], slo: Slo, seed: int = 0) -> tuple[Arrival, ...]:
+    """All of `made_up` at once."""
+    return tuple(made_up(traced, slo, seed))
+
+
+def made_up(traced: Sequence[TracedRequest], slo: Slo, seed: int = 0) -> Iterator[Arrival]:
     """The same at one request a second, with made-up texts of these lengths: `natural_rate` restores their times.
 
     `slo` is for those without objectives of their own.
     """
     generator, rate, first = np.random.default_rng((seed, 0x5446)), natural_rate(traced), traced[0].arrival_s
-    made = []
     for number, each in enumerate(traced):
         own = generator.integers(1, VOCABULARY, size=each.prompt_tokens - each.prefix_tokens)
         request = Request(
-            request_id=f"trace-{number}",
+            request_id=request_name(number),
             prompt=(*_prefix(each, seed), *own.tolist()),
             sampling=SamplingParams(max_tokens=each.output_tokens, seed=number, temperature=0.0),
             slo=each.slo(slo),
             service_class=each.service_class,
             priority=SERVICE_CLASSES[each.service_class].priority,
         )
-        made.append(Arrival((each.arrival_s - first) * rate, request, each.output_tokens))
-    return tuple(made)
+        yield Arrival((each.arrival_s - first) * rate, request, each.output_tokens)
+
+
+def request_name(number: int) -> str:
+    """Of a trace's request, counted from 0."""
+    return f"trace-{number}"
 
 
 def _prefix(traced: TracedRequest, seed: int) -> list[int]:

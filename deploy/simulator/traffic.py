@@ -6,18 +6,24 @@ else.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
-from bench.lengths import Pair, sharegpt_pairs
+from bench.lengths import sharegpt_pairs
 from bench.mixture import MIXTURES, Mixture
-from bench.workload import poisson_arrivals
+from bench.workload import poisson_times
 from deploy.simulator.profiles import Profile
 from deploy.simulator.texts import VOCABULARY
 from serving.messages import Request, SamplingParams, Slo
 from serving.service_class import SERVICE_CLASSES
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.signedinteger]
+ROWS = 4096  # of a trace, made into requests at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +34,9 @@ class Lengths:
     spread: float = 0.0
     most: int = 1900
 
-    def draw(self, generator: np.random.Generator, count: int) -> list[int]:
+    def draw(self, generator: np.random.Generator, count: int) -> Integers:
         drawn = generator.lognormal(np.log(self.mean) - self.spread**2 / 2, self.spread, count)
-        return np.clip(np.rint(drawn), 1, self.most).astype(int).tolist()  # type: ignore[no-any-return]
+        return np.clip(np.rint(drawn), 1, self.most).astype(np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,41 +160,66 @@ class DrawnRequest:
     output: int
 
 
-def drawn(traffic: Traffic, profile: Profile, count: int, seed: int) -> list[DrawnRequest]:
+class DrawnTrace:
+    """The requests of a trace as columns, 20 bytes each; going through it gives them as DrawnRequest, one by one."""
+
+    def __init__(self, at: Floats, kind: Integers, prompt: Integers, output: Integers):
+        self.at = at
+        self.kind = kind.astype(np.int32)
+        self.prompt = prompt.astype(np.int32)
+        self.output = output.astype(np.int32)
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    def __iter__(self) -> Iterator[DrawnRequest]:
+        for first in range(0, len(self), ROWS):
+            rows = slice(first, first + ROWS)
+            columns = (column[rows].tolist() for column in (self.at, self.kind, self.prompt, self.output))
+            yield from map(DrawnRequest, *columns)
+
+
+def drawn(traffic: Traffic, profile: Profile, count: int, seed: int) -> DrawnTrace:
     """The requests of `trace` with the same arguments: arrivals, classes and lengths, at one a second."""
     return _drawn(traffic, profile, count, seed, np.random.default_rng((seed, 0x5452)))
 
 
-def _drawn(
-    traffic: Traffic, profile: Profile, count: int, seed: int, generator: np.random.Generator
-) -> list[DrawnRequest]:
+def _drawn(traffic: Traffic, profile: Profile, count: int, seed: int, generator: np.random.Generator) -> DrawnTrace:
     shares = np.array([kind.share for kind in traffic.classes])
     kinds = generator.choice(len(shares), size=count, p=shares / shares.sum())
-    pairs = [_pairs(kind, generator, count, seed) for kind in traffic.classes]
-    made = []
-    for number, (at, kind) in enumerate(zip(arrivals(count, traffic.burstiness, seed), kinds.tolist(), strict=True)):
-        prompt, output = pairs[kind][number]
-        prompt = min(prompt, profile.max_model_len - 2)
-        made.append(DrawnRequest(at, kind, prompt, min(output, profile.max_model_len - 1 - prompt)))
-    return made
+    pairs = np.empty((count, 2), dtype=np.int64)
+    for number, kind in enumerate(traffic.classes):
+        of_kind = _pairs(kind, generator, count, seed)
+        pairs[kinds == number] = of_kind[kinds == number]
+    prompt = np.minimum(pairs[:, 0], profile.max_model_len - 2)
+    output = np.minimum(pairs[:, 1], profile.max_model_len - 1 - prompt)
+    return DrawnTrace(arrival_times(count, traffic.burstiness, seed), kinds, prompt, output)
 
 
 @lru_cache(maxsize=16)
 def trace(
     traffic: Traffic, profile: Profile, count: int, seed: int, *, max_tokens: int | None = None
 ) -> tuple[Arrival, ...]:
-    """`count` requests at one a second. The same arguments give the same trace.
+    """All of `arriving` at once, for short traces that are played again and again."""
+    return tuple(arriving(traffic, profile, count, seed, max_tokens=max_tokens))
+
+
+def arriving(
+    traffic: Traffic, profile: Profile, count: int, seed: int, *, max_tokens: int | None = None
+) -> Iterator[Arrival]:
+    """`count` requests at one a second, one by one. The same arguments give the same trace.
 
     Clients ask for `max_tokens`, or for just the tokens that there will be.
     """
     generator = np.random.default_rng((seed, 0x5452))
     requests = _drawn(traffic, profile, count, seed, generator)
     prefixes = [_prefixes(kind, generator) for kind in traffic.classes]
+    groups = [_groups(kind) for kind in traffic.classes]
     slos = [kind.objectives(profile) for kind in traffic.classes]
-    made = []
     for number, each in enumerate(requests):
         chosen, output = traffic.classes[each.kind], each.output
-        start = prefixes[each.kind][_group(chosen, generator)][: each.prompt]
+        group = int(groups[each.kind].searchsorted(generator.random(), side="right"))
+        start = prefixes[each.kind][group][: each.prompt]
         asked = max(output, max_tokens) if max_tokens is not None else output
         request = Request(
             request_id=f"{seed}-{number}",
@@ -198,32 +229,39 @@ def trace(
             service_class=chosen.name,
             priority=chosen.priority,
         )
-        made.append(Arrival(each.at, request, output))
-    return tuple(made)
+        yield Arrival(each.at, request, output)
 
 
 def arrivals(count: int, burstiness: float, seed: int) -> list[float]:
+    """`arrival_times` as plain numbers."""
+    return arrival_times(count, burstiness, seed).tolist()  # type: ignore[no-any-return]
+
+
+def arrival_times(count: int, burstiness: float, seed: int) -> Floats:
     """Seconds of `count` arrivals, the first at 0 and the last at `count - 1`. Gaps are gamma distributed."""
     if burstiness == 1.0 or count < 2:
-        return poisson_arrivals(1.0, count, seed)
+        return poisson_times(1.0, count, seed)
     gaps = np.random.default_rng((seed, 0x4255)).gamma(burstiness**-2, size=count - 1)
     times = np.concatenate(([0.0], gaps.cumsum()))
-    return [float(time) for time in times * ((count - 1) / times[-1])]
+    return times * ((count - 1) / times[-1])  # type: ignore[no-any-return]
 
 
-def _pairs(kind: TrafficClass, generator: np.random.Generator, count: int, seed: int) -> list[Pair]:
+def _pairs(kind: TrafficClass, generator: np.random.Generator, count: int, seed: int) -> Integers:
+    """Prompt and output tokens [count, 2]."""
     if kind.prompt is None or kind.output is None:
-        return sharegpt_pairs(count, seed)
-    return list(zip(kind.prompt.draw(generator, count), kind.output.draw(generator, count), strict=True))
+        return np.array(sharegpt_pairs(count, seed), dtype=np.int64).reshape(count, 2)
+    return np.stack([kind.prompt.draw(generator, count), kind.output.draw(generator, count)], axis=1)
 
 
 def _prefixes(kind: TrafficClass, generator: np.random.Generator) -> list[tuple[int, ...]]:
     return [_tokens(generator, kind.prefix_tokens) for _ in range(kind.prefix_groups)]
 
 
-def _group(kind: TrafficClass, generator: np.random.Generator) -> int:
+def _groups(kind: TrafficClass) -> Floats:
+    """The popularity of its prefixes, summed up: where a draw between 0 and 1 falls is a request's."""
     weights = np.arange(1, kind.prefix_groups + 1) ** -kind.prefix_skew
-    return int(generator.choice(kind.prefix_groups, p=weights / weights.sum()))
+    sums = (weights / weights.sum()).cumsum()
+    return sums / sums[-1]  # type: ignore[no-any-return]
 
 
 def _tokens(generator: np.random.Generator, count: int) -> tuple[int, ...]:

@@ -11,11 +11,13 @@ from asyncio import AbstractEventLoop, BaseEventLoop, Future, Handle, TimerHandl
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextvars import Context
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+FEW_TIMERS = 1000  # cancelled ones that may lie about
 
 
 class NothingWillHappen(RuntimeError):
@@ -37,6 +39,7 @@ class VirtualLoop(BaseEventLoop):
         self._due: deque[Handle] = deque()
         self._timers: list[tuple[float, int, TimerHandle]] = []
         self._order = count()
+        self._cancelled = 0  # timers, since those were last thrown away
         self._halted = False
         self.set_exception_handler(self._break)
 
@@ -63,7 +66,10 @@ class VirtualLoop(BaseEventLoop):
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> TimerHandle:
-        return self.call_at(self.now + delay, callback, *args, context=context)
+        when = self.now + delay  # call_at, spelt out
+        handle = TimerHandle(when, callback, args, self, context)
+        heappush(self._timers, (when, next(self._order), handle))
+        return handle
 
     def stop(self) -> None:
         self._halted = True
@@ -87,7 +93,7 @@ class VirtualLoop(BaseEventLoop):
         due = self._due
         while due:
             handle = due.popleft()
-            if not handle.cancelled():
+            if not handle._cancelled:
                 handle._run()
             if self._halted:
                 return
@@ -96,12 +102,17 @@ class VirtualLoop(BaseEventLoop):
             heappop(timers)
         if not timers:
             raise NothingWillHappen("every task waits, and no timer is set")
-        self.now = max(self.now, timers[0][0])
-        while timers and timers[0][0] <= self.now:
+        now = self.now = max(self.now, timers[0][0])
+        while timers and timers[0][0] <= now:
             due.append(heappop(timers)[2])
 
     def _timer_handle_cancelled(self, handle: TimerHandle) -> None:
-        """It is passed over when its time comes."""
+        """It is passed over when its time comes, or thrown away with many others: most timers are patience's."""
+        self._cancelled += 1
+        if self._cancelled > max(FEW_TIMERS, len(self._timers) // 2):
+            self._timers = [each for each in self._timers if not each[2].cancelled() and each[2] is not handle]
+            heapify(self._timers)
+            self._cancelled = 0
 
     def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> Future[T]:  # type: ignore[override]
         """Run it here, with the next turn: what threads do beside the event loop takes no virtual time."""

@@ -25,7 +25,7 @@ from deploy.worker.proposers import DraftParts, load_draft_parts, make_drafts
 from deploy.worker.step_costs import StepCostFile, StepCostKeeper, step_cost_file
 from deploy.worker.worker import Worker
 from kvcache.blocks.allocator import BlockAllocator
-from kvcache.blocks.events import KVEventLog
+from kvcache.blocks.events import LOG_EVENTS, KVEventLog
 from kvcache.blocks.manager import KVCacheManager
 from kvcache.blocks.offload import OffloadManager, plan_host
 from kvcache.connector.connector import PoolConnector, pool_client, write_back_to
@@ -184,16 +184,16 @@ def assemble(
     *,
     clock: Callable[[], float] = time.monotonic,
     engine_loop: Callable[[Engine], EngineLoop] = EngineLoop,
+    kv_events: int = LOG_EVENTS,  # that it remembers
 ) -> Worker:
     """A worker around a runner and the memories its KV lies in, whose lock the engine takes; a loop runs its steps."""
     device_kv, host, role = locations.device, locations.host, identity.role
-    events, cost = KVEventLog(), FetchCost()
+    events, cost = KVEventLog(kv_events), FetchCost()
     meter = StepMeter(StepFit(parts.guess, parts.learned.read() if parts.learned is not None else None))
-    allocator = BlockAllocator(
-        device_kv.num_blocks, device_kv.block_size, caching=config.enable_prefix_caching, events=events
-    )
+    sizes, caching = (device_kv.num_blocks, device_kv.block_size), config.enable_prefix_caching
+    allocator = BlockAllocator(*sizes, caching=caching, events=events)
     offload = OffloadManager(host.plan) if host is not None else None
-    client = pool_client(links.pool_link, links.pool) if links.pool_link and config.enable_prefix_caching else None
+    client = pool_client(links.pool_link, links.pool) if links.pool_link and caching else None
     storing = write_back_to(client, links.pool, allocator, offload, locations) if client is not None else None
     kv = KVCacheManager(allocator, identity.fingerprint, offload, storing)
     slo = objectives_parts(role, config, meter.cost)

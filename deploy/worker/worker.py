@@ -22,7 +22,7 @@ from serving.engine.sequence import SequenceState
 from serving.errors import InvalidRequest, MillraceError, WorkerLost
 from serving.links import Deliver
 from serving.messages import STEP_TOKEN_BINS, TPOT_BINS_MS, Audit, KVEvents, Prefilled, PrefillOrder, WorkerStatus
-from serving.step_cost import StepLoad
+from serving.step_cost import StepCost, StepLoad
 
 FLUSH_SECONDS = 5.0  # a leaving worker gives what it computed so long to reach the KV pool
 
@@ -128,6 +128,7 @@ class Worker:
         """The heartbeat. It gives the fit of the steps' cost its turn, too."""
         identity, limits, blocks = self.identity, self.engine.limits, self.kv.allocator
         self.costs.meter.fit.refit(self.engine.clock())
+        outlook = self.costs.meter.outlook()
         running = list(self.decode.scheduler.running) if self.decode is not None else []
         context = sum(len(seq.tokens) for seq in running)
         return WorkerStatus(
@@ -146,12 +147,12 @@ class Worker:
             running=len(running),
             waiting=len(self.prefill.scheduler.queue),
             waiting_tokens=self.prefill.scheduler.waiting_tokens,
-            waiting_seconds=self._waiting_seconds(len(running), context),
+            waiting_seconds=self._waiting_seconds(outlook, len(running), context),
             leases=len(self.decode.table.leases) if self.decode is not None else 0,
             context_tokens=context,
             tpot_counts=tpot_counts(running) if self.decode is not None else (),
             prompt_share=self.costs.meter.prompt_share(self.engine.clock()),
-            step_cost=self.costs.meter.outlook(),
+            step_cost=outlook,
             max_batched_tokens=limits.max_num_batched_tokens,
             draining=self.draining,
             stalled_seconds=self.engine.stalled_seconds,
@@ -161,16 +162,14 @@ class Worker:
             kv_protocol=identity.kv_protocol,
         )
 
-    def _waiting_seconds(self, decodes: int, context: int) -> float:
+    def _waiting_seconds(self, outlook: StepCost, decodes: int, context: int) -> float:
         """What the queued prompts are predicted to take beside so many decodes, which read so much context.
 
         Each step computes as many tokens of prompts as its budget leaves: the decodes take one token each.
         """
         queued = [(seq.computed, len(seq.tokens)) for seq in list(self.prefill.scheduler.queue)]
         beside = StepLoad(decodes, context, decodes, context)
-        return self.costs.meter.outlook().queue_seconds(
-            queued, self.engine.limits.max_num_batched_tokens - decodes, beside
-        )
+        return outlook.queue_seconds(queued, self.engine.limits.max_num_batched_tokens - decodes, beside)
 
     def _counters(self) -> dict[str, float]:
         """Running totals by metric (serving.metrics)."""

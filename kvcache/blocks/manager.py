@@ -42,15 +42,12 @@ class KVCacheManager:
         listener: BlockListener | None = None,
     ):
         self.allocator = allocator
+        self.block_size = allocator.block_size  # tokens
         self.fingerprint = fingerprint
         self.host = host
         self.listener = listener
         self.queries = 0  # tokens looked up in the prefix index
         self.hits = 0  # tokens found there
-
-    @property
-    def block_size(self) -> int:
-        return self.allocator.block_size
 
     def root(self, tenant: str, long_rope: bool, fingerprint: str | None = None) -> bytes:
         """The root of a sequence's block keys; `fingerprint` is its KV layout's, by default the worker's own."""
@@ -115,7 +112,7 @@ class KVCacheManager:
         if seq.offload is not None:
             self.make_room(seq, seq.uncomputed)
             return
-        needed = self.blocks_for(len(seq.tokens)) - len(seq.blocks)
+        needed = -(-len(seq.tokens) // self.block_size) - len(seq.blocks)
         if needed > 0:
             seq.blocks.extend(self._pressing(lambda: self.allocator.allocate(needed)))
 
@@ -132,13 +129,12 @@ class KVCacheManager:
 
         Not those of a sequence some of whose KV has come with loss: another's text would change by it.
         """
-        if seq.incoming.lossy:
-            return
-        full = self._settled(seq)
-        if full <= seq.prefix.published or not self.allocator.caching:
+        offload = seq.offload  # leading blocks' tokens lie where they will stay until the sequence is released
+        full = seq.computed // self.block_size if offload is None else offload.copied * offload.extent_blocks
+        if full <= seq.prefix.published or seq.incoming.lossy or not self.allocator.caching:
             return
         extend_keys(seq.prefix.keys, seq.prefix.root, seq.tokens, self.block_size, upto=full * self.block_size)
-        for i in range(seq.prefix.published, full) if seq.offload is None else ():
+        for i in range(seq.prefix.published, full) if offload is None else ():
             self.allocator.publish(seq.blocks[i], seq.prefix.keys[i])
         first, seq.prefix.published = seq.prefix.published, full
         if self.listener is not None:
@@ -179,12 +175,6 @@ class KVCacheManager:
     def unaccounted(self, sequences: Iterable[SequenceState], others: Iterable[int] = ()) -> int:
         """References that neither these sequences nor `others`, single blocks, explain; 0 unless blocks leaked."""
         return self.allocator.check([*(seq.blocks for seq in sequences), list(others)])
-
-    def _settled(self, seq: SequenceState) -> int:
-        """How many leading blocks' tokens lie where they will stay until the sequence is released."""
-        if seq.offload is None:
-            return seq.computed // self.block_size
-        return seq.offload.copied * seq.offload.extent_blocks
 
     def is_too_long(self, seq: SequenceState) -> bool:
         return self.blocks_for(len(seq.tokens) + 1) > self.allocator.num_blocks

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 def fill_in_drafts(proposer: Proposer | None, work: Sequence[Work]) -> Proposing:
     """Fill in the drafts that are promised, cut to what their sequences' grammars allow; what that took."""
-    promised = [item for item in work if item.promised]
+    promised = [item for item in work if item.draft and item.promised]
     if not promised:
         return NO_DRAFTS
     assert proposer is not None, "only a proposer's drafts are promised"

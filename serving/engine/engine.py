@@ -147,6 +147,7 @@ class Engine:
     def postprocess(self, plan: StepPlan, result: RunResult) -> list[SequenceOutput]:
         """Account for the computed KV, append the drawn tokens, end what has ended."""
         outputs = []
+        prompt_logprobs, embeddings = result.prompt_logprobs, result.embeddings
         with self.lock:
             for i, (work, drawn) in enumerate(zip(plan.work, result.drawn, strict=True)):
                 seq = work.seq
@@ -155,25 +156,26 @@ class Engine:
                     if not seq.in_flight:
                         self.kv.release(seq)
                     continue
-                if work.left:
+                if work.barrier is not None and work.left:
                     if seq.incoming.arrival is not None:  # else all has come after all
                         seq.incoming.arrival.leave()
                     continue
-                seq.prompt_logprobs += result.prompt_logprobs.get(i, [])
+                if i in prompt_logprobs:
+                    seq.prompt_logprobs += prompt_logprobs[i]
                 seq.computed += work.count - len(work.draft)
                 if drawn:
                     outputs.append(self._append(work, drawn))
                     continue
                 self.kv.publish(seq)
-                if i in result.embeddings:
-                    outputs.append(self._embedded(seq, result.embeddings[i]))
+                if i in embeddings:
+                    outputs.append(self._embedded(seq, embeddings[i]))
             self.flying = self.flying[len(plan.work) :]
             self.barrier = None
         return outputs
 
     def _append(self, work: Work, drawn: Sequence[Sampled | SamplingFailed]) -> SequenceOutput:
         """Take the drawn tokens up to the first that differs from its draft or ends the sequence."""
-        seq = work.seq
+        seq, draft, limits = work.seq, work.draft, self.limits
         prefilled = len(seq.tokens) == seq.start
         tokens: list[int] = []
         logprobs: list[TokenLogprob] = []
@@ -182,15 +184,17 @@ class Engine:
             if isinstance(sample, SamplingFailed):
                 self._finish(seq)
                 return SequenceOutput(seq, error=sample.error(), prefilled=prefilled)
-            seq.tokens.append(sample.token)
-            tokens.append(sample.token)
-            logprobs += [sample.logprob] if sample.logprob is not None else []
-            finish = seq.finish_for(sample.token, self.limits.eos_token_ids, self.limits.max_model_len)
-            if finish is not None or i == len(work.draft) or sample.token != work.draft[i]:
+            token = sample.token
+            seq.tokens.append(token)
+            tokens.append(token)
+            if sample.logprob is not None:
+                logprobs.append(sample.logprob)
+            finish = seq.finish_for(token, limits.eos_token_ids, limits.max_model_len)
+            if finish is not None or i == len(draft) or token != draft[i]:
                 break
         accepted = len(tokens) - 1
         seq.computed += accepted  # the KV of accepted tokens is as good as any
-        if drafted := len(work.draft) + work.cut:
+        if drafted := len(draft) + work.cut:
             work.by.verified(seq, drafted, accepted)
         self.kv.publish(seq)
         output = SequenceOutput(seq, delta=seq.delta(tuple(tokens), tuple(logprobs), finish), prefilled=prefilled)
@@ -244,8 +248,8 @@ class Engine:
         hidden_seconds: float = 0.0,
         proposing: Proposing = NO_DRAFTS,
     ) -> None:
-        left = any(work.left for work in plan.work)
-        waited = plan.barrier.waited_seconds if plan.barrier is not None else 0.0
+        barrier = plan.barrier  # a sequence that waits at one is alone in its step
+        left, waited = (barrier.left, barrier.waited_seconds) if barrier is not None else (False, 0.0)
         before, self.step_ended = self.step_ended, ended
         record = StepRecord(
             began=began,

@@ -117,8 +117,9 @@ class StepPlan:
             start = seq.computed + seq.in_flight - 1
             new += count
             context += start + count
-            seen += pairs(start, count)
-            prompt += count if work.of_prompt else 0
+            seen += start + 1.0 if count == 1 else pairs(start, count)
+            if len(seq.tokens) == seq.start:  # Work.of_prompt, spelt out: this is done for every row
+                prompt += count
         return PlannedLoad(StepLoad(new, seen, len(self.work), context), prompt)
 
     def add(
@@ -129,11 +130,12 @@ class StepPlan:
         draft: tuple[int, ...] = (),
         barrier: LayerBarrier | None = None,
     ) -> None:
+        work = self.work
         assert len(draft) < count <= self.tokens and self.seqs > 0 and (self.ahead or not seq.in_flight)
-        assert self.barrier is None and (barrier is None or not self.work), (
+        assert not work or (barrier is None and work[0].barrier is None), (
             "a sequence that waits at a barrier is alone in its step"
         )
-        self.work.append(Work(seq, count, by, draft, barrier))
+        work.append(Work(seq, count, by, draft, barrier))
         self.tokens -= count
         self.seqs -= 1
 

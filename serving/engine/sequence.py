@@ -184,7 +184,9 @@ class SequenceState:
         sampling = self.request.sampling
         if token in sampling.stop_token_ids or (token in eos_token_ids and not sampling.ignore_eos):
             return FinishReason.STOP  # the sampler keeps these out until min_tokens is reached
-        return FinishReason.LENGTH if self.full_with(0, max_model_len) else None
+        length = len(self.tokens)  # full_with, spelt out: this is done for every token
+        full = length - len(self.request.prompt) >= sampling.max_tokens or length >= max_model_len
+        return FinishReason.LENGTH if full else None
 
     def full_with(self, more: int, max_model_len: int) -> bool:
         """True if so many more tokens are the last it may have, whatever they are."""
@@ -192,13 +194,14 @@ class SequenceState:
 
     def delta(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], finish: FinishReason | None) -> Delta:
         """The message for tokens that were just appended."""
-        first = self.output_len - len(tokens)
+        prompt_len = len(self.request.prompt)
+        first = len(self.tokens) - prompt_len - len(tokens)
         return Delta(
             index=first,
             tokens=tokens,
             logprobs=logprobs,
             finish=finish,
-            cached_tokens=min(self.cached, self.prompt_len),
+            cached_tokens=self.cached if self.cached < prompt_len else prompt_len,
             prompt_logprobs=tuple(self.prompt_logprobs) if first == 0 else (),
         )
 

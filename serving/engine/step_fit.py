@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import chain
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,14 +88,12 @@ class MachinePace:
         other.trust *= 1.0 - self.weight
         self.value = self._blended()
 
-    def take_over(self, before: Array, fitted: Array) -> None:
-        """The fit was [5], and is another [5] from now on: what the last steps say of it."""
-        for kind in self.kinds:
-            if kind.steps:
-                recent = np.array(list(kind.steps))
-                ratios = log_ratios(recent, fitted)
-                kind.mean += float(np.median(ratios - log_ratios(recent, before)))
-                typical = float(np.median(ratios))
+    def take_over(self, changes: Sequence[tuple[float, float] | None]) -> None:
+        """There is another fit from now on: how the last steps of each kind have changed against it (refitted)."""
+        for kind, change in zip(self.kinds, changes, strict=True):
+            if change is not None:
+                further, typical = change
+                kind.mean += further
                 kind.mean = kind.mean if abs(kind.mean - typical) < JUMP else typical
         self.value = self._blended()
 
@@ -178,8 +179,9 @@ class StepFit:
         rows, weights = self._kept()
         fitted = fit(rows[:, :5], rows[:, 5], weights, self._prior, self._unit, self._looseness)
         before = vector(self._fitted)
+        changes = [refitted(kind.steps, before, fitted) for kind in self._present.kinds]
         for pace in (self._present, self._lasting):
-            pace.take_over(before, fitted)
+            pace.take_over(changes)
         self._fitted = stated(fitted, error=self._error(), samples=len(rows))
         _, new, seen, sequences, context, seconds = rows[np.argsort(rows[:, 5])[len(rows) // 50]].tolist()
         self._cheapest = StepLoad(int(new), seen, int(sequences), context), seconds
@@ -194,7 +196,8 @@ class StepFit:
             fresh = max(OLD, 0.5 ** (age / HALF_AGE))
             samples += kept
             weights += [fresh * _RANKS[rank] for rank in range(len(kept) - 1, -1, -1)]
-        return np.array(samples, dtype=np.float64), np.array(weights)
+        rows = np.fromiter(chain.from_iterable(samples), np.float64, count=6 * len(samples))
+        return rows.reshape(-1, 6), np.array(weights)
 
     @property
     def errors(self) -> tuple[float | None, float | None]:
@@ -221,6 +224,17 @@ def stated(coefficients: Array, *, error: float = 0.5, samples: int = 0) -> Step
     return replace(StepCost(fixed=named.pop("fixed"), token=named.pop("token"), error=error, samples=samples), **named)
 
 
+def refitted(steps: Collection[Sample], before: Array, fitted: Array) -> tuple[float, float] | None:
+    """Of some steps, by a fit [5] and the one before it: medians of how far ln(observed / predicted) changes, and of
+    that itself. None without steps.
+    """
+    if not steps:
+        return None
+    rows = np.array(list(steps))
+    ratios = log_ratios(rows, fitted)
+    return median((ratios - log_ratios(rows, before)).tolist()), median(ratios.tolist())
+
+
 def log_ratios(rows: Array, coefficients: Array) -> Array:
     """ln(observed / predicted) [N] of samples [N, 6]."""
     ratios: Array = np.log(rows[:, 5] / np.maximum(rows[:, :5] @ coefficients, 1e-12))
@@ -244,14 +258,14 @@ def fit(x: Array, seconds: Array, weights: Array, prior: Array, unit: Array, loo
     centre = prior * factor
     width = looseness * (centre + 0.1 * unit * weighted_median(seconds / (x @ unit), weights))
     z, centre = x * width, centre / width  # in units of the prior's standard deviations
-    theta = centre
+    theta, unity = centre, np.eye(z.shape[1])
     for _ in range(ROUNDS):
         predicted = np.maximum(z @ theta, 1e-12)
         residuals = np.abs(seconds / predicted - 1.0)
         deviation = max(LEAST_SPREAD, 1.4826 * weighted_median(residuals, weights))
         robust = np.minimum(1.0, TUNING * deviation / np.maximum(residuals, 1e-12))
         weighted = (weights * robust / predicted**2)[:, None] * z
-        gram = z.T @ weighted + deviation**2 * np.eye(z.shape[1])
+        gram = z.T @ weighted + deviation**2 * unity
         theta = solve_nonnegative(gram, weighted.T @ seconds + deviation**2 * centre)
     result: Array = theta * width
     return result
@@ -267,14 +281,20 @@ def solve_nonnegative(gram: Array, right: Array) -> Array:
     """The θ ≥ 0 of least θᵀ·gram·θ/2 − right·θ, for gram [K, K] positive definite (Lawson and Hanson's active set)."""
     size = len(right)
     free = np.ones(size, dtype=bool)
-    theta = np.zeros(size)
+    theta: Array = np.zeros(size)
     for _ in range(3 * size):
-        theta = np.zeros(size)
-        if free.any():
-            theta[free] = np.linalg.solve(gram[np.ix_(free, free)], right[free])
+        every = free.all()
+        if every:
+            theta = np.asarray(np.linalg.solve(gram, right), dtype=np.float64)
+        else:
+            theta = np.zeros(size)
+            if free.any():
+                theta[free] = np.linalg.solve(gram[np.ix_(free, free)], right[free])
         if (theta < 0).any():
             free &= theta > 0
             continue
+        if every:
+            return theta
         pull = np.where(free, 0.0, right - gram @ theta)
         if pull.max() <= 1e-9 * np.abs(right).max():
             return theta

@@ -143,6 +143,14 @@ def test_every_worker_given_is_ranked_once(name: str, workers: list[Candidate], 
     assert sorted(rank(demand, workers), key=id) == sorted(workers, key=id)
 
 
+@settings(max_examples=100, deadline=None)
+@given(workers=WORKERS, demand=DEMANDS)
+@pytest.mark.parametrize("name", RANKING)
+def test_the_best_worker_is_the_first_of_the_order(name: str, workers: list[Candidate], demand: Demand) -> None:
+    order = ranking(name).decode_order(demand, workers)
+    assert ranking(name).best_decode(demand, workers) is (order[0] if order else None)
+
+
 SIZES = st.lists(st.tuples(st.integers(1, 400), st.integers(1, 20)), min_size=1, max_size=6)  # context, device blocks
 
 

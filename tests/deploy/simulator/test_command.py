@@ -10,7 +10,7 @@ import pytest
 
 from deploy import cli
 from deploy.simulator.command import SimulationProgress, profiles_of, roles_of
-from deploy.simulator.outcomes import figures
+from deploy.simulator.outcomes import OutcomeColumns, figures
 from deploy.simulator.profiles import PROFILES
 from deploy.simulator.report import PolicyResult, bar, comparison, goodput_line
 from serving.messages import Role
@@ -165,7 +165,7 @@ def test_a_share_is_drawn_as_a_bar(share: float, full: int) -> None:
 def test_a_rate_at_which_requests_pile_up_is_told(late: float, warned: bool) -> None:
     """Each of 400 requests, ten a second, ends that much later than the one before."""
     run = [outcome(arrived=n / 10, ended=n / 10 + 0.3 + late * n) for n in range(400)]
-    found = PolicyResult(policy="a", rates={10.0: figures(10.0, [run])}, goodput=10.0)
+    found = PolicyResult(policy="a", rates={10.0: figures(10.0, [OutcomeColumns(run)])}, goodput=10.0)
     assert ("pile up" in goodput_line(found, 1, 0.9)) is warned
 
 

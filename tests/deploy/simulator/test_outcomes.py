@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deploy.simulator.outcomes import RequestOutcome, backlog_slope, figures
+from deploy.simulator.outcomes import OutcomeColumns, RequestOutcome, figures
 from serving.messages import FinishReason, Request, SamplingParams, Slo
 
 
@@ -54,7 +54,9 @@ def test_both_objectives_are_to_be_met_and_an_end_reached(fields: dict[str, Any]
 
 def test_attainment_is_of_all_that_was_offered() -> None:
     refused = outcome(first_token=None, last_token=None, tokens=[], finish=None, error="queue_full")
-    found = figures(2.0, [[outcome(), refused], [outcome(ttft_ms=50.0), outcome(tpot_ms=1.0)]])
+    found = figures(
+        2.0, [OutcomeColumns([outcome(), refused]), OutcomeColumns([outcome(ttft_ms=50.0), outcome(tpot_ms=1.0)])]
+    )
     assert (found.offered, found.attainment, found.ttft_attainment, found.tpot_attainment) == (4, 0.25, 0.5, 0.5)
     assert found.errors == {"queue_full": 1}
     assert found.ttft_p50 == pytest.approx(100) and found.tpot_p90 == pytest.approx(20)
@@ -62,7 +64,7 @@ def test_attainment_is_of_all_that_was_offered() -> None:
 
 
 def test_without_any_token_there_are_no_quantiles() -> None:
-    found = figures(1.0, [[outcome(first_token=None, tokens=[], error="gone")]])
+    found = figures(1.0, [OutcomeColumns([outcome(first_token=None, tokens=[], error="gone")])])
     assert math.isnan(found.ttft_p50) and math.isnan(found.tpot_p90)
 
 
@@ -70,9 +72,9 @@ def test_without_any_token_there_are_no_quantiles() -> None:
 def test_the_backlog_grows_by_what_is_not_served(served: float) -> None:
     """Arrivals ten a second for 100 s, ended at a share of that rate."""
     run = [outcome(arrived=n / 10, ended=n / 10 / served + 0.3) for n in range(1000)]
-    assert backlog_slope(run) == pytest.approx(10 * (1 - served), abs=0.05)
+    assert OutcomeColumns(run).backlog_slope == pytest.approx(10 * (1 - served), abs=0.05)
 
 
 def test_what_never_ends_stays_in_the_backlog() -> None:
     run = [outcome(arrived=n / 10, ended=None, finish=None) for n in range(100)]
-    assert backlog_slope(run) == pytest.approx(10, rel=0.01)
+    assert OutcomeColumns(run).backlog_slope == pytest.approx(10, rel=0.01)

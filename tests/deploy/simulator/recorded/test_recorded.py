@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploy.simulator.outcomes import RateFigures, figures
+from deploy.simulator.outcomes import OutcomeColumns, RateFigures, figures
 from deploy.simulator.profiles import PROFILES
 from deploy.simulator.recorded_replay import replay
 from deploy.simulator.recorded_systems import SYSTEMS, ColocatedSystem, RecordedSystem, SplitSystem
@@ -56,7 +56,7 @@ def compared(path: Path) -> tuple[float, list[float]]:
 
 def replayed(system: RecordedSystem, traced: list[TracedRequest]) -> RateFigures:
     rate = natural_rate(traced)
-    return figures(rate, [replay(system, as_arrivals(traced, SLO), rate).outcomes])
+    return figures(rate, [OutcomeColumns(replay(system, as_arrivals(traced, SLO), rate).outcomes)])
 
 
 @pytest.mark.skipif(not recorded("*.csv"), reason="the recorded traces are not here (MILLRACE_SHARED)")
