@@ -81,7 +81,7 @@ def test_nothing_of_the_first_model_is_left_when_the_second_is_made(monkeypatch:
 
     made: list[weakref.ref[Held]] = []
 
-    def measured(options: Namespace, device: torch.device, weights: str, bandwidth: float, report: DecodeReport) -> None:
+    def measured(options: Namespace, device: torch.device, weights: str, rate: float, report: DecodeReport) -> None:
         assert [one for one in made if one() is not None] == []
         made.append(weakref.ref(Held()))
 
