@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from bench.gpu_rows import GpuRow, kernel_rows, served_rows, step_rows
 from bench.gpu_run import PASSED, GpuRecord
-from bench.gpu_stages import NOT_BUILT, STAGES, GpuStep
+from bench.gpu_stages import NOT_BUILT, STAGE_SECONDS, STAGES, GpuStep
 
 HEAD = ("kernel or step", "measured", "ceiling measured in the same run", "share", "expected by the review", "verdict")
 NO_MEANING = "**In miniature, on a CPU: it shows that every stage runs. No figure here means anything.**"
@@ -107,7 +107,8 @@ def plan_text(steps: Sequence[GpuStep], done: Mapping[str, bool], commands: Mapp
         own = [step for step in steps if step.stage == stage]
         if not own:
             continue
-        expected, limit = sum(step.expected for step in own), sum(step.limit for step in own)
+        expected = sum(step.expected for step in own)
+        limit = min(STAGE_SECONDS, sum(step.limit for step in own))
         lines.append(f"stage {stage}, {name}: about {expected:.0f} s, at most {limit:.0f} s")
         for step in own:
             passed = " (passed before)" if done.get(step.name) else ""

@@ -1,7 +1,8 @@
 """Runs steps of `bench.gpu` one after another, each a child process with a limit, and keeps what came of each.
 
-A step that fails or exceeds its limit is recorded, and the next one runs. Records lie in a file by commit, device and
-step, written after each: what has passed is not run again. What steps measure is not known here.
+A step that fails or exceeds its limit is recorded, and the next one runs, as long as its stage has time. Records lie in
+a file by commit, device and step, written after each: what has passed is not run again. What steps measure is not known
+here.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_stages import GpuStep, PlanPlaces
+from bench.gpu_stages import STAGE_SECONDS, GpuStep, PlanPlaces
 from bench.own_server import ROOT, descendants, resident
 
 PASSED, FAILED, TIMED_OUT, INTERRUPTED, SKIPPED = "passed", "failed", "timed out", "interrupted", "skipped"
 TAIL_LINES = 15
+LEAST_SECONDS = 20.0  # for which a step is begun
 GRACE = 10.0  # seconds to end in, once a step has been interrupted
 
 Sample = Callable[[], dict[str, float]]
@@ -97,22 +99,27 @@ class StepRunner:
     sample: Sample = dict
     tick: float = 5.0
     grace: float = GRACE
+    stage_seconds: float = STAGE_SECONDS
     command_of: Callable[[GpuStep, PlanPlaces], list[str]] = argv
 
     def run(self, steps: Sequence[GpuStep], *, again: bool = False) -> None:
         """All of them in order. KeyboardInterrupt ends the step that runs, which is recorded, and is raised on."""
-        began = time.monotonic()
+        began, spent = time.monotonic(), dict[int, float]()
         for number, step in enumerate(steps, 1):
             at = f"[{number}/{len(steps)}, {time.monotonic() - began:.0f} s] {step.name}"
             if not again and self.records.done(step):
                 self.show(f"{at}: passed before")
                 continue
             missing = [name for name in step.after if not self._passed(name, steps)]
+            limit = min(step.limit, self.stage_seconds - spent.get(step.stage, 0.0))
             if missing:
                 record = GpuRecord(status=SKIPPED, why=f"needs {', '.join(missing)}")
+            elif limit < min(step.expected, LEAST_SECONDS):
+                record = GpuRecord(status=SKIPPED, why=f"stage {step.stage} has no time left; call it again")
             else:
-                self.show(f"{at}: {step.what}, about {step.expected:.0f} s, at most {step.limit:.0f} s")
-                record = self._run_step(step, at)
+                self.show(f"{at}: {step.what}, about {step.expected:.0f} s, at most {limit:.0f} s")
+                record = self._run_step(step, limit, at)
+            spent[step.stage] = spent.get(step.stage, 0.0) + record.seconds
             self.records.put(step.name, record)
             self.show(f"{at}: {record.status} in {record.seconds:.1f} s{f' ({record.why})' if record.why else ''}")
             if record.status == INTERRUPTED:
@@ -121,7 +128,7 @@ class StepRunner:
     def _passed(self, name: str, steps: Sequence[GpuStep]) -> bool:
         return all(self.records.done(step) for step in steps if step.name == name)
 
-    def _run_step(self, step: GpuStep, at: str) -> GpuRecord:
+    def _run_step(self, step: GpuStep, limit: float, at: str) -> GpuRecord:
         self.places.out.mkdir(parents=True, exist_ok=True)
         figures, log = self.places.json(step.name), self.places.out / f"{step.name}.log"
         figures.unlink(missing_ok=True)
@@ -134,7 +141,7 @@ class StepRunner:
             child = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
             )
-            status, why = self._wait(child, step.limit, at, watched)
+            status, why = self._wait(child, limit, at, watched)
         return GpuRecord(
             status=status,
             seconds=time.monotonic() - began,

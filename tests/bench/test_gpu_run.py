@@ -110,6 +110,18 @@ def test_a_step_beyond_its_limit_is_ended_with_all_below_it(tmp_path: Path) -> N
         assert gone(json.loads(started.read_text())["pid"])
 
 
+def test_a_stage_has_so_much_time_and_each_has_its_own(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    steps = [step("long", ENDLESS), step("late", QUICK), step("other", QUICK, stage=2), step("later", QUICK)]
+    replace(bench.runner, stage_seconds=2.0).run(steps)
+    long, late = bench.records.get("long"), bench.records.get("late")
+    assert long is not None and (long.status, long.why) == (TIMED_OUT, "after 2 s")
+    assert late is not None and (late.status, late.why) == (SKIPPED, "stage 1 has no time left; call it again")
+    assert (bench.status("other"), bench.status("later")) == (PASSED, SKIPPED)
+    Bench(tmp_path).runner.run([step("late", QUICK)])
+    assert Bench(tmp_path).status("late") == PASSED
+
+
 def test_an_interrupt_keeps_what_there_is(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     started = bench.folder / "out" / "two.json"
