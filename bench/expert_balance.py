@@ -8,7 +8,6 @@ a third of them, once with experts that move and once with experts that stay.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import platform
 import random
@@ -18,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from bench.balance_rank import INTERVAL, LiveCase, LiveMeasured, run_rank
+from bench.rank_processes import run_ranks
 from serving.model.expert_balance import Layout, placed, replaced
 
 EXPERTS, SLOTS, SKEWS = 256, 320, (0.8, 1.0)
@@ -90,22 +89,7 @@ def drift_table(ranks: int, seeds: int) -> Iterator[list[str]]:
 
 def run_live(case: LiveCase) -> list[LiveMeasured]:
     """What each rank has measured."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bench.balance_rank"])
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes = [context.Pipe() for _ in range(case.ranks)]
-    processes = [
-        context.Process(target=run_rank, args=(rank, store.port, case, theirs), daemon=True)
-        for rank, (_, theirs) in enumerate(pipes)
-    ]
-    for process in processes:
-        process.start()
-    for _, theirs in pipes:
-        theirs.close()
-    answers: list[LiveMeasured] = [ours.recv() for ours, _ in pipes]
-    for process in processes:
-        process.join()
-    return answers
+    return run_ranks(case.ranks, run_rank, case)
 
 
 def most_over_budget(found: LiveMeasured, case: LiveCase) -> float:

@@ -9,33 +9,16 @@ whole exchange. CPU time is that of rank 0's process, which other work on the ho
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import statistics
 from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
-
 from bench.expert_rank import Case, Measured, run_rank
+from bench.rank_processes import run_ranks
 
 
 def run_case(case: Case) -> dict[str, Any]:
     """What rank 0 has measured."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bench.expert_rank"])
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes = [context.Pipe() for _ in range(case.ranks)]
-    processes = [
-        context.Process(target=run_rank, args=(rank, store.port, case, theirs), daemon=True)
-        for rank, (_, theirs) in enumerate(pipes)
-    ]
-    for process in processes:
-        process.start()
-    for _, theirs in pipes:
-        theirs.close()
-    answers = [ours.recv() for ours, _ in pipes]
-    for process in processes:
-        process.join()
-    first: dict[str, Any] = answers[0]
+    first: dict[str, Any] = run_ranks(case.ranks, run_rank, case)[0]
     return first
 
 

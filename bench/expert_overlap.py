@@ -8,7 +8,6 @@ arrives is given out no sooner than a set time after the rank itself has sent. W
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import time
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from bench.balance_rank import LiveCase, model_of
+from bench.rank_processes import run_ranks
 from serving.batch.ragged import RaggedBatch
 from serving.engine.tracing import TraceWriter
 from serving.expert_parallel.exchange import ExchangeTraffic, ExpertExchange, Received, RoundTrips, Rows
@@ -185,21 +185,7 @@ def run_rank(rank: int, port: int, case: OverlapCase, answers: Connection) -> No
 
 def run_case(case: OverlapCase) -> list[OverlapMeasured]:
     """What rank 0 has measured for each delay; bits are compared on all."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bench.expert_overlap"])
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes = [context.Pipe() for _ in range(case.ranks)]
-    processes = [
-        context.Process(target=run_rank, args=(rank, store.port, case, theirs), daemon=True)
-        for rank, (_, theirs) in enumerate(pipes)
-    ]
-    for process in processes:
-        process.start()
-    for _, theirs in pipes:
-        theirs.close()
-    answers: list[list[OverlapMeasured]] = [ours.recv() for ours, _ in pipes]
-    for process in processes:
-        process.join()
+    answers: list[list[OverlapMeasured]] = run_ranks(case.ranks, run_rank, case)
     return [replace(ranks[0], equal=all(one.equal for one in ranks)) for ranks in zip(*answers, strict=True)]
 
 

@@ -10,7 +10,6 @@ second window. Rows travel as int8 to float experts in no server: here alone, to
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from bench.quality import Scores, compare, score, table, text
+from bench.rank_processes import run_ranks
 from serving.expert_parallel.exchange import ExchangeTraffic, Rows
 from serving.expert_parallel.layer import apply_expert_parallel, exchange_shape, hold_experts
 from serving.expert_parallel.shared_memory import SharedMemoryExchange
@@ -77,20 +77,7 @@ def scores_of(model: Decoder, window: Sequence[int]) -> Scores:
 
 def scored(case: str, path: Path, windows: Sequence[Sequence[int]]) -> tuple[Scores, ExchangeTraffic]:
     """The scores of all windows, in order of rank and window, and what the ranks have sent together."""
-    context = multiprocessing.get_context("spawn")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
-    processes = [
-        context.Process(target=run_rank, args=(rank, store.port, case, path, windows, theirs), daemon=True)
-        for rank, (_, theirs) in enumerate(pipes)
-    ]
-    for process in processes:
-        process.start()
-    for _, theirs in pipes:
-        theirs.close()
-    answers: list[Answer] = [ours.recv() for ours, _ in pipes]
-    for process in processes:
-        process.join()
+    answers: list[Answer] = run_ranks(RANKS, run_rank, case, path, windows, preload=False)
     logprobs = torch.cat([torch.from_numpy(one) for answer in answers for one in answer[0]])
     likeliest = torch.cat([torch.from_numpy(one) for answer in answers for one in answer[1]])
     return Scores(logprobs=logprobs, likeliest=likeliest), answers[0][2] + answers[1][2]

@@ -109,13 +109,10 @@ class PrefillScheduler:
     def _start(self, seq: SequenceState, now: float) -> bool:
         """See that the sequence has its blocks and the freshest prefix; False while there are no blocks for it."""
         if seq.prefill.scheduled_at is None:
-            if seq.blocks:
-                self.kv.rematch(seq)
-            else:
-                try:
-                    self.kv.open(seq)
-                except NoRoom:
-                    return False
+            try:
+                self.kv.begin(seq)
+            except NoRoom:
+                return False
             seq.prefill.scheduled_at = now
         return True
 

@@ -159,16 +159,19 @@ class Deployment:
                 if got.status_code == 503:  # the router is back and its workers are not known to it yet
                     return False
                 answer.placement = got.headers.get("x-millrace-placement", "")
+                mark = ""
                 for line in got.iter_lines():
                     if line == "data: [DONE]":
                         return True
                     if line.startswith("id: "):
-                        headers["last-event-id"] = line[4:]
+                        mark = line[4:]
                     elif line.startswith("data: "):
                         now = time.monotonic()
                         answer.gaps.append(now - answer.last)
                         answer.last = now
                         _take(json.loads(line[6:]), answer)
+                        headers |= {"last-event-id": mark} if mark else {}  # not before its event is here
+                        mark = ""
                 answer.error = answer.error or f"the stream ended early (status {got.status_code})"
         except httpx.ConnectError:
             return False

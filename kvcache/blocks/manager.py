@@ -90,6 +90,13 @@ class KVCacheManager:
         self._count_reuse(seq, len(matched))
         self.queries += len(seq.tokens)
 
+    def begin(self, seq: SequenceState) -> None:
+        """Before the first chunk of a waiting sequence: `open`, or `rematch` for one that is. Raises NoRoom."""
+        if seq.blocks:
+            self.rematch(seq)
+        else:
+            self.open(seq)
+
     def rematch(self, seq: SequenceState) -> None:
         """Before the first chunk of a waiting sequence: take up prefix blocks that others have filled meanwhile."""
         if seq.offload is not None:

@@ -139,13 +139,10 @@ class PrefixFetcher:
         with self.lock:
             if seq.ended:
                 return None
-            if seq.blocks:
-                self.kv.rematch(seq)
-            else:
-                try:
-                    self.kv.open(seq)
-                except NoRoom:
-                    return None
+            try:
+                self.kv.begin(seq)
+            except NoRoom:
+                return None
             first, last = seq.computed // self.kv.block_size, local + wanted
             if seq.offload is not None:  # the rest of it is computed on the device
                 assert not seq.computed, "what the device has computed is not on the host"

@@ -51,9 +51,11 @@ class GenerationResponse(ServedResponse):
         self._spend(plan, plan.most_tokens)
         tell_call(plan.model, plan.stream)
         choices = [choice_of(plan, sequence, service.tokenizer) for sequence in plan.sequences]
-        answer = self._stream if plan.stream else self._collect
         try:
-            await answer(prepared, choices, scope, receive, send)
+            if plan.stream:
+                await self._stream(prepared, choices, body, send)
+            else:
+                await self._collect(prepared, choices, scope, receive, send)
         finally:  # output tokens that did not come do not count towards the limit
             self._reservation.used = plan.prompt_tokens + sum(choice.completion_tokens for choice in choices)
 
@@ -70,15 +72,13 @@ class GenerationResponse(ServedResponse):
             self._tell_placement(plan)
         await Response(writer.body(), media_type="application/json")(scope, receive, send)
 
-    async def _stream(
-        self, prepared: PreparedRequest, choices: Sequence[Choice], scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def _stream(self, prepared: PreparedRequest, choices: Sequence[Choice], body: bytes, send: Send) -> None:
         """Events as tokens come. The status waits for the first token, so that a refusal still has one of its own."""
         plan = prepared.plan
         service, writer = self._service, prepared.form.stream(plan, choices, self._service.tokenizer)
         if plan.resumable:
             service = replace(service, generate=token_by_token(service.generate))
-            writer = MarkedWriter(writer, plan.created, plan.after)
+            writer = MarkedWriter(writer, plan, body, service.clock)
         stream = EventStream(send, writer, lambda: self._tell_placement(plan))
         try:
             async with until_deadline(plan.deadline, service.clock):

@@ -36,6 +36,6 @@ class ErrorAnswer(NamedTuple):
 def messages_error(error: MillraceError, request: str) -> ErrorAnswer:
     """`request` is the HTTP request's id."""
     status = OVERLOADED if isinstance(error, Overloaded) else error.status
-    kind = _KINDS.get(status, "api_error")
+    kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
     told = {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request}
     return ErrorAnswer(status, orjson.dumps(told))

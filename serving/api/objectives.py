@@ -30,10 +30,10 @@ HEADERS = {
     SESSION: "Requests that name the same session are placed together by --routing-policy session_sticky",
     TIMEOUT: "Seconds, at most a day, after which the request ends with a 504 if it has not ended yet",
 }
-"""The headers that are read, and what each of them means."""
-
+"""The headers that are read of any request, and what each of them means."""
 
 READ = {**HEADERS, **resumption.HEADERS}
+"""The same of requests for texts."""
 
 
 def with_read_headers(head: RequestHead) -> RequestHead:

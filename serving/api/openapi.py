@@ -8,8 +8,8 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from serving.api.objectives import READ
-from serving.api.schema import PlacedBody
+from serving.api.objectives import HEADERS, READ
+from serving.api.schema import GenerationBody, PlacedBody
 
 _REFERENCE = "#/components/schemas/{model}"
 
@@ -20,8 +20,9 @@ def takes(kind: type[BaseModel]) -> dict[str, Any]:
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
     if not issubclass(kind, PlacedBody):
         return {"requestBody": body}
+    read = READ if issubclass(kind, GenerationBody) else HEADERS
     headers = [
-        {"name": name, "in": "header", "description": text, "schema": {"type": "string"}} for name, text in READ.items()
+        {"name": name, "in": "header", "description": text, "schema": {"type": "string"}} for name, text in read.items()
     ]
     return {"parameters": headers, "requestBody": body}
 

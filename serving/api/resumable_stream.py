@@ -1,12 +1,12 @@
 """Writes streams that can go on where they broke off: each event has an id, and those that a client has are left out.
 
 The answer is generated again from its beginning, so its events have to be the same however its tokens come: they are
-taken one by one.
+taken one by one. While events are left out, a comment now and then keeps the connection from being given up.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from hashlib import blake2b
@@ -14,9 +14,13 @@ from typing import cast
 
 from serving.api.choice import Choice, ChoiceDelta
 from serving.api.dialect import StreamWriter
+from serving.api.plan import ResponsePlan
 from serving.api.resumption import LAST_EVENT, EventMark
 from serving.errors import Diverged, MillraceError
 from serving.messages import Delta, Generate, Request
+
+MOST_SILENT_SECONDS = 10.0  # proxies and clients give up what is silent for longer, many after a minute
+COMMENT = b": generated again up to the last event id\n\n"
 
 
 def token_by_token(generate: Generate) -> Generate:
@@ -53,20 +57,32 @@ def _parts(delta: Delta) -> Iterator[Delta]:
 class MarkedWriter:
     """A StreamWriter around another one, for a stream of one choice whose tokens come one by one."""
 
-    def __init__(self, writer: StreamWriter, created: int, after: EventMark | None) -> None:
+    def __init__(self, writer: StreamWriter, plan: ResponsePlan, body: bytes, clock: Callable[[], float]) -> None:
+        """`body` is the request's: the events of another one have other ids. `clock` gives seconds."""
         self._writer = writer
-        self._created = created
-        self._after = after
-        self._had = 0 if after is None else after.events
+        self._created = plan.created
+        self._after = plan.after
+        self._had = 0 if plan.after is None else plan.after.events
         self._events = 0
-        self._digest = blake2b(digest_size=8)
+        self._digest = blake2b(body, digest_size=8, key=plan.id.encode()[:64])
+        self._clock = clock
+        self._heard = clock()  # when the client has last been sent something
 
     def frames(self, choice: Choice, output: ChoiceDelta) -> bytes:
-        """Raises Diverged where the client has been told of other tokens."""
+        """At times a comment in the place of events that are left out. Raises Diverged where those were others."""
         for token in output.tokens:
             self._digest.update(token.to_bytes(8, "little"))
         frames = self._writer.frames(choice, output)
-        return self._marked(frames) if frames else b""
+        marked = self._marked(frames) if frames else b""
+        return self._comment() if not marked and self._events < self._had else marked
+
+    def _comment(self) -> bytes:
+        """Something that is no event, once nothing has been sent for too long."""
+        now = self._clock()
+        if now - self._heard < MOST_SILENT_SECONDS:
+            return b""
+        self._heard = now
+        return COMMENT
 
     def end(self) -> bytes:
         """Raises Diverged where the client has been told of more than there is."""
@@ -93,7 +109,8 @@ class MarkedWriter:
 
 def _diverged() -> Diverged:
     told = (
-        "the answer came out another way than the stream that is to go on: another model or precision serves by now, "
-        f"or the body is not the same; send the request without {LAST_EVENT} to have it from its beginning"
+        "the answer came out another way than the stream that is to go on: key or body is not the same to the byte, "
+        "or another model or precision serves by now; "
+        f"send the request without {LAST_EVENT} to have it from its beginning"
     )
     return Diverged(told, param=LAST_EVENT, code="diverged")

@@ -22,7 +22,7 @@ HEADERS = {
 
 MOST_KEY = 255  # characters, as elsewhere
 _KEY = re.compile(rf"[\x21-\x7e]{{1,{MOST_KEY}}}")
-_MARK = re.compile(r"(\d{1,12})-(\d{1,9})-([0-9a-f]{16})", re.ASCII)
+_MARK = re.compile(r"(\d{1,12})-([1-9]\d{0,8})-([0-9a-f]{16})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class EventMark:
 
     created: int  # Unix seconds, of the response
     events: int  # up to and with this one
-    digest: str  # of the tokens up to there
+    digest: str  # of the request and the tokens up to there
 
     def __str__(self) -> str:
         return f"{self.created}-{self.events}-{self.digest}"

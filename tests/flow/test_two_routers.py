@@ -79,15 +79,17 @@ class Stream:
         body = {**self._body, "stream": True, "return_token_ids": True}
         async with self._client.stream("POST", url, json=body, headers=self._headers) as answer:
             assert answer.status_code == 200, await answer.aread()
+            mark = ""
             async for line in answer.aiter_lines():
                 if line.startswith("id: "):
-                    self._headers["last-event-id"] = line[4:]
+                    mark = line[4:]
                 elif line == "data: [DONE]":
                     self.ended = True
                 elif line.startswith("data: "):
                     chunk = json.loads(line[6:])
                     assert "error" not in chunk, chunk
                     self.tokens += [token for choice in chunk["choices"] for token in choice.get("token_ids") or []]
+                    self._headers |= {"last-event-id": mark} if mark else {}  # not before its event is here
         assert self.ended, "the stream broke off"
 
     async def whole(self) -> None:

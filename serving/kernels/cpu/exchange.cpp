@@ -6,6 +6,7 @@
 
 #include "exchange_layout.h"
 #include "exchange_rows.h"
+#include "relax.h"
 
 #include <errno.h>
 #include <limits.h>
@@ -19,15 +20,6 @@
 #include <algorithm>
 #include <atomic>
 #include <vector>
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#define RELAX() _mm_pause()
-#elif defined(__aarch64__)
-#define RELAX() asm volatile("yield")
-#else
-#define RELAX() ((void)0)
-#endif
 
 namespace {
 

@@ -4,6 +4,7 @@
 #include "threads.h"
 
 #include "abi.h"
+#include "relax.h"
 
 #include <atomic>
 #include <chrono>
@@ -11,15 +12,6 @@
 #include <mutex>
 #include <thread>
 #include <vector>
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#define RELAX() _mm_pause()
-#elif defined(__aarch64__)
-#define RELAX() asm volatile("yield")
-#else
-#define RELAX() ((void)0)
-#endif
 
 namespace {
 constexpr int SPINS_BEFORE_SLEEP = 500;  // some 10 microseconds; yielding instead starves both threads on a busy host

@@ -9,6 +9,7 @@ import anthropic
 import pytest
 
 from serving.errors import (
+    Diverged,
     InternalError,
     MillraceError,
     Overloaded,
@@ -23,6 +24,7 @@ from tests.fakes.generate import KEY, MODEL, ScriptedGenerate, app_of, listening
 from tests.serving.api.test_anthropic_client import HELLO, TEXT, client_at
 
 ERRORS: list[tuple[MillraceError, type[anthropic.APIStatusError], int, str]] = [
+    (Diverged("other", retry_after=2.2), anthropic.ConflictError, 409, "invalid_request_error"),
     (Overloaded("full", retry_after=2.2), anthropic.OverloadedError, 529, "overloaded_error"),
     (RateLimited("too many", retry_after=2.2), anthropic.RateLimitError, 429, "rate_limit_error"),
     (Unavailable("draining", retry_after=2.2), anthropic.ServiceUnavailableError, 503, "overloaded_error"),

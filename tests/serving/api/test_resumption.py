@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serving.api.objectives import with_read_headers
 from serving.api.plan import RequestHead, RequestIds, Rights
+from serving.api.resumable_stream import COMMENT, MOST_SILENT_SECONDS
 from serving.api.resumption import EventMark, repeatable
 from serving.errors import InvalidRequest
 from serving.messages import Request
@@ -63,8 +65,8 @@ def timeless(event: str) -> str:
 class Asking:
     """An API that answers with this text, some tokens at a time."""
 
-    def __init__(self, tokenizer: Tokenizer, text: str, chunk: int = 1):
-        self.script, self.app = app(with_template(tokenizer, THINKS), text, chunk=chunk)
+    def __init__(self, tokenizer: Tokenizer, text: str, chunk: int = 1, **options: Any):
+        self.script, self.app = app(with_template(tokenizer, THINKS), text, chunk=chunk, **options)
 
     async def post(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
         async with calling(self.app) as client:
@@ -132,6 +134,66 @@ async def test_another_answer_is_told_from_the_one_that_broke_off(tokenizer: Tok
         assert "without last-event-id" in error["message"]
 
 
+OTHERS: list[tuple[dict[str, str], dict[str, Any]]] = [
+    ({"idempotency-key": "another"}, {}),
+    (NAMED, {"temperature": 0.5}),
+    (NAMED, {"service_class": "batch"}),
+]
+
+
+@pytest.mark.parametrize(("headers", "fields"), OTHERS, ids=["key", "field", "field that changes no token"])
+@pytest.mark.parametrize("path", PATHS)
+async def test_another_request_with_the_same_tokens_is_told_from_it(
+    tokenizer: Tokenizer, path: str, headers: dict[str, str], fields: dict[str, Any]
+) -> None:
+    """Answers begin alike, and what follows is of another response, or cut in another way."""
+    asking, body = Asking(tokenizer, TEXT), body_of(path, "plain")
+    for mark, _ in parts((await asking.post(path, body, NAMED)).text)[::4]:
+        refused = await asking.post(path, {**body, **fields}, {**headers, "last-event-id": mark})
+        assert refused.status_code == 409, refused.text
+        if path == "/v1/messages":
+            assert refused.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_what_takes_long_to_generate_again_is_not_silent(tokenizer: Tokenizer) -> None:
+    """A client or proxy that gives it up would ask for the same again, in vain each time."""
+    seconds, body = [0.0], body_of(PATHS[0], "plain")
+
+    async def wait(request: Request, index: int) -> None:
+        seconds[0] += 4.0
+
+    def asking(text: str) -> Asking:
+        made = Asking(tokenizer, text, clock=lambda: seconds[0])
+        made.script.before = wait
+        return made
+
+    first = await asking(TEXT).post(PATHS[0], body, NAMED)
+    whole, comment = parts(first.text), COMMENT.decode()
+    assert comment not in first.text and comment.startswith(":") and len(whole) > 12
+    mark = {**NAMED, "last-event-id": whole[-4][0]}
+    rest = await asking(TEXT).post(PATHS[0], body, mark)
+    assert rest.text.count(comment) >= (len(whole) - 5) * 4 // (int(MOST_SILENT_SECONDS) + 4)
+    assert parts(rest.text.replace(comment, "")) == whole[-3:]
+    told = (await asking(TEXT.replace("turns", "stood")).post(PATHS[0], body, mark)).text.replace(comment, "")
+    assert told.startswith('data: {"error"') and '"code":"diverged"' in told and told.count("\n\n") == 1
+
+
+async def test_a_process_that_reads_bodies_is_told_of_both_headers() -> None:
+    headers = {**NAMED, "last-event-id": "1-1-0123456789abcdef", "authorization": "Bearer x"}
+    head = RequestHead(ids=RequestIds(shown="a", unique="a"), headers=headers)
+    bare = with_read_headers(head)
+    assert repeatable(bare.headers, "") == repeatable(headers, "") and bare.response_name == head.response_name
+    assert "authorization" not in bare.headers
+
+
+async def test_only_what_generates_texts_says_that_it_takes_a_key(tokenizer: Tokenizer) -> None:
+    async with calling(Asking(tokenizer, TEXT).app) as client:
+        described = (await client.get("/openapi.json")).json()["paths"]
+    for path, takes in (*((path, True) for path in PATHS), ("/v1/embeddings", False)):
+        names = {one["name"] for one in described[path]["post"]["parameters"]}
+        assert (names >= {"idempotency-key", "last-event-id"}) == takes and "x-priority" in names
+
+
 REFUSED: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({"last-event-id": "1-1-0123456789abcdef"}, {}, "last-event-id"),
     ({"idempotency-key": ""}, {}, "idempotency-key"),
@@ -139,7 +201,15 @@ REFUSED: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({"idempotency-key": "a" * 256}, {}, "idempotency-key"),
     *(
         ({**NAMED, "last-event-id": mark}, {}, "last-event-id")
-        for mark in ("", "7", "1-1-0123", "-1-1-0123456789abcdef", "1-1-0123456789abcdef ", f"1-{9**12}-" + "0" * 16)
+        for mark in (
+            "",
+            "7",
+            "1-1-0123",
+            "-1-1-0123456789abcdef",
+            "1-1-0123456789abcdef ",
+            "1-0-0123456789abcdef",
+            f"1-{9**12}-" + "0" * 16,
+        )
     ),
     ({**NAMED, "last-event-id": "1-1-0123456789abcdef"}, {"n": 2}, "last-event-id"),
     ({**NAMED, "last-event-id": "1-1-0123456789abcdef"}, {"stream": False}, "last-event-id"),
@@ -156,7 +226,7 @@ async def test_what_makes_no_sense_is_refused_by_name(
     assert asking.script.started == []
 
 
-@given(st.integers(0, 10**12 - 1), st.integers(0, 10**9 - 1), st.binary(min_size=8, max_size=8))
+@given(st.integers(0, 10**12 - 1), st.integers(1, 10**9 - 1), st.binary(min_size=8, max_size=8))
 def test_a_mark_is_read_as_it_was_written(created: int, events: int, digest: bytes) -> None:
     mark = EventMark(created, events, digest.hex())
     found = repeatable({**NAMED, "last-event-id": str(mark)}, "")
