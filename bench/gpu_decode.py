@@ -221,14 +221,19 @@ def measure_weights(
         )
 
 
+def tokens_of(context: int, steps: int) -> int:
+    """Of a sequence at the end of `decode`."""
+    return context - steps // 2 + steps + 2
+
+
 def width_of(context: int, steps: int) -> int:
-    """Blocks of a sequence of so many tokens, and of the steps that follow."""
-    return -(-(context + steps + 1) // BLOCK)
+    """Blocks of such a sequence."""
+    return -(-tokens_of(context, steps) // BLOCK)
 
 
 def graph_sizes(options: argparse.Namespace) -> GraphSizes:
     """Those that a worker with these limits would replay such steps from, or of the contexts asked for."""
-    most = options.max_model_len or max(options.contexts) + options.steps + 1
+    most = options.max_model_len or tokens_of(max(options.contexts), options.steps)
     ladder = GraphSizes.up_to(max(options.batches), most)
     padded = {size[0] for batch in options.batches if (size := ladder.fit(batch, 1)) is not None}
     contexts = tuple(sorted(set(options.graph_contexts))) if options.graph_contexts else ladder.contexts
@@ -264,7 +269,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if min(*options.batches, *options.contexts, options.steps) < 1 or options.steps // 2 >= min(options.contexts):
         parser.error("there must be sequences, steps, and contexts longer than half the steps")
-    longest = max(options.contexts) + options.steps + 1
+    longest = tokens_of(max(options.contexts), options.steps)
     limits = [options.max_model_len or longest, max(options.graph_contexts or [longest])]
     if min(limits) < longest:
         parser.error(f"the longest context and its steps are {longest} tokens, and graphs end before")
