@@ -120,7 +120,8 @@ class StepRunner:
                 self.show(f"{at}: {step.what}, about {step.expected:.0f} s, at most {limit:.0f} s")
                 record = self._run_step(step, limit, at)
             spent[step.stage] = spent.get(step.stage, 0.0) + record.seconds
-            self.records.put(step.name, record)
+            if record.status in (PASSED, FAILED, TIMED_OUT) or not self.records.done(step):  # or what passed is kept
+                self.records.put(step.name, record)
             self.show(f"{at}: {record.status} in {record.seconds:.1f} s{f' ({record.why})' if record.why else ''}")
             if record.status == INTERRUPTED:
                 raise KeyboardInterrupt

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import gpu_device
 from bench.gpu_run import FAILED, INTERRUPTED, PASSED, SKIPPED, TIMED_OUT, GpuRecord, RecordFile, StepRunner, shown
 from bench.gpu_stages import GpuStep, PlanPlaces
 from bench.own_server import ROOT
@@ -139,6 +140,19 @@ def test_an_interrupt_keeps_what_there_is(tmp_path: Path) -> None:
     assert Bench(tmp_path).status("two") == INTERRUPTED  # on disk
 
 
+def test_what_passed_before_outlives_an_interrupt(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.runner.run([step("one", QUICK)])
+
+    def show(line: str) -> None:
+        if "/60 s" in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        replace(bench.runner, show=show).run([step("one", ENDLESS)], again=True)
+    assert bench.status("one") == PASSED
+
+
 def test_a_step_waits_for_what_it_needs(tmp_path: Path) -> None:
     bench, made = Bench(tmp_path), tmp_path / "model"
     bench.runner.run([step("folder", BROKEN, makes=made), step("served", QUICK, after=("folder",))])
@@ -175,6 +189,13 @@ def test_the_state_is_never_half_written(tmp_path: Path, monkeypatch: pytest.Mon
         records.put(name, GpuRecord(status=PASSED))
     assert RecordFile(records.path, "abc", "gpu").get("one") == GpuRecord(status=PASSED)
     assert [file.name for file in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_what_a_device_does_not_tell_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_device, "_told", lambda command: "70010, 1980, [N/A], 650.21, 61")
+    assert gpu_device.sample() == {"memory_mib": 70010.0, "sm_mhz": 1980.0, "watts": 650.21, "celsius": 61.0}
+    monkeypatch.setattr(gpu_device, "_told", lambda command: "")
+    assert gpu_device.sample() == {}
 
 
 def test_commands_are_shown_as_they_are_typed() -> None:
