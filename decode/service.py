@@ -16,7 +16,7 @@ from decode.own_prefills import PrefillingSession
 from decode.worker import DecodeWorker
 from kvcache.handoff.messages import PUSH, PushFrame, framing
 from kvcache.handoff.receiver import IncomingHandoff
-from serving.errors import InvalidRequest, MillraceError, WorkerLost
+from serving.errors import InvalidRequest, MillraceError, StaleLease, WorkerLost
 from serving.links import DecodeSession, LeaseEvent, PrefillLink
 from serving.messages import LeaseId, LeaseOrder, Prefilled
 from serving.proto import millrace_pb2 as pb
@@ -28,11 +28,21 @@ log = logging.getLogger(__name__)
 
 
 class DecodeService(stubs.DecodeServicer):
-    """Serves `Decode` for one worker."""
+    """Serves `Decode` for one worker at a time; None is no worker, or one that does not decode."""
 
-    def __init__(self, worker: DecodeWorker, prefill: PrefillLink | None = None):
+    def __init__(self, worker: DecodeWorker | None, prefill: PrefillLink | None = None):
         self.worker = worker
         self.prefill = prefill  # of the same worker
+        self._sessions: set[asyncio.Queue[pb.SessionReply | None]] = set()
+        self._over = asyncio.Event()  # the sessions of this worker are
+
+    def lead_to(self, worker: DecodeWorker | None, prefill: PrefillLink | None) -> None:
+        """From now on it serves this worker. Sessions with the last one end, once what they have to tell is told."""
+        self._over.set()
+        for replies in self._sessions:
+            replies.put_nowait(None)
+        self._over = asyncio.Event()
+        self.worker, self.prefill = worker, prefill
 
     def add_to(self, server: aio.Server) -> None:
         """Register with a server; `Push` without protobuf's copies of payloads (kvcache.transfer.framing)."""
@@ -58,20 +68,28 @@ class DecodeService(stubs.DecodeServicer):
             hello = await anext(aiter(requests), None)
             if hello is None or not hello.hello:
                 raise InvalidRequest("a session begins with the router's name", param="hello")
-            leases = await self.worker.connect(hello.hello, deliver, lambda error: None)
-            session = PrefillingSession(leases, self.prefill, told)
+            leases = await self._served().connect(hello.hello, deliver, lambda error: None)
+            session, over = PrefillingSession(leases, self.prefill, told), self._over
             reading = asyncio.create_task(self._read(requests, session, replies), name=f"session-{leases.name}")
+            self._sessions.add(replies)
             try:
                 yield pb.SessionReply(welcome=True)
                 while (reply := await replies.get()) is not None:
                     yield reply
-                await reading  # what broke it is not a session that ended
+                if not over.is_set():
+                    await reading  # what broke it is not a session that ended
             finally:
+                self._sessions.discard(replies)
                 reading.cancel()
                 try:
                     await asyncio.gather(reading, return_exceptions=True)
                 finally:  # a stream that ended may be cancelled yet: its leases are given up in any case
                     await session.close()
+
+    def _served(self) -> DecodeWorker:
+        if self.worker is None:
+            raise StaleLease("this worker decodes nothing now", code="role")
+        return self.worker
 
     async def _read(
         self,
@@ -121,8 +139,10 @@ class DecodeService(stubs.DecodeServicer):
         self, messages: AsyncIterator[PushFrame], context: aio.ServicerContext
     ) -> AsyncIterator[pb.PushReply]:
         """Frames, which the handler of `add_to` makes of the bytes."""
-        incoming = IncomingHandoff(self.worker, self.worker.lenders)
-        self.worker.receiving += 1
+        async with answering(context):
+            worker = self._served()
+        incoming = IncomingHandoff(worker, worker.lenders)
+        worker.receiving += 1
         try:
             async for message in messages:
                 reply = await incoming.take(message)
@@ -130,7 +150,7 @@ class DecodeService(stubs.DecodeServicer):
                     yield reply
         finally:
             incoming.close()
-            self.worker.receiving -= 1
+            worker.receiving -= 1
 
 
 def _prefilled_to_pb(lease: LeaseId, outcome: Prefilled | MillraceError) -> pb.LeasePrefilled:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import command as bench
-from deploy import cache, explain, keys, profile_worker, quantize, scale, top, upcycle
+from deploy import autoscale, cache, explain, keys, profile_worker, quantize, scale, top, upcycle
 from deploy.foreign_flags import translate
 from deploy.placement import command as deploying
 from deploy.placement.given import check_given, load_placement, placed_settings
@@ -50,6 +50,7 @@ ALONE = {
     "deploy": deploying.run,
     "plan": planning.run,
     "scale": scale.run,
+    "autoscale": autoscale.run,
     "keys": keys.run,
     "simulate": simulating.run,
     "profile": profile_worker.run,
@@ -69,6 +70,7 @@ DESCRIPTION = """Disaggregated LLM serving: prefill, decode and KV cache as serv
   millrace deploy render compose FILE     the same placement as a Compose file; helm, ray: for those
   millrace plan --model opt-13b           which workers, in what numbers: a report and a placement file
   millrace serve --on ray --placement F   its workers as actors of a Ray cluster; millrace scale prefill=3
+  millrace autoscale --dry-run            what would follow the traffic: workers more, fewer, or in another role
   millrace simulate --workers mixed=4     what a cluster would do, on virtual time; --trace FILE: under your traffic
   millrace bench                          measure this or any other OpenAI-compatible server
 """
@@ -90,6 +92,7 @@ TOP = "a live view of workers, queues and objectives met; q leaves"
 DEPLOY = "write a placement file in the form of a platform"
 PLAN = "find the workers and their parallelism that give the most goodput per device, or that splitting does not pay"
 SCALE = "more or fewer services of a deployment on Ray; those that leave finish what they have"
+AUTOSCALE = "add, drain and flip workers as the traffic asks, or say what would be done"
 KEYS = "make, list and revoke API keys with tenants and limits, in the file that --api-keys-file names"
 SIMULATE = "what a cluster would do under a load: attainment of a rate or a trace, or the highest rate that attains"
 PROFILE = "write what a running worker has learned of its steps, as a profile for millrace simulate"
@@ -125,6 +128,7 @@ def make_parser() -> argparse.ArgumentParser:
     deploying.add_arguments(commands.add_parser("deploy", help=DEPLOY, description=sentence(DEPLOY)))
     planning.add_arguments(commands.add_parser("plan", help=PLAN, description=sentence(PLAN)))
     scale.add_arguments(commands.add_parser("scale", help=SCALE, description=sentence(SCALE)))
+    autoscale.add_arguments(commands.add_parser("autoscale", help=AUTOSCALE, description=sentence(AUTOSCALE)))
     keys.add_arguments(commands.add_parser("keys", help=KEYS, description=sentence(KEYS)))
     simulating.add_arguments(commands.add_parser("simulate", help=SIMULATE))
     profile_worker.add_arguments(commands.add_parser("profile", help=PROFILE, description=sentence(PROFILE)))

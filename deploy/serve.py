@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Protocol
 
 from deploy.chat_template import read_chat_template
 from deploy.children import Children, child_specs, node_specs
+from deploy.control.below import Below, ChildProcesses
+from deploy.control.fleet_control import FleetControl
+from deploy.control.service import ControlService, FlipCalls
 from deploy.frontend import Frontend, served_model
 from deploy.kvcache_process import store_config
 from deploy.local import LocalCluster
@@ -122,19 +124,12 @@ async def own_node(settings: Settings) -> PoolNode | None:
     return PoolNode("kvcache-0", store, address="local:kvcache-0")
 
 
-class Below(Protocol):
-    """What a front starts below it, and stops: child processes here, or actors elsewhere."""
-
-    def start(self) -> None: ...
-
-    async def stop(self, seconds: float) -> None: ...
-
-
-def children_below(settings: Settings, children: Children, path: Path, router: str, key: str | None) -> Supervisor:
+def children_below(settings: Settings, children: Children, path: Path, router: str, key: str | None) -> Below:
     """Workers and nodes as child processes of this one, which report to `router`."""
     specs = node_specs(children.nodes, router, children.node_settings or settings)
     specs += child_specs(path, children.workers, router)
-    return Supervisor(specs, {"MILLRACE_CLUSTER_KEY": key} if key else {})
+    supervisor = Supervisor(specs, {"MILLRACE_CLUSTER_KEY": key} if key else {})
+    return ChildProcesses(supervisor, settings.http.shutdown_timeout)
 
 
 MakeBelow = Callable[[Settings, Children, Path, str, str | None], Below]
@@ -164,10 +159,12 @@ async def serve_front(settings: Settings, children: Children, below: MakeBelow =
     stubs.add_RegistryServicer_to_server(RegistryService(fleet), door)
     wanted = settings.cluster.grpc_port or (0 if children.workers else ROUTER_PORT)
     port = listen(door, settings.cluster.grpc_host, wanted, tls)
-    await door.start()
-    log.info("workers report to %s:%d", settings.cluster.grpc_host, port)
     router = f"{near(settings.cluster.grpc_host)}:{port}"
     supervisor = below(settings, children, path, router, key)
+    control = FleetControl(fleet, supervisor, FlipCalls(key, tls, settings.http.shutdown_timeout))
+    stubs.add_ControlServicer_to_server(ControlService(control), door)
+    await door.start()
+    log.info("workers report to %s:%d", settings.cluster.grpc_host, port)
     early = asyncio.Event()
     on_signals(early.set)  # from now on there are children to be told
     supervisor.start()

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import orjson
 
+from router.offered import OfferedWork
 from router.request_state import Attempt, RequestState
 from serving.errors import MillraceError
 from serving.timeline import Moment
@@ -43,6 +44,7 @@ class ClassCounts:
     within_slo: int = 0
     tokens: int = 0
     outcomes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
+    work: OfferedWork = field(default_factory=OfferedWork)
 
 
 class ExplainLog:
@@ -65,6 +67,7 @@ class ExplainLog:
 
     def began(self, state: RequestState) -> None:
         self._running[state.request.request_id] = state
+        self._counts(state).work.arrives(state)
 
     def placed(self, state: RequestState) -> None:
         """Its prefill was sent, as its last attempt says."""
@@ -79,14 +82,18 @@ class ExplainLog:
             del self._running[name]
         outcome, within = outcome_of(state, error), within_slo(state)
         within = within and outcome == COMPLETED
-        counts = self.counts.get(state.request.service_class) or self.counts[OTHER]
+        counts = self._counts(state)
         counts.outcomes[outcome] += 1
         counts.within_slo += within
         counts.tokens += len(state.generated)
+        _account(counts.work, state, outcome)
         self._tell_observer(state, error, outcome, within)
         who = _who(state) if state.attempts else None
         # A copy: what orjson returns holds 8 KiB however short it is.
         self._keep(name, who, bytes(memoryview(orjson.dumps(told(state, outcome, error)))))
+
+    def _counts(self, state: RequestState) -> ClassCounts:
+        return self.counts.get(state.request.service_class) or self.counts[OTHER]
 
     def _tell_observer(self, state: RequestState, error: BaseException | None, outcome: str, within: bool) -> None:
         if self.observer is None:
@@ -128,6 +135,17 @@ class ExplainLog:
         if state is not None:
             return _who(state) if state.attempts else None
         return self._ended[request_id][0] if request_id in self._ended else None
+
+
+def _account(work: OfferedWork, state: RequestState, outcome: str) -> None:
+    """What became of it. A client that left says nothing of whether its objectives would have been met."""
+    if outcome == INVALID:
+        work.arrives(state, -1)
+        return
+    if outcome == COMPLETED or (outcome == ABORTED and state.generated):
+        work.answers(state)
+    if outcome != ABORTED:
+        work.judges(state, served=outcome == COMPLETED)
 
 
 def outcome_of(state: RequestState, error: BaseException | None) -> str:

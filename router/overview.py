@@ -39,6 +39,7 @@ class RouterOverview:
             "policy": router.fleet.config.policy,
             "requests_running": router.running,
             "requests_waiting": router.placer.admission.waiting,
+            "waiting_tokens": router.placer.admission.waiting_tokens,
             "tokens": router.tokens,
             "classes": {
                 name: {
@@ -46,9 +47,13 @@ class RouterOverview:
                     "within_slo": held.within_slo,
                     "offered": sum(held.outcomes.values()) - held.outcomes["invalid"],
                     **held.outcomes,
+                    "work": asdict(held.work),
                 }
                 for name, held in counts.items()
-                if any(held.outcomes.values()) or waiting.get(name) or name in router.fleet.config.classes
+                if any(held.outcomes.values())
+                or held.work.arrived
+                or waiting.get(name)
+                or name in router.fleet.config.classes
             },
             "generations": [
                 {"generation": name, "prefill": each.prefills, "decode": each.decodes, "share": each.share}
@@ -81,6 +86,7 @@ def describe(worker: RegisteredWorker, now: float) -> dict[str, Any]:
         "running": status.running,
         "leases": seen.held_leases,
         "max_seqs": status.max_seqs,
+        "context_tokens": status.context_tokens,
         "queued_tokens": seen.queued_tokens,
         "queue_seconds": max(0.0, seen.prompts_left_at - now),
         "kv_usage": 1.0 - status.free_blocks / max(1, status.total_blocks),

@@ -19,6 +19,7 @@ from serving.share import Share
 
 OLDEST_ECHO = 60.0  # seconds: a status that is said to be older, or from the future, carries another clock's time
 LONGEST_WAIT = 86_400.0  # seconds: no worker has prompts for a day
+REMEMBERED = 1000  # instances that were replaced
 FLIGHT_SECONDS = 0.01  # what was sent so shortly before a status was made may not be in it
 
 
@@ -166,6 +167,7 @@ class Registry:
     def __init__(self, silence: float = 5.0):
         self.silence = silence
         self.workers: dict[str, RegisteredWorker] = {}
+        self._over: deque[str] = deque(maxlen=REMEMBERED)  # instances whose place another life has taken
 
     def heartbeat(self, status: WorkerStatus, now: float, *, made_at: float | None = None) -> bool:
         """Take a heartbeat in that was made at `made_at`, by default now; True if the worker is new or believed again.
@@ -174,6 +176,8 @@ class Registry:
         """
         made = now if made_at is None or not now - OLDEST_ECHO <= made_at <= now else made_at
         worker = self.workers.get(status.instance)
+        if worker is None and status.instance in self._over:
+            return False  # it was under way while the next life began
         if worker is None:
             self._replace_previous_life(status)
             self.workers[status.instance] = RegisteredWorker(status, now, made)
@@ -187,6 +191,7 @@ class Registry:
         for instance, worker in list(self.workers.items()):
             if (worker.status.name, worker.status.address) == (status.name, status.address):
                 del self.workers[instance]
+                self._over.append(instance)
 
     def suspect(self, instance: str) -> None:
         """A call to it broke: send nothing there until it is heard of again."""

@@ -19,6 +19,8 @@ FILE = Path(__file__).resolve().parent.parent / "deploy/helm/millrace/values.sch
 OF_THE_CHART = {"host", "port", "disk", "ssl_certfile", "ssl_keyfile", "api_key", "cluster_key"} | {
     *("grpc_tls_certfile", "grpc_tls_keyfile", "grpc_tls_ca", "grpc_tls_server_name")
 }
+WINDOWS = ("scale_up_window", "scale_down_window")
+OF_THE_AUTOSCALER = ("attainment", "scale_up", "scale_down", "cool_down", "interval", *WINDOWS)
 Schema = dict[str, Any]
 
 TEXT: Schema = {"type": "string"}
@@ -76,6 +78,13 @@ def settings(kind: str) -> Schema:
     return table(**known | {"shutdown_timeout": SECONDS})
 
 
+def autoscaler_settings() -> Schema:
+    """Flags of `millrace autoscale` that the chart does not give itself."""
+    spans = {role.value: {"type": "string", "pattern": "^[0-9]*:[0-9]*$"} for role in Role}
+    numbers = {name: {"type": "number", "minimum": 0} for name in OF_THE_AUTOSCALER}
+    return spans | numbers | {"most_workers": whole(1), "dry_run": YES, "log_format": one_of("text", "json")}
+
+
 def schema() -> Schema:
     """JSON Schema of values.yaml."""
     pod: Schema = {
@@ -125,6 +134,7 @@ def schema() -> Schema:
             "additionalProperties": _all_optional(generation),
         },
         kvcache=table(**node),
+        autoscaler=table(**pod, enabled=YES, settings=table(**autoscaler_settings())),
     )
     return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of the millrace chart", **made}
 

@@ -112,6 +112,7 @@ _WORKER_COUNTERS = {
     "host_kv_bytes_out": "Bytes of KV moved from the device to host memory",
     "host_kv_bytes_in": "Bytes of KV streamed back from host memory",
     "kv_transfer_bytes": "Bytes of KV sent to decode workers",
+    "role_flips": "Times that the worker's process has begun to serve in another role",
     "mixed_pairs": "Handoffs refused because prefill and decode worker were of different generations: stays 0",
     "deadlines_exceeded": "Leases and prefills that workers ended because their deadline had passed",
     "expert_dispatch_bytes": "Bytes of rows that ranks of a worker sent to each other's experts, routing included",

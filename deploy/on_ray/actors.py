@@ -69,6 +69,12 @@ class ServiceActor:
             self._leaving = True
             self._call(self._leave(seconds))
 
+    def change(self, kind: str) -> None:
+        """What the child is started as, should it die: it has flipped."""
+        before, *_ = self.supervisor.children.values()
+        parent, _, *rest = before.arguments
+        self.supervisor.change(ChildSpec(name=self.name, arguments=(parent, kind, *rest)))
+
     async def _start(self) -> None:
         self.supervisor.start()
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -100,11 +101,14 @@ class RayDeployment:
         self._placed: dict[int, PlacedSet] = {}  # by the number of the set
         self._given_up: list[Any] = []  # groups of sets that have nobody any more, and that Ray still keeps
         self._scaled = 0  # the last command to scale that was taken
+        self._wishes: deque[Callable[[RayLayout], None]] = deque()
+        self.kinds, self.leaving = layout.kinds(), frozenset(layout.leaving)  # as of the last look
         self._holder = claim(ray, tuple(layout.groups))
 
     def tick(self) -> None:
         """Bring what is there nearer to what is wanted. Raises Ray's errors while the cluster does not answer."""
         self._take_wishes()
+        self.kinds, self.leaving = self.layout.kinds(), frozenset(self.layout.leaving)
         for name in sorted(self.layout.leaving):
             self._let_go(name)
         self._give_back()
@@ -175,7 +179,8 @@ class RayDeployment:
             max_restarts=-1,
             scheduling_strategy=scheduling,
         )
-        command = (*service.command, "--routers", self.router)
+        kind = self.layout.flipped.get(service.name, service.group.kind)
+        command = (kind, *service.command[1:], "--routers", self.router)
         try:
             handle = remote.remote(service.name, command, self.key, service.group.threads, self.logs)
         except ValueError:
@@ -195,8 +200,24 @@ class RayDeployment:
 
     # ---- scaling -------------------------------------------------------------------------------------------------
 
+    def wish(self, change: Callable[[RayLayout], None]) -> None:
+        """Have the next look change the layout. From any thread."""
+        self._wishes.append(change)
+
+    def flipped(self, name: str, kind: str) -> None:
+        """The worker is of this kind now; so is its child, should it be started anew. From any thread."""
+
+        def note(layout: RayLayout) -> None:
+            layout.flipped[name] = kind
+            if name in self.actors:
+                self.actors[name].handle.change.remote(kind)
+
+        self.wish(note)
+
     def _take_wishes(self) -> None:
-        """Tell `millrace scale` how things are; do what it has asked for since."""
+        """Tell `millrace scale` how things are; do what it, and who controls the workers, has asked for since."""
+        while self._wishes:
+            self._wishes.popleft()(self.layout)
         deployed = Deployed(counts=self.layout.counts(), services=self.states(), scaled=self._scaled)
         command, wanted = self.ray.get(self._holder.exchange.remote(deployed), timeout=CALL_SECONDS)
         if wanted:

@@ -74,6 +74,7 @@ class RayLayout:
     groups: Mapping[str, RayGroup]
     sets: list[BundleSet] = field(default_factory=list)
     leaving: set[str] = field(default_factory=set)
+    flipped: dict[str, str] = field(default_factory=dict)  # workers that serve in another role than their group's
     _made: int = 0
 
     @classmethod
@@ -118,9 +119,24 @@ class RayLayout:
             self.leaving |= {f"{name}-{number}" for number in staying[count:]}
         self._grow(wanted)
 
+    def let_go(self, name: str) -> None:
+        """From now on the service of this name leaves; nothing where there is none."""
+        self.leaving |= {service.name for _, _, service in self.services() if service.name == name}
+
+    def kinds(self) -> dict[str, str]:
+        """What each service that stays is now, by its name."""
+        found = {service.name: service.group.kind for _, _, service in self.services()}
+        return {name: self.flipped.get(name, kind) for name, kind in found.items() if name not in self.leaving}
+
+    def add_one(self, kind: str) -> None:
+        """One more of the first group of this kind; there is one."""
+        name = next(group.name for group in self.groups.values() if group.kind == kind)
+        self.scale({name: self.counts()[name] + 1})
+
     def left(self, name: str) -> BundleSet | None:
         """The service is gone and its bundle free. The set that has nobody any more and is given up, or None."""
         self.leaving.discard(name)
+        self.flipped.pop(name, None)
         for one in self.sets:
             for bundle in one.bundles:
                 if bundle.service is not None and bundle.service.name == name:

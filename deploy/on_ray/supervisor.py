@@ -1,6 +1,6 @@
 """A deployment's services on Ray, for an asyncio program: `start`, `stop`, and a reconciler in between.
 
-It stands in for `deploy.runtime.supervisor.Supervisor`, whose children are on this host.
+It stands in for `deploy.control.below.ChildProcesses`, whose workers are on this host.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import logging
 from contextlib import suppress
 
 from deploy.on_ray.cluster import RayDeployment
+from serving.errors import InvalidRequest
+from serving.messages import Role
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,35 @@ class RaySupervisor:
                 await self._task
         finally:
             await asyncio.to_thread(self.deployment.stop, seconds)
+
+    # ---- as the control door asks (deploy.control.below) -------------------------------------------------------
+
+    def roles(self) -> dict[str, Role]:
+        return {name: Role(kind) for name, kind in self.deployment.kinds.items() if kind in tuple(Role)}
+
+    def leaving(self) -> list[str]:
+        return sorted(self.deployment.leaving)
+
+    def add(self, role: Role) -> None:
+        kinds = [group.kind for group in self.deployment.layout.groups.values()]
+        if role.value not in kinds:
+            raise InvalidRequest(
+                f"no group of this deployment has {role} workers: flip one of another role, or name such a group in the"
+                " placement file",
+                param="role",
+            )
+        self.deployment.wish(lambda layout: layout.add_one(role.value))
+
+    def let_go(self, name: str) -> None:
+        if name not in self.roles():
+            raise InvalidRequest(
+                f"{name} is no worker of this deployment: stop it where it was started", param="worker"
+            )
+        self.deployment.wish(lambda layout: layout.let_go(name))
+
+    def flipped(self, name: str, role: Role) -> None:
+        if name in self.roles():
+            self.deployment.flipped(name, role.value)
 
     async def _reconcile(self) -> None:
         """A look that fails is followed by another, as where the name of an actor that has ended is still taken.

@@ -16,13 +16,16 @@ from bench.lengths import read_pairs
 from deploy.planner.answer import PlanQuestion
 from deploy.planner.attainment import AttainmentGoal, OfferedTraffic
 from deploy.planner.candidates import SearchSpace, usable_shapes
-from deploy.planner.machines import MACHINES, MODELS, Machines, PlannedModel
+from deploy.planner.machines import AS_PROFILED, MACHINES, MODELS, Machines, PlannedModel, profiled
+from deploy.simulator.profile_files import read_profile
+from deploy.simulator.profiles import Profile
 from deploy.simulator.traffic import Lengths, Traffic, TrafficClass, traffic_of
 
 TABLES = ("model", "hardware", "traffic", "objectives", "search")
 # Flags by the table and key that they go before.
 FLAGS: Mapping[str, tuple[str, str]] = {
     "model": ("model", "name"),
+    "profile": ("model", "profile"),
     "hardware": ("hardware", "name"),
     "nodes": ("hardware", "nodes"),
     "devices_per_node": ("hardware", "devices_per_node"),
@@ -47,7 +50,7 @@ FLAGS: Mapping[str, tuple[str, str]] = {
     "finalists": ("search", "finalists"),
 }
 KNOWN: Mapping[str, set[str]] = {
-    "model": {"name", *(each.name for each in fields(PlannedModel))} - {"measured"},
+    "model": {"name", *(each.name for each in fields(PlannedModel))} - {"measured", "room"},
     "hardware": {each.name for each in fields(Machines)},
     "traffic": {"prompt_mean", "prompt_spread", "output_mean", "output_spread"},
     "objectives": set(),
@@ -65,7 +68,10 @@ def read_question(options: argparse.Namespace) -> PlanQuestion:
     for flag, (table, key) in FLAGS.items():
         if getattr(options, flag) is not None:
             given[table][key] = getattr(options, flag)
-    model, machines = _model(given["model"]), _machines(given["hardware"])
+    measured = _profile(given["model"])
+    model = profiled(measured) if measured is not None else _model(given["model"])
+    machines = _machines(given["hardware"], AS_PROFILED if measured is not None else Machines())
+    budgets = (512, 1024, 2048) if measured is None else (measured.max_num_batched_tokens,)
     search = given["search"]
     reference = (
         _one_of(search, "assume", "serving", ("serving", "distserve")) == "distserve"
@@ -73,7 +79,7 @@ def read_question(options: argparse.Namespace) -> PlanQuestion:
     space = SearchSpace(
         tp=_whole(search, "tp", (1, 2, 4, 8)),
         pp=_whole(search, "pp", (1,)),
-        budgets=(2048,) if reference else _whole(search, "max_num_batched_tokens", (512, 1024, 2048)),
+        budgets=(2048,) if reference else _whole(search, "max_num_batched_tokens", budgets),
         free=_one_of(search, "links", "both", ("both", "fast", "slow")) != "slow",
         tied=search.get("links") != "fast",
     )
@@ -112,6 +118,15 @@ def _tables(path: Path | None) -> dict[str, dict[str, Any]]:
     return {name: dict(found.get(name, {})) for name in TABLES}
 
 
+def _profile(table: dict[str, Any]) -> Profile | None:
+    """Of a worker, where the table names its file. Raises ValueError, OSError."""
+    if "profile" not in table:
+        return None
+    if others := ", ".join(sorted(table.keys() - {"profile"})):
+        raise ValueError(f"profile goes without {others}: the profile is of one model, and names it")
+    return read_profile(Path(_text(table, "profile", "")))
+
+
 def _model(table: dict[str, Any]) -> PlannedModel:
     """A known one, with figures of the table's own; all of them for another."""
     name = _text(table, "name", "opt-13b")
@@ -129,8 +144,10 @@ def _model(table: dict[str, Any]) -> PlannedModel:
         ) from None
 
 
-def _machines(table: dict[str, Any]) -> Machines:
-    name = _text(table, "name", "a100-80g")
+def _machines(table: dict[str, Any], otherwise: Machines) -> Machines:
+    name = _text(table, "name", otherwise.name)
+    if name == otherwise.name:
+        return replace(otherwise, **_figures("hardware", table))
     if name not in MACHINES and not {"memory", "flops", "memory_bandwidth"} <= set(table):
         raise ValueError(
             f"hardware {name!r} is none of {', '.join(MACHINES)}: [hardware] of a file gives its memory, flops and"

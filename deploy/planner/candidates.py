@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from deploy.planner.machines import GIB, USABLE_MEMORY, Machines, PlannedModel
+from deploy.planner.machines import GIB, Machines, PlannedModel
 from deploy.planner.placements import (
     CandidatePlacement,
     InstanceShape,
@@ -16,6 +16,7 @@ from deploy.planner.placements import (
     aggregated,
     disaggregated,
 )
+from deploy.simulator.hardware import USABLE_MEMORY
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +53,8 @@ def usable_shapes(
 
 def why_not(model: PlannedModel, machines: Machines, shape: InstanceShape) -> str | None:
     """Why there can be no worker of this shape; None where there can."""
+    if model.room and shape.devices > 1:
+        return "the worker that was profiled has one device"
     if model.heads % shape.tp:
         return f"{shape.tp} is no divisor of {model.heads} heads"
     if model.layers % shape.pp:

@@ -33,6 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="opt-13b, opt-66b, opt-13b-vllm, llama-3-8b, or one that the file describes (default: opt-13b)",
     )
+    add(
+        "--profile",
+        metavar="PROFILE",
+        help="a worker's profile in place of --model, as millrace profile writes it; devices are then like its own",
+    )
     add("--hardware", metavar="NAME", help="a100-80g, h100-80g, or what the file describes (default: a100-80g)")
     add("--nodes", type=int, metavar="N", help="nodes there are (default: 1)")
     add("--devices-per-node", type=int, metavar="N", help="devices of each (default: 8)")
@@ -83,6 +88,7 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"for {FILE}, {PAGE}, {PICTURE} (default: plan)",
     )
     add("--served-model", metavar="MODEL", help="the model as placement.toml names it (default: /models/ and its name)")
+    add("--json", type=Path, metavar="OUT", help="write verdict and ranking there too")
     add("--resume", action="store_true", help=f"go on with what FOLDER/{STORE} has of a plan that was broken off")
     add("--no-report", action="store_true", help=f"write no {PAGE} and {PICTURE}, which need the extra `plan`")
 
@@ -167,13 +173,16 @@ def _show(answer: PlanAnswer, seconds: float) -> None:
 
 def _write(arguments: argparse.Namespace, answer: PlanAnswer) -> list[Path]:
     """The files' paths."""
-    from deploy.planner.written import placement_file
+    from deploy.planner.written import answer_json, placement_file
 
     best, folder = answer.best(), arguments.output
     assert best is not None
     model = arguments.served_model or f"/models/{answer.question.model.name}"
     (folder / FILE).write_text(placement_file(best, model, answer.question.machines), "utf-8")
     written = [folder / FILE]
+    if arguments.json is not None:
+        arguments.json.write_bytes(answer_json(answer))
+        written.append(arguments.json)
     if not arguments.no_report:
         from deploy.planner.charts import draw_picture
         from deploy.planner.page import report_page

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deploy.simulator.hardware import Roofline
 from deploy.simulator.profiles import PIPELINE_MS, STEP_CONTEXT_MS, STEP_MS, PhaseTables, Profile, StepWork
 
 
@@ -32,6 +33,9 @@ class StageCosts:
 
     def _around(self, work: StepWork) -> float:
         """Of the system around the model, before the first stage; fitted costs do not tell it apart."""
-        if not isinstance(self.profile.steps, PhaseTables):
-            return 0.0
-        return (STEP_MS + STEP_CONTEXT_MS * (work.prompt_context + work.decoding_context)) / 1e3
+        match self.profile.steps:
+            case PhaseTables():
+                return (STEP_MS + STEP_CONTEXT_MS * (work.prompt_context + work.decoding_context)) / 1e3
+            case Roofline(hardware=hardware):
+                return max(0.0, hardware.step_seconds - PIPELINE_MS / 1e3)
+        return 0.0

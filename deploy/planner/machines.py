@@ -1,28 +1,29 @@
 """The models and machines that a plan is for: sizes, memory, links, and the profile of a worker of each shape.
 
-Pure. Step times are DistServe's tables where a model has some (docs/simulator.md), and a roofline of the machine's
-figures otherwise.
+Pure. Step times are DistServe's tables where a model has some (docs/simulator.md), and the simulator's roofline of the
+machine's figures otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 
 from deploy.planner.placements import InstanceShape
+from deploy.simulator.hardware import USABLE_MEMORY, Hardware, ModelShape, roofline_profile
 from deploy.simulator.profiles import PROFILES, Linear, PhaseTables, Profile
 
-# Of a device's memory, what weights and KV may fill, and shares of peak figures that steps reach. All are read off
-# DistServe's tables for OPT-13B on an A100: KV room against weights, prompts against FLOP/s, decode steps against
-# bandwidth, and tensor parallel prompts against the link.
-USABLE_MEMORY, COMPUTE_SHARE, MEMORY_SHARE, LINK_SHARE = 0.924, 0.79, 0.64, 0.16
-STEP_TOKENS_OVERHEAD_MS = 0.04  # of a sequence that decodes: sampling, bookkeeping
 GIB = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machines:
-    """`nodes` of `devices_per_node` devices. Bytes, FLOP/s, bytes/s into and out of a device; cost of a device-hour."""
+    """`nodes` of `devices_per_node` devices. Bytes, FLOP/s; cost of a device-hour.
+
+    `link` and `network` are bytes/s into and out of one device, to others of its node and of other nodes. A worker has
+    those of all its devices.
+    """
 
     name: str = "a100-80g"
     nodes: int = 1
@@ -30,8 +31,8 @@ class Machines:
     memory: float = 80 * GIB
     flops: float = 312e12
     memory_bandwidth: float = 2.039e12
-    link: float = 300e9  # between devices of a node
-    network: float = 25e9 / 8  # between nodes, of each
+    link: float = 300e9
+    network: float = 25e9 / 8
     cost: float = 2.5
 
     def __post_init__(self) -> None:
@@ -52,7 +53,10 @@ class Machines:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedModel:
     """`weights` and `kv_bytes` (of a token) in bytes. `measured` are profiles by tensor parallel size, on A100s; where
-    there are none, and on other machines, workers of every size have a roofline."""
+    there are none, and on other machines, workers of every size have a roofline.
+
+    `room`: tokens of KV of the one worker that was profiled, on machines like its own; 0: none was.
+    """
 
     name: str
     layers: int
@@ -64,6 +68,7 @@ class PlannedModel:
     max_model_len: int = 2048
     bytes_per_weight: float = 2.0
     measured: Mapping[int, Profile] = field(default_factory=dict)
+    room: int = 0
 
     def __post_init__(self) -> None:
         for name in (
@@ -81,12 +86,14 @@ class PlannedModel:
 
     def kv_tokens(self, machines: Machines, shape: InstanceShape) -> int:
         """Tokens of KV beside the weights on a worker's devices; none or less where the weights do not fit."""
+        if self.room:
+            return self.room * shape.devices
         free = USABLE_MEMORY * machines.memory * shape.devices - self.weights
         return int(free // self.kv_bytes)
 
     def tables(self, machines: Machines) -> Mapping[int, Profile]:
         """What was measured, where that was on machines as fast as these."""
-        return self.measured if machines.speeds == Machines().speeds else {}
+        return self.measured if self.room or machines.speeds == Machines().speeds else {}
 
     def profile(self, machines: Machines, shape: InstanceShape) -> Profile:
         """A worker's steps as those of one stage, and its KV's room. Raises KeyError where TP has no profile."""
@@ -96,28 +103,48 @@ class PlannedModel:
         return roofline(self, machines, shape.tp, tokens)
 
 
-def roofline(model: PlannedModel, machines: Machines, tp: int, kv_tokens: int) -> Profile:
-    """Weights and KV are read at the memory's bandwidth, tokens cost FLOPs, and every layer two sums over the link.
+def profiled(profile: Profile) -> PlannedModel:
+    """The model of a worker whose steps are known, which takes one device of machines like its own."""
+    return PlannedModel(
+        name=PurePath(profile.model).name,
+        layers=profile.layers,
+        heads=1,
+        kv_heads=1,
+        hidden=1,
+        weights=1.0,
+        kv_bytes=profile.kv_bytes,
+        max_model_len=profile.max_model_len,
+        measured={1: profile},
+        room=profile.kv_tokens,
+    )
 
-    Sizes in bytes, `kv_tokens` as they come out of memory; coefficients in milliseconds, as DistServe's tables have
-    them. A sum of n bytes over `tp` devices takes 2·(tp − 1)/tp·n over a link.
-    """
-    compute, memory = machines.flops * COMPUTE_SHARE * tp, machines.memory_bandwidth * MEMORY_SHARE * tp
-    parameters = model.weights / model.bytes_per_weight
-    sums = 2 * model.layers * 2 * (tp - 1) / tp * model.hidden * 2 / (machines.link * LINK_SHARE)
-    read = model.weights / memory
-    token = 2 * parameters / compute + sums
-    pair = 2 * model.layers * model.hidden / compute  # scores and sums of a causal half, l² / 2 pairs of 4·hidden FLOPs
-    decode = Linear(1e3 * read, 1e3 * model.kv_bytes / memory, 1e3 * token + STEP_TOKENS_OVERHEAD_MS)
-    return Profile(
-        name=f"{model.name}-tp{tp}",
-        model=model.name,
-        steps=PhaseTables(Linear(1e3 * read, 1e3 * token, 1e3 * pair), decode, decode),
-        kv_tokens=kv_tokens,
-        kv_bytes=model.kv_bytes,
+
+def roofline(model: PlannedModel, machines: Machines, tp: int, kv_tokens: int) -> Profile:
+    """A worker over `tp` devices by the simulator's roofline (deploy/simulator/hardware.py), KV for `kv_tokens`."""
+    numbers = 2 * model.layers * model.kv_heads * _head_dim(model)  # of a token's KV
+    shape = ModelShape(
+        name=model.name,
+        parameters=model.weights / model.bytes_per_weight,
         layers=model.layers,
+        hidden=model.hidden,
+        kv_heads=model.kv_heads,
+        head_dim=_head_dim(model),
+        weight_bytes=model.bytes_per_weight,
+        kv_number_bytes=model.kv_bytes / numbers,
         max_model_len=model.max_model_len,
     )
+    hardware = Hardware(
+        flops=machines.flops,
+        bandwidth=machines.memory_bandwidth,
+        memory=machines.memory,
+        devices=tp,
+        link=machines.link,
+    )
+    return roofline_profile(f"{model.name}-tp{tp}", shape, hardware, kv_tokens)
+
+
+def _head_dim(model: PlannedModel) -> int:
+    return max(1, model.hidden // model.heads)
 
 
 def _opt(name: str, layers: int, heads: int, hidden: int, parameters: float, **profiles: str | Profile) -> PlannedModel:
@@ -174,6 +201,7 @@ MODELS: dict[str, PlannedModel] = {
         ),
     )
 }
+AS_PROFILED = Machines(name="as-profiled", cost=1.0)
 MACHINES: dict[str, Machines] = {
     made.name: made
     for made in (

@@ -59,6 +59,11 @@ class CandidatePlacement:
         """True where prompts and decode steps have workers of their own."""
         return all(group.role != Role.MIXED for group in self.groups)
 
+    @property
+    def links(self) -> int:
+        """Devices whose links a handoff takes: those of the smaller of the two workers, on either side."""
+        return min(group.shape.devices for group in self.groups)
+
     def group(self, role: Role) -> InstanceGroup:
         """The one of this role. Raises KeyError."""
         for each in self.groups:

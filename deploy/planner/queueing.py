@@ -27,7 +27,7 @@ class QueueingRules:
     `serving`: as our workers do. Steps of a budget of tokens, chunks beside decode steps, KV on its way for as long
     as the link takes. `reference`: as DistServe's simulator does. Whole prompts, as many as the KV holds; vLLM's
     workers compute prompts before any decode step, and never both in one; KV arrives at once; TPOT counts the way
-    from the end of the prompt to the last token, over all tokens.
+    from the end of the prompt to the last token, over all tokens. `link_bytes_per_second` are a device's.
     """
 
     reference: bool = False
@@ -55,7 +55,7 @@ class QueueingModel:
         share = rate / placement.units
         run = _QueueingRun(self, offered(load, share, seed), share, goal)
         if placement.split:
-            found = run.split(placement.group(Role.PREFILL), placement.group(Role.DECODE))
+            found = run.split(placement.group(Role.PREFILL), placement.group(Role.DECODE), placement.links)
         else:
             found = run.mixed(placement.group(Role.MIXED))
         return replace(found, rate=rate)
@@ -83,12 +83,12 @@ class _QueueingRun:
         self.spare = (1.0 - goal.share) * count + 1e-9
         self.late_first, self.late_rest = set[int](), set[int]()
 
-    def split(self, prefill: InstanceGroup, decode: InstanceGroup) -> Attainment:
-        landed = self._through_prefill(prefill)
+    def split(self, prefill: InstanceGroup, decode: InstanceGroup, links: int) -> Attainment:
+        landed = self._through_prefill(prefill, links)
         return self._given_up() if landed is None or not self._through_decode(decode, landed) else self._result()
 
     def prefill_alone(self, group: InstanceGroup) -> Attainment:
-        if self._through_prefill(group) is None:
+        if self._through_prefill(group, group.shape.devices) is None:
             return self._given_up()
         self.finish = list(self.first)
         return self._result()
@@ -104,27 +104,28 @@ class _QueueingRun:
         arrivals = [(at, self._waiting(number)) for number, at in enumerate(self.arrived)]
         return self._result() if self._drive(lanes, arrivals, self._judge) else self._given_up()
 
-    def _through_prefill(self, group: InstanceGroup) -> list[tuple[float, int]] | None:
-        """When and whose KV comes to decode workers, in order; None where the goal is out of reach."""
+    def _through_prefill(self, group: InstanceGroup, links: int) -> list[tuple[float, int]] | None:
+        """When and whose KV comes over so many links to decode workers, in order; None where the goal is out of
+        reach."""
         rules = replace(self._rules(group), pipelined=group.shape.pp > 1)
         lanes = self._lanes(group, rules, 1, False)
         landed: list[tuple[float, int]] = []
         free = [0.0] * len(lanes)  # each worker's way out
 
         def judge(lane: int, number: int) -> None:
-            free[lane] = self._landing(number, free[lane])
+            free[lane] = self._landing(number, free[lane], links)
             landed.append((free[lane], number))
             self._judge(lane, number)
 
         arrivals = [(at, self._waiting(number)) for number, at in enumerate(self.arrived)]
         return sorted(landed) if self._drive(lanes, arrivals, judge) else None
 
-    def _landing(self, number: int, free: float) -> float:
+    def _landing(self, number: int, free: float, links: int) -> float:
         """KV leaves layer by layer while the prompt is computed, so the last layer's is what is waited for."""
         ended = self.first[number]
         if self.rules.reference:
             return ended
-        seconds = self.requests.prompt[number] * self.rules.kv_bytes / self.rules.link_bytes_per_second
+        seconds = self.requests.prompt[number] * self.rules.kv_bytes / (links * self.rules.link_bytes_per_second)
         return max(ended + seconds / self.rules.layers, free + seconds) + self.rules.message_seconds
 
     def _through_decode(self, group: InstanceGroup, landed: list[tuple[float, int]]) -> bool:

@@ -31,7 +31,7 @@ def why_not_simulated(placement: CandidatePlacement) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedModel:
-    """Workers of these profiles, by shape, behind one router. An AttainmentModel."""
+    """Workers of these profiles, by shape, behind one router. An AttainmentModel. The link's bytes/s are a device's."""
 
     profiles: tuple[tuple[InstanceShape, Profile], ...]
     link_bytes_per_second: float
@@ -89,7 +89,7 @@ def _plan(model: SimulatedModel, placement: CandidatePlacement) -> ClusterPlan:
     profiles = dict(model.profiles)
     roles = tuple(Role(group.role) for group in placement.groups for _ in range(group.count))
     of_role = {Role(group.role): profiles[group.shape] for group in placement.groups}
-    network = NetworkModel(bytes_per_second=model.link_bytes_per_second)
+    network = NetworkModel(bytes_per_second=placement.links * model.link_bytes_per_second)
     plan = ClusterPlan.of(next(iter(of_role.values())), roles, model.policy, network=network, of_role=of_role)
     budget = max(group.budget for group in placement.groups)
     return replace(plan, engine=replace(plan.engine, max_num_batched_tokens=budget))

@@ -36,7 +36,7 @@ class Supervisor:
     """`start()` the children, `stop()` them all. `module` of ours is what runs as a child."""
 
     def __init__(self, children: Sequence[ChildSpec], environ: Mapping[str, str], module: str = "deploy.cli"):
-        self.children = children
+        self.children = {child.name: child for child in children}
         self.module = module
         of_ours = (ENV_PREFIX, "VLLM_API_KEY")
         own = {name: value for name, value in os.environ.items() if not name.startswith(of_ours)}
@@ -50,13 +50,43 @@ class Supervisor:
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by the child that each keeps running
 
     def start(self) -> None:
-        for child in self.children:
-            self._tasks[child.name] = asyncio.create_task(self._keep(child), name=f"keep-{child.name}")
+        for child in self.children.values():
+            self._begin(child)
 
-    async def _keep(self, child: ChildSpec) -> None:
-        """Run the child, again and again, until we stop."""
+    def add(self, child: ChildSpec) -> None:
+        """One more; the name of one that is still leaving is taken."""
+        assert child.name not in self._tasks, "a child's name is its own"
+        self.children[child.name] = child
+        self._begin(child)
+
+    def change(self, child: ChildSpec) -> None:
+        """What the child of this name is started with, should it die; the one that runs goes on."""
+        self.children[child.name] = child
+
+    def _begin(self, child: ChildSpec) -> None:
+        self._tasks[child.name] = asyncio.create_task(self._keep(child.name), name=f"keep-{child.name}")
+
+    async def let_go(self, name: str, seconds: float) -> None:
+        """Ask the child to leave, for good, and kill it if it has not within this time."""
+        del self.children[name]
+        task, process = self._tasks[name], self.processes.get(name)
+        if process is None or process.returncode is not None:
+            task.cancel()  # it waits to start its child again
+        else:
+            _ask_to_leave(process)
+        await asyncio.wait([task], timeout=seconds)
+        process = self.processes.pop(name, None)
+        if process is not None and process.returncode is None:
+            log.warning("%s did not leave in %.0f s and is killed", name, seconds)
+            process.kill()
+            await process.wait()
+        await asyncio.wait([task])
+        self._tasks.pop(name)
+
+    async def _keep(self, name: str) -> None:
+        """Run the child, again and again, until we stop or let it go."""
         pause = FIRST_PAUSE / 2
-        while not self._stopping:
+        while not self._stopping and (child := self.children.get(name)) is not None:
             began = time.monotonic()
             process = await asyncio.create_subprocess_exec(
                 *module_command(self.module),
@@ -65,12 +95,12 @@ class Supervisor:
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
             )
-            self.processes[child.name] = process
+            self.processes[name] = process
             code = await process.wait()
-            if self._stopping:
+            if self._stopping or name not in self.children:
                 return
             pause = FIRST_PAUSE if time.monotonic() - began > YOUNG else min(2 * pause, LONGEST_PAUSE)
-            log.warning("%s ended with %s; starting it again in %.1f s", child.name, _ending(code), pause)
+            log.warning("%s ended with %s; starting it again in %.1f s", name, _ending(code), pause)
             await asyncio.sleep(pause)
 
     async def stop(self, seconds: float) -> None:
@@ -78,19 +108,23 @@ class Supervisor:
         self._stopping = True
         running = {name: process for name, process in self.processes.items() if process.returncode is None}
         for process in running.values():
-            process.send_signal(signal.SIGTERM)
-            process.send_signal(signal.SIGCONT)  # one that is stopped would hear it only when it goes on
+            _ask_to_leave(process)
         for name, task in self._tasks.items():
             if name not in running:  # it waits to start its child again
                 task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks.values(), timeout=seconds)
-        for name, process in self.processes.items():
+        for name, process in list(self.processes.items()):
             if process.returncode is None:
                 log.warning("%s did not leave in %.0f s and is killed", name, seconds)
                 process.kill()
                 await process.wait()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+
+def _ask_to_leave(process: asyncio.subprocess.Process) -> None:
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGCONT)  # one that is stopped would hear it only when it goes on
 
 
 def _ending(code: int) -> str:

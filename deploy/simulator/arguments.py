@@ -73,7 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--drafts", type=float, metavar="SHARE", help="draft tokens, of which this share is right; default: none")
     add("--without", default="", metavar="NAME,…", help=f"also with one switched off in turn: {', '.join(ABLATIONS)}")
     add("--bandwidth", type=float, default=25.0, metavar="GB/S", help="into and out of a worker (default: 25)")
+    add("--message-ms", type=float, default=0.2, help="of a message between router and worker, one way (default: 0.2)")
+    add("--commit-ms", type=float, default=0.0, help="from a handoff's end until its sequence decodes (default: 0)")
+    add("--front-ms", type=float, default=0.0, help="of the API before a request's first token (default: 0)")
+    add("--learned", action="store_true", help="workers begin with what the profile says of steps, not with a guess")
     add("--noise", type=float, default=0.05, help="of a step's time, as a logarithm (default: 0.05)")
+    add("--role-noise", default="", metavar="ROLE=X,…", help="another noise, of the workers of a role")
     add("--heartbeat-interval", type=float, default=0.5, help="seconds between a worker's heartbeats (default: 0.5)")
     add("--json", type=Path, metavar="FILE", help="write all figures there too")
 

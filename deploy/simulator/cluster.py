@@ -27,6 +27,7 @@ from router.placer import Placer
 from router.policies import make_policy
 from router.router import Router, RouterObserver
 from serving.config import EngineConfig
+from serving.engine.step_prior import UNKNOWN
 from serving.kvspec import LayerKV, Plane
 from serving.messages import Audit, Role, WorkerIdentity, WorkerStatus
 
@@ -38,10 +39,12 @@ class ClusterPlan:
     """Which workers there are, of what model and hardware, and how requests come to them.
 
     `of_role` are the profiles of roles whose hardware is not that of `profile`; the model is the same.
-    `noise` is the standard deviation of the logarithm of a step's seconds. Beats come every `heartbeat_interval`
-    seconds from each worker, spread over the interval. `engine` may set all but the KV's size, which is the profile's
-    unless it gives a number of blocks. Each of the `routers` hears every beat, and knows of no other router. Workers
-    with `drafts` try as many tokens at a time as `engine` says.
+    `noise` is the standard deviation of the logarithm of a step's seconds, `noise_of` that of roles with another.
+    Beats come every `heartbeat_interval` seconds from each worker, spread over the interval. `engine` may set all but
+    the KV's size, which is the profile's unless it gives a number of blocks. Each of the `routers` hears every beat,
+    and knows of no other router. Workers with `drafts` try as many tokens at a time as `engine` says. `front_seconds`
+    pass between a client and the router, before the first token: the API's work and the way of both. `learned`:
+    workers begin with what the profile says of their steps, as those do that have served before, not with a guess.
     """
 
     roles: tuple[Role, ...]
@@ -52,8 +55,11 @@ class ClusterPlan:
     noise: float = 0.05
     heartbeat_interval: float = 0.5
     of_role: Mapping[Role, Profile] = field(default_factory=dict)
+    noise_of: Mapping[Role, float] = field(default_factory=dict)
     routers: int = 1
     drafts: DraftModel | None = None
+    front_seconds: float = 0.0
+    learned: bool = False
 
     def __post_init__(self) -> None:
         if models := {each.model for each in self.of_role.values()} - {self.profile.model}:
@@ -103,10 +109,13 @@ class SimulatedCluster:
         self.workers: dict[str, Worker] = {}  # by instance
         self._receivers: dict[str, Receiver] = {}
         self._ports = Ports()
+        self.serving: list[Router] = []
         self._beats: list[asyncio.Task[None]] = []
+        self._hearts: dict[str, asyncio.Task[None]] = {}  # what beats for each worker, by instance
 
     def routers(self, observer: RouterObserver) -> list[Router]:
-        return [Router(placer, observer) for placer in self.placers]
+        self.serving = [Router(placer, observer) for placer in self.placers]
+        return self.serving
 
     async def start(self) -> None:
         for number, role in enumerate(self.plan.roles):
@@ -117,11 +126,36 @@ class SimulatedCluster:
         interval, count = self.plan.heartbeat_interval, len(self.workers)
         for number, worker in enumerate(self.workers.values()):
             first = interval * (number + 1) / count
-            self._repeat(first, interval, lambda worker=worker: self._beat(worker))  # type: ignore[misc]
+            self._keep_beating(worker, first)
         for fleet in self.fleets:
             self._repeat(interval, interval, fleet.expire)
 
-    def _repeat(self, first: float, interval: float, what: Callable[[], None]) -> None:
+    def join(self, role: Role, name: str, life: str) -> Worker:
+        """A worker that comes while others serve. `life` tells it from an earlier one of its name."""
+        worker = self._worker(role, len(self._hearts), name, life)
+        self.workers[worker.identity.instance] = worker
+        worker.start()
+        self._beat(worker)
+        self._keep_beating(worker, self.plan.heartbeat_interval)
+        return worker
+
+    async def leave(self, worker: Worker, seconds: float) -> None:
+        """It drains as one in a process does, and beats meanwhile; then it is gone."""
+        draining = asyncio.create_task(worker.drain(seconds))
+        await asyncio.sleep(0)
+        self._beat(worker)
+        await draining
+        self._hearts[worker.identity.instance].cancel()
+        self.workers.pop(worker.identity.instance)
+        if self._receivers.get(worker.address) is worker.decode:
+            self._receivers.pop(worker.address, None)
+        await worker.stop()
+
+    def _keep_beating(self, worker: Worker, first: float) -> None:
+        interval = self.plan.heartbeat_interval
+        self._hearts[worker.identity.instance] = self._repeat(first, interval, lambda: self._beat(worker))
+
+    def _repeat(self, first: float, interval: float, what: Callable[[], None]) -> asyncio.Task[None]:
         async def repeat() -> None:
             await asyncio.sleep(first)
             while True:
@@ -129,13 +163,14 @@ class SimulatedCluster:
                 await asyncio.sleep(interval)
 
         self._beats.append(asyncio.create_task(repeat()))
+        return self._beats[-1]
 
-    def _worker(self, role: Role, number: int) -> Worker:
-        plan, profile, name = self.plan, self.plan.hardware(role), f"{role}-{number}"
+    def _worker(self, role: Role, number: int, name: str = "", life: str = "life") -> Worker:
+        plan, profile, name = self.plan, self.plan.hardware(role), name or f"{role}-{number}"
         address = f"simulated:{name}"
         config, blocks = plan.engine, plan.blocks(role)
         identity = WorkerIdentity(
-            instance=f"{name}-life",
+            instance=f"{name}-{life}",
             name=name,
             role=role,
             model=profile.model,
@@ -144,11 +179,13 @@ class SimulatedCluster:
             kv_dtype="bfloat16",
             max_model_len=min(profile.max_model_len, blocks * config.block_size),
         )
-        runner = ModelledRunner(profile, self.texts, lognormal(plan.noise, self.seed * 4096 + number))
+        noise = lognormal(plan.noise_of.get(role, plan.noise), self.seed * 4096 + number)
+        runner = ModelledRunner(profile, self.texts, noise)
         parts = ModelParts(
             runner=runner,
             eos_token_ids=frozenset({EOS}),
             layout=lambda kv_dtype: (profile.model, TOKEN_KV),
+            guess=profile.learned() if plan.learned else UNKNOWN,
             proposer=ModelledProposer(plan.drafts, self.texts) if plan.drafts is not None else None,
         )
         dialer = ModelledDialer(address, self._receivers, self._ports, plan.network, profile.kv_bytes)

@@ -45,6 +45,7 @@ ABOVE_ZERO = (
     *("first_rate", "ttft_ms", "tpot_ms", "burstiness", "bandwidth", "heartbeat_interval", "rate_tolerance"),
     *("max_tokens", "max_num_batched_tokens", "max_num_seqs", "num_kv_blocks", "seeds"),
 )
+FROM_ZERO = ("message_ms", "commit_ms", "front_ms")
 LEAST_RATE = 1e-6  # requests a second
 MOST_NOISE = 3.0
 SEARCH = "search"  # in the place of rates
@@ -75,6 +76,21 @@ def profiles_of(text: str) -> dict[Role, Profile]:
         if role not in list(Role):
             raise ValueError(f"--role-profiles {text}: {part!r} is not ROLE=NAME with one of {', '.join(Role)}")
         found[Role(role)] = named_profile("--role-profiles", name)
+    return found
+
+
+def noise_of(text: str) -> dict[Role, float]:
+    """`prefill=0.1` → that role's noise. Raises ValueError."""
+    found: dict[Role, float] = {}
+    for part in filter(None, text.split(",")):
+        role, _, number = part.strip().partition("=")
+        try:
+            noise = float(number)
+        except ValueError:
+            noise = math.nan
+        if role not in list(Role) or not 0 <= noise <= MOST_NOISE:
+            raise ValueError(f"--role-noise {text}: {part!r} is not ROLE=X with a role and 0 to {MOST_NOISE:g}")
+        found[Role(role)] = noise
     return found
 
 
@@ -116,6 +132,9 @@ def check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {value:g}: give a number above 0")
+    for name in FROM_ZERO:
+        if not 0 <= getattr(options, name) < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name):g}: give a number from 0 on")
     if options.requests < 2:
         raise ValueError(f"--requests {options.requests}: give at least 2")
     if not 0 <= options.noise <= MOST_NOISE:
@@ -150,15 +169,22 @@ def study_of(options: argparse.Namespace, policy: str) -> Study:
     check(options)
     system = SYSTEMS[options.system] if options.system is not None else None
     profile = system.model if system is not None else named_profile("--profile", options.profile)
-    network, of_role = NetworkModel(bytes_per_second=options.bandwidth * 1e9), profiles_of(options.role_profiles)
+    of_role = profiles_of(options.role_profiles)
     if any(other.model != profile.model for other in of_role.values()):
         raise ValueError(f"--role-profiles {options.role_profiles}: all workers must be of one model, {profile.model}")
     plan = ClusterPlan.of(
         profile,
         roles_of(options.workers),
         policy,
-        network=network,
+        network=NetworkModel(
+            message_seconds=options.message_ms / 1e3,
+            commit_seconds=options.commit_ms / 1e3,
+            bytes_per_second=options.bandwidth * 1e9,
+        ),
+        front_seconds=options.front_ms / 1e3,
+        learned=options.learned,
         noise=options.noise,
+        noise_of=noise_of(options.role_noise),
         heartbeat_interval=options.heartbeat_interval,
         of_role=of_role,
     )

@@ -1,7 +1,7 @@
 """What steps of a model take on described hardware: by its FLOP/s, its memory's bandwidth and its link.
 
-Pure arithmetic. Its shares of the peaks are assumptions where no worker has been measured; docs/simulator.md compares
-them with A100 tables.
+Pure arithmetic, for the simulator and the planner. Its shares of the peaks are assumptions where no worker has been
+measured: they are read off DistServe's tables for OPT-13B on an A100, which docs/simulator.md compares it with.
 
     t  new tokens          c  context          n  devices in tensor parallel
     ((weights + KV·c) / bandwidth + (2·P·t + pairs) / flops) / n + 2 sums a layer over the link + overhead
@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deploy.simulator.profiles import Profile, StepWork
+
+USABLE_MEMORY = 0.924  # of a device, for weights and KV
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +63,7 @@ class Hardware:
     compute_share: float = 0.79
     memory_share: float = 0.64
     link_share: float = 0.16
-    usable_memory: float = 0.92  # for weights and KV
+    usable_memory: float = USABLE_MEMORY
     step_seconds: float = 3e-3
     sequence_seconds: float = 4e-5
 
@@ -90,17 +92,22 @@ class Roofline:
         return 2 * model.layers * share * model.hidden * 2 * tokens / (hardware.link * hardware.link_share)
 
 
-def roofline_profile(name: str, model: ModelShape, hardware: Hardware) -> Profile:
-    """Steps by the roofline, KV in the memory that the weights leave. Raises ValueError where they leave none."""
+def kv_room(model: ModelShape, hardware: Hardware) -> int:
+    """Tokens of KV beside the weights in a worker's memory. Raises ValueError where there is room for no request."""
     room = hardware.usable_memory * hardware.memory * hardware.devices - model.all_weights
     tokens = int(room // model.kv_bytes)
     if tokens < model.max_model_len:
         raise ValueError(f"weights of {model.all_weights:.3g} bytes leave room for {max(tokens, 0)} tokens of KV")
+    return tokens
+
+
+def roofline_profile(name: str, model: ModelShape, hardware: Hardware, kv_tokens: int | None = None) -> Profile:
+    """Steps by the roofline. KV has room for `kv_tokens`, or as `kv_room` says, which raises ValueError."""
     return Profile(
         name=name,
         model=model.name,
         steps=Roofline(model, hardware),
-        kv_tokens=tokens,
+        kv_tokens=kv_room(model, hardware) if kv_tokens is None else kv_tokens,
         kv_bytes=model.kv_bytes,
         layers=model.layers,
         max_model_len=model.max_model_len,

@@ -22,14 +22,18 @@ MODELLED = "modelled"  # the transport's name in a decode worker's accounts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkModel:
-    """`message_seconds` one way, of any message; `transfer_seconds` beside those that a chunk's bytes take."""
+    """`message_seconds` one way, of any message; `transfer_seconds` beside those that a chunk's bytes take.
+
+    `commit_seconds` pass at the end of a handoff, until its sequence can decode: what no chunk before has hidden.
+    """
 
     message_seconds: float = 2e-4
     transfer_seconds: float = 5e-4
+    commit_seconds: float = 0.0
     bytes_per_second: float = 25e9  # into a worker, and out of one
 
     def __post_init__(self) -> None:
-        if min(self.message_seconds, self.transfer_seconds) < 0 or self.bytes_per_second <= 0:
+        if min(self.message_seconds, self.transfer_seconds, self.commit_seconds) < 0 or self.bytes_per_second <= 0:
             raise ValueError("a network's seconds cannot be negative, and its bandwidth must be positive")
 
 
@@ -97,7 +101,7 @@ class ModelledHandoff:
         await self.receiver.receive(chunk, MODELLED)
 
     async def commit(self, commit: Commit) -> range | None:
-        await asyncio.sleep(self.dialer.network.message_seconds)
+        await asyncio.sleep(self.dialer.network.message_seconds + self.dialer.network.commit_seconds)
         return await self.receiver.commit(commit, MODELLED)
 
     async def close(self) -> None:

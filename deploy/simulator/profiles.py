@@ -20,6 +20,7 @@ LARGE_BATCH = 95  # sequences from which on a decode step has the coefficients o
 PIPELINE_MS = 1.0  # a step, for each stage of a pipeline; there is one
 STEP_MS = 2.0  # a step, of the system around the model
 STEP_CONTEXT_MS = 1e-4  # the same for each token of context
+LEARNED_FROM = 1000  # steps that a worker's fit is of, once it has served
 
 
 @dataclass(slots=True)
@@ -162,6 +163,11 @@ class Profile:
         fixed, token, pair, sequence, context = (values.get(index, 0.0) for index in range(5))
         error = float(np.log(columns[:, kept] @ found).std())
         return StepCost(fixed=fixed, token=token, pair=pair, sequence=sequence, context=context, error=error)
+
+    def learned(self) -> StepCost:
+        """What workers with this profile have learned of their steps once they have served."""
+        cost = self.steps.cost if isinstance(self.steps, Fitted) else self.fitted()
+        return replace(cost, samples=max(cost.samples, LEARNED_FROM))
 
     def decode_seconds(self, sequences: int, context: int) -> float:
         """A decode step of sequences with so much context each."""

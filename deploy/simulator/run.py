@@ -97,7 +97,7 @@ async def _play(
             for outcome, router in zip(outcomes, cycle(routers), strict=False):
                 await asyncio.sleep(outcome.arrived - loop.time())
                 outcome.arrived = loop.time()
-                clients.create_task(_ask(loop, router, outcome, ended))
+                clients.create_task(_ask(loop, router, outcome, plan.front_seconds, ended))
         seconds = loop.time()
         if watching is not None:
             watching.cancel()
@@ -107,9 +107,15 @@ async def _play(
 
 
 async def _ask(
-    loop: VirtualLoop, router: Router, outcome: RequestOutcome, ended: Callable[[RequestOutcome], None]
+    loop: VirtualLoop,
+    router: Router,
+    outcome: RequestOutcome,
+    front: float,
+    ended: Callable[[RequestOutcome], None],
 ) -> None:
-    """One client: it takes what comes, and notes when."""
+    """One client, `front` seconds away: it takes what comes, and notes when."""
+    if front:
+        await asyncio.sleep(front)
     answer: AsyncIterator[Delta] = router.generate(outcome.request)
     try:
         async with aclosing(answer) as deltas:  # type: ignore[type-var]

@@ -47,7 +47,7 @@ class Study:
     @property
     def offered(self) -> int:
         """Requests of all seeds together."""
-        return (len(self.given) or self.requests) * len(self.seeds)
+        return (sum(each.counted for each in self.given) or self.requests) * len(self.seeds)
 
     @property
     def natural_rate(self) -> float:
@@ -60,11 +60,15 @@ class Study:
         return trace(self.traffic, self.plan.profile, self.requests, seed, max_tokens=self.max_tokens)
 
     def run(self, rate: float, seed: int, ended: Callable[[RequestOutcome], None]) -> list[RequestOutcome]:
-        """One seed's requests at one rate."""
+        """One seed's requests at one rate; of a trace, those that count."""
         arrivals = self.trace(seed)
         if self.system is not None:
-            return replay(self.system, arrivals, rate, seed=seed, noise=self.plan.noise, ended=ended).outcomes
-        return simulate(self.plan, arrivals, rate, seed=seed, ended=ended).outcomes
+            done = replay(self.system, arrivals, rate, seed=seed, noise=self.plan.noise, ended=ended)
+        else:
+            done = simulate(self.plan, arrivals, rate, seed=seed, ended=ended)
+        if not self.given:
+            return done.outcomes
+        return [outcome for outcome, each in zip(done.outcomes, self.given, strict=True) if each.counted]
 
     def at(self, rate: float, ended: Ended = lambda count: None, *, wanted: float = 0.0) -> RateFigures:
         """What comes of one rate. No more seeds are run once the share `wanted` cannot be attained any more."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import math
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,21 +18,39 @@ import orjson
 from deploy.simulator.texts import VOCABULARY
 from deploy.simulator.traffic import Arrival
 from serving.messages import Request, SamplingParams, Slo
+from serving.service_class import SERVICE_CLASSES, STANDARD
 
-MEASURED = ("ttft_ms", "tpot_ms")  # may be missing
+NUMBERS = ("ttft_ms", "tpot_ms", "ttft_slo_ms", "tpot_slo_ms")  # may be missing, as may all that is here
 MOST_TOKENS = 1 << 24
 LEAST_SPAN = 1e-6  # seconds; arrivals nearer to each other come at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedRequest:
-    """`arrival_s` in seconds on the trace's clock; `ttft_ms` and `tpot_ms` are NaN where they were not measured."""
+    """`arrival_s` in seconds on the trace's clock; `ttft_ms` and `tpot_ms` are NaN where they were not measured.
+
+    Objectives are NaN where the request brought none. Prompts of one `prefix` have their first `prefix_tokens` tokens
+    in common. One that is not `counted` is served and left out of every figure, as those that warm a cache.
+    """
 
     arrival_s: float
     prompt_tokens: int
     output_tokens: int
     ttft_ms: float = math.nan
     tpot_ms: float = math.nan
+    ttft_slo_ms: float = math.nan
+    tpot_slo_ms: float = math.nan
+    service_class: str = STANDARD
+    prefix: str = ""
+    prefix_tokens: int = 0
+    counted: bool = True
+
+    def slo(self, otherwise: Slo) -> Slo:
+        """Its own objectives, and the others where it has none."""
+        return Slo(
+            ttft_ms=otherwise.ttft_ms if math.isnan(self.ttft_slo_ms) else self.ttft_slo_ms,
+            tpot_ms=otherwise.tpot_ms if math.isnan(self.tpot_slo_ms) else self.tpot_slo_ms,
+        )
 
 
 def read_trace(path: Path) -> list[TracedRequest]:
@@ -42,8 +61,8 @@ def read_trace(path: Path) -> list[TracedRequest]:
         raise ValueError(f"{path}: {error}") from None
     rows = _csv_rows(path, text) if path.suffix.lower() == ".csv" else _json_rows(path, text)
     found = [_request(where, row) for where, row in rows]
-    if not found:
-        raise ValueError(f"{path}: no request in it")
+    if not any(each.counted for each in found):
+        raise ValueError(f"{path}: no request in it" + (" is counted" if found else ""))
     return sorted(found, key=lambda each: each.arrival_s)
 
 
@@ -76,13 +95,32 @@ def _json_rows(path: Path, text: str) -> Iterator[tuple[str, Mapping[str, object
 
 
 def _request(where: str, row: Mapping[str, object]) -> TracedRequest:
-    measured = {name: _number(where, name, row[name]) for name in MEASURED if row.get(name) not in (None, "")}
+    given = {name: value for name, value in row.items() if value not in (None, "")}
+    arrival = _number(where, "arrival_s", row.get("arrival_s"))
+    prompt = _count(where, "prompt_tokens", row.get("prompt_tokens"))
+    prefix = _count(where, "prefix_tokens", given["prefix_tokens"]) if given.get("prefix_tokens") else 0
+    if prefix > prompt:
+        raise ValueError(f"{where}, prefix_tokens: {prefix} are more than the prompt's {prompt}")
+    name = str(given.get("service_class", STANDARD))
+    if name not in SERVICE_CLASSES:
+        raise ValueError(f"{where}, service_class: there are {', '.join(SERVICE_CLASSES)}, not {name!r}")
     return TracedRequest(
-        arrival_s=_number(where, "arrival_s", row.get("arrival_s")),
-        prompt_tokens=_count(where, "prompt_tokens", row.get("prompt_tokens")),
+        arrival_s=arrival,
+        prompt_tokens=prompt,
         output_tokens=_count(where, "output_tokens", row.get("output_tokens")),
-        **measured,
+        service_class=name,
+        prefix=str(given.get("prefix", "")),
+        prefix_tokens=prefix,
+        counted=_truth(where, "counted", given.get("counted", True)),
+        **{field: _number(where, field, given[field]) for field in NUMBERS if field in given},
     )
+
+
+def _truth(where: str, name: str, value: object) -> bool:
+    told = str(value).lower()
+    if told not in ("true", "false"):
+        raise ValueError(f"{where}, {name}: {value!r} is neither true nor false")
+    return told == "true"
 
 
 def _number(where: str, name: str, value: object) -> float:
@@ -109,15 +147,29 @@ def natural_rate(traced: Sequence[TracedRequest]) -> float:
 
 
 def as_arrivals(traced: Sequence[TracedRequest], slo: Slo, seed: int = 0) -> tuple[Arrival, ...]:
-    """The same at one request a second, with made-up texts of these lengths: `natural_rate` restores their times."""
+    """The same at one request a second, with made-up texts of these lengths: `natural_rate` restores their times.
+
+    `slo` is for those without objectives of their own.
+    """
     generator, rate, first = np.random.default_rng((seed, 0x5446)), natural_rate(traced), traced[0].arrival_s
     made = []
     for number, each in enumerate(traced):
+        own = generator.integers(1, VOCABULARY, size=each.prompt_tokens - each.prefix_tokens)
         request = Request(
             request_id=f"trace-{number}",
-            prompt=tuple(generator.integers(1, VOCABULARY, size=each.prompt_tokens).tolist()),
+            prompt=(*_prefix(each, seed), *own.tolist()),
             sampling=SamplingParams(max_tokens=each.output_tokens, seed=number, temperature=0.0),
-            slo=slo,
+            slo=each.slo(slo),
+            service_class=each.service_class,
+            priority=SERVICE_CLASSES[each.service_class].priority,
         )
         made.append(Arrival((each.arrival_s - first) * rate, request, each.output_tokens))
     return tuple(made)
+
+
+def _prefix(traced: TracedRequest, seed: int) -> list[int]:
+    """The beginning of all texts of one name: the same tokens, as many as are asked for."""
+    if not traced.prefix_tokens:
+        return []
+    generator = np.random.default_rng((seed, 0x5458, zlib.crc32(traced.prefix.encode())))
+    return generator.integers(1, VOCABULARY, size=traced.prefix_tokens).tolist()  # type: ignore[no-any-return]

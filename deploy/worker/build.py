@@ -30,7 +30,7 @@ from kvcache.blocks.manager import KVCacheManager
 from kvcache.blocks.offload import OffloadManager, plan_host
 from kvcache.connector.connector import PoolConnector, pool_client, write_back_to
 from kvcache.connector.fetch_cost import FetchCost
-from kvcache.memory.device import blocks_in, token_bytes
+from kvcache.memory.device import DeviceKV, blocks_in, token_bytes
 from kvcache.memory.host import HostKV
 from kvcache.memory.locations import KVLocations
 from kvcache.pool.links import PoolLink
@@ -63,6 +63,7 @@ from serving.step_cost import StepCost
 from serving.text.tokenizer import load_tokenizer
 
 Measured = Callable[[StepRecord], None]
+MakeForward = Callable[[LoadedModel, DeviceKV, EngineConfig, int], Forward]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +103,7 @@ def build_worker(
     *,
     name: str | None = None,
     drafts: DraftParts | None = None,
+    make_forward: MakeForward = forward_of,
 ) -> Worker:
     """A worker of a model, not started yet; what its drafts are made with is loaded, unless it is given.
 
@@ -113,9 +115,8 @@ def build_worker(
     specs, drafts = spec.kv_layers(kv_dtype), drafts or load_draft_parts(role, model, model_config, config)
     locations, tokens = kv_memory(model, specs, drafts.specs, config, model_config.device)
     device_kv, limit = locations.device, context_limit(model, model_config, tokens)
-    drafting = make_drafts(drafts, model, forward_of(model, device_kv, config, limit), device_kv, config, limit)
-    forward = drafting.forward
-    form = forward.form if config.deterministic else "any"
+    drafting = make_drafts(drafts, model, make_forward(model, device_kv, config, limit), device_kv, config, limit)
+    forward, form = drafting.forward, drafting.forward.form if config.deterministic else "any"
 
     def layout(dtype: str) -> tuple[str, tuple[LayerKV, ...]]:
         layers = spec.kv_layers(dtype)

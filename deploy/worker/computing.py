@@ -44,6 +44,23 @@ def forward_of(model: LoadedModel, device_kv: DeviceKV, config: EngineConfig, ma
     return join_group(model, device_kv.planes, config.max_num_batched_tokens)
 
 
+class KeptForward:
+    """`forward_of` for one worker after the other of one process: on a CPU the next one shares packed weights."""
+
+    def __init__(self) -> None:
+        self._kept: Forward | None = None
+        self._limit = 0
+
+    def __call__(self, model: LoadedModel, device_kv: DeviceKV, config: EngineConfig, max_position: int) -> Forward:
+        """Raises as `forward_of`."""
+        on_cpu = device_kv.planes[0][0].device.type == "cpu"
+        if self._kept is None or max_position > self._limit or not on_cpu or ranks_of(model) > 1:
+            self._kept, self._limit = forward_of(model, device_kv, config, max_position), max_position
+        else:
+            self._kept = self._kept.over(device_kv.planes)
+        return self._kept
+
+
 def ranks_of(model: LoadedModel) -> int:
     """How many processes compute its steps."""
     if isinstance(model, SpreadModel):

@@ -57,6 +57,7 @@ class Worker:
         self.connector = connector
         self.rank_counters: Callable[[], Mapping[str, float]] = dict  # running totals of its ranks, by metric
         self.restarts: Counter[str] = Counter()  # of background tasks that broke, by name
+        self.flips = 0  # of its process, until now
         self.crashed = asyncio.Event()  # the engine has died: the process must leave
 
     # ---- links -------------------------------------------------------------------------------------------------
@@ -89,6 +90,16 @@ class Worker:
         await asyncio.gather(*(side.drain(seconds) for side in self._sides()))  # the platform counts them once
         if self.connector is not None:
             await self.connector.flush(min(seconds, FLUSH_SECONDS))
+
+    @property
+    def drained(self) -> bool:
+        """True if it holds no request."""
+        return not any(side.sequences() for side in self._sides())
+
+    def resume(self) -> None:
+        """It goes on after a drain."""
+        for side in self._sides():
+            side.draining = False
 
     async def stop(self) -> None:
         if self.connector is not None:
@@ -178,6 +189,7 @@ class Worker:
             "engine_python_seconds": totals.python_seconds,
             "engine_kv_wait_seconds": totals.waited_seconds,
             "kv_transfer_bytes": float(self.prefill.bytes_sent),
+            "role_flips": float(self.flips),
             "deadlines_exceeded": float(self.prefill.expired + (self.decode.expired if self.decode is not None else 0)),
         }
         if decoding is not None and decoding.speculation is not None:

@@ -505,3 +505,69 @@ class AuditReply(_message.Message):
     AUDITS_FIELD_NUMBER: _ClassVar[int]
     audits: _containers.RepeatedCompositeFieldContainer[Audit]
     def __init__(self, audits: _Optional[_Iterable[_Union[Audit, _Mapping]]] = ...) -> None: ...
+
+class FlipRequest(_message.Message):
+    __slots__ = ("role", "seconds")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    seconds: float
+    def __init__(self, role: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class FlipReply(_message.Message):
+    __slots__ = ("instance",)
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    instance: str
+    def __init__(self, instance: _Optional[str] = ...) -> None: ...
+
+class ControlFlipRequest(_message.Message):
+    __slots__ = ("worker", "flip")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    FLIP_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    flip: FlipRequest
+    def __init__(self, worker: _Optional[str] = ..., flip: _Optional[_Union[FlipRequest, _Mapping]] = ...) -> None: ...
+
+class ControlDrainRequest(_message.Message):
+    __slots__ = ("worker",)
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    def __init__(self, worker: _Optional[str] = ...) -> None: ...
+
+class ControlAddRequest(_message.Message):
+    __slots__ = ("role",)
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    def __init__(self, role: _Optional[str] = ...) -> None: ...
+
+class ControlReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ControlWorkersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ControlWorker(_message.Message):
+    __slots__ = ("name", "role", "state")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    role: str
+    state: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ...) -> None: ...
+
+class ControlWorkersReply(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[ControlWorker]
+    def __init__(self, workers: _Optional[_Iterable[_Union[ControlWorker, _Mapping]]] = ...) -> None: ...
+
+class ControlClaimRequest(_message.Message):
+    __slots__ = ("holder", "seconds")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    holder: str
+    seconds: float
+    def __init__(self, holder: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...

@@ -395,6 +395,11 @@ class WorkerStub:
                 request_serializer=serving_dot_proto_dot_millrace__pb2.AuditRequest.SerializeToString,
                 response_deserializer=serving_dot_proto_dot_millrace__pb2.AuditReply.FromString,
                 _registered_method=True)
+        self.Flip = channel.unary_unary(
+                '/millrace.v1.Worker/Flip',
+                request_serializer=serving_dot_proto_dot_millrace__pb2.FlipRequest.SerializeToString,
+                response_deserializer=serving_dot_proto_dot_millrace__pb2.FlipReply.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -407,6 +412,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Flip(self, request, context):
+        """answered once it serves in that role
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -414,6 +426,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.GetAudit,
                     request_deserializer=serving_dot_proto_dot_millrace__pb2.AuditRequest.FromString,
                     response_serializer=serving_dot_proto_dot_millrace__pb2.AuditReply.SerializeToString,
+            ),
+            'Flip': grpc.unary_unary_rpc_method_handler(
+                    servicer.Flip,
+                    request_deserializer=serving_dot_proto_dot_millrace__pb2.FlipRequest.FromString,
+                    response_serializer=serving_dot_proto_dot_millrace__pb2.FlipReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -444,6 +461,283 @@ class Worker:
             '/millrace.v1.Worker/GetAudit',
             serving_dot_proto_dot_millrace__pb2.AuditRequest.SerializeToString,
             serving_dot_proto_dot_millrace__pb2.AuditReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Flip(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Worker/Flip',
+            serving_dot_proto_dot_millrace__pb2.FlipRequest.SerializeToString,
+            serving_dot_proto_dot_millrace__pb2.FlipReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class ControlStub:
+    """Served by the router, to whoever decides how many workers of each role there are: one at a time.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Claim = channel.unary_unary(
+                '/millrace.v1.Control/Claim',
+                request_serializer=serving_dot_proto_dot_millrace__pb2.ControlClaimRequest.SerializeToString,
+                response_deserializer=serving_dot_proto_dot_millrace__pb2.ControlReply.FromString,
+                _registered_method=True)
+        self.Workers = channel.unary_unary(
+                '/millrace.v1.Control/Workers',
+                request_serializer=serving_dot_proto_dot_millrace__pb2.ControlWorkersRequest.SerializeToString,
+                response_deserializer=serving_dot_proto_dot_millrace__pb2.ControlWorkersReply.FromString,
+                _registered_method=True)
+        self.Add = channel.unary_unary(
+                '/millrace.v1.Control/Add',
+                request_serializer=serving_dot_proto_dot_millrace__pb2.ControlAddRequest.SerializeToString,
+                response_deserializer=serving_dot_proto_dot_millrace__pb2.ControlReply.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/millrace.v1.Control/Drain',
+                request_serializer=serving_dot_proto_dot_millrace__pb2.ControlDrainRequest.SerializeToString,
+                response_deserializer=serving_dot_proto_dot_millrace__pb2.ControlReply.FromString,
+                _registered_method=True)
+        self.Flip = channel.unary_unary(
+                '/millrace.v1.Control/Flip',
+                request_serializer=serving_dot_proto_dot_millrace__pb2.ControlFlipRequest.SerializeToString,
+                response_deserializer=serving_dot_proto_dot_millrace__pb2.FlipReply.FromString,
+                _registered_method=True)
+
+
+class ControlServicer:
+    """Served by the router, to whoever decides how many workers of each role there are: one at a time.
+    """
+
+    def Claim(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Workers(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Add(self, request, context):
+        """answered once it is asked for
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """answered once it has been told
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Flip(self, request, context):
+        """answered once it serves in that role
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_ControlServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Claim': grpc.unary_unary_rpc_method_handler(
+                    servicer.Claim,
+                    request_deserializer=serving_dot_proto_dot_millrace__pb2.ControlClaimRequest.FromString,
+                    response_serializer=serving_dot_proto_dot_millrace__pb2.ControlReply.SerializeToString,
+            ),
+            'Workers': grpc.unary_unary_rpc_method_handler(
+                    servicer.Workers,
+                    request_deserializer=serving_dot_proto_dot_millrace__pb2.ControlWorkersRequest.FromString,
+                    response_serializer=serving_dot_proto_dot_millrace__pb2.ControlWorkersReply.SerializeToString,
+            ),
+            'Add': grpc.unary_unary_rpc_method_handler(
+                    servicer.Add,
+                    request_deserializer=serving_dot_proto_dot_millrace__pb2.ControlAddRequest.FromString,
+                    response_serializer=serving_dot_proto_dot_millrace__pb2.ControlReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=serving_dot_proto_dot_millrace__pb2.ControlDrainRequest.FromString,
+                    response_serializer=serving_dot_proto_dot_millrace__pb2.ControlReply.SerializeToString,
+            ),
+            'Flip': grpc.unary_unary_rpc_method_handler(
+                    servicer.Flip,
+                    request_deserializer=serving_dot_proto_dot_millrace__pb2.ControlFlipRequest.FromString,
+                    response_serializer=serving_dot_proto_dot_millrace__pb2.FlipReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'millrace.v1.Control', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('millrace.v1.Control', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Control:
+    """Served by the router, to whoever decides how many workers of each role there are: one at a time.
+    """
+
+    @staticmethod
+    def Claim(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Control/Claim',
+            serving_dot_proto_dot_millrace__pb2.ControlClaimRequest.SerializeToString,
+            serving_dot_proto_dot_millrace__pb2.ControlReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Workers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Control/Workers',
+            serving_dot_proto_dot_millrace__pb2.ControlWorkersRequest.SerializeToString,
+            serving_dot_proto_dot_millrace__pb2.ControlWorkersReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Add(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Control/Add',
+            serving_dot_proto_dot_millrace__pb2.ControlAddRequest.SerializeToString,
+            serving_dot_proto_dot_millrace__pb2.ControlReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Control/Drain',
+            serving_dot_proto_dot_millrace__pb2.ControlDrainRequest.SerializeToString,
+            serving_dot_proto_dot_millrace__pb2.ControlReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Flip(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Control/Flip',
+            serving_dot_proto_dot_millrace__pb2.ControlFlipRequest.SerializeToString,
+            serving_dot_proto_dot_millrace__pb2.FlipReply.FromString,
             options,
             channel_credentials,
             insecure,

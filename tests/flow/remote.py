@@ -5,7 +5,7 @@ from __future__ import annotations
 from decode.service import DecodeService
 from deploy.local import LocalCluster
 from deploy.worker.build import WorkerLinks, build_worker
-from deploy.worker.process import WorkerService
+from deploy.worker.service import WorkerService
 from deploy.worker.worker import Worker
 from kvcache.handoff.dialer import Dialer
 from prefill.service import PrefillService

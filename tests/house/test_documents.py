@@ -9,6 +9,7 @@ import pytest
 
 from deploy.cli import make_parser
 from scripts.flags import PAGE, render
+from serving.autoscaler_metrics import AutoscalerFigures, AutoscalerMetrics
 from serving.certificate_metrics import certificate_text
 from serving.http_metrics import HttpMetrics
 from serving.key_metrics import KeyMetrics
@@ -25,9 +26,10 @@ LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#]+)(?:#[^)]*)?\)")
 
 
 def exported() -> dict[str, str]:
-    """Name and type of every metric on the router's /metrics, which holds the workers' too."""
+    """Name and type of every metric on the router's /metrics, which holds the workers' too, and on the autoscaler's."""
     router = RouterMetrics("model", lambda: [], lambda: 0).text() + HttpMetrics().text()
-    text = (router + KeyMetrics().text() + certificate_text({}) + trace_text(TraceCounts())).decode()
+    autoscaler = AutoscalerMetrics(AutoscalerFigures()).text()
+    text = (router + KeyMetrics().text() + certificate_text({}) + trace_text(TraceCounts()) + autoscaler).decode()
     return {name: kind for name, kind in EXPORTED.findall(text) if not name.endswith("_created")}
 
 

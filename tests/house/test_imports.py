@@ -47,6 +47,8 @@ TORCH_FREE = (
     "serving/batch/layer_barrier.py",
     "kvcache/pool/*",
     "deploy/cli.py",
+    "deploy/autoscale.py",
+    "deploy/autoscaler/*",
     "deploy/cache.py",
     "deploy/explain.py",
     "deploy/kvcache_process.py",

@@ -16,6 +16,13 @@ from tests.house.source import imports, matching, start_closure, tree
 # Files that decide. The thin shells around them wait, measure and send: router/admission.py waits for a turn, the
 # workers and transports act. What merely describes (configuration, messages, specs) is not listed.
 PURE = (
+    "deploy/autoscaler/demand.py",
+    "deploy/autoscaler/fleet_load.py",
+    "deploy/autoscaler/gain.py",
+    "deploy/autoscaler/limits.py",
+    "deploy/autoscaler/observation.py",
+    "deploy/autoscaler/policy.py",
+    "deploy/autoscaler/shift.py",
     "deploy/foreign_flags.py",
     "deploy/placement/plan.py",
     "deploy/placement/reader.py",
@@ -29,6 +36,7 @@ PURE = (
     "router/goodput.py",
     "router/lease_room.py",
     "router/link_costs.py",
+    "router/offered.py",
     "router/output_lengths.py",
     "router/policy.py",
     "router/policies.py",

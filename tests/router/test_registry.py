@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,6 +60,16 @@ class RegistryMachine(RuleBasedStateMachine):
 
 TestRegistry = RegistryMachine.TestCase
 TestRegistry.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+def test_what_a_last_life_has_sent_late_does_not_take_the_place_of_the_new_one() -> None:
+    """As where a worker flips: its last heartbeat and the first of its next life may be under way together."""
+    registry = Registry(SILENCE)
+    last, new = (replace(make_status("a"), instance=instance) for instance in ("last", "new"))
+    registry.heartbeat(last, 0.0)
+    assert registry.heartbeat(new, 1.0)
+    assert not registry.heartbeat(last, 1.1)
+    assert list(registry.workers) == ["new"]
 
 
 def test_a_new_life_takes_the_place_of_the_last() -> None:

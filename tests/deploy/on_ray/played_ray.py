@@ -52,6 +52,8 @@ class PlayedActor:
     leaving: bool = False
     left: bool = False
     begun: int = 1
+    command: tuple[str, ...] = ()
+    changed: list[str] = field(default_factory=list)  # what its child is to be started as
 
     def report_now(self) -> ActorReport:
         if self.dead:
@@ -136,10 +138,12 @@ class PlayedRay:
             before = self.actors.get(name)
             if before is not None and not before.dead:
                 raise ValueError(f"the name {name} is taken")
-            self.actors[name] = actor = PlayedActor(name, group, begun=before.begun + 1 if before else 1)
+            begun = before.begun + 1 if before else 1
+            self.actors[name] = actor = PlayedActor(name, group, begun=begun, command=given[1])
             return SimpleNamespace(
                 played=actor,
                 report=SimpleNamespace(remote=lambda: self.call(lambda: actor.report_now)),
+                change=SimpleNamespace(remote=lambda kind: self.call(lambda: actor.changed.append(kind))),
                 leave=SimpleNamespace(remote=lambda _: self.call(lambda: self.leave(actor))),
             )
 

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.planner.candidates import SearchSpace, packs, placements, usable_shapes, why_not
-from deploy.planner.machines import MODELS, USABLE_MEMORY, Machines, roofline
+from deploy.planner.machines import MODELS, Machines, roofline
 from deploy.planner.placements import CandidatePlacement, InstanceShape, aggregated, disaggregated
+from deploy.simulator.hardware import USABLE_MEMORY
 
 SPACE = SearchSpace(tp=(1, 2, 3, 4, 8), pp=(1, 2), budgets=(512,))
 MODEL_NAMES = st.sampled_from(("opt-13b", "opt-66b", "llama-3-8b"))

@@ -32,6 +32,25 @@ def test_rates_are_shown_one_a_line(capsys: pytest.CaptureFixture[str], tmp_path
     assert [rate["offered"] for rate in rates] == [40, 40]
 
 
+def test_requests_that_only_warm_a_cache_are_left_out_of_the_figures(tmp_path: Path) -> None:
+    """The first computes the text that the second then has, and is in no figure."""
+    trace, out = tmp_path / "a.csv", tmp_path / "out.json"
+    lines = [
+        "arrival_s,prompt_tokens,output_tokens,prefix,prefix_tokens,counted",
+        "0,1500,1,a,1480,{}",
+        "9,1500,2,a,1480,true",
+    ]
+    found = []
+    for counted in ("true", "false"):
+        trace.write_text("\n".join(lines).format(counted))
+        flags = ("--trace", str(trace), "--noise", "0", "--json", str(out))
+        assert cli.main(["simulate", "--workers", "mixed=1", "--seeds", "1", *flags]) == 0
+        (rate,) = orjson.loads(out.read_bytes())["policies"][0]["rates"]
+        found.append((rate["offered"], rate["ttft_p90"]))
+    (both, first), (one, second) = found
+    assert (both, one) == (2, 1) and second < 0.5 * first
+
+
 def test_a_search_ends_at_a_rate_that_attains(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     assert (
@@ -80,6 +99,10 @@ def test_a_search_ends_at_a_rate_that_attains(capsys: pytest.CaptureFixture[str]
         ("--heartbeat-interval", "0"),
         ("--tpot-ms", "0"),
         ("--bandwidth", "nan"),
+        ("--front-ms", "-1"),
+        *(("--role-noise", text) for text in ("router=0.1", "prefill", "prefill=nan", "decode=4")),
+        ("--message-ms", "nan"),
+        ("--commit-ms", "inf"),
         ("--burstiness", "nan"),
         ("--attainment", "nan"),
         ("--attainment", "1.1"),

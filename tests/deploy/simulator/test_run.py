@@ -21,6 +21,7 @@ from deploy.simulator.traffic import TRAFFIC, Arrival, Lengths, Traffic, Traffic
 from deploy.simulator.virtual_loop import VirtualLoop, run_virtually
 from router.policies import POLICIES
 from serving.messages import FinishReason, Role
+from serving.step_cost import StepLoad
 from tests.house.source import ROOT
 
 PROFILE = PROFILES["a100-opt13b"]
@@ -181,6 +182,46 @@ def test_a_request_alone_takes_what_the_profile_says() -> None:
     # the commit there, and the last token back beside the first
     waited = sent - prompt + 0.01
     assert outcome.last_token - outcome.first_token == pytest.approx(waited + decoding, abs=1e-6)
+
+
+def test_the_front_is_before_the_first_token_and_the_commit_after_it() -> None:
+    """Each by its own seconds, on an idle cluster without noise."""
+    traffic = Traffic(name="one", classes=(TrafficClass(prompt=Lengths(500), output=Lengths(11)),))
+    slow = NetworkModel(commit_seconds=0.25)
+    (plain,), (later,) = (
+        run(PLACEMENTS["split"], traffic=traffic, requests=1, noise=0.0, **fields)[0].outcomes
+        for fields in ({}, {"front_seconds": 0.5, "network": slow})
+    )
+    assert seconds_to_first(later) == pytest.approx(seconds_to_first(plain) + 0.5)
+    assert plain.tpot is not None and later.tpot == pytest.approx(plain.tpot + 0.25 / 10)
+
+
+def test_steps_of_a_role_may_vary_more() -> None:
+    """Prompts here by themselves, decode steps as ever."""
+    traffic = Traffic(name="some", classes=(TrafficClass(prompt=Lengths(500), output=Lengths(3)),))
+    same, other = (
+        run(PLACEMENTS["split"], traffic=traffic, requests=4, rate=0.01, noise=0.0, noise_of=noise)[0].outcomes
+        for noise in ({}, {Role.PREFILL: 0.3})
+    )
+    assert len({round(seconds_to_first(outcome), 9) for outcome in same}) < 4
+    assert len({round(seconds_to_first(outcome), 9) for outcome in other}) == 4
+    assert [outcome.tpot for outcome in other] == pytest.approx([outcome.tpot for outcome in same], rel=0.2)
+
+
+def test_workers_that_have_served_know_their_steps() -> None:
+    """Before the first step, and as the profile has them; others begin with a guess."""
+    found: list[bool] = []
+
+    async def watch(cluster: SimulatedCluster) -> None:
+        for worker in cluster.workers.values():
+            cost = worker.costs.meter.cost()
+            found.append(cost.samples > 0 and abs(cost.seconds(StepLoad.of(0, 512)) / took - 1) < 0.2)
+
+    took = PROFILE.prompt_seconds(512)
+    for learned in (True, False):
+        plan = ClusterPlan.of(PROFILE, (Role.MIXED,), "least_loaded", learned=learned)
+        simulate(plan, trace(SMALL, PROFILE, 1, 0), 1.0, watch=watch)
+    assert found == [True, False]
 
 
 def test_roles_may_have_hardware_of_their_own() -> None:

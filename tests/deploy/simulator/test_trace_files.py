@@ -14,6 +14,7 @@ from deploy.simulator.trace_files import TracedRequest, as_arrivals, natural_rat
 from serving.messages import Slo
 
 HEAD = "arrival_s,prompt_tokens,output_tokens\n"
+MORE = "arrival_s,prompt_tokens,output_tokens,ttft_slo_ms,service_class,prefix,prefix_tokens\n"
 
 
 @given(rows=st.lists(st.tuples(st.floats(0, 1e6), st.integers(1, 9999), st.integers(1, 9999)), min_size=1, max_size=20))
@@ -54,6 +55,12 @@ def test_what_was_measured_comes_along(tmp_path: Path) -> None:
         ("a.jsonl", "{\n", "line 1: not JSON"),
         ("a.csv", HEAD + "0," + "1" * 200_000 + ",2\n", "line 2: field larger than"),
         ("a.csv", HEAD + "0,1000000000,2\n", "line 2, prompt_tokens: '1000000000'"),
+        ("a.csv", HEAD.strip() + ",counted\n0,5,2,no\n", "line 2, counted: 'no'"),
+        ("a.csv", HEAD.strip() + ",counted\n0,5,2,false\n", "no request in it is counted"),
+        ("a.csv", MORE + "0,5,2,-1,,,\n", "line 2, ttft_slo_ms: '-1'"),
+        ("a.csv", MORE + "0,5,2,,best,,\n", "line 2, service_class: there are interactive"),
+        ("a.csv", MORE + "0,5,2,,,a,6\n", "line 2, prefix_tokens: 6 are more than the prompt's 5"),
+        ("a.csv", MORE + "0,5,2,,,a,x\n", "line 2, prefix_tokens: 'x'"),
     ],
 )
 def test_a_mistake_is_told_by_line_and_field(name: str, text: str, told: str, tmp_path: Path) -> None:
@@ -95,3 +102,14 @@ def test_a_trace_keeps_its_times_at_its_own_rate() -> None:
     assert [each.at / rate for each in arrivals] == pytest.approx([0.0, 0.5, 4.0])
     assert [(len(each.request.prompt), each.output_tokens) for each in arrivals] == [(4, 2)] * 3
     assert as_arrivals(traced, Slo()) == arrivals != as_arrivals(traced, Slo(), seed=1)
+
+
+def test_a_request_keeps_its_objectives_its_class_and_its_prefix(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(MORE + "0,9,2,70,interactive,hello,6\n1,9,2,,,hello,4\n2,9,2,,batch,bye,6\n")
+    arrivals = as_arrivals(read_trace(tmp_path / "a.csv"), Slo(ttft_ms=500.0, tpot_ms=30.0))
+    one, two, three = (each.request for each in arrivals)
+    assert (one.slo, two.slo) == (Slo(ttft_ms=70.0, tpot_ms=30.0), Slo(ttft_ms=500.0, tpot_ms=30.0))
+    assert [each.service_class for each in (one, two, three)] == ["interactive", "standard", "batch"]
+    assert one.priority < two.priority < three.priority
+    assert one.prompt[:4] == two.prompt[:4] and one.prompt[4:] != two.prompt[4:]
+    assert one.prompt[:6] != three.prompt[:6] and {len(each.prompt) for each in (one, two, three)} == {9}

@@ -6,6 +6,7 @@ what the prefill worker reserves, and a decode worker beside them, for which the
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -17,9 +18,12 @@ from typing import Any
 
 import pytest
 
+from deploy.autoscaler.by_router import RouterActuator
 from deploy.on_ray.cluster import DEPLOYMENT, claim
+from serving.messages import Role
 from tests.flow.client import Asked, Client
 from tests.flow.on_ray.nodes import SECONDS, RayNodes
+from tests.flow.ports import free_port
 from tests.flow.reference import prompts
 from tests.flow.server import REPOSITORY, MillraceServer, samples, wait_until
 from tests.tiny import tiny_llama
@@ -54,6 +58,7 @@ strategy = "STRICT_PACK"
 resources = {{ front = 1 }}
 """
 TOKENS = 60
+KEY, GRPC_PORT = "cluster-key-of-the-tests", free_port()
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +71,9 @@ def server(nodes: RayNodes, model: Path) -> Iterator[MillraceServer]:
     file = model.parent / "placement.toml"
     file.write_text(PLACEMENT.format(model=json.dumps(str(model))))
     arguments = ("--placement", str(file), "--on", "ray", "--address", nodes.cluster.address)
-    with MillraceServer(*arguments, workers=("prefill-0", "decode-0", "decode-1")) as started:
+    arguments += ("--grpc-port", str(GRPC_PORT))
+    environ = {"MILLRACE_CLUSTER_KEY": KEY}
+    with MillraceServer(*arguments, workers=("prefill-0", "decode-0", "decode-1"), environ=environ) as started:
         yield started
 
 
@@ -127,6 +134,34 @@ def test_workers_are_where_the_file_says(nodes: RayNodes, server: MillraceServer
 def test_a_name_is_taken_once(nodes: RayNodes, server: MillraceServer) -> None:
     with pytest.raises(ValueError, match="'tests' runs on this Ray cluster already"):
         claim(nodes.ray, ())
+
+
+async def roles(nodes: RayNodes, flipped: Role | None = None) -> dict[str, tuple[Role, str]]:
+    """Every worker's role and state, once decode-1 has taken the role that is given."""
+    actuator = RouterActuator(f"{nodes.ray.util.get_node_ip_address()}:{GRPC_PORT}", KEY, "tests", patience=SECONDS)
+    try:
+        if flipped is not None:
+            await actuator.flip("decode-1", flipped)
+        return {each.worker_id: (each.role, each.state) for each in await actuator.workers()}
+    finally:
+        await actuator.close()
+
+
+def test_a_worker_flips_and_is_begun_in_its_new_role_when_its_process_dies(
+    nodes: RayNodes, server: MillraceServer, client: Client, undisturbed: list[Any]
+) -> None:
+    asked, before = ask(client), nodes.running("decode-1")
+    streaming(server, "decode-1", asked)
+    assert asyncio.run(roles(nodes, Role.PREFILL))["decode-1"] == (Role.PREFILL, "ready")
+    assert nodes.running("decode-1") == before, "the process is the same"
+    assert client.finish(asked) == undisturbed == client.finish(ask(client))
+    assert before.pid is not None
+    os.kill(before.pid, signal.SIGKILL)
+    wait_until(lambda: not server.metric("role_flips_total", engine="decode-1"), SECONDS, "its next process reports")
+    assert asyncio.run(roles(nodes))["decode-1"] == (Role.PREFILL, "ready")
+    assert asyncio.run(roles(nodes, Role.DECODE))["decode-1"] == (Role.DECODE, "ready")
+    assert client.finish(ask(client)) == undisturbed
+    server.wait_idle()
 
 
 def test_an_actor_is_killed(nodes: RayNodes, server: MillraceServer, client: Client, undisturbed: list[Any]) -> None:

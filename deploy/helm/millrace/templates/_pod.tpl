@@ -23,8 +23,8 @@ annotations:
 
 {{/* Before the containers: who runs it, where, and how long it may take to leave. */}}
 {{- define "millrace.podFrame" -}}
-serviceAccountName: {{ include "millrace.fullname" .root }}
-automountServiceAccountToken: false
+serviceAccountName: {{ include "millrace.fullname" .root }}{{ with .account }}-{{ . }}{{ end }}
+automountServiceAccountToken: {{ hasKey . "account" }}
 enableServiceLinks: false
 terminationGracePeriodSeconds: {{ include "millrace.grace" (list .root .own.settings .component) }}
 securityContext:

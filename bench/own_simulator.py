@@ -1,0 +1,65 @@
+"""`millrace profile` and `millrace simulate` of this checkout: what a server has learned, and what it would do.
+
+It runs the commands and reads what they write. What is simulated, and why, is not its affair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import orjson
+
+from bench.endpoint import ServerError
+from bench.own_server import ROOT
+from kvcache.memory.device import token_bytes
+from serving.checkpoint.hub import resolve
+from serving.loader.loading import open_checkpoint
+
+
+async def command(*arguments: str) -> None:
+    """Raises ServerError with the last line of what it said when it fails."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "deploy.cli", *arguments),
+        cwd=ROOT,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is for who measures
+    )
+    _, told = await process.communicate()
+    if process.returncode:
+        last = told.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+        raise ServerError(f"millrace {arguments[0]} failed: {last[0]}")
+
+
+def model_sizes() -> tuple[int, int]:
+    """Layers of the default model, and bytes of a token's KV."""
+    spec, _, dtype = open_checkpoint(resolve(None))
+    return spec.layers, token_bytes(spec.kv_layers(dtype))
+
+
+async def write_profile(out: Path, url: str, worker: str, sizes: tuple[int, int]) -> Mapping[str, Any]:
+    """What the worker has learned, as written. Raises ServerError."""
+    layers, kv_bytes = map(str, sizes)
+    given = ("--worker", worker, "--layers", layers, "--kv-bytes", kv_bytes)
+    await command("profile", str(out), "--url", url, *given)
+    return _read(out)
+
+
+async def simulate(rows: Sequence[Mapping[str, object]], flags: Sequence[str]) -> Mapping[str, Any]:
+    """The figures of these requests, at their own times. Raises ServerError."""
+    with TemporaryDirectory() as folder:
+        trace, out = Path(folder) / "requests.jsonl", Path(folder) / "figures.json"
+        trace.write_bytes(b"\n".join(map(orjson.dumps, rows)))
+        await command("simulate", *flags, "--trace", str(trace), "--json", str(out))
+        (rate,) = _read(out)["policies"][0]["rates"]
+    return dict(rate)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = orjson.loads(path.read_bytes())
+    return found
