@@ -41,7 +41,7 @@ FIRST_TOKENS = 8  # of the prompts whose TTFT is measured: the second token wait
 
 
 @dataclass(slots=True)
-class ServedFigures:
+class FiguresFile:
     """What has been found so far, written to `out` with every figure."""
 
     out: Path | None
@@ -147,7 +147,7 @@ def compared(tokens: Sequence[Sequence[int]], expected: Sequence[Sequence[int]])
     return {"equal": len(expected), "of": len(expected), "differs": ""}
 
 
-async def measure(options: argparse.Namespace, figures: ServedFigures) -> None:
+async def measure(options: argparse.Namespace, figures: FiguresFile) -> None:
     """Raises ServerError, TransportError."""
     flags = [str(options.folder), *ROLES[options.mode], "--device", options.device, *QUIET, *options.serve]
     began = time.perf_counter()
@@ -169,7 +169,7 @@ async def measure(options: argparse.Namespace, figures: ServedFigures) -> None:
         figures.add("same_tokens", compared(figures.told["tokens"], json.loads(options.expect.read_text())["tokens"]))
 
 
-async def measure_server(bench: ServedBench, options: argparse.Namespace, figures: ServedFigures) -> None:
+async def measure_server(bench: ServedBench, options: argparse.Namespace, figures: FiguresFile) -> None:
     short, long = options.input_len, options.long_len
     figures.add("tokens", await bench.texts([short // 16, short, short // 2, long // 2][:TEXTS]))
     before, count = await bench.counted(), options.long_requests
@@ -188,7 +188,7 @@ async def measure_server(bench: ServedBench, options: argparse.Namespace, figure
 
 
 async def measure_handoffs(
-    bench: ServedBench, options: argparse.Namespace, figures: ServedFigures, before: dict[str, float]
+    bench: ServedBench, options: argparse.Namespace, figures: FiguresFile, before: dict[str, float]
 ) -> None:
     """Bytes of a handoff by the metrics, bytes a second of many in a row, and what streams beside them see."""
     count, long = options.long_requests, options.long_len
@@ -233,7 +233,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    figures = ServedFigures(options.json)
+    figures = FiguresFile(options.json)
     try:
         asyncio.run(measure(options, figures))
     except (ServerError, TransportError, OSError) as error:
