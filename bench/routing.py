@@ -1,8 +1,9 @@
 """What placing a request costs the router, with a full prefix index: `python -m bench.routing`.
 
 Workers report over the production path (heartbeats with KV events) until the index holds what is asked for; then
-requests whose prefixes are there in part are placed one after another, while workers go on reporting. Nothing is sent:
-no sockets, no engine. What the router adds to a whole server is bench.router_share's to say.
+requests whose prefixes are there in part are placed one after another, while workers go on reporting and the policy
+learns what came of its predictions. Nothing is sent: no sockets, no engine. What the router adds to a whole server is
+bench.router_share's to say.
 """
 
 from __future__ import annotations
@@ -25,20 +26,28 @@ from router.candidate import Dispatched
 from router.fleet import Fleet, RouterConfig
 from router.placer import Placer
 from router.policies import POLICIES, make_policy
+from router.policy import Decision
 from router.prefix_index import PrefixIndex
 from router.registry import Reservation
 from router.request_state import RequestState
+from serving.collecting import collecting_as_served
 from serving.messages import KVEvents, Request, Role, SamplingParams, Slo, WorkerStatus
 from serving.options import parse_bytes
 from serving.step_cost import StepCost
 
 BLOCK = 16  # tokens
-PROMPT = 1520  # tokens
-DOCUMENT = 1500 // BLOCK  # blocks that prompts about one document have in common at most
+PROMPT = 1520  # tokens, unless asked otherwise
+QUESTION = 20  # tokens of it, at least, that no other prompt has
+FRESH = 93  # blocks that a worker reports as new at a time
 HOLDERS = (1, 1, 1, 2, 2, 4)  # workers that hold a document
 LIMITS = (0.5, 2.0, 8.0)  # seconds: TTFT objectives of prompts that have come in time
 OPEN = 64  # requests at a time
-ROLES = {"thirds": (Role.PREFILL, Role.DECODE, Role.MIXED), "mixed": (Role.MIXED,)}
+ROLES = {
+    "thirds": (Role.PREFILL, Role.DECODE, Role.MIXED),
+    "mixed": (Role.MIXED,),
+    "split": (Role.PREFILL, Role.DECODE),
+    "half-split": (Role.MIXED, Role.PREFILL, Role.MIXED, Role.DECODE),
+}
 STEPS = ("block keys", "index lookup", "view", "choose", "accounts", "a request", "a heartbeat")
 CLOCKS = {"cpu": time.thread_time, "wall": time.perf_counter}
 
@@ -65,19 +74,24 @@ class Stopwatch:
                 yield [policy, step, *(f"{1e3 * each:.3f}" for each in shown)]
 
 
-def document(number: int) -> list[int]:
+def shared_blocks(prompt: int) -> int:
+    """Blocks that prompts of so many tokens about one document have in common at most."""
+    return (prompt - QUESTION) // BLOCK
+
+
+def document(number: int, blocks: int) -> list[int]:
     """The tokens of a text that prompts begin with."""
     tokens = array("H")
-    tokens.frombytes(random.Random(number).randbytes(2 * DOCUMENT * BLOCK))
+    tokens.frombytes(random.Random(number).randbytes(2 * blocks * BLOCK))
     return tokens.tolist()
 
 
-def held_blocks(workers: int, blocks: int) -> list[list[bytes]]:
-    """Keys of so many blocks in all, as KV events have them: for each worker those that it holds."""
+def held_blocks(workers: int, blocks: int, each: int) -> list[list[bytes]]:
+    """Keys of so many blocks in all, of documents of `each`, as KV events have them: for each worker what it holds."""
     draw, held = random.Random(7), [[] for _ in range(workers)]  # type: tuple[random.Random, list[list[bytes]]]
-    for number in range(blocks // DOCUMENT):
+    for number in range(blocks // each):
         keys: list[bytes] = []
-        extend_keys(keys, root_key("model"), document(number), BLOCK)
+        extend_keys(keys, root_key("model"), document(number, each), BLOCK)
         for worker in draw.sample(range(workers), min(workers, draw.choice(HOLDERS))):
             held[worker] += [key[:8] for key in keys]
     return held
@@ -99,7 +113,7 @@ class Reporters:
     def report(self) -> None:
         number, self.turn = self.turn % len(self.roles), self.turn + 1
         status, removed = self.status(number), self.fresh.get(number, ())
-        self.fresh[number] = fresh = tuple(self.draw.randbytes(8) for _ in range(DOCUMENT))
+        self.fresh[number] = fresh = tuple(self.draw.randbytes(8) for _ in range(FRESH))
         since = self.fleet.kv_events_since(status.instance) or 0
         events = KVEvents(first=since, next=since + len(fresh) + len(removed), stored=fresh, removed=removed)
         self.fleet.heartbeat(status, events)
@@ -119,7 +133,7 @@ class Reporters:
             fingerprint="model",
             pairing="model",
             model="model",
-            max_model_len=8192,
+            max_model_len=65_536,
             block_size=BLOCK,
             total_blocks=16_384,
             free_blocks=16_384 - 40 * running,
@@ -139,12 +153,13 @@ class Reporters:
         )
 
 
-def requests(count: int, documents: int) -> Iterator[Request]:
-    """Prompts of one length, whose beginning is in the index for 0 to all tokens of a document."""
-    draw = random.Random(3)
+def requests(count: int, blocks: int, prompt: int) -> Iterator[Request]:
+    """Prompts of `prompt` tokens that begin with 0 to all tokens of a document; an index has `blocks` of these."""
+    draw, each = random.Random(3), shared_blocks(prompt)
+    documents = blocks // each
     for number in range(count):
-        known = document(draw.randrange(documents))[: draw.randrange(DOCUMENT * BLOCK + 1)] if documents else []
-        rest = random.Random(-1 - number).choices(range(65536), k=PROMPT - len(known))
+        known = document(draw.randrange(documents), each)[: draw.randrange(each * BLOCK + 1)] if documents else []
+        rest = random.Random(-1 - number).choices(range(65536), k=prompt - len(known))
         yield Request(
             request_id=f"request-{number}",
             prompt=(*known, *rest),
@@ -165,7 +180,24 @@ class TimedIndex(PrefixIndex):
             return super().match(keys)
 
 
-def place(placer: Placer, request: Request, watch: Stopwatch) -> list[Reservation]:
+@dataclass
+class RoutedRequest:
+    """A request that is open: what it holds at workers, and what was predicted for it."""
+
+    decision: Decision
+    reserved: list[Reservation]
+
+    def end(self, placer: Placer, draw: random.Random) -> None:
+        """Its prompt is computed, and what came of it is not quite what was predicted."""
+        for each in self.reserved:
+            each.release(computed=True)
+        told = self.decision.predicted
+        if told is not None:
+            ttft, tpot = (seconds * draw.lognormvariate(0.0, 0.3) for seconds in (told.ttft, told.tpot))
+            placer.policy.observed(self.decision, ttft=ttft, tpot=tpot)
+
+
+def place(placer: Placer, request: Request, watch: Stopwatch) -> RoutedRequest:
     """Everything that happens to a request between its arrival and its prefill, but for the calls to workers."""
     state, fleet = RequestState(request=request), placer.fleet
     with watch.timing("a request"):
@@ -184,7 +216,7 @@ def place(placer: Placer, request: Request, watch: Stopwatch) -> list[Reservatio
             lease = fleet.reserve(decision.decode, Dispatched(leases=1, context_tokens=state.tokens))
             placer.expect_blocks(state, decision.prefill.status.instance, decision.decode.status.instance)
     assert placed.reserved is not None
-    return [placed.reserved, lease]
+    return RoutedRequest(decision, [placed.reserved, lease])
 
 
 def measure(policy: str, asked: argparse.Namespace, held: Sequence[Sequence[bytes]]) -> Stopwatch:
@@ -195,16 +227,20 @@ def measure(policy: str, asked: argparse.Namespace, held: Sequence[Sequence[byte
     if fleet.prefixes is not None:
         fleet.prefixes = TimedIndex(asked.prefix_index_memory, watch)
     reporters = Reporters(fleet, ROLES[asked.roles], held)
-    running: deque[list[Reservation]] = deque()
-    for request in requests(asked.requests, asked.blocks // DOCUMENT):
+    with collecting_as_served():
+        _play(placer, reporters, asked, watch)
+    return watch
+
+
+def _play(placer: Placer, reporters: Reporters, asked: argparse.Namespace, watch: Stopwatch) -> None:
+    running, draw = deque[RoutedRequest](), random.Random(9)
+    for request in requests(asked.requests, asked.blocks, asked.prompt_tokens):
         for _ in range(asked.heartbeats):
             with watch.timing("a heartbeat"):
                 reporters.report()
         running.append(place(placer, request, watch))
         if len(running) > OPEN:
-            for reserved in running.popleft():
-                reserved.release(computed=True)
-    return watch
+            running.popleft().end(placer, draw)
 
 
 def index_size(asked: argparse.Namespace, held: Sequence[Sequence[bytes]]) -> tuple[int, int]:
@@ -224,7 +260,8 @@ def index_size(asked: argparse.Namespace, held: Sequence[Sequence[bytes]]) -> tu
 
 
 def show(tables: Mapping[str, Stopwatch], asked: argparse.Namespace) -> None:
-    print(f"{asked.workers} workers ({asked.roles}), {asked.requests} requests, ms on the {asked.clock} clock")
+    prompts = f"{asked.requests} prompts of {asked.prompt_tokens} tokens"
+    print(f"{asked.workers} workers ({asked.roles}), {prompts}, ms on the {asked.clock} clock")
     rows = [row for policy, watch in tables.items() for row in watch.rows(policy)]
     print(aligned([["policy", "step", "p50", "p90", "p99", "most"], *rows], texts=2))
 
@@ -232,15 +269,23 @@ def show(tables: Mapping[str, Stopwatch], asked: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.routing", description=__doc__)
     parser.add_argument("--workers", type=int, default=256, help="workers that report (default: 256)")
-    parser.add_argument("--roles", choices=tuple(ROLES), default="thirds", help="a third of each role, or mixed alone")
+    parser.add_argument(
+        "--roles",
+        choices=tuple(ROLES),
+        default="thirds",
+        help="of workers: a third of each, or others (default: thirds)",
+    )
     parser.add_argument("--blocks", type=int, default=1_000_000, help="blocks in the index (default: a million)")
     parser.add_argument("--prefix-index-memory", type=parse_bytes, default=256 << 20, help="default: 256MiB")
+    parser.add_argument("--prompt-tokens", type=int, default=PROMPT, help=f"of each (default: {PROMPT})")
     parser.add_argument("--requests", type=int, default=3000, help="requests for each policy (default: 3000)")
     parser.add_argument("--heartbeats", type=int, default=4, help="between two requests (default: 4)")
     parser.add_argument("--policy", choices=tuple(POLICIES), help="only this one")
     parser.add_argument("--clock", choices=tuple(CLOCKS), default="cpu", help="this thread's CPU, or the wall's")
     asked = parser.parse_args()
-    held = held_blocks(asked.workers, asked.blocks)
+    if not QUESTION + BLOCK <= asked.prompt_tokens < 65_536:
+        parser.error(f"--prompt-tokens: give {QUESTION + BLOCK} to 65535")
+    held = held_blocks(asked.workers, asked.blocks, shared_blocks(asked.prompt_tokens))
     blocks, size = index_size(asked, held)
     print(f"index: {blocks:,} blocks in {size / 2**20:.0f} MiB of {asked.prefix_index_memory / 2**20:.0f}")
     names = POLICIES if asked.policy is None else [asked.policy]

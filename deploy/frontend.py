@@ -6,7 +6,6 @@ It starts them in order, says when they are ready, and on SIGTERM lets every acc
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import re
@@ -39,6 +38,7 @@ from serving.api.in_flight import InFlightRequests
 from serving.api.settings import SamplingDefaults, ServedModel
 from serving.background import BackgroundTasks
 from serving.certificate_metrics import certificate_text
+from serving.collecting import collect_seldom
 from serving.config import HttpConfig, ModelConfig
 from serving.errors import Unavailable
 from serving.grpc_tls import Identity
@@ -219,8 +219,7 @@ class Frontend:
     async def run(self) -> None:
         """Serve until told to leave, then drain. Start the fleet first."""
         await self.bodies.start()
-        gc.collect()
-        gc.freeze()  # what has been loaded stays: looking through it again held everybody up for 0.3 s
+        collect_seldom()
         await self.server.start()
         background = self.background
         background.every(min(1.0, self.fleet.config.silence / 4), "expire", self.fleet.expire)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from serving.messages import Slo
@@ -33,6 +33,8 @@ class Drift:
     variance: float = PRIOR_ERROR**2
     count: int = 0
     alike: int = ALIKE
+    _factor: float | None = field(init=False, default=None, repr=False, compare=False)  # once asked for
+    _error: float | None = field(init=False, default=None, repr=False, compare=False)
 
     def observe(self, predicted: float, observed: float) -> None:
         """Seconds, as predicted before any correction."""
@@ -43,11 +45,14 @@ class Drift:
         weight = max(WEIGHT, 1.0 / (1 + self.count))  # the first ones count as in a plain mean
         self.variance += weight * ((ratio - self.mean) ** 2 - self.variance)
         self.mean += weight * (ratio - self.mean)
+        self._factor = self._error = None
 
     @property
     def error(self) -> float:
         """Standard deviation of ln(observed / predicted) once the factor is applied."""
-        return math.sqrt(self.variance)
+        if self._error is None:
+            self._error = math.sqrt(self.variance)
+        return self._error
 
     @property
     def chance(self) -> float:
@@ -57,7 +62,9 @@ class Drift:
     @property
     def factor(self) -> float:
         """What a prediction is multiplied by."""
-        return min(MOST, max(1.0 / MOST, math.exp(self.mean)))
+        if self._factor is None:
+            self._factor = min(MOST, max(1.0 / MOST, math.exp(self.mean)))
+        return self._factor
 
 
 class Calibration:
@@ -149,8 +156,12 @@ class _Drifts:
         self._own: dict[str, Drift] = {}
         # Over `_own`: the means, their squares, and the variances that they have by chance.
         self._sum = self._squares = self._chance = 0.0
+        # What choices have asked for since the last observation: they ask for more than there are observations.
+        self._known: dict[str, Drift] = {}
+        self._differ: float | None = None
 
     def observe(self, instance: str, predicted: float, observed: float) -> None:
+        self._known, self._differ = {}, None
         self._all.observe(predicted, observed)
         own = self._own.get(instance)
         if own is None:
@@ -169,16 +180,22 @@ class _Drifts:
 
     def of(self, instance: str) -> Drift:
         """Of all, and of the worker's own as much as is not chance."""
-        own, count = self._own.get(instance), len(self._own)
-        if own is None or count < 2:
-            return self._all
-        apart = max(0.0, self._squares - self._sum * self._sum / count) / (count - 1)
-        differ = max(0.0, apart - CERTAIN * self._chance / count)
+        found = self._known.get(instance)
+        if found is None:
+            own = self._own.get(instance)
+            found = self._known[instance] = self._all if own is None or len(self._own) < 2 else self._drawn(own)
+        return found
+
+    def _drawn(self, own: Drift) -> Drift:
+        """A worker's own, drawn to that of all."""
+        if self._differ is None:
+            count = len(self._own)
+            apart = max(0.0, self._squares - self._sum * self._sum / count) / (count - 1)
+            self._differ = max(0.0, apart - CERTAIN * self._chance / count)
+        differ, every = self._differ, self._all
         share = differ / (differ + own.chance) if differ else 0.0
-        every = self._all
-        mean, variance = (
-            whole + share * (part - whole) for whole, part in ((every.mean, own.mean), (every.variance, own.variance))
-        )
+        mean = every.mean + share * (own.mean - every.mean)
+        variance = every.variance + share * (own.variance - every.variance)
         return Drift(mean, variance, own.count, self.alike)
 
     def apart(self, name: str) -> float:

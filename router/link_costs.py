@@ -35,11 +35,13 @@ class LinkCost(FadingLine):
         self._line = None
 
     def seconds(self, tokens: int) -> float:
-        if self._line is None:
+        line = self._line
+        if line is None:
             slope = self.slope if self.spread > 1e-6 * self.xx else 0.0
-            self._line = self.x / self.weight, self.y / self.weight, slope
-        mean_x, mean_y, slope = self._line
-        return max(0.0, mean_y + slope * (tokens - mean_x))
+            line = self._line = self.x / self.weight, self.y / self.weight, slope
+        mean_x, mean_y, slope = line
+        found = mean_y + slope * (tokens - mean_x)
+        return found if found > 0.0 else 0.0
 
 
 class LinkCosts:

@@ -57,6 +57,11 @@ class Demand:
 class KVLinks(Protocol):
     """What is known of the ways from prefill to decode workers, by their instances."""
 
+    @property
+    def untroubled(self) -> bool:
+        """True if all are allowed: none need be asked about."""
+        ...
+
     def allows(self, prefill: str, decode: str, now: float) -> bool:
         """False while handoffs between these two are known to fail."""
         ...

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import median
 
 from router.calibration import Drift
 from router.candidate import Candidate, QueuedPrompt
 from serving.messages import Role, Slo
-from serving.step_cost import GAP, StepCost, StepLoad
+from serving.step_cost import GAP, StepCost
 
 LEAST_ERROR = 0.05  # of a prediction: nothing is known better
 NEVER = 0.01  # a chance that is not worth computing with
@@ -22,6 +23,8 @@ LATE_SHARE = 0.5  # of what a late prompt takes that one in time is kept waiting
 GUESSED_ERROR = 0.5  # of a step cost that is taken from other workers
 
 _ROOT_2 = math.sqrt(2.0)
+SURE = 6.1 * _ROOT_2  # standard deviations from which on a chance is 0.0 or 1.0: erf(6.1) is 1.0
+MOST_EXPONENT = 700.0
 
 
 @dataclass(slots=True)
@@ -69,28 +72,49 @@ def within(limit: float, predicted: float, error: float) -> float:
     return 0.5 * (1.0 + math.erf(math.log(ratio) / (max(error, LEAST_ERROR) * _ROOT_2)))
 
 
+def sure_ratio(error: float) -> float:
+    """A limit that is so many times what is predicted holds by 1.0, and one of which that is so many times by 0.0."""
+    exponent = SURE * max(error, LEAST_ERROR)
+    return math.exp(exponent) if exponent < MOST_EXPONENT else math.inf
+
+
+def less_likely(limit: float, before: float, after: float, error: float, sure: float) -> float:
+    """P(before ≤ limit) − P(after ≤ limit), as `within` has them; `sure` is the sure_ratio of the error.
+
+    Most limits are far from both, and a choice asks for hundreds: where the answer is 0.0 no logarithm is taken.
+    """
+    if before * sure <= limit and after * sure <= limit:
+        return 0.0
+    most = limit * sure
+    if before >= most and after >= most:
+        return 0.0
+    return within(limit, before, error) - within(limit, after, error)
+
+
 class KnownCosts:
     """The step costs of some workers. One that reports none is taken for one like the others of its role.
 
-    `known` is False where nobody reports any: then there is nothing to predict with.
+    `known` is False where nobody reports any: then there is nothing to predict with. What is typical of a role is
+    looked for when the first that reports none is asked about: nearly always there is none.
     """
 
-    __slots__ = ("_typical", "known")
+    __slots__ = ("_typical", "_workers", "known")
 
-    def __init__(self, workers: Sequence[Candidate]):
-        blind = {worker.status.role for worker in workers if worker.cost is None}
+    def __init__(self, *workers: Sequence[Candidate]):
+        self._workers = workers
         self._typical: dict[Role, StepCost] = {}
-        self.known = bool(workers)
-        if not blind:
-            return
-        seen = [(worker.status.role, worker.cost) for worker in workers if worker.cost is not None]
-        self.known = bool(seen)
-        for role in blind if seen else ():
-            alike = [cost for other, cost in seen if other == role]
-            self._typical[role] = typical(alike or [cost for _, cost in seen])
+        self.known = any(worker.cost is not None for worker in chain(*workers))
 
     def of(self, worker: Candidate) -> StepCost:
-        return worker.cost or self._typical[worker.status.role]
+        return worker.cost or self._alike(worker.status.role)
+
+    def _alike(self, role: Role) -> StepCost:
+        found = self._typical.get(role)
+        if found is None:
+            seen = [(each.status.role, each.cost) for each in chain(*self._workers) if each.cost is not None]
+            alike = [cost for other, cost in seen if other == role]
+            found = self._typical[role] = typical(alike or [cost for _, cost in seen])
+        return found
 
     def step_seconds(self, worker: Candidate) -> float:
         """A decode step of what the worker has now."""
@@ -161,20 +185,21 @@ def newcomers_lost(
     (queue_seconds). A worker whose prompts are late anyhow has nothing to lose: what can meet its objectives nowhere
     goes there, and not to one that others need.
     """
-    waits, taken, error, lost = queue * drift.factor, prompt.seconds * drift.factor, drift.error, 0.0
-    for kind in worker.arrivals:
-        if kind.priority < prompt.priority:
+    factor, error, lost = drift.factor, drift.error, 0.0
+    waits, taken, sure = queue * factor, prompt.seconds * factor, sure_ratio(error)
+    for priority, limit, seconds, rate in worker.arrivals:
+        if priority < prompt.priority:
             continue
-        alone, first, in_time = kind.seconds * drift.factor, 0.0, 1.0
-        if kind.priority == prompt.priority:
-            first, in_time = max(0.0, prompt.due - now - kind.limit), chance
+        alone, first, in_time = seconds * factor, 0.0, 1.0
+        if priority == prompt.priority:
+            first, in_time = max(0.0, prompt.due - now - limit), chance
         behind = min(taken, max(0.0, waits + taken - first))  # seconds: those that come later wait for these
         if behind and in_time > NEVER:
-            before, after = within(kind.limit, waits + alone, error), within(kind.limit, waits + alone + taken, error)
-            lost += kind.rate * behind * in_time * (before - after)
+            before = waits + alone
+            lost += rate * behind * in_time * less_likely(limit, before, before + taken, error, sure)
         if in_time < 1.0 - NEVER:
-            before, after = within(kind.limit, alone, error), within(kind.limit, alone + taken, error)
-            lost += kind.rate * taken * (1.0 - in_time) * LATE_SHARE * (before - after)
+            fewer = less_likely(limit, alone, alone + taken, error, sure)
+            lost += rate * taken * (1.0 - in_time) * LATE_SHARE * fewer
     return lost
 
 
@@ -203,7 +228,9 @@ def chunk_tokens(worker: Candidate, cost: StepCost, start: int, tpot: float | No
 def prompt_seconds(worker: Candidate, cost: StepCost, start: int, end: int, tpot: float | None) -> float:
     """Computing positions `start` to `end` of a prompt, beside what the worker decodes; `tpot` as in chunk_tokens."""
     rows, chunk = worker.decode_load, chunk_tokens(worker, cost, start, tpot)
-    beside = cost.seconds(rows) - cost.fixed if rows.sequences else 0.0
+    beside = (
+        (worker.step_seconds if cost is worker.cost else cost.seconds(rows)) - cost.fixed if rows.sequences else 0.0
+    )
     return cost.prompt_seconds(start, end, chunk, beside=beside)
 
 
@@ -251,14 +278,15 @@ def beside_seconds(worker: Candidate, cost: StepCost, tokens: int, tpot: float |
     """What prompts as long as this add to the decode steps that compute some of them too; `tpot` as in chunk_tokens."""
     if not worker.prompt_share:
         return 0.0
-    return cost.seconds(StepLoad.of(0, min(tokens, chunk_tokens(worker, cost, 0, tpot)))) - cost.fixed
+    return cost.chunk_seconds(0, min(tokens, chunk_tokens(worker, cost, 0, tpot))) - cost.fixed
 
 
 def step_seconds(worker: Candidate, cost: StepCost, tokens: int, output: int) -> float:
     """A decode step with one more sequence, of `tokens`, once all have grown by half of its `output`."""
-    rows = worker.decode_load
-    context = rows.context_tokens + tokens + (rows.sequences + 1) * output / 2
-    return cost.seconds(StepLoad(rows.sequences + 1, context, rows.sequences + 1, context))
+    decodes = worker.decode_load
+    rows = decodes.sequences + 1
+    context = decodes.context_tokens + tokens + rows * output / 2
+    return cost.fixed + cost.token * rows + cost.pair * context + cost.sequence * rows + cost.context * context
 
 
 def others_lost(
@@ -274,8 +302,7 @@ def others_lost(
     (before, after) = tokens
     if worker.prefills:
         (before, after), factor, error = alone, 1.0, cost.error
-    lost = 0.0
+    before, after, sure, lost = before * factor, after * factor, sure_ratio(error), 0.0
     for objective, count in worker.objectives:
-        early = within(objective, before * factor, error)
-        lost += count * (early - within(objective, after * factor, error))
+        lost += count * less_likely(objective, before, after, error, sure)
     return max(0.0, lost)

@@ -29,8 +29,8 @@ def quickest_texts(
     demand: Demand, workers: Sequence[Candidate], costs: KnownCosts, now: float, most: int
 ) -> list[Candidate]:
     """Where prompt and output together are likely computed first."""
-    firsts, steps = _first_seconds(demand, workers, costs, now), _step_seconds(workers, costs)
-    return _least(workers, [first + demand.output * step for first, step in zip(firsts, steps, strict=True)], most)
+    output, firsts, steps = demand.output, _first_seconds(demand, workers, costs, now), _step_seconds(workers, costs)
+    return _least(workers, [first + output * step for first, step in zip(firsts, steps, strict=True)], most)
 
 
 def roomy(demand: Demand, workers: Sequence[Candidate]) -> Sequence[Candidate]:

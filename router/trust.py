@@ -116,6 +116,10 @@ class Ways:
         self.trust = trust
         self.costs = costs
 
+    @property
+    def untroubled(self) -> bool:
+        return self.trust.untroubled
+
     def allows(self, prefill: str, decode: str, now: float) -> bool:
         return self.trust.untroubled or self.trust.allows(prefill, decode, now)
 

@@ -81,6 +81,16 @@ class StepCost:
             + self.context * load.context_tokens
         )
 
+    def chunk_seconds(self, start: int, count: int) -> float:
+        """A step of `count` tokens of one prompt, from position `start` on: `seconds` of StepLoad.of, without one."""
+        return (
+            self.fixed
+            + self.token * count
+            + self.pair * pairs(start, count)
+            + self.sequence
+            + self.context * (start + count)
+        )
+
     def pause_seconds(self, tpot: float) -> float:
         """What a step with prompts is planned to take at most, beside decodes of which the tightest has this TPOT."""
         return GAP * tpot * math.exp(-SPARED * min(self.error, MOST_ERROR))

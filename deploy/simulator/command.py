@@ -6,13 +6,10 @@ It decides nothing about clusters or load.
 from __future__ import annotations
 
 import argparse
-import logging
 import math
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -27,6 +24,7 @@ from deploy.simulator.outcomes import RateFigures
 from deploy.simulator.profile_files import read_profile
 from deploy.simulator.profiles import PROFILES, Profile, profile_of
 from deploy.simulator.recorded_systems import SYSTEMS
+from deploy.simulator.run import quiet_log
 from deploy.simulator.study import Study
 from deploy.simulator.trace_files import MOST_TOKENS, read_trace
 from deploy.simulator.traffic import Lengths, Traffic, traffic_of
@@ -252,21 +250,9 @@ class SimulationProgress:
             self._stream.flush()
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Requests that are placed anew say so, and here there are thousands of them."""
-    root = logging.getLogger()
-    level = root.level
-    root.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        root.setLevel(level)
-
-
 def run(options: argparse.Namespace) -> int:
     """Simulate and print; the process's exit code. Raises ValueError."""
-    with _quiet():
+    with quiet_log():
         return _run(options)
 
 

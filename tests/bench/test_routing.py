@@ -25,14 +25,16 @@ def test_every_policy_is_timed(roles: str, monkeypatch: pytest.MonkeyPatch, caps
         assert steps == expected
 
 
-def test_prompts_begin_with_blocks_that_workers_have_reported() -> None:
-    held = routing.held_blocks(4, 10 * routing.DOCUMENT)
+@pytest.mark.parametrize("prompt", [routing.PROMPT, 8000])
+def test_prompts_begin_with_blocks_that_workers_have_reported(prompt: int) -> None:
+    each = routing.shared_blocks(prompt)
+    held = routing.held_blocks(4, 10 * each, each)
     known = {key for keys in held for key in keys}
-    assert len(known) == 10 * routing.DOCUMENT
+    assert len(known) == 10 * each
     lengths = set()
-    for request in routing.requests(30, 10):
+    for request in routing.requests(30, 10 * each, prompt):
         keys: list[bytes] = []
         extend_keys(keys, root_key("model"), request.prompt, routing.BLOCK)
         lengths.add(next((n for n, key in enumerate(keys) if key[:8] not in known), len(keys)))
-        assert len(request.prompt) == routing.PROMPT
-    assert min(lengths) < 20 and max(lengths) > 70
+        assert len(request.prompt) == prompt
+    assert min(lengths) < 0.25 * each and max(lengths) > 0.75 * each

@@ -54,6 +54,7 @@ PURE = (
     "router/stalls.py",
     "router/text_kinds.py",
     "router/trust.py",
+    "router/placements.py",
     "router/pool_nodes.py",
     "prefill/scheduler.py",
     "prefill/ordering.py",

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from router.calibration import Calibration
 from router.candidate import Candidate, Dispatched
-from router.goodput import SHORTLIST, PlacementSearch
+from router.placements import SHORTLIST, PlacementSearch
 from router.policy import Demand
 from router.predict import KnownCosts
 from router.shortlist import quickest_prompts, quickest_steps, quickest_texts, roomy

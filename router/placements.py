@@ -1,0 +1,235 @@
+"""A request's placements among the workers of a view: which are looked at, and what each of them is predicted to bring.
+
+Pure. A choice has a millisecond: each worker is predicted for once, what pairs share is not computed for each of them,
+and no prompt is predicted for where no shortlisted decode could use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+from router.calibration import Calibration, urgency_of
+from router.candidate import Candidate, QueuedPrompt
+from router.policy import Considered, Demand, FleetView, spread
+from router.predict import (
+    LEAST_ERROR,
+    KnownCosts,
+    Prediction,
+    after_backlog,
+    backlog_seconds,
+    beside_seconds,
+    held_seconds,
+    newcomers_lost,
+    objectives_used,
+    others_lost,
+    pause_seconds,
+    prompt_seconds,
+    queue_seconds,
+    queued_lost,
+    step_seconds,
+    sure_ratio,
+    token_seconds,
+    within,
+)
+from router.shortlist import quickest_prompts, quickest_steps, quickest_texts, roomy
+
+SHORTLIST = 4  # workers of each kind whose placements are predicted
+
+# A choice makes dozens of each of these: they are not frozen, which would double what making one takes.
+
+
+@dataclass(slots=True)
+class FirstToken:
+    """A prompt at one worker: seconds, the corrected TTFT, and the chance that it is within its objective."""
+
+    worker: Candidate
+    queue: float
+    compute: float
+    ttft: float
+    error: float
+    chance: float
+    lost: float  # prompts that miss their TTFT because this one passes them, or comes before them
+
+
+@dataclass(slots=True)
+class FurtherTokens:
+    """A decode at one worker: seconds of a step and a token with the request in it, without a handoff."""
+
+    worker: Candidate
+    step: float
+    token: float
+    pause: float  # a token, while prompts that wait there now are computed beside it
+    left: float  # until they all are
+    held: float  # a token at most, as its objective holds prompts back
+    factor: float  # by which its TPOT is corrected
+    error: float
+    lost: float  # requests that decode there and miss their TPOT because this one joins them
+
+
+class PredictedPlacement(NamedTuple):
+    """`further` is None where a request needs no decode. The best are those with the least `behind`, then `used`."""
+
+    behind: float  # minus the score
+    used: float  # of its objectives, or seconds (objectives_used)
+    first: FirstToken
+    further: FurtherTokens | None
+    transfer: float
+    token: float
+    tpot: float
+
+    @property
+    def prefill(self) -> Candidate:
+        return self.first.worker
+
+    @property
+    def decode(self) -> Candidate | None:
+        return self.further.worker if self.further is not None else None
+
+    def predicted(self, urgency: int, due_in: float) -> Prediction:
+        first, further = self.first, self.further
+        step, error = (further.step, further.error) if further is not None else (0.0, LEAST_ERROR)
+        raw = first.queue, first.compute, self.transfer, step, self.token
+        return Prediction(*raw, first.ttft, self.tpot, first.error, error, urgency, due_in)
+
+    def told(self, urgency: int, due_in: float) -> Considered:
+        decode = self.further.worker.status.name if self.further is not None else ""
+        return Considered(self.prefill.status.name, decode, self.predicted(urgency, due_in), -self.behind)
+
+    def spread(self, demand: Demand) -> tuple[int, int]:
+        """Orders near ties, for each request otherwise."""
+        return spread(demand, self.decode) if self.decode is not None else 0, spread(demand, self.prefill)
+
+
+class PlacementSearch:
+    """One request's placements. `turn` is what workers order their queues by."""
+
+    def __init__(
+        self,
+        demand: Demand,
+        view: FleetView,
+        now: float,
+        costs: KnownCosts,
+        calibration: Calibration,
+        turn: tuple[int, float],
+    ):
+        self.demand = demand
+        self.view = view
+        self.now = now
+        self.costs = costs
+        self.calibration = calibration
+        self.turn = turn
+        self.urgency = urgency_of(demand.slo)
+        self.tpot = demand.slo.tpot_ms / 1e3 if demand.slo.tpot_ms is not None else None
+        self.output = max(2, demand.output)
+        self.apart = calibration.apart(demand.texts)
+        self._firsts: dict[str, FirstToken] = {}  # by instance: of prompts whose decode is elsewhere
+        self._prefilling = frozenset(map(id, view.prefill))
+
+    def placements(self) -> list[PredictedPlacement]:
+        """The shortlisted placements, on workers whose device holds the whole text and that have room, if any do."""
+        demand, view, now, costs = self.demand, self.view, self.now, self.costs
+        if not view.decode:
+            return [self._alone(self._elsewhere(worker)) for worker in self._quickest()]
+        able = roomy(demand, view.decode)
+        split = quickest_steps([worker for worker in able if not worker.prefills], costs, SHORTLIST)
+        mixed = quickest_texts(demand, [worker for worker in able if worker.prefills], costs, now, SHORTLIST)
+        # Two mixed workers compute no prompts for each other: among these alone nobody else's prompts are wanted.
+        wanted = split or any(not worker.decodes for worker in view.prefill)
+        quickest = self._quickest() if wanted else []
+        found: list[PredictedPlacement] = []
+        for decode in (*split, *mixed):
+            self._pair(self._firsts_for(decode, quickest), self._further(decode), found)
+        return found
+
+    def _quickest(self) -> list[Candidate]:
+        return quickest_prompts(self.demand, self.view.prefill, self.costs, self.now, 2 * SHORTLIST)
+
+    def _firsts_for(self, decode: Candidate, quickest: Sequence[Candidate]) -> list[FirstToken]:
+        """The quickest prefills for a decode by this worker: its own where it prefills too, and some others."""
+        instance, generation, links = decode.instance, decode.generation, self.view.links
+        found, open_ = [], links.untroubled
+        for worker in quickest:
+            apart = worker is not decode and not (decode.prefills and worker.decodes)
+            if not apart or worker.generation != generation:
+                continue
+            if open_ or links.allows(worker.instance, instance, self.now):
+                found.append(self._elsewhere(worker))
+                if len(found) == SHORTLIST:
+                    break
+        if decode.prefills and id(decode) in self._prefilling:
+            found.append(self._first(decode, self.tpot))
+        if found:
+            return found
+        return [self._elsewhere(worker) for worker in self.view.prefills_for(decode, self.now)[:SHORTLIST]]
+
+    # ---- what is predicted -----------------------------------------------------------------------------------------
+
+    def _elsewhere(self, worker: Candidate) -> FirstToken:
+        """The prompt at this worker for a decode elsewhere, or for none: the same for all of these."""
+        found = self._firsts.get(worker.instance)
+        if found is None:
+            found = self._firsts[worker.instance] = self._first(worker, None)
+        return found
+
+    def _first(self, worker: Candidate, tpot: float | None) -> FirstToken:
+        """The prompt at this worker; `tpot` is its objective where it decodes there too, which holds prompts back."""
+        demand, cost, now = self.demand, self.costs.of(worker), self.now
+        compute = prompt_seconds(worker, cost, demand.cached.get(worker.instance, 0), demand.tokens, tpot)
+        prompt = QueuedPrompt(*self.turn, compute)
+        queue = queue_seconds(worker, cost, prompt, now)
+        drift = self.calibration.first(worker.instance, self.urgency)
+        ttft, error, left = (queue + compute) * drift.factor, drift.error, demand.first_token_in
+        chance = 1.0 if left is None else within(left, ttft, error)
+        lost = queued_lost(worker, cost, prompt, drift, now)
+        lost += newcomers_lost(worker, prompt, queue, drift, now, chance)
+        return FirstToken(worker, queue, compute, ttft, error, chance, lost)
+
+    def _further(self, worker: Candidate) -> FurtherTokens:
+        """A decode at this worker, beside the prompts it computes."""
+        tokens, cost, tpot, instance = self.demand.tokens, self.costs.of(worker), self.tpot, worker.instance
+        step, now_step = step_seconds(worker, cost, tokens, self.output), self.costs.step_seconds(worker)
+        each = usual = self.calibration.tokens_a_step(instance)
+        if self.apart:
+            each = self.calibration.tokens_a_step(instance, self.apart)
+        mean, before = step, now_step
+        if worker.prompt_share:
+            prompt = others = beside_seconds(worker, cost, tokens, tpot)
+            if tpot is not None and ((tightest := worker.tightest_tpot) is None or tpot < tightest):
+                others = beside_seconds(worker, cost, tokens)
+            mean, before = token_seconds(worker, step, prompt), token_seconds(worker, now_step, others)
+        held = held_seconds(cost, step / each, tpot) if worker.prefills else inf
+        token, left = min(held, mean / each), backlog_seconds(worker, cost, self.now)
+        pause = pause_seconds(worker, cost, step, tpot) / each if left else 0.0
+        drift = self.calibration.further(instance)
+        alone, beside = (now_step / usual, step / usual), (before / usual, mean / usual)
+        lost = others_lost(worker, cost, alone, beside, drift)
+        return FurtherTokens(worker, step, token, pause, left, held, drift.factor, drift.error, lost)
+
+    def _alone(self, first: FirstToken) -> PredictedPlacement:
+        """A request that needs no decode."""
+        score = self.demand.weight * first.chance - first.lost
+        return PredictedPlacement(-score, first.ttft, first, None, 0.0, 0.0, 0.0)
+
+    def _pair(self, firsts: Sequence[FirstToken], further: FurtherTokens, found: list[PredictedPlacement]) -> None:
+        """A decode with each of the prefills for it. Errors of TTFT and TPOT are taken for independent."""
+        decode, demand, limit, seconds = further.worker, self.demand, self.tpot, self.view.links.seconds
+        weight, slo, output, tokens = demand.weight, demand.slo, demand.output, self.output - 1
+        held, pause, factor, error = further.held, further.pause, further.factor, further.error
+        lost, sure, instance = further.lost, sure_ratio(error), decode.instance
+        for first in firsts:
+            worker, begun, token, transfer = first.worker, first.queue, further.token, 0.0
+            if worker is not decode:
+                transfer = seconds(worker.instance, instance, demand.tokens)
+                begun += first.compute
+            if pause > token:
+                token = min(held, after_backlog(token, pause, further.left - begun, tokens))
+            token += transfer / tokens  # the handoff delays the second
+            tpot, chance = token * factor, first.chance
+            if limit is not None and not 0.0 < tpot * sure <= limit:  # else it is certain
+                chance *= within(limit, tpot, error)
+            score = weight * chance - lost - first.lost
+            used = objectives_used(slo, first.ttft, tpot, output)
+            found.append(PredictedPlacement(-score, used, first, further, transfer, token, tpot))

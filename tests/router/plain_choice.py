@@ -1,0 +1,237 @@
+"""The goodput policy's choice once more, as its formulas say it: every worker and pair computed anew, nothing kept.
+
+It is slow, and what the policy's own way of choosing is held against, number by number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp, inf, log2, sqrt
+
+from router.calibration import URGENCIES, Calibration, Drift
+from router.candidate import Candidate, QueuedPrompt
+from router.goodput import KEPT, SCORE_BAND, USED_BAND
+from router.placements import SHORTLIST
+from router.policy import Considered, Decision, Demand, FleetView, PrefixAware, spread
+from router.predict import (
+    LATE_SHARE,
+    LEAST_ERROR,
+    NEVER,
+    Prediction,
+    after_backlog,
+    backlog_seconds,
+    chunk_tokens,
+    held_seconds,
+    objectives_used,
+    pause_seconds,
+    queue_seconds,
+    queued_lost,
+    token_seconds,
+    typical,
+    within,
+)
+from serving.step_cost import StepCost, StepLoad
+
+
+@dataclass(frozen=True)
+class PlainPair:
+    """One placement; `rank` puts the best first."""
+
+    decode: Candidate | None
+    prefill: Candidate
+    predicted: Prediction
+    score: float
+    used: float
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        return -self.score, self.used
+
+    @property
+    def told(self) -> Considered:
+        decode = self.decode.status.name if self.decode is not None else ""
+        return Considered(self.prefill.status.name, decode, self.predicted, self.score)
+
+
+def plain_choice(calibration: Calibration, demand: Demand, view: FleetView, now: float) -> Decision | None:
+    """What `Goodput(calibration).choose` decides."""
+    pairs = PlainChoice(calibration, demand, view, now).pairs()
+    if not pairs:
+        return PrefixAware().choose(demand, view, now)
+    pairs.sort(key=lambda pair: pair.rank)
+    near = [pair for pair in pairs if pair.score >= pairs[0].score - SCORE_BAND * demand.weight]
+    tied = [pair for pair in near if pair.used <= min(each.used for each in near) * (1 + USED_BAND)]
+
+    def by_request(pair: PlainPair) -> tuple[int, int]:
+        return spread(demand, pair.decode) if pair.decode is not None else 0, spread(demand, pair.prefill)
+
+    chosen = min(tied, key=by_request)
+    others = [pair for pair in pairs[:KEPT] if pair is not chosen]
+    reason = "slo" if len(near) < len(pairs) else "tie" if len(tied) > 1 else "quickest"
+    considered = tuple(pair.told for pair in (chosen, *others[: KEPT - 1]))
+    return Decision(chosen.decode, chosen.prefill, reason, chosen.predicted, considered, demand.texts)
+
+
+class PlainChoice:
+    """One request among the workers of a view."""
+
+    def __init__(self, calibration: Calibration, demand: Demand, view: FleetView, now: float):
+        self.calibration = calibration
+        self.demand = demand
+        self.view = view
+        self.now = now
+        self.workers = [*view.decode, *view.prefill]
+        self.tpot = demand.slo.tpot_ms / 1e3 if demand.slo.tpot_ms is not None else None
+        self.output = max(2, demand.output)
+        ttft = demand.slo.ttft_ms
+        due = ttft is not None and 0.0 < ttft < inf
+        self.urgency = max(1, min(URGENCIES - 1, round(log2(ttft)))) if due and ttft is not None else 0
+        left = demand.first_token_in
+        self.due_in = left if left is not None and demand.build is None else inf
+
+    def cost(self, worker: Candidate) -> StepCost:
+        if worker.cost is not None:
+            return worker.cost
+        seen = [each for each in self.workers if each.cost is not None]
+        alike = [each for each in seen if each.status.role == worker.status.role] or seen
+        return typical([each.cost for each in alike if each.cost is not None])
+
+    def first_roughly(self, worker: Candidate) -> float:
+        return backlog_seconds(worker, self.cost(worker), self.now) + self.cost(worker).token * (
+            self.demand.uncached(worker)
+        )
+
+    def step(self, worker: Candidate) -> float:
+        return self.cost(worker).seconds(worker.decode_load)
+
+    def pairs(self) -> list[PlainPair]:
+        demand, view = self.demand, self.view
+        if all(worker.cost is None for worker in self.workers):
+            return []
+        quickest = sorted(view.prefill, key=self.first_roughly)[: 2 * SHORTLIST]
+        if not view.decode:
+            return [self.alone(worker) for worker in quickest]
+        fitting = [worker for worker in view.decode if demand.tokens < worker.device_tokens] or list(view.decode)
+        able = [worker for worker in fitting if worker.load < 1.0] or fitting
+
+        def text(worker: Candidate) -> float:
+            return self.first_roughly(worker) + demand.output * self.step(worker)
+
+        split = sorted((worker for worker in able if not worker.prefills), key=self.step)[:SHORTLIST]
+        mixed = sorted((worker for worker in able if worker.prefills), key=text)[:SHORTLIST]
+        return [self.pair(prefill, decode) for decode in (*split, *mixed) for prefill in self.feeds(decode, quickest)]
+
+    def feeds(self, decode: Candidate, quickest: list[Candidate]) -> list[Candidate]:
+        """Who may compute the prompt for a decode by this worker."""
+        links, found = self.view.links, []
+        for worker in quickest:
+            if worker is decode or (decode.prefills and worker.decodes) or worker.generation != decode.generation:
+                continue
+            if links.allows(worker.instance, decode.instance, self.now):
+                found.append(worker)
+        own = [decode] if decode.prefills and decode in self.view.prefill else []
+        return [*found[:SHORTLIST], *own] or self.view.prefills_for(decode, self.now)[:SHORTLIST]
+
+    # ---- a placement -----------------------------------------------------------------------------------------------
+
+    def alone(self, worker: Candidate) -> PlainPair:
+        queue, compute, ttft, error, chance, lost = self.first(worker, None)
+        raw = queue, compute, 0.0, 0.0, 0.0, ttft, 0.0, error, LEAST_ERROR, self.urgency, self.due_in
+        return PlainPair(None, worker, Prediction(*raw), self.demand.weight * chance - lost, ttft)
+
+    def pair(self, prefill: Candidate, decode: Candidate) -> PlainPair:
+        demand, cost, own, tokens = self.demand, self.cost(decode), prefill is decode, self.output - 1
+        queue, compute, ttft, error, chance, passed = self.first(
+            prefill, self.tpot if own and decode.prefills else None
+        )
+        drift = self.calibration.further(decode.instance)
+        each, usual = (
+            self.calibration.tokens_a_step(decode.instance, apart)
+            for apart in (self.calibration.apart(demand.texts), 0.0)
+        )
+        rows = decode.decode_load.sequences + 1
+        context = decode.decode_load.context_tokens + demand.tokens + rows * self.output / 2
+        step = cost.seconds(StepLoad(rows, context, rows, context))
+        held = held_seconds(cost, step / each, self.tpot) if decode.prefills else inf
+        mean = token_seconds(decode, step, self.beside(decode, self.tpot))
+        before = token_seconds(decode, self.step(decode), self.beside(decode, None))
+        left = backlog_seconds(decode, cost, self.now)
+        pause = pause_seconds(decode, cost, step, self.tpot) / each if left else 0.0
+        transfer = 0.0 if own else self.view.links.seconds(prefill.instance, decode.instance, demand.tokens)
+        begun = queue if own else queue + compute
+        token = min(held, after_backlog(min(held, mean / each), pause, left - begun, tokens)) + transfer / tokens
+        tpot = token * factor_of(drift)
+        if self.tpot is not None:
+            chance *= within(self.tpot, tpot, sqrt(drift.variance))
+        raw = queue, compute, transfer, step, token, ttft, tpot, error, sqrt(drift.variance), self.urgency, self.due_in
+        now_step = self.step(decode)
+        lost = others_missed(decode, cost, (now_step / usual, step / usual), (before / usual, mean / usual), drift)
+        used = objectives_used(demand.slo, ttft, tpot, demand.output)
+        return PlainPair(decode, prefill, Prediction(*raw), demand.weight * chance - lost - passed, used)
+
+    def beside(self, worker: Candidate, tpot: float | None) -> float:
+        """What prompts as long as this one add to a decode step there."""
+        cost, tokens = self.cost(worker), self.demand.tokens
+        if not worker.prompt_share:
+            return 0.0
+        return cost.seconds(StepLoad.of(0, min(tokens, chunk_tokens(worker, cost, 0, tpot)))) - cost.fixed
+
+    def first(self, worker: Candidate, tpot: float | None) -> tuple[float, float, float, float, float, float]:
+        """Queue, compute, TTFT, its error, the chance that it is in time, and the requests that are not because of it.
+
+        `tpot`: the objective of the request where it decodes there too.
+        """
+        demand, cost, rows = self.demand, self.cost(worker), worker.decode_load
+        start = demand.tokens - demand.uncached(worker)
+        beside = cost.seconds(rows) - cost.fixed if rows.sequences else 0.0
+        chunk = chunk_tokens(worker, cost, start, tpot)
+        compute = cost.prompt_seconds(start, demand.tokens, chunk, beside=beside)
+        prompt = QueuedPrompt(*demand.turn(self.now), compute)
+        queue = queue_seconds(worker, cost, prompt, self.now)
+        drift, left = self.calibration.first(worker.instance, self.urgency), demand.first_token_in
+        ttft, error = (queue + compute) * factor_of(drift), sqrt(drift.variance)
+        chance = 1.0 if left is None else within(left, ttft, error)
+        lost = queued_lost(worker, cost, prompt, drift, self.now)
+        lost += newcomers_missed(worker, prompt, queue, drift, self.now, chance)
+        return queue, compute, ttft, error, chance, lost
+
+
+def factor_of(drift: Drift) -> float:
+    return min(3.0, max(1.0 / 3.0, exp(drift.mean)))
+
+
+def newcomers_missed(
+    worker: Candidate, prompt: QueuedPrompt, queue: float, drift: Drift, now: float, chance: float
+) -> float:
+    """As router.predict.newcomers_lost says, with every chance computed."""
+    factor, error, lost = factor_of(drift), sqrt(drift.variance), 0.0
+    waits, taken = queue * factor, prompt.seconds * factor
+    for kind in worker.arrivals:
+        if kind.priority < prompt.priority:
+            continue
+        alone, first, in_time = kind.seconds * factor, 0.0, 1.0
+        if kind.priority == prompt.priority:
+            first, in_time = max(0.0, prompt.due - now - kind.limit), chance
+        behind = min(taken, max(0.0, waits + taken - first))
+        if behind and in_time > NEVER:
+            early = within(kind.limit, waits + alone, error)
+            lost += kind.rate * behind * in_time * (early - within(kind.limit, waits + alone + taken, error))
+        if in_time < 1.0 - NEVER:
+            early = within(kind.limit, alone, error)
+            late = early - within(kind.limit, alone + taken, error)
+            lost += kind.rate * taken * (1.0 - in_time) * LATE_SHARE * late
+    return lost
+
+
+def others_missed(
+    worker: Candidate, cost: StepCost, alone: tuple[float, float], tokens: tuple[float, float], drift: Drift
+) -> float:
+    """As router.predict.others_lost says, with every chance computed."""
+    factor, error, (before, after) = factor_of(drift), sqrt(drift.variance), tokens
+    if worker.prefills:
+        (before, after), factor, error = alone, 1.0, cost.error
+    lost = 0.0
+    for objective, count in worker.objectives:
+        early = within(objective, before * factor, error)
+        lost += count * (early - within(objective, after * factor, error))
+    return max(0.0, lost)
