@@ -9,14 +9,15 @@ but the embedding once, and the KV of every sequence.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from serving.forward.forward import Forward
 BLOCK = 16  # tokens a KV block
 PROMPT_TOKENS = 512  # kernels are tuned for up to so many rows, as a worker's are by default
 COPIED_BYTES = 1 << 30
+SPARED_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,7 @@ class Result:
     batch: int
     context: int  # tokens, of the middle step
     graphs: bool
+    graph_context: int  # tokens that the graph was captured for; 0 without graphs
     step_ms: float
     tokens_per_second: float
     step_bytes: int
@@ -50,6 +53,31 @@ class Result:
     def share(self) -> float:
         """Of the roofline."""
         return self.step_bytes / self.copy_bytes_per_second / (self.step_ms / 1e3)
+
+
+@dataclass(slots=True)
+class DecodeReport:
+    """What has been measured so far; with `out` it is written there with every row."""
+
+    device: str
+    shape: str
+    out: Path | None = None
+    rows: list[Result] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    held_before: dict[str, int] = field(default_factory=dict)  # bytes, by weights, when their model was made
+    peak: dict[str, int] = field(default_factory=dict)  # bytes, by weights
+
+    def add(self, result: Result) -> None:
+        self.rows.append(result)
+        show(result)
+        self.write()
+
+    def write(self) -> None:
+        if self.out is not None:
+            told: dict[str, Any] = {"device": self.device, "shape": self.shape}
+            told["rows"] = [{**asdict(result), "roofline_share": result.share} for result in self.rows]
+            told |= {"skipped": self.skipped, "held_before": self.held_before, "peak_bytes": self.peak}
+            self.out.write_text(json.dumps(told, indent=2) + "\n")
 
 
 def decode(forward: Forward, batch: int, context: int, steps: int, blocks: int, device: torch.device) -> list[float]:
@@ -88,8 +116,8 @@ def to_host(tokens: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 
 
 def copy_bandwidth(device: torch.device, size: int) -> float:
-    """Bytes a second that a copy of `size` bytes reads and writes: the best of ten."""
-    source = torch.zeros(size, dtype=torch.int8, device=device)
+    """Bytes a second that a copy of `size` random bytes reads and writes: the best of ten."""
+    source = torch.empty(size, dtype=torch.int8, device=device).random_(-127, 128)
     target, best = torch.empty_like(source), float("inf")
     for _ in range(10):
         _finish(device)
@@ -105,47 +133,111 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def fill_randomly(planes: Sequence[Sequence[Tensor]]) -> None:
+    """KV as a model leaves it: no zeros, which a device moves for less power; INT8 with scales above zero."""
+    for plane in (plane for layer in planes for plane in layer):
+        if plane.dtype is torch.int8:
+            plane.random_(-127, 128)
+        elif plane.dim() == 3:  # scales
+            plane.uniform_(0.001, 0.02)
+        else:
+            plane.normal_()
+
+
+def release(device: torch.device) -> None:
+    """Give back what a model has held: its graphs and the forward refer to each other."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def held_bytes(device: torch.device, *, peak: bool = False) -> int:
+    """Of the device's memory, by tensors of this process; 0 where torch does not count."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.max_memory_allocated(device) if peak else torch.cuda.memory_allocated(device)
+
+
+def room(device: torch.device) -> float:
+    """Bytes that KV may take beside the model: graphs, their partial results and libraries need some as well."""
+    return 0.9 * torch.cuda.mem_get_info(device)[0] - SPARED_BYTES if device.type == "cuda" else float("inf")
+
+
+def measure(options: argparse.Namespace, device: torch.device, report: DecodeReport) -> None:
+    """One kind of weights after another; nothing of the first is left when the second is made."""
+    bandwidth = copy_bandwidth(device, COPIED_BYTES if device.type == "cuda" else COPIED_BYTES >> 6)
+    for weights in options.weights:
+        release(device)
+        report.held_before[weights] = held_bytes(device)
+        measure_weights(options, device, weights, bandwidth, report)
+        report.peak[weights] = held_bytes(device, peak=True)
+        report.write()
+
+
 @torch.inference_mode()
-def measure(options: argparse.Namespace, device: torch.device) -> list[Result]:
+def measure_weights(
+    options: argparse.Namespace, device: torch.device, weights: str, bandwidth: float, report: DecodeReport
+) -> None:
+    """A row for each batch and context whose KV finds room."""
     from serving.forward.triton_forward import TritonForward
 
     spec = llama(**SHAPES[options.shape])
-    bandwidth = copy_bandwidth(device, COPIED_BYTES if device.type == "cuda" else COPIED_BYTES >> 6)
-    results = []
-    for weights in options.weights:
-        model = random_model(spec, weights, torch.bfloat16, device)
-        specs = spec.kv_layers(options.kv)
-        most = max(options.contexts) + options.steps + 1
-        blocks = max(options.batches) * -(-most // BLOCK)
-        forward = TritonForward(model, DeviceKV(specs, blocks, BLOCK, device).planes, most)
-        sizes = GraphSizes(sequences=tuple(sorted(set(options.batches))), contexts=graph_contexts(options))
-        # There are no graphs on a CPU, and nothing to tune under the interpreter.
-        graphs = device.type == "cuda" and options.cuda_graphs
-        if device.type == "cuda":
-            forward.warm_up(PROMPT_TOKENS, sizes if graphs else None)
-        for batch in options.batches:
-            for context in options.contexts:
-                taken = statistics.median(decode(forward, batch, context, options.steps, blocks, device))
-                results.append(
-                    Result(
-                        weights=weights,
-                        kv=options.kv,
-                        batch=batch,
-                        context=context,
-                        graphs=graphs,
-                        step_ms=taken * 1e3,
-                        tokens_per_second=batch / taken,
-                        step_bytes=weight_bytes(model) + batch * context * token_bytes(specs),
-                        copy_bytes_per_second=bandwidth,
-                    )
-                )
-                show(results[-1])
-    return results
+    model = random_model(spec, weights, torch.bfloat16, device)
+    specs = spec.kv_layers(options.kv)
+    most, free = room(device) / (BLOCK * token_bytes(specs)), []
+    for batch, context in product(options.batches, options.contexts):
+        if batch * width_of(context, options.steps) <= most:
+            free.append((batch, context))
+        else:
+            report.skipped.append(f"{weights}, {batch} x {context}: no room for the KV")
+    if not free:
+        return
+    blocks = max(batch * width_of(context, options.steps) for batch, context in free)
+    sizes = graph_sizes(options)
+    kv = DeviceKV(specs, blocks, BLOCK, device)
+    fill_randomly(kv.planes)
+    forward = TritonForward(model, kv.planes, sizes.contexts[-1])
+    # There are no graphs on a CPU, and nothing to tune under the interpreter.
+    graphs = device.type == "cuda" and options.cuda_graphs
+    if device.type == "cuda":
+        forward.warm_up(PROMPT_TOKENS, sizes if graphs else None)
+    for batch, context in free:
+        taken = statistics.median(decode(forward, batch, context, options.steps, blocks, device))
+        size = sizes.fit(batch, context + options.steps // 2)
+        report.add(
+            Result(
+                weights=weights,
+                kv=options.kv,
+                batch=batch,
+                context=context,
+                graphs=graphs,
+                graph_context=size[1] if graphs and size is not None else 0,
+                step_ms=taken * 1e3,
+                tokens_per_second=batch / taken,
+                step_bytes=weight_bytes(model) + batch * context * token_bytes(specs),
+                copy_bytes_per_second=bandwidth,
+            )
+        )
 
 
-def graph_contexts(options: argparse.Namespace) -> tuple[int, ...]:
-    """A graph a context, of that length and the steps that follow it."""
-    return tuple(sorted({context + options.steps + 1 for context in options.contexts}))
+def tokens_of(context: int, steps: int) -> int:
+    """Of a sequence at the end of `decode`."""
+    return context - steps // 2 + steps + 2
+
+
+def width_of(context: int, steps: int) -> int:
+    """Blocks of such a sequence."""
+    return -(-tokens_of(context, steps) // BLOCK)
+
+
+def graph_sizes(options: argparse.Namespace) -> GraphSizes:
+    """Those that a worker with these limits would replay such steps from, or of the contexts asked for."""
+    most = options.max_model_len or tokens_of(max(options.contexts), options.steps)
+    ladder = GraphSizes.up_to(max(options.batches), most)
+    padded = {size[0] for batch in options.batches if (size := ladder.fit(batch, 1)) is not None}
+    contexts = tuple(sorted(set(options.graph_contexts))) if options.graph_contexts else ladder.contexts
+    return GraphSizes(sequences=tuple(sorted(padded)), contexts=contexts)
 
 
 def show(result: Result) -> None:
@@ -159,16 +251,28 @@ def show(result: Result) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
-    parser.add_argument("--weights", nargs="+", choices=("int8", "bfloat16"), default=["int8", "bfloat16"])
+    parser.add_argument(
+        "--weights",
+        nargs="+",
+        choices=("int8", "bfloat16", "quantized"),
+        default=["int8", "bfloat16"],
+        help="int8: all layers but the head; quantized: those that `millrace quantize` makes INT8",
+    )
     parser.add_argument("--kv", choices=("bfloat16", "int8"), default="bfloat16", help="what the KV cache keeps")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64], help="sequences a step")
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 4096], help="tokens a sequence")
     parser.add_argument("--steps", type=int, default=64, help="timed a row; the median counts")
+    parser.add_argument("--max-model-len", type=int, help="graphs as of a worker with this limit (the longest context)")
+    parser.add_argument("--graph-contexts", nargs="+", type=int, help="capture graphs for these contexts instead")
     parser.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path, help="write the rows there, too")
     options = parser.parse_args(arguments)
     if min(*options.batches, *options.contexts, options.steps) < 1 or options.steps // 2 >= min(options.contexts):
         parser.error("there must be sequences, steps, and contexts longer than half the steps")
+    longest = tokens_of(max(options.contexts), options.steps)
+    limits = [options.max_model_len or longest, max(options.graph_contexts or [longest])]
+    if min(limits) < longest:
+        parser.error(f"the longest context and its steps are {longest} tokens, and graphs end before")
     return options
 
 
@@ -197,10 +301,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU, interpreted: no figure here means anything"
     print(f"{name}; {options.shape} shape, greedy, medians of {options.steps} steps")
     print(f"{'weights':8} {'KV':8} {'batch':>5} {'context':>7} {'ms/step':>9} {'tok/s':>10} {'GB read':>7} {'roof':>6}")
-    results = measure(options, device)
-    if options.json is not None:
-        rows: list[dict[str, Any]] = [{**asdict(result), "roofline_share": result.share} for result in results]
-        options.json.write_text(json.dumps({"device": name, "shape": options.shape, "rows": rows}, indent=2) + "\n")
+    report = DecodeReport(device=name, shape=options.shape, out=options.json)
+    measure(options, device, report)
+    for line in report.skipped:
+        print(line)
     return 0
 
 

@@ -36,7 +36,9 @@ class OwnServer:
     unless the flags say so: an idle server is to leave the cores to the one that is measured.
     """
 
-    def __init__(self, flags: Sequence[str], *, workers: Sequence[str], log: Path):
+    def __init__(
+        self, flags: Sequence[str], *, workers: Sequence[str], log: Path, start_seconds: float = START_SECONDS
+    ):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
@@ -44,6 +46,7 @@ class OwnServer:
         quiet = () if "--canary-interval" in flags else ("--canary-interval", "0")
         self.command = [sys.executable, "-m", "deploy.cli", "serve", *flags, *own, *quiet]
         self._workers = set(workers)
+        self._start_seconds = start_seconds
         self._client = HttpClient(self.url, timeout=10.0)
         self._process: asyncio.subprocess.Process | None = None
 
@@ -60,7 +63,7 @@ class OwnServer:
                 start_new_session=True,  # Ctrl-C is for the measurement, which then stops it
             )
         try:
-            await self._wait_ready(START_SECONDS)
+            await self._wait_ready(self._start_seconds)
         except BaseException:
             await self.stop()
             raise

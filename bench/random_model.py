@@ -14,12 +14,14 @@ from serving.model.decoder import Decoder
 from serving.model.quantized_linear import hold_int8
 from serving.model.rope import Rope, default_frequencies
 from serving.model.spec import ModelSpec
+from serving.quantization.scheme import Int8Scheme
 
 SIZES = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab_size", "max_position")
 SHAPES = {
     "smollm2": dict(zip(SIZES, (576, 30, 9, 3, 64, 1536, 49152, 8192), strict=True)),
     "8b": dict(zip(SIZES, (4096, 32, 32, 8, 128, 14336, 128256, 131072), strict=True)),
     "tiny": dict(zip(SIZES, (32, 2, 2, 1, 16, 64, 100, 1024), strict=True)),
+    "mini": dict(zip(SIZES, (64, 2, 4, 2, 16, 128, 384, 2048), strict=True)),  # the least that a server is given
 }
 
 
@@ -34,13 +36,16 @@ def random_model(
 ) -> Decoder:
     """A decoder whose numbers stay of the size real ones have.
 
-    With `weights` int8 all its linear layers are, but for `kept` and routers.
+    With `weights` int8 all its linear layers are, but for `kept` and routers; with quantized those that are in what
+    `millrace quantize` writes.
     """
     with torch.device("meta"):
         model = Decoder(spec)
+        linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         if weights == "int8":
-            linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
             hold_int8(model, [name for name in linears if name != kept and not name.endswith(".router")])
+        elif weights == "quantized":
+            hold_int8(model, [name for name in linears if not Int8Scheme().keeps(name, spec.layers)])
     for name, parameter in list(model.named_parameters()):
         owner, leaf = name.rsplit(".", 1)
         value = _random(leaf, parameter, spec.hidden, dtype, device)

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import weakref
+from argparse import Namespace
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu_decode import main, parse
+from bench import gpu_decode
+from bench.gpu_decode import DecodeReport, fill_randomly, graph_sizes, main, measure, parse
 from bench.random_model import SHAPES, llama, random_model, weight_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +31,7 @@ INPUTS = (HEADS + 2 * 16) * HIDDEN + HIDDEN * HEADS + 2 * INNER * HIDDEN + HIDDE
 @pytest.mark.thorough
 def test_the_way_of_a_measurement(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
-    command = ["--shape", "tiny", "--batches", "2", "--contexts", "20", "--steps", "2", "--json"]
+    command = ["--shape", "tiny", "--batches", "2", "--contexts", "20", "--steps", "1", "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "bench.gpu_decode", *command, str(out)],
         cwd=ROOT,
@@ -67,3 +70,46 @@ def test_contexts_that_the_steps_do_not_fit_into_are_refused(capsys: pytest.Capt
     with pytest.raises(SystemExit):
         parse(["--contexts", "16", "--steps", "64"])
     assert "contexts longer than half the steps" in capsys.readouterr().err
+
+
+def test_nothing_of_the_first_model_is_left_when_the_second_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Held:
+        """Refers to itself, as a forward and its graphs do."""
+
+        def __init__(self) -> None:
+            self.own = self
+
+    made: list[weakref.ref[Held]] = []
+
+    def measured(options: Namespace, device: torch.device, weights: str, rate: float, report: DecodeReport) -> None:
+        assert [one for one in made if one() is not None] == []
+        made.append(weakref.ref(Held()))
+
+    monkeypatch.setattr(gpu_decode, "measure_weights", measured)
+    monkeypatch.setattr(gpu_decode, "COPIED_BYTES", 1 << 12)
+    measure(parse(["--shape", "tiny"]), torch.device("cpu"), DecodeReport(device="", shape="tiny"))
+    assert len(made) == 2
+
+
+def test_kv_and_what_is_copied_are_no_zeros() -> None:
+    planes = [torch.zeros(3, 4, 2, 8, dtype=torch.int8), torch.zeros(3, 4, 2), torch.zeros(3, 4, 2, 8).bfloat16()]
+    fill_randomly([planes])
+    assert all(plane.unique().numel() > 10 for plane in planes)
+    assert float(planes[1].min()) > 0
+
+
+def test_graphs_are_those_a_worker_replays() -> None:
+    plain = graph_sizes(parse(["--batches", "1", "64", "128", "--contexts", "1024", "4096"]))
+    assert plain.sequences == (1, 64, 128)
+    assert plain.contexts == (1024, 4096, 4096 + 32 + 2)
+    assert plain.fit(64, 1025) == (64, 4096)  # a little beyond a captured context the next one is replayed
+    long = graph_sizes(parse(["--batches", "100", "--contexts", "1024", "--max-model-len", "131072"]))
+    assert long.sequences == (100,)
+    assert long.contexts == (1024, 4096, 16384, 65536, 131072)
+    assert graph_sizes(parse(["--contexts", "1024", "--graph-contexts", "131072"])).contexts == (131072,)
+
+
+def test_graphs_that_end_before_the_context_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--contexts", "1024", "--graph-contexts", "1024"])
+    assert "graphs end before" in capsys.readouterr().err
