@@ -60,15 +60,12 @@ class KVLinks(Protocol):
     @property
     def untroubled(self) -> bool:
         """True if all are allowed: none need be asked about."""
-        ...
 
     def allows(self, prefill: str, decode: str, now: float) -> bool:
         """False while handoffs between these two are known to fail."""
-        ...
 
     def seconds(self, prefill: str, decode: str, tokens: int) -> float:
         """Between the first token and the end of the handoff of so many tokens' KV."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,8 +315,7 @@ def able_to_decode(demand: Demand, workers: Iterable[Candidate]) -> list[Candida
     """Workers that decode, do not drain, and are of the text's build. Those that can hold it, while there are some."""
     decoding = [worker for worker in workers if worker.decodes and not worker.status.draining]
     if demand.build is not None:
-        fingerprint = demand.build.fingerprint
-        decoding = [worker for worker in decoding if worker.status.fingerprint == fingerprint]
+        decoding = [worker for worker in decoding if worker.status.fingerprint == demand.build.fingerprint]
     return _holding(demand.tokens, decoding)
 
 
@@ -329,8 +325,7 @@ def able_to_prefill(demand: Demand, workers: Iterable[Candidate], avoid: Collect
     if avoid:
         prefilling = [worker for worker in prefilling if worker.status.instance not in avoid]
     if demand.build is not None:
-        pairing = demand.build.pairing
-        prefilling = [worker for worker in prefilling if worker.status.pairing == pairing]
+        prefilling = [worker for worker in prefilling if worker.status.pairing == demand.build.pairing]
     return _holding(demand.tokens, prefilling)
 
 
