@@ -68,7 +68,7 @@ class HeldTokens:
             self.deliver(told)
 
     def flush(self) -> None:
-        """Deliver what has come by now: the router gives the worker up. What is still on its way comes too late."""
+        """Deliver what has come by now: the router counts it, or gives the worker up. The rest is still on its way."""
         now = self.clock()
         for held in self._held.values():
             if events := held.release(upto=now):
@@ -91,9 +91,10 @@ class HeldAttempt:
         self.dues: list[float] = []
 
     def release(self, upto: float = inf) -> list[LeaseEvent]:
-        """All that is there by then in one event, or none; nothing is held any more."""
+        """All that is there by then in one event, or none; what comes later is still held."""
         steps = bisect_right(self.dues, upto)
-        deltas, dues, self.deltas, self.dues = self.deltas[:steps], self.dues[:steps], [], []
+        deltas, self.deltas = self.deltas[:steps], self.deltas[steps:]
+        dues, self.dues = self.dues[:steps], self.dues[steps:]
         if not deltas:
             return []
         together = HeldDelta(

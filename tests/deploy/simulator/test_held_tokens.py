@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import chain, count
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.simulator.cluster import ClusterPlan
+from deploy.simulator.cluster import ClusterPlan, SimulatedCluster
 from deploy.simulator.drafts import DraftModel
 from deploy.simulator.held_tokens import HeldDelta, HeldTokens
-from deploy.simulator.traffic import TRAFFIC, Lengths, Traffic, TrafficClass
+from deploy.simulator.network import NetworkModel
+from deploy.simulator.run import simulate
+from deploy.simulator.traffic import TRAFFIC, Lengths, Traffic, TrafficClass, trace
 from serving.errors import Preempted
 from serving.links import LeaseEvent
 from serving.messages import Delta, FinishReason, Role
-from tests.deploy.simulator.test_run import PLACEMENTS, PROFILE, run, told
+from tests.deploy.simulator.test_run import PLACEMENTS, PROFILE, SMALL, run, told, written_out
 
 GROWS = Traffic(name="grows", classes=(TrafficClass(prompt=Lengths(30), output=Lengths(120)),))
 
@@ -54,6 +58,25 @@ def token(index: int, lease: str = "a", *, last: bool = False, epoch: int = 0) -
 
 
 STEPS = st.lists(st.lists(st.sampled_from("abc"), unique=True, max_size=3), max_size=25)
+
+
+@given(STEPS, st.sampled_from([0.05, 0.1]), st.sets(st.integers(0, 25)))
+def test_no_token_is_lost_to_whoever_counts_them(steps: list[list[str]], seconds: float, counted: set[int]) -> None:
+    """Those that are on their way then come later; what has come is not told twice."""
+    wire, sent = Wire(seconds), Counter[str](chain(*steps))
+    indices = {lease: count() for lease in "abc"}
+    for number, step in enumerate(steps):
+        wire.pass_to(number)
+        made = [(lease, next(indices[lease])) for lease in step]
+        wire.send(*(token(index, lease, last=index == sent[lease] - 1) for lease, index in made))
+        if number in counted:
+            wire.pass_to(number + 0.07)
+            wire.held.flush()
+    wire.pass_to(len(steps) + 1)
+    for lease, tokens in sent.items():
+        come = [event.delta for _, event in wire.come if event.lease == lease and event.delta is not None]
+        assert [token for delta in come for token in delta.tokens] == [100 + index for index in range(tokens)]
+        assert sum(delta.steps for delta in come) == tokens
 
 
 @given(STEPS, st.sampled_from([0.0, 0.1]))
@@ -154,3 +177,17 @@ def test_no_outcome_is_another_for_it(case: str, monkeypatch: pytest.MonkeyPatch
         assert any(len(outcome.placed) > 2 for outcome in held.outcomes), "nothing was placed again"
     if case == "given up":
         assert any(outcome.error is not None and outcome.tokens for outcome in held.outcomes), "none failed half-way"
+
+
+def test_watching_a_run_loses_none_of_its_tokens() -> None:
+    """As the simulated autoscaler watches: on the wire there are tokens at any time."""
+
+    async def watch(cluster: SimulatedCluster) -> None:
+        while True:
+            await asyncio.sleep(0.013)
+            await cluster.catch_up()
+
+    arrivals = trace(SMALL, PROFILE, 20, 1)
+    plan = ClusterPlan.of(PROFILE, PLACEMENTS["both"], "least_loaded", network=NetworkModel(message_seconds=0.01))
+    done = simulate(plan, arrivals, 10.0, watch=watch)
+    assert [outcome.tokens for outcome in done.outcomes] == written_out(arrivals)
