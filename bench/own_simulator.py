@@ -6,6 +6,9 @@ It runs the commands and reads what they write. What is simulated, and why, is n
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +25,7 @@ from serving.loader.loading import open_checkpoint
 
 
 async def command(*arguments: str) -> None:
-    """Raises ServerError with the last line of what it said when it fails."""
+    """Raises ServerError with the last line of what it said when it fails. Cancelled, it ends with all below it."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "deploy.cli", *arguments),
         cwd=ROOT,
@@ -30,7 +33,13 @@ async def command(*arguments: str) -> None:
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,  # Ctrl-C is for who measures
     )
-    _, told = await process.communicate()
+    try:
+        _, told = await process.communicate()
+    except asyncio.CancelledError:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        raise
     if process.returncode:
         last = told.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
         raise ServerError(f"millrace {arguments[0]} failed: {last[0]}")
