@@ -145,11 +145,17 @@ def show(table: GoodputTable) -> None:
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def known_from(file: Path | None, workers: int) -> tuple[dict[str, dict[str, float]], float]:
-    """What a file of this command says, and how many of our workers there are for each of its."""
+def known_from(file: Path | None, workers: int, **settings: object) -> tuple[dict[str, dict[str, float]], float]:
+    """What a file of this command says, and how many of our workers there are for each of its.
+
+    Raises ValueError for one of as many workers that is of other `settings`: what it says was not measured with ours.
+    """
     if file is None or not file.exists():
         return {}, 1.0
     read = orjson.loads(file.read_bytes())
+    others = [f"--{name} {read[name]}" for name, ours in settings.items() if read.get(name, ours) != ours]
+    if others and read["workers"] == workers:
+        raise ValueError(f"{file} is of {', '.join(others)}: give the same, or another file")
     return read["attained"], workers / read["workers"]
 
 
@@ -170,7 +176,11 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="what was measured; goes on from what is there")
     add("--from", type=Path, dest="begin", metavar="FILE", help="such a file of a smaller fleet: where to begin")
     options = parser.parse_args(arguments)
-    options.requests = options.requests or max(300, 30 * options.workers)
+    if options.requests is None:
+        options.requests = max(300, 30 * options.workers)
+    for name, least in (("requests", 2), ("seeds", 1), ("jobs", 1)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name} {getattr(options, name)}: give at least {least}")
     if options.json is not None and options.json.exists():
         options.begin = options.json
     return options
@@ -180,13 +190,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parsed(arguments)
     over = time.perf_counter() + 60 * options.minutes
     profile, workloads = profile_of(options.profile), options.workloads.split(",")
-    rows = table_rows(profile, options.workers, workloads, options.requests, options.seeds)
-    table = GoodputTable(rows, *known_from(options.begin, options.workers))
+    settings = {"profile": options.profile, "requests": options.requests, "seeds": options.seeds}
+    try:
+        rows = table_rows(profile, options.workers, workloads, options.requests, options.seeds)
+        table = GoodputTable(rows, *known_from(options.begin, options.workers, **settings))
+    except ValueError as error:
+        print(f"goodput_table: {error}", file=sys.stderr)
+        return 2
     with quiet_log():
         while (row := table.next_row(over - time.perf_counter())) is not None:
             print(table.measure(row, options.jobs), file=sys.stderr, flush=True)
             if options.json is not None:
-                kept = {"workers": options.workers, "requests": options.requests, "attained": table.measured()}
+                kept = {"workers": options.workers, **settings, "attained": table.measured()}
                 options.json.write_bytes(orjson.dumps(kept, option=orjson.OPT_INDENT_2))
     print(f"{options.workers} workers, {profile.name}, {options.seeds} × {options.requests} requests a rate, at 90 %")
     show(table)

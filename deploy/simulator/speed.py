@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import multiprocessing
 import resource
 import sys
@@ -19,7 +20,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 from deploy.simulator.cluster import ClusterPlan
-from deploy.simulator.command import roles_of
+from deploy.simulator.command import MOST_NOISE, roles_of
 from deploy.simulator.profiles import PROFILES
 from deploy.simulator.study import Study
 from deploy.simulator.traffic import traffic_of
@@ -92,8 +93,22 @@ def measure(study: Study, rate: float) -> SpeedFigures:
     return found
 
 
+def check(options: argparse.Namespace) -> None:
+    """Raises ValueError that names the flag."""
+    if options.jobs < 1:
+        raise ValueError(f"--jobs {options.jobs}: give at least 1")
+    if options.requests < 2 * options.jobs:
+        raise ValueError(f"--requests {options.requests}: give at least 2 for each of the --jobs")
+    if options.further and options.further < options.jobs:
+        raise ValueError(f"--further {options.further}: give 0, or at least one for each of the --jobs")
+    if not 0 < options.rate < math.inf:
+        raise ValueError(f"--rate {options.rate:g}: give a number above 0")
+    if not 0 <= options.noise <= MOST_NOISE:
+        raise ValueError(f"--noise {options.noise:g}: give 0 to {MOST_NOISE:g}")
+
+
 def study_of(options: argparse.Namespace) -> Study:
-    """Half of the requests for each of as many seeds as processes."""
+    """As many requests for each of as many seeds as processes. Raises ValueError."""
     plan = ClusterPlan.of(PROFILES[options.profile], roles_of(options.workers), options.policy, noise=options.noise)
     return Study(
         plan=plan,
@@ -119,7 +134,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--jobs", type=int, default=2, metavar="N", help="processes, of a seed each (default: 2)")
     add("--noise", type=float, default=0.0, help="of a step's time (default: 0)")
     options = parser.parse_args(arguments)
-    study = study_of(options)
+    try:
+        check(options)
+        study = study_of(options)
+    except ValueError as error:
+        parser.error(str(error))
     few = measure(study, options.rate)
     print(few.told(), flush=True)
     if not options.further:

@@ -97,3 +97,29 @@ def test_a_run_goes_on_where_the_last_one_ended(tmp_path: Path, capsys: pytest.C
     )
     wider = GoodputTable(table_rows(PROFILE, 6, ("chat",), 4, 1), *goodput_table.known_from(file, 6))
     assert wider.found["chat mixed goodput"].first == pytest.approx(2.02) and not wider.measured()
+
+
+def test_what_was_measured_with_other_settings_is_not_gone_on_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "found.json"
+    kept = {"workers": 3, "profile": "a100-opt13b", "requests": 4, "seeds": 1, "attained": {"x": {"1": 1.0}}}
+    file.write_bytes(orjson.dumps(kept))
+    flags = ["--workers", "3", "--workloads", "chat", "--requests", "4", "--minutes", "0", "--json", str(file)]
+    for others, named in (["--seeds", "2"], "--seeds 1"), (["--seeds", "1", "--requests", "5"], "--requests 4"):
+        assert goodput_table.main([*flags, *others]) == 2
+        assert named in capsys.readouterr().err
+    settings = {"profile": "a100-opt13b", "requests": 9, "seeds": 2}
+    assert goodput_table.known_from(file, 6, **settings) == (kept["attained"], 2.0), "it says where to begin"
+    assert goodput_table.known_from(file, 3, **settings | {"requests": 4, "seeds": 1}) == (kept["attained"], 1.0)
+
+
+@pytest.mark.parametrize(
+    "given", [("--workers", "2"), ("--workloads", "chatter"), ("--seeds", "0"), ("--jobs", "0"), ("--requests", "1")]
+)
+def test_what_cannot_be_is_refused_by_its_flag(given: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = goodput_table.main([*given, "--minutes", "0"])
+    except SystemExit as left:
+        status = int(str(left.code))
+    assert status == 2 and given[1] in capsys.readouterr().err
