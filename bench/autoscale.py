@@ -171,13 +171,15 @@ async def _look(server: OpenServer, run: ShiftedTraffic) -> None:
         await asyncio.sleep(LOOK_SECONDS)
 
 
-def phases(prompts: KindCapacity, answers: KindCapacity, seconds: float, fleet: dict[str, int]) -> list[LoadSpan]:
+def phases(
+    prompts: KindCapacity, answers: KindCapacity, seconds: float, fleet: dict[str, int], load: float
+) -> list[LoadSpan]:
     """First what keeps the prefill workers busy and is too much for one fewer; then what is so for the decode workers.
 
-    A few requests of the other kind come along in both.
+    A few requests of the other kind come along in both. `load` is of what the right fleet would do, each worker alone.
     """
-    first = 0.75 * prompts.rate
-    second = 0.75 * answers.rate * (fleet["decode"] + 1) / fleet["decode"]
+    first = load * prompts.rate
+    second = load * answers.rate * (fleet["decode"] + 1) / fleet["decode"]
     return [
         LoadSpan(
             name=PROMPTS.name,
@@ -263,6 +265,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--serve-flags", default="", metavar="FLAGS", help="more flags of the server")
     add("--autoscale-flags", default="", metavar="FLAGS", help="more flags of the autoscaler")
     add("--without", action="store_true", help="the same traffic without an autoscaler")
+    add("--load", type=float, default=0.75, metavar="X", help="of what workers do that share no core (0.75)")
     add("--seed", type=int, default=0, metavar="N", help="of the traffic (0)")
     add("--warm-up", type=float, default=10.0, metavar="S", help="seconds of each kind, so that workers learn (10)")
     add("--closed-loop", type=float, default=10.0, metavar="S", help="seconds of each, for the capacities (10)")
@@ -287,7 +290,7 @@ async def autoscaled(args: argparse.Namespace) -> ShiftedTraffic:
             await warm_up(server, Mixture(name=kind.name, kinds=(kind,)), args.warm_up)
         prompts, answers = [await capacity(server, kind, args.closed_loop) for kind in (PROMPTS, ANSWERS)]
         run = ShiftedTraffic(
-            spans=phases(prompts, answers, 60.0 * args.minutes, counts), kinds=(prompts.kind, answers.kind)
+            spans=phases(prompts, answers, 60.0 * args.minutes, counts, args.load), kinds=(prompts.kind, answers.kind)
         )
         if not args.without:
             limits = (*("--prefill", "1:", "--decode", "1:"), "--most-workers", str(sum(counts.values())))
