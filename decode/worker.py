@@ -325,6 +325,7 @@ class DecodeWorker:
             event = LeaseEvent(lease.fence.lease, lease.fence.epoch, error=ended)
             events.setdefault(lease.session, []).append(event)
         self._send(events)
+        self._note_idle()
 
     # ---- accounts ----------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -83,12 +84,23 @@ class WatchedFleet:
 def watched(arguments: argparse.Namespace, server: Server) -> tuple[Actuator, ControllerLock]:
     """The lock is one of this host and user for this router's address."""
     name = sha256(server.address.encode()).hexdigest()[:16]
-    path = arguments.lock_file or Path(tempfile.gettempdir()) / f"millrace-autoscale-{name}.lock"
+    path = arguments.lock_file or Path(tempfile.gettempdir()) / f"millrace-autoscale-{os.getuid()}-{name}.lock"
     return WatchedFleet(server), FileLock(path)
 
 
 PLACES: Mapping[str, Place] = {"watch": watched, "router": by_router, "kubernetes": by_kubernetes}
 """Where workers run, by the word of --on. `watch` changes nothing."""
+
+
+def placed(arguments: argparse.Namespace, server: Server) -> tuple[Actuator, ControllerLock, bool]:
+    """What acts, the lock of who does, and whether it only says what it would do: then it keeps nobody from acting.
+
+    Raises ValueError.
+    """
+    actuator, lock = PLACES[arguments.on](arguments, server)
+    if arguments.dry_run:
+        _, lock = watched(arguments, server)
+    return actuator, lock, arguments.dry_run or arguments.on == "watch"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -142,9 +154,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Until a signal; the process's exit code. Raises MillraceError, ValueError, OSError."""
     limits, server = limits_of(arguments), Server.of(arguments)
     setup_logging(LogSetup(name="autoscaler", role="autoscaler", form=arguments.log_format))
-    actuator, lock = PLACES[arguments.on](arguments, server)
+    actuator, lock, dry_run = placed(arguments, server)
     wiring = Wiring(source=HttpSource(server), actuator=actuator, lock=lock, clock=time.monotonic, sleep=asyncio.sleep)
-    dry_run = arguments.dry_run or arguments.on == "watch"
     asyncio.run(serve(AutoscaleController(wiring, limits, dry_run=dry_run), arguments.host, arguments.metrics_port))
     return 0
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from deploy.admin import Server
 from deploy.autoscaler.actuator import Actuator
 from deploy.autoscaler.by_kubernetes import KubernetesActuator
-from deploy.autoscaler.by_router import RouterActuator
+from deploy.autoscaler.by_router import CLAIM_SECONDS, RouterActuator
 from deploy.autoscaler.kube_api import KubeApi
 from deploy.autoscaler.kube_lease import KubeLease
 from deploy.autoscaler.lock import ControllerLock
@@ -65,9 +65,10 @@ def holder(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def over_router(arguments: argparse.Namespace) -> RouterActuator:
-    """Raises ValueError for certificates that cannot be used."""
+    """Its claim outlasts two of the controller's turns. Raises ValueError for certificates that cannot be used."""
     tls = grpc_tls(build(SecurityConfig, {}, os.environ, vars(arguments)))
-    return RouterActuator(arguments.control, arguments.cluster_key or os.environ.get(CLUSTER_KEY), holder(), tls)
+    key, claim = arguments.cluster_key or os.environ.get(CLUSTER_KEY), max(CLAIM_SECONDS, 2.5 * arguments.interval)
+    return RouterActuator(arguments.control, key, holder(), tls, claim=claim)
 
 
 def by_router(arguments: argparse.Namespace, _: Server) -> tuple[Actuator, ControllerLock]:

@@ -123,9 +123,9 @@ def current_setup() -> LogSetup:
     return replace(_formatter[0].setup, level=level)
 
 
-def set_generation(generation: str) -> None:
-    """What JSON lines of this worker say from now on."""
-    _formatter[0].setup = replace(_formatter[0].setup, generation=generation)
+def set_worker(role: str, generation: str) -> None:
+    """What JSON lines of this process's worker say from now on."""
+    _formatter[0].setup = replace(_formatter[0].setup, role=role, generation=generation)
 
 
 def handed_down(part: str) -> dict[str, str]:

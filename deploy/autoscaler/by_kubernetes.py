@@ -50,7 +50,7 @@ class KubernetesActuator:
         name = self._deployment_of(worker_id)
         if name is None:
             raise ActuatorError(f"{worker_id} is no pod of {', '.join(self.deployments.values())}: scale what it is of")
-        await self._mark(worker_id)
+        await self._mark(worker_id, name)
         await self._change(name, -1)
 
     async def flip(self, worker_id: str, role: Role) -> None:
@@ -69,14 +69,20 @@ class KubernetesActuator:
     def _scale(self, name: str) -> str:
         return f"/apis/apps/v1/namespaces/{self.api.namespace}/deployments/{name}/scale"
 
-    async def _mark(self, pod: str) -> None:
-        """Raises ActuatorError for a pod that has gone."""
+    async def _mark(self, pod: str, name: str) -> None:
+        """A mark may be left of a drain that failed half-way: it counts while the Deployment has pods to take away.
+
+        Raises ActuatorError for a pod that has gone.
+        """
         path = f"/api/v1/namespaces/{self.api.namespace}/pods/{pod}"
         found = await self.api.get(path)
         if found["metadata"].get("deletionTimestamp"):
             raise ActuatorError(f"{pod} leaves already")
         if found["metadata"].get("annotations", {}).get(COST) == FIRST_TO_GO:
-            raise ActuatorError(f"{pod} was told to drain before: it is the first that its Deployment takes away")
+            scale = await self.api.get(self._scale(name))
+            if _pods(scale) > _replicas(scale):
+                raise ActuatorError(f"{pod} was told to drain before: it is the first that its Deployment takes away")
+            return
         await self.api.patch(path, {"metadata": {"annotations": {COST: FIRST_TO_GO}}})
 
     async def _change(self, name: str, by: int) -> None:
@@ -102,3 +108,8 @@ class KubernetesActuator:
 def _replicas(scale: Mapping[str, Any]) -> int:
     """How many are wanted; the API leaves 0 out."""
     return int(scale.get("spec", {}).get("replicas", 0))
+
+
+def _pods(scale: Mapping[str, Any]) -> int:
+    """How many there are, those that leave already not among them."""
+    return int(scale.get("status", {}).get("replicas", 0))

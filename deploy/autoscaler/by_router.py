@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 CALL_SECONDS = 10.0
 HELD = "held"  # the code of a refused claim (deploy.control.fleet_control)
 FLIP_SECONDS = 3600.0  # it drains first: the worker's own bounds come before
-CLAIM_SECONDS = 60.0  # a controller that has died is replaced after so long
+CLAIM_SECONDS = 60.0  # a controller that has died is replaced after so long, unless it looks more seldom
 
 
 class RouterActuator:
@@ -36,18 +36,26 @@ class RouterActuator:
     """
 
     def __init__(
-        self, address: str, cluster_key: str | None, holder: str, tls: GrpcTls | None = None, patience: float = 10.0
+        self,
+        address: str,
+        cluster_key: str | None,
+        holder: str,
+        tls: GrpcTls | None = None,
+        *,
+        patience: float = 10.0,
+        claim: float = CLAIM_SECONDS,
     ):
         self.address = address
         self.holder = holder
         self.patience = patience
+        self.claim = claim
         self._flips: set[asyncio.Task[None]] = set()
         self._cluster_key, self._tls = cluster_key, tls
 
     async def held(self) -> bool:
-        """Be the one controller for CLAIM_SECONDS from now on; False while another one is. Raises ActuatorError."""
+        """Be the one controller for `claim` seconds from now on; False while another one is. Raises ActuatorError."""
         try:
-            await self._claim(CLAIM_SECONDS)
+            await self._claim(self.claim)
         except ActuatorError as error:
             if error.code != HELD:
                 raise

@@ -25,7 +25,7 @@ def predicted_attainment(
 
 
 def _ttft_met(profile: TrafficProfile, need: float, workers: float) -> float:
-    if profile.ttft is None:
+    if profile.ttft is None or not need:  # workers hold every prompt already
         return 1.0
     seconds = need / profile.rate  # of a prompt
     left = profile.ttft - seconds

@@ -60,8 +60,9 @@ class AutoscalerLimits:
             raise ValueError("the window of scaling up holds two intervals or more, that of scaling down no less")
         if self.cool_down < self.scale_up_window:
             raise ValueError("a cool-down shorter than the window of scaling up acts on what the last action caused")
-        if sum(each.least for each in self.roles.values()) > self.most_workers:
-            raise ValueError("the least of each role come to more than the most workers in all")
+        either = self.of(Role.PREFILL).least + self.of(Role.DECODE).least, self.of(Role.MIXED).least
+        if max(either) > self.most_workers:  # a fleet is scaled as prefill and decode workers, or as mixed ones
+            raise ValueError("the least prefill and decode workers, or mixed ones, are more than the most in all")
 
     def of(self, role: Role) -> RoleLimits:
         return self.roles.get(role, RoleLimits())

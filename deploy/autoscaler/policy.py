@@ -127,8 +127,8 @@ def _within_limits(load: FleetLoad, fleet: ScaledFleet, limits: AutoscalerLimits
             return AddWorker(role), f"{count} {role} workers, at least {allowed.least}"
         if count > allowed.most:
             return _drained(load, role), f"{count} {role} workers, at most {allowed.most}"
-    if len(fleet.workers) > limits.most_workers:
-        able = [role for role in fleet.roles if fleet.count(role) > limits.of(role).least]
+    able = [role for role in fleet.roles if fleet.count(role) > limits.of(role).least]
+    if able and len(fleet.workers) > limits.most_workers:  # mixed workers beside others are not scaled
         role = min(able, key=load.used)
         return _drained(load, role), f"{len(fleet.workers)} workers, at most {limits.most_workers} in all"
     return None

@@ -5,6 +5,8 @@ It refuses what would leave requests without a worker. How workers are started i
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from deploy.autoscaler.actuator import FleetWorker, WorkerState
@@ -15,9 +17,12 @@ from router.registry import RegisteredWorker
 from serving.errors import InvalidRequest, MillraceError, NotFound, Unavailable
 from serving.messages import Role, WorkerStatus
 
+log = logging.getLogger(__name__)
+
 HELD = "held"  # the code of a refused claim
 BUSY = "flipping"  # of a refused flip: another one is under way
 LAST = "last"  # of one that would leave nobody in the worker's role
+LONGEST_CLAIM = 86_400.0  # seconds: the next controller gets its turn, however the one before it has ended
 
 Flip = Callable[[WorkerStatus, Role, float | None], Awaitable[str]]
 """Has a worker flip, over the wire; the instance of its new life. Raises MillraceError."""
@@ -31,11 +36,14 @@ class FleetControl:
         self.below = below
         self._flip = flip
         self._flipping: tuple[str, Role] | None = None
+        self._under_way: asyncio.Task[str] | None = None
         self._holder = ""
         self._held_until = 0.0
 
     def claim(self, holder: str, seconds: float) -> None:
-        """`holder` is the one controller for so long. Raises Unavailable while another is."""
+        """`holder` is the one controller for so long. Raises Unavailable while another is, InvalidRequest."""
+        if not 0 <= seconds <= LONGEST_CLAIM:  # nor NaN
+            raise InvalidRequest(f"a claim of {seconds:g} s: it lasts 0 to {LONGEST_CLAIM:g} s", param="seconds")
         now = self.fleet.clock()
         if self._holder != holder and now < self._held_until:
             left = self._held_until - now
@@ -79,8 +87,14 @@ class FleetControl:
             return worker.status.instance
         self._check_not_last(name)
         self._flipping = name, role
+        self._under_way = asyncio.create_task(self._see_through(worker.status, role, seconds), name=f"flip-{name}")
+        self._under_way.add_done_callback(_noted)
+        return await asyncio.shield(self._under_way)  # the worker goes on with it if who asked has left
+
+    async def _see_through(self, worker: WorkerStatus, role: Role, seconds: float | None) -> str:
+        name = worker.name
         try:
-            instance = await self._flip(worker.status, role, seconds)
+            instance = await self._flip(worker, role, seconds)
         except (InvalidRequest, Unavailable):
             raise  # in the worker's own words
         except MillraceError as error:
@@ -104,7 +118,10 @@ class FleetControl:
         if name in self.below.roles() and name not in self._names():
             return  # it does not serve yet
         own = self._known(name).candidate
-        others = [each for each in self.fleet.candidates() if stays(each) and each.status.name != name]
+        going = {name, *self.below.leaving()}  # they may not have said so yet
+        if self._flipping is not None:
+            going.add(self._flipping[0])
+        others = [each for each in self.fleet.candidates() if stays(each) and each.status.name not in going]
         able = [each for each in others if each.generation == own.generation]
         for role, has in ((Role.PREFILL, any(each.prefills for each in able)), (Role.DECODE, _decodes(able))):
             if not has:
@@ -113,6 +130,12 @@ class FleetControl:
                     " first",
                     code=LAST,
                 )
+
+
+def _noted(flip: asyncio.Task[str]) -> None:
+    """Who asked may have left; why a flip failed is then in the log alone."""
+    if not flip.cancelled() and (error := flip.exception()) is not None:
+        log.info("%s: %s", flip.get_name(), error)
 
 
 def stays(worker: Candidate) -> bool:

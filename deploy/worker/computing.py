@@ -45,7 +45,10 @@ def forward_of(model: LoadedModel, device_kv: DeviceKV, config: EngineConfig, ma
 
 
 class KeptForward:
-    """`forward_of` for one worker after the other of one process: on a CPU the next one shares packed weights."""
+    """`forward_of` for one worker after the other of one process: on a CPU the next one shares packed weights.
+
+    What it keeps is over a single block, so that a worker that has ended gives its KV back.
+    """
 
     def __init__(self) -> None:
         self._kept: Forward | None = None
@@ -53,12 +56,14 @@ class KeptForward:
 
     def __call__(self, model: LoadedModel, device_kv: DeviceKV, config: EngineConfig, max_position: int) -> Forward:
         """Raises as `forward_of`."""
-        on_cpu = device_kv.planes[0][0].device.type == "cpu"
-        if self._kept is None or max_position > self._limit or not on_cpu or ranks_of(model) > 1:
-            self._kept, self._limit = forward_of(model, device_kv, config, max_position), max_position
-        else:
-            self._kept = self._kept.over(device_kv.planes)
-        return self._kept
+        if device_kv.planes[0][0].device.type != "cpu" or ranks_of(model) > 1:
+            return forward_of(model, device_kv, config, max_position)
+        if self._kept is None or max_position > self._limit:
+            self._kept = None  # its weights go before others are packed
+            forward = forward_of(model, device_kv, config, max_position)
+            block = DeviceKV(device_kv.specs, 1, device_kv.block_size)
+            self._kept, self._limit = forward.over(block.planes), max_position
+        return self._kept.over(device_kv.planes)
 
 
 def ranks_of(model: LoadedModel) -> int:

@@ -21,7 +21,8 @@ from serving.messages import Role, WorkerStatus
 log = logging.getLogger(__name__)
 
 BUSY = "flipping"  # the code of a refusal: another flip is under way
-KEPT = "kept"  # and of one that left the worker in its role
+KEPT = "kept"  # and of one that left the worker in its role, as any other flip of it would
+UNDRAINED = "undrained"  # and of one that may succeed with more time, or later
 
 
 class Announcer(Protocol):
@@ -43,11 +44,12 @@ class Unannounced:
 class FlippableWorker:
     """`begin` its first life, then `flip` it. `leaving` is set when the process is to end, or the engine has died.
 
-    `drain_seconds` bounds how long requests may go on in a life that ends; `shown` is told of each worker that begins.
+    `drain_seconds` bounds how long requests may go on in a life that ends; `shown` is told of each worker that begins,
+    and None before one ends: whoever holds it has to let it go.
     """
 
     def __init__(
-        self, maker: WorkerMaker, leaving: asyncio.Event, drain_seconds: float, shown: Callable[[Worker], None]
+        self, maker: WorkerMaker, leaving: asyncio.Event, drain_seconds: float, shown: Callable[[Worker | None], None]
     ):
         self.maker = maker
         self.leaving = leaving
@@ -90,8 +92,7 @@ class FlippableWorker:
         now = self.status()
         if self._flipping is not None:
             raise Unavailable(f"{now.name} flips to {self._to}: wait until it serves", code=BUSY, retry_after=1.0)
-        if self.leaving.is_set():
-            raise Draining(f"{now.name} is leaving")
+        self._check_stays(now.name)
         if now.role is role:
             return now.instance
         self._to = role
@@ -123,6 +124,7 @@ class FlippableWorker:
             drafts = await self.maker.drafts(role)
         except ValueError as error:
             raise InvalidRequest(f"{now.name} stays {now.role}: {error}", code=KEPT) from error
+        self._check_stays(now.name)
         log.info("%s drains, to serve as %s", now.name, role)
         await self._drain(self.drain_seconds if seconds is None else min(seconds, self.drain_seconds))
         drained = time.monotonic()
@@ -132,25 +134,30 @@ class FlippableWorker:
         log.info("%s serves as %s: drained in %.2f s, begun in %.2f s", now.name, role, drained - began, done - drained)
         return instance
 
+    def _check_stays(self, name: str) -> None:
+        """Raises Draining where the process leaves, or is about to: its engine has died."""
+        if self.leaving.is_set() or (self.worker is not None and self.worker.loop.crashed):
+            raise Draining(f"{name} is leaving")
+
     async def _drain(self, seconds: float) -> None:
         """Raises Draining where the process leaves meanwhile, Unavailable where prompts are still computed then."""
         worker = self.worker
         assert worker is not None
         await self.announcer.during(worker.drain(seconds))
         name, role = worker.identity.name, worker.identity.role
-        if self.leaving.is_set():
-            raise Draining(f"{name} is leaving")
+        self._check_stays(name)
         if not worker.drained:
             worker.resume()
             await self.announcer.once()
             told = f"{name} stays {role}: prompts were still computed after {seconds:g} s"
-            raise Unavailable(f"{told}; flip it with more time, or later", code=KEPT)
+            raise Unavailable(f"{told}; flip it with more time, or later", code=UNDRAINED)
 
     async def _exchange(self, now: WorkerStatus, role: Role, drafts: DraftParts) -> str:
         """End the drained life and begin one of the role, or where that fails of its own. The new one's instance."""
         assert self._life is not None
         self._last = self._life.worker.status()
         self.doors.close()
+        self.shown(None)
         ended, self._life = self._life, None
         try:
             await ended.end()

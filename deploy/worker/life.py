@@ -23,7 +23,7 @@ from kvcache.transfer.choice import lenders_for, lenders_on_demand
 from kvcache.transfer.lent_memory import MemoryLenders
 from serving.grpc_tls import GrpcTls
 from serving.loader.loading import LoadedModel
-from serving.logs import set_generation
+from serving.logs import set_worker
 from serving.messages import Role
 
 
@@ -91,16 +91,18 @@ class WorkerMaker:
             pool_link=lambda node: RemoteNode(node, key, lenders=pool_lenders, tls=self.tls),
         )
         model_config = settings.model_config.of(role)
-        worker = build_worker(
-            *(role, self.model, model_config, settings.engine, links),
-            name=name,
-            drafts=drafts,
-            make_forward=self._forward,
-        )
-        set_generation(worker.identity.generation)
-        stack.push_async_callback(_stop, worker)
-        stack.callback(lenders.close)
-        stack.push_async_callback(dialer.close)
+        async with AsyncExitStack() as ways:
+            ways.callback(lenders.close)
+            ways.push_async_callback(dialer.close)
+            worker = build_worker(
+                *(role, self.model, model_config, settings.engine, links),
+                name=name,
+                drafts=drafts,
+                make_forward=self._forward,
+            )
+            stack.push_async_callback(_stop, worker)
+            stack.push_async_exit(ways.pop_all())
+        set_worker(role.value, worker.identity.generation)
         return worker
 
 

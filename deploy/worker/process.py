@@ -88,11 +88,11 @@ class WorkerProcess:
             await self._serve(flippable, cache)
             return int(flippable.worker is None or flippable.worker.loop.crashed)
 
-    def _shown(self, door: WorkerDoor, worker: Worker) -> None:
-        """A worker has begun, which may be another one than reported until now."""
+    def _shown(self, door: WorkerDoor, worker: Worker | None) -> None:
+        """A worker has begun, which may be another one than reported until now; None: the last one ends."""
         door.show(worker)
         self._kv_events_since.clear()
-        if worker.connector is not None and self._pool_nodes is not None:
+        if worker is not None and worker.connector is not None and self._pool_nodes is not None:
             worker.connector.set_nodes(self._pool_nodes)
 
     async def _serve(self, flippable: FlippableWorker, cache: ModelCache) -> None:

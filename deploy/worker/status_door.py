@@ -31,11 +31,13 @@ class WorkerDoor:
         self._worker: Worker | None = None
         self._metrics: Callable[[], bytes] = bytes  # of a worker that is not there yet: none
 
-    def show(self, worker: Worker) -> None:
-        """From now on the door speaks of this worker."""
+    def show(self, worker: Worker | None) -> None:
+        """From now on the door speaks of this worker; None: there is none just now, and the last one is let go."""
+        self._worker, self._metrics = worker, bytes
+        if worker is None:
+            return
         name, *_ = (*self.served_names, worker.identity.model)
         self._metrics = worker_metrics(name, worker.status, self.metrics_prefix)
-        self._worker = worker
 
     def app(self) -> FastAPI:
         page = with_certificates(lambda: self._metrics(), self.tls, self.metrics_prefix)

@@ -257,6 +257,18 @@ async def test_draining_sends_the_rest_elsewhere_when_time_is_up(session: Router
     assert worker.idle()
 
 
+async def test_draining_ends_with_the_engine(session: RouterSession, worker: Worker) -> None:
+    await worker.lease(session, PROMPT)
+    draining = asyncio.create_task(worker.decode.drain(10_000.0))
+    await asyncio.sleep(0)
+    leases = list(worker.decode.sequences())
+    worker.decode.abandon(NoRoom("the engine died"))
+    async with asyncio.timeout(5):  # else it would wait out its whole patience
+        await draining
+    for seq in leases:
+        worker.kv.release(seq)
+
+
 async def test_draining_notices_a_lease_that_could_not_begin_anew(session: RouterSession, worker: Worker) -> None:
     await worker.lease(session, PROMPT)
     draining = asyncio.create_task(worker.decode.drain(10_000.0))

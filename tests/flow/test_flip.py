@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import pytest
 from deploy.autoscaler.actuator import ActuatorError
 from deploy.autoscaler.by_router import RouterActuator
 from deploy.control.service import flip_over
+from deploy.worker.flipping import UNDRAINED
 from deploy.worker.proposers import DraftParts
+from deploy.worker.status_door import WorkerDoor
 from router.fleet import RouterConfig
 from serving.config import EngineConfig, ModelConfig
 from serving.errors import Draining, InvalidRequest, Unauthorized, Unavailable
@@ -101,6 +104,29 @@ async def test_a_flipped_worker_does_the_work_of_its_new_role(flow: Flow) -> Non
     assert worker is not None and worker.decode is None and worker.prefill.bytes_sent > 0
 
 
+async def test_the_kv_of_a_life_is_given_back_before_the_next_one_takes_its_own(
+    flow: Flow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flippable, door = flow.made.named("decode-2"), WorkerDoor(("tiny",), "millrace")
+    make, held, kept = flippable.maker.make, flippable.worker, list[int]()
+    assert held is not None
+    door.show(held)
+    flippable.shown = door.show
+    planes = [weakref.ref(plane) for layer in held.context.locations.device.planes for plane in layer]
+    del held
+
+    async def makes(role: Role, drafts: DraftParts, *given: object) -> object:
+        kept.append(sum(plane() is not None for plane in planes))
+        return await make(role, drafts, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(flippable.maker, "make", makes)
+    flow.begin(8, 10)
+    await flow.decoding("decode-2")
+    await flow.made.actuator.flip("decode-2", Role.PREFILL)
+    assert planes and kept == [0]
+    assert door.health()[0], "the door speaks of the new worker"
+
+
 async def test_a_second_flip_is_refused_by_name_while_one_is_under_way(flow: Flow) -> None:
     flow.begin(8, 5, tokens=80)
     await flow.decoding("decode-2")
@@ -175,8 +201,9 @@ async def test_a_drain_that_exceeds_its_bound_leaves_the_worker_as_it_was(flow: 
         flow.begin(12, 7)
         while not worker.prefill.sequences():
             await asyncio.sleep(0.001)
-        with pytest.raises(Unavailable, match=r"stays prefill: prompts were still computed after 0\.05 s"):
+        with pytest.raises(Unavailable, match=r"stays prefill: prompts were still computed after 0\.05 s") as refused:
             await flippable.flip(Role.DECODE, 0.05)
+        assert refused.value.code == UNDRAINED, "no word that this worker keeps its role"
         assert not flippable.status().draining and flippable.worker is worker
     finally:
         gate.set()
@@ -236,6 +263,40 @@ async def test_one_that_is_told_to_leave_while_it_flips_leaves_as_it_is(flow: Fl
         await flip
     await flippable.settle()
     assert flippable.worker is not None and flippable.worker.drained and flippable.status().role is Role.DECODE
+
+
+async def test_one_that_is_told_to_leave_before_it_drains_has_its_whole_time_for_that(
+    flow: Flow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flippable = flow.made.named("decode-2")
+    drafts = flippable.maker.drafts
+
+    async def told_meanwhile(role: Role) -> DraftParts:
+        flippable.leaving.set()
+        return await drafts(role)
+
+    monkeypatch.setattr(flippable.maker, "drafts", told_meanwhile)
+    with pytest.raises(ActuatorError, match="decode-2 is leaving"):
+        await flow.made.actuator.flip("decode-2", Role.PREFILL)
+    assert not flippable.status().draining
+
+
+async def test_one_whose_engine_dies_as_it_drains_leaves(flow: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anybody has been told of the end of the engine."""
+    flippable = flow.made.named("decode-2")
+    worker = flippable.worker
+    assert worker is not None
+    drain = worker.drain
+
+    async def drains(seconds: float) -> None:
+        await drain(seconds)
+        worker.loop.fail()
+
+    monkeypatch.setattr(worker, "drain", drains)
+    with pytest.raises(ActuatorError, match="decode-2 is leaving"):
+        await flow.made.actuator.flip("decode-2", Role.PREFILL)
+    await flippable.leaving.wait()
+    assert flippable.worker is worker and flippable.status().role is Role.DECODE
 
 
 async def test_one_controller_at_a_time(flow: Flow) -> None:

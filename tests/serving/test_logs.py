@@ -31,7 +31,7 @@ from serving.log_lines import (
     TextFormatter,
     setup_of,
 )
-from serving.logs import _marks, bare_line, mark_task, request_context, set_generation, setup_logging
+from serving.logs import _marks, bare_line, mark_task, request_context, set_worker, setup_logging
 from serving.messages import Request, SamplingParams, owned, shown_tenant
 from serving.redaction import Redactor
 from serving.tracing import TraceContext
@@ -102,12 +102,14 @@ def test_an_object_has_the_fields_of_every_line_and_those_of_its_own(capsys: pyt
     assert line["timestamp"].endswith("Z") and before <= datetime.fromisoformat(line["timestamp"]) <= datetime.now(UTC)
 
 
-def test_a_workers_lines_name_its_generation_once_it_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_workers_lines_name_its_generation_once_it_is_known_and_the_role_it_has_now(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     setup_logging(SETUP)
-    set_generation("a1")
+    set_worker("prefill", "a1")
     log.warning("here")
     (line,) = objects(capsys.readouterr().err)
-    assert line.keys() == ALWAYS | {"generation"} and line["generation"] == "a1"
+    assert line.keys() == ALWAYS | {"generation"} and (line["role"], line["generation"]) == ("prefill", "a1")
     setup_logging(SETUP)
     log.warning("here")
     (line,) = objects(capsys.readouterr().err)

@@ -53,7 +53,9 @@ class KubeServer:
         self.objects[path] = {**content, "metadata": {**content.get("metadata", {}), "resourceVersion": str(version)}}
 
     def scale(self, name: str, replicas: int) -> None:
-        self.put(SCALE.format(name), kind="Scale", spec={"replicas": replicas} if replicas else {})
+        """So many are wanted, and so many there are."""
+        wanted = {"replicas": replicas} if replicas else {}
+        self.put(SCALE.format(name), kind="Scale", spec=wanted, status={"replicas": replicas})
 
     def replicas(self, name: str) -> int:
         return int(self.objects[SCALE.format(name)]["spec"].get("replicas", 0))

@@ -69,6 +69,19 @@ async def test_the_worker_that_drains_is_the_pod_that_goes_first(
     assert server.replicas("m-decode") == 1, "asked twice, it takes one away"
 
 
+@pytest.mark.parametrize("status", [403, 409, 500])
+async def test_a_drain_that_failed_half_way_is_done_the_next_time(
+    server: KubeServer, actuator: KubernetesActuator, status: int
+) -> None:
+    server.refuses = lambda method, path: status if method == "PATCH" and "scale" in path else None
+    with pytest.raises(ActuatorError):
+        await actuator.drain(PODS[2])
+    assert COST in server.objects[POD.format(PODS[2])]["metadata"]["annotations"]
+    server.refuses = lambda method, path: None
+    await actuator.drain(PODS[2])
+    assert server.replicas("m-decode") == 1
+
+
 async def test_changes_of_others_in_between_are_counted_in(server: KubeServer, actuator: KubernetesActuator) -> None:
     """Somebody scales after we have looked and before we write: 409, look again, and theirs stays."""
     others = iter((3, 4))

@@ -20,10 +20,11 @@ import orjson
 import pytest
 
 from deploy.admin import Server
-from deploy.autoscale import HttpSource, WatchedFleet, add_arguments, limits_of, watched
+from deploy.autoscale import HttpSource, WatchedFleet, add_arguments, limits_of, placed, watched
 from deploy.autoscaler.actuator import ActuatorError, FleetWorker
 from deploy.autoscaler.controller import AutoscaleController, Wiring
 from deploy.autoscaler.limits import MOST_WORKERS, AutoscalerLimits, RoleLimits
+from deploy.autoscaler.lock import FileLock
 from serving.messages import Role
 from tests.deploy.autoscaler.figures import offered
 from tests.deploy.autoscaler.test_observation import WORKER, answer
@@ -93,6 +94,14 @@ async def test_a_watched_fleet_is_shown_and_not_changed(url: str) -> None:
     for change in (fleet.add(Role.DECODE), fleet.drain("p"), fleet.flip("p", Role.DECODE)):
         with pytest.raises(ActuatorError, match="--on"):
             await change
+
+
+def test_a_dry_run_keeps_nobody_from_acting() -> None:
+    server = Server("http://127.0.0.1:9", None)
+    for words, alone in ((("--on", "router", "--dry-run"), True), ((), True), (("--on", "router"), False)):
+        actuator, lock, dry_run = placed(parsed(*words), server)
+        assert (isinstance(lock, FileLock), dry_run) == (alone, alone)
+        assert (lock is actuator) != alone
 
 
 async def test_it_serves_its_metrics_and_goes_on_without_a_router(url: str, tmp_path: Path) -> None:

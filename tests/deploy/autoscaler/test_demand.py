@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.autoscaler.demand import (
+    RoleNeed,
     largest_batch,
     measured_use,
     role_need,
@@ -107,3 +108,10 @@ def test_a_shift_of_lengths_or_rate_is_told() -> None:
     assert profile_shift(longer, 60.0) == "output tokens 32 → 96"
     assert profile_shift(series(FLEET, [1.0] * 8 + [4.0] * 4), 60.0) == "requests/s 1 → 4"
     assert profile_shift(series(FLEET, [0.05] * 12), 60.0) == "", "too few to tell"
+
+
+def test_prompts_that_take_no_time_come_in_time() -> None:
+    shown = observation(0.0, FLEET, 1.0, prompt=500, output=64)
+    profile = traffic_profile(shown)
+    capacity = worker_capacity(shown.workers, profile)
+    assert predicted_attainment(profile, capacity, RoleNeed(prefill=0.0, decode=0.0), 1, 1) > 0.99

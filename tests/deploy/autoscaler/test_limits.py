@@ -30,6 +30,13 @@ def test_limits_that_cannot_be_kept_are_refused(wrong: dict[str, Any]) -> None:
         AutoscalerLimits(**wrong)
 
 
+def test_a_fleet_has_prefill_and_decode_workers_or_mixed_ones() -> None:
+    both = {Role.PREFILL: RoleLimits(), Role.DECODE: RoleLimits(), Role.MIXED: RoleLimits(2, 4)}
+    AutoscalerLimits(roles=both, most_workers=2)
+    with pytest.raises(ValueError, match="more than the most in all"):
+        AutoscalerLimits(roles=both, most_workers=1)
+
+
 @pytest.mark.parametrize(("least", "most"), [(0, 3), (4, 3), (-1, 1)])
 def test_a_role_has_at_least_one_worker(least: int, most: int) -> None:
     with pytest.raises(ValueError, match="at least 1"):

@@ -9,7 +9,7 @@ import pytest
 from deploy.admin import Server
 from deploy.autoscale import PLACES, add_arguments
 from deploy.autoscale_places import CLUSTER_KEY, holder
-from deploy.autoscaler.by_router import RouterActuator
+from deploy.autoscaler.by_router import CLAIM_SECONDS, RouterActuator
 from serving.messages import Role
 
 SERVER = Server("http://127.0.0.1:8000", None)
@@ -30,8 +30,9 @@ def test_a_router_is_both_what_acts_and_who_says_whose_turn_it_is(monkeypatch: p
         "of the environment",
         holder(),
     )
-    named, _ = PLACES["router"](given("--cluster-key", "given"), SERVER)
+    named, _ = PLACES["router"](given("--cluster-key", "given", "--interval", "200"), SERVER)
     assert isinstance(named, RouterActuator) and named._cluster_key == "given"
+    assert (actuator.claim, named.claim) == (CLAIM_SECONDS, 500.0), "it is still held at the next turn"
 
 
 def test_certificates_that_cannot_be_used_are_told_of_at_once() -> None:

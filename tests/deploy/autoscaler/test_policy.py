@@ -42,6 +42,11 @@ def act(observations: Sequence[Observation], fleet: ScaledFleet, limits: Autosca
     return decide(observations, fleet, limits, 0.0).action
 
 
+def test_mixed_workers_beside_others_are_not_scaled_and_more_than_there_may_be_is_no_error() -> None:
+    fleet = ready(prefill=1, decode=1, mixed=3)
+    assert act(series(fleet, [0.01] * 5, **PREFILL_HEAVY), fleet, AutoscalerLimits(most_workers=4)) is None
+
+
 # ---- what it does --------------------------------------------------------------------------------------------------
 
 
