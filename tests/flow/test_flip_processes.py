@@ -41,61 +41,84 @@ async def actuator(server: MillraceServer) -> AsyncIterator[RouterActuator]:
     await made.close()
 
 
-async def until_decoding(server: MillraceServer, name: str) -> None:
-    while not server.metric("worker_num_requests_running", engine=name):
-        await asyncio.sleep(0.02)
+class Streams:
+    """Greedy streams, by the number of their prompt."""
+
+    def __init__(self, client: httpx.AsyncClient, seed: int):
+        self._client = client
+        self._prompts = prompts(60, shortest=20, longest=100, seed=seed)
+        self.asked: list[asyncio.Task[list[int]]] = []
+
+    def add(self, count: int, tokens: int) -> None:
+        new = self._prompts[len(self.asked) : len(self.asked) + count]
+        self.asked += [asyncio.create_task(stream(self._client, prompt, tokens, None)) for prompt in new]
+
+    async def until_decoding(self, server: MillraceServer, name: str, tokens: int) -> None:
+        """Some decode there. Where all have ended before that was told, more are added."""
+        async with asyncio.timeout(60):
+            while not server.metric("worker_num_requests_running", engine=name):
+                if all(task.done() for task in self.asked):
+                    self.add(6, tokens)
+                await asyncio.sleep(0.02)
+
+    async def whole(self, server: MillraceServer, path: Path) -> None:
+        """All have ended, each with its text, and nothing is left."""
+        for prompt, task in zip(self._prompts, self.asked, strict=False):
+            assert is_greedy_tiny(path, prompt, await task)
+        await asyncio.to_thread(server.wait_idle)
+        assert server.metric("request_failure_total") == 0
+
+
+async def until(actuator: RouterActuator, name: str, wanted: tuple[Role, str] | None) -> None:
+    """The worker is of this role and state; None: there is no such worker."""
+    async with asyncio.timeout(60):
+        while (await roles(actuator)).get(name) != wanted:
+            await asyncio.sleep(0.05)
 
 
 async def roles(actuator: RouterActuator) -> dict[str, tuple[Role, str]]:
     return {each.worker_id: (each.role, each.state) for each in await actuator.workers()}
 
 
-async def whole(server: MillraceServer, path: Path, asking: dict[int, asyncio.Task[list[int]]], seed: int) -> None:
-    for number, prompt in enumerate(prompts(len(asking), shortest=20, longest=100, seed=seed)):
-        assert is_greedy_tiny(path, prompt, await asking[number])
-    await asyncio.to_thread(server.wait_idle)
-    assert server.metric("request_failure_total") == 0
-
-
 async def test_streams_outlast_a_flip_and_the_way_back(
     server: MillraceServer, actuator: RouterActuator, tiny_path: Path
 ) -> None:
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
-        asked = prompts(14, shortest=20, longest=100, seed=61)
-        asking = {n: asyncio.create_task(stream(client, asked[n], 250, None)) for n in range(6)}
+        streams = Streams(client, seed=61)
+        streams.add(6, 250)
         pid = server.worker_pid("decode-1")
-        await until_decoding(server, "decode-1")
+        await streams.until_decoding(server, "decode-1", 250)
         flip = asyncio.create_task(actuator.flip("decode-1", Role.PREFILL))
-        asking |= {n: asyncio.create_task(stream(client, asked[n], 50, None)) for n in range(6, 10)}
+        streams.add(4, 50)
         await flip
         assert (await roles(actuator))["decode-1"] == (Role.PREFILL, "ready")
         assert server.metric("role_flips_total", engine="decode-1") == 1
         assert server.metric("generation_workers", role="prefill") == 2
-        asking |= {n: asyncio.create_task(stream(client, asked[n], 50, None)) for n in range(10, 14)}
+        streams.add(4, 50)
         await actuator.flip("decode-1", Role.DECODE)
         assert (await roles(actuator))["decode-1"] == (Role.DECODE, "ready")
         assert server.metric("generation_workers", role="decode") == 2
         assert server.worker_pid("decode-1") == pid, "the model was loaded once"
-        await whole(server, tiny_path, asking, 61)
+        await streams.whole(server, tiny_path)
 
 
 async def test_a_worker_that_is_killed_while_it_flips_comes_back_in_its_old_role(
     server: MillraceServer, actuator: RouterActuator, tiny_path: Path
 ) -> None:
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
-        asked = prompts(6, shortest=20, longest=100, seed=62)
-        asking = {n: asyncio.create_task(stream(client, asked[n], 400, None)) for n in range(6)}
-        await until_decoding(server, "decode-1")
+        streams = Streams(client, seed=62)
+        streams.add(6, 400)
+        await streams.until_decoding(server, "decode-1", 400)
         flip = asyncio.create_task(actuator.flip("decode-1", Role.PREFILL))
-        while not server.metric("worker_draining", engine="decode-1"):
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while not server.metric("worker_draining", engine="decode-1"):
+                await asyncio.sleep(0.01)
         server.signal_worker("decode-1", signal.SIGKILL)
         with pytest.raises(ActuatorError, match="decode-1 did not flip to prefill"):
             await flip
-        while (await roles(actuator))["decode-1"] != (Role.DECODE, "ready"):
-            await asyncio.sleep(0.05)
+        await until(actuator, "decode-1", (Role.DECODE, "ready"))
         assert server.metric("replacements_total") > 0
-        await whole(server, tiny_path, asking, 62)
+        await streams.whole(server, tiny_path)
 
 
 async def test_workers_come_and_go_as_they_are_asked_for(
@@ -103,15 +126,13 @@ async def test_workers_come_and_go_as_they_are_asked_for(
 ) -> None:
     await actuator.add(Role.DECODE)
     assert (await roles(actuator))["decode-2"] == (Role.DECODE, "starting")
-    while (await roles(actuator))["decode-2"][1] != "ready":
-        await asyncio.sleep(0.05)
+    await until(actuator, "decode-2", (Role.DECODE, "ready"))
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
-        asked = prompts(6, shortest=20, longest=100, seed=63)
-        asking = {n: asyncio.create_task(stream(client, asked[n], 200, None)) for n in range(6)}
-        await until_decoding(server, "decode-2")
+        streams = Streams(client, seed=63)
+        streams.add(6, 400)
+        await streams.until_decoding(server, "decode-2", 400)
         await actuator.drain("decode-2")
-        while "decode-2" in await roles(actuator):
-            await asyncio.sleep(0.05)
-        await whole(server, tiny_path, asking, 63)
+        await until(actuator, "decode-2", None)
+        await streams.whole(server, tiny_path)
     with pytest.raises(ActuatorError, match="prefill-0 stays prefill"):
         await actuator.drain("prefill-0")
