@@ -13,7 +13,7 @@ import pytest
 from deploy.autoscaler.actuator import ActuatorError
 from deploy.autoscaler.by_router import RouterActuator
 from deploy.control.service import flip_over
-from deploy.worker.flipping import UNDRAINED
+from deploy.worker.flipping import UNDRAINED, FlippableWorker
 from deploy.worker.proposers import DraftParts
 from deploy.worker.status_door import WorkerDoor
 from router.fleet import RouterConfig
@@ -127,12 +127,17 @@ async def test_the_kv_of_a_life_is_given_back_before_the_next_one_takes_its_own(
     assert door.health()[0], "the door speaks of the new worker"
 
 
+async def draining(worker: FlippableWorker) -> None:
+    async with asyncio.timeout(30):
+        while not worker.status().draining:
+            await asyncio.sleep(0)
+
+
 async def test_a_second_flip_is_refused_by_name_while_one_is_under_way(flow: Flow) -> None:
     flow.begin(8, 5, tokens=80)
     await flow.decoding("decode-2")
     first = asyncio.create_task(flow.made.actuator.flip("decode-2", Role.PREFILL))
-    while not flow.made.named("decode-2").status().draining:
-        await asyncio.sleep(0)
+    await draining(flow.made.named("decode-2"))
     with pytest.raises(ActuatorError, match="decode-2 flips to prefill: wait until it serves"):
         await flow.made.actuator.flip("decode-1", Role.PREFILL)
     with pytest.raises(Unavailable, match="decode-2 flips to prefill: wait until it serves"):
@@ -199,8 +204,9 @@ async def test_a_drain_that_exceeds_its_bound_leaves_the_worker_as_it_was(flow: 
     worker.engine.runner.run = held  # type: ignore[method-assign, assignment]
     try:
         flow.begin(12, 7)
-        while not worker.prefill.sequences():
-            await asyncio.sleep(0.001)
+        async with asyncio.timeout(30):
+            while not worker.prefill.sequences():
+                await asyncio.sleep(0.001)
         with pytest.raises(Unavailable, match=r"stays prefill: prompts were still computed after 0\.05 s") as refused:
             await flippable.flip(Role.DECODE, 0.05)
         assert refused.value.code == UNDRAINED, "no word that this worker keeps its role"
@@ -256,8 +262,7 @@ async def test_one_that_is_told_to_leave_while_it_flips_leaves_as_it_is(flow: Fl
     await flow.decoding("decode-2")
     flippable = flow.made.named("decode-2")
     flip = asyncio.create_task(flow.made.actuator.flip("decode-2", Role.PREFILL))
-    while not flippable.status().draining:
-        await asyncio.sleep(0)
+    await draining(flippable)
     flippable.leaving.set()
     with pytest.raises(ActuatorError, match="decode-2 is leaving"):
         await flip
