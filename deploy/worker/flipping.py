@@ -159,10 +159,11 @@ class FlippableWorker:
         self.doors.close()
         self.shown(None)
         ended, self._life = self._life, None
+        kept = ended.kv()
         try:
             await ended.end()
             del ended  # its KV is given back before the next one's is taken
-            await give_back_kv()
+            await give_back_kv(kept)
             self.flips += 1
             try:
                 return (await self.begin(role, drafts, now.name)).identity.instance

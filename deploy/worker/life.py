@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable
+import logging
+import time
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from deploy.runtime.settings import Settings, check_ranks
 from deploy.worker.build import WorkerLinks, build_worker
@@ -26,6 +31,10 @@ from serving.loader.loading import LoadedModel
 from serving.logs import set_worker
 from serving.messages import Role
 
+log = logging.getLogger(__name__)
+
+GIVE_BACK_SECONDS = 5.0  # what a call that ends may hold of the memory
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerLife:
@@ -34,6 +43,10 @@ class WorkerLife:
     worker: Worker
     role: Role
     stack: AsyncExitStack
+
+    def kv(self) -> list[weakref.ref[Tensor]]:
+        """The planes of its KV, without holding them."""
+        return [weakref.ref(plane) for layer in self.worker.context.locations.device.planes for plane in layer]
 
     async def end(self) -> None:
         """Stop the worker; one that has crashed is left as it is."""
@@ -112,6 +125,17 @@ async def _stop(worker: Worker) -> None:
         await worker.stop()
 
 
-async def give_back_kv() -> None:
-    """The memory of a worker that has ended: its parts hold each other, and go when the collector finds them."""
-    await asyncio.to_thread(gc.collect)
+async def give_back_kv(kept: Sequence[weakref.ref[Tensor]]) -> None:
+    """Wait until the KV memory of a worker that has ended, these planes, is free.
+
+    Its parts hold each other, and go when the collector finds them; calls of others that just end hold them as well.
+    """
+    over = time.monotonic() + GIVE_BACK_SECONDS
+    while True:
+        await asyncio.to_thread(gc.collect)
+        held = sum(plane() is not None for plane in kept)
+        if not held or time.monotonic() > over:
+            break
+        await asyncio.sleep(0.05)
+    if held:
+        log.warning("%d of %d KV planes of the role before are still held", held, len(kept))
