@@ -117,19 +117,15 @@ class DecodeScheduler:
         choice = self.choice  # None where nothing is drafted
         drafting = choice is not None and (not plan.can_overlap or not self.running or choice.begin())
         turns = self._turns(now) if drafting else None
-        grow, preempted = self.kv.grow, plan.preempted
+        preempted = plan.preempted
         for seq in list(self.running):
             if plan.tokens < 1 or plan.seqs < 1:
                 break
             if seq in preempted or (seq.grammar is not None and not seq.may_draw):
                 continue
-            try:
-                grow(seq)
-            except NoRoom:
-                if not self._make_room(seq, plan, now):
-                    continue
-            draft = self._draft(seq, plan, turns) if drafting else ()
-            plan.add(seq, 1 + len(draft), self, draft)
+            if self._make_room(seq, plan, now):
+                draft = self._draft(seq, plan, turns) if drafting else ()
+                plan.add(seq, 1 + len(draft), self, draft)
         if choice is not None and drafting:
             choice.began(len(plan.work))
 
