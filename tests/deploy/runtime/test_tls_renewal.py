@@ -41,7 +41,7 @@ def client_of(authority: Authority, own: Files | None = None) -> httpx.AsyncClie
     context = ssl.create_default_context(cadata=authority.pem.decode())
     if own is not None:
         context.load_cert_chain(own.certificate, own.key)
-    return httpx.AsyncClient(verify=context)
+    return httpx.AsyncClient(verify=context, timeout=60, limits=httpx.Limits(keepalive_expiry=600))
 
 
 def settings(files: Files) -> dict[str, Any]:
@@ -59,7 +59,7 @@ async def answers(port: int, client: httpx.AsyncClient) -> bool:
 
 
 async def until(condition: Callable[[], Coroutine[Any, Any, bool]]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not await condition():
             await asyncio.sleep(0.05)
 
@@ -73,7 +73,8 @@ def test_certificates_and_authorities_are_renewed(
     client_of_new = new.files(tmp_path / "new", trusts=authority.pem)
 
     async def scenario() -> None:
-        async with door(tokenizer, **settings(files)) as made, client_of(authority, client) as kept:
+        patient = {**settings(files), "keep_alive_timeout": 600.0}
+        async with door(tokenizer, **patient) as made, client_of(authority, client) as kept:
             port, certificates = made.server.port, made.server.certificates
             assert certificates is not None
 
