@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from deploy.runtime.settings import Settings, check_ranks
-from deploy.worker.build import WorkerLinks, build_worker
+from deploy.worker.build import MakeForward, WorkerLinks, build_worker
 from deploy.worker.computing import KeptForward
 from deploy.worker.proposers import DraftParts, load_draft_parts
 from deploy.worker.worker import Worker
@@ -56,13 +56,22 @@ class WorkerLife:
 class WorkerMaker:
     """`settings` are the process's own, before what they say of one role alone; `address` is where others reach it."""
 
-    def __init__(self, settings: Settings, model: LoadedModel, address: str, kv_transport: str, tls: GrpcTls | None):
+    def __init__(
+        self,
+        settings: Settings,
+        model: LoadedModel,
+        address: str,
+        kv_transport: str,
+        tls: GrpcTls | None,
+        *,
+        make_forward: MakeForward | None = None,
+    ):
         self.settings = settings
         self.model = model
         self.address = address
         self.kv_transport = kv_transport
         self.tls = tls
-        self._forward = KeptForward()
+        self._forward = make_forward or KeptForward()
 
     def check(self, now: Role, role: Role) -> None:
         """May a worker that is `now` be of this role, with the model as it is loaded? Raises ValueError."""
