@@ -19,7 +19,7 @@ from serving.messages import Role, WorkerStatus
 
 log = logging.getLogger(__name__)
 
-HELD = "held"  # the code of a refused claim
+HELD = "held"  # the code of a refused claim, and of what one who has none asks for
 BUSY = "flipping"  # of a refused flip: another one is under way
 LAST = "last"  # of one that would leave nobody in the worker's role
 LONGEST_CLAIM = 86_400.0  # seconds: the next controller gets its turn, however the one before it has ended
@@ -44,15 +44,18 @@ class FleetControl:
         """`holder` is the one controller for so long. Raises Unavailable while another is, InvalidRequest."""
         if not 0 <= seconds <= LONGEST_CLAIM:  # nor NaN
             raise InvalidRequest(f"a claim of {seconds:g} s: it lasts 0 to {LONGEST_CLAIM:g} s", param="seconds")
-        now = self.fleet.clock()
-        if self._holder != holder and now < self._held_until:
-            left = self._held_until - now
+        self.check_controls(holder)
+        self._holder, self._held_until = holder, self.fleet.clock() + seconds
+
+    def check_controls(self, holder: str) -> None:
+        """Raises Unavailable while another is the one controller; without a claim anybody may control."""
+        left = self._held_until - self.fleet.clock()
+        if self._holder != holder and left > 0:
             raise Unavailable(
                 f"{self._holder} controls these workers, for {left:.0f} s more at least: stop it first",
                 code=HELD,
                 retry_after=left,
             )
-        self._holder, self._held_until = holder, now + seconds
 
     def workers(self) -> list[FleetWorker]:
         """Those that report, and those that are kept running here and do not yet."""
