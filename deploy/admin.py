@@ -65,5 +65,6 @@ class Server:
         if answer.status == 200:
             return body
         kind = {401: Unauthorized, 404: NotFound}.get(answer.status, InvalidRequest)
-        told = body.get("error", {}) if isinstance(body, dict) else {}
-        raise kind(str(told.get("message", f"{self.address}{path} answered {answer.status}")))
+        told = body.get("error") if isinstance(body, dict) else None
+        said = told.get("message") if isinstance(told, dict) else None
+        raise kind(str(said or f"{self.address}{path} answered {answer.status}"))
