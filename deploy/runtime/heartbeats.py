@@ -85,11 +85,14 @@ class Heartbeats:
         await asyncio.gather(*(self._beat(caller) for caller in list(self._callers.values())))
 
     async def during(self, drain: Coroutine[None, None, None]) -> None:
-        """Begin the drain, tell every router at once that it has begun, and see it through."""
+        """Begin the drain, tell every router at once that it has begun, and see it through. Cancelled, so is it."""
         draining = asyncio.create_task(drain)
-        await asyncio.sleep(0)
-        await self.once()
-        await draining
+        try:
+            await asyncio.sleep(0)
+            await self.once()
+            await draining
+        finally:
+            draining.cancel()
 
     def _caller(self, address: str) -> Caller:
         return Caller(address, self._cluster_key, self._tls)

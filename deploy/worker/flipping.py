@@ -143,7 +143,7 @@ class FlippableWorker:
         """Raises Draining where the process leaves meanwhile, Unavailable where prompts are still computed then."""
         worker = self.worker
         assert worker is not None
-        await self.announcer.during(worker.drain(seconds))
+        await self._until_leaving(self.announcer.during(worker.drain(seconds)))
         name, role = worker.identity.name, worker.identity.role
         self._check_stays(name)
         if not worker.drained:
@@ -151,6 +151,18 @@ class FlippableWorker:
             await self.announcer.once()
             told = f"{name} stays {role}: prompts were still computed after {seconds:g} s"
             raise Unavailable(f"{told}; flip it with more time, or later", code=UNDRAINED)
+
+    async def _until_leaving(self, drain: Coroutine[None, None, None]) -> None:
+        """The drain is cut short where the process leaves: that drains by itself, and has its whole time for it."""
+        draining, told = asyncio.create_task(drain), asyncio.create_task(self.leaving.wait())
+        try:
+            await asyncio.wait({draining, told}, return_when=asyncio.FIRST_COMPLETED)
+            if draining.done():
+                await draining
+        finally:
+            for task in (draining, told):
+                task.cancel()
+            await asyncio.wait({draining, told})
 
     async def _exchange(self, now: WorkerStatus, role: Role, drafts: DraftParts) -> str:
         """End the drained life and begin one of the role, or where that fails of its own. The new one's instance."""

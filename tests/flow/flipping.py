@@ -94,9 +94,12 @@ class FlippingCluster(RemoteCluster):
 
     async def during(self, drain: Coroutine[None, None, None]) -> None:
         draining = asyncio.create_task(drain)
-        await asyncio.sleep(0)
-        self.beat()
-        await draining
+        try:
+            await asyncio.sleep(0)
+            self.beat()
+            await draining
+        finally:
+            draining.cancel()
 
     def named(self, name: str) -> FlippableWorker:
         return next(each for each in self.flippable if each.status().name == name)

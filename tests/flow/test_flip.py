@@ -259,17 +259,35 @@ async def test_with_certificates_the_key_alone_does_not_do(tiny_model: LoadedMod
         assert made.named("decode-2").status().role is Role.PREFILL
 
 
-async def test_one_that_is_told_to_leave_while_it_flips_leaves_as_it_is(flow: Flow) -> None:
+async def test_one_that_is_told_to_leave_while_it_flips_leaves_as_it_is(
+    flow: Flow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its flip does not drain on: who leaves drains by itself, and has its whole time for that."""
     flow.begin(6, 9, tokens=80)
     await flow.decoding("decode-2")
     flippable = flow.made.named("decode-2")
-    flip = asyncio.create_task(flow.made.actuator.flip("decode-2", Role.PREFILL))
-    await draining(flippable)
-    flippable.leaving.set()
-    with pytest.raises(ActuatorError, match="decode-2 is leaving"):
-        await flip
-    await flippable.settle()
-    assert flippable.worker is not None and flippable.worker.drained and flippable.status().role is Role.DECODE
+    worker = flippable.worker
+    assert worker is not None and worker.decode is not None
+    sides = worker.prefill, worker.decode
+
+    async def never_drained(seconds: float) -> None:
+        for side in sides:
+            side.draining = True
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(worker, "drain", never_drained)
+        flip = asyncio.create_task(flow.made.actuator.flip("decode-2", Role.PREFILL))
+        await draining(flippable)
+        flippable.leaving.set()
+        async with asyncio.timeout(30):
+            with pytest.raises(ActuatorError, match="decode-2 is leaving"):
+                await flip
+            await flippable.settle()
+    assert flippable.worker is worker and flippable.status().role is Role.DECODE and worker.draining
+    await worker.drain(DRAIN_SECONDS)
+    assert worker.drained
+    await flow.whole()
 
 
 async def test_one_that_is_told_to_leave_before_it_drains_has_its_whole_time_for_that(
@@ -304,6 +322,24 @@ async def test_one_whose_engine_dies_as_it_drains_leaves(flow: Flow, monkeypatch
         await flow.made.actuator.flip("decode-2", Role.PREFILL)
     await flippable.leaving.wait()
     assert flippable.worker is worker and flippable.status().role is Role.DECODE
+
+
+async def test_a_flip_that_fails_long_after_it_was_asked_for_is_told_of_once(flow: Flow) -> None:
+    flow.begin(6, 10, tokens=80)
+    await flow.decoding("decode-2")
+    flippable, hasty = flow.made.named("decode-2"), RouterActuator(flow.made.door_address, KEY, "hasty", patience=0.0)
+    try:
+        await hasty.flip("decode-2", Role.PREFILL)
+        await draining(flippable)
+        flippable.leaving.set()
+        await flippable.settle()
+        async with asyncio.timeout(60):
+            with pytest.raises(ActuatorError, match="decode-2 is leaving"):
+                while True:
+                    await hasty.workers()
+        assert await hasty.workers()
+    finally:
+        await hasty.close()
 
 
 async def test_one_controller_at_a_time(flow: Flow) -> None:
