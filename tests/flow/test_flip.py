@@ -13,7 +13,9 @@ import pytest
 from deploy.autoscaler.actuator import ActuatorError
 from deploy.autoscaler.by_router import RouterActuator
 from deploy.control.service import flip_over
+from deploy.runtime.settings import read_settings
 from deploy.worker.flipping import UNDRAINED, FlippableWorker
+from deploy.worker.life import WorkerMaker
 from deploy.worker.proposers import DraftParts
 from deploy.worker.status_door import WorkerDoor
 from router.fleet import RouterConfig
@@ -360,3 +362,17 @@ async def test_an_unknown_role_is_refused(flow: Flow) -> None:
         from deploy.runtime.roles import role_of
 
         role_of("encode")
+
+
+def traces(folder: Path) -> set[str]:
+    """Files in which a worker was told of."""
+    return {path.name for path in folder.iterdir() if "process_name" in path.read_text()}
+
+
+async def test_each_life_traces_its_steps_into_a_file_of_its_own(tiny_model: LoadedModel, tmp_path: Path) -> None:
+    given = {"num_kv_blocks": "64", "profile": str(tmp_path / "steps.json")}
+    maker = WorkerMaker(read_settings(given), tiny_model, "127.0.0.1:1", "grpc", None)
+    for role in (Role.DECODE, Role.PREFILL, Role.DECODE):
+        made = await maker.make(role, await maker.drafts(role), "w", lambda: None)
+        await made.end()
+    assert traces(tmp_path) == {"steps.w.json", "steps.1.w.json", "steps.2.w.json"}
