@@ -106,7 +106,7 @@ def answering(status: int, body: bytes) -> Iterator[str]:
 )
 async def test_an_odd_body_is_an_error_of_the_tree(status: int, body: bytes) -> None:
     with answering(status, body) as url:
-        server = Server.of(Namespace(url=url, api_key=None))
+        server = Server.of(Namespace(url=url, api_key=None, server_cert=None))
         with pytest.raises(MillraceError):
             await WatchedFleet(server).workers()
         town = Town()
