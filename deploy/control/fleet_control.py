@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from deploy.autoscaler.actuator import FleetWorker, WorkerState
 from deploy.control.below import Below
-from router.candidate import Candidate
 from router.fleet import Fleet
 from router.registry import RegisteredWorker
+from router.without import lacking_without
 from serving.errors import InvalidRequest, MillraceError, NotFound, Unavailable
 from serving.messages import Role, WorkerStatus
 
@@ -124,29 +124,16 @@ class FleetControl:
         going = {name, *self.below.leaving()}  # they may not have said so yet
         if self._flipping is not None:
             going.add(self._flipping[0])
-        others = [each for each in self.fleet.candidates() if stays(each) and each.status.name not in going]
-        able = [each for each in others if each.generation == own.generation]
-        for role, has in ((Role.PREFILL, any(each.prefills for each in able)), (Role.DECODE, _decodes(able))):
-            if not has:
-                raise Unavailable(
-                    f"{name} stays {own.status.role}: without it no worker would {role}; add a {role} or mixed worker"
-                    " first",
-                    code=LAST,
-                )
+        role = lacking_without(self.fleet.candidates(), going, own.generation)
+        if role is not None:
+            told = f"{name} stays {own.status.role}: without it no worker would {role}"
+            raise Unavailable(f"{told}; add a {role} or mixed worker first", code=LAST)
 
 
 def _noted(flip: asyncio.Task[str]) -> None:
     """Who asked may have left; why a flip failed is then in the log alone."""
     if not flip.cancelled() and (error := flip.exception()) is not None:
         log.info("%s: %s", flip.get_name(), error)
-
-
-def stays(worker: Candidate) -> bool:
-    return not worker.status.draining
-
-
-def _decodes(workers: Sequence[Candidate]) -> bool:
-    return any(each.decodes for each in workers)
 
 
 def _state(worker: RegisteredWorker) -> WorkerState:

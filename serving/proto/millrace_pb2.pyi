@@ -472,6 +472,18 @@ class HeartbeatReply(_message.Message):
     router_time: float
     def __init__(self, router: _Optional[str] = ..., pool_nodes: _Optional[_Iterable[str]] = ..., kv_events_since: _Optional[int] = ..., router_time: _Optional[float] = ...) -> None: ...
 
+class WithoutRequest(_message.Message):
+    __slots__ = ("worker",)
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    def __init__(self, worker: _Optional[str] = ...) -> None: ...
+
+class WithoutReply(_message.Message):
+    __slots__ = ("role",)
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    def __init__(self, role: _Optional[str] = ...) -> None: ...
+
 class AuditRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

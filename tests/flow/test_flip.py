@@ -14,7 +14,7 @@ from deploy.autoscaler.actuator import ActuatorError
 from deploy.autoscaler.by_router import RouterActuator
 from deploy.control.service import flip_over
 from deploy.runtime.settings import read_settings
-from deploy.worker.flipping import UNDRAINED, FlippableWorker
+from deploy.worker.flipping import LAST, UNDRAINED, FlippableWorker
 from deploy.worker.life import WorkerMaker
 from deploy.worker.proposers import DraftParts
 from deploy.worker.status_door import WorkerDoor
@@ -342,6 +342,22 @@ async def test_a_flip_that_fails_long_after_it_was_asked_for_is_told_of_once(flo
         assert await hasty.workers()
     finally:
         await hasty.close()
+
+
+async def test_the_last_of_a_role_stays_whoever_asks_it_to_flip(flow: Flow) -> None:
+    """Over its own door, past the control door, it asks its routers who else serves."""
+    last = flow.made.named("prefill-0")
+    caller = Caller(last.status().address, KEY)
+    try:
+        with pytest.raises(Unavailable, match="prefill-0 stays prefill: without it no worker would prefill") as refused:
+            await flip_over(caller, Role.DECODE, None, DRAIN_SECONDS)
+        assert refused.value.code == LAST
+        assert last.status().role is Role.PREFILL and not last.status().draining
+        await flow.made.named("decode-2").flip(Role.PREFILL, None)
+        await flip_over(caller, Role.DECODE, None, DRAIN_SECONDS)
+        assert last.status().role is Role.DECODE
+    finally:
+        await caller.close()
 
 
 async def test_one_controller_at_a_time(flow: Flow) -> None:
