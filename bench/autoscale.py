@@ -1,10 +1,10 @@
 """Traffic that turns from long prompts to long answers, and `millrace autoscale` that has a worker flip meanwhile.
 
-    python -m bench.autoscale --minutes 6 [--fleet prefill=2,decode=1] [--without] [--out PATH]
+    python -m bench.autoscale [--minutes 3] [--only with] [--together] [--out PATH]
 
-It starts `millrace serve` and `millrace autoscale` of this checkout, finds how much of either kind one worker of its
-role does within the objectives, sends both phases as Poisson arrivals, and watches requests and roles. `--without`
-leaves the autoscaler out. It needs four cores, of which one is its own.
+Three runs of the same traffic on real processes, one after the other: with the autoscaler; without it; and, from the
+shift on, with the roles it ought to come to. Workers are paced (scripts.paced): a step of theirs lasts as long as on a
+device of its own, so that a flip gives a role what one worker does, on any machine.
 """
 
 from __future__ import annotations
@@ -20,96 +20,48 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import orjson
+import torch
 
 from bench.connection import TransportError
 from bench.contenders import Contender, parse_fleet
 from bench.endpoint import ServerError
-from bench.load import Pace, Run, Watch, run_load
-from bench.mixture import Mixture, RequestKind
+from bench.load import Pace, Watch, run_load
+from bench.mixture import Mixture
 from bench.own_server import ROOT, commit, free_port
-from bench.plot import Panel, sheet
-from bench.sitting import BASE_FLAGS, OpenServer, open_server, settle, warm_up
-from bench.standings import table
-from bench.summary import SloTargets
-from bench.surge import Arrived, LoadSpan, bounds, figures, timed_in_spans, windows
+from bench.random_folder import write_folder
+from bench.shifted import (
+    AUTOSCALED,
+    FIXED,
+    KINDS,
+    PACE,
+    RIGHT,
+    STEP_TOKENS,
+    ShiftedTraffic,
+    drawing,
+    markdown,
+    phases,
+    verdict,
+)
+from bench.sitting import OpenServer, open_server, settle, warm_up
+from bench.surge import Arrived, timed_in_spans
 
 KEY = "MILLRACE_CLUSTER_KEY"
-PROMPTS = RequestKind(name="long prompts", prompt_tokens=512, output_tokens=12, spread=0.2)
-ANSWERS = RequestKind(name="long answers", prompt_tokens=48, output_tokens=160, spread=0.2)
+PACE_VARIABLE = "BENCH_PACE"  # of scripts.paced
+RUNS = {"with": AUTOSCALED, "without": FIXED, "reference": RIGHT}
 LOOK_SECONDS = 1.0
-AT_A_TIME = (1, 2, 4, 8, 12, 16, 24)
-SLOWER = 2.5  # objectives over what an idle server takes, TPOT
-LATER = 6.0  # and TTFT
-FIRST_SHARE = 0.35  # of the time, for the first phase
-SHIFT_SECONDS = 30.0  # after the shift, before anything can have been done
+MISSES = 12  # requests of a run that are explained
+FLAGS = (
+    *("--kernels", "torch", "--threads", "1", "--num-kv-blocks", "2048", "--num-speculative-tokens", "0"),
+    *("--max-num-batched-tokens", str(STEP_TOKENS), "--served-model-name", "paced", "--log-level", "info"),
+)
 # The autoscaler's, so that some minutes are enough; its own defaults are for hours.
-PACE = ("--interval", "3", "--scale-up-window", "12", "--scale-down-window", "30", "--cool-down", "30")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KindCapacity:
-    """A kind with objectives, and the requests a second that meet them in a closed loop. Milliseconds."""
-
-    kind: RequestKind
-    rate: float
-
-
-@dataclass(kw_only=True, slots=True)
-class ShiftedTraffic:
-    """What came of all requests, and how many workers of each role served, by second of the run."""
-
-    spans: list[LoadSpan]
-    kinds: tuple[RequestKind, RequestKind]
-    arrived: list[Arrived] = field(default_factory=list)
-    roles: list[tuple[float, dict[str, int]]] = field(default_factory=list)
-    flips: int = 0
-
-
-async def closed_loop(server: OpenServer, kind: RequestKind, at_a_time: int, seconds: float) -> Run:
-    """So many requests of the kind at a time, for so long."""
-    plain = Mixture(name=kind.name, kinds=(replace(kind, slo=SloTargets()),))
-    prepared, over = server.prepare(plain.timed(1.0, 40 + int(60 * seconds), seed=at_a_time)), asyncio.Event()
-    timer = asyncio.get_running_loop().call_later(seconds, over.set)
-    run = await run_load(server.endpoint, prepared, Pace(concurrency=at_a_time), Watch(interrupted=over))
-    timer.cancel()
-    await settle(server)
-    return run
-
-
-def objectives(idle: Run) -> SloTargets:
-    """LATER and SLOWER times what an idle server took in the median. Milliseconds. Raises ServerError."""
-    good = [outcome for outcome in idle.outcomes if outcome.error is None and outcome.tpot is not None]
-    if not good:
-        raise ServerError(f"an idle server answered nothing in time: {idle.outcomes[:1]}")
-    ttft = sorted(outcome.ttft for outcome in good)
-    tpot = sorted(outcome.tpot for outcome in good if outcome.tpot is not None)
-    return SloTargets(
-        ttft_ms=max(500.0, 1e3 * LATER * ttft[len(ttft) // 2]), tpot_ms=1e3 * SLOWER * tpot[len(tpot) // 2]
-    )
-
-
-async def capacity(server: OpenServer, kind: RequestKind, seconds: float) -> KindCapacity:
-    """The most requests a second of which nine in ten meet the objectives, over closed loops of growing size."""
-    found = KindCapacity(kind=kind, rate=0.0)
-    for at_a_time in AT_A_TIME:
-        run = await closed_loop(server, kind, at_a_time, seconds)
-        if at_a_time == AT_A_TIME[0]:
-            found = KindCapacity(kind=replace(kind, slo=objectives(run)), rate=0.0)
-        good = [outcome for outcome in run.outcomes if outcome.error is None]
-        met = sum(map(found.kind.slo.met, good)) / max(1, len(good))
-        rate = len(good) / max(run.duration, seconds)
-        say(f"{kind.name}: {at_a_time} at a time, {rate:.2f} a second, {met:.0%} in time")
-        if met < 0.9:
-            break
-        found = replace(found, rate=max(found.rate, rate))
-    if not found.rate:
-        raise ServerError(f"{kind.name}: not even one at a time meets its objectives on this machine")
-    return found
+TURNS = ("--interval", "3", "--scale-up-window", "12", "--scale-down-window", "30", "--cool-down", "30")
 
 
 class Autoscaler:
@@ -117,7 +69,7 @@ class Autoscaler:
 
     def __init__(self, url: str, control: str, log: Path, more: Sequence[str]):
         own = ("--on", "router", "--url", url, "--control", control)
-        self.command = [sys.executable, "-m", "deploy.cli", "autoscale", *own, *PACE, *more]
+        self.command = [sys.executable, "-m", "deploy.cli", "autoscale", *own, *TURNS, *more]
         self.log = log
         self._process: asyncio.subprocess.Process | None = None
 
@@ -142,9 +94,46 @@ class Autoscaler:
             await self._process.wait()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShiftPlan:
+    """One run: `fleet` to begin with, as numbers by role; `model` is a folder."""
+
+    name: str
+    fleet: dict[str, int]
+    model: Path
+    out: Path
+    autoscale_flags: Sequence[str] = ()
+
+    @property
+    def log(self) -> Path:
+        short = next(short for short, name in RUNS.items() if name == self.name)
+        return self.out.with_name(f"{self.out.name}.{short}.log")
+
+
+async def performed(plan: ShiftPlan, run: ShiftedTraffic, args: argparse.Namespace) -> ShiftedTraffic:
+    """Start the fleet, let it learn, and send the run's traffic. Raises ServerError."""
+    port, count = free_port(), sum(plan.fleet.values())
+    roles = tuple(word for role, number in plan.fleet.items() for word in (f"--{role}", str(number)))
+    contender = Contender(name=plan.log.stem, flags=(str(plan.model), *roles, "--grpc-port", str(port)))
+    base = (*FLAGS, *shlex.split(args.serve_flags))
+    async with AsyncExitStack() as stack:
+        mixture = Mixture(name="shift", kinds=KINDS)
+        server = await open_server(contender, mixture, stack, base=base, folder=args.out.parent, module="scripts.paced")
+        for kind in KINDS:
+            await warm_up(server, Mixture(name=kind.name, kinds=(kind,)), args.warm_up)
+        if plan.name == AUTOSCALED:
+            limits = ("--prefill", "1:", "--decode", "1:", "--most-workers", str(count), *plan.autoscale_flags)
+            log, url = plan.out.with_name(f"{plan.out.name}.autoscaler.log"), server.endpoint.target.url
+            await stack.enter_async_context(Autoscaler(url, f"127.0.0.1:{port}", log, limits))
+        await play(server, run, args.seed)
+        told = await explained(server, run)
+        plan.log.with_suffix(".misses.json").write_bytes(orjson.dumps(told, option=orjson.OPT_INDENT_2))
+    return run
+
+
 async def play(server: OpenServer, run: ShiftedTraffic, seed: int) -> None:
     """Send the phases, watch the workers' roles, and wait for every answer."""
-    timed = timed_in_spans(run.kinds, run.spans, seed=seed)
+    timed = timed_in_spans(KINDS, run.spans, seed=seed)
     prepared, arrivals = server.prepare(timed), tuple(one.at for one in timed)
     began = server.endpoint.client.clock()
     looking = asyncio.create_task(_look(server, run), name="look")
@@ -167,92 +156,20 @@ async def _look(server: OpenServer, run: ShiftedTraffic) -> None:
             answer = await server.endpoint.client.get("/v1/workers")
             live = [each for each in orjson.loads(answer.body)["workers"] if each["state"] == "live"]
             counts = {role: sum(each["role"] == role for each in live) for role in ("prefill", "decode", "mixed")}
-            run.roles.append((loop.time() - began, counts))
+            run.roles.append((run.begins + loop.time() - began, counts))
         await asyncio.sleep(LOOK_SECONDS)
 
 
-def phases(
-    prompts: KindCapacity, answers: KindCapacity, seconds: float, fleet: dict[str, int], load: float
-) -> list[LoadSpan]:
-    """First what keeps the prefill workers busy and is too much for one fewer; then what is so for the decode workers.
-
-    A few requests of the other kind come along in both. `load` is of what the right fleet would do, each worker alone.
-    """
-    first = load * prompts.rate
-    second = load * answers.rate * (fleet["decode"] + 1) / fleet["decode"]
-    return [
-        LoadSpan(
-            name=PROMPTS.name,
-            seconds=FIRST_SHARE * seconds,
-            rates={PROMPTS.name: first, ANSWERS.name: 0.1 * answers.rate},
-        ),
-        LoadSpan(
-            name=ANSWERS.name,
-            seconds=(1 - FIRST_SHARE) * seconds,
-            rates={PROMPTS.name: 0.05 * prompts.rate, ANSWERS.name: second},
-        ),
-    ]
-
-
-def verdict(run: ShiftedTraffic) -> dict[str, float]:
-    """Shares of the requests offered that met their objectives, and counts."""
-    (_, _, shift), (_, _, last) = bounds(run.spans)
-    slo = {kind.name: kind.slo for kind in run.kinds}
-
-    def attained(first: float, end: float) -> float:
-        own = [one.outcome for one in run.arrived if first <= one.at < end]
-        return sum(slo[each.kind].met(each) for each in own) / max(1, len(own))
-
-    return {
-        "attained_before": attained(0.0, shift),
-        "attained_after_the_shift": attained(shift, shift + SHIFT_SECONDS),
-        "attained_at_the_end": attained(last - (last - shift) / 3, last),
-        "offered": float(len(run.arrived)),
-        "failed": float(sum(one.outcome.error is not None for one in run.arrived)),
-        "flips": float(run.flips),
-    }
-
-
-def markdown(run: ShiftedTraffic, title: str) -> str:
-    """What became of each kind in each phase, and the verdict."""
-    rows = []
-    for one in figures(run.arrived, run.kinds, run.spans):
-        ttft, tpot = sorted(one.ttft), sorted(one.tpot)
-        span = next(span for span in run.spans if span.name == one.span)
-        spread = f"{1e3 * ttft[len(ttft) // 2]:.0f} / {1e3 * ttft[int(0.9 * len(ttft))]:.0f}" if ttft else "—"
-        token = f"{1e3 * tpot[len(tpot) // 2]:.1f} / {1e3 * tpot[int(0.9 * len(tpot))]:.1f}" if tpot else "—"
-        counts = [str(count) for count in (one.offered, one.completed, one.refused, one.failed)]
-        rows.append(
-            [one.kind, one.span, f"{span.rates[one.kind]:.2f}", *counts, f"{one.attainment:.1%}", spread, token]
-        )
-    heads = ["kind", "phase", "offered/s", "offered", "answered", "refused", "failed", "attained"]
-    first = table([*heads, "TTFT p50 / p90, ms", "TPOT p50 / p90, ms"], rows)
-    second = table(["figure", "value"], [[name, f"{value:.3g}"] for name, value in verdict(run).items()])
-    goals = "; ".join(
-        f"{kind.name} {kind.prompt_tokens}/{kind.output_tokens}, {kind.slo.describe()}" for kind in run.kinds
-    )
-    return "\n\n".join([f"{title} Objectives: {goals}.", first, second]) + "\n"
-
-
-def drawing(run: ShiftedTraffic, title: str) -> str:
-    """Attainment of both kinds and the workers of each role over time, as SVG."""
-    (_, _, shift), (_, _, last) = bounds(run.spans)
-    attained = {
-        kind.name: [(at + 2.5, 100 * share) for at, share in windows(run.arrived, kind, 0.0, last, step=2.0)]
-        for kind in run.kinds
-    }
-    roles = {role: [(at, float(counts[role])) for at, counts in run.roles] for role in ("prefill", "decode")}
-    panels = [
-        Panel(
-            title="requests within both objectives, %", x_label="seconds", curves=attained, limit=90.0, changes=[shift]
-        ),
-        Panel(title="workers that serve", x_label="seconds", curves=roles, changes=[shift]),
-    ]
-    return sheet(title, panels, [*attained, *roles])
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+async def explained(server: OpenServer, run: ShiftedTraffic) -> list[object]:
+    """The last requests that missed an objective, as the server explains them, with the second they came at."""
+    goals = {kind.name: kind.slo for kind in KINDS}
+    missed = [one for one in run.arrived if one.outcome.id and not goals[one.outcome.kind].met(one.outcome)]
+    found: list[object] = []
+    for one in missed[-MISSES:]:
+        with suppress(TransportError, orjson.JSONDecodeError):
+            answer = await server.endpoint.client.get(f"/v1/requests/{one.outcome.id}/explain")
+            found.append({"at": round(one.at, 2), "kind": one.outcome.kind, "told": orjson.loads(answer.body)})
+    return found
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -260,72 +177,73 @@ def arguments() -> argparse.ArgumentParser:
         prog="python -m bench.autoscale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--minutes", type=float, default=6.0, metavar="M", help="of both phases together (6)")
+    add("--minutes", type=float, default=3.0, metavar="M", help="of both phases together (3)")
     add("--fleet", default="prefill=2,decode=1", metavar="prefill=N,decode=N", help="to begin with")
-    add("--serve-flags", default="", metavar="FLAGS", help="more flags of the server")
+    add("--only", choices=RUNS, action="append", help="this run alone; may be given again")
+    add("--together", action="store_true", help="all runs at the same time, where cores are plenty")
+    add("--load", type=float, default=0.65, metavar="X", help="of the role that a phase needs, by the pace (0.65)")
+    add("--serve-flags", default="", metavar="FLAGS", help="more flags of the servers")
     add("--autoscale-flags", default="", metavar="FLAGS", help="more flags of the autoscaler")
-    add("--without", action="store_true", help="the same traffic without an autoscaler")
-    add("--load", type=float, default=0.75, metavar="X", help="of what workers do that share no core (0.75)")
     add("--seed", type=int, default=0, metavar="N", help="of the traffic (0)")
-    add("--warm-up", type=float, default=10.0, metavar="S", help="seconds of each kind, so that workers learn (10)")
-    add("--closed-loop", type=float, default=10.0, metavar="S", help="seconds of each, for the capacities (10)")
+    add("--warm-up", type=float, default=8.0, metavar="S", help="seconds of each kind, so that workers learn (8)")
     add("--out", type=Path, default=Path("bench-autoscale"), metavar="PATH", help="beginning of files (this one)")
+    add("--plot", type=Path, metavar="FILE", help="where the picture goes (PATH.svg)")
     return parser
 
 
-async def autoscaled(args: argparse.Namespace) -> ShiftedTraffic:
-    """Start, measure, play. Raises ServerError, ValueError."""
-    _, fleet = parse_fleet(args.fleet)
-    counts = {flag.removeprefix("--"): int(value) for flag, value in zip(fleet[::2], fleet[1::2], strict=True)}
-    if not (counts.get("prefill", 0) > 1 and counts.get("decode", 0) > 0):
+async def compared(args: argparse.Namespace, folder: Path) -> list[ShiftedTraffic]:
+    """All runs asked for. Raises ServerError, ValueError."""
+    _, flags = parse_fleet(args.fleet)
+    fleet = {flag.removeprefix("--"): int(value) for flag, value in zip(flags[::2], flags[1::2], strict=True)}
+    if not (fleet.get("prefill", 0) > 1 and fleet.get("decode", 0) > 0):
         raise ValueError(f"--fleet {args.fleet}: one prefill worker flips, so give two or more, and a decode worker")
     os.environ.setdefault(KEY, secrets.token_hex(16))
-    port = free_port()
-    contender = Contender(name="autoscale", flags=(*fleet, "--grpc-port", str(port)))
-    mixture = Mixture(name="autoscale", kinds=(PROMPTS, ANSWERS))
-    base = [*BASE_FLAGS, *shlex.split(args.serve_flags)]
-    async with AsyncExitStack() as stack:
-        server = await open_server(contender, mixture, stack, base=base, folder=args.out.parent)
-        for kind in (PROMPTS, ANSWERS):
-            await warm_up(server, Mixture(name=kind.name, kinds=(kind,)), args.warm_up)
-        prompts, answers = [await capacity(server, kind, args.closed_loop) for kind in (PROMPTS, ANSWERS)]
-        run = ShiftedTraffic(
-            spans=phases(prompts, answers, 60.0 * args.minutes, counts, args.load), kinds=(prompts.kind, answers.kind)
-        )
-        if not args.without:
-            limits = (*("--prefill", "1:", "--decode", "1:"), "--most-workers", str(sum(counts.values())))
-            log, more = args.out.with_suffix(".autoscaler.log"), shlex.split(args.autoscale_flags)
-            url = server.endpoint.target.url
-            await stack.enter_async_context(Autoscaler(url, f"127.0.0.1:{port}", log, [*limits, *more]))
-        await play(server, run, args.seed)
-    return run
+    os.environ[PACE_VARIABLE] = json.dumps(asdict(PACE))
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")  # what paced workers learn is not what others do
+    torch.manual_seed(0)
+    write_folder(folder / "model", "mini", "bfloat16", torch.device("cpu"))
+    spans = phases(60.0 * args.minutes, fleet, args.load)
+    right = {"prefill": fleet["prefill"] - 1, "decode": fleet["decode"] + 1}
+    todo = []
+    for short, name in RUNS.items():
+        if args.only and short not in args.only:
+            continue
+        run = ShiftedTraffic(name=name, spans=spans[-1:] if name == RIGHT else spans)
+        run.begins = spans[0].seconds if name == RIGHT else 0.0
+        own = right if name == RIGHT else fleet
+        more = shlex.split(args.autoscale_flags)
+        plan = ShiftPlan(name=name, fleet=own, model=folder / "model", out=args.out, autoscale_flags=more)
+        todo.append(performed(plan, run, args))
+    if args.together:
+        return list(await asyncio.gather(*todo))
+    return [await each for each in todo]
 
 
-def conclude(run: ShiftedTraffic, args: argparse.Namespace) -> int:
-    """Write the files, print the tables; 0 where nothing failed and, with an autoscaler, a role changed."""
-    title = f"{datetime.now(UTC).isoformat(timespec='seconds')}, commit {commit()}. {args.fleet}"
-    title += f"{' without an autoscaler' if args.without else ''} {args.serve_flags}".rstrip() + "."
-    args.out.with_suffix(".md").write_text(markdown(run, title))
-    args.out.with_suffix(".svg").write_text(drawing(run, "Long prompts, then long answers: a worker flips"))
+def conclude(runs: Sequence[ShiftedTraffic], args: argparse.Namespace) -> int:
+    """Write the files, print the tables; 0 where they show that attainment recovers and nothing failed."""
+    title = f"{datetime.now(UTC).isoformat(timespec='seconds')}, commit {commit()}. {args.fleet} {args.serve_flags}"
+    title = f"{title.rstrip()}, --load {args.load:g}, load of the machine {os.getloadavg()[1]:.1f}."
+    text = markdown(runs, title)
+    args.out.with_name(f"{args.out.name}.md").write_text(text)
+    plot = args.plot or args.out.with_name(f"{args.out.name}.svg")
+    plot.write_text(drawing(runs, "Long prompts, then long answers: a worker flips"))
     told = {
         "title": title,
-        "spans": [asdict(span) for span in run.spans],
-        "figures": [asdict(one) for one in figures(run.arrived, run.kinds, run.spans)],
-        "verdict": verdict(run),
-        "roles": run.roles,
+        "verdict": asdict(verdict(runs)),
+        "runs": [{"name": run.name, "roles": run.roles} for run in runs],
     }
-    args.out.with_suffix(".json").write_text(json.dumps(told, indent=1))
-    print(markdown(run, title))
-    found = verdict(run)
-    return int(found["failed"] > 0 or (not args.without and not found["flips"]))
+    args.out.with_name(f"{args.out.name}.json").write_text(json.dumps(told, indent=1))
+    print(text)
+    return int(bool(verdict(runs).complaints))
 
 
 def main() -> int:
     args = arguments().parse_args()
     try:
-        return conclude(asyncio.run(autoscaled(args)), args)
+        with TemporaryDirectory() as folder:
+            return conclude(asyncio.run(compared(args, Path(folder))), args)
     except (ServerError, ValueError, OSError) as error:
-        say(f"bench.autoscale: {error}")
+        print(f"bench.autoscale: {error}", file=sys.stderr, flush=True)
         return 2
 
 

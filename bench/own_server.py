@@ -33,18 +33,24 @@ class OwnServer:
     """One server on a free port of this host. Use as an async context manager; what it logs is in `log`.
 
     `workers` are the names of those that have to report before it counts as ready. A canary's tokens are not sent
-    unless the flags say so: an idle server is to leave the cores to the one that is measured.
+    unless the flags say so: an idle server is to leave the cores to the one that is measured. `module` has `serve`.
     """
 
     def __init__(
-        self, flags: Sequence[str], *, workers: Sequence[str], log: Path, start_seconds: float = START_SECONDS
+        self,
+        flags: Sequence[str],
+        *,
+        workers: Sequence[str],
+        log: Path,
+        start_seconds: float = START_SECONDS,
+        module: str = "deploy.cli",
     ):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         own = ("--host", "127.0.0.1", "--port", str(self.port), "--shutdown-timeout", "5")
         quiet = () if "--canary-interval" in flags else ("--canary-interval", "0")
-        self.command = [sys.executable, "-m", "deploy.cli", "serve", *flags, *own, *quiet]
+        self.command = [sys.executable, "-m", module, "serve", *flags, *own, *quiet]
         self._workers = set(workers)
         self._start_seconds = start_seconds
         self._client = HttpClient(self.url, timeout=10.0)

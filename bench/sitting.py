@@ -69,14 +69,20 @@ class OpenServer:
 
 
 async def open_server(
-    contender: Contender, mixture: Mixture, stack: AsyncExitStack, *, base: Sequence[str], folder: Path
+    contender: Contender,
+    mixture: Mixture,
+    stack: AsyncExitStack,
+    *,
+    base: Sequence[str],
+    folder: Path,
+    module: str = "deploy.cli",
 ) -> OpenServer:
-    """Start the contender's server or reach it; `stack` ends it. Raises ServerError."""
+    """Start the contender's server, which is `module`, or reach it; `stack` ends it. Raises ServerError."""
     own = None
     if contender.ours:
         flags = flags_in(folder, (*base, *mixture.flags, *contender.flags))
         log = folder / f"{contender.name.replace(' ', '-')}.log"
-        own = await stack.enter_async_context(OwnServer(flags, workers=contender.workers(), log=log))
+        own = await stack.enter_async_context(OwnServer(flags, workers=contender.workers(), log=log, module=module))
     target = Target(name=contender.name, url=own.url if own is not None else contender.url or "")
     client = HttpClient(target.url, timeout=120.0)
     stack.push_async_callback(client.close)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import ssl
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -24,34 +26,50 @@ ANSWER_SECONDS = 10.0
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default=URL, metavar="URL", help=f"the server's address (default: {URL})")
     parser.add_argument("--api-key", metavar="KEY", help=f"the server's API key; better set {KEY}")
+    parser.add_argument(
+        "--server-cert",
+        type=Path,
+        metavar="FILE",
+        help="the certificate that a server with an https address has, the first in this file: it is trusted whatever"
+        " names it has, and no other is (default: those that this host's authorities sign)",
+    )
 
 
 class Server:
-    """One server. `url` may end in /v1 or not. Raises ValueError for what is no http address."""
+    """One server. `url` may end in /v1 or not. Raises ValueError for what is no http address.
 
-    def __init__(self, url: str, key: str | None):
+    `certificate` is a file with the one that it shows, read anew at each call: it may be renewed.
+    """
+
+    def __init__(self, url: str, key: str | None, certificate: Path | None = None):
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"--url {url}: give an address such as {URL}")
         self.address = f"{parts.scheme}://{parts.netloc}"
         self._host, self._port, self._tls = parts.hostname, parts.port, parts.scheme == "https"
         self._root = parts.path.rstrip("/").removesuffix("/v1")
+        self._certificate = certificate
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
 
     @staticmethod
     def of(arguments: argparse.Namespace) -> Server:
         """The server that the arguments name. Of several keys, the first is shown."""
         key = arguments.api_key or os.environ.get(KEY) or ""
-        return Server(arguments.url, key.split(",")[0])
+        return Server(arguments.url, key.split(",")[0], arguments.server_cert)
 
     def _connect(self) -> HTTPConnection:
-        kind = HTTPSConnection if self._tls else HTTPConnection
-        return kind(self._host, self._port, timeout=ANSWER_SECONDS)
+        if not self._tls:
+            return HTTPConnection(self._host, self._port, timeout=ANSWER_SECONDS)
+        context = trusting(self._certificate) if self._certificate is not None else None
+        return HTTPSConnection(self._host, self._port, timeout=ANSWER_SECONDS, context=context)
 
     def get(self, *steps: str, headers: dict[str, str] | None = None) -> Any:
         """The JSON at a path, of these steps. Raises Unavailable, Unauthorized, NotFound or InvalidRequest."""
         path = self._root + "".join(f"/{quote(step, safe='')}" for step in steps)
-        connection = self._connect()
+        try:
+            connection = self._connect()
+        except OSError as error:
+            raise Unavailable(f"--server-cert {self._certificate}: {error}") from error
         try:
             connection.request("GET", path, headers={**self._headers, **(headers or {})})
             answer = connection.getresponse()
@@ -65,5 +83,21 @@ class Server:
         if answer.status == 200:
             return body
         kind = {401: Unauthorized, 404: NotFound}.get(answer.status, InvalidRequest)
-        told = body.get("error", {}) if isinstance(body, dict) else {}
-        raise kind(str(told.get("message", f"{self.address}{path} answered {answer.status}")))
+        told = body.get("error") if isinstance(body, dict) else None
+        said = told.get("message") if isinstance(told, dict) else None
+        raise kind(str(said or f"{self.address}{path} answered {answer.status}"))
+
+
+def trusting(certificate: Path) -> ssl.SSLContext:
+    """Trusts the first certificate in the file alone: who has its key is the server, whatever name it is reached by.
+
+    Raises OSError where there is none (ssl.SSLError is one).
+    """
+    text, end = certificate.read_text(errors="replace"), "-----END CERTIFICATE-----"
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # it need not be an authority's
+    if end not in text:
+        raise FileNotFoundError("there is no certificate in it")
+    context.load_verify_locations(cadata=text[: text.index(end) + len(end)])
+    return context

@@ -23,6 +23,7 @@ from deploy.autoscaler.actuator import Actuator, ActuatorError, FleetWorker
 from deploy.autoscaler.controller import AutoscaleController, Wiring
 from deploy.autoscaler.limits import MOST_WORKERS, AutoscalerLimits, RoleLimits
 from deploy.autoscaler.lock import ControllerLock, FileLock
+from deploy.autoscaler.observation import read_sample
 from deploy.runtime.signals import on_signals
 from serving.autoscaler_metrics import AutoscalerMetrics
 from serving.config import HttpConfig
@@ -64,11 +65,11 @@ class WatchedFleet:
         self.server = server
 
     async def workers(self) -> Sequence[FleetWorker]:
-        told = (await HttpSource(self.server).read())["workers"]
+        told = read_sample(await HttpSource(self.server).read()).workers
         return [
-            FleetWorker(each["name"], Role(each["role"]), "draining" if each["state"] == "draining" else "ready")
+            FleetWorker(each.name, each.role, "draining" if each.state == "draining" else "ready")
             for each in told
-            if each["state"] != "suspect"
+            if each.state != "suspect"
         ]
 
     async def add(self, role: Role) -> None:

@@ -27,7 +27,7 @@ from deploy.runtime.http_server import bind, open_status_door
 from deploy.runtime.open_doors import check_api, check_grpc
 from deploy.runtime.settings import Settings
 from deploy.runtime.signals import on_signals
-from deploy.runtime.supervisor import Supervisor
+from deploy.runtime.supervisor import CHILD_MODULE, Supervisor
 from deploy.worker.model_cache import check_model, load_from, release
 from kvcache.pool.node import PoolNode
 from kvcache.pool.store import BlockStore
@@ -124,11 +124,13 @@ async def own_node(settings: Settings) -> PoolNode | None:
     return PoolNode("kvcache-0", store, address="local:kvcache-0")
 
 
-def children_below(settings: Settings, children: Children, path: Path, router: str, key: str | None) -> Below:
-    """Workers and nodes as child processes of this one, which report to `router`."""
+def children_below(
+    settings: Settings, children: Children, path: Path, router: str, key: str | None, module: str = CHILD_MODULE
+) -> Below:
+    """Workers and nodes as child processes of this one, which run `module` and report to `router`."""
     specs = node_specs(children.nodes, router, children.node_settings or settings)
     specs += child_specs(path, children.workers, router)
-    supervisor = Supervisor(specs, {"MILLRACE_CLUSTER_KEY": key} if key else {})
+    supervisor = Supervisor(specs, {"MILLRACE_CLUSTER_KEY": key} if key else {}, module)
     return ChildProcesses(supervisor, settings.http.shutdown_timeout)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from grpc import aio
 
 from router.fleet import Fleet
+from router.without import lacking_without
 from serving.messages import KVEvents, PoolReport, WorkerStatus
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
@@ -39,6 +40,14 @@ class RegistryService(stubs.RegistryServicer):
     async def PoolNodes(self, request: pb.PoolNodesRequest, context: aio.ServicerContext) -> pb.HeartbeatReply:
         """Where the pool is, for callers that have nothing to report yet."""
         return self._reply()
+
+    async def Without(self, request: pb.WithoutRequest, context: object) -> pb.WithoutReply:
+        """A worker that is not known here serves nobody here."""
+        known = [each for each in self.fleet.registry.workers.values() if each.status.name == request.worker]
+        if not known:
+            return pb.WithoutReply()
+        generation = known[-1].candidate.generation
+        return pb.WithoutReply(role=lacking_without(self.fleet.candidates(), {request.worker}, generation) or "")
 
     def _reply(self) -> pb.HeartbeatReply:
         fleet = self.fleet

@@ -172,7 +172,7 @@ class EngineConfig:
         " listens on every address and asks nobody who it is",
         choices=("auto", "grpc", "shm", "nixl"),
     )
-    profile: str | None = option(None, "trace every step to FILE.<worker>.json, for ui.perfetto.dev")
+    profile: str | None = option(None, "trace every step to FILE[.<flip>].<worker>.json, for ui.perfetto.dev")
     deterministic: bool = option(
         False, "promise the same bits whatever runs beside a request, and wherever it goes on; needs compiled kernels"
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 from deploy.autoscaler.actuator import ActuatorError, FleetWorker
 from deploy.autoscaler.by_router import RouterActuator
-from deploy.autoscaler.kube_api import CONFLICT, NOT_FOUND, KubeApi
+from deploy.autoscaler.kube_api import CONFLICT, NOT_FOUND, KubeApi, whole_number
 from serving.messages import Role
 
 TRIES = 5  # of a change that another one has come before
@@ -78,7 +78,7 @@ class KubernetesActuator:
         found = await self.api.get(path)
         if found["metadata"].get("deletionTimestamp"):
             raise ActuatorError(f"{pod} leaves already")
-        if found["metadata"].get("annotations", {}).get(COST) == FIRST_TO_GO:
+        if _mark_of(found) == FIRST_TO_GO:
             scale = await self.api.get(self._scale(name))
             if _pods(scale) > _replicas(scale):
                 raise ActuatorError(f"{pod} was told to drain before: it is the first that its Deployment takes away")
@@ -105,11 +105,17 @@ class KubernetesActuator:
         raise ActuatorError(f"Deployment {name} was changed by others {TRIES} times in a row: who else scales it?")
 
 
+def _mark_of(pod: Mapping[str, Any]) -> object:
+    """Its deletion cost; None: it has none."""
+    annotations = pod["metadata"].get("annotations")
+    return annotations.get(COST) if isinstance(annotations, dict) else None
+
+
 def _replicas(scale: Mapping[str, Any]) -> int:
-    """How many are wanted; the API leaves 0 out."""
-    return int(scale.get("spec", {}).get("replicas", 0))
+    """How many are wanted."""
+    return whole_number(scale["spec"], "replicas")
 
 
 def _pods(scale: Mapping[str, Any]) -> int:
     """How many there are, those that leave already not among them."""
-    return int(scale.get("status", {}).get("replicas", 0))
+    return whole_number(scale["status"], "replicas")

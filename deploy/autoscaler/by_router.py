@@ -31,8 +31,8 @@ CLAIM_SECONDS = 60.0  # a controller that has died is replaced after so long, un
 class RouterActuator:
     """An Actuator, and the lock of who uses it (deploy.autoscaler.lock). `holder` names this controller; `close` it.
 
-    `flip` returns once the worker serves in its new role, or drains for longer than `patience` seconds: what comes of
-    it then is in the log, and in `workers`.
+    `flip` returns once the worker serves in its new role, or drains for longer than `patience` seconds: where it fails
+    then, `workers` raises what it failed with, once.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class RouterActuator:
         self.holder = holder
         self.patience = patience
         self.claim = claim
-        self._flips: set[asyncio.Task[None]] = set()
+        self._flips: set[asyncio.Task[None]] = set()  # that are under way, or have failed and nobody was told of it
         self._cluster_key, self._tls = cluster_key, tls
 
     async def held(self) -> bool:
@@ -70,6 +70,11 @@ class RouterActuator:
             log.info("the claim runs out by itself: %s", error.message)
 
     async def workers(self) -> Sequence[FleetWorker]:
+        for flip in [each for each in self._flips if each.done()]:
+            self._flips.remove(flip)
+            if (error := flip.exception()) is not None:
+                log.error("%s failed: %s", flip.get_name(), error)
+                raise error
         with self._asking():
             reply = await self._stub.Workers(
                 pb.ControlWorkersRequest(), metadata=self.caller.metadata, timeout=CALL_SECONDS
@@ -77,25 +82,24 @@ class RouterActuator:
         return [FleetWorker(each.name, Role(each.role), _state(each.state)) for each in reply.workers]
 
     async def add(self, role: Role) -> None:
-        request = pb.ControlAddRequest(role=role.value)
+        request = pb.ControlAddRequest(role=role.value, holder=self.holder)
         with self._asking():
             await self._stub.Add(request, metadata=self.caller.metadata, timeout=CALL_SECONDS)
 
     async def drain(self, worker_id: str) -> None:
-        request = pb.ControlDrainRequest(worker=worker_id)
+        request = pb.ControlDrainRequest(worker=worker_id, holder=self.holder)
         with self._asking():
             await self._stub.Drain(request, metadata=self.caller.metadata, timeout=CALL_SECONDS)
 
     async def flip(self, worker_id: str, role: Role) -> None:
         flip = asyncio.create_task(self._flip(worker_id, role), name=f"flip-{worker_id}")
         self._flips.add(flip)
-        flip.add_done_callback(self._flips.discard)
         done, _ = await asyncio.wait([flip], timeout=self.patience)
         if done:
+            self._flips.remove(flip)
             flip.result()
         else:
             log.info("%s still drains, to serve as %s", worker_id, role)
-            flip.add_done_callback(_told)
 
     async def close(self) -> None:
         for flip in list(self._flips):  # the worker goes on with it
@@ -104,7 +108,7 @@ class RouterActuator:
         await self.caller.close()
 
     async def _flip(self, worker_id: str, role: Role) -> None:
-        request = pb.ControlFlipRequest(worker=worker_id, flip=pb.FlipRequest(role=role.value))
+        request = pb.ControlFlipRequest(worker=worker_id, flip=pb.FlipRequest(role=role.value), holder=self.holder)
         with self._asking():
             await self._stub.Flip(request, metadata=self.caller.metadata, timeout=FLIP_SECONDS)
 
@@ -136,11 +140,6 @@ class RouterActuator:
             raise ActuatorError(told, code=error.code) from error
         except MillraceError as error:
             raise ActuatorError(error.message, code=error.code, retry_after=error.retry_after) from error
-
-
-def _told(flip: asyncio.Task[None]) -> None:
-    if not flip.cancelled() and (error := flip.exception()) is not None:
-        log.error("%s: %s", flip.get_name(), error)
 
 
 def _state(word: str) -> WorkerState:

@@ -90,6 +90,7 @@ class AutoscaleController:
             decision = await self._decide()
         except MillraceError as error:
             self.figures.failures += 1
+            self._without_flips(error)  # one that failed long after it was asked for is told of now
             decision = ScalingDecision(None, error.message)
         self._healthy = self.figures.failures == failures
         self._tell(decision)
@@ -153,10 +154,14 @@ class AutoscaleController:
         self._fleet = ScaledFleet(self._fleet.workers, self.wiring.clock())
 
     def _failed(self, action: Action, error: ActuatorError) -> None:
-        """It is decided anew with the next turn; without flips, where the place has none."""
+        """It is decided anew with the next turn."""
         self.figures.failures += 1
         log.error("%s failed: %s", told(action), error.message)
-        if error.code == KEPT:
+        self._without_flips(error)
+
+    def _without_flips(self, error: MillraceError) -> None:
+        """From now on, where an action has failed since workers keep their roles."""
+        if isinstance(error, ActuatorError) and error.code == KEPT and self.limits.flips:
             self.limits = replace(self.limits, flips=False)
             log.info("workers keep their roles here: only adding and draining from now on")
 

@@ -24,6 +24,7 @@ JSON = "application/json"
 NOT_FOUND, CONFLICT = "not_found", "conflict"  # codes of ActuatorError
 REFUSED = "forbidden"
 SILENT = "silent"
+PARTS = ("metadata", "spec", "status")  # of an object; each is an object where it is there
 
 
 class KubeApi:
@@ -53,6 +54,7 @@ class KubeApi:
         return KubeApi(host, int(environ.get("KUBERNETES_SERVICE_PORT", "443")), account)
 
     async def get(self, path: str) -> dict[str, Any]:
+        """The object, with all of PARTS."""
         return await self._ask("GET", path)
 
     async def patch(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,19 +81,24 @@ class KubeApi:
             connection.request(method, path, None if body is None else orjson.dumps(body), headers)
             answer = connection.getresponse()
             status, text = answer.status, answer.read()
-        except (OSError, HTTPException) as error:
+        except (OSError, HTTPException, UnicodeError) as error:
             told = f"no answer from the Kubernetes API at {self.host}:{self.port} to {method} {path}: {error!r}"
             raise ActuatorError(f"{told}; a network policy may forbid it", code=SILENT, retry_after=5.0) from error
         finally:
             connection.close()
         if status >= 300:
             raise _refusal(method, path, status, text)
-        found = _read(text)
-        if found is None:
-            raise ActuatorError(
-                f"{method} {path}: the Kubernetes API answered with what is no JSON object", code=SILENT
-            )
-        return found
+        return read_object(text, f"{method} {path}")
+
+
+def read_object(text: bytes, asked: str) -> dict[str, Any]:
+    """With all of PARTS; the API may leave them out, or say null. Raises ActuatorError."""
+    found = _read(text)
+    if found is not None:
+        parts = {part: found.get(part) or {} for part in PARTS}
+        if all(isinstance(part, dict) for part in parts.values()):
+            return found | parts
+    raise ActuatorError(f"{asked}: the Kubernetes API answered with what is no object of its own", code=SILENT)
 
 
 def _read(text: bytes) -> dict[str, Any] | None:
@@ -100,6 +107,14 @@ def _read(text: bytes) -> dict[str, Any] | None:
     except orjson.JSONDecodeError:
         return None
     return found if isinstance(found, dict) else None
+
+
+def whole_number(part: Mapping[str, Any], name: str) -> int:
+    """The API leaves 0 out. Raises ActuatorError for what is no such number."""
+    found = part.get(name) or 0
+    if isinstance(found, bool) or not isinstance(found, int) or found < 0:
+        raise ActuatorError(f"the Kubernetes API has {found!r} as {name}, which is no whole number", code=SILENT)
+    return found
 
 
 def _refusal(method: str, path: str, status: int, text: bytes) -> ActuatorError:

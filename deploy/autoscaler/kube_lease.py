@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from deploy.autoscaler.actuator import ActuatorError
-from deploy.autoscaler.kube_api import CONFLICT, NOT_FOUND, KubeApi
+from deploy.autoscaler.kube_api import CONFLICT, NOT_FOUND, KubeApi, whole_number
 
 log = logging.getLogger(__name__)
 
@@ -48,19 +48,19 @@ class KubeLease:
         """Another may take it at once; nothing where it is not ours."""
         try:
             found = await self.api.get(f"{self.path}/{self.name}")
-            if found.get("spec", {}).get("holderIdentity") == self.holder:
+            if found["spec"].get("holderIdentity") == self.holder:
                 await self._write(self.api.replace, f"{self.path}/{self.name}", self._lease(found, holder=""))
         except ActuatorError as error:
             log.info("Lease %s runs out by itself: %s", self.name, error.message)
 
     def _left(self, found: dict[str, Any]) -> float:
         """Seconds that another still holds it, as far as is known; 0 where none does."""
-        spec, version = found.get("spec", {}), str(found["metadata"].get("resourceVersion", ""))
+        spec, version = found["spec"], str(found["metadata"].get("resourceVersion", ""))
         if spec.get("holderIdentity") in (None, "", self.holder):
             return 0.0
         if self._seen[0] != version:
             self._seen = version, self.clock()
-        duration = float(spec.get("leaseDurationSeconds") or LEASE_SECONDS)
+        duration = whole_number(spec, "leaseDurationSeconds") or LEASE_SECONDS
         return max(0.0, self._seen[1] + duration - self.clock())
 
     def _lease(self, found: dict[str, Any], holder: str | None = None) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class KubeLease:
             "leaseDurationSeconds": LEASE_SECONDS,
             "acquireTime": before.get("acquireTime", now) if ours else now,
             "renewTime": now,
-            "leaseTransitions": int(before.get("leaseTransitions") or 0) + (bool(found) and not ours),
+            "leaseTransitions": whole_number(before, "leaseTransitions") + (bool(found) and not ours),
         }
         metadata = found.get("metadata", {"name": self.name, "namespace": self.api.namespace})
         return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": spec}

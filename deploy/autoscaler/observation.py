@@ -14,6 +14,7 @@ from serving.errors import Unavailable
 from serving.messages import Role
 from serving.step_cost import StepCost
 
+MOST = 1e15  # of anything: what a sound router tells is less
 TOTALS = tuple(field.name for field in fields(OfferedWork))
 
 
@@ -79,13 +80,13 @@ class Observation:
 
 
 def read_sample(answer: Any) -> RouterSample:
-    """Raises MetricsMissing."""
+    """Raises MetricsMissing for an answer that lacks something, or has what cannot be in its place."""
     try:
         return RouterSample(
-            at=float(answer["at"]),
-            tokens=int(answer["tokens"]),
-            waiting=int(answer["requests_waiting"]),
-            waiting_tokens=int(answer["waiting_tokens"]),
+            at=_figure(answer["at"]),
+            tokens=_count(answer["tokens"]),
+            waiting=_count(answer["requests_waiting"]),
+            waiting_tokens=_count(answer["waiting_tokens"]),
             work={name: _work(each["work"]) for name, each in answer["classes"].items()},
             workers=tuple(_worker(each) for each in answer["workers"]),
         )
@@ -93,27 +94,55 @@ def read_sample(answer: Any) -> RouterSample:
         raise MetricsMissing(f"the router's answer lacks {error}: it may be of an older version") from error
 
 
+def _figure(told: Any) -> float:
+    """Raises TypeError, ValueError for what is no figure of a router's."""
+    if isinstance(told, bool) or not isinstance(told, int | float):
+        raise TypeError(f"a number where it has {told!r}")
+    if not 0 <= told < MOST:
+        raise ValueError(f"a possible number where it has {told!r}")
+    return told
+
+
+def _count(told: Any) -> int:
+    return int(_figure(told))
+
+
+def _word(told: Any) -> str:
+    if not isinstance(told, str):
+        raise TypeError(f"a word where it has {told!r}")
+    return told
+
+
 def _work(totals: Mapping[str, Any]) -> OfferedWork:
-    return OfferedWork(**{name: totals[name] for name in TOTALS})
+    found: dict[str, Any] = {name: _figure(totals[name]) for name in TOTALS}
+    return OfferedWork(**found)
 
 
 def _worker(told: Mapping[str, Any]) -> WorkerSeen:
     measured = told["measured"]
     return WorkerSeen(
-        name=told["name"],
+        name=_word(told["name"]),
         role=Role(told["role"]),
-        state=told["state"],
-        heard_seconds=told["heard_seconds"],
-        running=told["running"],
-        leases=told["leases"],
-        max_seqs=told["max_seqs"],
-        queued_tokens=told["queued_tokens"],
-        kv_usage=told["kv_usage"],
-        steps_seconds=told["steps_seconds"],
-        cost=StepCost(**measured["cost"]) if measured is not None else None,
-        kv_tokens=measured["kv_tokens"] if measured is not None else 0,
-        max_batched_tokens=measured["max_num_batched_tokens"] if measured is not None else 0,
+        state=_word(told["state"]),
+        heard_seconds=_figure(told["heard_seconds"]),
+        running=_count(told["running"]),
+        leases=_count(told["leases"]),
+        max_seqs=_count(told["max_seqs"]),
+        queued_tokens=_count(told["queued_tokens"]),
+        kv_usage=_figure(told["kv_usage"]),
+        steps_seconds=_figure(told["steps_seconds"]),
+        cost=_cost(measured["cost"]) if measured is not None else None,
+        kv_tokens=_count(measured["kv_tokens"]) if measured is not None else 0,
+        max_batched_tokens=_count(measured["max_num_batched_tokens"]) if measured is not None else 0,
     )
+
+
+def _cost(told: Mapping[str, Any]) -> StepCost:
+    found: dict[str, Any] = {name: _figure(value) for name, value in told.items()}
+    cost = StepCost(**found)
+    if not cost.possible:
+        raise ValueError(f"possible step costs where it has {told!r}")
+    return cost
 
 
 def observed(before: RouterSample, now: RouterSample, at: float) -> Observation:

@@ -11,15 +11,15 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from deploy.autoscaler.actuator import FleetWorker, WorkerState
 from deploy.control.below import Below
-from router.candidate import Candidate
 from router.fleet import Fleet
 from router.registry import RegisteredWorker
+from router.without import lacking_without
 from serving.errors import InvalidRequest, MillraceError, NotFound, Unavailable
 from serving.messages import Role, WorkerStatus
 
 log = logging.getLogger(__name__)
 
-HELD = "held"  # the code of a refused claim
+HELD = "held"  # the code of a refused claim, and of what one who has none asks for
 BUSY = "flipping"  # of a refused flip: another one is under way
 LAST = "last"  # of one that would leave nobody in the worker's role
 LONGEST_CLAIM = 86_400.0  # seconds: the next controller gets its turn, however the one before it has ended
@@ -44,15 +44,18 @@ class FleetControl:
         """`holder` is the one controller for so long. Raises Unavailable while another is, InvalidRequest."""
         if not 0 <= seconds <= LONGEST_CLAIM:  # nor NaN
             raise InvalidRequest(f"a claim of {seconds:g} s: it lasts 0 to {LONGEST_CLAIM:g} s", param="seconds")
-        now = self.fleet.clock()
-        if self._holder != holder and now < self._held_until:
-            left = self._held_until - now
+        self.check_controls(holder)
+        self._holder, self._held_until = holder, self.fleet.clock() + seconds
+
+    def check_controls(self, holder: str) -> None:
+        """Raises Unavailable while another is the one controller; without a claim anybody may control."""
+        left = self._held_until - self.fleet.clock()
+        if self._holder != holder and left > 0:
             raise Unavailable(
                 f"{self._holder} controls these workers, for {left:.0f} s more at least: stop it first",
                 code=HELD,
                 retry_after=left,
             )
-        self._holder, self._held_until = holder, now + seconds
 
     def workers(self) -> list[FleetWorker]:
         """Those that report, and those that are kept running here and do not yet."""
@@ -121,29 +124,16 @@ class FleetControl:
         going = {name, *self.below.leaving()}  # they may not have said so yet
         if self._flipping is not None:
             going.add(self._flipping[0])
-        others = [each for each in self.fleet.candidates() if stays(each) and each.status.name not in going]
-        able = [each for each in others if each.generation == own.generation]
-        for role, has in ((Role.PREFILL, any(each.prefills for each in able)), (Role.DECODE, _decodes(able))):
-            if not has:
-                raise Unavailable(
-                    f"{name} stays {own.status.role}: without it no worker would {role}; add a {role} or mixed worker"
-                    " first",
-                    code=LAST,
-                )
+        role = lacking_without(self.fleet.candidates(), going, own.generation)
+        if role is not None:
+            told = f"{name} stays {own.status.role}: without it no worker would {role}"
+            raise Unavailable(f"{told}; add a {role} or mixed worker first", code=LAST)
 
 
 def _noted(flip: asyncio.Task[str]) -> None:
     """Who asked may have left; why a flip failed is then in the log alone."""
     if not flip.cancelled() and (error := flip.exception()) is not None:
         log.info("%s: %s", flip.get_name(), error)
-
-
-def stays(worker: Candidate) -> bool:
-    return not worker.status.draining
-
-
-def _decodes(workers: Sequence[Candidate]) -> bool:
-    return any(each.decodes for each in workers)
 
 
 def _state(worker: RegisteredWorker) -> WorkerState:

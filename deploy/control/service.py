@@ -1,6 +1,6 @@
 """The control door of a front: gRPC beside the registry, behind the cluster key and certificates of all services.
 
-It translates, and nothing else.
+It translates, and lets nobody change anything beside the one who controls.
 """
 
 from __future__ import annotations
@@ -35,16 +35,19 @@ class ControlService(stubs.ControlServicer):
 
     async def Add(self, request: pb.ControlAddRequest, context: object) -> pb.ControlReply:
         async with answering(context):
+            self.control.check_controls(request.holder)
             self.control.add(role_of(request.role))
         return pb.ControlReply()
 
     async def Drain(self, request: pb.ControlDrainRequest, context: object) -> pb.ControlReply:
         async with answering(context):
+            self.control.check_controls(request.holder)
             self.control.drain(request.worker)
         return pb.ControlReply()
 
     async def Flip(self, request: pb.ControlFlipRequest, context: object) -> pb.FlipReply:
         async with answering(context):
+            self.control.check_controls(request.holder)
             seconds = request.flip.seconds if request.flip.HasField("seconds") else None
             instance = await self.control.flip(request.worker, role_of(request.flip.role), seconds)
         return pb.FlipReply(instance=instance)

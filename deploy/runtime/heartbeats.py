@@ -14,11 +14,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import partial
 
 from deploy.runtime.discovery import LOOKUP_SECONDS, RouterDirectory
+from deploy.runtime.roles import role_of
 from serving.background import BackgroundTasks
 from serving.config import ClusterConfig, PlacementConfig
 from serving.errors import InvalidRequest, MillraceError, Unauthorized
 from serving.grpc_tls import GrpcTls
+from serving.messages import Role
 from serving.proto import millrace_pb2 as pb
+from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import Caller, asking, refused_by_tls
 
 log = logging.getLogger(__name__)
@@ -85,11 +88,29 @@ class Heartbeats:
         await asyncio.gather(*(self._beat(caller) for caller in list(self._callers.values())))
 
     async def during(self, drain: Coroutine[None, None, None]) -> None:
-        """Begin the drain, tell every router at once that it has begun, and see it through."""
+        """Begin the drain, tell every router at once that it has begun, and see it through. Cancelled, so is it."""
         draining = asyncio.create_task(drain)
-        await asyncio.sleep(0)
-        await self.once()
-        await draining
+        try:
+            await asyncio.sleep(0)
+            await self.once()
+            await draining
+        finally:
+            draining.cancel()
+
+    async def lacking(self, name: str) -> Role | None:
+        """The role that a router would have no worker for without this one. Who does not answer has no say."""
+        for caller in list(self._callers.values()):
+            request, seconds = pb.WithoutRequest(worker=name), max(1.0, self.interval)
+            ask = stubs.RegistryStub(caller.channel).Without
+            try:
+                with asking(caller.address):
+                    reply = await ask(request, metadata=caller.metadata, timeout=seconds)
+            except MillraceError as error:
+                log.info("%s does not say who else serves: %s", caller.address, error.message)
+                continue
+            if reply.role:
+                return role_of(reply.role)
+        return None
 
     def _caller(self, address: str) -> Caller:
         return Caller(address, self._cluster_key, self._tls)

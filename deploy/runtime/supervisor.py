@@ -19,6 +19,7 @@ from serving.options import ENV_PREFIX
 
 log = logging.getLogger(__name__)
 
+CHILD_MODULE = "deploy.cli"
 FIRST_PAUSE = 0.5  # seconds before a dead child is started again; doubles while it keeps dying young
 LONGEST_PAUSE = 15.0
 YOUNG = 20.0  # seconds: a child that lived longer is not crash-looping
@@ -35,7 +36,7 @@ class ChildSpec:
 class Supervisor:
     """`start()` the children, `stop()` them all. `module` of ours is what runs as a child."""
 
-    def __init__(self, children: Sequence[ChildSpec], environ: Mapping[str, str], module: str = "deploy.cli"):
+    def __init__(self, children: Sequence[ChildSpec], environ: Mapping[str, str], module: str = CHILD_MODULE):
         self.children = {child.name: child for child in children}
         self.module = module
         of_ours = (ENV_PREFIX, "VLLM_API_KEY")

@@ -22,14 +22,19 @@ log = logging.getLogger(__name__)
 
 BUSY = "flipping"  # the code of a refusal: another flip is under way
 KEPT = "kept"  # and of one that left the worker in its role, as any other flip of it would
+LAST = "last"  # and of one that would leave nobody in the worker's role
 UNDRAINED = "undrained"  # and of one that may succeed with more time, or later
 
 
 class Announcer(Protocol):
-    """Tells routers how the worker is, without waiting for the next heartbeat (deploy.runtime.heartbeats)."""
+    """Tells routers how the worker is, without waiting for the next heartbeat (deploy.runtime.heartbeats).
+
+    `lacking` asks them: the role that nobody would serve without it.
+    """
 
     async def during(self, drain: Coroutine[None, None, None]) -> None: ...
     async def once(self) -> None: ...
+    async def lacking(self, name: str) -> Role | None: ...
 
 
 class Unannounced:
@@ -39,6 +44,9 @@ class Unannounced:
         await drain
 
     async def once(self) -> None: ...
+
+    async def lacking(self, name: str) -> Role | None:
+        return None
 
 
 class FlippableWorker:
@@ -124,6 +132,10 @@ class FlippableWorker:
             drafts = await self.maker.drafts(role)
         except ValueError as error:
             raise InvalidRequest(f"{now.name} stays {now.role}: {error}", code=KEPT) from error
+        lacking = await self.announcer.lacking(now.name)
+        if lacking is not None:
+            told = f"{now.name} stays {now.role}: without it no worker would {lacking}"
+            raise Unavailable(f"{told}; add a {lacking} or mixed worker first", code=LAST)
         self._check_stays(now.name)
         log.info("%s drains, to serve as %s", now.name, role)
         await self._drain(self.drain_seconds if seconds is None else min(seconds, self.drain_seconds))
@@ -143,7 +155,7 @@ class FlippableWorker:
         """Raises Draining where the process leaves meanwhile, Unavailable where prompts are still computed then."""
         worker = self.worker
         assert worker is not None
-        await self.announcer.during(worker.drain(seconds))
+        await self._until_leaving(self.announcer.during(worker.drain(seconds)))
         name, role = worker.identity.name, worker.identity.role
         self._check_stays(name)
         if not worker.drained:
@@ -151,6 +163,18 @@ class FlippableWorker:
             await self.announcer.once()
             told = f"{name} stays {role}: prompts were still computed after {seconds:g} s"
             raise Unavailable(f"{told}; flip it with more time, or later", code=UNDRAINED)
+
+    async def _until_leaving(self, drain: Coroutine[None, None, None]) -> None:
+        """The drain is cut short where the process leaves: that drains by itself, and has its whole time for it."""
+        draining, told = asyncio.create_task(drain), asyncio.create_task(self.leaving.wait())
+        try:
+            await asyncio.wait({draining, told}, return_when=asyncio.FIRST_COMPLETED)
+            if draining.done():
+                await draining
+        finally:
+            for task in (draining, told):
+                task.cancel()
+            await asyncio.wait({draining, told})
 
     async def _exchange(self, now: WorkerStatus, role: Role, drafts: DraftParts) -> str:
         """End the drained life and begin one of the role, or where that fails of its own. The new one's instance."""

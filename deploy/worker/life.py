@@ -13,12 +13,13 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from torch import Tensor
 
 from deploy.runtime.settings import Settings, check_ranks
-from deploy.worker.build import WorkerLinks, build_worker
+from deploy.worker.build import MakeForward, WorkerLinks, build_worker
 from deploy.worker.computing import KeptForward
 from deploy.worker.proposers import DraftParts, load_draft_parts
 from deploy.worker.worker import Worker
@@ -56,13 +57,23 @@ class WorkerLife:
 class WorkerMaker:
     """`settings` are the process's own, before what they say of one role alone; `address` is where others reach it."""
 
-    def __init__(self, settings: Settings, model: LoadedModel, address: str, kv_transport: str, tls: GrpcTls | None):
+    def __init__(
+        self,
+        settings: Settings,
+        model: LoadedModel,
+        address: str,
+        kv_transport: str,
+        tls: GrpcTls | None,
+        *,
+        make_forward: MakeForward | None = None,
+    ):
         self.settings = settings
         self.model = model
         self.address = address
         self.kv_transport = kv_transport
         self.tls = tls
-        self._forward = KeptForward()
+        self._forward = make_forward or KeptForward()
+        self._lives = 0
 
     def check(self, now: Role, role: Role) -> None:
         """May a worker that is `now` be of this role, with the model as it is loaded? Raises ValueError."""
@@ -96,6 +107,8 @@ class WorkerMaker:
         pool_lenders = lenders_on_demand(transport)
         stack.callback(pool_lenders.close)
         lenders = lenders_for(transport) if role is not Role.PREFILL else MemoryLenders()
+        engine = replace(settings.engine, profile=trace_of(settings.engine.profile, self._lives))
+        self._lives += 1
         links = WorkerLinks(
             address=self.address,
             dialer=dialer,
@@ -108,7 +121,7 @@ class WorkerMaker:
             ways.callback(lenders.close)
             ways.push_async_callback(dialer.close)
             worker = build_worker(
-                *(role, self.model, model_config, settings.engine, links),
+                *(role, self.model, model_config, engine, links),
                 name=name,
                 drafts=drafts,
                 make_forward=self._forward,
@@ -117,6 +130,14 @@ class WorkerMaker:
             stack.push_async_exit(ways.pop_all())
         set_worker(role.value, worker.identity.generation)
         return worker
+
+
+def trace_of(asked: str | None, life: int) -> str | None:
+    """Where the steps of a worker's `life`, from 0, are traced: each has a file, steps.json and then steps.1.json."""
+    if asked is None or life == 0:
+        return asked
+    path = Path(asked)
+    return str(path.with_name(f"{path.stem}.{life}{path.suffix or '.json'}"))
 
 
 async def _stop(worker: Worker) -> None:

@@ -19,6 +19,7 @@ from deploy.runtime.lookups import in_a_daemon
 from deploy.runtime.open_doors import check_grpc
 from deploy.runtime.settings import Settings
 from deploy.runtime.signals import on_signals
+from deploy.worker.build import MakeForward
 from deploy.worker.flipping import FlippableWorker
 from deploy.worker.life import WorkerMaker
 from deploy.worker.model_cache import ModelCache, release
@@ -38,15 +39,21 @@ log = logging.getLogger(__name__)
 
 
 class WorkerProcess:
-    """`run()` until a signal, a crash, or the parent's end (with `parent` set); returns the exit code."""
+    """`run()` until a signal, a crash, or the parent's end (with `parent` set); returns the exit code.
 
-    def __init__(self, role: Role, settings: Settings, *, parent: int | None = None):
+    Steps are computed by what `make_forward` makes; None: by the form that fits the model and its device.
+    """
+
+    def __init__(
+        self, role: Role, settings: Settings, *, parent: int | None = None, make_forward: MakeForward | None = None
+    ):
         self.role = role
         self.given = settings
         self.settings = replace(settings, model_config=settings.model_config.of(role))
         self.cluster = settings.cluster
         self.kv_transport = kv_transport_of(settings.engine.kv_transport, settings.cluster, settings.security)
         self.parent = parent
+        self.make_forward = make_forward
         self.tls = grpc_tls(settings.security)
         self._leaving = asyncio.Event()
         self._kv_events_since: dict[str, int | None] = {}  # by router
@@ -74,7 +81,9 @@ class WorkerProcess:
             address = await in_a_daemon(partial(announced, cluster, port, peers_of(cluster.routers)))
             on_signals(self._leaving.set)  # before this, while anything loads, a signal ends the process at once
             keep_freed_memory()
-            maker = WorkerMaker(self.given, model, address, self.kv_transport, self.tls)
+            maker = WorkerMaker(
+                *(self.given, model, address, self.kv_transport, self.tls), make_forward=self.make_forward
+            )
             flippable = FlippableWorker(
                 maker, self._leaving, settings.http.shutdown_timeout, partial(self._shown, door)
             )

@@ -472,6 +472,18 @@ class HeartbeatReply(_message.Message):
     router_time: float
     def __init__(self, router: _Optional[str] = ..., pool_nodes: _Optional[_Iterable[str]] = ..., kv_events_since: _Optional[int] = ..., router_time: _Optional[float] = ...) -> None: ...
 
+class WithoutRequest(_message.Message):
+    __slots__ = ("worker",)
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    def __init__(self, worker: _Optional[str] = ...) -> None: ...
+
+class WithoutReply(_message.Message):
+    __slots__ = ("role",)
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    def __init__(self, role: _Optional[str] = ...) -> None: ...
+
 class AuditRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -521,24 +533,30 @@ class FlipReply(_message.Message):
     def __init__(self, instance: _Optional[str] = ...) -> None: ...
 
 class ControlFlipRequest(_message.Message):
-    __slots__ = ("worker", "flip")
+    __slots__ = ("worker", "flip", "holder")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     FLIP_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
     worker: str
     flip: FlipRequest
-    def __init__(self, worker: _Optional[str] = ..., flip: _Optional[_Union[FlipRequest, _Mapping]] = ...) -> None: ...
+    holder: str
+    def __init__(self, worker: _Optional[str] = ..., flip: _Optional[_Union[FlipRequest, _Mapping]] = ..., holder: _Optional[str] = ...) -> None: ...
 
 class ControlDrainRequest(_message.Message):
-    __slots__ = ("worker",)
+    __slots__ = ("worker", "holder")
     WORKER_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
     worker: str
-    def __init__(self, worker: _Optional[str] = ...) -> None: ...
+    holder: str
+    def __init__(self, worker: _Optional[str] = ..., holder: _Optional[str] = ...) -> None: ...
 
 class ControlAddRequest(_message.Message):
-    __slots__ = ("role",)
+    __slots__ = ("role", "holder")
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
     role: str
-    def __init__(self, role: _Optional[str] = ...) -> None: ...
+    holder: str
+    def __init__(self, role: _Optional[str] = ..., holder: _Optional[str] = ...) -> None: ...
 
 class ControlReply(_message.Message):
     __slots__ = ()

@@ -51,6 +51,11 @@ class RegistryStub:
                 request_serializer=serving_dot_proto_dot_millrace__pb2.PoolNodesRequest.SerializeToString,
                 response_deserializer=serving_dot_proto_dot_millrace__pb2.HeartbeatReply.FromString,
                 _registered_method=True)
+        self.Without = channel.unary_unary(
+                '/millrace.v1.Registry/Without',
+                request_serializer=serving_dot_proto_dot_millrace__pb2.WithoutRequest.SerializeToString,
+                response_deserializer=serving_dot_proto_dot_millrace__pb2.WithoutReply.FromString,
+                _registered_method=True)
 
 
 class RegistryServicer:
@@ -75,6 +80,13 @@ class RegistryServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Without(self, request, context):
+        """asked by a worker before it flips
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RegistryServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +104,11 @@ def add_RegistryServicer_to_server(servicer, server):
                     servicer.PoolNodes,
                     request_deserializer=serving_dot_proto_dot_millrace__pb2.PoolNodesRequest.FromString,
                     response_serializer=serving_dot_proto_dot_millrace__pb2.HeartbeatReply.SerializeToString,
+            ),
+            'Without': grpc.unary_unary_rpc_method_handler(
+                    servicer.Without,
+                    request_deserializer=serving_dot_proto_dot_millrace__pb2.WithoutRequest.FromString,
+                    response_serializer=serving_dot_proto_dot_millrace__pb2.WithoutReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +193,33 @@ class Registry:
             '/millrace.v1.Registry/PoolNodes',
             serving_dot_proto_dot_millrace__pb2.PoolNodesRequest.SerializeToString,
             serving_dot_proto_dot_millrace__pb2.HeartbeatReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Without(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.v1.Registry/Without',
+            serving_dot_proto_dot_millrace__pb2.WithoutRequest.SerializeToString,
+            serving_dot_proto_dot_millrace__pb2.WithoutReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -13,8 +13,10 @@ from deploy.worker.flipping import FlippableWorker
 from deploy.worker.life import WorkerMaker
 from router.clients import RemoteWorker
 from router.fleet import WorkerLink
+from router.service import RegistryService
 from serving.grpc_tls import GrpcTls
 from serving.messages import Role, WorkerStatus
+from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import Caller, listen, server
 from tests.flow.remote import KEY, RemoteCluster
@@ -92,11 +94,18 @@ class FlippingCluster(RemoteCluster):
     async def once(self) -> None:
         self.beat()
 
+    async def lacking(self, name: str) -> Role | None:
+        reply = await RegistryService(self.fleet).Without(pb.WithoutRequest(worker=name), None)
+        return Role(reply.role) if reply.role else None
+
     async def during(self, drain: Coroutine[None, None, None]) -> None:
         draining = asyncio.create_task(drain)
-        await asyncio.sleep(0)
-        self.beat()
-        await draining
+        try:
+            await asyncio.sleep(0)
+            self.beat()
+            await draining
+        finally:
+            draining.cancel()
 
     def named(self, name: str) -> FlippableWorker:
         return next(each for each in self.flippable if each.status().name == name)

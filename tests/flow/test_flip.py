@@ -13,7 +13,9 @@ import pytest
 from deploy.autoscaler.actuator import ActuatorError
 from deploy.autoscaler.by_router import RouterActuator
 from deploy.control.service import flip_over
-from deploy.worker.flipping import UNDRAINED, FlippableWorker
+from deploy.runtime.settings import read_settings
+from deploy.worker.flipping import LAST, UNDRAINED, FlippableWorker
+from deploy.worker.life import WorkerMaker
 from deploy.worker.proposers import DraftParts
 from deploy.worker.status_door import WorkerDoor
 from router.fleet import RouterConfig
@@ -259,17 +261,35 @@ async def test_with_certificates_the_key_alone_does_not_do(tiny_model: LoadedMod
         assert made.named("decode-2").status().role is Role.PREFILL
 
 
-async def test_one_that_is_told_to_leave_while_it_flips_leaves_as_it_is(flow: Flow) -> None:
+async def test_one_that_is_told_to_leave_while_it_flips_leaves_as_it_is(
+    flow: Flow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its flip does not drain on: who leaves drains by itself, and has its whole time for that."""
     flow.begin(6, 9, tokens=80)
     await flow.decoding("decode-2")
     flippable = flow.made.named("decode-2")
-    flip = asyncio.create_task(flow.made.actuator.flip("decode-2", Role.PREFILL))
-    await draining(flippable)
-    flippable.leaving.set()
-    with pytest.raises(ActuatorError, match="decode-2 is leaving"):
-        await flip
-    await flippable.settle()
-    assert flippable.worker is not None and flippable.worker.drained and flippable.status().role is Role.DECODE
+    worker = flippable.worker
+    assert worker is not None and worker.decode is not None
+    sides = worker.prefill, worker.decode
+
+    async def never_drained(seconds: float) -> None:
+        for side in sides:
+            side.draining = True
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(worker, "drain", never_drained)
+        flip = asyncio.create_task(flow.made.actuator.flip("decode-2", Role.PREFILL))
+        await draining(flippable)
+        flippable.leaving.set()
+        async with asyncio.timeout(30):
+            with pytest.raises(ActuatorError, match="decode-2 is leaving"):
+                await flip
+            await flippable.settle()
+    assert flippable.worker is worker and flippable.status().role is Role.DECODE and worker.draining
+    await worker.drain(DRAIN_SECONDS)
+    assert worker.drained
+    await flow.whole()
 
 
 async def test_one_that_is_told_to_leave_before_it_drains_has_its_whole_time_for_that(
@@ -306,6 +326,40 @@ async def test_one_whose_engine_dies_as_it_drains_leaves(flow: Flow, monkeypatch
     assert flippable.worker is worker and flippable.status().role is Role.DECODE
 
 
+async def test_a_flip_that_fails_long_after_it_was_asked_for_is_told_of_once(flow: Flow) -> None:
+    flow.begin(6, 10, tokens=80)
+    await flow.decoding("decode-2")
+    flippable, hasty = flow.made.named("decode-2"), RouterActuator(flow.made.door_address, KEY, "hasty", patience=0.0)
+    try:
+        await hasty.flip("decode-2", Role.PREFILL)
+        await draining(flippable)
+        flippable.leaving.set()
+        await flippable.settle()
+        async with asyncio.timeout(60):
+            with pytest.raises(ActuatorError, match="decode-2 is leaving"):
+                while True:
+                    await hasty.workers()
+        assert await hasty.workers()
+    finally:
+        await hasty.close()
+
+
+async def test_the_last_of_a_role_stays_whoever_asks_it_to_flip(flow: Flow) -> None:
+    """Over its own door, past the control door, it asks its routers who else serves."""
+    last = flow.made.named("prefill-0")
+    caller = Caller(last.status().address, KEY)
+    try:
+        with pytest.raises(Unavailable, match="prefill-0 stays prefill: without it no worker would prefill") as refused:
+            await flip_over(caller, Role.DECODE, None, DRAIN_SECONDS)
+        assert refused.value.code == LAST
+        assert last.status().role is Role.PREFILL and not last.status().draining
+        await flow.made.named("decode-2").flip(Role.PREFILL, None)
+        await flip_over(caller, Role.DECODE, None, DRAIN_SECONDS)
+        assert last.status().role is Role.DECODE
+    finally:
+        await caller.close()
+
+
 async def test_one_controller_at_a_time(flow: Flow) -> None:
     other = RouterActuator(flow.made.door_address, KEY, "other")
     try:
@@ -324,3 +378,17 @@ async def test_an_unknown_role_is_refused(flow: Flow) -> None:
         from deploy.runtime.roles import role_of
 
         role_of("encode")
+
+
+def traces(folder: Path) -> set[str]:
+    """Files in which a worker was told of."""
+    return {path.name for path in folder.iterdir() if "process_name" in path.read_text()}
+
+
+async def test_each_life_traces_its_steps_into_a_file_of_its_own(tiny_model: LoadedModel, tmp_path: Path) -> None:
+    given = {"num_kv_blocks": "64", "profile": str(tmp_path / "steps.json")}
+    maker = WorkerMaker(read_settings(given), tiny_model, "127.0.0.1:1", "grpc", None)
+    for role in (Role.DECODE, Role.PREFILL, Role.DECODE):
+        made = await maker.make(role, await maker.drafts(role), "w", lambda: None)
+        await made.end()
+    assert traces(tmp_path) == {"steps.w.json", "steps.1.w.json", "steps.2.w.json"}

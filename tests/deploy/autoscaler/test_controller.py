@@ -217,3 +217,24 @@ async def test_one_process_of_a_host_holds_the_file(tmp_path: Path) -> None:
     await first.release()
     assert await second.held()
     await second.release()
+
+
+async def test_where_a_flip_fails_later_since_workers_keep_their_roles_it_flips_no_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The place tells of it when it is asked for its workers the next time."""
+    town = Town()
+    controller = town.controller()
+    workers, told = town.workers, [ActuatorError("prefill-0 stays prefill", code=KEPT)]
+
+    async def fails_late() -> Sequence[FleetWorker]:
+        if town.asked and told:
+            raise told.pop()
+        return await workers()
+
+    town.workers = fails_late  # type: ignore[method-assign]
+    with caplog.at_level(logging.INFO):
+        await town.turns(controller, 30)
+    assert "prefill-0 stays prefill" in caplog.text and controller.figures.failures == 1
+    first, *then = (what for what, _ in town.asked)
+    assert first == "flip" and set(then) == {"add"}

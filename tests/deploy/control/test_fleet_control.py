@@ -8,10 +8,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from deploy.control.fleet_control import LONGEST_CLAIM, FleetControl
+from deploy.autoscaler.actuator import ActuatorError
+from deploy.autoscaler.by_router import RouterActuator
+from deploy.control.fleet_control import HELD, LONGEST_CLAIM, FleetControl
+from deploy.control.service import ControlService
 from router.fleet import Fleet, RouterConfig
 from serving.errors import InvalidRequest, Unavailable
 from serving.messages import Role, WorkerStatus
+from serving.proto import millrace_pb2_grpc as stubs
+from serving.rpc import listen, server
 from tests.fakes.clock import ManualClock
 from tests.flow.flipping import NothingBelow
 from tests.router.scripted import make_status
@@ -25,12 +30,16 @@ class KeptBelow(NothingBelow):
     def __init__(self) -> None:
         super().__init__()
         self.gone: list[str] = []
+        self.more: list[Role] = []
 
     def roles(self) -> dict[str, Role]:
         return {name: role for name, role in WORKERS.items() if name not in self.gone}
 
     def leaving(self) -> Sequence[str]:
         return self.gone
+
+    def add(self, role: Role) -> None:
+        self.more.append(role)
 
     def let_go(self, name: str) -> None:
         self.gone.append(name)
@@ -92,3 +101,34 @@ async def test_a_claim_runs_out() -> None:
         town.control.claim("two", 60.0)
     town.clock.now += 60.0
     town.control.claim("two", 60.0)
+
+
+async def test_beside_the_one_who_controls_nobody_adds_drains_or_flips() -> None:
+    town, key = Town(), "the cluster's"
+    town.done.set()
+    door = server(key)
+    stubs.add_ControlServicer_to_server(ControlService(town.control), door)
+    address = f"127.0.0.1:{listen(door, '127.0.0.1', 0)}"
+    await door.start()
+    one, two = RouterActuator(address, key, "one"), RouterActuator(address, key, "two")
+    try:
+        async with asyncio.timeout(60):
+            assert await one.held() and not await two.held()
+            for refused in (two.add(Role.DECODE), two.drain("decode-0"), two.flip("decode-0", Role.PREFILL)):
+                with pytest.raises(ActuatorError, match="one controls these workers") as told:
+                    await refused
+                assert told.value.code == HELD
+            assert not town.below.more and not town.below.gone and not town.begun.is_set()
+            await one.add(Role.DECODE)
+            await one.flip("decode-0", Role.PREFILL)
+            town.clock.now += 3600.0  # nobody controls any more
+            await two.drain("decode-1")
+        assert (town.below.more, town.below.told, town.below.gone) == (
+            [Role.DECODE],
+            [("decode-0", Role.PREFILL)],
+            ["decode-1"],
+        )
+    finally:
+        await one.close()
+        await two.close()
+        await door.stop(None)

@@ -96,3 +96,14 @@ def test_it_reaches_routers_alone_and_nobody_reaches_it(manifests: list[Manifest
 def test_what_it_cannot_scale_is_refused(more: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         render(ON | more)
+
+
+def test_behind_https_it_trusts_the_routers_certificate_and_does_not_see_its_key() -> None:
+    found, _ = render({**ON, "tls": {"secretName": "web"}})
+    made = of_component(found, "autoscaler")
+    assert "--server-cert=/tls/tls.crt" in container_of(made)["args"]
+    assert {"name": "tls", "mountPath": "/tls", "readOnly": True} in container_of(made)["volumeMounts"]
+    (secret,) = [volume["secret"] for volume in pod_of(made)["volumes"] if volume["name"] == "tls"]
+    assert secret["secretName"] == "web" and secret["items"] == [{"key": "tls.crt", "path": "tls.crt"}]
+    plain, _ = render(ON)
+    assert not any("--server-cert" in word for word in container_of(of_component(plain, "autoscaler"))["args"])

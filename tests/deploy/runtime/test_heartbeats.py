@@ -18,6 +18,7 @@ from deploy.runtime.heartbeats import Heartbeats, RouterClocks
 from serving.config import ClusterConfig, PlacementConfig
 from serving.errors import InvalidRequest
 from serving.grpc_tls import GrpcTls
+from serving.messages import Role
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import Caller, answering, listen, server
@@ -284,3 +285,30 @@ async def test_a_name_that_is_looked_up_for_long_does_not_keep_the_others_from_i
 def test_a_name_without_a_port_is_refused(named: str) -> None:
     with pytest.raises(ValueError, match="a name and a port"):
         RouterDirectory(named)
+
+
+class KnowingRouter(ScriptedRouter):
+    """Says which role nobody would serve without a worker."""
+
+    def __init__(self, lacking: str):
+        super().__init__([])
+        self.lacking = lacking
+
+    async def Without(self, request: pb.WithoutRequest, context: object) -> pb.WithoutReply:
+        return pb.WithoutReply(role=self.lacking if request.worker == "w" else "")
+
+
+async def test_one_router_that_would_lack_a_role_is_enough_and_those_that_do_not_say_count_for_nothing() -> None:
+    older, content, poor = ScriptedRouter([]), KnowingRouter(""), KnowingRouter("decode")
+    addresses = [await router.start() for router in (older, content, poor)]
+    quiet, told = beating(",".join(addresses[:2])), beating(",".join(addresses))
+    running = [asyncio.create_task(each.run()) for each in (quiet, told)]
+    try:
+        async with asyncio.timeout(60):
+            assert await quiet.lacking("w") is None
+            assert await told.lacking("w") is Role.DECODE and await told.lacking("v") is None
+    finally:
+        for task in running:
+            await stop(task)
+        for router in (older, content, poor):
+            await router.server.stop(None)

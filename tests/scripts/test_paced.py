@@ -1,0 +1,54 @@
+"""A paced step lasts as long as its cost says, and what is computed is what the model computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from scripts.paced import PacedForward, load_of
+from serving.batch.ragged import RaggedBatch
+from serving.forward.forward import ByLogits
+from serving.forward.layer_events import LayerDone
+from serving.model.decoder import Planes
+from serving.step_cost import StepCost, StepLoad
+
+
+class TimedForward(ByLogits):
+    """Takes 5 ms of a clock of its own a step; counts the planes it is over."""
+
+    form = "timed"
+
+    def __init__(self) -> None:
+        self.now, self.slept = 0.0, list[float]()
+
+    def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+        self.now += 0.005
+        return torch.zeros(len(batch.logits_rows), 4)
+
+    def hidden(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
+        return self.logits(batch, layer_done)
+
+    def over(self, planes: Sequence[Planes]) -> TimedForward:
+        return self
+
+
+def batch() -> RaggedBatch:
+    """Three tokens of a prompt from its 16th on, and one that decodes at 9 tokens."""
+    return RaggedBatch.build(tokens=[[1, 2, 3], [4]], starts=[16, 8], block_tables=[[0, 1], [2]], block_size=16)
+
+
+def test_a_step_lasts_as_its_cost_says_or_as_long_as_it_takes() -> None:
+    assert load_of(batch()) == StepLoad.of(16, 3) + StepLoad.of(8, 1)
+    inner = TimedForward()
+    cost = StepCost(fixed=0.01, token=0.001, sequence=0.002)
+    for paced in (made := PacedForward(inner, cost, lambda: inner.now, inner.slept.append), made.over(())):
+        paced.greedy(batch(), None)
+        paced.logits(batch(), None)
+        paced.hidden(batch(), None)
+        paced.greedy_and_logits(batch(), None, [0])
+    assert inner.slept == pytest.approx([0.01 + 0.004 + 0.004 - 0.005] * 8)
+    PacedForward(inner, StepCost(fixed=0.001, token=0.0), lambda: inner.now, inner.slept.append).logits(batch(), None)
+    assert inner.slept[-1] == 0.0
