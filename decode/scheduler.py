@@ -135,10 +135,10 @@ class DecodeScheduler:
         """Plan a token for each that the step has room for; False, and nothing planned, where one lacks a block."""
         ready = [seq for seq in self.running if seq.grammar is None or seq.may_draw][: min(plan.tokens, plan.seqs)]
         size = self.kv.block_size
+        lacking = [seq for seq in ready if len(seq.tokens) > len(seq.blocks) * size or seq.offload is not None]
         try:
-            for seq in ready:
-                if len(seq.tokens) > len(seq.blocks) * size or seq.offload is not None:  # else it holds the block
-                    self.kv.grow(seq)
+            for seq in lacking:
+                self.kv.grow(seq)
         except NoRoom:
             return False
         plan.add_tokens(ready, self)
