@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-FEW_TIMERS = 1000  # cancelled ones that may lie about
+FEW_TIMERS = 100  # cancelled ones that may lie about
 
 
 class NothingWillHappen(RuntimeError):
