@@ -116,6 +116,8 @@ class DecodeScheduler:
         self._begin(now)
         choice = self.choice  # None where nothing is drafted
         drafting = choice is not None and (not plan.can_overlap or not self.running or choice.begin())
+        if not drafting and self._fill_all(plan):
+            return
         turns = self._turns(now) if drafting else None
         preempted = plan.preempted
         for seq in list(self.running):
@@ -128,6 +130,19 @@ class DecodeScheduler:
                 plan.add(seq, 1 + len(draft), self, draft)
         if choice is not None and drafting:
             choice.began(len(plan.work))
+
+    def _fill_all(self, plan: StepPlan) -> bool:
+        """Plan a token for each that the step has room for; False, and nothing planned, where one lacks a block."""
+        ready = [seq for seq in self.running if seq.grammar is None or seq.may_draw][: min(plan.tokens, plan.seqs)]
+        size = self.kv.block_size
+        lacking = [seq for seq in ready if len(seq.tokens) > len(seq.blocks) * size or seq.offload is not None]
+        try:
+            for seq in lacking:
+                self.kv.grow(seq)
+        except NoRoom:
+            return False
+        plan.add_tokens(ready, self)
+        return True
 
     def fill_ahead(self, plan: StepPlan, now: float) -> bool:
         """Add all sequences but those whose last token is being drawn, oldest first; False if one lacks blocks."""

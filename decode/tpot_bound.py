@@ -72,7 +72,7 @@ class TpotBound(LeaseBound):
 
     def check(self, order: LeaseOrder, held: Collection[SequenceState], now: float) -> None:
         model = self.cost()
-        decodes = [len(seq.tokens) > seq.start for seq in held]  # _decodes, spelt out: this is done for every lease
+        decodes = [len(seq.tokens) > seq.start for seq in held]  # its first token was drawn here, or came with its KV
         held = [
             seq
             for seq, each in zip(held, decodes, strict=True)
@@ -89,13 +89,17 @@ class TpotBound(LeaseBound):
         tightest = min(new.tpot, YIELD_SHARE * self._kept_from(new, model, now))
         everyone, as_important = StepSize(1.0, new.length), StepSize(1.0, new.length)
         for seq in held:
-            counts = 1.0 if _decodes(seq) else waiting
+            tokens, request, goals = len(seq.tokens), seq.request, seq.objectives
+            counts = 1.0 if tokens > seq.start else waiting
             if not counts:
                 continue
-            length = len(seq.tokens) + min(HORIZON, seq.request.sampling.max_tokens - seq.output_len)
+            length = tokens + min(HORIZON, request.sampling.max_tokens - (tokens - len(request.prompt)))
             everyone.add(counts, length)
-            if seq.objectives.priority <= new.priority:
-                as_important.add(counts, length)
+            if goals.priority > new.priority:
+                continue
+            as_important.add(counts, length)
+            least = goals.tpot if goals.priority == new.priority else YIELD_SHARE * goals.tpot
+            if least < tightest:
                 tightest = min(tightest, self._allowed(seq, length, new, model))
         step, allowed = everyone.seconds(model), self.share * tightest
         if step <= allowed:
@@ -203,11 +207,6 @@ class StepSize:
 
     def seconds(self, model: StepCost) -> float:
         return model.decode_seconds(self.rows, self.context)
-
-
-def _decodes(seq: SequenceState) -> bool:
-    """True once its first token has been drawn here, or its KV has come with one."""
-    return len(seq.tokens) > seq.start
 
 
 def _attainable(model: StepCost, tpot: float, length: int) -> bool:

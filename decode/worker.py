@@ -271,19 +271,25 @@ class DecodeWorker:
         A lease that has ended or begun anew since the step began has another sequence, or none: it gets nothing.
         """
         events: dict[str, list[LeaseEvent]] = {}
+        leases = self.table.leases
         for output in outputs:
-            fence = output.seq.order.lease
-            lease = self.table.leases.get(fence.lease)
-            if lease is None or lease.seq is not output.seq:
+            seq, delta = output.seq, output.delta
+            fence = seq.order.lease
+            name = fence.lease
+            lease = leases.get(name)
+            if lease is None or lease.seq is not seq:
                 continue
             if output.prefilled:
-                self.traces.begin(fence.lease, output.seq)
+                self.traces.begin(name, seq)
                 continue
-            event = LeaseEvent(fence.lease, fence.epoch, output.delta, output.error)
-            events.setdefault(lease.session, []).append(event)
-            if output.delta is None or output.delta.finish is not None:
-                self.traces.end(fence.lease, output.seq, output)
-                self.end(fence.lease)
+            event = LeaseEvent(name, fence.epoch, delta, output.error)
+            if lease.session in events:
+                events[lease.session].append(event)
+            else:
+                events[lease.session] = [event]
+            if delta is None or delta.finish is not None:
+                self.traces.end(name, seq, output)
+                self.end(name)
         self._send(events)
 
     def _send(self, events: Mapping[str, Sequence[LeaseEvent]]) -> None:

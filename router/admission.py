@@ -67,7 +67,8 @@ class AdmissionQueue:
         self._failed: dict[object, int] = {}  # in this round, by kind: the fewest tokens there was no place for
         self._passed: dict[Ticket, None] = {}  # those that have found no place, in order of their first look
         self._window = MOST_LOOKS  # looks at a time: one after a failure, twice as many after each success
-        self._poke = asyncio.Event()
+        self._poked = False  # there is something new to look at
+        self._waiting: asyncio.Future[None] | None = None  # for that
         self._pump: asyncio.Task[None] | None = None
 
     @property
@@ -145,7 +146,7 @@ class AdmissionQueue:
             self._failed.clear()
             self._round += 1
             self._look(ticket)  # there is none to wait for
-        self._poke.set()
+        self._poke()
         if self._pump is None or self._pump.done():
             self._start()
 
@@ -168,7 +169,7 @@ class AdmissionQueue:
         self._passed.pop(ticket, None)
         self._count -= 1
         if not self._count:
-            self._poke.set()
+            self._poke()
         if not tickets:
             del tenants[ticket.claim.tenant]
         if not tenants:
@@ -208,7 +209,7 @@ class AdmissionQueue:
             try:
                 await asyncio.sleep(0)  # from here on no change is missed
                 while self._count and not changed.done():
-                    self._poke.clear()
+                    self._poked = False
                     await self._look_around()
                     await self._wait(changed)
                 if changed.done():
@@ -231,9 +232,17 @@ class AdmissionQueue:
 
     async def _wait(self, changed: asyncio.Future[None]) -> None:
         """Until there may be room, a request has come, or the last one has gone."""
-        poked = asyncio.ensure_future(self._poke.wait())
-        either: list[asyncio.Future[Any]] = [changed, poked]
+        if self._poked:
+            return
+        poke = self._waiting = asyncio.get_running_loop().create_future()
+        either: list[asyncio.Future[Any]] = [changed, poke]
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            poked.cancel()
+            poke.cancel()
+
+    def _poke(self) -> None:
+        """There is something to look at for whoever waits."""
+        self._poked = True
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)

@@ -306,7 +306,8 @@ class Fleet:
     async def change(self) -> None:
         """Wait until something changed, or a moment."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), RECHECK_SECONDS)
+            async with asyncio.timeout(RECHECK_SECONDS):  # wait_for would begin a task for every request
+                await self._changed.wait()
 
     # ---- what is opened on workers -----------------------------------------------------------------------------
 

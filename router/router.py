@@ -164,6 +164,8 @@ class Router:
 
 
 def _log_end(state: RequestState, failure: BaseException | None) -> None:
+    if not log.isEnabledFor(logging.INFO):
+        return
     timeline, last = state.timeline, state.last
     if last is not None and last.finish is not None:
         ending = last.finish.value

@@ -33,5 +33,7 @@ def repetition(prompt: Sequence[int]) -> int:
     runs = len(end) - RUN + 1
     if runs < 1:
         return 0
+    if 1.0 - len(set(end[:runs])) / runs < REPEATING[0]:
+        return 0  # there are as many runs as tokens that begin one: quicker, as most prompts repeat little
     share = 1.0 - len(set(zip(end, end[1:], end[2:], strict=False))) / runs
     return sum(share >= bound for bound in REPEATING)

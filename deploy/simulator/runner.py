@@ -30,20 +30,23 @@ class ModelledRunner(Runner):
 
     def run(self, work: Sequence[Work], layer_done: LayerDone | None) -> RunResult:
         seconds = self.profile.seconds(step_work(work)) * self.noise()
-        drawn = [self._draw(item) for item in work]
+        following = self.texts.next
+        drawn: list[list[Sampled | SamplingFailed]] = []
+        for item in work:
+            seq = item.seq
+            if item.draft:
+                drawn.append(self._verify(item))
+            elif seq.computed + item.count == len(seq.tokens):
+                drawn.append(_DRAWN[following(seq.request, seq.tokens)])
+            else:
+                drawn.append([])
         leaving = [item for item in work if item.seq.prefill.handoff is not None] if layer_done is not None else []
         if layer_done is not None and leaving:
             layer_done(leaving, 0)
         return RunResult(drawn, {}, RunTimes(0.0, seconds, 0.0))
 
-    def _draw(self, work: Work) -> list[Sampled | SamplingFailed]:
+    def _verify(self, work: Work) -> list[Sampled | SamplingFailed]:
         seq = work.seq
-        if not work.draft:
-            tokens = seq.tokens
-            if seq.computed + work.count != len(tokens):
-                return []
-            token = self.texts.next(seq.request, tokens)
-            return _DRAWN[token]
         if not work.completes:
             return []
         known = [*seq.tokens, *work.draft]

@@ -15,9 +15,10 @@ import multiprocessing
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from deploy.simulator.cluster import ClusterPlan
 from deploy.simulator.command import MOST_NOISE, roles_of
@@ -60,11 +61,30 @@ def _used() -> tuple[float, int]:
     return sum(each.ru_utime + each.ru_stime for each in used), max(each.ru_maxrss for each in used) * 1024
 
 
-def _measure(study: Study, rate: float, answer: Connection) -> None:
+def _resident() -> int:
+    """Bytes that this process holds now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _teller(every: int) -> Callable[[int], None]:
+    """Tells what the process holds whenever so many further requests have ended; with 0 nothing."""
+    over, (before, _) = 0, _used()
+
+    def ended(count: int) -> None:
+        nonlocal over
+        told, over = over // every if every else 0, over + count
+        if every and over // every > told:
+            seconds = _used()[0] - before
+            print(f"{over:>9,} ended: {_resident() / 1e6:,.0f} MB, {seconds:,.0f} s of CPU", flush=True)
+
+    return ended
+
+
+def _measure(study: Study, rate: float, every: int, answer: Connection) -> None:
     """In a process of its own. Where runs are in processes below it, the memory is that of the largest."""
     logging.getLogger().setLevel(logging.CRITICAL)
     (before, idle), began = _used(), time.perf_counter()
-    found = study.at(rate)
+    found = study.at(rate, _teller(every))
     cpu, peak = _used()
     answer.send(
         SpeedFigures(
@@ -79,11 +99,11 @@ def _measure(study: Study, rate: float, answer: Connection) -> None:
     )
 
 
-def measure(study: Study, rate: float) -> SpeedFigures:
-    """In a new process. Raises EOFError where that dies."""
+def measure(study: Study, rate: float, every: int = 0) -> SpeedFigures:
+    """In a new process, which tells its memory after `every` so many requests. Raises EOFError where that dies."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_measure, args=(study, rate, theirs))
+    process = context.Process(target=_measure, args=(study, rate, every, theirs))
     process.start()
     theirs.close()
     try:
@@ -101,6 +121,10 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--requests {options.requests}: give at least 2 for each of the --jobs")
     if options.further and options.further < options.jobs:
         raise ValueError(f"--further {options.further}: give 0, or at least one for each of the --jobs")
+    if options.every < 0 or (options.every and options.jobs > 1):
+        raise ValueError(f"--every {options.every}: give 0, or a number of requests and --jobs 1")
+    if options.num_kv_blocks is not None and options.num_kv_blocks < 1:
+        raise ValueError(f"--num-kv-blocks {options.num_kv_blocks}: give at least 1")
     if not 0 < options.rate < math.inf:
         raise ValueError(f"--rate {options.rate:g}: give a number above 0")
     if not 0 <= options.noise <= MOST_NOISE:
@@ -110,6 +134,7 @@ def check(options: argparse.Namespace) -> None:
 def study_of(options: argparse.Namespace) -> Study:
     """As many requests for each of as many seeds as processes. Raises ValueError."""
     plan = ClusterPlan.of(PROFILES[options.profile], roles_of(options.workers), options.policy, noise=options.noise)
+    plan = replace(plan, engine=replace(plan.engine, num_kv_blocks=options.num_kv_blocks))
     return Study(
         plan=plan,
         traffic=traffic_of(options.workload),
@@ -132,6 +157,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--further", type=int, default=9 * UNIT, metavar="N", help=f"in a second run, besides (default: {9 * UNIT})")
     add("--target", type=int, default=0, metavar="N", help="tell what so many would take; default: nothing")
     add("--jobs", type=int, default=2, metavar="N", help="processes, of a seed each (default: 2)")
+    add(
+        "--every",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tell the memory each time so many have ended (default: 0, never)",
+    )
+    add("--num-kv-blocks", type=int, metavar="N", help="KV blocks of a worker; default: the profile's")
     add("--noise", type=float, default=0.0, help="of a step's time (default: 0)")
     options = parser.parse_args(arguments)
     try:
@@ -139,11 +172,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         study = study_of(options)
     except ValueError as error:
         parser.error(str(error))
-    few = measure(study, options.rate)
+    few = measure(study, options.rate, options.every)
     print(few.told(), flush=True)
     if not options.further:
         return 0
-    many = measure(replace(study, requests=study.requests + options.further // options.jobs), options.rate)
+    many = measure(
+        replace(study, requests=study.requests + options.further // options.jobs), options.rate, options.every
+    )
     more = many.requests - few.requests
     slope, pace = (many.peak - few.peak) / more * options.jobs, (many.seconds - few.seconds) / more
     print(many.told())

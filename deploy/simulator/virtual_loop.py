@@ -10,18 +10,59 @@ import sys
 from asyncio import AbstractEventLoop, BaseEventLoop, Future, Handle, TimerHandle
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextvars import Context
+from contextvars import Context, copy_context
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-FEW_TIMERS = 1000  # cancelled ones that may lie about
+FEW_TIMERS = 100  # cancelled ones that may lie about
 
 
 class NothingWillHappen(RuntimeError):
     """All tasks wait, and no timer is set that could wake one: in real time the program would hang."""
+
+
+def _nothing() -> None:
+    """In the place of what was cancelled: nothing refers to that any more."""
+
+
+class VirtualCall(Handle):
+    """What is to be run. Nothing is kept of where it was asked for, as asyncio does for its debug mode."""
+
+    __slots__ = ()
+
+    def __init__(self, loop: VirtualLoop, callback: Callable[..., Any], args: tuple[Any, ...], context: Context | None):
+        self._loop = loop
+        self._callback = callback
+        self._args = args
+        self._context = copy_context() if context is None else context
+        self._cancelled = False
+        self._source_traceback = None
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._callback, self._args = _nothing, ()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._callback}>"
+
+
+class VirtualTimer(VirtualCall):
+    """What is to be run at its time. `waits` is False once that has come, or it was cancelled."""
+
+    __slots__ = ("waits",)
+
+    def __init__(self, loop: VirtualLoop, callback: Callable[..., Any], args: tuple[Any, ...], context: Context | None):
+        super().__init__(loop, callback, args, context)
+        self.waits = True
+
+    def cancel(self) -> None:
+        super().cancel()
+        if self.waits:  # those that have run are cancelled too, by each sleep
+            self.waits = False
+            self._loop.timer_cancelled()
 
 
 class VirtualLoop(BaseEventLoop):
@@ -36,8 +77,8 @@ class VirtualLoop(BaseEventLoop):
         super().__init__()
         self.now = 0.0
         self.broken: BaseException | None = None
-        self._due: deque[Handle] = deque()
-        self._timers: list[tuple[float, int, TimerHandle]] = []
+        self._due: deque[VirtualCall] = deque()
+        self._timers: list[tuple[float, int, VirtualTimer]] = []
         self._order = count()
         self._cancelled = 0  # timers, since those were last thrown away
         self._halted = False
@@ -50,26 +91,25 @@ class VirtualLoop(BaseEventLoop):
         return self._running
 
     def call_soon(self, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> Handle:  # type: ignore[override]
-        handle = Handle(callback, args, self, context)
-        self._due.append(handle)
-        return handle
+        call = VirtualCall(self, callback, args, context)
+        self._due.append(call)
+        return call
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> TimerHandle:
-        handle = TimerHandle(when, callback, args, self, context)
-        heappush(self._timers, (when, next(self._order), handle))
-        return handle
+        timer = VirtualTimer(self, callback, args, context)
+        heappush(self._timers, (when, next(self._order), timer))
+        return timer  # type: ignore[return-value]
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> TimerHandle:
-        when = self.now + delay  # call_at, spelt out
-        handle = TimerHandle(when, callback, args, self, context)
-        heappush(self._timers, (when, next(self._order), handle))
-        return handle
+        timer = VirtualTimer(self, callback, args, context)  # call_at, spelt out
+        heappush(self._timers, (self.now + delay, next(self._order), timer))
+        return timer  # type: ignore[return-value]
 
     def stop(self) -> None:
         self._halted = True
@@ -92,25 +132,27 @@ class VirtualLoop(BaseEventLoop):
         """Run what is ready; if nothing is, time goes on to the next timer."""
         due = self._due
         while due:
-            handle = due.popleft()
-            if not handle._cancelled:
-                handle._run()
+            call = due.popleft()
+            if not call._cancelled:
+                call._run()
             if self._halted:
                 return
         timers = self._timers
-        while timers and timers[0][2].cancelled():
+        while timers and timers[0][2]._cancelled:
             heappop(timers)
         if not timers:
             raise NothingWillHappen("every task waits, and no timer is set")
         now = self.now = max(self.now, timers[0][0])
         while timers and timers[0][0] <= now:
-            due.append(heappop(timers)[2])
+            timer = heappop(timers)[2]
+            timer.waits = False
+            due.append(timer)
 
-    def _timer_handle_cancelled(self, handle: TimerHandle) -> None:
+    def timer_cancelled(self) -> None:
         """It is passed over when its time comes, or thrown away with many others: most timers are patience's."""
         self._cancelled += 1
         if self._cancelled > max(FEW_TIMERS, len(self._timers) // 2):
-            self._timers = [each for each in self._timers if not each[2].cancelled() and each[2] is not handle]
+            self._timers = [each for each in self._timers if each[2].waits]
             heapify(self._timers)
             self._cancelled = 0
 

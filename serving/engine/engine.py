@@ -148,6 +148,7 @@ class Engine:
         """Account for the computed KV, append the drawn tokens, end what has ended."""
         outputs = []
         prompt_logprobs, embeddings = result.prompt_logprobs, result.embeddings
+        plain = not prompt_logprobs and not embeddings
         with self.lock:
             for i, (work, drawn) in enumerate(zip(plan.work, result.drawn, strict=True)):
                 seq = work.seq
@@ -155,6 +156,9 @@ class Engine:
                 if seq.ended:  # since the step began: its blocks were waiting for this moment, or for the next step's
                     if not seq.in_flight:
                         self.kv.release(seq)
+                    continue
+                if work.count == 1 and plain and len(drawn) == 1 and work.barrier is None and not work.cut:
+                    outputs.append(self._append_one(work, drawn[0]))
                     continue
                 if work.barrier is not None and work.left:
                     if seq.incoming.arrival is not None:  # else all has come after all
@@ -198,6 +202,28 @@ class Engine:
             work.by.verified(seq, drafted, accepted)
         self.kv.publish(seq)
         output = SequenceOutput(seq, delta=seq.delta(tuple(tokens), tuple(logprobs), finish), prefilled=prefilled)
+        if finish is not None:
+            self._finish(seq)
+        else:
+            work.by.stepped(seq)
+        return output
+
+    def _append_one(self, work: Work, sample: Sampled | SamplingFailed) -> SequenceOutput:
+        """Take the one token that was drawn after one was computed: `_append`, as it is for nearly all tokens."""
+        seq = work.seq
+        seq.computed += 1
+        tokens = seq.tokens
+        prefilled = len(tokens) == seq.start
+        if isinstance(sample, SamplingFailed):
+            self._finish(seq)
+            return SequenceOutput(seq, None, sample.error(), prefilled)
+        token = sample.token
+        tokens.append(token)
+        finish = seq.finish_for(token, self.limits.eos_token_ids, self.limits.max_model_len)
+        if prefilled or seq.offload is not None or not seq.computed % self.kv.block_size:  # else no block is full now
+            self.kv.publish(seq)
+        logprobs = () if sample.logprob is None else (sample.logprob,)
+        output = SequenceOutput(seq, seq.delta((token,), logprobs, finish), None, prefilled)
         if finish is not None:
             self._finish(seq)
         else:

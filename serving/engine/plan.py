@@ -139,6 +139,14 @@ class StepPlan:
         self.tokens -= count
         self.seqs -= 1
 
+    def add_tokens(self, sequences: Sequence[SequenceState], by: Scheduler) -> None:
+        """`add` a token of each of the sequences."""
+        assert len(sequences) <= self.tokens and len(sequences) <= self.seqs and self.barrier is None
+        assert self.ahead or not sum([seq.in_flight for seq in sequences])
+        self.work += [Work(seq, 1, by) for seq in sequences]
+        self.tokens -= len(sequences)
+        self.seqs -= len(sequences)
+
     def drop(self, seq: SequenceState) -> None:
         """The sequence is no part of the step after all, if it was."""
         for i, work in enumerate(self.work):

@@ -15,6 +15,8 @@ from deploy.simulator import speed
         *(("--further", each) for each in ("1", "-1")),
         *(("--rate", each) for each in ("0", "nan", "inf")),
         *(("--noise", each) for each in ("-1", "nan")),
+        *(("--every", each) for each in ("-1", "100")),
+        ("--num-kv-blocks", "0"),
         ("--workers", "mixed"),
         ("--workload", "chatter"),
     ],
@@ -31,3 +33,13 @@ def test_what_cannot_be_is_refused(
     assert left.value.code == 2
     told = capsys.readouterr().err.splitlines()[-1]
     assert flag in told or value in told
+
+
+def test_memory_is_told_once_for_every_so_many_that_have_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    ended = speed._teller(10)
+    for count in (4, 5, 3, 2, 25):
+        ended(count)
+    speed._teller(0)(100)
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in told] == ["12", "39"]
+    assert all(" MB, " in line for line in told)
