@@ -5,7 +5,6 @@ Knows the file formats' tensors, not what they mean to a decoder.
 
 from __future__ import annotations
 
-import json
 from math import prod
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
@@ -13,6 +12,8 @@ from typing import Any, Final, Literal, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from serving.checkpoint.json_file import read_json
 
 Container = Literal["safetensors", "gguf"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -130,14 +131,3 @@ def _opened(file: Path) -> Any:
         raise ValueError(f"{file.parent} lists {file.name}, which is not there; download the model again") from None
     except SafetensorError as damage:
         raise ValueError(f"{file} is not a valid safetensors file ({damage}); download it again") from damage
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ValueError naming the file when it is not one."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as wrong:
-        raise ValueError(f"{path} is not valid JSON: {wrong}") from wrong
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} should hold a JSON object")
-    return value

@@ -12,12 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from serving.checkpoint.checkpoint import DTYPES, Checkpoint, SafetensorsFolder, read_json
+from serving.checkpoint.checkpoint import DTYPES, Checkpoint, SafetensorsFolder
 from serving.checkpoint.cuts import Cut
 from serving.checkpoint.fingerprint import fingerprint
 from serving.checkpoint.gguf_file import GgufFile
 from serving.checkpoint.gguf_spec import spec_from_gguf
 from serving.checkpoint.hub import resolve
+from serving.checkpoint.json_file import read_json
+from serving.checkpoint.read_spec import read_spec
 from serving.checkpoint.weights import sources
 from serving.kernels.torch_linears import use_cpu_linears
 from serving.loader.quantize_at_load import quantize
@@ -91,9 +93,7 @@ def open_checkpoint(path: Path) -> tuple[ModelSpec, Checkpoint, str]:
     if path.is_file():
         file = GgufFile(path)
         return spec_from_gguf(file), file, "bfloat16"
-    config, generation = read_json(path / "config.json"), path / "generation_config.json"
-    spec = ModelSpec.from_hf_config(config, read_json(generation) if generation.is_file() else None)
-    folder = SafetensorsFolder(path)
+    spec, config, folder = read_spec(path), read_json(path / "config.json"), SafetensorsFolder(path)
     named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     return spec, folder, named if named in DTYPES else folder.dtype
 

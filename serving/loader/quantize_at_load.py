@@ -18,8 +18,8 @@ from tempfile import NamedTemporaryFile
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from serving.cache_folder import cache_folder
 from serving.checkpoint.fingerprint import extended
-from serving.kernels.cpu.build import cache_folder
 from serving.model.decoder import Decoder
 from serving.quantization.apply import apply_scales, find_scales
 from serving.quantization.scheme import Int8Scheme, Scales
