@@ -91,6 +91,7 @@ async def serve_embedded(settings: Settings) -> int:
         heartbeat_interval=settings.placement.heartbeat_interval,
         pool=settings.pool,
         pool_nodes={node.address: node} if node is not None else None,
+        releases_model=True,
     )
     async with AsyncExitStack() as stack:
         stack.callback(release, model)
