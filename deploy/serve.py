@@ -39,6 +39,7 @@ from serving.checkpoint.hub import resolve
 from serving.checkpoint.read_spec import read_spec
 from serving.config import ModelConfig
 from serving.grpc_tls import GrpcTls, grpc_tls
+from serving.malloc import give_back_freed_memory, keep_freed_memory
 from serving.messages import Role
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import Caller, listen, server
@@ -77,6 +78,7 @@ async def serve_embedded(settings: Settings) -> int:
     path = resolve(settings.model)
     log.info("loading %s", path)
     config, began = settings.model_config, time.monotonic()
+    give_back_freed_memory()
     model, tokenizer = await asyncio.gather(
         asyncio.to_thread(load_from, path, config), asyncio.to_thread(load_tokenizer, path, template)
     )
@@ -98,6 +100,7 @@ async def serve_embedded(settings: Settings) -> int:
         if node is not None:
             stack.push_async_callback(node.stop)
         await stack.enter_async_context(cluster)
+        keep_freed_memory()
         identity = cluster.workers[0].identity
         served = served_model(path, config, identity.max_model_len, model.spec, identity.fingerprint)
         canary = settings.placement.canary_interval or 0.0

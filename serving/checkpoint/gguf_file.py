@@ -5,6 +5,7 @@ Knows nothing of models.
 
 from __future__ import annotations
 
+import mmap
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -58,7 +59,10 @@ class GgufFile:
 
     def read(self, name: str) -> Tensor:
         kind, raw = self._raw(name)
-        return self._values(raw, kind).reshape(self.shape(name))
+        values = self._values(raw, kind).reshape(self.shape(name))
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._header.data.madvise(mmap.MADV_DONTNEED)  # pages that were read would count as ours until the end
+        return values
 
     def read_slice(self, name: str, rows: range, columns: range | None = None) -> Tensor:
         kind, raw = self._raw(name)

@@ -66,7 +66,7 @@ def _on_cpu(
         return "they could not be built"
     torch.set_num_threads(1)  # or torch's idle threads would spin on the cores the kernels compute on
     forward = CpuForward(model.model, planes, kernels, max_position, releases=releases)
-    give_back_memory()  # of packing, and of loading before it
+    give_back_memory()  # what packing took, and loading before it
     return forward
 
 

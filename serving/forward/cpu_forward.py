@@ -24,6 +24,7 @@ from serving.forward.released import release
 from serving.kernels import cpu
 from serving.kernels.cpu.offloaded_step import offloaded_step
 from serving.model.decoder import Decoder, Planes
+from serving.model.quantized_linear import QuantizedLinear
 from serving.parallel.rank_module import computes_with_others
 
 WATCH_SECONDS = 0.0005  # between reads of how many layers are done, in a step with `layer_done`
@@ -66,7 +67,7 @@ class CpuForward:
             embedding=model.embed.weight.detach().contiguous(),
             layers=[layer_weights(layer, _float, pack, partial(pack, interleaved=True)) for layer in model.layers],
             final_norm=_float(model.norm),
-            head=pack(model.head, dtype=model.embed.weight.dtype),
+            head=_pack_head(model, kernels, releases),
             cos=cos,
             sin=sin,
             kv=[cpu.KvPlanes(*layer) for layer in planes],
@@ -160,6 +161,19 @@ def supports(model: Decoder, dtype: str) -> str | None:
 
 def _float(norm: nn.Module) -> Tensor:
     return norm_weight(norm).float().contiguous()
+
+
+def _pack_head(model: Decoder, kernels: cpu.Kernels, releases: bool) -> cpu.PackedLinear:
+    """The head in the embedding's type: from its numbers where the two share them, a head that was widened has no more.
+
+    A copy of the largest matrix less, on the way.
+    """
+    if not model.spec.tied_embeddings or isinstance(model.head, QuantizedLinear):
+        return _pack(kernels, releases, model.head, dtype=model.embed.weight.dtype)
+    packed = kernels.pack(model.embed.weight.detach())
+    if releases:
+        release(model.head)
+    return packed
 
 
 def _pack(
