@@ -18,7 +18,7 @@ from serving.checkpoint.json_file import read_json
 
 Container = Literal["safetensors", "gguf"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MAPPED_BYTES = 32 << 20  # of a file that stay mapped, and so count as the process's memory, while it is read
+MAPPED_BYTES = 16 << 20  # of a file that stay mapped, and so count as the process's memory, while it is read
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
