@@ -21,7 +21,6 @@ from deploy import cache
 from deploy.cli import make_parser
 from deploy.kvcache_process import KvcacheProcess, parse_quotas, store_config
 from deploy.runtime.settings import read_settings
-from kvcache.pool.client import PoolClient
 from kvcache.pool.remote import RemoteNode
 from router.fleet import Fleet, RouterConfig
 from router.service import RegistryService
@@ -30,7 +29,7 @@ from serving.messages import PoolReport
 from serving.options import ConfigError
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import listen, server
-from tests.kvcache.pool.nodes import KEY, PARTS, Served, block, content
+from tests.kvcache.pool.nodes import KEY, PARTS, PATIENCE, Served, block, content, patient_client
 from tests.router.scripted import ScriptedWorker
 
 REPOSITORY = str(Path(__file__).resolve().parents[2])
@@ -93,7 +92,7 @@ async def node(router: Router, *flags: str) -> AsyncIterator[asyncio.subprocess.
 @pytest.mark.thorough
 async def test_a_node_registers_serves_leaves_in_order_and_keeps_its_blocks(router: Router, tmp_path: Path) -> None:
     flags = ("--disk", str(tmp_path / "blocks"), "--disk-size", "64MiB", "--quota", "default=1MiB")
-    client = PoolClient(partial(RemoteNode, cluster_key=KEY), timeout=10.0)
+    client = patient_client(partial(RemoteNode, cluster_key=KEY, seconds=PATIENCE))
     async with node(router, *flags) as process:
         report = await router.heard()
         assert router.fleet.pool_nodes.nodes() == [f"kvcache-0@{report.address}"]

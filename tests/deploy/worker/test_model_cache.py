@@ -15,7 +15,7 @@ from deploy.worker.model_cache import ModelCache
 from kvcache.pool.client import PoolClient
 from kvcache.pool.models import push
 from serving.config import ClusterConfig, ModelConfig, PoolConfig
-from tests.kvcache.pool.nodes import Cluster
+from tests.kvcache.pool.nodes import Cluster, patient_client
 
 NAME = "owner/model"
 
@@ -52,7 +52,7 @@ async def test_a_model_comes_by_way_of_a_folder_with_room_for_it(
     monkeypatch.setattr(model_cache, "load_from", load)
     cache = ModelCache(NAME, ModelConfig(load_format="pool"), PoolConfig(), ClusterConfig())
     async with Cluster("local", 1) as nodes:
-        client = PoolClient(nodes.link)
+        client = patient_client(nodes.link)
         client.set_nodes(nodes.addresses)
         (tmp_path / "model.gguf").write_bytes(b"weights" * 1000)
         await push(client, NAME, tmp_path / "model.gguf")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from hashlib import sha256
 from typing import Any
 
 from kvcache.pool.block import DEFAULT_NAMESPACE, PoolBlock, Slab, make_block
+from kvcache.pool.client import PoolClient
 from kvcache.pool.links import PoolLink
 from kvcache.pool.node import PoolNode
 from kvcache.pool.remote import RemoteNode
@@ -21,6 +22,7 @@ from serving.rpc import listen, server
 KEY = "sesame"
 KINDS = ("local", "grpc", "shm")  # in process; behind gRPC; with slabs in memory that both share
 PARTS = 4
+PATIENCE = 120.0  # seconds: a machine that stands still for a while is not a node that does not answer
 
 
 def key(number: int) -> bytes:
@@ -29,6 +31,11 @@ def key(number: int) -> bytes:
 
 def content(number: int, part: int, size: int = 1000) -> bytes:
     return (sha256(b"content %d %d" % (number, part)).digest() * (size // 32 + 1))[:size]
+
+
+def patient_client(make_link: Callable[[str], PoolLink], **options: Any) -> PoolClient:
+    """What it does not find is not there, however busy the machine is."""
+    return PoolClient(make_link, **{"timeout": PATIENCE, **options})
 
 
 def block(number: int, *, parts: int = PARTS, size: int = 1000, namespace: str = DEFAULT_NAMESPACE) -> PoolBlock:
@@ -72,7 +79,7 @@ class Served:
             self.node.address = f"127.0.0.1:{listen(self.server, '127.0.0.1', self.port)}"
             await self.server.start()
             self.lenders = lenders_on_demand(self.kind)
-            self.link = RemoteNode(self.node.address, KEY, lenders=self.lenders)
+            self.link = RemoteNode(self.node.address, KEY, seconds=PATIENCE, lenders=self.lenders)
         self.address = self.node.address
         return self
 
@@ -121,4 +128,4 @@ class Cluster:
     def link(self, address: str) -> PoolLink:
         if self.kind == "local":
             return self.by_address[address].node
-        return RemoteNode(address, KEY, lenders=self.lenders)
+        return RemoteNode(address, KEY, seconds=PATIENCE, lenders=self.lenders)

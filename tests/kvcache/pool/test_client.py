@@ -15,7 +15,7 @@ from kvcache.pool.client import PoolClient, batches
 from kvcache.pool.links import PoolLink
 from serving.errors import Overloaded
 from tests.fakes.loop_time import passing_time
-from tests.kvcache.pool.nodes import KINDS, PARTS, Cluster, Served, block, content
+from tests.kvcache.pool.nodes import KINDS, PARTS, Cluster, Served, block, content, patient_client
 
 COUNT = 48  # so many that every node has some
 BLOCKS = [block(number) for number in range(COUNT)]
@@ -63,7 +63,7 @@ async def pool(kind: str, nodes: int = 3, **options: Any) -> AsyncIterator[tuple
     """Nodes and a client that knows them all. Nothing is left running afterwards."""
     before = asyncio.all_tasks()
     async with Cluster(kind, nodes) as cluster:
-        client = PoolClient(options.pop("make_link", cluster.link), **options)
+        client = patient_client(options.pop("make_link", cluster.link), **options)
         client.set_nodes(cluster.addresses)
         yield cluster, client
         assert client.calls == 0
@@ -79,7 +79,7 @@ async def test_what_one_client_puts_another_finds_and_reads(kind: str, replicati
     async with pool(kind, replication=replication) as (cluster, client):
         await client.put(BLOCKS)
         assert sorted(client.nodes) == sorted(cluster.addresses)
-        other = PoolClient(cluster.link, replication=replication)
+        other = patient_client(cluster.link, replication=replication)
         other.set_nodes(reversed(cluster.addresses))
         assert await other.lookup(KEYS) == len(KEYS)
         assert await read(other) == EVERYTHING
@@ -214,7 +214,7 @@ def flipped(slab: Slab, at: int) -> Slab:
 async def test_a_corrupt_piece_is_missing_there_and_taken_from_the_next(replication: int) -> None:
     async with Cluster("local", 2) as cluster:
         links = {address: Altered(cluster.link(address)) for address in cluster.addresses}
-        client = PoolClient(links.__getitem__, replication=replication)
+        client = patient_client(links.__getitem__, replication=replication)
         client.set_nodes(cluster.addresses)
         await client.put(BLOCKS)
         liar = cluster.addresses[0]
@@ -237,7 +237,7 @@ async def test_a_node_that_refuses_is_counted_but_not_left_alone() -> None:
 
     async with Cluster("local", 2) as cluster:
         links = {address: Altered(cluster.link(address), put=full) for address in cluster.addresses}
-        client = PoolClient(links.__getitem__)
+        client = patient_client(links.__getitem__)
         client.set_nodes(cluster.addresses)
         await client.put(BLOCKS)
         assert client.stats.failures == {"Overloaded": 2} and client.stats.stored == 0
@@ -272,7 +272,7 @@ async def test_cancelling_a_lookup_or_a_put_leaves_nothing_behind() -> None:
             started.set()
             return await asyncio.Event().wait()
 
-        client = PoolClient(lambda address: Altered(cluster.link(address), put=never, lookup=never))
+        client = patient_client(lambda address: Altered(cluster.link(address), put=never, lookup=never))
         client.set_nodes(cluster.addresses)
         before = asyncio.all_tasks()
         for work in (client.lookup(KEYS), client.put(BLOCKS)):
@@ -295,7 +295,7 @@ async def test_the_link_of_a_node_that_left_is_closed_once_unused() -> None:
 
             return Altered(cluster.link(address), close=close)
 
-        client = PoolClient(link)
+        client = patient_client(link)
         stays, leaves = cluster.addresses
         client.set_nodes(cluster.addresses)
         await client.put(BLOCKS)

@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 
 from kvcache.pool.block import DIGEST_BYTES, PoolBlock, Slab
-from kvcache.pool.client import PoolClient
 from kvcache.pool.links import PoolLink
 from kvcache.pool.store import BlockStore
 from kvcache.pool.storeconfig import StoreConfig
 from serving.errors import CorruptChunk
 from tests.kvcache.corruptions import BYTE_HARM, flipped
-from tests.kvcache.pool.nodes import KINDS, Cluster
+from tests.kvcache.pool.nodes import KINDS, Cluster, patient_client
 from tests.kvcache.pool.storage import block_of, drained, key_of, whole_ones
 
 pytestmark = pytest.mark.thorough
@@ -160,7 +159,7 @@ async def test_on_the_way_out(kind: str) -> None:
     chance = random.Random(4)
     blocks = [block_of(number) for number in range(40)]
     async with Cluster(kind, 1) as cluster:
-        client = PoolClient(lambda address: Lying(cluster.link(address), chance))  # type: ignore[arg-type, return-value]
+        client = patient_client(lambda address: Lying(cluster.link(address), chance))  # type: ignore[arg-type, return-value]
         client.set_nodes(cluster.addresses)
         await client.put(blocks)
         for count in range(EACH if kind == "local" else EACH // 5):

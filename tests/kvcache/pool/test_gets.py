@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from kvcache.pool.block import Slab
-from kvcache.pool.client import PoolClient
 from kvcache.pool.reading import SLAB_BYTES
 from kvcache.pool.remote import RemoteNode
 from kvcache.transfer.choice import lenders_on_demand
@@ -17,7 +16,7 @@ from kvcache.transfer.lent_memory import BUFFERS, LentBuffers, MemoryLender, Mem
 from kvcache.transfer.remote_write import BufferSender
 from kvcache.transfer.shared_memory import SharedMemoryLender
 from serving.errors import InvalidRequest
-from tests.kvcache.pool.nodes import KEY, PARTS, Served, block, content, key
+from tests.kvcache.pool.nodes import KEY, PARTS, Served, block, content, key, patient_client
 from tests.kvcache.reaching import BESIDE
 
 COUNT = 3 * BUFFERS  # blocks with parts of half a slab: more slabs than there are buffers
@@ -127,7 +126,7 @@ async def test_the_buffers_of_a_get_left_early_rest(served: Served) -> None:
 async def test_a_slab_overwritten_in_its_buffer_is_found_by_its_digests(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = PoolClient(lambda address: RemoteNode(address, KEY, lenders=served.lenders))
+    client = patient_client(lambda address: RemoteNode(address, KEY, lenders=served.lenders))
     client.set_nodes([served.address])
     read = LentBuffers.read
 

@@ -16,7 +16,7 @@ from kvcache.pool.client import PoolClient
 from kvcache.pool.links import BlockSelection
 from kvcache.pool.models import NAMESPACE, content_key, decode, encode, name_key, pull, push
 from serving.errors import CorruptChunk, NotFound, Overloaded, Unavailable
-from tests.kvcache.pool.nodes import KINDS, Cluster
+from tests.kvcache.pool.nodes import KINDS, Cluster, patient_client
 
 NAME = "owner/model"
 
@@ -24,7 +24,7 @@ NAME = "owner/model"
 @pytest.fixture(params=KINDS)
 async def pool(request: pytest.FixtureRequest) -> AsyncIterator[PoolClient]:
     async with Cluster(request.param, 3) as nodes:
-        client = PoolClient(nodes.link, replication=2)
+        client = patient_client(nodes.link, replication=2)
         client.set_nodes(nodes.addresses)
         yield client
         await client.close()
@@ -122,7 +122,7 @@ def test_a_list_comes_back_as_it_was() -> None:
 
 async def test_a_pool_without_room_says_so(tmp_path: Path) -> None:
     async with Cluster("local", 1, ram_bytes=5_000) as nodes:
-        client = PoolClient(partial(nodes.link))
+        client = patient_client(partial(nodes.link))
         client.set_nodes(nodes.addresses)
         (tmp_path / "model.gguf").write_bytes(random.Random(0).randbytes(20_000))
         with pytest.raises(NotFound, match="did not keep"):
@@ -138,7 +138,7 @@ async def test_a_node_that_writes_slowly_takes_all_of_it_in_time(
     source = make_model(tmp_path / "source")
     (source / "weights").write_bytes(random.Random(0).randbytes(50_000))
     async with Cluster("local", 1, **disk) as nodes:
-        client = PoolClient(nodes.link)
+        client = patient_client(nodes.link)
         client.set_nodes(nodes.addresses)
         await push(client, NAME, source)
         assert client.stats.failures["Overloaded"] or nodes.served[0].store.refused
@@ -154,7 +154,7 @@ async def test_a_push_does_not_end_well_while_an_earlier_list_may_be_left(
 ) -> None:
     """A node that does not answer when it should forget the list would go on with the old one."""
     async with Cluster("local", 3) as nodes:
-        client = PoolClient(nodes.link, replication=2)
+        client = patient_client(nodes.link, replication=2)
         client.set_nodes(nodes.addresses)
         await push(client, NAME, make_model(tmp_path / "old", 1))
         second = nodes.by_address[client.rendezvous.owners(name_key(NAME), 2)[1]]
