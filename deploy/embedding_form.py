@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from serving.api.settings import EmbeddingForm
-from serving.checkpoint.checkpoint import read_json
+from serving.checkpoint.json_file import read_json
 from serving.gguf_header import GgufHeader
 from serving.messages import Pooling
 

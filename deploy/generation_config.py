@@ -14,7 +14,7 @@ from typing import Any
 from serving.api.body import parse_body
 from serving.api.schema import UNBOUNDED, SamplingBody
 from serving.api.settings import SamplingDefaults
-from serving.checkpoint.checkpoint import read_json
+from serving.checkpoint.json_file import read_json
 from serving.errors import InvalidRequest
 
 log = logging.getLogger(__name__)

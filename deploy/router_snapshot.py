@@ -16,8 +16,8 @@ from tempfile import NamedTemporaryFile
 from router.placer import Placer
 from router.snapshot import packed, parts, restore
 from serving.background import BackgroundTasks
+from serving.cache_folder import cache_folder
 from serving.given_files import read_given
-from serving.kernels.cpu.build import cache_folder
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,6 @@ from deploy.control.fleet_control import FleetControl
 from deploy.control.service import ControlService, FlipCalls
 from deploy.frontend import Frontend, served_model
 from deploy.kvcache_process import store_config
-from deploy.local import LocalCluster
 from deploy.router_snapshot import SnapshotFile, SnapshotKeeper, snapshot_file
 from deploy.runtime.addresses import near
 from deploy.runtime.cpu_binding import use_cores
@@ -28,7 +27,6 @@ from deploy.runtime.open_doors import check_api, check_grpc
 from deploy.runtime.settings import Settings
 from deploy.runtime.signals import on_signals
 from deploy.runtime.supervisor import CHILD_MODULE, Supervisor
-from deploy.worker.model_cache import check_model, load_from, release
 from kvcache.pool.node import PoolNode
 from kvcache.pool.store import BlockStore
 from router.clients import RemoteWorker
@@ -38,8 +36,10 @@ from router.policies import make_policy
 from router.service import RegistryService
 from serving.api.status import status_app
 from serving.checkpoint.hub import resolve
+from serving.checkpoint.read_spec import read_spec
+from serving.config import ModelConfig
 from serving.grpc_tls import GrpcTls, grpc_tls
-from serving.loader.loading import open_checkpoint
+from serving.malloc import give_back_freed_memory, keep_freed_memory
 from serving.messages import Role
 from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import Caller, listen, server
@@ -68,6 +68,9 @@ def router_config(settings: Settings) -> RouterConfig:
 
 async def serve_embedded(settings: Settings) -> int:
     """One process: a mixed worker, the router and the API; with --disk, a node of the KV pool too."""
+    from deploy.local import LocalCluster  # torch comes with it, which a front without a worker does not need
+    from deploy.worker.model_cache import load_from, release
+
     check_api(settings.http, settings.service, settings.security)
     template = read_chat_template(settings.http.chat_template)
     listening = bind(settings.http.host, settings.http.port)
@@ -75,6 +78,7 @@ async def serve_embedded(settings: Settings) -> int:
     path = resolve(settings.model)
     log.info("loading %s", path)
     config, began = settings.model_config, time.monotonic()
+    give_back_freed_memory()
     model, tokenizer = await asyncio.gather(
         asyncio.to_thread(load_from, path, config), asyncio.to_thread(load_tokenizer, path, template)
     )
@@ -89,12 +93,14 @@ async def serve_embedded(settings: Settings) -> int:
         heartbeat_interval=settings.placement.heartbeat_interval,
         pool=settings.pool,
         pool_nodes={node.address: node} if node is not None else None,
+        releases_model=True,
     )
     async with AsyncExitStack() as stack:
         stack.callback(release, model)
         if node is not None:
             stack.push_async_callback(node.stop)
         await stack.enter_async_context(cluster)
+        keep_freed_memory()
         identity = cluster.workers[0].identity
         served = served_model(path, config, identity.max_model_len, model.spec, identity.fingerprint)
         canary = settings.placement.canary_interval or 0.0
@@ -150,9 +156,9 @@ async def serve_front(settings: Settings, children: Children, below: MakeBelow =
     listening = bind(settings.http.host, settings.http.port)
     path = resolve(settings.model)
     for group in children.workers:
-        check_model(path, group.settings.model_config.of(group.role))
+        _check_model(path, group.settings.model_config.of(group.role))
     if not children.workers:
-        check_model(path, settings.model_config.of(Role.MIXED))
+        _check_model(path, settings.model_config.of(Role.MIXED))
     routing = router_config(settings)
     fleet = Fleet(routing, lambda status: RemoteWorker(Caller(status.address, key, tls)))
     placer = Placer(fleet, make_policy(routing.policy))
@@ -183,6 +189,15 @@ async def serve_front(settings: Settings, children: Children, below: MakeBelow =
         await fleet.close()
         await door.stop(1.0)
     return 0
+
+
+def _check_model(path: Path, config: ModelConfig) -> None:
+    """As `deploy.worker.model_cache.check_model`, which needs torch: asked where there is something to check."""
+    if config.device == "cpu" and not config.rank_flags:
+        return
+    from deploy.worker.model_cache import check_model
+
+    check_model(path, config)
 
 
 async def _run(front: Frontend, settings: Settings) -> None:
@@ -219,7 +234,7 @@ def _frontend(
     listening: socket.socket,
     tls: GrpcTls | None,
 ) -> Frontend:
-    spec, _, _ = open_checkpoint(path)
+    spec = read_spec(path)
     limit = min(spec.max_position, settings.model_config.max_model_len or spec.max_position)
     served = served_model(path, settings.model_config, limit, spec, None)
     given = settings.placement.canary_interval

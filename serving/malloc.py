@@ -8,6 +8,7 @@ import ctypes
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
 KEPT_BYTES = 64 << 20  # free memory at the end of a heap that is not given back
+LOADED_BYTES = 128 << 10  # of a tensor of a small model
 HEAP_BYTES = 8 << 20  # what is larger is mapped on its own, and given back when it is freed
 
 
@@ -21,6 +22,16 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return bool(mallopt(_TRIM_THRESHOLD, KEPT_BYTES)) and bool(mallopt(_MMAP_THRESHOLD, HEAP_BYTES))
+
+
+def give_back_freed_memory() -> bool:
+    """Have malloc give buffers of LOADED_BYTES and more back as they are freed; False where it cannot (not glibc).
+
+    For a process that loads: by default glibc keeps buffers of up to 32 MiB once some were freed, and what a model
+    takes on its way to its last form then counts twice. `keep_freed_memory` ends it.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(_MMAP_THRESHOLD, LOADED_BYTES))
 
 
 def give_back_memory() -> bool:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import re
 
-import torch
-
 
 def use_cores(cpus: str | None, threads: int | None) -> int:
     """Bind this process to `cpus` (such as 0-3,8) and give torch its compute threads; how many those are.
@@ -22,6 +20,8 @@ def use_cores(cpus: str | None, threads: int | None) -> int:
             os.sched_setaffinity(0, parse_cpus(cpus))
         except OSError as error:
             raise ValueError(f"--cpus {cpus}: {error.strerror}; this process may use {_allowed()}") from None
+    import torch  # which a router, that only parses such lists, does not need
+
     count = threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(count)
     return count

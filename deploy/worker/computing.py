@@ -11,6 +11,7 @@ from deploy.worker.worker import Worker
 from kvcache.memory.device import DeviceKV
 from serving.config import EngineConfig
 from serving.forward.choose import make_forward
+from serving.forward.cpu_forward import CpuForward
 from serving.forward.forward import Forward
 from serving.kvspec import LayerKV
 from serving.loader.loading import LoadedModel
@@ -31,14 +32,19 @@ def device_memory(
     return DeviceKV(specs, blocks, config.block_size, device)
 
 
-def forward_of(model: LoadedModel, device_kv: DeviceKV, config: EngineConfig, max_position: int) -> Forward:
-    """Raises ValueError where compiled kernels are demanded and cannot be had, or ranks do not come together."""
+def forward_of(
+    model: LoadedModel, device_kv: DeviceKV, config: EngineConfig, max_position: int, *, releases: bool = False
+) -> Forward:
+    """With `releases` the model is for this forward pass alone, and weights that it holds otherwise go.
+
+    Raises ValueError where compiled kernels are demanded and cannot be had, or ranks do not come together.
+    """
     if isinstance(model, DividedModel):
         check_kernels(config, flags_of(model.layout))
         log.info("computing with torch: the model is shared by %d ranks", model.ranks.size)
         return join_layout(model, device_kv.planes)
     if not isinstance(model, SpreadModel):
-        return make_forward(model, device_kv.planes, config, max_position)
+        return make_forward(model, device_kv.planes, config, max_position, releases=releases)
     check_kernels(config, f"--data-parallel-size {model.ranks.configured}")
     log.info("computing with torch: the experts are spread over %d ranks", model.ranks.configured)
     return join_group(model, device_kv.planes, config.max_num_batched_tokens)
@@ -47,7 +53,8 @@ def forward_of(model: LoadedModel, device_kv: DeviceKV, config: EngineConfig, ma
 class KeptForward:
     """`forward_of` for one worker after the other of one process: on a CPU the next one shares packed weights.
 
-    What it keeps is over a single block, so that a worker that has ended gives its KV back.
+    What it keeps is over a single block, so that a worker that has ended gives its KV back. The model's own weights go
+    as they are packed: give it a model that nobody else computes by.
     """
 
     def __init__(self) -> None:
@@ -58,11 +65,12 @@ class KeptForward:
         """Raises as `forward_of`."""
         if device_kv.planes[0][0].device.type != "cpu" or ranks_of(model) > 1:
             return forward_of(model, device_kv, config, max_position)
-        if self._kept is None or max_position > self._limit:
-            self._kept = None  # its weights go before others are packed
-            forward = forward_of(model, device_kv, config, max_position)
+        if self._kept is None:
+            forward = forward_of(model, device_kv, config, max_position, releases=True)
             block = DeviceKV(device_kv.specs, 1, device_kv.block_size)
             self._kept, self._limit = forward.over(block.planes), max_position
+        elif max_position > self._limit and isinstance(self._kept, CpuForward):
+            self._kept, self._limit = self._kept.reaching(max_position), max_position
         return self._kept.over(device_kv.planes)
 
 

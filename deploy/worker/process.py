@@ -28,7 +28,7 @@ from deploy.worker.status_door import WorkerDoor
 from deploy.worker.worker import Worker
 from kvcache.transfer.choice import AUTO
 from serving.grpc_tls import grpc_tls
-from serving.malloc import keep_freed_memory
+from serving.malloc import give_back_freed_memory, give_back_memory, keep_freed_memory
 from serving.messages import Role
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
@@ -72,6 +72,7 @@ class WorkerProcess:
         async with AsyncExitStack() as stack:
             if cluster.metrics_port is not None:  # before the model loads: who asks meanwhile is told that we live
                 await open_status_door(door.app(), settings.http, cluster.metrics_port, stack)
+            give_back_freed_memory()
             model = await cache.load()
             stack.callback(release, model)
             door.waits_for = "the engine to start"
@@ -80,7 +81,6 @@ class WorkerProcess:
             port = listen(grpc_server, cluster.grpc_host, cluster.grpc_port, self.tls)
             address = await in_a_daemon(partial(announced, cluster, port, peers_of(cluster.routers)))
             on_signals(self._leaving.set)  # before this, while anything loads, a signal ends the process at once
-            keep_freed_memory()
             maker = WorkerMaker(
                 *(self.given, model, address, self.kv_transport, self.tls), make_forward=self.make_forward
             )
@@ -90,6 +90,8 @@ class WorkerProcess:
             stack.push_async_callback(flippable.end)
             worker = await flippable.begin(self.role, drafts, cluster.worker_name)
             del drafts, worker  # another worker may follow, which needs the memory
+            give_back_memory()
+            keep_freed_memory()
             stack.push_async_callback(grpc_server.stop, 1.0)
             flippable.doors.add_to(grpc_server)
             await grpc_server.start()

@@ -130,7 +130,9 @@ def make_drafts(
     config: EngineConfig,
     max_len: int,
 ) -> WorkerDrafts:
-    """`blocks` is the worker's KV. Raises ValueError where the model's layer cannot be watched."""
+    """`blocks` is the worker's KV; of `parts` no other worker is made, since a draft model's weights go as kernels take
+    them over. Raises ValueError where the model's layer cannot be watched.
+    """
     if not parts.specs:
         return WorkerDrafts(forward)
     device = blocks.planes[0][0].device
@@ -139,7 +141,8 @@ def make_drafts(
     if parts.model is not None:
         draft = parts.model
         limit = min(max_len, draft.spec.max_position)
-        drafting = make_forward(draft, own.planes, draft_config(config, forward, device.type), limit)
+        how = draft_config(config, forward, device.type)
+        drafting = make_forward(draft, own.planes, how, limit, releases=True)
         return WorkerDrafts(
             forward,
             DraftModelProposer(

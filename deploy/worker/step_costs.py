@@ -19,9 +19,9 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 from serving.background import BackgroundTasks
+from serving.cache_folder import cache_folder
 from serving.engine.step_meter import StepMeter
 from serving.kernels.cpu import default_threads
-from serving.kernels.cpu.build import cache_folder
 from serving.messages import Role
 from serving.step_cost import StepCost
 

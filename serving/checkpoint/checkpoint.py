@@ -5,7 +5,7 @@ Knows the file formats' tensors, not what they mean to a decoder.
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from math import prod
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
@@ -14,8 +14,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from serving.checkpoint.json_file import read_json
+
 Container = Literal["safetensors", "gguf"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MAPPED_BYTES = 16 << 20  # of a file that stay mapped, and so count as the process's memory, while it is read
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -64,6 +67,7 @@ class SafetensorsFolder:
         """Raises ValueError when the folder holds no safetensors, or a file is missing or damaged."""
         self._where = _locate(folder)
         self._open = {file: _opened(file) for file in self.files}
+        self._mapped: Counter[Path] = Counter()  # bytes read of a file since it was opened
         self.bytes_read = 0
 
     @property
@@ -96,15 +100,20 @@ class SafetensorsFolder:
         return tuple(self._slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
-        return self._counted(self._open[self._where[name]].get_tensor(name))
+        return self._counted(name, self._open[self._where[name]].get_tensor(name))
 
     def read_slice(self, name: str, rows: range, columns: range | None = None) -> Tensor:
         stored = self._slice(name)
         held = slice(rows.start, rows.stop)
-        return self._counted(stored[held] if columns is None else stored[held, columns.start : columns.stop])
+        return self._counted(name, stored[held] if columns is None else stored[held, columns.start : columns.stop])
 
-    def _counted(self, tensor: Tensor) -> Tensor:
+    def _counted(self, name: str, tensor: Tensor) -> Tensor:
+        """Tensors lie in a map of their file. A new map in its place now and then lets go of pages that were read."""
+        file = self._where[name]
         self.bytes_read += tensor.nbytes
+        self._mapped[file] += tensor.nbytes
+        if self._mapped[file] > MAPPED_BYTES:
+            self._open[file], self._mapped[file] = _opened(file), 0
         return tensor
 
 
@@ -130,14 +139,3 @@ def _opened(file: Path) -> Any:
         raise ValueError(f"{file.parent} lists {file.name}, which is not there; download the model again") from None
     except SafetensorError as damage:
         raise ValueError(f"{file} is not a valid safetensors file ({damage}); download it again") from damage
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ValueError naming the file when it is not one."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as wrong:
-        raise ValueError(f"{path} is not valid JSON: {wrong}") from wrong
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} should hold a JSON object")
-    return value

@@ -6,7 +6,7 @@ KV of unequal fingerprints must never meet, so it covers the spec, the bytes of 
 from __future__ import annotations
 
 import json
-import mmap
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -32,14 +32,13 @@ def fingerprint(spec: ModelSpec, files: Sequence[Path], dtype: str) -> str:
     digest.update(dtype.encode())
     sampled = sum(file.stat().st_size for file in files) > WHOLE_BYTES
     for path in files:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            digest.update(len(content).to_bytes(8, "little"))
-            if not sampled:
-                digest.update(content)
-                continue
-            digest.update(content[:HEAD_BYTES])
-            for start in range(HEAD_BYTES, len(content), SAMPLE_STRIDE):
-                digest.update(content[start : start + SAMPLE_BYTES])
+        with path.open("rb", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            digest.update(size.to_bytes(8, "little"))
+            for start in range(0, size, SAMPLE_STRIDE):  # read, not mapped: mapped pages would count as ours
+                file.seek(start)
+                whole = not sampled or start < HEAD_BYTES
+                digest.update(file.read(SAMPLE_STRIDE if whole else SAMPLE_BYTES))
     return digest.hexdigest()
 
 

@@ -5,17 +5,19 @@ Knows nothing of models.
 
 from __future__ import annotations
 
+import mmap
 from math import prod
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import gguf
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from serving.gguf_header import GgufHeader
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _READABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 _PLAIN = {"F32": np.float32, "F16": np.float16}
@@ -57,7 +59,10 @@ class GgufFile:
 
     def read(self, name: str) -> Tensor:
         kind, raw = self._raw(name)
-        return self._values(raw, kind).reshape(self.shape(name))
+        values = self._values(raw, kind).reshape(self.shape(name))
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._header.data.madvise(mmap.MADV_DONTNEED)  # pages that were read would count as ours until the end
+        return values
 
     def read_slice(self, name: str, rows: range, columns: range | None = None) -> Tensor:
         kind, raw = self._raw(name)
@@ -87,6 +92,8 @@ class GgufFile:
 
     def _values(self, raw: NDArray[np.uint8], kind: gguf.GGMLQuantizationType) -> Tensor:
         """The numbers in rows of blocks. Pages of the file are read as this walks over them."""
+        import torch  # whoever reads values has it; a router reads the metadata alone
+
         self.bytes_read += raw.nbytes
         if kind.name == "BF16":
             return torch.from_numpy(np.ascontiguousarray(raw).view(np.int16).copy()).view(torch.bfloat16)

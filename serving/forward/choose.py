@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -17,6 +18,7 @@ from serving.forward.cuda_graphs import GraphSizes
 from serving.forward.forward import EagerForward, Forward
 from serving.kernels import cpu
 from serving.loader.loading import LoadedModel
+from serving.malloc import give_back_memory
 from serving.model.decoder import Planes
 from serving.sampling.cpu_sampling import CpuSampling
 from serving.sampling.sampler import Sampler
@@ -25,9 +27,14 @@ from serving.sampling.torch_sampling import TorchSampling
 log = logging.getLogger(__name__)
 
 
-def make_forward(model: LoadedModel, planes: Sequence[Planes], config: EngineConfig, max_position: int) -> Forward:
-    """Raises ValueError when compiled kernels are demanded and cannot be had."""
-    make = _on_cpu if planes[0][0].device.type == "cpu" else _on_cuda
+def make_forward(
+    model: LoadedModel, planes: Sequence[Planes], config: EngineConfig, max_position: int, *, releases: bool = False
+) -> Forward:
+    """With `releases` nothing else computes by the model, so weights that kernels hold in their own form go.
+
+    Raises ValueError when compiled kernels are demanded and cannot be had.
+    """
+    make = partial(_on_cpu, releases=releases) if planes[0][0].device.type == "cpu" else _on_cuda
     made = "as asked for" if config.kernels == "torch" else make(model, planes, config, max_position)
     if not isinstance(made, str):
         return made
@@ -47,7 +54,9 @@ def make_sampler(forward: Forward) -> Sampler:
     return Sampler(TorchSampling())
 
 
-def _on_cpu(model: LoadedModel, planes: Sequence[Planes], config: EngineConfig, max_position: int) -> Forward | str:
+def _on_cpu(
+    model: LoadedModel, planes: Sequence[Planes], config: EngineConfig, max_position: int, *, releases: bool
+) -> Forward | str:
     """The compiled kernels, or why they cannot be had."""
     reason = supports(model.model, model.dtype)
     if reason is not None:
@@ -56,7 +65,9 @@ def _on_cpu(model: LoadedModel, planes: Sequence[Planes], config: EngineConfig, 
     if kernels is None:
         return "they could not be built"
     torch.set_num_threads(1)  # or torch's idle threads would spin on the cores the kernels compute on
-    return CpuForward(model.model, planes, kernels, max_position)
+    forward = CpuForward(model.model, planes, kernels, max_position, releases=releases)
+    give_back_memory()  # what packing took, and loading before it
+    return forward
 
 
 def _on_cuda(model: LoadedModel, planes: Sequence[Planes], config: EngineConfig, max_position: int) -> Forward | str:

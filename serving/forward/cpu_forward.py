@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,9 +20,11 @@ from serving.batch.ragged import RaggedBatch
 from serving.forward.forward import best_tokens
 from serving.forward.layer_events import LayerDone
 from serving.forward.llama_shape import layer_weights, linear_weights, norm_weight, rotary_tables, unlike_llama
+from serving.forward.released import release
 from serving.kernels import cpu
 from serving.kernels.cpu.offloaded_step import offloaded_step
 from serving.model.decoder import Decoder, Planes
+from serving.model.quantized_linear import QuantizedLinear
 from serving.parallel.rank_module import computes_with_others
 
 WATCH_SECONDS = 0.0005  # between reads of how many layers are done, in a step with `layer_done`
@@ -29,14 +32,27 @@ LEFT = -1  # in place of that number: the step left at the barrier, the rest of 
 
 
 class CpuForward:
-    """Runs `model` over `planes` with `kernels` (serving.forward.forward.Forward). Use `supports` first."""
+    """Runs `model` over `planes` with `kernels` (serving.forward.forward.Forward). Use `supports` first.
 
-    def __init__(self, model: Decoder, planes: Sequence[Planes], kernels: cpu.Kernels, max_position: int):
+    With `releases` each of the model's linear layers gives up its weights as they are packed: nothing else computes by
+    them then, and no moment holds more than one layer's twice.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        planes: Sequence[Planes],
+        kernels: cpu.Kernels,
+        max_position: int,
+        *,
+        releases: bool = False,
+    ):
         spec = model.spec
+        self.rope = spec.rope
         self.layers = spec.layers
         self.form = f"cpu-{kernels.form}"
         cos, sin = rotary_tables(spec.rope, max_position)
-        pack = partial(_pack, kernels)
+        pack = partial(_pack, kernels, releases)
         self.decoder = cpu.CpuDecoder(
             kernels,
             cpu.DecoderShape(
@@ -51,7 +67,7 @@ class CpuForward:
             embedding=model.embed.weight.detach().contiguous(),
             layers=[layer_weights(layer, _float, pack, partial(pack, interleaved=True)) for layer in model.layers],
             final_norm=_float(model.norm),
-            head=pack(model.head, dtype=model.embed.weight.dtype),
+            head=_pack_head(model, kernels, releases),
             cos=cos,
             sin=sin,
             kv=[cpu.KvPlanes(*layer) for layer in planes],
@@ -64,6 +80,13 @@ class CpuForward:
         """The same computation, its weights shared, over other planes. One of them computes at a time."""
         other = copy(self)
         other.decoder = self.decoder.over([cpu.KvPlanes(*layer) for layer in planes])
+        return other
+
+    def reaching(self, max_position: int) -> CpuForward:
+        """The same computation, its weights and planes shared, for so many positions."""
+        other = copy(self)
+        cos, sin = rotary_tables(self.rope, max_position)
+        other.decoder = replace(self.decoder, cos=cos, sin=sin)
         return other
 
     def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
@@ -140,8 +163,26 @@ def _float(norm: nn.Module) -> Tensor:
     return norm_weight(norm).float().contiguous()
 
 
+def _pack_head(model: Decoder, kernels: cpu.Kernels, releases: bool) -> cpu.PackedLinear:
+    """The head in the embedding's type: from its numbers where the two share them, a head that was widened has no more.
+
+    A copy of the largest matrix less, on the way.
+    """
+    if not model.spec.tied_embeddings or isinstance(model.head, QuantizedLinear):
+        return _pack(kernels, releases, model.head, dtype=model.embed.weight.dtype)
+    packed = kernels.pack(model.embed.weight.detach())
+    if releases:
+        release(model.head)
+    return packed
+
+
 def _pack(
-    kernels: cpu.Kernels, linear: nn.Module, *, dtype: torch.dtype | None = None, interleaved: bool = False
+    kernels: cpu.Kernels,
+    releases: bool,
+    linear: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    interleaved: bool = False,
 ) -> cpu.PackedLinear:
     """A layer's weights as the kernels stream them: INT8 with scales, or held as `dtype` (its own by default)."""
     w = linear_weights(linear)
@@ -152,4 +193,7 @@ def _pack(
         weight = cpu.interleave(*weight.chunk(2))
         bias = None if bias is None else cpu.interleave(*bias.chunk(2))
         scale = None if scale is None else cpu.interleave(*scale.chunk(2))
-    return kernels.pack(weight, scale=scale, bias=bias)
+    packed = kernels.pack(weight, scale=scale, bias=bias)
+    if releases:
+        release(linear)
+    return packed

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from serving.forward.released import held
 from serving.kernels.layer_weights import L, LayerWeights, LinearWeights, MlpWeights, MoeWeights
 from serving.model.decoder import Attention, Layer
 from serving.model.gated_mlp import GatedMlp
@@ -94,9 +95,10 @@ def norm_weight(norm: nn.Module) -> Tensor:
 
 
 def linear_weights(linear: nn.Module) -> LinearWeights:
+    """Raises RuntimeError where the layer's weights were given up."""
     assert isinstance(linear, nn.Linear | QuantizedLinear)
     return LinearWeights(
-        weight=linear.weight.detach(),
+        weight=held(linear.weight.detach()),
         scale=linear.scale.detach() if isinstance(linear, QuantizedLinear) else None,
         bias=None if linear.bias is None else linear.bias.detach(),
     )

@@ -12,15 +12,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from serving.checkpoint.checkpoint import DTYPES, Checkpoint, SafetensorsFolder, read_json
+from serving.checkpoint.checkpoint import DTYPES, Checkpoint, SafetensorsFolder
 from serving.checkpoint.cuts import Cut
 from serving.checkpoint.fingerprint import fingerprint
 from serving.checkpoint.gguf_file import GgufFile
 from serving.checkpoint.gguf_spec import spec_from_gguf
 from serving.checkpoint.hub import resolve
+from serving.checkpoint.json_file import read_json
+from serving.checkpoint.read_spec import read_spec
 from serving.checkpoint.weights import sources
 from serving.kernels.torch_linears import use_cpu_linears
-from serving.loader.quantize_at_load import quantize
+from serving.loader.quantize_at_load import kept_scales, quantize, quantized_modules
 from serving.loader.reading import fill_parameter
 from serving.model.decoder import Decoder
 from serving.model.mla import hold_float32
@@ -67,15 +69,19 @@ def load(
         hold_int8(model, int8_modules(model, checkpoint))
     every = [name for name, _ in model.named_parameters()]
     cuts = None if layout is None else layout(model)
-    fill(model, checkpoint, DTYPES[dtype], torch.device(device), every, cuts)
+    digest = fingerprint(spec, checkpoint.files, dtype)
+    scales = None
+    if quantization == "int8" and not checkpoint.int8_names:
+        scales = kept_scales(path, digest, spec.max_position)
+    later = () if scales is None or scales.stored is None else quantized_modules(model)
+    fill_module = fill(model, checkpoint, DTYPES[dtype], torch.device(device), every, cuts, later)
     hold_float32(model)
     if device == "cpu":
         if dtype != "float32":
             use_float32_head(model)
         use_cpu_linears(model)
-    digest = fingerprint(spec, checkpoint.files, dtype)
-    if quantization == "int8" and not checkpoint.int8_names:
-        digest = quantize(model.eval(), path, digest)
+    if scales is not None:
+        digest = quantize(model.eval(), scales, lambda name: fill_module(name) if name in later else None)
     return LoadedModel(
         model=model.eval(),
         spec=spec,
@@ -91,9 +97,7 @@ def open_checkpoint(path: Path) -> tuple[ModelSpec, Checkpoint, str]:
     if path.is_file():
         file = GgufFile(path)
         return spec_from_gguf(file), file, "bfloat16"
-    config, generation = read_json(path / "config.json"), path / "generation_config.json"
-    spec = ModelSpec.from_hf_config(config, read_json(generation) if generation.is_file() else None)
-    folder = SafetensorsFolder(path)
+    spec, config, folder = read_spec(path), read_json(path / "config.json"), SafetensorsFolder(path)
     named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     return spec, folder, named if named in DTYPES else folder.dtype
 
@@ -105,21 +109,34 @@ def fill(
     device: torch.device,
     every: Collection[str] = (),
     cuts: Mapping[str, Cut] | None = None,
-) -> None:
+    later: Collection[str] = (),
+) -> Callable[[str], None]:
     """Give every parameter of `model`, built on meta, its values out of `checkpoint`, one tensor at a time.
 
     `every` are the whole model's parameters, where this is a part of one; `cuts` what it has of those it has in part.
+    The linear modules `later` stay on meta in their types: what is returned gives one of them its values, by name.
     """
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     dtypes = own_dtypes(model) | float32_parameters(model)
     found = sources(model.spec, every or shapes, checkpoint.names, checkpoint.container)
-    for name in shapes:
-        value = torch.empty(shapes[name], dtype=dtypes.get(name, dtype), device=device)
-        fill_parameter(name, value, found[name], checkpoint, (cuts or {}).get(name, Cut()))
+
+    def give(name: str, where: torch.device, held: torch.dtype | None = None) -> None:
+        value = torch.empty(shapes[name], dtype=dtypes.get(name, dtype), device=where)
+        if not value.is_meta:
+            fill_parameter(name, value, found[name], checkpoint, (cuts or {}).get(name, Cut()))
         owner, leaf = name.rsplit(".", 1)
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(value.to(held or value.dtype), requires_grad=False))
+
+    def fill_module(module: str) -> None:
+        for leaf, parameter in list(model.get_submodule(module).named_parameters(recurse=False)):
+            give(f"{module}.{leaf}", device, parameter.dtype)  # which may have been changed since
+
+    for name in shapes:
+        give(name, torch.device("meta") if name.rpartition(".")[0] in later else device)
     model.tie_weights()
-    model.to(device)  # the rotary frequencies
+    if model.rotary is not None:
+        model.rotary.to(device)  # its frequencies
+    return fill_module
 
 
 def int8_modules(model: Decoder, checkpoint: Checkpoint) -> list[str]:

@@ -10,7 +10,8 @@ import json
 import logging
 import os
 import time
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -18,10 +19,10 @@ from tempfile import NamedTemporaryFile
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from serving.cache_folder import cache_folder
 from serving.checkpoint.fingerprint import extended
-from serving.kernels.cpu.build import cache_folder
 from serving.model.decoder import Decoder
-from serving.quantization.apply import apply_scales, find_scales
+from serving.quantization.apply import apply_scales, find_scales, linear_sites
 from serving.quantization.scheme import Int8Scheme, Scales
 from serving.text.tokenizer import load_tokenizer
 
@@ -30,21 +31,42 @@ _log = logging.getLogger("millrace.quantization")
 DEFAULT = Int8Scheme()
 
 
-def quantize(model: Decoder, path: Path, fingerprint: str) -> str:
-    """Quantize `model`, loaded from `path` and named by `fingerprint`, in place by `DEFAULT`; its new fingerprint.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptScales:
+    """What is known of a model's scales by `DEFAULT` before it is loaded: a safetensors file in bytes, or nothing."""
 
-    That covers the scales, because a search on another machine may end in others: such models must not share KV.
-    """
-    calibration = calibration_tokens(path, model.spec.max_position)
+    key: str  # the fingerprint of the model and of how scales are sought
+    file: Path
+    calibration: Sequence[Sequence[int]]
+    stored: bytes | None
+
+
+def kept_scales(path: Path, fingerprint: str, longest: int) -> KeptScales:
+    """Of the model at `path`, which reads up to `longest` tokens and is named by `fingerprint`."""
+    calibration = calibration_tokens(path, longest)
     key = extended(fingerprint, json.dumps([asdict(DEFAULT), calibration]).encode())
     file = cache_folder() / f"int8-{key}.safetensors"
-    stored = _cached(file)
+    return KeptScales(key=key, file=file, calibration=calibration, stored=_cached(file))
+
+
+def quantized_modules(model: Decoder) -> frozenset[str]:
+    """The layers' modules that `DEFAULT` quantizes: with scales that are known, one after the other can be loaded."""
+    return frozenset(site.name for site in linear_sites(model, DEFAULT) if site.name != "head")
+
+
+def quantize(model: Decoder, kept: KeptScales, ready: Callable[[str], None]) -> str:
+    """Quantize `model` in place by `DEFAULT`; its new fingerprint. `ready(name)` is called before a module is read.
+
+    The fingerprint covers the scales, because a search on another machine may end in others: such models must not share
+    KV.
+    """
+    stored = kept.stored
     if stored is None:
         started = time.monotonic()
-        stored = _keep(file, packed(find_scales(model, DEFAULT, calibration)))
-        _log.info("found INT8 scales in %.1f s, kept in %s", time.monotonic() - started, file)
-    apply_scales(model, DEFAULT, unpacked(stored))
-    return extended(key, stored)
+        stored = _keep(kept.file, packed(find_scales(model, DEFAULT, kept.calibration)))
+        _log.info("found INT8 scales in %.1f s, kept in %s", time.monotonic() - started, kept.file)
+    apply_scales(model, DEFAULT, unpacked(stored), ready)
+    return extended(kept.key, stored)
 
 
 def calibration_tokens(path: Path, longest: int) -> list[list[int]]:

@@ -9,7 +9,7 @@ rows of up theirs (down, where the gate multiplies: a plain activation does not 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -134,15 +134,22 @@ def _unfold(row: Tensor, site: LinearSite) -> Tensor:
 
 
 @torch.no_grad()
-def apply_scales(model: Decoder, scheme: Int8Scheme, found: Mapping[str, Scales]) -> Decoder:
+def apply_scales(
+    model: Decoder,
+    scheme: Int8Scheme,
+    found: Mapping[str, Scales],
+    ready: Callable[[str], None] = lambda name: None,
+) -> Decoder:
     """Replace in place the layers that `scheme` quantizes, by scales `found` for just this model; returns it.
 
-    Raises ValueError when the scales do not fit the model.
+    `ready(name)` is called before a layer's weights are read: they need not be there earlier. Raises ValueError when
+    the scales do not fit the model.
     """
     wanted = list(linear_sites(model, scheme))
     if {site.name for site in wanted} != set(found):
         raise ValueError("these scales were found for other layers than this scheme quantizes")
     for site in wanted:  # a layer comes after the one that feeds it, which is then quantized already
+        ready(site.name)
         model.set_submodule(site.name, _quantized(model.get_submodule(site.name), found[site.name]))
         given = found[site.name].smoothing
         if given is not None:

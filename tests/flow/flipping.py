@@ -15,6 +15,7 @@ from router.clients import RemoteWorker
 from router.fleet import WorkerLink
 from router.service import RegistryService
 from serving.grpc_tls import GrpcTls
+from serving.loader.loading import load
 from serving.messages import Role, WorkerStatus
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
@@ -74,7 +75,8 @@ class FlippingCluster(RemoteCluster):
         grpc_server = server(KEY, self.tls)
         port = listen(grpc_server, "127.0.0.1", 0, self.tls)
         given = {"num_kv_blocks": "256", "block_size": "16", "max_num_batched_tokens": "64", "cluster_key": KEY}
-        maker = WorkerMaker(read_settings(given), self.model, f"127.0.0.1:{port}", "grpc", self.tls)
+        model = load(self.model.path, self.model.dtype)  # its own, as in a process: it gives up what it packs
+        maker = WorkerMaker(read_settings(given), model, f"127.0.0.1:{port}", "grpc", self.tls)
         flippable = FlippableWorker(maker, asyncio.Event(), DRAIN_SECONDS, lambda worker: None)
         flippable.announcer = self
         await flippable.begin(role, await maker.drafts(role), f"{role}-{number}")

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from serving.cache_folder import cache_folder
 from serving.temporary import temporary_folder
 
 log = logging.getLogger("millrace.kernels")
@@ -55,11 +56,6 @@ def forms() -> dict[str, tuple[str, ...]]:
     """Compiler flags of each form built for this architecture."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     return {**(X86_FORMS if x86 else {}), "plain": ()}
-
-
-def cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(root) / "millrace"
 
 
 def library_path(compiler: str) -> Path:

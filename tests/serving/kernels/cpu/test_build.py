@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from serving.cache_folder import cache_folder
 from serving.kernels.cpu import build as builder
-from serving.kernels.cpu.build import BuildError, cache_folder, find_compiler
+from serving.kernels.cpu.build import BuildError, find_compiler
 from serving.kernels.cpu.extension import forms, open_library
 from serving.kernels.cpu.prebuild import prebuild
 
