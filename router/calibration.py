@@ -22,6 +22,7 @@ MOST = 3.0  # a factor is within 1/MOST and MOST: beyond that something else is 
 PRIOR_ERROR = 0.3
 MOST_WORKERS = 1024
 URGENCIES = 20
+_BOTH = (False, True)  # whether a worker computes prompts and decodes: what drifts are kept apart by
 OUTLIER = 1.5  # ln(observed / predicted) beyond this counts as this
 
 
@@ -74,22 +75,23 @@ class Calibration:
     by what kinds its text is of, each as far as the coarser ones leave to it (router.text_kinds).
 
     Those of TTFT are kept apart by urgency: who is due soon passes others in a worker's queue, which predictions of a
-    queue that is served in turn do not know.
+    queue that is served in turn do not know. Both are kept apart for workers that do `both`, prompts and decodes: what
+    the two cost each other is off in another way than what either takes alone.
     """
 
     def __init__(self) -> None:
-        self._first = [_Drifts() for _ in range(URGENCIES)]
-        self._further = _Drifts()
+        self._first = [[_Drifts() for _ in range(URGENCIES)] for _ in _BOTH]
+        self._further = [_Drifts() for _ in _BOTH]
         self._steps = _Drifts()
         self._texts = [_Drifts(TEXTS_ALIKE) for _ in range(TEXT_KINDS)]
 
-    def first(self, prefill: str, urgency: int = 0) -> Drift:
+    def first(self, prefill: str, urgency: int = 0, *, both: bool = False) -> Drift:
         """Of TTFT, at a worker by its instance, for requests of this urgency."""
-        return self._first[urgency].of(prefill)
+        return self._first[both][urgency].of(prefill)
 
-    def further(self, decode: str) -> Drift:
+    def further(self, decode: str, *, both: bool = False) -> Drift:
         """Of TPOT, at a worker by its instance."""
-        return self._further.of(decode)
+        return self._further[both].of(decode)
 
     def tokens_a_step(self, decode: str, apart: float = 0.0) -> float:
         """Of a sequence that decodes at this worker, in the (geometric) mean, its text `apart` from all."""
@@ -99,13 +101,15 @@ class Calibration:
         """The logarithm of how many times as many tokens a step texts of these kinds get as all, as far as is known."""
         return sum(map(_Drifts.apart, self._texts, texts))
 
-    def first_token(self, prefill: str, predicted: float, observed: float, urgency: int = 0) -> None:
+    def first_token(
+        self, prefill: str, predicted: float, observed: float, urgency: int = 0, *, both: bool = False
+    ) -> None:
         """TTFT: predicted without correction, and observed; seconds."""
-        self._first[urgency].observe(prefill, predicted, observed)
+        self._first[both][urgency].observe(prefill, predicted, observed)
 
-    def further_tokens(self, decode: str, predicted: float, observed: float) -> None:
+    def further_tokens(self, decode: str, predicted: float, observed: float, *, both: bool = False) -> None:
         """TPOT: predicted without correction, and observed; seconds."""
-        self._further.observe(decode, predicted, observed)
+        self._further[both].observe(decode, predicted, observed)
 
     def steps_took(self, decode: str, tokens: float, texts: Sequence[str] = ()) -> None:
         """A sequence of these kinds of texts has had so many tokens for each step it was part of."""
@@ -119,19 +123,21 @@ class Calibration:
 
     def kept(self) -> dict[str, Any]:
         """All of it as plain data, for `from_kept`."""
-        first = [drifts.kept() for drifts in self._first]
-        texts = [drifts.kept() for drifts in self._texts]
-        return {"first": first, "further": self._further.kept(), "steps": self._steps.kept(), "texts": texts}
+        first = [[drifts.kept() for drifts in urgencies] for urgencies in self._first]
+        further, texts = ([drifts.kept() for drifts in several] for several in (self._further, self._texts))
+        return {"first": first, "further": further, "steps": self._steps.kept(), "texts": texts}
 
     @classmethod
     def from_kept(cls, kept: Mapping[str, Any]) -> Calibration:
         """As it was kept. Raises ValueError, TypeError, KeyError or AttributeError for what cannot be that."""
         made = cls()
-        made._first = [_Drifts.from_kept(drifts) for drifts in kept["first"]]
-        made._further, made._steps = _Drifts.from_kept(kept["further"]), _Drifts.from_kept(kept["steps"])
+        made._first = [[_Drifts.from_kept(drifts) for drifts in urgencies] for urgencies in kept["first"]]
+        made._further = [_Drifts.from_kept(drifts) for drifts in kept["further"]]
+        made._steps = _Drifts.from_kept(kept["steps"])
         made._texts = [_Drifts.from_kept(drifts, TEXTS_ALIKE) for drifts in kept["texts"]]
-        if len(made._first) != URGENCIES or len(made._texts) != TEXT_KINDS:
-            raise ValueError(f"{len(made._first)} urgencies and {len(made._texts)} kinds of texts")
+        lengths = [len(made._first), *map(len, made._first), len(made._further), len(made._texts)]
+        if lengths != [len(_BOTH), *[URGENCIES] * len(_BOTH), len(_BOTH), TEXT_KINDS]:
+            raise ValueError(f"{lengths} drifts of TTFT, TPOT and kinds of texts")
         return made
 
 

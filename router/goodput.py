@@ -12,6 +12,7 @@ from operator import itemgetter
 from typing import ClassVar
 
 from router.calibration import Calibration
+from router.candidate import Candidate
 from router.placements import PlacementSearch
 from router.policy import Decision, Demand, FleetView, PrefixAware
 from router.predict import KnownCosts
@@ -62,12 +63,18 @@ class Goodput:
         predicted = decision.predicted
         if predicted is None:
             return
-        if ttft is not None and decision.prefill is not None:
+        prefill, decode = decision.prefill, decision.decode
+        if ttft is not None and prefill is not None and not _guessed(prefill):
             raw, latest = predicted.queue + predicted.prefill, LATE * predicted.due_in
             if ttft <= latest or predicted.ttft < latest:
-                learned = min(ttft, latest)
-                self.calibration.first_token(decision.prefill.status.instance, raw, learned, predicted.urgency)
-        if tpot is not None and decision.decode is not None:
-            self.calibration.further_tokens(decision.decode.status.instance, predicted.token, tpot)
+                learned, urgency = min(ttft, latest), predicted.urgency
+                self.calibration.first_token(prefill.instance, raw, learned, urgency, both=prefill.decodes)
+        if tpot is not None and decode is not None and not _guessed(decode):
+            self.calibration.further_tokens(decode.instance, predicted.token, tpot, both=decode.prefills)
         if step_tokens is not None and decision.decode is not None:
             self.calibration.steps_took(decision.decode.status.instance, step_tokens, decision.texts)
+
+
+def _guessed(worker: Candidate) -> bool:
+    """True if its step cost was a guess made before any step: how far off that is says nothing of later predictions."""
+    return worker.cost is not None and not worker.cost.samples

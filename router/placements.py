@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from router.calibration import Calibration, urgency_of
 from router.candidate import Candidate, QueuedPrompt
+from router.decode_price import prompts_slowed
 from router.policy import Considered, Demand, FleetView, spread
 from router.predict import (
     LEAST_ERROR,
@@ -35,6 +36,7 @@ from router.predict import (
     within,
 )
 from router.shortlist import quickest_prompts, quickest_steps, quickest_texts, roomy
+from serving.step_cost import StepCost, StepLoad
 
 SHORTLIST = 4  # workers of each kind whose placements are predicted
 
@@ -127,6 +129,7 @@ class PlacementSearch:
         self.apart = calibration.apart(demand.texts)
         self._firsts: dict[str, FirstToken] = {}  # by instance: of prompts whose decode is elsewhere
         self._prefilling = frozenset(map(id, view.prefill))
+        self._choice = False  # prompts and decodes can be given to different workers
 
     def placements(self) -> list[PredictedPlacement]:
         """The shortlisted placements, on workers whose device holds the whole text and that have room, if any do."""
@@ -137,8 +140,8 @@ class PlacementSearch:
         split = quickest_steps([worker for worker in able if not worker.prefills], costs, SHORTLIST)
         mixed = quickest_texts(demand, [worker for worker in able if worker.prefills], costs, now, SHORTLIST)
         # Two mixed workers compute no prompts for each other: among these alone nobody else's prompts are wanted.
-        wanted = split or any(not worker.decodes for worker in view.prefill)
-        quickest = self._quickest() if wanted else []
+        self._choice = bool(split) or any(not worker.decodes for worker in view.prefill)
+        quickest = self._quickest() if self._choice else []
         found: list[PredictedPlacement] = []
         for decode in (*split, *mixed):
             self._pair(self._firsts_for(decode, quickest), self._further(decode), found)
@@ -180,7 +183,7 @@ class PlacementSearch:
         compute = prompt_seconds(worker, cost, demand.cached.get(worker.instance, 0), demand.tokens, tpot)
         prompt = QueuedPrompt(*self.turn, compute)
         queue = queue_seconds(worker, cost, prompt, now)
-        drift = self.calibration.first(worker.instance, self.urgency)
+        drift = self.calibration.first(worker.instance, self.urgency, both=worker.decodes)
         ttft, error, left = (queue + compute) * drift.factor, drift.error, demand.first_token_in
         chance = 1.0 if left is None else within(left, ttft, error)
         lost = queued_lost(worker, cost, prompt, drift, now)
@@ -194,19 +197,24 @@ class PlacementSearch:
         each = usual = self.calibration.tokens_a_step(instance)
         if self.apart:
             each = self.calibration.tokens_a_step(instance, self.apart)
-        mean, before = step, now_step
+        mean = step
         if worker.prompt_share:
-            prompt = others = beside_seconds(worker, cost, tokens, tpot)
-            if tpot is not None and ((tightest := worker.tightest_tpot) is None or tpot < tightest):
-                others = beside_seconds(worker, cost, tokens)
-            mean, before = token_seconds(worker, step, prompt), token_seconds(worker, now_step, others)
+            mean = token_seconds(worker, step, beside_seconds(worker, cost, tokens, tpot))
         held = held_seconds(cost, step / each, tpot) if worker.prefills else inf
         token, left = min(held, mean / each), backlog_seconds(worker, cost, self.now)
         pause = pause_seconds(worker, cost, step, tpot) / each if left else 0.0
-        drift = self.calibration.further(instance)
-        alone, beside = (now_step / usual, step / usual), (before / usual, mean / usual)
-        lost = others_lost(worker, cost, alone, beside, drift)
+        drift = self.calibration.further(instance, both=worker.prefills)
+        lost = others_lost(worker, cost, now_step / usual, step / usual)
+        if self._choice and worker.prefills:
+            lost += self._slowed(worker, cost, token)
         return FurtherTokens(worker, step, token, pause, left, held, drift.factor, drift.error, lost)
+
+    def _slowed(self, worker: Candidate, cost: StepCost, token: float) -> float:
+        """What prompts at this worker lose by a decode there, which gets a token in so many seconds."""
+        context = self.demand.tokens + self.output / 2
+        first = self.calibration.first(worker.instance, self.urgency, both=worker.decodes)
+        text = StepLoad(1, context, 1, context)
+        return prompts_slowed(worker, cost, text, self.output * token, self.tpot, first, self.now)
 
     def _alone(self, first: FirstToken) -> PredictedPlacement:
         """A request that needs no decode."""

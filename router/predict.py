@@ -289,20 +289,15 @@ def step_seconds(worker: Candidate, cost: StepCost, tokens: int, output: int) ->
     return cost.fixed + cost.token * rows + cost.pair * context + cost.sequence * rows + cost.context * context
 
 
-def others_lost(
-    worker: Candidate, cost: StepCost, alone: tuple[float, float], tokens: tuple[float, float], drift: Drift
-) -> float:
+def others_lost(worker: Candidate, cost: StepCost, before: float, after: float) -> float:
     """How many of the running sequences are expected to miss their TPOT objective because a request joins them.
 
-    Seconds a token before and after: in steps without prompts, and in the mean. Of a worker that computes prompts the
-    former count, and by how far its step cost is off: it gives prompts no more than the objectives leave
-    (prefill.chunking), so that TPOTs which vary with the prompts beside them are no risk that a request adds to.
+    Seconds a token before and after, in steps without prompts; they are off by as much as the step cost is. A worker
+    gives prompts no more than the objectives leave (prefill.chunking), and what a handoff kept others waiting is over:
+    so how far TPOTs have been off is no risk that a request adds to.
     """
-    factor, error = drift.factor, drift.error
-    (before, after) = tokens
-    if worker.prefills:
-        (before, after), factor, error = alone, 1.0, cost.error
-    before, after, sure, lost = before * factor, after * factor, sure_ratio(error), 0.0
+    error, lost = cost.error, 0.0
+    sure = sure_ratio(error)
     for objective, count in worker.objectives:
         lost += count * less_likely(objective, before, after, error, sure)
     return max(0.0, lost)

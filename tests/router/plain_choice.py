@@ -10,6 +10,7 @@ from math import exp, inf, log2, sqrt
 
 from router.calibration import URGENCIES, Calibration, Drift
 from router.candidate import Candidate, QueuedPrompt
+from router.decode_price import PRICE
 from router.goodput import KEPT, SCORE_BAND, USED_BAND
 from router.placements import SHORTLIST
 from router.policy import Considered, Decision, Demand, FleetView, PrefixAware, spread
@@ -30,7 +31,7 @@ from router.predict import (
     typical,
     within,
 )
-from serving.step_cost import StepCost, StepLoad
+from serving.step_cost import GAP, LEAST_CHUNK, StepCost, StepLoad
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class PlainChoice:
         self.view = view
         self.now = now
         self.workers = [*view.decode, *view.prefill]
+        self.choice = False  # prompts and decodes can be given to different workers
         self.tpot = demand.slo.tpot_ms / 1e3 if demand.slo.tpot_ms is not None else None
         self.output = max(2, demand.output)
         ttft = demand.slo.ttft_ms
@@ -119,6 +121,7 @@ class PlainChoice:
 
         split = sorted((worker for worker in able if not worker.prefills), key=self.step)[:SHORTLIST]
         mixed = sorted((worker for worker in able if worker.prefills), key=text)[:SHORTLIST]
+        self.choice = bool(split) or any(not worker.decodes for worker in view.prefill)
         return [self.pair(prefill, decode) for decode in (*split, *mixed) for prefill in self.feeds(decode, quickest)]
 
     def feeds(self, decode: Candidate, quickest: list[Candidate]) -> list[Candidate]:
@@ -144,7 +147,7 @@ class PlainChoice:
         queue, compute, ttft, error, chance, passed = self.first(
             prefill, self.tpot if own and decode.prefills else None
         )
-        drift = self.calibration.further(decode.instance)
+        drift = self.calibration.further(decode.instance, both=decode.prefills)
         each, usual = (
             self.calibration.tokens_a_step(decode.instance, apart)
             for apart in (self.calibration.apart(demand.texts), 0.0)
@@ -154,18 +157,19 @@ class PlainChoice:
         step = cost.seconds(StepLoad(rows, context, rows, context))
         held = held_seconds(cost, step / each, self.tpot) if decode.prefills else inf
         mean = token_seconds(decode, step, self.beside(decode, self.tpot))
-        before = token_seconds(decode, self.step(decode), self.beside(decode, None))
         left = backlog_seconds(decode, cost, self.now)
         pause = pause_seconds(decode, cost, step, self.tpot) / each if left else 0.0
         transfer = 0.0 if own else self.view.links.seconds(prefill.instance, decode.instance, demand.tokens)
         begun = queue if own else queue + compute
-        token = min(held, after_backlog(min(held, mean / each), pause, left - begun, tokens)) + transfer / tokens
+        usual_token = min(held, mean / each)
+        token = min(held, after_backlog(usual_token, pause, left - begun, tokens)) + transfer / tokens
         tpot = token * factor_of(drift)
         if self.tpot is not None:
             chance *= within(self.tpot, tpot, sqrt(drift.variance))
         raw = queue, compute, transfer, step, token, ttft, tpot, error, sqrt(drift.variance), self.urgency, self.due_in
-        now_step = self.step(decode)
-        lost = others_missed(decode, cost, (now_step / usual, step / usual), (before / usual, mean / usual), drift)
+        lost = others_missed(decode, cost, self.step(decode) / usual, step / usual)
+        if decode.prefills and self.choice:
+            lost += self.slowed(decode, self.output * usual_token)
         used = objectives_used(demand.slo, ttft, tpot, demand.output)
         return PlainPair(decode, prefill, Prediction(*raw), demand.weight * chance - lost - passed, used)
 
@@ -175,6 +179,26 @@ class PlainChoice:
         if not worker.prompt_share:
             return 0.0
         return cost.seconds(StepLoad.of(0, min(tokens, chunk_tokens(worker, cost, 0, tpot)))) - cost.fixed
+
+    def slowed(self, worker: Candidate, lasts: float) -> float:
+        """As router.decode_price says, with every chance computed."""
+        cost, most = self.cost(worker), worker.status.max_batched_tokens or 512
+        drift = self.calibration.first(worker.instance, self.urgency, both=worker.decodes)
+        context = self.demand.tokens + self.output / 2
+        rows = worker.decode_load + StepLoad(1, context, 1, context)
+        objectives = [each for each in (worker.tightest_tpot, self.tpot) if each is not None]
+        chunk = max(1, most - rows.new_tokens)
+        if objectives:
+            paced = cost.chunk_within(cost.pause_seconds(min(objectives)) / GAP, 0, rows, chunk)
+            chunk = max(min(LEAST_CHUNK, chunk), paced)
+        beside = (cost.seconds(rows) + cost.chunk_seconds(0, chunk) - cost.fixed) / chunk
+        slower = beside / ((cost.fixed + cost.chunk_seconds(0, most) - cost.fixed) / most)
+        late, error = 0.0, sqrt(drift.variance)
+        for kind in worker.arrivals if slower > 1.0 else ():
+            before = (backlog_seconds(worker, cost, self.now) + kind.seconds) * factor_of(drift)
+            early = within(kind.limit, before, error)
+            late += kind.rate * lasts * (early - within(kind.limit, before * slower, error))
+        return PRICE * late / rows.sequences
 
     def first(self, worker: Candidate, tpot: float | None) -> tuple[float, float, float, float, float, float]:
         """Queue, compute, TTFT, its error, the chance that it is in time, and the requests that are not because of it.
@@ -188,7 +212,8 @@ class PlainChoice:
         compute = cost.prompt_seconds(start, demand.tokens, chunk, beside=beside)
         prompt = QueuedPrompt(*demand.turn(self.now), compute)
         queue = queue_seconds(worker, cost, prompt, self.now)
-        drift, left = self.calibration.first(worker.instance, self.urgency), demand.first_token_in
+        drift = self.calibration.first(worker.instance, self.urgency, both=worker.decodes)
+        left = demand.first_token_in
         ttft, error = (queue + compute) * factor_of(drift), sqrt(drift.variance)
         chance = 1.0 if left is None else within(left, ttft, error)
         lost = queued_lost(worker, cost, prompt, drift, self.now)
@@ -223,15 +248,9 @@ def newcomers_missed(
     return lost
 
 
-def others_missed(
-    worker: Candidate, cost: StepCost, alone: tuple[float, float], tokens: tuple[float, float], drift: Drift
-) -> float:
+def others_missed(worker: Candidate, cost: StepCost, before: float, after: float) -> float:
     """As router.predict.others_lost says, with every chance computed."""
-    factor, error, (before, after) = factor_of(drift), sqrt(drift.variance), tokens
-    if worker.prefills:
-        (before, after), factor, error = alone, 1.0, cost.error
     lost = 0.0
     for objective, count in worker.objectives:
-        early = within(objective, before * factor, error)
-        lost += count * (early - within(objective, after * factor, error))
+        lost += count * (within(objective, before, cost.error) - within(objective, after, cost.error))
     return max(0.0, lost)

@@ -66,8 +66,8 @@ def test_a_shorter_queue_is_worth_more_than_fewer_rows_whose_pace_prompts_have_v
     """Steps of either take a tenth of the objective, so nobody there will miss it because of one more row."""
     policy = Goodput()
     for observed in (0.02, 0.2) * 100:
-        policy.calibration.further_tokens("other-1", 0.06, observed)
-    assert policy.calibration.further("other-1").error > 1.0
+        policy.calibration.further_tokens("other-1", 0.06, observed, both=True)
+    assert policy.calibration.further("other-1", both=True).error > 1.0
     few = worker("few", rows=2, waiting_seconds=0.4, waiting_tokens=800)
     many = worker("many", rows=8)
     assert choose(wanting(), few, many, policy=policy).prefill is many

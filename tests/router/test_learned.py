@@ -61,7 +61,7 @@ def test_what_was_known_to_be_late_teaches_only_that_it_was_not(came: float) -> 
     assert decision.predicted is not None and decision.predicted.ttft > 1.0
     for _ in range(300):
         policy.observed(decision, ttft=came)
-    learned = policy.calibration.first("w-life", decision.predicted.urgency).count
+    learned = policy.calibration.first("w-life", decision.predicted.urgency, both=True).count
     assert learned == (300 if came <= 0.15 * LATE else 0)
 
 
@@ -70,7 +70,7 @@ def test_a_text_that_goes_on_is_due_at_no_time_that_predictions_know() -> None:
     decision = choose(replace(wanting(), first_token_in=0.01, build=build), worker("w"), policy=policy)
     assert decision.predicted is not None and decision.predicted.due_in == math.inf
     policy.observed(decision, ttft=3.0)
-    assert policy.calibration.first("w-life", decision.predicted.urgency).count == 1
+    assert policy.calibration.first("w-life", decision.predicted.urgency, both=True).count == 1
 
 
 @given(st.floats(1.0, 4.0))
@@ -115,9 +115,9 @@ def test_workers_are_told_apart_by_what_is_no_chance(seed: int, count: int, nois
                     known.first_token(name, 1.0, met)
 
     observe(dict.fromkeys(names, 1.2))
-    every = known._first[0]._all.mean
+    every = known._first[False][0]._all.mean
     for name in names:
-        assert abs(known.first(name).mean - every) <= abs(known._first[0]._own[name].mean - every) + 1e-9
+        assert abs(known.first(name).mean - every) <= abs(known._first[False][0]._own[name].mean - every) + 1e-9
     observe({name: 3.0 if name == "w0" else 1.0 for name in names})
     assert known.first("w0").factor > 1.5 * max(known.first(name).factor for name in names[1:])
 
@@ -145,7 +145,7 @@ def test_workers_without_number_take_bounded_memory() -> None:
     known = Calibration()
     for n in range(10_000):
         known.first_token(str(n), 1.0, 2.0)
-    assert len(known._first[0]._own) == MOST_WORKERS and known.first("9999").count == 1
+    assert len(known._first[False][0]._own) == MOST_WORKERS and known.first("9999").count == 1
 
 
 def test_one_strange_observation_does_not_decide() -> None:
@@ -158,7 +158,7 @@ def test_one_strange_observation_does_not_decide() -> None:
     known.first_token("w", 1.0, 0.0)
     for n in range(5000):
         known.further_tokens(f"w{n}", 1.0, 1.0)
-    assert len(known._further._own) <= MOST_WORKERS
+    assert len(known._further[False]._own) <= MOST_WORKERS
 
 
 def test_links_learn_what_their_handoffs_cost() -> None:
