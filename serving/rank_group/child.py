@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
+from serving.channel import Channel, ChannelClosed, ChannelLate
 from serving.child_process import helper_environ, module_command
 from serving.expert_parallel.exchange import RankLost
 from serving.expert_parallel.processes import is_ending
 from serving.logs import handed_down
-from serving.rank_group.channel import Channel, ChannelClosed, ChannelLate
 
 RANK_MODULE = "serving.rank_group.rank_process"
 ALSO_NEEDED = ("CXX", "XDG_CACHE_HOME", "OMP_WAIT_POLICY")  # by which kernels are found, and threads wait

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 
-from serving.rank_group.channel import Channel
+from serving.channel import Channel
 
 EXIT = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # the system call that ends one thread
 LAST_WORD = "the last word"

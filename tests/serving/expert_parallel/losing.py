@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, Store
 from serving.expert_parallel.all_to_all import GROUP_END
 from serving.expert_parallel.exchange import ExchangeShape, RankLost, Rows
 from tests.serving.expert_parallel.groups import join, made_of, random_experts, weights_of
-from tests.serving.expert_parallel.ranks import open_descriptors
+from tests.serving.expert_parallel.ranks import left_open
 from tests.serving.half_ended import end_main_thread
 
 RUNNING = "running"
@@ -48,7 +48,7 @@ def exchange_until_lost(
         for thread in threading.enumerate():
             if thread.name == GROUP_END:
                 thread.join()
-        answers.send(open_descriptors())
+        answers.send(left_open())
 
 
 def exchange_and_end(rank: int, store: Store, answers: Connection, kind: str, ranks: int, deadline: float) -> None:
