@@ -210,7 +210,7 @@ async def test_a_commit_with_kv_missing_is_refused_at_once(worker: Direct, sessi
     grant = await worker.lease(session, PROMPT)
     assert await worker.stalled(grant.lease) == WHOLE
     with pytest.raises(CorruptChunk, match="missing"):
-        await asyncio.wait_for(worker.decode.commit(sealed_commit(grant.lease, 1)), 5)
+        await asyncio.wait_for(worker.decode.commit(sealed_commit(grant.lease, 1)), 30)
     with pytest.raises(CorruptChunk, match="order"):
         await worker.decode.receive(chunk(grant.lease, 0, 14))
 

@@ -21,7 +21,7 @@ def test_a_service_that_listens_everywhere_is_reached_where_it_says(monkeypatch:
         listening.listen()
         port = listening.getsockname()[1]
         host, _, told = announced(ClusterConfig(grpc_host="0.0.0.0"), port, ["localhost:1"]).rpartition(":")
-        socket.create_connection((host.strip("[]"), int(told)), timeout=2).close()
+        socket.create_connection((host.strip("[]"), int(told)), timeout=30).close()
 
 
 @pytest.mark.parametrize("peers", [[], ["nonsense"], ["127.0.0.1:port"], ["nonsense", "127.0.0.1:1"]])

@@ -285,7 +285,7 @@ async def test_who_waits_when_the_lanes_close_is_told(tokenizer: Tokenizer) -> N
         stop(pid)
         tasks = [asyncio.create_task(work.run(prepare, completion(9000), HEAD)) for _ in range(3)]
         await begun(work)
-        await asyncio.wait_for(work.close(), 2.0)
+        await asyncio.wait_for(work.close(), 30.0)
         for task in [*tasks, asyncio.create_task(work.run(prepare, completion(9000), HEAD))]:
             with pytest.raises(Unavailable) as caught:
                 await task
