@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -95,8 +96,8 @@ def keep_store(_: int, store: TCPStore, answers: Connection) -> None:
 
 
 def left_open() -> list[str]:
-    """What this process has open, its threads, and the shared memory that it maps."""
-    threads = [f"thread {name.read_text().strip()}" for name in Path("/proc/self/task").glob("*/comm")]
+    """What this process has open, its Python threads, and the shared memory that it maps."""
+    threads = [f"thread {thread.name}" for thread in threading.enumerate()]
     maps = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:" in line]
     return sorted([*open_descriptors(), *threads, *(f"maps {name}" for name in maps)])
 
