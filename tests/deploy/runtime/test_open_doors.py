@@ -91,6 +91,7 @@ def test_every_command_refuses_before_it_loads_anything(
 ) -> None:
     for name in ("MILLRACE_API_KEY", "MILLRACE_CLUSTER_KEY", "VLLM_API_KEY", "MILLRACE_INSECURE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("deploy.cli.leave_at_once_on_signals", lambda: None)  # it would hold for all tests after this
     model = [] if arguments[0] == "kvcache" else [str(tmp_path / "no-model")]
     assert main([arguments[0], *model, *arguments[1:]]) == 2
     assert told in capsys.readouterr().err
