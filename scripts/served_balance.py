@@ -71,11 +71,14 @@ def step_table(steps: Sequence[Step]) -> Iterator[str]:
     yield f"steps: {len(steps)}; {len(pairs)} of them have {most} sequences and no prompt, median {1e3 * median:.1f} ms"
     cells = ["steps in which", "number", "median ms", "p99", "longest", "longest / median of all"]
     cells += ["CPU ms, median", "p99", "longest"]
+    cells += ["without waits for a core: median", "p99", "longest", "longest / median"]
     yield "| " + " | ".join(cells) + " |\n" + "| --- " * len(cells) + "|"
     for name, chosen in kinds.items():
         if len(chosen) > 1:
             took, cpu = ([getattr(step, one) for step in chosen] for one in ("seconds", "cpu_seconds"))
             cells = [name, f"{len(chosen)}", *figures(took), f"{max(took) / median:.2f}", *figures(cpu)]
+            running = [step.seconds - min(step.core_seconds, step.seconds) for step in chosen]
+            cells += [*figures(running), f"{max(running) / statistics.median(running):.2f}"]
             yield "| " + " | ".join(cells) + " |"
 
 
@@ -87,7 +90,8 @@ def figures(seconds: Sequence[float]) -> list[str]:
 
 def budget_lines(steps: Sequence[Step], spread: SpreadModel) -> Iterator[str]:
     ranks, balancing = spread.ranks, spread.ranks.balancing
-    assert balancing is not None
+    if balancing is None:
+        return
     allowed = ranks.configured * (balancing.bytes_per_second + min(CHUNK, balancing.bytes_per_second))
     most, first = 0, 0
     for step in steps:
@@ -110,13 +114,16 @@ def main() -> None:
     parser.add_argument("--redundant", type=int, default=4, help="slots beyond one for each of 16 experts")
     parser.add_argument("--megabytes", type=float, default=4.0, help="of weights a second that a rank may copy")
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--still", action="store_true", help="no expert moves: what the machine does by itself")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = write_model(Path(folder), ModelSize())
         print(f"{args.ranks} ranks, {args.clients} clients, load averages {loads()}", flush=True)
         torch.set_num_threads(1)
         wanted = asyncio.run(alone(path, args.clients))
-        balancing = Balancing(policy=POLICY, interval=INTERVAL, bytes_per_second=args.megabytes * 1e6)
+        balancing = (
+            None if args.still else Balancing(policy=POLICY, interval=INTERVAL, bytes_per_second=args.megabytes * 1e6)
+        )
         torch.set_num_threads(args.ranks)
         spread = load_spread(
             path, "float32", None, args.ranks, DEADLINE, redundant=args.redundant, balancing=balancing

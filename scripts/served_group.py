@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import random
+import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -98,6 +99,7 @@ class Step:
     began: float  # seconds on the engine's clock
     seconds: float
     cpu_seconds: float  # of the thread that computes, since the step before
+    core_seconds: float  # that the rank which waited longest for a core had to wait for it, since the step before
     sequences: int
     prompt_tokens: int
     moved_bytes: int  # of all ranks so far
@@ -112,6 +114,7 @@ class Steps(TraceWriter):
         self.found: list[Step] = []
         self._ranks = None if spread is None else spread.ranks
         self._cpu, self._times = time.thread_time(), 0
+        self._waited: dict[tuple[int, int], float] = {}
         self._placed: Placements = ()
 
     def step(self, record: StepRecord) -> None:
@@ -125,12 +128,27 @@ class Steps(TraceWriter):
                 began=record.began,
                 seconds=record.step_seconds,
                 cpu_seconds=cpu - before,
+                core_seconds=self._core_seconds(),
                 sequences=record.load.sequences,
                 prompt_tokens=record.prompt_tokens,
                 moved_bytes=moved,
                 placements=self._times,
             )
         )
+
+    def _core_seconds(self) -> float:
+        others = () if self._ranks is None else self._ranks.others
+        threads = [(os.getpid(), threading.get_native_id()), *((one.process.pid, one.process.pid) for one in others)]
+        before, self._waited = self._waited, {thread: waited_for_core(*thread) for thread in threads}
+        return max(waited - before.get(thread, waited) for thread, waited in self._waited.items())
+
+
+def waited_for_core(process: int, thread: int) -> float:
+    """Seconds so far in which it could have run and did not; 0 where the kernel does not count them."""
+    try:
+        return int(Path(f"/proc/{process}/task/{thread}/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 class Silent:

@@ -16,6 +16,7 @@ import random
 import signal
 import statistics
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -79,8 +80,14 @@ def gap_at(times: Sequence[float], when: float) -> float:
 
 
 def opened() -> Counter[str]:
-    """What this process has open, by kind, and what lies in /dev/shm but semaphores, which nothing here uses."""
+    """What this process has open, by kind, its threads, tasks and maps of shared memory, and what lies in /dev/shm.
+
+    But for semaphores, which nothing here uses.
+    """
     found: Counter[str] = Counter(str(path) for path in SHARED.iterdir() if not path.name.startswith("sem."))
+    found.update(f"thread {thread.name}" for thread in threading.enumerate())
+    found.update(f"task {task.get_coro().__qualname__}" for task in asyncio.all_tasks())  # type: ignore[union-attr]
+    found.update(line.split()[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:" in line)
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
             found[os.readlink(entry).partition(":")[0].partition(" ")[0]] += 1  # noqa: PTH115 - a pipe has no path
@@ -126,7 +133,7 @@ def columns(found: Sequence[Loss]) -> list[list[float]]:
 
 HEADER = (
     "ranks", "signal", "copies", "times", "noticed ms", "stalled ms", "a client's wait ms", "back after ms",
-    "rejoin stalls ms", "steps repeated", "experts loaded", "texts that differ", "descriptors and /dev/shm: more",
+    "rejoin stalls ms", "steps repeated", "experts loaded", "texts that differ", "left open: more",
 )  # fmt: skip
 
 

@@ -1,23 +1,23 @@
 """Plans new placements in a process of its own: seconds of Python would hold up the steps of a rank beside them.
 
-Arrays go there and come back as bytes. `python -m serving.expert_parallel.planner` is that process.
+It is started for the first plan and kept for the next: to start one holds up the other threads of this process too.
+`python -m serving.expert_parallel.planner DESCRIPTOR` is that process.
 """
 
 from __future__ import annotations
 
-import io
-import json
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
+from serving.channel import Channel, ChannelClosed, ChannelLate
 from serving.child_process import helper_environ, module_command
 from serving.expert_parallel.replanning import BalancePolicy, LayerCommit, replanned
 from serving.expert_parallel.stages import SlotChange
@@ -25,47 +25,82 @@ from serving.model.expert_balance import ExpertPlacement
 
 PLANNING_SECONDS = 300.0
 LOOK_SECONDS = 0.1
+TELLING_SECONDS = 10.0  # that a process may take to listen
 NICE = 10  # the process gives way to those that serve
 
 
-def planned(
-    placements: Sequence[ExpertPlacement],
-    loads: NDArray[np.float64],
-    policy: BalancePolicy,
-    look: Callable[[], object] = lambda: None,
-) -> bytes:
-    """The commits of `replanned`, for loads [L, E], as `unpacked` reads them. Raises SubprocessError.
+class PlanningFailed(Exception):
+    """There is no plan this time; the next may succeed."""
 
-    `look` is called every LOOK_SECONDS; what it raises ends the process.
-    """
-    words = json.dumps({"experts": placements[0].experts, "policy": asdict(policy)}).encode()
-    slots, told = np.array([one.slots for one in placements]), np.frombuffer(words, dtype=np.uint8)
-    given: bytes | None = _joined(slots, loads, told)
-    command = ("nice", "-n", str(NICE), *module_command("serving.expert_parallel.planner"))
-    process = subprocess.Popen(  # noqa: S603 - our own module
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=helper_environ(os.environ),
-    )
-    until = time.monotonic() + PLANNING_SECONDS
-    answer: bytes | None = None
-    with process:
+
+class PlanningProcess:
+    """One after the other asks it for plans. Close it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+
+    def planned(
+        self,
+        placements: Sequence[ExpertPlacement],
+        loads: NDArray[np.float64],
+        policy: BalancePolicy,
+        look: Callable[[], object] = lambda: None,
+    ) -> bytes:
+        """The commits of `replanned`, for loads [L, E], as `unpacked` reads them. Raises PlanningFailed.
+
+        `look` is called every LOOK_SECONDS; what it raises ends the process.
+        """
+        channel, answered = self._channel or self._started(), False
         try:
-            while answer is None:
-                try:
-                    answer, _ = process.communicate(given, LOOK_SECONDS)
-                except subprocess.TimeoutExpired:
-                    if time.monotonic() >= until:
-                        raise
-                    given = None  # it is on its way
-                    look()
+            channel.send((list(placements), loads.tolist(), policy), TELLING_SECONDS)
+            answer = _answer(channel, look)
+            answered = True
+        except (ChannelClosed, ChannelLate) as error:
+            raise PlanningFailed("the process that plans has ended, or is late") from error
         finally:
+            if not answered:
+                self.close()
+        return answer
+
+    def _started(self) -> Channel:
+        channel, theirs = Channel.pair()
+        with theirs:
+            self._channel = channel
+            self._process = subprocess.Popen(  # noqa: S603 - our own module
+                (
+                    *("nice", "-n", str(NICE)),
+                    *module_command("serving.expert_parallel.planner"),
+                    str(theirs.fileno()),
+                ),
+                pass_fds=(theirs.fileno(),),
+                env=helper_environ(os.environ),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the leader, which closes it
+            )
+        return channel
+
+    def close(self) -> None:
+        """End the process. Safe to repeat; another plan starts the next."""
+        process, channel, self._process, self._channel = self._process, self._channel, None, None
+        if channel is not None:
+            channel.close()
+        if process is not None:
             process.kill()
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
-    return answer
+            process.wait()
+
+
+def _answer(channel: Channel, look: Callable[[], object]) -> bytes:
+    """Raises ChannelClosed, and ChannelLate after PLANNING_SECONDS."""
+    until = time.monotonic() + PLANNING_SECONDS
+    while True:
+        try:
+            word: bytes = channel.receive(LOOK_SECONDS)
+            return word
+        except ChannelLate:
+            if time.monotonic() >= until:
+                raise
+            look()
 
 
 def packed(commits: Sequence[LayerCommit]) -> bytes:
@@ -86,19 +121,14 @@ def unpacked(stored: bytes) -> list[LayerCommit]:
     ]
 
 
-def _joined(*arrays: NDArray[np.generic]) -> bytes:
-    stream = io.BytesIO()
-    for array in arrays:
-        np.save(stream, array, allow_pickle=False)
-    return stream.getvalue()
-
-
 def main() -> None:
-    stream = io.BytesIO(sys.stdin.buffer.read())
-    slots, loads, words = (np.load(stream, allow_pickle=False) for _ in range(3))
-    told = json.loads(words.tobytes())
-    placements = [ExpertPlacement(tuple(map(tuple, layer)), told["experts"]) for layer in slots.tolist()]
-    sys.stdout.buffer.write(packed(replanned(placements, loads.tolist(), BalancePolicy(**told["policy"]))))
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    while True:
+        try:
+            placements, loads, policy = channel.receive(None)
+        except ChannelClosed:
+            return
+        channel.send(packed(replanned(placements, loads, policy)), TELLING_SECONDS)
 
 
 if __name__ == "__main__":

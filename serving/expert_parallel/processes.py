@@ -1,4 +1,8 @@
-"""Watches the processes of a group's other ranks on this host: whether one has ended is known at once, by its pidfd."""
+"""Watches the processes of a group's other ranks on this host: whether one has ended, or is about to.
+
+The kernel signals a pidfd, and closes sockets, when it has freed the memory of a process that is killed: some 50 ms
+later for one that has loaded torch. It marks the process as exiting before that.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,10 @@ import os
 import select
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
+
+EXITING = 0x4  # PF_EXITING of the kernel's task flags
+FLAGS = 6  # their place in /proc/PID/stat after the command's name
 
 
 class ProcessWatch:
@@ -14,19 +22,25 @@ class ProcessWatch:
     def __init__(self, pids: Mapping[int, int]) -> None:
         """A process that has ended already is taken for one that ends now."""
         self.descriptors: dict[int, int] = {}
+        self.pids: dict[int, int] = {}  # of those that have a descriptor
         self._ended: set[int] = set()
         for rank, pid in pids.items():
             try:
                 self.descriptors[rank] = os.pidfd_open(pid)
+                self.pids[rank] = pid
             except ProcessLookupError:
                 self._ended.add(rank)
 
     def ended(self, wait_seconds: float = 0.0) -> int | None:
-        """A rank whose process has ended, the lowest; None where all live on after this wait."""
-        return min(self.all_ended(wait_seconds), default=None)
+        """A rank whose process has ended or is ending, the lowest; None where all live on after this wait.
+
+        Its main thread has stopped for good; others of the process may write for a moment yet.
+        """
+        ended = self.all_ended(wait_seconds) or {rank for rank, pid in self.pids.items() if is_ending(pid)}
+        return min(ended, default=None)
 
     def all_ended(self, wait_seconds: float = 0.0) -> set[int]:
-        """The ranks whose processes have ended; none where all live on after this wait."""
+        """The ranks whose processes have ended, with all their threads; none where all live on after this wait."""
         if self._ended:
             wait_seconds = 0.0
         poller = select.poll()
@@ -40,3 +54,16 @@ class ProcessWatch:
             with suppress(OSError):
                 os.close(descriptor)
         self.descriptors.clear()
+        self.pids.clear()
+
+
+def is_ending(pid: int) -> bool:
+    """Whether the main thread of this process exits or has exited. False where the system does not tell.
+
+    A number that another process has by now is one whose first process has ended.
+    """
+    try:
+        told = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+    return bool(int(told.rpartition(b")")[2].split()[FLAGS]) & EXITING)

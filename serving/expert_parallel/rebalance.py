@@ -8,7 +8,6 @@ boundary, without a message or a wait. What a row's experts compute does not cha
 from __future__ import annotations
 
 import logging
-import subprocess
 import threading
 import time
 from collections import deque
@@ -28,7 +27,7 @@ from serving.expert_parallel.exchange import RankLost
 from serving.expert_parallel.expert_statistics import ExpertStatistics
 from serving.expert_parallel.layer import ExpertParallelMlp, moe_layers
 from serving.expert_parallel.physical import PhysicalExperts
-from serving.expert_parallel.planner import packed, planned, unpacked
+from serving.expert_parallel.planner import PlanningFailed, PlanningProcess, packed, unpacked
 from serving.expert_parallel.replanning import BalancePolicy, LayerCommit
 from serving.expert_parallel.rounds import RoundBoard, RoundsEnded
 from serving.expert_parallel.stages import LayerBuffers
@@ -99,6 +98,7 @@ class LiveRebalance:
         self._window = np.zeros((len(layers), placements[0].experts))
         self._placements = list(placements)
         self._changed = threading.Condition()
+        self._planner = PlanningProcess()
         self._ready: deque[_Prepared] = deque()
         self._last = [0] * len(layers)  # the number of each layer's last commit
         self._switched, self._steps, self._longest = 0, 0, 0.0
@@ -163,6 +163,7 @@ class LiveRebalance:
         with self._changed:
             self._changed.notify()
         self._thread.join()
+        self._planner.close()
         self._copies.close()
 
     def _work(self) -> None:
@@ -201,8 +202,8 @@ class LiveRebalance:
         found = [one.imbalance(loads) for one, loads in zip(placements, self._window.tolist(), strict=True)]
         self._done = replace(self._done, imbalance=tuple(found))
         try:
-            return planned(placements, self._window, self._policy, lambda: self._pace(0))
-        except subprocess.SubprocessError as error:
+            return self._planner.planned(placements, self._window, self._policy, lambda: self._pace(0))
+        except PlanningFailed as error:
             log.error("no plan for the experts in this round: %s", error)
             return packed(())
 

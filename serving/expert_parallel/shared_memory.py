@@ -49,9 +49,11 @@ class SharedMemoryExchange(RoundTrips):
         self._functions = functions()
         self._segments, self._watch = segments, watch
         addresses = (ctypes.c_void_p * shape.ranks)(*(memory.ctypes.data for memory in segments))
-        pidfds = (ctypes.c_int32 * shape.ranks)(*(watch.descriptors.get(other, -1) for other in range(shape.ranks)))
+        numbers = ctypes.c_int32 * shape.ranks
+        pidfds = numbers(*(watch.descriptors.get(other, -1) for other in range(shape.ranks)))
+        pids = numbers(*(watch.pids.get(other, -1) for other in range(shape.ranks)))
         self._exchange: int | None = self._functions.create(
-            c_shape(shape, rank), addresses, pidfds, int(deadline * 1e9), int(spin * 1e9)
+            c_shape(shape, rank), addresses, pidfds, pids, int(deadline * 1e9), int(spin * 1e9)
         )
         self._counted = self._functions.traffic(self._exchange).contents
         self._loss = self._functions.loss(self._exchange).contents

@@ -16,7 +16,7 @@ from serving.expert_parallel.bounded import BoundedStore, StoreUnavailable
 from serving.expert_parallel.exchange import RankLost
 from serving.expert_parallel.processes import ProcessWatch
 
-POLL = timedelta(milliseconds=20)  # between looks at the processes of the others
+POLL = timedelta(milliseconds=5)  # between looks at the processes of the others
 WAITING = 0.25  # of the deadline: how long a rank waits before it says so
 ROLL_CALL = 0.75  # of the deadline: how long, at most, a rank that has given up waits to hear who else waits
 FIRST = "lost"  # under which the store has the rank that was lost first

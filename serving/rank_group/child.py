@@ -13,14 +13,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
+from serving.channel import Channel, ChannelClosed, ChannelLate
 from serving.child_process import helper_environ, module_command
 from serving.expert_parallel.exchange import RankLost
+from serving.expert_parallel.processes import is_ending
 from serving.logs import handed_down
-from serving.rank_group.channel import Channel, ChannelClosed, ChannelLate
 
 RANK_MODULE = "serving.rank_group.rank_process"
 ALSO_NEEDED = ("CXX", "XDG_CACHE_HOME", "OMP_WAIT_POLICY")  # by which kernels are found, and threads wait
 ENDED = "its process has ended"
+LOOK_SECONDS = 0.005  # between looks, while an answer is awaited, whether the process is ending
 
 Word = TypeVar("Word")
 
@@ -63,9 +65,27 @@ class RankProcess:
     def hear(self, seconds: float) -> object:
         """Its next answer. Raises RankLost."""
         with self._heard(seconds):
-            word = self.channel.receive(seconds)
+            word = self._received(time.monotonic() + seconds)
         self.owed -= 1
         return word
+
+    def _received(self, until: float) -> object:
+        """Its next word by this time. Raises ChannelClosed, ChannelLate."""
+        ending = False
+        while True:
+            try:
+                return self.channel.receive(LOOK_SECONDS if ending else min(LOOK_SECONDS, until - time.monotonic()))
+            except ChannelLate as error:
+                if ending:  # what it has said before it ended is there already
+                    raise ChannelClosed from error
+                ending = self.ending
+                if not ending and time.monotonic() >= until:
+                    raise
+
+    @property
+    def ending(self) -> bool:
+        """Whether it says nothing any more: its socket closes only when its memory has been freed."""
+        return is_ending(self.process.pid)
 
     def answer(self, kind: type[Word], seconds: float) -> Word:
         """Its next answer, of this kind. Raises RankLost."""

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 LOADING_SECONDS = 60.0  # for experts that nobody holds any more
 GRACE = 0.1  # of the deadline: for a rank that others miss and that is alive nevertheless
-LOOK_SECONDS = 0.02
+LOOK_SECONDS = 0.005
 
 Processes = Mapping[int, RankProcess]
 
@@ -140,11 +140,13 @@ class GroupEpochs:
             longest = self._deadline * (1 + GRACE)
             if not late or (not unmissed and waited >= GRACE * self._deadline) or waited >= longest:
                 return reports
-            for rank in self._readable(late):
+            readable = self._readable(late)
+            for rank in readable:
                 try:
                     reports |= self._heard_of(rank, longest - waited)
                 except RankLost:
                     gone.add(rank)
+            gone |= {rank for rank in late.difference(readable) if self.others[rank].ending}
 
     def _readable(self, ranks: set[int]) -> list[int]:
         """Those that have something to say, or have closed, in a moment."""

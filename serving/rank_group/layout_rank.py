@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import FileStore
 
+from serving.channel import Channel
 from serving.expert_parallel.bounded import StoreUnavailable
 from serving.expert_parallel.exchange import RankLost
 from serving.loader.loading import LoadedModel, load
@@ -20,7 +21,6 @@ from serving.parallel.applying import apply_parallel
 from serving.parallel.holding import hold_share
 from serving.parallel.joining import ParallelRank
 from serving.parallel.layout import ParallelLayout
-from serving.rank_group.channel import Channel
 from serving.rank_group.layout_forward import gives_rows
 from serving.rank_group.layout_messages import LayoutDone, LayoutMet, LoadLayout, MeetLayout, RunLayout
 from serving.rank_group.messages import ShareLoaded, UsePlanes

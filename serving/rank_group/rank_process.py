@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from serving.channel import Channel, ChannelClosed
 from serving.errors import MISTAKES
 from serving.expert_parallel.bounded import StoreUnavailable
 from serving.expert_parallel.exchange import ExchangeUnavailable, RankLost
@@ -26,7 +27,6 @@ from serving.loader.loading import LoadedModel
 from serving.logs import setup_helper
 from serving.malloc import keep_freed_memory
 from serving.model.decoder import Planes
-from serving.rank_group.channel import Channel, ChannelClosed
 from serving.rank_group.layout_messages import LoadLayout
 from serving.rank_group.layout_rank import serve_layout
 from serving.rank_group.member import EpochMember, loader_of

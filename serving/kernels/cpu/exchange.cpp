@@ -6,6 +6,7 @@
 
 #include "exchange_layout.h"
 #include "exchange_rows.h"
+#include "process_end.h"
 #include "relax.h"
 
 #include <errno.h>
@@ -49,6 +50,7 @@ struct Exchange {
     Layout layout;
     std::vector<uint8_t*> segments;
     std::vector<pollfd> processes;
+    std::vector<int32_t> pids;
     int64_t deadline_ns, spin_ns;
     uint32_t dispatched = 0, received = 0, returned = 0, combined = 0;  // sequence numbers of what was begun and finished
     Trip trips[2];
@@ -145,9 +147,10 @@ struct Exchange {
     }
 
     bool all_alive() {
-        if (poll(processes.data(), processes.size(), 0) <= 0) return true;
+        poll(processes.data(), processes.size(), 0);
         for (int rank = 0; rank < shape.ranks; ++rank)
-            if (processes[rank].revents && !state(rank).left.load(std::memory_order_acquire)) return lose(rank, DEAD);
+            if ((processes[rank].revents || is_ending(pids[rank])) && !state(rank).left.load(std::memory_order_acquire))
+                return lose(rank, DEAD);
         return true;
     }
 
@@ -295,10 +298,11 @@ extern "C" {
 int64_t millrace_exchange_bytes(const ExchangeShape* shape) { return Layout(*shape).bytes(); }
 
 Exchange* millrace_exchange_create(const ExchangeShape* shape, uint8_t* const* segments, const int32_t* pidfds,
-                                   int64_t deadline_ns, int64_t spin_ns) {
+                                   const int32_t* pids, int64_t deadline_ns, int64_t spin_ns) {
     Exchange* exchange = new Exchange(*shape);
     exchange->segments.assign(segments, segments + shape->ranks);
     for (int rank = 0; rank < shape->ranks; ++rank) exchange->processes.push_back({pidfds[rank], POLLIN, 0});
+    exchange->pids.assign(pids, pids + shape->ranks);
     exchange->deadline_ns = deadline_ns;
     exchange->spin_ns = spin_ns;
     exchange->counts.resize(shape->ranks);

@@ -41,9 +41,10 @@ extern "C" {
 // Bytes of one rank's segment.
 int64_t millrace_exchange_bytes(const ExchangeShape* shape);
 
-// `segments` are where each rank's begins, the own one writable and zeroed; `pidfds` one for each rank, -1 for none.
+// `segments` are where each rank's begins, the own one writable and zeroed; `pidfds` and process
+// numbers one for each rank, -1 for none.
 Exchange* millrace_exchange_create(const ExchangeShape* shape, uint8_t* const* segments, const int32_t* pidfds,
-                                   int64_t deadline_ns, int64_t spin_ns);
+                                   const int32_t* pids, int64_t deadline_ns, int64_t spin_ns);
 void millrace_exchange_destroy(Exchange* exchange);
 
 // Tells the others that this rank takes part no longer.

@@ -13,9 +13,11 @@ from torch.distributed import PrefixStore, Store
 from serving.expert_parallel.all_to_all import GROUP_END
 from serving.expert_parallel.exchange import ExchangeShape, RankLost, Rows
 from tests.serving.expert_parallel.groups import join, made_of, random_experts, weights_of
-from tests.serving.expert_parallel.ranks import open_descriptors
+from tests.serving.expert_parallel.ranks import left_open
+from tests.serving.half_ended import end_main_thread
 
 RUNNING = "running"
+EXCHANGES = 3  # before a rank tells that it runs
 
 
 def shape_of(ranks: int) -> ExchangeShape:
@@ -35,7 +37,7 @@ def exchange_until_lost(
         try:
             for step in range(1_000_000):
                 exchange.combine(made_of(exchange.dispatch(Rows(rows), physical), 0), weights_of(physical))
-                if step == 3:
+                if step == EXCHANGES:
                     answers.send(RUNNING)
         except RankLost as lost:
             seen = (lost.rank, lost.reason, time.monotonic())
@@ -46,4 +48,16 @@ def exchange_until_lost(
         for thread in threading.enumerate():
             if thread.name == GROUP_END:
                 thread.join()
-        answers.send(open_descriptors())
+        answers.send(left_open())
+
+
+def exchange_and_end(rank: int, store: Store, answers: Connection, kind: str, ranks: int, deadline: float) -> None:
+    """As many exchanges as it takes the others to run; then the process is ending for as long as it is let."""
+    shape = shape_of(ranks)
+    exchange = join(kind, shape, rank, PrefixStore("trial0", store), deadline)
+    physical = random_experts(4, shape.top_k, ranks * shape.slots, torch.Generator().manual_seed(rank))
+    for _ in range(EXCHANGES + 1):
+        received = exchange.dispatch(Rows(torch.randn(4, shape.hidden)), physical)
+        exchange.combine(made_of(received, 0), weights_of(physical))
+    answers.send(RUNNING)
+    end_main_thread()

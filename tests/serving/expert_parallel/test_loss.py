@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from serving.expert_parallel.all_to_all import AllToAllExchange
 from serving.expert_parallel.exchange import RankLost, Rows
 from serving.expert_parallel.processes import ProcessWatch
 from serving.expert_parallel.shared_memory import SharedMemoryExchange
-from tests.serving.expert_parallel.losing import RUNNING, exchange_until_lost, shape_of
+from tests.serving.expert_parallel.losing import RUNNING, exchange_and_end, exchange_until_lost, shape_of
 from tests.serving.expert_parallel.ranks import Ranks
 
 NOTICED = 0.05  # seconds after a kill
@@ -67,6 +68,18 @@ def test_a_stopped_rank_is_noticed_at_the_deadline(kind: str, trials: int) -> No
     took = sorted(lose(kind, signal.SIGSTOP, trials, deadline=deadline))
     assert 0.9 * deadline < took[0]
     assert took[len(took) // 2] < 1.1 * deadline
+
+
+@pytest.mark.parametrize("kind", ["shared_memory", "all_to_all"])
+def test_a_rank_is_noticed_before_its_memory_is_freed(kind: str) -> None:
+    """Which takes the kernel longer than anything else here; only then are its sockets and its pidfd told."""
+    deadline = 600.0
+    with Ranks() as group:
+        survivor = group.start(0, exchange_until_lost, kind, 2, deadline, (0,))
+        ending = group.start(1, exchange_and_end, kind, 2, deadline)
+        assert ending.answer() == RUNNING
+        assert [survivor.answer() for _ in range(2)][1][:2] == (1, "its process has ended")
+        assert not select.select([os.pidfd_open(ending.pid)], [], [], 0)[0]
 
 
 class NeverEnding:

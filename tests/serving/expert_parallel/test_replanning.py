@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import subprocess
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.expert_parallel.planner import PLANNING_SECONDS, packed, planned, unpacked
+from serving.expert_parallel.planner import PLANNING_SECONDS, PlanningFailed, PlanningProcess, packed, unpacked
 from serving.expert_parallel.replanning import BalancePolicy, LayerCommit, replanned
 from serving.expert_parallel.rounds import RoundsEnded
 from serving.expert_parallel.stages import changed
@@ -79,15 +84,47 @@ def test_plans_are_carried_out_and_travel_as_they_are(chance: random.Random, ran
         assert one.imbalance(layer) <= was.imbalance(layer) + 1e-9
 
 
-def test_another_process_plans_the_same() -> None:
+@pytest.fixture
+def planning() -> Iterator[PlanningProcess]:
+    process = PlanningProcess()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The processes that have been started."""
+    found = list[int]()
+
+    class Noted(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            found.append(self.pid)
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    return found
+
+
+def test_another_process_plans_the_same_again_and_again(planning: PlanningProcess, started: list[int]) -> None:
+    """One process: to start one for each plan would hold up steps each time."""
     loads = [[1e6 * load for load in zipf(1.0, seed, 16)] for seed in range(2)]
     old = [placed([1.0] * 16, Layout(ranks=4, slots=5))] * 2
     policy = BalancePolicy(most_moves=6)
     assert replanned(old, loads, policy) != []
-    assert unpacked(planned(old, np.array(loads), policy)) == replanned(old, loads, policy)
+    for _ in range(3):
+        assert unpacked(planning.planned(old, np.array(loads), policy)) == replanned(old, loads, policy)
+    assert len(started) == 1
+    os.kill(started[0], signal.SIGKILL)
+    with pytest.raises(PlanningFailed):
+        planning.planned(old, np.array(loads), policy)
+    assert unpacked(planning.planned(old, np.array(loads), policy)) == replanned(old, loads, policy)
+    planning.close()
+    for pid in started:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
-def test_a_plan_is_given_up_by_who_ends() -> None:
+def test_a_plan_is_given_up_by_who_ends(planning: PlanningProcess) -> None:
     def end() -> None:
         raise RoundsEnded
 
@@ -95,7 +132,7 @@ def test_a_plan_is_given_up_by_who_ends() -> None:
     old = [placed([1.0] * 256, LAYOUT)] * 58
     began = time.monotonic()
     with pytest.raises(RoundsEnded):
-        planned(old, loads, BalancePolicy(most_layers=58), end)
+        planning.planned(old, loads, BalancePolicy(most_layers=58), end)
     assert time.monotonic() - began < PLANNING_SECONDS / 10
 
 

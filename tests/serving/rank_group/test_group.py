@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from serving.channel import Channel
 from serving.child_process import helper_environ, module_command
 from serving.rank_group import ranks
-from serving.rank_group.channel import Channel
 from serving.rank_group.child import RANK_MODULE, RankProcess
 from serving.rank_group.division import divided
 from serving.rank_group.leader import SpreadModel, join_group, load_spread

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from serving.rank_group.channel import Channel, ChannelClosed, ChannelLate
+from serving.channel import Channel, ChannelClosed, ChannelLate
 
 SHORT = 0.05  # seconds
 LONG = 30.0

@@ -1,4 +1,4 @@
-"""What a leader and one of its ranks say to each other: pickled words over a socket that only the two of them have.
+"""What two processes of ours say to each other: pickled words over a socket that only the two of them have.
 
 Each wait has a deadline but that for work, which ends with the other's process. It does not know what the words mean.
 """
