@@ -121,10 +121,10 @@ class FleetControl:
         if name in self.below.roles() and name not in self._names():
             return  # it does not serve yet
         own = self._known(name).candidate
-        going = {name, *self.below.leaving()}  # they may not have said so yet
+        going = set(self.below.leaving())  # they may not have said so yet
         if self._flipping is not None:
             going.add(self._flipping[0])
-        role = lacking_without(self.fleet.candidates(), going, own.generation)
+        role = lacking_without(self.fleet.candidates(), own, going)
         if role is not None:
             told = f"{name} stays {own.status.role}: without it no worker would {role}"
             raise Unavailable(f"{told}; add a {role} or mixed worker first", code=LAST)
