@@ -44,6 +44,8 @@ class FleetControl:
         """`holder` is the one controller for so long. Raises Unavailable while another is, InvalidRequest."""
         if not 0 <= seconds <= LONGEST_CLAIM:  # nor NaN
             raise InvalidRequest(f"a claim of {seconds:g} s: it lasts 0 to {LONGEST_CLAIM:g} s", param="seconds")
+        if not holder:  # whoever says no name would have it too
+            raise InvalidRequest("a claim of nobody: say who controls", param="holder")
         self.check_controls(holder)
         self._holder, self._held_until = holder, self.fleet.clock() + seconds
 
