@@ -9,8 +9,15 @@ from scripts.served_group import Step
 from scripts.served_losses import gap_at
 
 SHORT = Step(
-    began=0.0, seconds=0.01, cpu_seconds=0.005, sequences=4, prompt_tokens=0, moved_bytes=0, placements=1
-)  # fmt: skip
+    began=0.0,
+    seconds=0.01,
+    cpu_seconds=0.005,
+    core_seconds=0.0,
+    sequences=4,
+    prompt_tokens=0,
+    moved_bytes=0,
+    placements=1,
+)
 
 
 def rows(steps: list[Step]) -> dict[str, list[str]]:

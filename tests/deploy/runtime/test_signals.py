@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,12 +18,13 @@ pytestmark = pytest.mark.thorough
 LOADING = """
 import sys, time
 from deploy import cli, serve
+from deploy.worker import model_cache
 
 def load(*given):
     print("loads", flush=True)
     time.sleep(60)
 
-serve.load_from = load
+model_cache.load_from = load
 if sys.argv[2:]:
     import os, threading
     from pathlib import Path
@@ -44,13 +46,23 @@ sys.exit(cli.main(["serve", sys.argv[1], "--port", "0", "--host", "127.0.0.1"]))
 """
 
 
+def until_it_loads(process: subprocess.Popen[str]) -> None:
+    """It is killed where it does not within a minute."""
+    timer = threading.Timer(60.0, process.kill)
+    timer.start()
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "loads\n"
+    finally:
+        timer.cancel()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_process_leaves_while_its_model_loads(tmp_path: Path, number: signal.Signals) -> None:
     """Before: after the load, with tracebacks; and as process 1 of a container not at all."""
     command = [sys.executable, "-c", LOADING, str(tiny_llama(tmp_path / "tiny"))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None and process.stdout.readline() == "loads\n"
+            until_it_loads(process)
             began = time.monotonic()
             process.send_signal(number)
             _, said = process.communicate(timeout=20)
@@ -67,7 +79,7 @@ def test_it_leaves_no_folder_behind_and_waits_for_no_reader(tmp_path: Path) -> N
     command = [sys.executable, "-c", LOADING, str(tiny_llama(tmp_path / "tiny")), str(tmp_path / "memory")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None and process.stdout.readline() == "loads\n"
+            until_it_loads(process)
             assert len(list((tmp_path / "memory").iterdir())) == 1
             process.send_signal(signal.SIGTERM)
             assert process.wait(10) == 0
