@@ -22,7 +22,7 @@ from router.fleet import RouterConfig
 from serving.config import EngineConfig, ModelConfig
 from serving.errors import Draining, InvalidRequest, Unauthorized, Unavailable
 from serving.grpc_tls import grpc_tls
-from serving.loader.loading import LoadedModel
+from serving.loader.loading import LoadedModel, load
 from serving.messages import Role
 from serving.rpc import Caller
 from tests.certificates import Authority
@@ -385,9 +385,10 @@ def traces(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if "process_name" in path.read_text()}
 
 
-async def test_each_life_traces_its_steps_into_a_file_of_its_own(tiny_model: LoadedModel, tmp_path: Path) -> None:
+async def test_each_life_traces_its_steps_into_a_file_of_its_own(tiny_path: Path, tmp_path: Path) -> None:
     given = {"num_kv_blocks": "64", "profile": str(tmp_path / "steps.json")}
-    maker = WorkerMaker(read_settings(given), tiny_model, "127.0.0.1:1", "grpc", None)
+    model = load(tiny_path, "float32")  # its own, as in a process: it gives up what it packs
+    maker = WorkerMaker(read_settings(given), model, "127.0.0.1:1", "grpc", None)
     for role in (Role.DECODE, Role.PREFILL, Role.DECODE):
         made = await maker.make(role, await maker.drafts(role), "w", lambda: None)
         await made.end()
