@@ -16,6 +16,7 @@ from urllib.parse import quote, urlsplit
 import orjson
 
 from serving.errors import InvalidRequest, NotFound, Unauthorized, Unavailable
+from serving.given_files import read_given
 from serving.options import ENV_PREFIX
 
 URL = "http://localhost:8000"
@@ -36,9 +37,9 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Server:
-    """One server. `url` may end in /v1 or not. Raises ValueError for what is no http address.
+    """One server. `url` may end in /v1 or not. Raises ValueError for what is no http address, or no https one.
 
-    `certificate` is a file with the one that it shows, read anew at each call: it may be renewed.
+    `certificate` is a file with the one that an https server shows, read anew at each call: it may be renewed.
     """
 
     def __init__(self, url: str, key: str | None, certificate: Path | None = None):
@@ -48,6 +49,8 @@ class Server:
         self.address = f"{parts.scheme}://{parts.netloc}"
         self._host, self._port, self._tls = parts.hostname, parts.port, parts.scheme == "https"
         self._root = parts.path.rstrip("/").removesuffix("/v1")
+        if certificate is not None and not self._tls:
+            raise ValueError(f"--server-cert with --url {url}: only an https address has a certificate")
         self._certificate = certificate
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
 
@@ -60,8 +63,9 @@ class Server:
     def _connect(self) -> HTTPConnection:
         if not self._tls:
             return HTTPConnection(self._host, self._port, timeout=ANSWER_SECONDS)
-        context = trusting(self._certificate) if self._certificate is not None else None
-        return HTTPSConnection(self._host, self._port, timeout=ANSWER_SECONDS, context=context)
+        if self._certificate is None:
+            return HTTPSConnection(self._host, self._port, timeout=ANSWER_SECONDS)
+        return PinnedConnection(self._host, self._port, certificate_in(self._certificate))
 
     def get(self, *steps: str, headers: dict[str, str] | None = None) -> Any:
         """The JSON at a path, of these steps. Raises Unavailable, Unauthorized, NotFound or InvalidRequest."""
@@ -88,16 +92,32 @@ class Server:
         raise kind(str(said or f"{self.address}{path} answered {answer.status}"))
 
 
-def trusting(certificate: Path) -> ssl.SSLContext:
-    """Trusts the first certificate in the file alone: who has its key is the server, whatever name it is reached by.
+class PinnedConnection(HTTPSConnection):
+    """To the server that has this certificate, PEM, whatever name it is reached by.
 
-    Raises OSError where there is none (ssl.SSLError is one).
+    Of an authority's, one that it has signed is another: `connect` raises ssl.SSLCertVerificationError for that.
     """
-    text, end = certificate.read_text(errors="replace"), "-----END CERTIFICATE-----"
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # it need not be an authority's
-    if end not in text:
+
+    def __init__(self, host: str, port: int | None, certificate: str):
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # it need not be an authority's
+        context.load_verify_locations(cadata=certificate)
+        self._only = ssl.PEM_cert_to_DER_cert(certificate)
+        super().__init__(host, port, timeout=ANSWER_SECONDS, context=context)
+
+    def connect(self) -> None:
+        super().connect()
+        if self.sock.getpeercert(binary_form=True) != self._only:
+            self.close()
+            raise ssl.SSLCertVerificationError("certificate verify failed: its own is needed, not its authority's")
+
+
+def certificate_in(file: Path) -> str:
+    """The first certificate in a file, in PEM. Raises OSError where there is none."""
+    begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+    _, begun, rest = read_given(file).decode("ascii", errors="replace").partition(begin)
+    body, ended, _ = rest.partition(end)
+    if not begun or not ended:
         raise FileNotFoundError("there is no certificate in it")
-    context.load_verify_locations(cadata=text[: text.index(end) + len(end)])
-    return context
+    return begun + body.replace("\ufffd", "?") + ended

@@ -1,6 +1,6 @@
 """Keeps what a router has learned over a restart: its snapshot in a file of the cache folder, written now and then.
 
-What cannot be read counts for nothing: the router begins without. What is kept is router.snapshot's to say.
+What cannot be read counts for nothing: the router begins without it. What is kept is router.snapshot's to say.
 """
 
 from __future__ import annotations
@@ -80,13 +80,16 @@ class SnapshotKeeper:
         if data is None:
             return
         try:
-            workers = restore(self.placer, data)
+            restored = restore(self.placer, data)
         except ValueError as error:
             log.warning("%s is no snapshot that can be used, the router begins with nothing: %s", self.file.path, error)
         else:
             index = self.placer.fleet.prefixes
             blocks = f", and {len(index)} of their blocks" if index is not None else ""
-            log.info("%d workers are known from before%s", workers, blocks)
+            log.info("%d workers are known from before%s", restored.workers, blocks)
+            if restored.lost:
+                told = ", ".join(restored.lost)
+                log.warning("%s is of another version; the router begins without: %s", self.file.path, told)
 
     def start(self) -> None:
         """Save now and then from now on. Call on a running event loop."""

@@ -1,6 +1,8 @@
 """The goodput policy: the placement that lets the most requests meet both their objectives, then the quickest.
 
-    score(prefill, decode) = weight · P(the request meets both) − expected misses it causes among those that run
+    score(prefill, decode) = weight · P(the request meets both) − expected misses it causes among others
+
+Others are those that run or wait, and prompts that are likely to come (router.predict, router.decode_price).
 
 It predicts with the step costs that workers report; where none does it ranks as prefix-aware does. Pure.
 """

@@ -19,6 +19,7 @@ class RegistryService(stubs.RegistryServicer):
 
     def __init__(self, fleet: Fleet):
         self.fleet = fleet
+        self._let_go: dict[str, float] = {}  # instances that asked and may go, until they have said that they drain
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: aio.ServicerContext) -> pb.HeartbeatReply:
         async with answering(context):
@@ -42,12 +43,18 @@ class RegistryService(stubs.RegistryServicer):
         return self._reply()
 
     async def Without(self, request: pb.WithoutRequest, context: object) -> pb.WithoutReply:
-        """A worker that is not known here serves nobody here."""
-        known = [each for each in self.fleet.registry.workers.values() if each.status.name == request.worker]
-        if not known:
+        """A worker that is not known here serves nobody here. One that is let go counts as gone before it says so."""
+        fleet, now = self.fleet, self.fleet.clock()
+        known = {each.status.name: each for each in fleet.registry.workers.values()}
+        if request.worker not in known:
             return pb.WithoutReply()
-        generation = known[-1].candidate.generation
-        return pb.WithoutReply(role=lacking_without(self.fleet.candidates(), {request.worker}, generation) or "")
+        own = known[request.worker].candidate
+        self._let_go = {instance: until for instance, until in self._let_go.items() if now < until}
+        going = [name for name, each in known.items() if each.status.instance in self._let_go]
+        role = lacking_without(fleet.candidates(), own, going)
+        if role is None:
+            self._let_go[own.instance] = now + fleet.config.silence
+        return pb.WithoutReply(role=role or "")
 
     def _reply(self) -> pb.HeartbeatReply:
         fleet = self.fleet

@@ -1,13 +1,15 @@
 """What a router keeps over a restart, as bytes: its prefix index, link costs, output lengths and calibration.
 
-Pure: the file is the caller's. What cannot be read changes nothing; what is kept of workers that do not come back is
-dropped (router.returning).
+Pure: the file is the caller's. A part that cannot be read changes nothing; what is kept of workers that do not come
+back is dropped (router.returning).
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
@@ -18,13 +20,19 @@ from router.goodput import Goodput
 from router.link_costs import LinkCosts
 from router.output_lengths import OutputLengths
 from router.placer import Placer
-from router.prefix_index import KEY_BYTES
+from router.prefix_index import KEY_BYTES, PrefixIndex
 
 MAGIC = b"millrace router 1\n"
 DIGEST = 32  # bytes
 LENGTH = 4  # bytes of a count
 WIDEST_MASK = 1 << 13  # bytes
 MOST_MASKS = 65_536  # that are remembered while a snapshot is made
+CALIBRATED = {  # the parts of a calibration, in words
+    "first": "calibration of TTFT",
+    "further": "calibration of TPOT",
+    "steps": "tokens a step",
+    "texts": "tokens a step by kind of text",
+}
 RETURN_SILENCES = 3  # times the silence after which a worker is suspect: until then one that was kept may report
 
 
@@ -86,28 +94,63 @@ def packed(pieces: Iterable[bytes]) -> bytes:
     return MAGIC + sha256(body).digest() + body
 
 
-def restore(placer: Placer, data: bytes) -> int:
-    """Take in what an earlier router has kept, into one that has not begun; how many workers are waited for.
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """How many workers are waited for, and what of the snapshot was of another shape and is left out."""
 
-    Raises ValueError for bytes that are no whole snapshot of this version.
+    workers: int
+    lost: tuple[str, ...]
+
+
+def restore(placer: Placer, data: bytes) -> Restored:
+    """Take in what an earlier router has kept, into one that has not begun. Parts of another shape are left out.
+
+    Raises ValueError for bytes that are no whole snapshot.
     """
     fleet, policy = placer.fleet, placer.policy
     header, shards = _read(_unpacked(data))
-    try:
-        names, learned = {name: str(found) for name, found in header["names"].items()}, header["learned"]
-        numbers = {name: (int(number), int(first)) for name, (number, first) in header["numbers"].items()}
-        outputs, links = OutputLengths.from_kept(learned["outputs"]), LinkCosts.from_kept(learned["links"])
-        calibration = Calibration.from_kept(learned["calibration"]) if learned["calibration"] is not None else None
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not what a router keeps: {error!r}") from error
-    if fleet.prefixes is not None:
-        fleet.prefixes.restore(numbers, _entries(shards, header["mask_bytes"]))
-    placer.outputs = outputs
-    fleet.link_costs = fleet.ways.costs = links
-    if calibration is not None and isinstance(policy, Goodput):
-        policy.calibration = calibration
+    names: dict[str, str] = {}
+    lost: list[str] = []
+    with _part("workers and their blocks", lost):
+        names = _workers(fleet.prefixes, header, shards)
+    with _part("lengths of outputs", lost):
+        placer.outputs = OutputLengths.from_kept(header["learned"]["outputs"])
+    with _part("costs of handoffs", lost):
+        fleet.link_costs = fleet.ways.costs = LinkCosts.from_kept(header["learned"]["links"])
+    if isinstance(policy, Goodput):
+        with _part("calibration", lost):
+            if (kept := header["learned"]["calibration"]) is not None:
+                policy.calibration = _calibration(kept, lost)
     fleet.returning.expect(names, fleet.clock() + RETURN_SILENCES * fleet.config.silence)
-    return len(names)
+    return Restored(len(names), tuple(lost))
+
+
+@contextmanager
+def _part(name: str, lost: list[str]) -> Iterator[None]:
+    """A part that is not what this version keeps is lost, and the others are not."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError):
+        lost.append(name)
+
+
+def _workers(index: PrefixIndex | None, header: Mapping[str, Any], shards: Iterable[memoryview]) -> dict[str, str]:
+    """Names by instance; their blocks are in the index then."""
+    names = {instance: str(name) for instance, name in header["names"].items()}
+    numbers = {instance: (int(number), int(first)) for instance, (number, first) in header["numbers"].items()}
+    if index is not None:
+        index.restore(numbers, _entries(shards, header["mask_bytes"]))
+    return names
+
+
+def _calibration(kept: Mapping[str, Any], lost: list[str]) -> Calibration:
+    """What can be read of it; the rest is as nothing was observed."""
+    readable = Calibration().kept()
+    for name, told in CALIBRATED.items():
+        with _part(told, lost):
+            Calibration.from_kept({**readable, name: kept[name]})
+            readable[name] = kept[name]
+    return Calibration.from_kept(readable)
 
 
 def _unpacked(data: bytes) -> memoryview:
@@ -124,11 +167,12 @@ def _read(body: memoryview) -> tuple[dict[str, Any], list[memoryview]]:
     """The header, and each shard's keys and masks."""
     end = LENGTH + _count(body, 0)
     header = orjson.loads(body[LENGTH:end])
-    if not isinstance(header, dict) or header.get("mask_bytes") not in range(WIDEST_MASK + 1):
+    width = header.get("mask_bytes") if isinstance(header, dict) else None
+    if not isinstance(width, int) or not 0 <= width <= WIDEST_MASK:
         raise ValueError("not what a router keeps")
     shards = []
     while end < len(body):
-        start, size = end + LENGTH, _count(body, end) * (KEY_BYTES + header["mask_bytes"])
+        start, size = end + LENGTH, _count(body, end) * (KEY_BYTES + width)
         end = start + size
         shards.append(body[start:end])
     if end != len(body) or len(shards) != header.get("shards"):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Iterable
 
 from router.candidate import Candidate
 from serving.messages import Role
 
 
-def lacking_without(candidates: Iterable[Candidate], going: Container[str], generation: str) -> Role | None:
-    """The role that workers of the generation would not serve without those of `going`, by name; None: they would."""
-    staying = [each for each in candidates if not each.status.draining and each.status.name not in going]
-    able = [each for each in staying if each.generation == generation]
-    if not any(each.prefills for each in able):
+def lacking_without(candidates: Iterable[Candidate], own: Candidate, going: Collection[str] = ()) -> Role | None:
+    """The role of a worker, `own`, that no other one of its generation would serve; None: others do.
+
+    Those that drain or are `going`, by name, serve no more. A role that it has not, nobody loses by it: it may be about
+    to take one that is not served at all.
+    """
+    gone = {own.status.name, *going}
+    others = [each for each in candidates if not each.status.draining and each.status.name not in gone]
+    able = [each for each in others if each.generation == own.generation]
+    if own.prefills and not any(each.prefills for each in able):
         return Role.PREFILL
-    return None if any(each.decodes for each in able) else Role.DECODE
+    return Role.DECODE if own.decodes and not any(each.decodes for each in able) else None

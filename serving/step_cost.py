@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+LEAST = 1e-12  # seconds, for a step of one token: what is divided by a step's seconds stays a number
 MOST = 1e4  # seconds, for one of anything: beyond that nothing was measured
 GAP = 3.0  # TPOTs that a step with prompts lasts at most beside decodes, however early these are: its reader's pause
 SPARED = 2.0  # standard deviations of the model's error that slack is kept for; what is kept is not lost
@@ -65,7 +66,7 @@ class StepCost:
     def possible(self) -> bool:
         """False for numbers that no fit can come to: it is not to be computed with."""
         numbers = (self.fixed, self.token, self.pair, self.sequence, self.context, self.error)
-        return all(0.0 <= number < MOST for number in numbers) and self.fixed + self.token > 0.0
+        return all(0.0 <= number < MOST for number in numbers) and self.fixed + self.token >= LEAST
 
     def decode_seconds(self, sequences: float, context: float) -> float:
         """A step of one token each for so many sequences, as many as are expected, of so many tokens in all."""

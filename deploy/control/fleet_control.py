@@ -44,6 +44,8 @@ class FleetControl:
         """`holder` is the one controller for so long. Raises Unavailable while another is, InvalidRequest."""
         if not 0 <= seconds <= LONGEST_CLAIM:  # nor NaN
             raise InvalidRequest(f"a claim of {seconds:g} s: it lasts 0 to {LONGEST_CLAIM:g} s", param="seconds")
+        if not holder:  # whoever says no name would have it too
+            raise InvalidRequest("a claim of nobody: say who controls", param="holder")
         self.check_controls(holder)
         self._holder, self._held_until = holder, self.fleet.clock() + seconds
 
@@ -121,10 +123,10 @@ class FleetControl:
         if name in self.below.roles() and name not in self._names():
             return  # it does not serve yet
         own = self._known(name).candidate
-        going = {name, *self.below.leaving()}  # they may not have said so yet
+        going = set(self.below.leaving())  # they may not have said so yet
         if self._flipping is not None:
             going.add(self._flipping[0])
-        role = lacking_without(self.fleet.candidates(), going, own.generation)
+        role = lacking_without(self.fleet.candidates(), own, going)
         if role is not None:
             told = f"{name} stays {own.status.role}: without it no worker would {role}"
             raise Unavailable(f"{told}; add a {role} or mixed worker first", code=LAST)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from itertools import groupby
 
 import numpy as np
@@ -25,7 +26,8 @@ from serving.model.expert_balance import ExpertPlacement
 
 PLANNING_SECONDS = 300.0
 LOOK_SECONDS = 0.1
-TELLING_SECONDS = 10.0  # that a process may take to listen
+TELLING_SECONDS = 10.0  # that one who listens may take to read
+LISTENING = b""  # the first word of the process
 NICE = 10  # the process gives way to those that serve
 
 
@@ -51,8 +53,9 @@ class PlanningProcess:
 
         `look` is called every LOOK_SECONDS; what it raises ends the process.
         """
-        channel, answered = self._channel or self._started(), False
+        answered = False
         try:
+            channel = self._channel or self._started(look)
             channel.send((list(placements), loads.tolist(), policy), TELLING_SECONDS)
             answer = _answer(channel, look)
             answered = True
@@ -63,7 +66,8 @@ class PlanningProcess:
                 self.close()
         return answer
 
-    def _started(self) -> Channel:
+    def _started(self, look: Callable[[], object]) -> Channel:
+        """A process that listens. What is said before that must fit into its socket: it may start for a while."""
         channel, theirs = Channel.pair()
         with theirs:
             self._channel = channel
@@ -78,6 +82,7 @@ class PlanningProcess:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the leader, which closes it
             )
+        _answer(channel, look)
         return channel
 
     def close(self) -> None:
@@ -122,13 +127,12 @@ def unpacked(stored: bytes) -> list[LayerCommit]:
 
 
 def main() -> None:
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    while True:
-        try:
+    """Plans until nobody listens any more."""
+    with closing(Channel(socket.socket(fileno=int(sys.argv[1])))) as channel, suppress(ChannelClosed, ChannelLate):
+        channel.send(LISTENING, TELLING_SECONDS)
+        while True:
             placements, loads, policy = channel.receive(None)
-        except ChannelClosed:
-            return
-        channel.send(packed(replanned(placements, loads, policy)), TELLING_SECONDS)
+            channel.send(packed(replanned(placements, loads, policy)), TELLING_SECONDS)
 
 
 if __name__ == "__main__":

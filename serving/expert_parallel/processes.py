@@ -63,7 +63,12 @@ def is_ending(pid: int) -> bool:
     A number that another process has by now is one whose first process has ended.
     """
     try:
-        told = Path(f"/proc/{pid}/stat").read_bytes()
+        return says_ending(Path(f"/proc/{pid}/stat").read_bytes())
     except OSError:
         return False
-    return bool(int(told.rpartition(b")")[2].split()[FLAGS]) & EXITING)
+
+
+def says_ending(stat: bytes) -> bool:
+    """Of what /proc/PID/stat holds, whose second word is a name in parentheses that may have any other character."""
+    told = stat.rpartition(b")")[2].split()[FLAGS : FLAGS + 1]
+    return bool(told) and told[0].isdigit() and bool(int(told[0]) & EXITING)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from base64 import b64decode
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from deploy import router_snapshot
 from deploy.router_snapshot import SnapshotFile, SnapshotKeeper, snapshot_file
 from deploy.runtime.settings import read_settings
 from deploy.serve import _keeper
-from tests.router.test_snapshot import Life, lived
+from tests.router.test_snapshot import OF_AN_EARLIER_VERSION, Life, lived
 
 
 @pytest.fixture
@@ -46,6 +47,19 @@ def test_what_is_damaged_is_ignored_with_a_word(
     after = Life()
     SnapshotKeeper(after.placer, file).load()
     assert after.known() == {} and len(caplog.records) == 1 and str(file.path) in caplog.text
+
+
+def test_what_an_earlier_version_kept_otherwise_is_named(file: SnapshotFile, caplog: pytest.LogCaptureFixture) -> None:
+    file.path.parent.mkdir()
+    file.path.write_bytes(b64decode(OF_AN_EARLIER_VERSION))
+    after = Life()
+    caplog.set_level(logging.INFO)
+    SnapshotKeeper(after.placer, file).load()
+    assert after.known() == {"a-1": 10, "b-1": 4}
+    known, lost = (record.getMessage() for record in caplog.records)
+    assert known == "2 workers are known from before, and 10 of their blocks"
+    told = "is of another version; the router begins without: calibration of TTFT, calibration of TPOT"
+    assert lost == f"{file.path} {told}"
 
 
 async def test_a_file_that_is_a_folder_is_left_alone(file: SnapshotFile, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ import ssl
 import threading
 from argparse import ArgumentParser
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -38,16 +39,25 @@ def files(tmp_path: Path) -> Files:
 
 @pytest.fixture
 def url(files: Files) -> Iterator[str]:
+    with served(files) as found:
+        yield found
+
+
+@contextmanager
+def served(files: Files) -> Iterator[str]:
+    """An address whose name the certificate does not have."""
     server = QuietServer(("127.0.0.1", 0), Handler)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(files.certificate, files.key)
     server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    yield f"https://localhost:{server.server_port}"  # a name that the certificate does not have
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    try:
+        yield f"https://localhost:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def asked(url: str, *more: str) -> object:
@@ -74,6 +84,38 @@ def test_a_file_without_one_is_told_of(url: str, tmp_path: Path) -> None:
     for file in (empty, tmp_path / "missing.pem"):
         with pytest.raises(Unavailable, match=f"--server-cert {file}: "):
             asked(url, "--server-cert", str(file))
+
+
+def test_of_its_authority_another_certificate_is_not_trusted(tmp_path: Path) -> None:
+    """Who has any certificate of an authority is not the server for it: names are not looked at."""
+    authority = Authority()
+    ours = authority.files(tmp_path / "ours")
+    with served(ours) as url:
+        for other in (ours.authorities, authority.files(tmp_path / "another", name="elsewhere.test").certificate):
+            with pytest.raises(Unavailable, match="certificate verify failed"):
+                asked(url, "--server-cert", str(other))
+
+
+@pytest.mark.parametrize(
+    "before", ["# Müller & Söhne\n", "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"]
+)
+def test_what_else_is_in_the_file_does_not_matter(url: str, files: Files, tmp_path: Path, before: str) -> None:
+    file, own = tmp_path / "chain.pem", files.certificate.read_text()
+    file.write_text(before + own + Authority("next").pem.decode() + "ä", encoding="utf-8")
+    assert asked(url, "--server-cert", str(file)) == {}
+
+
+@pytest.mark.parametrize("inside", ["ä", "", "AAAA", "?"])
+def test_what_is_no_certificate_is_told_of(url: str, tmp_path: Path, inside: str) -> None:
+    file = tmp_path / "odd.pem"
+    file.write_text(f"-----BEGIN CERTIFICATE-----\n{inside}\n-----END CERTIFICATE-----\n", encoding="utf-8")
+    with pytest.raises(Unavailable, match=f"--server-cert {file}: "):
+        asked(url, "--server-cert", str(file))
+
+
+def test_an_address_without_one_is_refused(files: Files) -> None:
+    with pytest.raises(ValueError, match="only an https address has a certificate"):
+        asked("http://localhost:9", "--server-cert", str(files.certificate))
 
 
 def test_one_that_was_renewed_is_read_anew(url: str, files: Files, tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ class FlippingCluster(RemoteCluster):
         for number, role in enumerate(self.roles):
             await self._serve(role, number)
         self.below = NothingBelow()
+        self.registry = RegistryService(self.fleet)
         self.control = FleetControl(self.fleet, self.below, FlipCalls(KEY, self.tls, DRAIN_SECONDS))
         door = server(KEY, self.tls)
         stubs.add_ControlServicer_to_server(ControlService(self.control), door)
@@ -97,7 +98,7 @@ class FlippingCluster(RemoteCluster):
         self.beat()
 
     async def lacking(self, name: str) -> Role | None:
-        reply = await RegistryService(self.fleet).Without(pb.WithoutRequest(worker=name), None)
+        reply = await self.registry.Without(pb.WithoutRequest(worker=name), None)
         return Role(reply.role) if reply.role else None
 
     async def during(self, drain: Coroutine[None, None, None]) -> None:

@@ -387,7 +387,7 @@ def traces(folder: Path) -> set[str]:
 
 async def test_each_life_traces_its_steps_into_a_file_of_its_own(tiny_path: Path, tmp_path: Path) -> None:
     given = {"num_kv_blocks": "64", "profile": str(tmp_path / "steps.json")}
-    model = load(tiny_path, "float32")  # its own, as in a process: it gives up what it packs
+    model = load(tiny_path, "float32")  # its own: it gives up what it packs
     maker = WorkerMaker(read_settings(given), model, "127.0.0.1:1", "grpc", None)
     for role in (Role.DECODE, Role.PREFILL, Role.DECODE):
         made = await maker.make(role, await maker.drafts(role), "w", lambda: None)

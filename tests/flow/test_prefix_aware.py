@@ -66,7 +66,7 @@ async def test_a_router_that_begins_again_knows_what_workers_hold(make_cluster: 
         kept, names = packed(parts(local.placer)), {worker.identity.instance for worker in local.workers}
         fleet = Fleet(replace(CONFIG, name="again"), local._link)
         placer = Placer(fleet, make_policy(CONFIG.policy))
-        assert restore(placer, kept) == 2 and fleet.prefixes is not None
+        assert restore(placer, kept).workers == 2 and fleet.prefixes is not None
         for worker in local.workers:
             since = fleet.kv_events_since(worker.identity.instance)
             assert since == local.fleet.kv_events_since(worker.identity.instance) and since is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import isfinite
 
 import pytest
 from hypothesis import given
@@ -13,12 +14,15 @@ from router.calibration import Calibration, Drift
 from router.candidate import Candidate
 from router.decode_price import prompts_slowed
 from router.goodput import Goodput
+from router.registry import believable
 from serving.messages import Role
-from serving.step_cost import StepLoad
+from serving.step_cost import StepCost, StepLoad
 from tests.router.costed import COST, choose, wanting, worker
+from tests.router.scripted import make_status
 
 CHATS = Arrivals(priority=0, limit=0.25, seconds=0.15, rate=10.0)
 TEXT = StepLoad(1, 288.0, 1, 288.0)
+NUMBERS = st.just(0.0) | st.floats(0.0, 1e4, allow_subnormal=True) | st.sampled_from([5e-324, 1e-310, 1e-300, 9999.0])
 
 
 def busy(name: str, rows: int, *kinds: Arrivals, role: Role = Role.MIXED) -> Candidate:
@@ -59,6 +63,23 @@ def test_a_text_leaves_the_time_of_a_mixed_worker_to_prompts() -> None:
     idle, wanted = busy("m", 2), busy("m", 2, CHATS)
     assert choose(wanting(), idle, decode, prefill).decode is idle
     assert choose(wanting(), wanted, decode, prefill).decode is decode
+
+
+@given(
+    st.builds(
+        StepCost,
+        fixed=NUMBERS, token=NUMBERS, pair=NUMBERS, sequence=NUMBERS, context=NUMBERS, error=NUMBERS,
+        samples=st.integers(0, 1),
+    ),
+    st.sampled_from([0, 1, 512, (1 << 32) - 1]),
+    st.integers(0, 64),
+)  # fmt: skip
+def test_whatever_costs_a_worker_tells_of_a_request_is_placed(cost: StepCost, most: int, rows: int) -> None:
+    """A worker may tell of any: what it says must not keep requests from the others."""
+    told = make_status("m", step_cost=cost, max_batched_tokens=most, running=rows, leases=rows, total_blocks=10_000)
+    odd = replace(Candidate(believable(told)), arrivals=(CHATS,))
+    decision = choose(wanting(), odd, worker("d", Role.DECODE), worker("p", Role.PREFILL))
+    assert all(each.score is not None and isfinite(each.score) for each in decision.considered)
 
 
 def test_where_all_workers_are_mixed_nothing_is_charged() -> None:

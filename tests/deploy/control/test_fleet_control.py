@@ -96,6 +96,8 @@ async def test_a_claim_runs_out() -> None:
     for wrong in (math.inf, math.nan, -1.0, LONGEST_CLAIM + 1):
         with pytest.raises(InvalidRequest, match="a claim of"):
             town.control.claim("one", wrong)
+    with pytest.raises(InvalidRequest, match="a claim of nobody"):
+        town.control.claim("", 60.0)
     town.control.claim("one", 60.0)
     with pytest.raises(Unavailable, match="one controls these workers"):
         town.control.claim("two", 60.0)

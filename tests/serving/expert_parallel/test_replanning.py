@@ -15,6 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serving.channel import Channel
+from serving.expert_parallel import planner
 from serving.expert_parallel.planner import PLANNING_SECONDS, PlanningFailed, PlanningProcess, packed, unpacked
 from serving.expert_parallel.replanning import BalancePolicy, LayerCommit, replanned
 from serving.expert_parallel.rounds import RoundsEnded
@@ -122,6 +124,28 @@ def test_another_process_plans_the_same_again_and_again(planning: PlanningProces
     for pid in started:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_who_ends_does_not_wait_for_a_process_that_is_slow_to_start(
+    planning: PlanningProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a slow start count as one that does not listen, however much it is told."""
+
+    def end() -> None:
+        raise RoundsEnded
+
+    monkeypatch.setattr(planner, "module_command", lambda name: ("sleep", "600"))
+    monkeypatch.setattr(planner, "TELLING_SECONDS", 0.01)
+    with pytest.raises(RoundsEnded):
+        planning.planned([placed([1.0] * 256, LAYOUT)] * 58, np.ones((58, 25_600)), BalancePolicy(), end)
+
+
+def test_a_process_that_nobody_listens_to_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    channel, theirs = Channel.pair()
+    monkeypatch.setattr("sys.argv", ["planner", str(os.dup(theirs.fileno()))])
+    channel.close()
+    theirs.close()
+    planner.main()
 
 
 def test_a_plan_is_given_up_by_who_ends(planning: PlanningProcess) -> None:
