@@ -62,12 +62,12 @@ CASES: dict[str, Callable[[], list[RequestOutcome]]] = {
 GOLDEN = {
     "mixed": "c7997d36d11be85c",
     "split": "081ed3ef769ecd0f",
-    "auto": "5d484fca13673da0",
-    "prefixes": "8ebaca0c6b8a7f7f",
+    "auto": "b064f0b0f0c97098",
+    "prefixes": "84c2fcbd4696dbd8",
     "preempted": "fa50f450bf1805e0",
     "preempted, split": "700dd01d88dad625",
-    "drafts": "96c0d7e970ce7b6a",
-    "a lost worker": "71e4caecbbf142a6",
+    "drafts": "2c235608b100efbf",
+    "a lost worker": "ab47ff08991acbd5",
     "workers that leave and join": "b9cf713b8d4fd9d9",
     "two routers": "1a478af7ce4b2141",
 }
