@@ -37,6 +37,7 @@ from router.service import RegistryService
 from serving.api.status import status_app
 from serving.checkpoint.hub import resolve
 from serving.checkpoint.read_spec import read_spec
+from serving.checkpoint.safetensors_files import check_weights
 from serving.config import ModelConfig
 from serving.grpc_tls import GrpcTls, grpc_tls
 from serving.malloc import give_back_freed_memory, keep_freed_memory
@@ -156,7 +157,10 @@ async def serve_front(settings: Settings, children: Children, below: MakeBelow =
     listening = bind(settings.http.host, settings.http.port)
     path = resolve(settings.model)
     for group in children.workers:
-        _check_model(path, group.settings.model_config.of(group.role))
+        config = group.settings.model_config.of(group.role)
+        _check_model(path, config)
+        if config.load_format != "pool":
+            check_weights(path)  # else each worker would begin, find that, end and begin again
     if not children.workers:
         _check_model(path, settings.model_config.of(Role.MIXED))
     routing = router_config(settings)

@@ -158,7 +158,7 @@ class AdmissionQueue:
         """Requests that wait depend on it: should it break, it begins again."""
         if not pump.cancelled() and pump.exception() is not None:
             log.error("the admission queue broke", exc_info=pump.exception())
-            if self._count:
+            if self._count and self._pump is pump:  # else a request that came just now has begun another
                 self._start()
 
     def _remove(self, ticket: Ticket) -> None:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from serving.checkpoint.json_file import read_json
+from serving.checkpoint.safetensors_files import opened, tensor_files
 
 Container = Literal["safetensors", "gguf"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -65,8 +64,9 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path) -> None:
         """Raises ValueError when the folder holds no safetensors, or a file is missing or damaged."""
-        self._where = _locate(folder)
-        self._open = {file: _opened(file) for file in self.files}
+        self._where = tensor_files(folder)
+        self._versions = {file: _version(file) for file in self.files}
+        self._open = {file: opened(file, "pt") for file in self.files}
         self._mapped: Counter[Path] = Counter()  # bytes read of a file since it was opened
         self.bytes_read = 0
 
@@ -108,34 +108,31 @@ class SafetensorsFolder:
         return self._counted(name, stored[held] if columns is None else stored[held, columns.start : columns.stop])
 
     def _counted(self, name: str, tensor: Tensor) -> Tensor:
-        """Tensors lie in a map of their file. A new map in its place now and then lets go of pages that were read."""
+        """Tensors lie in a map of their file. A new map in its place now and then lets go of pages that were read.
+
+        A file that was replaced or removed meanwhile stays mapped: the rest of the model is read from the same one.
+        """
         file = self._where[name]
         self.bytes_read += tensor.nbytes
         self._mapped[file] += tensor.nbytes
         if self._mapped[file] > MAPPED_BYTES:
-            self._open[file], self._mapped[file] = _opened(file), 0
+            self._mapped[file] = 0
+            self._map_anew(file)
         return tensor
 
-
-def _locate(folder: Path) -> dict[str, Path]:
-    """Tensor name → file."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map: dict[str, str] = read_json(index)["weight_map"]
-        return {name: folder / file for name, file in weight_map.items()}
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        hint = ""
-        if any(folder.glob("pytorch_model*.bin")):
-            hint = "; its pytorch_model.bin is not read: save the model again with safe_serialization"
-        raise ValueError(f"{folder} holds no model.safetensors{hint}")
-    return dict.fromkeys(_opened(single).keys(), single)
+    def _map_anew(self, file: Path) -> None:
+        before = self._versions[file]
+        if before is None or _version(file) != before:
+            return
+        mapped = opened(file, "pt")
+        if _version(file) == before:  # nor was it replaced just now
+            self._open[file] = mapped
 
 
-def _opened(file: Path) -> Any:
+def _version(file: Path) -> tuple[int, int, int, int] | None:
+    """What is another where the file was replaced or written; None where it is gone."""
     try:
-        return safe_open(file, framework="pt", device="cpu")
-    except FileNotFoundError:
-        raise ValueError(f"{file.parent} lists {file.name}, which is not there; download the model again") from None
-    except SafetensorError as damage:
-        raise ValueError(f"{file} is not a valid safetensors file ({damage}); download it again") from damage
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -32,7 +32,7 @@ def fingerprint(spec: ModelSpec, files: Sequence[Path], dtype: str) -> str:
     digest.update(dtype.encode())
     sampled = sum(file.stat().st_size for file in files) > WHOLE_BYTES
     for path in files:
-        with path.open("rb", buffering=0) as file:
+        with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             digest.update(size.to_bytes(8, "little"))
             for start in range(0, size, SAMPLE_STRIDE):  # read, not mapped: mapped pages would count as ours

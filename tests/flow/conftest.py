@@ -42,8 +42,15 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tiny_path: Path) -> LoadedModel:
+def shared_model(tiny_path: Path) -> LoadedModel:
     return load(tiny_path, "float32")
+
+
+@pytest.fixture
+def tiny_model(shared_model: LoadedModel) -> Iterator[LoadedModel]:
+    """Of all tests: one whose worker gives up the weights that it packs, as a process's does, loads a model itself."""
+    yield shared_model
+    assert not any(weight.is_meta for weight in shared_model.model.parameters()), "later tests compute by these weights"
 
 
 class Recorder:

@@ -56,6 +56,7 @@ TORCH_FREE = (
     "deploy/planner/*",
     "deploy/top.py",
     "serving/checkpoint/json_file.py",
+    "serving/checkpoint/safetensors_files.py",
     "serving/cache_folder.py",
 )
 

@@ -286,6 +286,29 @@ async def test_waiting_requests_survive_a_change_that_breaks() -> None:
     assert room.entered == ["a", "b"]
 
 
+async def test_who_comes_as_the_queue_breaks_begins_no_second_task_of_it() -> None:
+    """Of two only one would be told that there is something to look at."""
+    broken = [True]
+
+    async def changed() -> None:
+        if broken and broken.pop():
+            raise ZeroDivisionError
+        await asyncio.Event().wait()
+
+    queue = AdmissionQueue(5, changed)
+    async with asyncio.timeout(60), queue.enter(Claim(0, "", 1)) as first:
+        await queue.turn(first)
+        queue.looked(first, found=False)
+        while queue._pump is None or not queue._pump.done():
+            await asyncio.sleep(0)
+        async with queue.enter(Claim(0, "", 1)):
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert sum(task.get_name() == "admission" for task in asyncio.all_tasks()) == 1
+    while queue._pump is not None and not queue._pump.done():
+        await asyncio.sleep(0)
+
+
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_any_order_of_coming_going_and_leaving_lets_everyone_else_through(seed: int) -> None:

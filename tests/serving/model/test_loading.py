@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -16,6 +18,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from serving.checkpoint import fingerprint as fingerprint_module
+from serving.checkpoint.checkpoint import SafetensorsFolder
 from serving.loader.loading import load, resolve
 from tests.serving.model.oracle import build, configs, save
 from tests.tiny import tiny_llama
@@ -233,3 +236,45 @@ def test_names_without_the_outer_prefix(tmp_path: Path) -> None:
         save_file(tensors, folder / "model.safetensors")
         after = load(folder).model.state_dict()
         assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_model_that_is_replaced_while_it_is_read_is_read_to_its_end(
+    gone: bool, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of two models must not meet, and a folder in memory may be taken away once it is open."""
+    monkeypatch.setattr("serving.checkpoint.checkpoint.MAPPED_BYTES", 0)
+    folder = copy_of(tiny, tmp_path)
+    expected, opened = load_file(tiny / "model.safetensors"), SafetensorsFolder(folder)
+    first, *rest = sorted(expected)
+    assert torch.equal(opened.read(first), expected[first])
+    (folder / "model.safetensors").unlink()
+    if not gone:
+        tiny_llama(folder, seed=1)
+    assert all(torch.equal(opened.read(name), expected[name]) for name in rest)
+
+
+class PiecemealFile(io.FileIO):
+    """Gives few bytes at a time, as a file over a network may."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        return super().read(min(size if size is not None and size >= 0 else 1000, 1000)) or b""
+
+    def readinto(self, buffer: Any) -> int:
+        return super().readinto(memoryview(buffer)[:1000]) or 0
+
+
+class PiecemealPath(type(Path())):
+    def open(self, mode: str = "r", buffering: int = -1, *given: Any) -> Any:
+        file = PiecemealFile(self)
+        return io.BufferedReader(file) if buffering else file
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_file_that_comes_in_pieces_has_the_same_fingerprint(
+    sampled: bool, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint_module, "WHOLE_BYTES", 0 if sampled else 1 << 30)
+    spec, file = load(tiny, "float32").spec, tiny / "model.safetensors"
+    expected = fingerprint_module.fingerprint(spec, [file], "float32")
+    assert fingerprint_module.fingerprint(spec, [PiecemealPath(file)], "float32") == expected
