@@ -91,14 +91,15 @@ def preempt(worker: Worker, after: int) -> None:
     lost: list[SequenceState] = []
 
     def lose(seq: SequenceState) -> None:
-        if seq.output_len == after and not lost:
-            lost.append(seq)
+        if seq.output_len == after and (not lost or seq is lost[0]):  # however often it is tried
+            lost[:] = [seq]
             raise NoRoom("these blocks are wanted elsewhere")
         grow(seq)
 
     def fill_losing(plan: StepPlan, now: float) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(scheduler.kv, "grow", lose)
+            patch.setattr(scheduler, "_fill_all", lambda plan: False)  # which asks for blocks only where one is full
             fill(plan, now)
 
     scheduler.fill = fill_losing  # type: ignore[method-assign]
