@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+from router.changes import Changes
 from serving.errors import Overloaded
 from serving.fair_shares import FairShares
 
@@ -46,6 +47,7 @@ class Ticket:
         self.looked: asyncio.Future[bool] | None = None  # done with True once the place was found
         self.round = -1  # of its last look
         self.overtaken = 0  # smaller claims of its kind that came later, and have found a place since it found none
+        self.changes = -1  # that there had been when its last look began
 
     @property
     def idle(self) -> bool:
@@ -54,11 +56,14 @@ class Ticket:
 
 
 class AdmissionQueue:
-    """`changed` returns when there may be room again. `max_waiting` new requests may wait; more are refused at once."""
+    """`changes` are those that may have made room. `max_waiting` new requests may wait; more are refused at once.
 
-    def __init__(self, max_waiting: int, changed: Callable[[], Coroutine[Any, Any, None]]):
+    A request that is alone looks at once, and no task is beside it until it finds no place or another comes.
+    """
+
+    def __init__(self, max_waiting: int, changes: Changes):
         self.max_waiting = max_waiting
-        self.changed = changed
+        self.changes = changes
         self.shares = FairShares()
         self._queues: dict[int, dict[str, deque[Ticket]]] = {}  # by priority and tenant, in order of arrival
         self._count = 0
@@ -68,6 +73,7 @@ class AdmissionQueue:
         self._passed: dict[Ticket, None] = {}  # those that have found no place, in order of their first look
         self._window = MOST_LOOKS  # looks at a time: one after a failure, twice as many after each success
         self._poked = False  # there is something new to look at
+        self._watched: int | None = None  # changes there had been when the pump began to wait for one; None: not yet
         self._waiting: asyncio.Future[None] | None = None  # for that
         self._pump: asyncio.Task[None] | None = None
 
@@ -114,9 +120,31 @@ class AdmissionQueue:
         elif found is not None:
             self._passed[ticket] = None
             claim, self._window = ticket.claim, 1
-            self._failed[claim.kind] = min(claim.tokens, self._failed.get(claim.kind, claim.tokens))
+            if not self._missed(ticket):
+                self._failed[claim.kind] = min(claim.tokens, self._failed.get(claim.kind, claim.tokens))
+        if not found:
+            self._look_again(ticket)
         if ticket.looked is not None and not ticket.looked.done():
             ticket.looked.set_result(bool(found))
+
+    def _missed(self, ticket: Ticket) -> bool:
+        """True if something has changed since its last look began that the pump does not wait for."""
+        seen = self.changes.count if self._watched is None or self._resting else self._watched
+        return 0 <= ticket.changes < seen
+
+    def _look_again(self, ticket: Ticket) -> None:
+        """It has found no place, and waits on: at once where something changed while it looked and nobody saw it."""
+        if self._missed(ticket):
+            if ticket.round == self._round:
+                self._next_round()
+            self._poke()
+        if self._resting:
+            self._start()
+
+    def _next_round(self) -> None:
+        """Everyone may look again."""
+        self._round += 1
+        self._failed.clear()
 
     def _count_overtaken(self, ticket: Ticket) -> None:
         """The claim found a place: it has overtaken larger ones of its kind that came before and matter as much.
@@ -143,14 +171,20 @@ class AdmissionQueue:
         tenants.setdefault(ticket.claim.tenant, deque()).append(ticket)
         self._count += 1
         if self._count == 1:
-            self._failed.clear()
-            self._round += 1
+            self._next_round()
             self._look(ticket)  # there is none to wait for
-        self._poke()
-        if self._pump is None or self._pump.done():
+        if not self._resting:
+            self._poke()
+        elif self._count > 1:
             self._start()
 
+    @property
+    def _resting(self) -> bool:
+        """True if nobody waits for a change."""
+        return self._pump is None or self._pump.done()
+
     def _start(self) -> None:
+        self._watched = None
         self._pump = asyncio.create_task(self._run(), name="admission")
         self._pump.add_done_callback(self._ended)
 
@@ -179,7 +213,7 @@ class AdmissionQueue:
             ticket.looked.cancel()
 
     def _look(self, ticket: Ticket) -> asyncio.Future[bool]:
-        ticket.round = self._round
+        ticket.round, ticket.changes = self._round, self.changes.count
         ticket.looked = asyncio.get_running_loop().create_future()
         ticket.turn.set_result(None)
         return ticket.looked
@@ -205,9 +239,13 @@ class AdmissionQueue:
     async def _run(self) -> None:
         """Round after round, while requests wait: those that may look for a place, then wait for a change."""
         while self._count:
-            changed = asyncio.ensure_future(self.changed())
+            self._watched = None
+            changed = asyncio.ensure_future(self.changes.next())
             try:
                 await asyncio.sleep(0)  # from here on no change is missed
+                self._watched = self.changes.count
+                if any(map(self._missed, self._tickets())):
+                    self._next_round()  # looks have ended before anybody watched, and something has changed since
                 while self._count and not changed.done():
                     self._poked = False
                     await self._look_around()
@@ -216,8 +254,7 @@ class AdmissionQueue:
                     changed.result()
             finally:
                 changed.cancel()
-            self._round += 1
-            self._failed.clear()
+            self._next_round()
 
     async def _look_around(self) -> None:
         """Everyone who may looks once. A place that is found or not decides for how many of the others look at once."""

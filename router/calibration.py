@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from router.chances import sure_ratio
 from serving.messages import Slo
 
 WEIGHT = 0.02  # of the newest observation
@@ -36,6 +37,7 @@ class Drift:
     alike: int = ALIKE
     _factor: float | None = field(init=False, default=None, repr=False, compare=False)  # once asked for
     _error: float | None = field(init=False, default=None, repr=False, compare=False)
+    _sure: float | None = field(init=False, default=None, repr=False, compare=False)
 
     def observe(self, predicted: float, observed: float) -> None:
         """Seconds, as predicted before any correction."""
@@ -46,7 +48,7 @@ class Drift:
         weight = max(WEIGHT, 1.0 / (1 + self.count))  # the first ones count as in a plain mean
         self.variance += weight * ((ratio - self.mean) ** 2 - self.variance)
         self.mean += weight * (ratio - self.mean)
-        self._factor = self._error = None
+        self._factor = self._error = self._sure = None
 
     @property
     def error(self) -> float:
@@ -54,6 +56,13 @@ class Drift:
         if self._error is None:
             self._error = math.sqrt(self.variance)
         return self._error
+
+    @property
+    def sure(self) -> float:
+        """The sure_ratio of the error."""
+        if self._sure is None:
+            self._sure = sure_ratio(self.error)
+        return self._sure
 
     @property
     def chance(self) -> float:
@@ -95,7 +104,8 @@ class Calibration:
 
     def tokens_a_step(self, decode: str, apart: float = 0.0) -> float:
         """Of a sequence that decodes at this worker, in the (geometric) mean, its text `apart` from all."""
-        return min(MOST_TOKENS, math.exp(max(0.0, self._steps.of(decode).mean + apart)))
+        mean = self._steps.of(decode).mean + apart
+        return min(MOST_TOKENS, math.exp(mean)) if mean > 0.0 else 1.0
 
     def apart(self, texts: Sequence[str]) -> float:
         """The logarithm of how many times as many tokens a step texts of these kinds get as all, as far as is known."""
@@ -199,7 +209,9 @@ class _Drifts:
             apart = max(0.0, self._squares - self._sum * self._sum / count) / (count - 1)
             self._differ = max(0.0, apart - CERTAIN * self._chance / count)
         differ, every = self._differ, self._all
-        share = differ / (differ + own.chance) if differ else 0.0
+        if not differ:
+            return every
+        share = differ / (differ + own.chance)
         mean = every.mean + share * (own.mean - every.mean)
         variance = every.variance + share * (own.variance - every.variance)
         return Drift(mean, variance, own.count, self.alike)

@@ -82,6 +82,8 @@ class Candidate:
     instance: str = field(init=False)
     prefills: bool = field(init=False)
     decodes: bool = field(init=False)
+    draining: bool = field(init=False)
+    max_model_len: int = field(init=False)  # tokens
     tag: int = field(init=False)  # a number of its own, to tell equal workers apart
     generation: str = field(init=False)  # of workers that hand KV to each other
     kind: tuple[str, int] = field(init=False)  # workers of one kind know a block by the same key
@@ -104,6 +106,7 @@ class Candidate:
         self.instance = status.instance
         self.prefills = status.role in (Role.PREFILL, Role.MIXED)
         self.decodes = status.role in (Role.DECODE, Role.MIXED)
+        self.draining, self.max_model_len = status.draining, status.max_model_len
         self.tag = crc32(status.name.encode())
         self.generation = status.generation
         self.kind = status.fingerprint, status.block_size

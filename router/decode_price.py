@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from router.calibration import Drift
 from router.candidate import Candidate
-from router.predict import backlog_seconds, less_likely, sure_ratio
+from router.chances import less_likely
+from router.predict import backlog_seconds
 from serving.step_cost import GAP, LEAST_CHUNK, StepCost, StepLoad
 
 PRICE = 8.0  # requests that a late prompt counts as: it stands for those that are then sent elsewhere as well
@@ -44,7 +45,7 @@ def prompts_slowed(
     if slower <= 1.0:
         return 0.0
     factor, error, late = drift.factor, drift.error, 0.0
-    waits, sure = backlog_seconds(worker, cost, now), sure_ratio(error)
+    waits, sure = backlog_seconds(worker, cost, now), drift.sure
     for _, limit, seconds, rate in worker.arrivals:
         before = (waits + seconds) * factor
         late += rate * lasts * less_likely(limit, before, before * slower, error, sure)

@@ -9,12 +9,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from router.breaker import BreakerConfig
 from router.candidate import Candidate, Dispatched
+from router.changes import Changes
 from router.leases import DECODE_LOST, OUT_OF_REACH, PrefillOnlyLease, RouterLease, Sessions, WorkerLease
 from router.link_costs import LinkCosts
 from router.policies import POLICIES
@@ -102,8 +102,8 @@ class Fleet:
         self._prefills: dict[str, set[PrefillCall]] = {}  # in progress, by the worker's instance
         self._prefill_only: set[PrefillOnlyLease] = set()
         self._counted: dict[str, Reservation] = {}  # by lease
-        self._listened = clock()  # when it last heard a worker, or looked for silent ones
-        self._changed = asyncio.Event()
+        self._listened: float | None = None  # when it last heard a worker, or looked for silent ones
+        self.changes = Changes(RECHECK_SECONDS)  # that may have made room
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ---- membership --------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Fleet:
         """Now. A router that was paused, or too busy to listen, first gives everybody time to be heard."""
         now, before = self.clock(), self._listened
         self._listened = now
-        if now - before > self.config.silence / 2:
+        if before is not None and now - before > self.config.silence / 2:
             log.warning("the router has not listened for %.1f s: nobody's silence meanwhile counts", now - before)
             self.registry.excuse(now)
             self.pool_nodes.excuse(now)
@@ -300,14 +300,11 @@ class Fleet:
 
     def notify(self) -> None:
         """Something changed that may make room."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self.changes.notify()
 
     async def change(self) -> None:
         """Wait until something changed, or a moment."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(RECHECK_SECONDS):  # wait_for would begin a task for every request
-                await self._changed.wait()
+        await self.changes.next()
 
     # ---- what is opened on workers -----------------------------------------------------------------------------
 

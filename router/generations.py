@@ -103,7 +103,8 @@ def offer(
     Where none is complete, everyone who is able is offered: waiting there is all there is.
     """
     decodes = reach.decoders(able, workers, now)
-    if len(set(map(attrgetter("generation"), [*able, *prefills]))) <= 1:
+    both = able if prefills == able else [*able, *prefills]  # the same workers, where all are mixed
+    if len(set(map(attrgetter("generation"), both))) <= 1:
         return Offer(decodes, prefills)
     found = generations_of(decodes, reach.prefillers(prefills, now))
     if not any(generation.complete for generation in found.values()):

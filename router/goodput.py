@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from router.calibration import Calibration
 from router.candidate import Candidate
+from router.columns import KeptColumns
 from router.placements import PlacementSearch
 from router.policy import Decision, Demand, FleetView, PrefixAware
 from router.predict import KnownCosts
@@ -35,10 +36,11 @@ class Goodput:
     def __init__(self, calibration: Calibration | None = None):
         self.calibration = calibration or Calibration()
         self.fallback = PrefixAware()
+        self.columns = KeptColumns()
 
     def choose(self, demand: Demand, view: FleetView, now: float) -> Decision | None:
         costs = KnownCosts(view.decode, view.prefill)
-        search = PlacementSearch(demand, view, now, costs, self.calibration, demand.turn(now))
+        search = PlacementSearch(demand, view, now, costs, self.calibration, demand.turn(now), self.columns)
         placements = search.placements() if costs.known else []
         if not placements:
             return self.fallback.choose(demand, view, now)

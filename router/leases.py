@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from router.request_state import RequestState
 from serving.errors import NEVER_SENT, MillraceError, WorkerLost
+from serving.first_done import first_done
 from serving.links import DecodeSession, DecodeWorkerLink, LeaseEvent
 from serving.messages import Delta, LeaseGrant, LeaseId
 
@@ -215,9 +216,8 @@ class Sessions:
         lost: asyncio.Future[MillraceError] = asyncio.get_running_loop().create_future()
         waiting = self._openings.setdefault(instance, set())
         waiting.add(lost)
-        either: list[asyncio.Future[Any]] = [opening, lost]
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await first_done(opening, lost)
         except asyncio.CancelledError:
             self._abandon(opening)
             raise
@@ -235,7 +235,7 @@ class Sessions:
         if task is None or _over(task):
             connecting = WorkerSession.connect(link, instance, self.router, self.clock)
             task = self._connecting[instance] = asyncio.create_task(connecting, name=f"connect-{instance}")
-        session = await asyncio.shield(task)
+        session = task.result() if task.done() else await asyncio.shield(task)
         if session.lost is not None:
             known = self._connecting.get(instance) is not task  # the worker has been suspected since, or is back
             raise WorkerLost(session.lost.message, code=OUT_OF_REACH if known else NEVER_SENT)

@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 from router.calibration import Calibration, urgency_of
 from router.candidate import Candidate, QueuedPrompt
+from router.chances import LEAST_ERROR, within
+from router.columns import KeptColumns
 from router.decode_price import prompts_slowed
 from router.policy import Considered, Demand, FleetView, spread
 from router.predict import (
-    LEAST_ERROR,
     KnownCosts,
     Prediction,
     after_backlog,
@@ -31,9 +32,7 @@ from router.predict import (
     queue_seconds,
     queued_lost,
     step_seconds,
-    sure_ratio,
     token_seconds,
-    within,
 )
 from router.shortlist import quickest_prompts, quickest_steps, quickest_texts, roomy
 from serving.step_cost import StepCost, StepLoad
@@ -68,6 +67,7 @@ class FurtherTokens:
     held: float  # a token at most, as its objective holds prompts back
     factor: float  # by which its TPOT is corrected
     error: float
+    sure: float  # the sure_ratio of that
     lost: float  # requests that decode there and miss their TPOT because this one joins them
 
 
@@ -106,7 +106,7 @@ class PredictedPlacement(NamedTuple):
 
 
 class PlacementSearch:
-    """One request's placements. `turn` is what workers order their queues by."""
+    """One request's placements. `turn` is what workers order their queues by; `columns` are kept between requests."""
 
     def __init__(
         self,
@@ -116,6 +116,7 @@ class PlacementSearch:
         costs: KnownCosts,
         calibration: Calibration,
         turn: tuple[int, float],
+        columns: KeptColumns | None = None,
     ):
         self.demand = demand
         self.view = view
@@ -128,45 +129,68 @@ class PlacementSearch:
         self.output = max(2, demand.output)
         self.apart = calibration.apart(demand.texts)
         self._firsts: dict[str, FirstToken] = {}  # by instance: of prompts whose decode is elsewhere
-        self._prefilling = frozenset(map(id, view.prefill))
+        self._columns = columns or KeptColumns()
+        self._prefills = self._columns.of(view.prefill)
+        self._fed: dict[tuple[str, bool], list[FirstToken]] = {}  # prompts for decodes elsewhere, by kind
+        context = demand.tokens + self.output / 2
+        self._text = StepLoad(1, context, 1, context)  # what it adds to a step
         self._choice = False  # prompts and decodes can be given to different workers
 
     def placements(self) -> list[PredictedPlacement]:
         """The shortlisted placements, on workers whose device holds the whole text and that have room, if any do."""
-        demand, view, now, costs = self.demand, self.view, self.now, self.costs
+        view, found = self.view, list[PredictedPlacement]()
         if not view.decode:
             return [self._alone(self._elsewhere(worker)) for worker in self._quickest()]
-        able = roomy(demand, view.decode)
-        split = quickest_steps([worker for worker in able if not worker.prefills], costs, SHORTLIST)
-        mixed = quickest_texts(demand, [worker for worker in able if worker.prefills], costs, now, SHORTLIST)
+        split, mixed = self._decodes()
         # Two mixed workers compute no prompts for each other: among these alone nobody else's prompts are wanted.
-        self._choice = bool(split) or any(not worker.decodes for worker in view.prefill)
+        self._choice = bool(split) or not self._prefills.all_decode
         quickest = self._quickest() if self._choice else []
-        found: list[PredictedPlacement] = []
         for decode in (*split, *mixed):
             self._pair(self._firsts_for(decode, quickest), self._further(decode), found)
         return found
 
+    def _decodes(self) -> tuple[list[Candidate], list[Candidate]]:
+        """Those shortlisted: of workers that only decode, and of mixed ones."""
+        demand, workers, costs, now = self.demand, self.view.decode, self.costs, self.now
+        columns = self._columns.of(workers)
+        if columns.known and columns.roomy(demand):
+            return columns.steps(SHORTLIST), columns.texts(demand, now, SHORTLIST)
+        able = roomy(demand, workers)
+        split = quickest_steps([worker for worker in able if not worker.prefills], costs, SHORTLIST)
+        return split, quickest_texts(demand, [worker for worker in able if worker.prefills], costs, now, SHORTLIST)
+
     def _quickest(self) -> list[Candidate]:
-        return quickest_prompts(self.demand, self.view.prefill, self.costs, self.now, 2 * SHORTLIST)
+        demand, columns, now = self.demand, self._prefills, self.now
+        if columns.known:
+            return columns.prompts(demand, now, 2 * SHORTLIST)
+        return quickest_prompts(demand, self.view.prefill, self.costs, now, 2 * SHORTLIST)
 
     def _firsts_for(self, decode: Candidate, quickest: Sequence[Candidate]) -> list[FirstToken]:
         """The quickest prefills for a decode by this worker: its own where it prefills too, and some others."""
-        instance, generation, links = decode.instance, decode.generation, self.view.links
-        found, open_ = [], links.untroubled
-        for worker in quickest:
-            apart = worker is not decode and not (decode.prefills and worker.decodes)
-            if not apart or worker.generation != generation:
-                continue
-            if open_ or links.allows(worker.instance, instance, self.now):
-                found.append(self._elsewhere(worker))
-                if len(found) == SHORTLIST:
-                    break
-        if decode.prefills and id(decode) in self._prefilling:
+        found = self._apart_from(decode, quickest) if quickest else []
+        if decode.prefills and self._prefills.holds(decode):
             found.append(self._first(decode, self.tpot))
         if found:
             return found
         return [self._elsewhere(worker) for worker in self.view.prefills_for(decode, self.now)[:SHORTLIST]]
+
+    def _apart_from(self, decode: Candidate, quickest: Sequence[Candidate]) -> list[FirstToken]:
+        """Those at other workers. Where no way is barred they are the same for all decodes of a kind."""
+        both, generation, links = decode.prefills, decode.generation, self.view.links
+        shared = links.untroubled and (both or not self._prefills.holds(decode))
+        found = self._fed.get((generation, both)) if shared else None
+        if found is None:
+            found = []
+            for worker in quickest:
+                if worker is decode or worker.generation != generation or (both and worker.decodes):
+                    continue
+                if shared or links.allows(worker.instance, decode.instance, self.now):
+                    found.append(self._elsewhere(worker))
+                    if len(found) == SHORTLIST:
+                        break
+            if shared:
+                self._fed[generation, both] = found
+        return found.copy()
 
     # ---- what is predicted -----------------------------------------------------------------------------------------
 
@@ -207,14 +231,12 @@ class PlacementSearch:
         lost = others_lost(worker, cost, now_step / usual, step / usual)
         if self._choice and worker.prefills:
             lost += self._slowed(worker, cost, token)
-        return FurtherTokens(worker, step, token, pause, left, held, drift.factor, drift.error, lost)
+        return FurtherTokens(worker, step, token, pause, left, held, drift.factor, drift.error, drift.sure, lost)
 
     def _slowed(self, worker: Candidate, cost: StepCost, token: float) -> float:
         """What prompts at this worker lose by a decode there, which gets a token in so many seconds."""
-        context = self.demand.tokens + self.output / 2
         first = self.calibration.first(worker.instance, self.urgency, both=worker.decodes)
-        text = StepLoad(1, context, 1, context)
-        return prompts_slowed(worker, cost, text, self.output * token, self.tpot, first, self.now)
+        return prompts_slowed(worker, cost, self._text, self.output * token, self.tpot, first, self.now)
 
     def _alone(self, first: FirstToken) -> PredictedPlacement:
         """A request that needs no decode."""
@@ -226,7 +248,7 @@ class PlacementSearch:
         decode, demand, limit, seconds = further.worker, self.demand, self.tpot, self.view.links.seconds
         weight, slo, output, tokens = demand.weight, demand.slo, demand.output, self.output - 1
         held, pause, factor, error = further.held, further.pause, further.factor, further.error
-        lost, sure, instance = further.lost, sure_ratio(error), decode.instance
+        lost, sure, instance = further.lost, further.sure, decode.instance
         for first in firsts:
             worker, begun, token, transfer = first.worker, first.queue, further.token, 0.0
             if worker is not decode:

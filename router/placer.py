@@ -60,8 +60,8 @@ class Placer:
     def __init__(self, fleet: Fleet, policy: Policy):
         self.fleet = fleet
         self.policy = policy
-        self.admission = AdmissionQueue(fleet.config.max_waiting, fleet.change)
-        self.prefill_queue = AdmissionQueue(sys.maxsize, fleet.change)  # leases that no worker prefills for just now
+        self.admission = AdmissionQueue(fleet.config.max_waiting, fleet.changes)
+        self.prefill_queue = AdmissionQueue(sys.maxsize, fleet.changes)  # leases that no worker prefills for just now
         self.room = LeaseRoom()
         self.outputs = OutputLengths()
         self.learner = Learner(fleet, self.outputs, self.service_class)
@@ -157,7 +157,7 @@ class Placer:
             found = await self._try(search, state, look, look.view, refused)
             if found is not None:
                 return found
-        left = [worker for worker in widest.decode if worker.instance not in refused]
+        left = [each for each in widest.decode if each.instance not in refused] if refused else widest.decode
         return await self._try(search, state, look, replace(widest, decode=left), refused)
 
     async def _try(

@@ -82,10 +82,12 @@ class FleetView:
 
     def prefills_for(self, worker: Candidate, now: float) -> list[Candidate]:
         """Who may compute the prompt for a decode by this worker; over a broken link if no other leads there."""
-        instance = worker.status.instance
-        pairing = [other for other in self.prefill if other.generation == worker.generation]
-        apart = [other for other in pairing if not (worker.prefills and other.decodes and other is not worker)]
-        able = [other for other in apart if other is worker or self.links.allows(other.status.instance, instance, now)]
+        instance, generation = worker.instance, worker.generation
+        pairing = [other for other in self.prefill if other.generation == generation]
+        apart = [other for other in pairing if not other.decodes or other is worker] if worker.prefills else pairing
+        if apart and self.links.untroubled:
+            return apart
+        able = [other for other in apart if other is worker or self.links.allows(other.instance, instance, now)]
         return able or apart or pairing
 
     def of_generation(self, generation: str) -> FleetView:
@@ -126,9 +128,8 @@ class Decision:
     @property
     def mixed(self) -> bool:
         """True if one worker computes the prompt and decodes."""
-        if self.prefill is None or self.decode is None:
-            return False
-        return self.prefill.status.instance == self.decode.status.instance
+        prefill, decode = self.prefill, self.decode
+        return prefill is not None and decode is not None and prefill.instance == decode.instance
 
 
 class Policy(Protocol):
@@ -178,7 +179,7 @@ class RankingPolicy:
             prefills = self.prefill_order(demand, view.prefill)
             return self._decision(None, prefills) if prefills and not view.decode else None
         able = view.prefills_for(best, now)
-        own = [worker for worker in able if worker.status.instance == best.status.instance]
+        own = [worker for worker in able if worker.instance == best.instance]
         return self._decision(best, own or self.prefill_order(demand, able))
 
     def observed(
@@ -208,9 +209,10 @@ class LeastLoaded(RankingPolicy):
 
     def best_decode(self, demand: Demand, workers: Sequence[Candidate]) -> Candidate | None:
         """In two passes: only those that are loaded alike are told apart by the request, and there may be hundreds."""
-        loads = [(demand.tokens >= worker.device_tokens, worker.load + SLOW_LOAD * worker.slow) for worker in workers]
+        holding = [worker for worker in workers if demand.tokens < worker.device_tokens] or workers
+        loads = [worker.load + SLOW_LOAD if worker.slow else worker.load for worker in holding]
         least = min(loads, default=None)
-        tied = [worker for worker, load in zip(workers, loads, strict=True) if load == least]
+        tied = [worker for worker, load in zip(holding, loads, strict=True) if load == least]
         return min(tied, key=lambda worker: spread(demand, worker), default=None)
 
     def prefill_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
@@ -313,7 +315,7 @@ def spread(demand: Demand, worker: Candidate) -> int:
 
 def able_to_decode(demand: Demand, workers: Iterable[Candidate]) -> list[Candidate]:
     """Workers that decode, do not drain, and are of the text's build. Those that can hold it, while there are some."""
-    decoding = [worker for worker in workers if worker.decodes and not worker.status.draining]
+    decoding = [worker for worker in workers if worker.decodes and not worker.draining]
     if demand.build is not None:
         decoding = [worker for worker in decoding if worker.status.fingerprint == demand.build.fingerprint]
     return _holding(demand.tokens, decoding)
@@ -321,9 +323,7 @@ def able_to_decode(demand: Demand, workers: Iterable[Candidate]) -> list[Candida
 
 def able_to_prefill(demand: Demand, workers: Iterable[Candidate], avoid: Collection[str] = ()) -> list[Candidate]:
     """Workers that prefill, do not drain, are of the build's weights and not to be avoided (by instance)."""
-    prefilling = [worker for worker in workers if worker.prefills and not worker.status.draining]
-    if avoid:
-        prefilling = [worker for worker in prefilling if worker.status.instance not in avoid]
+    prefilling = [each for each in workers if each.prefills and not each.draining and each.instance not in avoid]
     if demand.build is not None:
         prefilling = [worker for worker in prefilling if worker.status.pairing == demand.build.pairing]
     return _holding(demand.tokens, prefilling)
@@ -397,4 +397,4 @@ def outgrown(demand: Demand, able: Collection[Candidate]) -> bool:
 
 def _holding(tokens: int, able: list[Candidate]) -> list[Candidate]:
     """Workers whose context leaves room to generate; all, if there is none: their refusal says why."""
-    return [worker for worker in able if tokens < worker.status.max_model_len] or able
+    return [worker for worker in able if tokens < worker.max_model_len] or able

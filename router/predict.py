@@ -14,17 +14,13 @@ from statistics import median
 
 from router.calibration import Drift
 from router.candidate import Candidate, QueuedPrompt
+from router.chances import LEAST_ERROR, less_likely, sure_ratio, within
 from serving.messages import Role, Slo
 from serving.step_cost import GAP, StepCost
 
-LEAST_ERROR = 0.05  # of a prediction: nothing is known better
 NEVER = 0.01  # a chance that is not worth computing with
 LATE_SHARE = 0.5  # of what a late prompt takes that one in time is kept waiting by
 GUESSED_ERROR = 0.5  # of a step cost that is taken from other workers
-
-_ROOT_2 = math.sqrt(2.0)
-SURE = 6.1 * _ROOT_2  # standard deviations from which on a chance is 0.0 or 1.0: erf(6.1) is 1.0
-MOST_EXPONENT = 700.0
 
 
 @dataclass(slots=True)
@@ -58,37 +54,6 @@ def objectives_used(slo: Slo, ttft: float, tpot: float, output: int) -> float:
     if slo.ttft_ms and slo.tpot_ms:
         return 1e3 * (ttft / slo.ttft_ms + tpot / slo.tpot_ms)
     return ttft + tpot * max(0, output - 1)
-
-
-def within(limit: float, predicted: float, error: float) -> float:
-    """P(actual ≤ limit) where ln(actual / predicted) is normal with mean 0 and standard deviation `error`."""
-    if limit <= 0.0:
-        return 0.0
-    if predicted <= 0.0:
-        return 1.0
-    ratio = limit / predicted
-    if not ratio > 0.0:  # beyond numbers
-        return 0.0
-    return 0.5 * (1.0 + math.erf(math.log(ratio) / (max(error, LEAST_ERROR) * _ROOT_2)))
-
-
-def sure_ratio(error: float) -> float:
-    """A limit that is so many times what is predicted holds by 1.0, and one of which that is so many times by 0.0."""
-    exponent = SURE * max(error, LEAST_ERROR)
-    return math.exp(exponent) if exponent < MOST_EXPONENT else math.inf
-
-
-def less_likely(limit: float, before: float, after: float, error: float, sure: float) -> float:
-    """P(before ≤ limit) − P(after ≤ limit), as `within` has them; `sure` is the sure_ratio of the error.
-
-    Most limits are far from both, and a choice asks for hundreds: where the answer is 0.0 no logarithm is taken.
-    """
-    if before * sure <= limit and after * sure <= limit:
-        return 0.0
-    most = limit * sure
-    if before >= most and after >= most:
-        return 0.0
-    return within(limit, before, error) - within(limit, after, error)
 
 
 class KnownCosts:
@@ -135,7 +100,9 @@ def typical(costs: Sequence[StepCost]) -> StepCost:
 
 def backlog_seconds(worker: Candidate, cost: StepCost, now: float) -> float:
     """Until the prompts that are there now are computed; a worker that predicts nothing says how many tokens wait."""
-    left = max(0.0, worker.prompts_left_at - now)
+    left = worker.prompts_left_at - now
+    if not left > 0.0:
+        left = 0.0
     return left if worker.cost is not None else max(left, cost.token * worker.queued_tokens)
 
 
@@ -186,14 +153,14 @@ def newcomers_lost(
     goes there, and not to one that others need.
     """
     factor, error, lost = drift.factor, drift.error, 0.0
-    waits, taken, sure = queue * factor, prompt.seconds * factor, sure_ratio(error)
+    waits, taken, sure = queue * factor, prompt.seconds * factor, drift.sure
     for priority, limit, seconds, rate in worker.arrivals:
         if priority < prompt.priority:
             continue
         alone, first, in_time = seconds * factor, 0.0, 1.0
         if priority == prompt.priority:
             first, in_time = max(0.0, prompt.due - now - limit), chance
-        behind = min(taken, max(0.0, waits + taken - first))  # seconds: those that come later wait for these
+        behind = max(0.0, waits + taken - first)  # seconds: those that come then come to stand behind it
         if behind and in_time > NEVER:
             before = waits + alone
             lost += rate * behind * in_time * less_likely(limit, before, before + taken, error, sure)

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 from router.leases import RouterLease
 from router.policy import Decision
 from router.registry import Reservation
 from serving.errors import MillraceError, WorkerLost
+from serving.first_done import first_done
 from serving.links import PrefillLink
 from serving.messages import Prefilled, PrefillOrder
 
@@ -85,8 +85,7 @@ class PrefillCall:
 
     async def first(self) -> Prefilled:
         """The first token. Raises what the prefill raised, or what ended the lease meanwhile."""
-        waiting: list[asyncio.Future[Any]] = [self._first, self.lease.failed]
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        await first_done(self._first, self.lease.failed)
         if self._first.done():
             return self._first.result()
         raise self.lease.failed.result()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.predict import Prediction, within
+from router.chances import within
+from router.predict import Prediction
 from router.request_state import RequestState
 from serving.errors import DeadlineExceeded, Overloaded, Quarantined, Unavailable
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from math import isfinite
 from typing import Protocol
 
@@ -59,7 +59,7 @@ class Router:
 
         Leaving the iterator cancels the request everywhere. Raises errors of serving.errors, none of them Retryable.
         """
-        async with self._running(request) as (state, place, trace):
+        with self._running(request) as (state, place, trace):
             while not state.finished:
                 try:
                     lease = await place.lease()
@@ -77,8 +77,8 @@ class Router:
                     await self._retry(state, error)
                     place.alone = await self.isolation.enter(state)
 
-    @asynccontextmanager
-    async def _running(self, request: Request) -> AsyncIterator[tuple[RequestState, Placement, RequestTrace]]:
+    @contextmanager
+    def _running(self, request: Request) -> Iterator[tuple[RequestState, Placement, RequestTrace]]:
         """The request counts as running, and its end is observed and logged, whatever it is; its place is given up."""
         state = RequestState(request=request)
         trace = RequestTrace(state)

@@ -17,20 +17,37 @@ def quickest_prompts(
     demand: Demand, workers: Sequence[Candidate], costs: KnownCosts, now: float, most: int
 ) -> list[Candidate]:
     """Where the prompt is likely computed first, if it passes nobody."""
-    return _least(workers, _first_seconds(demand, workers, costs, now), most)
+    tokens, cached = demand.tokens, demand.cached.get
+    seconds = [
+        (left_at - now if (left_at := worker.prompts_left_at) > now else 0.0)
+        + worker.token_seconds * (tokens - cached(worker.instance, 0))
+        if worker.cost is not None
+        else _guessed_seconds(demand, worker, costs.of(worker), now)
+        for worker in workers
+    ]
+    return _least(workers, seconds, most)
 
 
 def quickest_steps(workers: Sequence[Candidate], costs: KnownCosts, most: int) -> list[Candidate]:
     """Where a decode step is the shortest."""
-    return _least(workers, _step_seconds(workers, costs), most)
+    seconds = [worker.step_seconds if worker.cost is not None else costs.step_seconds(worker) for worker in workers]
+    return _least(workers, seconds, most)
 
 
 def quickest_texts(
     demand: Demand, workers: Sequence[Candidate], costs: KnownCosts, now: float, most: int
 ) -> list[Candidate]:
     """Where prompt and output together are likely computed first."""
-    output, firsts, steps = demand.output, _first_seconds(demand, workers, costs, now), _step_seconds(workers, costs)
-    return _least(workers, [first + output * step for first, step in zip(firsts, steps, strict=True)], most)
+    tokens, output, cached = demand.tokens, demand.output, demand.cached.get
+    seconds = [
+        (left_at - now if (left_at := worker.prompts_left_at) > now else 0.0)
+        + worker.token_seconds * (tokens - cached(worker.instance, 0))
+        + output * worker.step_seconds
+        if worker.cost is not None
+        else _guessed_seconds(demand, worker, costs.of(worker), now) + output * costs.step_seconds(worker)
+        for worker in workers
+    ]
+    return _least(workers, seconds, most)
 
 
 def roomy(demand: Demand, workers: Sequence[Candidate]) -> Sequence[Candidate]:
@@ -43,26 +60,9 @@ def roomy(demand: Demand, workers: Sequence[Candidate]) -> Sequence[Candidate]:
     return [worker for worker in fitting if worker.load < 1.0] or fitting
 
 
-def _first_seconds(demand: Demand, workers: Sequence[Candidate], costs: KnownCosts, now: float) -> list[float]:
-    """Seconds to the first token at each worker, roughly: what waits there, and the tokens it has not cached."""
-    tokens, cached = demand.tokens, demand.cached.get
-    return [
-        (left_at - now if (left_at := worker.prompts_left_at) > now else 0.0)
-        + worker.token_seconds * (tokens - cached(worker.instance, 0))
-        if worker.cost is not None
-        else _guessed_seconds(demand, worker, costs.of(worker), now)
-        for worker in workers
-    ]
-
-
 def _guessed_seconds(demand: Demand, worker: Candidate, cost: StepCost, now: float) -> float:
-    """As `_first_seconds`, of one that predicts nothing itself."""
+    """To the first token, roughly, at one that predicts nothing itself."""
     return backlog_seconds(worker, cost, now) + cost.token * demand.uncached(worker)
-
-
-def _step_seconds(workers: Sequence[Candidate], costs: KnownCosts) -> list[float]:
-    """A decode step at each worker."""
-    return [worker.step_seconds if worker.cost is not None else costs.step_seconds(worker) for worker in workers]
 
 
 def _least(workers: Sequence[Candidate], seconds: Sequence[float], most: int) -> list[Candidate]:

@@ -5,7 +5,7 @@ Pure: statuses and `now` come in, in seconds. What becomes of such a worker is d
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Set
 from dataclasses import dataclass
 
 from serving.messages import WorkerStatus
@@ -24,7 +24,6 @@ class _Motion:
     moved_at: float
     longest: float = 0.0
     stalled: float = 0.0  # age of the step in progress at the last report
-    stuck: bool = False
 
 
 class StallWatch:
@@ -33,6 +32,7 @@ class StallWatch:
     def __init__(self, bound: float = 10.0):
         self.bound = bound
         self._motions: dict[str, _Motion] = {}
+        self._stuck: set[str] = set()  # asked for with each request, and there may be a thousand workers
 
     def heard(self, status: WorkerStatus, now: float) -> bool:
         """Take a report in; True if the worker is stuck now and was not before."""
@@ -45,8 +45,12 @@ class StallWatch:
         motion.stalled = status.stalled_seconds
         bound = self.bound_of(status)
         waits = STEPS in status.counters and now - motion.moved_at > bound
-        before, motion.stuck = motion.stuck, status.stalled_seconds > bound or waits
-        return motion.stuck and not before
+        before = status.instance in self._stuck
+        if stuck := status.stalled_seconds > bound or waits:
+            self._stuck.add(status.instance)
+        elif before:
+            self._stuck.discard(status.instance)
+        return stuck and not before
 
     def bound_of(self, status: WorkerStatus) -> float:
         """Seconds after which this worker is stuck: a full step over its longest context may take a while."""
@@ -58,17 +62,17 @@ class StallWatch:
         return bound
 
     def stuck(self, instance: str) -> bool:
-        motion = self._motions.get(instance)
-        return motion is not None and motion.stuck
+        return instance in self._stuck
 
-    def all_stuck(self) -> set[str]:
+    def all_stuck(self) -> Set[str]:
         """The stuck workers, by instance."""
-        return {instance for instance, motion in self._motions.items() if motion.stuck}
+        return self._stuck
 
     def retain(self, known: Container[str]) -> None:
         """Forget workers that are gone."""
         for instance in [each for each in self._motions if each not in known]:
             del self._motions[instance]
+            self._stuck.discard(instance)
 
 
 def has_work(status: WorkerStatus) -> bool:

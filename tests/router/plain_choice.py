@@ -10,13 +10,13 @@ from math import exp, inf, log2, sqrt
 
 from router.calibration import URGENCIES, Calibration, Drift
 from router.candidate import Candidate, QueuedPrompt
+from router.chances import LEAST_ERROR, within
 from router.decode_price import PRICE
 from router.goodput import KEPT, SCORE_BAND, USED_BAND
 from router.placements import SHORTLIST
 from router.policy import Considered, Decision, Demand, FleetView, PrefixAware, spread
 from router.predict import (
     LATE_SHARE,
-    LEAST_ERROR,
     NEVER,
     Prediction,
     after_backlog,
@@ -29,7 +29,6 @@ from router.predict import (
     queued_lost,
     token_seconds,
     typical,
-    within,
 )
 from serving.step_cost import GAP, LEAST_CHUNK, StepCost, StepLoad
 
@@ -237,7 +236,7 @@ def newcomers_missed(
         alone, first, in_time = kind.seconds * factor, 0.0, 1.0
         if kind.priority == prompt.priority:
             first, in_time = max(0.0, prompt.due - now - kind.limit), chance
-        behind = min(taken, max(0.0, waits + taken - first))
+        behind = max(0.0, waits + taken - first)
         if behind and in_time > NEVER:
             early = within(kind.limit, waits + alone, error)
             lost += kind.rate * behind * in_time * (early - within(kind.limit, waits + alone + taken, error))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.admission import CONTINUATION, AdmissionQueue, Claim, Ticket
+from router.changes import Changes
 from serving.errors import Overloaded
 from serving.fair_shares import FairShares
 
@@ -27,17 +28,10 @@ class Room:
         self.inside: list[str] = []
         self.entered: list[str] = []
         self.looks: list[str] = []
-        self.queue = AdmissionQueue(max_waiting, self.changed)
+        self.changes = Changes()
+        self.queue = AdmissionQueue(max_waiting, self.changes)
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.leave: dict[str, asyncio.Event] = {}
-        self._changed = asyncio.Event()
-
-    async def changed(self) -> None:
-        await self._changed.wait()
-
-    def notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     async def come(
         self, name: str, priority: int = NEW, *, tenant: str = "", tokens: int = 1, kind: object = None
@@ -66,7 +60,7 @@ class Room:
             await self.leave[name].wait()
         finally:
             self.inside.remove(name)
-            self.notify()
+            self.changes.notify()
 
     async def go(self, name: str) -> None:
         self.leave[name].set()
@@ -95,6 +89,38 @@ async def test_requests_go_by_priority_then_in_order_of_arrival_and_continuation
     assert room.inside == ["a"] and room.queue.waiting == 5
     await room.empty()
     assert room.entered == ["a", "d", "e", "c", "f", "b"] and room.queue.waiting == 0
+
+
+def pumps() -> int:
+    return sum(task.get_name() == "admission" for task in asyncio.all_tasks())
+
+
+async def test_a_request_that_is_alone_and_finds_room_begins_no_task() -> None:
+    room = Room(1)
+    for name in "abc":
+        await room.come(name)
+        assert room.inside == [name] and pumps() == 0
+        await room.go(name)
+    await room.come("inside")
+    await room.come("waits")
+    assert pumps() == 1
+    await room.close()
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_what_changes_while_one_looks_alone_is_not_missed(others: int) -> None:
+    """Nobody waits for the change then: it looks again at once."""
+    room = Room(0)
+    room.leave["a"] = asyncio.Event()
+    room.tasks["a"] = asyncio.create_task(room._pass("a", Claim(NEW, "", 1)))
+    while not room.looks:
+        await asyncio.sleep(0)
+    room.changes.notify()  # the look under way does not see the place
+    for name in "bc"[:others]:
+        await room.come(name, kind=NEVER)
+    await settle()
+    assert room.looks.count("a") == 2
+    await room.close()
 
 
 async def test_places_are_looked_for_side_by_side() -> None:
@@ -140,7 +166,7 @@ async def test_a_worker_that_does_not_answer_holds_up_one_request() -> None:
     async with asyncio.timeout(5):
         while "a" not in room.entered:
             await asyncio.sleep(0.005)
-    room.notify()
+    room.changes.notify()
     await room.come("b")
     async with asyncio.timeout(5):
         while "b" not in room.entered:
@@ -156,7 +182,7 @@ async def test_while_there_is_no_room_one_looks_for_all() -> None:
         await room.come(str(n), tokens=1)
     looks = len(room.looks)
     for _ in range(10):
-        room.notify()
+        room.changes.notify()
         await settle()
     assert len(room.looks) - looks == 10
     await room.close()
@@ -203,7 +229,7 @@ class Claimed:
     """Claims that look when they are told to, and find a place or none."""
 
     def __init__(self) -> None:
-        self.queue = AdmissionQueue(1000, asyncio.Event().wait)
+        self.queue = AdmissionQueue(1000, Changes())
         self.stack = AsyncExitStack()
 
     async def come(self, tokens: int, *, tenant: str = "", priority: int = NEW, kind: object = None) -> Ticket:
@@ -290,12 +316,13 @@ async def test_who_comes_as_the_queue_breaks_begins_no_second_task_of_it() -> No
     """Of two only one would be told that there is something to look at."""
     broken = [True]
 
-    async def changed() -> None:
-        if broken and broken.pop():
-            raise ZeroDivisionError
-        await asyncio.Event().wait()
+    class Breaking(Changes):
+        async def next(self) -> None:
+            if broken and broken.pop():
+                raise ZeroDivisionError
+            await super().next()
 
-    queue = AdmissionQueue(5, changed)
+    queue = AdmissionQueue(5, Breaking())
     async with asyncio.timeout(60), queue.enter(Claim(0, "", 1)) as first:
         await queue.turn(first)
         queue.looked(first, found=False)

@@ -13,10 +13,10 @@ from router.arrivals import Arrivals
 from router.breaker import BreakerConfig
 from router.calibration import Calibration
 from router.candidate import Candidate, Dispatched, QueuedPrompt
+from router.chances import less_likely, sure_ratio, within
 from router.goodput import Goodput
 from router.link_costs import LinkCosts
 from router.policy import Demand, FleetView
-from router.predict import less_likely, sure_ratio, within
 from router.trust import Trust, Ways
 from serving.messages import TPOT_BINS_MS, Build, Role, Slo
 from serving.step_cost import StepCost, StepLoad

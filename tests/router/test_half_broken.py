@@ -337,6 +337,17 @@ async def test_the_first_heartbeat_after_a_pause_gives_the_others_time_too(world
     assert len(world.fleet.candidates()) == 2
 
 
+async def test_a_router_that_has_yet_to_listen_tells_of_no_pause(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.now += 60.0  # while the rest of it was made
+    world.fleet.expire()
+    assert "has not listened" not in caplog.text
+    world.now += 60.0
+    world.fleet.expire()
+    assert "has not listened for 60.0 s" in caplog.text
+
+
 @pytest.mark.parametrize("protocol", [0, PROTOCOL - 2, PROTOCOL + 1])
 async def test_a_worker_of_another_protocol_is_refused_and_counted(world: World, protocol: int) -> None:
     with pytest.raises(InvalidRequest, match="protocol") as refused:

@@ -11,13 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.calibration import MOST_WORKERS, Calibration
+from router.chances import within
 from router.goodput import LATE, Goodput
 from router.link_costs import LinkCosts
 from router.output_lengths import OutputLengths
 from router.policy import Decision
-from router.predict import (
-    within,
-)
 from router.request_state import Attempt, RequestState
 from serving.messages import Build, Delta, FinishReason, Pooling
 from tests.router.conftest import World, wanted
@@ -145,7 +143,8 @@ def test_workers_without_number_take_bounded_memory() -> None:
     known = Calibration()
     for n in range(10_000):
         known.first_token(str(n), 1.0, 2.0)
-    assert len(known._first[False][0]._own) == MOST_WORKERS and known.first("9999").count == 1
+    own = known._first[False][0]._own
+    assert len(own) == MOST_WORKERS and own["9999"].count == 1
 
 
 def test_one_strange_observation_does_not_decide() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from router.arrivals import Arrivals
 from router.calibration import Drift
 from router.candidate import QueuedPrompt
+from router.chances import within
 from router.predict import (
     LATE_SHARE,
     after_backlog,
@@ -20,7 +21,6 @@ from router.predict import (
     others_lost,
     prompt_seconds,
     queue_seconds,
-    within,
 )
 from serving.messages import Role
 from serving.step_cost import StepCost, StepLoad, pairs
@@ -142,12 +142,12 @@ ARRIVALS = st.builds(
 
 
 @given(st.lists(ARRIVALS, max_size=3), st.floats(0, 20), st.floats(0, 5), st.floats(-9.0, 60.0), st.floats(0, 1))
-def test_no_more_newcomers_are_lost_than_come_while_a_prompt_is_computed(
+def test_no_more_newcomers_are_lost_than_come_until_a_prompt_is_computed(
     kinds: list[Arrivals], queue: float, compute: float, due: float, chance: float
 ) -> None:
     there, prompt = replace(worker("w"), arrivals=tuple(kinds)), QueuedPrompt(0, due, compute)
     lost = newcomers_lost(there, prompt, queue, Drift(), 0.0, chance)
-    assert -1e-9 <= lost <= sum(kind.rate for kind in kinds) * compute * (1 + 1e-9)
+    assert -1e-9 <= lost <= sum(kind.rate for kind in kinds) * (queue + compute) * (1 + 1e-9)
 
 
 def lost_to(kind: Arrivals, prompt: QueuedPrompt, queue: float = 0.0, chance: float = 1.0) -> float:
@@ -167,6 +167,14 @@ def test_newcomers_that_are_due_later_wait_behind_it_and_may_be_late() -> None:
     assert lost_to(alike, QueuedPrompt(0, 3.0, 2.0)) == pytest.approx(2.0, rel=0.05), "two seconds' worth"
     assert lost_to(alike._replace(seconds=0.1), QueuedPrompt(0, 3.0, 2.0)) < 0.1, "short ones are in time even so"
     assert lost_to(alike, QueuedPrompt(0, 30.0, 2.0), 20.0) < 0.01, "and who is late anyhow loses nothing"
+
+
+def test_newcomers_that_come_while_it_waits_stand_behind_it_too() -> None:
+    """Ten a second, each in time after a second of queue and late after two: from the first of that queue on."""
+    alike = Arrivals(0, 2.0, 0.2, 10.0)
+    assert lost_to(alike, QueuedPrompt(0, 2.0, 1.4), 0.0) == pytest.approx(0.0, abs=0.5), "nobody waits before it"
+    assert lost_to(alike, QueuedPrompt(0, 2.0, 1.4), 1.0) == pytest.approx(24.0, rel=0.05)
+    assert lost_to(alike, QueuedPrompt(0, 3.0, 1.4), 1.0) == pytest.approx(14.0, rel=0.05), "who is due sooner passes"
 
 
 def test_a_prompt_that_is_late_costs_newcomers_a_part_of_its_time() -> None:
