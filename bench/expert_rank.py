@@ -99,8 +99,10 @@ def rounds_of(exchange: ExpertExchange, tokens: int) -> Iterator[tuple[float, fl
     while True:
         began = time.perf_counter()
         received = exchange.dispatch(rows, physical)
+        for _ in received.portions:
+            pass
         between = time.perf_counter()
-        ready = received.results if received.results is not None else results[: len(received.rows.values)]
+        ready = received.results if received.results is not None else results[: int(received.counts.sum())]
         exchange.combine(ready, weights)
         yield between - began, time.perf_counter() - began
 

@@ -262,7 +262,7 @@ class AllToAllExchange(RoundTrips):
             return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]).index_select(0, at)
 
         rows = Rows(chosen(incoming.values), chosen(incoming.scales) if self.shape.wire is torch.int8 else None)
-        return Received(rows, slots_N.bincount(minlength=self.shape.slots).int()), order, owed
+        return Received.of(rows, slots_N.bincount(minlength=self.shape.slots).int()), order, owed
 
     def _count_dispatch(self, outgoing: Parts) -> None:
         """What travelled, the empty ends of parts included: as rows' bytes, but for the slots."""

@@ -8,6 +8,7 @@ Shapes: T rows of this rank, H hidden width, K experts of a row, N rows received
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -86,15 +87,41 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
-    """What `dispatch` brought, slot after slot: `counts` int32 [S] rows each. Valid until the next dispatch but one.
+class Portion:
+    """All rows received for some slots, slot after slot. Valid until a portion is asked for again."""
 
+    slots: range
+    rows: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What `dispatch` brought: `counts` int32 [S] rows for each slot, N in all. Valid until their results are sent.
+
+    Slot after slot, the rows come in portions, each gathered when it is asked for: it is in a cache when it is used.
     Results that are written into `results` [N, H], where there is such memory, need no copy.
     """
 
-    rows: Rows
+    portions: Iterable[Portion]
     counts: Tensor
     results: Tensor | None = None
+
+    @staticmethod
+    def of(rows: Rows, counts: Tensor) -> Received:
+        """Rows that lie in one place."""
+        return Received((Portion(range(len(counts)), rows),), counts)
+
+    def whole(self) -> Rows:
+        """All rows [N, H] in one place: a copy where there are several portions."""
+        if isinstance(self.portions, tuple):
+            only: Portion = self.portions[0]
+            return only.rows
+        parts = [
+            (part.rows.values.clone(), None if part.rows.scale is None else part.rows.scale.clone())
+            for part in self.portions
+        ]
+        scales = [scale for _, scale in parts if scale is not None]
+        return Rows(torch.cat([values for values, _ in parts]), torch.cat(scales) if scales else None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -73,7 +73,7 @@ class HierarchicalExchange(RoundTrips):
         slots_N1 = self._of_node.repeat_interleave(arrived.counts)[:, None]
         self._ones.append(torch.ones(slots_N1.shape))
         with self._numbered_within():
-            return self.within.dispatch(arrived.rows, slots_N1)
+            return self.within.dispatch(arrived.whole(), slots_N1)
 
     def begin_combine(self, results_NH: Tensor) -> None:
         # Within a node each row has one expert, so that nothing is added up there.

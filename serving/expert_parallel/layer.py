@@ -67,19 +67,24 @@ class ExpertParallelMlp(MoeMlp):
 
     def _results(self, received: Received, dtype: torch.dtype) -> Tensor:
         """What this rank's experts make of the rows received, [N, H], in their order."""
-        values, scale = received.rows.values, received.rows.scale
-        out = received.results
+        counts, out = received.counts.tolist(), received.results
         if out is None or out.dtype != dtype:
-            out = torch.empty(values.shape, dtype=dtype, device=values.device)
-        first = 0
-        for expert, count in zip(self.slots, received.counts.tolist(), strict=True):
-            rows = slice(first, first + count)
-            first += count
-            if count and scale is None:
-                out[rows] = few_alike(expert, values[rows])
-            elif count and scale is not None:
-                out[rows] = _of_quantized(expert, values[rows], scale[rows], dtype)
+            out = torch.empty(sum(counts), self.exchange.shape.hidden, dtype=dtype, device=received.counts.device)
+        end = 0
+        for portion in received.portions:
+            first = end
+            for slot in portion.slots:
+                begin, end = end, end + counts[slot]
+                if begin < end:
+                    rows = slice(begin - first, end - first)
+                    out[begin:end] = _of_rows(self.slots[slot], portion.rows, rows, dtype)
         return out
+
+
+def _of_rows(expert: nn.Module, portion: Rows, rows: slice, dtype: torch.dtype) -> Tensor:
+    if portion.scale is None:
+        return few_alike(expert, portion.values[rows])
+    return _of_quantized(expert, portion.values[rows], portion.scale[rows], dtype)
 
 
 def _uncounted(_: Tensor) -> None:

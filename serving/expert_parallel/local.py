@@ -45,7 +45,7 @@ class LocalExchange(RoundTrips):
         scale = None if sent.scale is None else sent.scale[places]
         counts = physical_TK.flatten().bincount(minlength=self.shape.slots).int()
         self._orders.append(order)
-        self._arriving.append(Received(Rows(sent.values[places], scale), counts))
+        self._arriving.append(Received.of(Rows(sent.values[places], scale), counts))
 
     def finish_dispatch(self) -> Received:
         self.agreed = self._announced

@@ -1,19 +1,23 @@
 """Watches the processes of a group's other ranks on this host: whether one has ended, or is about to.
 
 The kernel signals a pidfd, and closes sockets, when it has freed the memory of a process that is killed: some 50 ms
-later for one that has loaded torch. It marks the process as exiting before that.
+later for one that has loaded torch. It marks the process as exiting before that, once a core runs it, and has SIGKILL
+pending for it from the moment it is sent.
 """
 
 from __future__ import annotations
 
 import os
 import select
+import signal
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 EXITING = 0x4  # PF_EXITING of the kernel's task flags
 FLAGS = 6  # their place in /proc/PID/stat after the command's name
+KILLED = 1 << (signal.SIGKILL - 1)
+PENDING = 28  # the place of the main thread's signals that are pending; this one can be neither blocked nor taken back
 
 
 class ProcessWatch:
@@ -58,7 +62,7 @@ class ProcessWatch:
 
 
 def is_ending(pid: int) -> bool:
-    """Whether the main thread of this process exits or has exited. False where the system does not tell.
+    """Whether the main thread of this process is killed, exits or has exited. False where the system does not tell.
 
     A number that another process has by now is one whose first process has ended.
     """
@@ -70,5 +74,9 @@ def is_ending(pid: int) -> bool:
 
 def says_ending(stat: bytes) -> bool:
     """Of what /proc/PID/stat holds, whose second word is a name in parentheses that may have any other character."""
-    told = stat.rpartition(b")")[2].split()[FLAGS : FLAGS + 1]
-    return bool(told) and told[0].isdigit() and bool(int(told[0]) & EXITING)
+    told = stat.rpartition(b")")[2].split()
+    return _has(told[FLAGS : FLAGS + 1], EXITING) or _has(told[PENDING : PENDING + 1], KILLED)
+
+
+def _has(told: list[bytes], bit: int) -> bool:
+    return bool(told) and told[0].isdigit() and bool(int(told[0]) & bit)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Self
 
@@ -21,6 +22,7 @@ from serving.expert_parallel.exchange import (
     ExchangeShape,
     ExchangeTraffic,
     ExchangeUnavailable,
+    Portion,
     RankLost,
     Received,
     RoundTrips,
@@ -58,10 +60,13 @@ class SharedMemoryExchange(RoundTrips):
         self._counted = self._functions.traffic(self._exchange).contents
         self._loss = self._functions.loss(self._exchange).contents
         quantized = shape.wire is torch.int8
-        self._values = [torch.empty(shape.most_received, shape.hidden, dtype=shape.wire) for _ in range(2)]
-        self._scales = [torch.empty(shape.most_received) if quantized else None for _ in range(2)]
+        portion = self._functions.portion(c_shape(shape, rank))
+        self._values = torch.empty(portion, shape.hidden, dtype=shape.wire)  # of both dispatches under way, in turn
+        self._scales = torch.empty(portion) if quantized else None
+        self._gathered = self._values.data_ptr(), None if self._scales is None else self._scales.data_ptr()
         self._counts = [torch.zeros(shape.slots, dtype=torch.int32) for _ in range(2)]
-        self._results = [self._results_of(parity) for parity in range(2)]
+        self._results = [self._results_of(region) for region in range(2)]
+        self._told = ctypes.c_int32()  # a second answer of a function
         self._sums = torch.empty(shape.max_tokens, shape.hidden)
         self._tokens, self._received = [0, 0], [0, 0]
         self._dispatched = self._arrived = self._returned = self._combined = 0
@@ -153,19 +158,23 @@ class SharedMemoryExchange(RoundTrips):
         self._check()
         assert self._arrived < self._dispatched, "no dispatch has begun"
         self._arrived += 1
-        parity = self._arrived % 2
-        scales, counts = self._scales[parity], self._counts[parity]
-        received = self._functions.finish_dispatch(
-            self._exchange,
-            self._values[parity].data_ptr(),
-            None if scales is None else scales.data_ptr(),
-            counts.data_ptr(),
-        )
+        counts = self._counts[self._arrived % 2]
+        received = self._functions.finish_dispatch(self._exchange, counts.data_ptr(), self._told)
         if received < 0:
             raise self._lost()
-        self._received[parity] = received
-        rows = Rows(self._values[parity][:received], None if scales is None else scales[:received])
-        return Received(rows, counts, self._results[parity][:received])
+        self._received[self._arrived % 2] = received
+        region = self._told.value
+        return Received(_Portions(self, region), counts, self._results[region][:received])
+
+    def portions(self, region: int) -> Iterator[Portion]:
+        """The rows received that lie in this region, gathered as they are asked for."""
+        first = 0
+        while first < self.shape.slots:
+            self._check()
+            count = self._functions.gather(self._exchange, region, first, *self._gathered, self._told)
+            scales, end = self._scales, self._told.value
+            yield Portion(range(first, end), Rows(self._values[:count], None if scales is None else scales[:count]))
+            first = end
 
     def begin_combine(self, results_NH: Tensor) -> None:
         self._check()
@@ -173,7 +182,7 @@ class SharedMemoryExchange(RoundTrips):
         self._returned += 1
         results, parity = results_NH.contiguous(), self._returned % 2
         assert results.shape == (self._received[parity], self.shape.hidden), results.shape
-        address = results.data_ptr() if len(results) else self._results[parity].data_ptr()
+        address = results.data_ptr() if len(results) else self._results[0].data_ptr()
         if self._functions.begin_combine(self._exchange, address, cpu.Kind.of(results.dtype)) < 0:
             raise self._lost()
 
@@ -187,10 +196,10 @@ class SharedMemoryExchange(RoundTrips):
             raise self._lost()
         return self._sums[:tokens]
 
-    def _results_of(self, parity: int) -> Tensor:
-        """Where results of every second dispatch are read by the others."""
+    def _results_of(self, region: int) -> Tensor:
+        """Where results of rows in this region are read by the others."""
         own = self._segments[self.rank]
-        first = self._functions.results(self._exchange, parity) - own.ctypes.data
+        first = self._functions.results(self._exchange, region) - own.ctypes.data
         end = first + self.shape.most_received * self.shape.hidden * self.shape.back.itemsize
         return torch.from_numpy(own[first:end]).view(self.shape.back).view(-1, self.shape.hidden)
 
@@ -213,6 +222,17 @@ class SharedMemoryExchange(RoundTrips):
         self._exchange = None
         self._watch.close()
         self._segments, self._results = [], []
+
+
+@dataclass(frozen=True, slots=True)
+class _Portions:
+    """The rows of one dispatch, gathered anew whenever they are gone through."""
+
+    exchange: SharedMemoryExchange
+    region: int
+
+    def __iter__(self) -> Iterator[Portion]:
+        return self.exchange.portions(self.region)
 
 
 def c_shape(shape: ExchangeShape, rank: int) -> ctypes.Structure:

@@ -33,6 +33,8 @@ class CheckpointExperts:
         self._dtype = DTYPES[own if dtype == "auto" else dtype]
         with torch.device("meta"):
             model = Decoder(spec)
+            if self._checkpoint.float8:
+                raise ValueError("ranks share no FP8 weights: use a checkpoint in BF16 or INT8")
             hold_int8(model, int8_modules(model, self._checkpoint))
         names = [name for name, _ in model.named_parameters()]
         self._parts = sources(spec, names, self._checkpoint.names, self._checkpoint.container)

@@ -1,7 +1,7 @@
 // The exchange of MoE rows between the ranks of one host, over memory that they share: structures and functions.
 //
 // Each rank owns one segment, which it alone writes and all others map for reading. It holds the rank's flags and, for
-// each parity of the sequence number, its rows (dispatch) and the results of those it received (combine), each once,
+// each of two dispatches under way, its rows (dispatch) and the results of those it received (combine), each once,
 // with a list for every peer of what of them is for that one; all as large as a step may ever need. A flag is a sequence
 // number: its release store makes what was written before visible to the acquire load that sees it, on x86 (TSO) as on
 // aarch64.
@@ -55,9 +55,17 @@ void millrace_exchange_leave(Exchange* exchange);
 int64_t millrace_exchange_begin_dispatch(Exchange* exchange, const void* rows, const float* row_scales, int32_t kind,
                                          int64_t tokens, const int32_t* physical);
 
-// Waits for the rows of all others, of the oldest dispatch that has begun, and writes them expert by expert: `values`,
-// `scales`, and how many for each slot. Their number; -1 where a rank is lost.
-int64_t millrace_exchange_finish_dispatch(Exchange* exchange, void* values, float* scales, int32_t* counts);
+// Waits for the rows of all others, of the oldest dispatch that has begun: how many are for each slot, and the region,
+// 0 or 1, by which they and their results are known until these are combined. Their number; -1 where a rank is lost.
+int64_t millrace_exchange_finish_dispatch(Exchange* exchange, int32_t* counts, int32_t* region);
+
+// The most rows that are gathered at once: all of any one slot.
+int64_t millrace_exchange_portion(const ExchangeShape* shape);
+
+// Copies the rows of slot `first`, and of as many after it as fit a portion, in `values` and `scales`, slot by slot,
+// each slot's by rank and then as they came. The number of rows; `end` is the slot after the last.
+int64_t millrace_exchange_gather(const Exchange* exchange, int32_t region, int32_t first, void* values, float* scales,
+                                 int32_t* end);
 
 // From now on every dispatch tells all ranks this number.
 void millrace_exchange_announce(Exchange* exchange, int32_t number);
@@ -65,8 +73,8 @@ void millrace_exchange_announce(Exchange* exchange, int32_t number);
 // The least number that a rank has told with the last dispatch: the same on every rank after the same dispatch.
 int32_t millrace_exchange_agreed(const Exchange* exchange);
 
-// Where results may be written, so that they need no copy: of the first dispatch with parity 1, the second with 0, ….
-void* millrace_exchange_results(Exchange* exchange, int32_t parity);
+// Where results of a region's rows may be written, so that they need no copy.
+void* millrace_exchange_results(Exchange* exchange, int32_t region);
 
 // Gives results [rows received, hidden] of `kind`, of the oldest dispatch without any, to the ranks of their rows.
 // 0; -1 where a rank is lost.

@@ -32,7 +32,9 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "destroy": (None, [c_void_p]),
     "leave": (None, [c_void_p]),
     "begin_dispatch": (c_int64, [_ADDRESS, _ADDRESS, _ADDRESS, c_int32, c_int64, _ADDRESS]),
-    "finish_dispatch": (c_int64, [_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS]),
+    "finish_dispatch": (c_int64, [_ADDRESS, _ADDRESS, POINTER(c_int32)]),
+    "portion": (c_int64, [POINTER(Shape)]),
+    "gather": (c_int64, [_ADDRESS, c_int32, c_int32, _ADDRESS, _ADDRESS, POINTER(c_int32)]),
     "announce": (None, [_ADDRESS, c_int32]),
     "agreed": (c_int32, [_ADDRESS]),
     "results": (c_void_p, [_ADDRESS, c_int32]),
@@ -56,6 +58,8 @@ class ExchangeFunctions:
         self.leave = library.millrace_exchange_leave
         self.begin_dispatch = library.millrace_exchange_begin_dispatch
         self.finish_dispatch = library.millrace_exchange_finish_dispatch
+        self.portion = library.millrace_exchange_portion
+        self.gather = library.millrace_exchange_gather
         self.announce = library.millrace_exchange_announce
         self.agreed = library.millrace_exchange_agreed
         self.results = library.millrace_exchange_results

@@ -84,9 +84,10 @@ def random_experts(rows: int, top_k: int, experts: int, generator: torch.Generat
 
 def made_of(received: Received, first_slot: int) -> Tensor:
     """What stands for experts: each slot multiplies its rows by its own number, [N, H] float32."""
-    rows = received.rows.values.float()
-    if received.rows.scale is not None:
-        rows = rows * received.rows.scale[:, None]
+    whole = received.whole()
+    rows = whole.values.float()
+    if whole.scale is not None:
+        rows = rows * whole.scale[:, None]
     slots = torch.arange(first_slot, first_slot + len(received.counts)) + 1
     return rows * slots.repeat_interleave(received.counts)[:, None].float()
 

@@ -93,7 +93,8 @@ def test_int8_rows_are_those_an_int8_expert_would_make(opened: Opening, kind: st
         exchange = group.exchanges[rank]
         for step in work:
             received = exchange.dispatch(Rows(step[rank][0]), step[rank][1])
-            assert received.rows.scale is not None and received.rows.values.dtype is torch.int8
+            whole = received.whole()
+            assert whole.scale is not None and whole.values.dtype is torch.int8
             wanted = {
                 (number // shape.slots, number % shape.slots, *map(int, values), float(scale))
                 for rows, physical in step
@@ -104,7 +105,7 @@ def test_int8_rows_are_those_an_int8_expert_would_make(opened: Opening, kind: st
             slots = torch.arange(shape.slots).repeat_interleave(received.counts).tolist()
             found = {
                 (rank, slot, *map(int, values), float(scale))
-                for slot, values, scale in zip(slots, *(received.rows.values, received.rows.scale), strict=True)
+                for slot, values, scale in zip(slots, whole.values, whole.scale, strict=True)
             }
             assert found == wanted
             parts = exchange.combine(made_of(received, rank * shape.slots), weights_of(step[rank][1]))
@@ -250,7 +251,7 @@ def test_after_a_loss_everything_says_so(opened: Opening, kind: str) -> None:
         ]
         with pytest.raises(RankLost):
             for _ in range(STEPS):
-                exchange.combine(exchange.dispatch(Rows(rows), physical).rows.values, weights)
+                exchange.combine(exchange.dispatch(Rows(rows), physical).whole().values, weights)
         for way in ways * 3:
             with pytest.raises(RankLost):
                 way()
