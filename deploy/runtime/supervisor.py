@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from serving.child_process import import_path, module_command
 from serving.options import ENV_PREFIX
@@ -27,10 +27,11 @@ YOUNG = 20.0  # seconds: a child that lived longer is not crash-looping
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChildSpec:
-    """A child: its name in logs, and the millrace command it runs."""
+    """A child: its name in logs, the millrace command it runs, and what its environment has beside ours."""
 
     name: str
     arguments: tuple[str, ...]
+    environ: Mapping[str, str] = field(default_factory=dict)
 
 
 class Supervisor:
@@ -92,7 +93,7 @@ class Supervisor:
             process = await asyncio.create_subprocess_exec(
                 *module_command(self.module),
                 *child.arguments,
-                env=self.environ,
+                env={**self.environ, **child.environ},
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
             )

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 from decode.scheduler import DecodeScheduler
@@ -21,6 +21,7 @@ from decode.speculation import Speculation
 from decode.tpot_bound import DECODE_SHARE, MIXED_SHARE, LeaseBound, TpotBound
 from decode.worker import DecodeWorker
 from deploy.worker.computing import device_memory, forward_of, lead_ranks, ranks_of
+from deploy.worker.kv_sizing import Rehearsal, kv_cache_bytes
 from deploy.worker.proposers import DraftParts, load_draft_parts, make_drafts
 from deploy.worker.step_costs import StepCostFile, StepCostKeeper, step_cost_file
 from deploy.worker.worker import Worker
@@ -61,6 +62,8 @@ from serving.loader.loading import LoadedModel
 from serving.messages import Role, WorkerIdentity
 from serving.step_cost import StepCost
 from serving.text.tokenizer import load_tokenizer
+
+MANY = 1 << 40  # tokens: more than any context
 
 Measured = Callable[[StepRecord], None]
 MakeForward = Callable[[LoadedModel, DeviceKV, EngineConfig, int], Forward]
@@ -113,7 +116,8 @@ def build_worker(
         raise ValueError("--kv-wire int8 changes bits, which --deterministic promises not to happen")
     spec, kv_dtype = model.spec, model.dtype if model_config.kv_cache_dtype == "auto" else "int8"
     specs, drafts = spec.kv_layers(kv_dtype), drafts or load_draft_parts(role, model, model_config, config)
-    locations, tokens = kv_memory(model, specs, drafts.specs, config, model_config.device)
+    rehearsal = Rehearsal(model, specs, context_limit(model, model_config, MANY), make_forward)
+    locations, tokens = kv_memory(rehearsal, drafts.specs, config, model_config.device)
     device_kv, limit = locations.device, context_limit(model, model_config, tokens)
     drafting = make_drafts(drafts, model, make_forward(model, device_kv, config, limit), device_kv, config, limit)
     forward, form = drafting.forward, drafting.forward.form if config.deterministic else "any"
@@ -140,14 +144,13 @@ def build_worker(
     sampler, where = make_sampler(forward), (config.block_size, model_config.device, locations.host)
     runner = ModelRunner(forward, spec, *where, sampler, others, drafting.computed)
     eos = frozenset(spec.eos_token_ids)
-    learned = step_cost_file(identity.fingerprint, drafting.kind, role, config.threads, model_config.device)
     grammars = Grammars(GrammarCompiler(lambda: load_tokenizer(model.path), sorted(eos)))
     parts = ModelParts(
         runner=runner,
         eos_token_ids=eos,
         layout=layout,
         guess=_guessed(model, specs, model_config.device),
-        learned=learned,
+        learned=step_cost_file(identity.fingerprint, drafting.kind, role, config.threads, model_config.device),
         grammars=grammars,
         proposer=drafting.proposer,
     )
@@ -162,11 +165,12 @@ def _guessed(model: LoadedModel, specs: Sequence[LayerKV], device: str) -> StepC
 
 
 def kv_memory(
-    model: LoadedModel, specs: Sequence[LayerKV], drafts: Sequence[LayerKV], config: EngineConfig, device: str
+    rehearsal: Rehearsal, drafts: Sequence[LayerKV], config: EngineConfig, device: str
 ) -> tuple[KVLocations, int]:
     """The memories of a worker's KV, of which its drafts take a share; and the tokens of the longest text in them."""
-    size = config.block_size
-    blocks = config.num_kv_blocks or blocks_in(config.kv_cache_memory, [*specs, *drafts], size)
+    model, specs, size = rehearsal.model, rehearsal.specs, config.block_size
+    memory = kv_cache_bytes(config, device, partial(rehearsal.over_one_block, config, device))
+    blocks = config.num_kv_blocks or blocks_in(memory, [*specs, *drafts], size)
     plan = plan_host(specs, blocks, size, config.host_kv_memory) if config.host_kv_memory else None
     device_kv = device_memory(model, specs, plan.device_blocks if plan else blocks, config, device)
     windows = [model.spec.window(layer) for layer in range(model.spec.layers)]
@@ -184,14 +188,15 @@ def assemble(
     *,
     clock: Callable[[], float] = time.monotonic,
     engine_loop: Callable[[Engine], EngineLoop] = EngineLoop,
-    kv_events: int = LOG_EVENTS,  # that it remembers
+    kv_events: int = LOG_EVENTS,  # that it remembers; 0 where nobody asks for them
+    tell_every: int = 1,  # tokens of a text (serving.engine.engine.Engine)
 ) -> Worker:
     """A worker around a runner and the memories its KV lies in, whose lock the engine takes; a loop runs its steps."""
     device_kv, host, role = locations.device, locations.host, identity.role
     events, cost = KVEventLog(kv_events), FetchCost()
     meter = StepMeter(StepFit(parts.guess, parts.learned.read() if parts.learned is not None else None))
     sizes, caching = (device_kv.num_blocks, device_kv.block_size), config.enable_prefix_caching
-    allocator = BlockAllocator(*sizes, caching=caching, events=events)
+    allocator = BlockAllocator(*sizes, caching=caching, events=events if kv_events else None)
     offload = OffloadManager(host.plan) if host is not None else None
     client = pool_client(links.pool_link, links.pool) if links.pool_link and caching else None
     storing = write_back_to(client, links.pool, allocator, offload, locations) if client is not None else None
@@ -204,14 +209,12 @@ def assemble(
     # The role is this list: decode goes first, prompts get the rest of the step.
     schedulers: list[Scheduler] = [prefilling] if role is Role.PREFILL else [decoding, prefilling]
     engine = engine_for(str(device_kv.planes[0][0].device))(
-        parts.runner,
-        kv,
-        schedulers,
-        step_limits(config, identity.max_model_len, parts.eos_token_ids),
+        *(parts.runner, kv, schedulers, step_limits(config, identity.max_model_len, parts.eos_token_ids)),
         lock=locations.lock,
         clock=clock,
         trace=trace_writer(config.profile, identity.name),
         proposer=parts.proposer,
+        tell_every=tell_every,
     )
     loop = engine_loop(engine)
     context = WorkerContext(identity=identity, loop=loop, kv=kv, locations=locations, grammars=parts.grammars)

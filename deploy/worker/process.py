@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import Counter
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -11,6 +12,7 @@ from functools import partial
 
 from deploy.runtime.addresses import announced
 from deploy.runtime.cpu_binding import use_cores
+from deploy.runtime.devices import use_device
 from deploy.runtime.discovery import addresses, peers_of
 from deploy.runtime.heartbeats import Heartbeats, RouterClocks
 from deploy.runtime.http_server import open_status_door
@@ -47,6 +49,7 @@ class WorkerProcess:
     def __init__(
         self, role: Role, settings: Settings, *, parent: int | None = None, make_forward: MakeForward | None = None
     ):
+        settings = replace(settings, model_config=use_device(settings.model_config, os.environ))
         self.role = role
         self.given = settings
         self.settings = replace(settings, model_config=settings.model_config.of(role))

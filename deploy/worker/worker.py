@@ -237,7 +237,7 @@ class Worker:
             if host is not None:
                 counts["host_extents"] = host.extents.held
                 extents = connector.extents() if connector is not None else ()
-                leaked["host_extents"] = host.unaccounted(owned.values(), extents)
+                leaked["host_extents"] = self.kv.unaccounted_on_host(owned.values(), extents)
         return Audit(service=self.identity.name, counts=counts, leaked=leaked)
 
 

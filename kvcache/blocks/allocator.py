@@ -34,7 +34,7 @@ class BlockAllocator:
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: low ids first
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._references = [0] * num_blocks
-        self._key_of: dict[int, bytes] = {}
+        self._key_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self.evictions = 0
 
@@ -80,7 +80,8 @@ class BlockAllocator:
         if self._free:
             return self._free.pop()
         block, _ = self._cached.popitem(last=False)
-        key = self._key_of.pop(block)
+        key, self._key_of[block] = self._key_of[block], None
+        assert key is not None, "a cached block has a key"
         del self._block_of[key]
         self.evictions += 1
         if self._events is not None:
@@ -94,7 +95,7 @@ class BlockAllocator:
             self._references[block] -= 1
             if self._references[block]:
                 continue
-            if block in self._key_of:
+            if self._key_of[block] is not None:
                 self._cached[block] = None
             else:
                 self._free.append(block)
@@ -102,7 +103,7 @@ class BlockAllocator:
     def publish(self, block: int, key: bytes) -> None:
         """Say that this held block is full and holds the KV named by `key`. The first block of a key stays."""
         assert self._references[block] > 0, f"block {block} published while no sequence holds it"
-        if self.caching and block not in self._key_of and key not in self._block_of:
+        if self.caching and self._key_of[block] is None and key not in self._block_of:
             self._key_of[block] = key
             self._block_of[key] = block
             if self._events is not None:
@@ -120,6 +121,6 @@ class BlockAllocator:
             places = (block in free) + (block in self._cached) + (self._references[block] > 0)
             assert places == 1, f"block {block} is in {places} places"
             assert counted[block] <= self._references[block], f"block {block} is used without a reference"
-        assert all(self._block_of[key] == block for block, key in self._key_of.items())
-        assert len(self._block_of) == len(self._key_of)
+        named = [(key, block) for block, key in enumerate(self._key_of) if key is not None]
+        assert len(named) == len(self._block_of) and dict(named) == self._block_of
         return sum(self._references) - sum(counted)

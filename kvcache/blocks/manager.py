@@ -6,6 +6,8 @@ The pure half of a worker's KV cache: it moves block ids between the allocator a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol, TypeVar
 
 from kvcache.blocks.allocator import BlockAllocator
@@ -25,6 +27,14 @@ class BlockListener(Protocol):
 
     def give_up(self) -> None:
         """Blocks have run out: release those held only for being stored."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptBlocks:
+    """Blocks of the device, and extents of the host, that KV is being copied into."""
+
+    blocks: tuple[int, ...]
+    extents: tuple[int, ...]
 
 
 class KVCacheManager:
@@ -48,6 +58,7 @@ class KVCacheManager:
         self.listener = listener
         self.queries = 0  # tokens looked up in the prefix index
         self.hits = 0  # tokens found there
+        self.kept: list[KeptBlocks] = []
 
     def root(self, tenant: str, long_rope: bool, fingerprint: str | None = None) -> bytes:
         """The root of a sequence's block keys; `fingerprint` is its KV layout's, by default the worker's own."""
@@ -172,9 +183,43 @@ class KVCacheManager:
         if self.host is not None:
             self.host.release(seq)
 
+    def keep(self, seq: SequenceState, start: int, end: int) -> KeptBlocks:
+        """Hold what tokens start..end are copied into, though the sequence may end meanwhile. Then `let_go`.
+
+        All of a sequence whose KV may move to the host meanwhile: it is not known then which blocks are written.
+        """
+        first, last = start // self.block_size, self.blocks_for(end)
+        offload = seq.offload
+        if offload is None:
+            kept = KeptBlocks(tuple(seq.blocks[first:last]), ())
+        elif offload.moves or offload.moved < len(offload.extents):
+            kept = KeptBlocks(tuple(seq.blocks), tuple(offload.extents))
+        else:
+            size, before = offload.extent_blocks, offload.blocks  # those of the host come first
+            on_device = slice(max(first - before, 0), max(last - before, 0))
+            kept = KeptBlocks(tuple(seq.blocks[on_device]), tuple(offload.extents[first // size : -(-last // size)]))
+        self.allocator.acquire(kept.blocks)
+        if self.host is not None:
+            self.host.extents.acquire(kept.extents)
+        self.kept.append(kept)
+        return kept
+
+    def let_go(self, kept: KeptBlocks) -> None:
+        """Nothing is copied into them any more."""
+        self.kept.remove(kept)
+        self.allocator.release(kept.blocks)
+        if self.host is not None:
+            self.host.extents.release(kept.extents)
+
     def unaccounted(self, sequences: Iterable[SequenceState], others: Iterable[int] = ()) -> int:
         """References that neither these sequences nor `others`, single blocks, explain; 0 unless blocks leaked."""
-        return self.allocator.check([*(seq.blocks for seq in sequences), list(others)])
+        kept = [one.blocks for one in self.kept]
+        return self.allocator.check([*(seq.blocks for seq in sequences), *kept, list(others)])
+
+    def unaccounted_on_host(self, sequences: Iterable[SequenceState], others: Iterable[int] = ()) -> int:
+        """The same of host memory."""
+        assert self.host is not None
+        return self.host.unaccounted(sequences, chain(others, *(one.extents for one in self.kept)))
 
     def is_too_long(self, seq: SequenceState) -> bool:
         return self.blocks_for(len(seq.tokens) + 1) > self.allocator.num_blocks

@@ -6,9 +6,9 @@ A block has a part for each layer; a part is the layer's planes one after anothe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
-import torch
 
 from kvcache.memory.device import DeviceKV
 from kvcache.memory.host_copy import cells_of
@@ -25,7 +25,7 @@ def read_blocks(device_kv: DeviceKV, blocks: Sequence[int], keys: Sequence[bytes
     slots = device_kv.slots(blocks, 0, len(blocks) * device_kv.block_size)
     sizes = part_bytes(device_kv)
     rows, start = np.empty((len(blocks), sum(sizes)), dtype=np.uint8), 0
-    for plane in (plane for layer in range(len(sizes)) for plane in device_kv.read(layer, slots)):
+    for plane in chain.from_iterable(device_kv.read_all(range(len(sizes)), slots)):
         end = start + plane.numel() // len(blocks)
         rows[:, start:end] = plane.numpy().reshape(len(blocks), -1)
         start = end
@@ -35,14 +35,15 @@ def read_blocks(device_kv: DeviceKV, blocks: Sequence[int], keys: Sequence[bytes
 def write_part(device_kv: DeviceKV, layer: int, blocks: Sequence[int], payload: bytes | memoryview) -> None:
     """One layer of these blocks; `payload` is a part for each, in order, of the right size."""
     rows = np.frombuffer(payload, dtype=np.uint8).reshape(len(blocks), -1)
+    if not device_kv.in_host_memory:
+        slots = device_kv.slots(blocks, 0, len(blocks) * device_kv.block_size)
+        widths = [plane.token_bytes * device_kv.block_size for plane in device_kv.specs[layer].planes]
+        device_kv.write(layer, slots, np.split(rows, np.cumsum(widths)[:-1], axis=1))
+        return
     start = 0
     for plane, spec in zip(device_kv.planes[layer], device_kv.specs[layer].planes, strict=True):
         width = spec.token_bytes * device_kv.block_size
         part = rows[:, start : start + width]
-        if plane.device.type == "cpu":
-            cells = cells_of(plane)
-            cells[list(blocks)] = part.view(cells.dtype).reshape(len(blocks), *cells.shape[1:])
-        else:
-            values = torch.from_numpy(part.copy()).view(plane.dtype).view(len(blocks), *plane.shape[1:])
-            plane.index_copy_(0, torch.tensor(blocks, device=plane.device), values.to(plane.device))
+        cells = cells_of(plane)
+        cells[list(blocks)] = part.view(cells.dtype).reshape(len(blocks), *cells.shape[1:])
         start += width

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -178,7 +178,9 @@ class PrefixFetcher:
                 if slab.part >= len(sizes) or any(size != sizes[slab.part] for size in slab.sizes):
                     self.stats.malformed += 1
                     continue
-                write_part(device_kv, slab.part, [arrival.block(index) for index in slab.indices], slab.payload)
+                await self._write(arrival, device_kv, slab)
+                if arrival.seq.ended:
+                    return self.clock() - began
                 arrival.here(slab.part, slab.indices)
                 arrival.bytes += len(slab.payload)
                 if arrival.layers and arrival.can_be_followed:
@@ -187,6 +189,27 @@ class PrefixFetcher:
         seconds = self.clock() - began
         self.cost.fetched(arrival.bytes, seconds)
         return seconds if first is None else first
+
+    async def _write(self, arrival: PrefixArrival, device_kv: DeviceKV, slab: Slab) -> None:
+        """Write a slab into its blocks: at once in host memory, else in a thread, the blocks being held meanwhile."""
+        blocks = [arrival.block(index) for index in slab.indices]
+        if device_kv.in_host_memory:
+            write_part(device_kv, slab.part, blocks, slab.payload)
+            return
+        size = self.kv.block_size
+        with self.lock:
+            kept = self.kv.keep(arrival.seq, arrival.first * size, arrival.last * size)
+        writing = asyncio.create_task(asyncio.to_thread(write_part, device_kv, slab.part, blocks, slab.payload))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            while not writing.done():  # however often it is cancelled: others write to these blocks next
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([writing])
+            raise
+        finally:
+            with self.lock:
+                self.kv.let_go(kept)
 
 
 class PrefixArrival:

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
-from kvcache.memory.device import DeviceKV, TokenSlots
+from kvcache.handoff.tree_digest import leaves_of, root_of
+from kvcache.memory.device import DeviceKV
 from kvcache.memory.heads import HeadSlice
 from kvcache.memory.host_copy import Bytes
 from kvcache.memory.kv_dtype import AS_STORED, ENCODINGS, Wire, converted, stored_as
+from kvcache.memory.token_slots import TokenSlots
 from serving.errors import CorruptChunk
 from serving.kvspec import LayerKV, with_heads
 from serving.messages import LeaseId
@@ -61,10 +62,8 @@ class Chunk:
 
 
 def digest(header: bytes, payload: bytes | memoryview) -> bytes:
-    """XXH3-128 of header and payload: 16 bytes."""
-    state = xxhash.xxh3_128(header)
-    state.update(payload)
-    return state.digest()
+    """That of header and payload (kvcache.handoff.tree_digest): 16 bytes."""
+    return root_of(header, leaves_of(payload))
 
 
 def encode(
@@ -88,10 +87,12 @@ def encode(
     slots, wire = device_kv.slots(blocks, start, end), wire or Wire(AS_STORED, device_kv.specs)
     asked = slice(layers.start, layers.stop)
     if head_slice is None and wire.layers[asked] == device_kv.specs[asked]:
-        payload = _read(device_kv, layers, slots)
+        payload, leaves = _read(device_kv, layers, slots)
     else:
-        parts = [part.flatten() for layer in layers for part in _laid_out(device_kv, layer, slots, wire, head_slice)]
-        payload = torch.cat(parts).numpy()
+        read = zip(layers, device_kv.read_all(layers, slots), strict=True)
+        layouts = (_laid_out(planes, device_kv.specs[layer], wire.layers[layer], head_slice) for layer, planes in read)
+        parts = [part.flatten() for layer in layouts for part in layer]
+        payload, leaves = torch.cat(parts).numpy(), None
     heads = range(0) if head_slice is None or head_slice.whole else head_slice.place
     assert not heads or all(device_kv.specs[layer].heads is not None for layer in layers)
     place = layers.start if first_layer is None else first_layer
@@ -108,27 +109,20 @@ def encode(
         payload=payload.data.cast("B"),
         digest=b"",
     )
-    return sealed(bare)
+    return sealed(bare, leaves)
 
 
-def _read(device_kv: DeviceKV, layers: range, slots: TokenSlots) -> Bytes:
-    """The layers' planes one after another, in one pass."""
-    sizes = [slots.tokens * device_kv.specs[layer].token_bytes for layer in layers]
-    payload, begin = np.empty(sum(sizes), dtype=np.uint8), 0
-    for layer, size in zip(layers, sizes, strict=True):
-        device_kv.read_into(layer, slots, payload[begin : begin + size])
-        begin += size
-    return payload
+def _read(device_kv: DeviceKV, layers: range, slots: TokenSlots) -> tuple[Bytes, bytes | None]:
+    """The layers' planes one after another, in one pass; and the digests of leaves if they were computed there."""
+    size = slots.tokens * sum(device_kv.specs[layer].token_bytes for layer in layers)
+    payload = np.empty(size, dtype=np.uint8)
+    return payload, device_kv.read_into(layers, slots, payload)
 
 
-def _laid_out(
-    device_kv: DeviceKV, layer: int, slots: TokenSlots, wire: Wire, head_slice: HeadSlice | None
-) -> list[Tensor]:
+def _laid_out(planes: Sequence[Tensor], source: LayerKV, target: LayerKV, head_slice: HeadSlice | None) -> list[Tensor]:
     """A layer's planes as they are to travel: uint8 [tokens, token_bytes]."""
-    planes, source = device_kv.read(layer, slots), device_kv.specs[layer]
     if head_slice is not None and source.heads is not None:
         planes, source = _cut(planes, source, head_slice.heads)
-    target = wire.layers[layer]
     return converted(planes, source, target if source.heads is None else with_heads(target, source.heads))
 
 
@@ -139,9 +133,9 @@ def _cut(planes: Sequence[Tensor], spec: LayerKV, heads: range) -> tuple[list[Te
     return rows, with_heads(spec, len(heads))
 
 
-def sealed(chunk: Chunk) -> Chunk:
-    """The chunk with its digest computed."""
-    return replace(chunk, digest=digest(chunk.header(), chunk.payload))
+def sealed(chunk: Chunk, leaves: bytes | None = None) -> Chunk:
+    """The chunk with its digest computed; `leaves` are those of its payload, if they are known."""
+    return replace(chunk, digest=root_of(chunk.header(), leaves_of(chunk.payload) if leaves is None else leaves))
 
 
 def verify(chunk: Chunk, device_kv: DeviceKV) -> None:

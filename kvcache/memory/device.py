@@ -9,17 +9,19 @@ float KV may hold INT8 instead, for a sequence whose decode worker keeps that: e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
 from math import prod
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvcache.memory.host_copy import Bytes, Cells, cells_of, shaped, take_blocks
+from kvcache.memory.host_copy import Bytes
+from kvcache.memory.kv_copies import HostCopies, KVCopies, copies_of
 from kvcache.memory.kv_dtype import stored_as
+from kvcache.memory.token_slots import TokenSlots
 from serving.kvspec import AUTO, ITEM_BYTES, SCALE, LayerKV, Plane
 
 _SCALE_BYTES = 4
@@ -73,81 +75,44 @@ class DeviceKV:
 
     def read(self, layer: int, slots: TokenSlots) -> list[Tensor]:
         """Copies of the layer's planes at these slots: uint8 [tokens, token_bytes] each, on the CPU."""
-        parts = [
-            torch.empty((slots.tokens, plane.token_bytes), dtype=torch.uint8) for plane in self.specs[layer].planes
-        ]
-        for plane, part in zip(self.planes[layer], parts, strict=True):
-            _take(plane, slots, part.numpy().reshape(-1))
+        return self.read_all(range(layer, layer + 1), slots)[0]
+
+    def read_all(self, layers: range, slots: TokenSlots) -> list[list[Tensor]]:
+        """`read` of each of these layers, in as few copies as may be."""
+        parts = [[_rows(slots.tokens, plane) for plane in self.specs[layer].planes] for layer in layers]
+        self.copies.take(layers, slots, [part.numpy().reshape(-1) for layer in parts for part in layer])
         return parts
 
-    def read_into(self, layer: int, slots: TokenSlots, out: Bytes) -> None:
-        """Copy the layer's planes at these slots, one after another, to `out`, uint8 [tokens * bytes of the layer]."""
-        begin = 0
-        for plane, spec in zip(self.planes[layer], self.specs[layer].planes, strict=True):
-            end = begin + slots.tokens * spec.token_bytes
-            _take(plane, slots, out[begin:end])
-            begin = end
+    def read_into(self, layers: range, slots: TokenSlots, out: Bytes) -> bytes | None:
+        """Copy the layers' planes at these slots, one after another, to `out`, uint8 [tokens * bytes of the layers].
+
+        The digests of its leaves (kvcache.handoff.tree_digest), where they were computed beside the copy.
+        """
+        widths = [plane.token_bytes for layer in layers for plane in self.specs[layer].planes]
+        ends = list(accumulate(slots.tokens * width for width in widths))
+        return self.copies.take_digested(layers, slots, [out[begin:end] for begin, end in pairwise([0, *ends])])
 
     def write(self, layer: int, slots: TokenSlots, parts: Sequence[Tensor | Bytes]) -> None:
         """The inverse of `read`; parts may be arrays as well."""
-        for plane, part in zip(self.planes[layer], parts, strict=True):
-            rows = np.ascontiguousarray(part)
-            if plane.device.type == "cpu":
-                _put(plane, slots, rows.reshape(-1))
-                continue
-            values = torch.from_numpy(rows.copy()).view(plane.dtype).view(slots.tokens, *plane.shape[2:])
-            plane.flatten(0, 1).index_copy_(0, slots.index.to(plane.device), values.to(plane.device))
+        self.write_all(range(layer, layer + 1), slots, [parts])
 
+    def write_all(self, layers: range, slots: TokenSlots, parts: Sequence[Sequence[Tensor | Bytes]]) -> None:
+        """The inverse of `read_all`."""
+        self.copies.put(layers, slots, [np.ascontiguousarray(part) for layer in parts for part in layer])
 
-@dataclass(frozen=True, slots=True)
-class TokenSlots:
-    """`tokens` consecutive tokens of a sequence: from the `offset`-th place of the first of `blocks` on."""
-
-    blocks: np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-    offset: int
-    tokens: int
-    block_size: int
+    @cached_property
+    def copies(self) -> KVCopies:
+        """What copies its bytes. On a device that takes threads, and memory that all its pools share."""
+        return copies_of(self.specs, self.planes)
 
     @property
-    def index(self) -> Tensor:
-        """Each token's slot in the paged planes: int64 [tokens]."""
-        places = torch.from_numpy(self.blocks)[:, None] * self.block_size + torch.arange(self.block_size)
-        return places.flatten()[self.offset : self.offset + self.tokens]
-
-    def stretches(self, rows: Cells) -> Iterator[tuple[Any, Cells]]:
-        """Where in cells, and which of the tokens' `rows`: in a first block that is not taken from its beginning, in
-        blocks taken whole (an array of them, rows by block), in a last one."""
-        head = min(self.block_size - self.offset, self.tokens) if self.offset else 0
-        tail = (self.tokens - head) % self.block_size
-        whole = self.blocks[int(head > 0) : len(self.blocks) - int(tail > 0)]
-        if head:
-            yield (self.blocks[0], slice(self.offset, self.offset + head)), rows[:head]
-        if len(whole):
-            between = rows[head : self.tokens - tail]
-            yield whole, between.reshape(len(whole), self.block_size, *rows.shape[1:])
-        if tail:
-            yield (self.blocks[-1], slice(tail)), rows[-tail:]
+    def in_host_memory(self) -> bool:
+        """True if copies take no longer than the bytes do, and wait for nothing."""
+        return isinstance(self.copies, HostCopies)
 
 
-def _take(plane: Tensor, slots: TokenSlots, out: Bytes) -> None:
-    """Copy the plane's rows at these slots to `out`, uint8 [tokens * bytes of a row]."""
-    if plane.device.type != "cpu":
-        rows = plane.flatten(0, 1)[slots.index.to(plane.device)].contiguous()
-        out[:] = rows.view(slots.tokens, -1).view(torch.uint8).cpu().numpy().reshape(-1)
-        return
-    cells = cells_of(plane)
-    for where, into in slots.stretches(shaped(out, cells)):
-        if isinstance(where, np.ndarray):
-            take_blocks(cells, where, into)
-        else:
-            into[...] = cells[where]
-
-
-def _put(plane: Tensor, slots: TokenSlots, rows: Bytes) -> None:
-    """The inverse of `_take`, in host memory."""
-    cells = cells_of(plane)
-    for where, given in slots.stretches(shaped(rows, cells)):
-        cells[where] = given
+def _rows(tokens: int, plane: Plane) -> Tensor:
+    return torch.empty((tokens, plane.token_bytes), dtype=torch.uint8)
 
 
 def _has_room(spec: LayerKV, target: LayerKV) -> bool:

@@ -15,13 +15,14 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from kvcache.blocks.offload import OffloadPlan
 from kvcache.memory.device import DeviceKV
+from serving.batch.device_copy import on_device
 from serving.batch.ragged import KVSegment, OffloadedKV
 from serving.engine.offload import OffloadMove, OffloadState
 from serving.kvspec import AUTO, LayerKV
+from serving.streams import IMMEDIATE, Streams, streams_of
 
 BUFFERS = 2
 
@@ -40,12 +41,11 @@ class HostKV:
         self.memory = DeviceKV(device_kv.specs, plan.extents, plan.extent_tokens)  # on the CPU, whatever the device
         self.planes = self.memory.planes
         self.blocks = self._as_blocks()
-        self.copier: Copier = ThreadCopier()
-        if self.device.type == "cuda":
-            self.copier = StreamCopier(self.device)
-            self._moved = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            for plane in (plane for layer in self.planes for plane in layer):
-                _pin(plane)
+        self.streams = streams_of(self.device)
+        self.copier: Copier = ThreadCopier() if self.streams is IMMEDIATE else StreamCopier(self.streams)
+        self._moved = self.streams.event()
+        for plane in (plane for layer in self.planes for plane in layer):
+            self.streams.pin(plane)
         self._buffers = {spec: [self._buffer(spec) for _ in range(BUFFERS)] for spec in set(device_kv.specs)}
         self.bytes_out = 0  # device to host
         self.bytes_in = 0
@@ -62,19 +62,18 @@ class HostKV:
     def move(self, moves: Sequence[OffloadMove]) -> None:
         """Copy these blocks to their extents, for all layers. On CUDA in the order of the current stream."""
         for move in moves:
-            blocks = torch.tensor(move.blocks, device=self.device)
+            blocks = on_device(move.blocks, torch.int64, self.device)
             for layer, planes in enumerate(self.device_kv.planes):
                 for plane, host in zip(planes, self.planes[layer], strict=True):
                     extent = host[move.extent]
                     extent.view(len(blocks), -1, *extent.shape[1:]).copy_(plane[blocks], non_blocking=True)
                     self.bytes_out += extent.nbytes
-        if moves and self.device.type == "cuda":
-            self._moved.record(torch.cuda.current_stream(self.device))
+        if moves:
+            self._moved.record(self.streams.current())
 
     def wait_moves(self) -> None:
         """What has been moved is in host memory when it returns. Call it before reading or writing there on the CPU."""
-        if self.device.type == "cuda":
-            self._moved.synchronize()
+        self._moved.synchronize()
 
     @contextmanager
     def stream(self, offload: OffloadState, computed: int, kv_dtype: str = AUTO) -> Iterator[OffloadedKV]:
@@ -203,33 +202,26 @@ class ThreadCopier(Copier):
 class StreamCopier(Copier):
     """A CUDA stream that copies, in step with the current one by events; nothing here waits for the device."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._filled = [torch.cuda.Event() for _ in range(BUFFERS)]  # type: ignore[no-untyped-call]
-        self._freed = [torch.cuda.Event() for _ in range(BUFFERS)]  # type: ignore[no-untyped-call]
+    def __init__(self, streams: Streams):
+        self.streams = streams
+        self._side = streams.make("kv-staging")
+        self._filled = [streams.event() for _ in range(BUFFERS)]
+        self._freed = [streams.event() for _ in range(BUFFERS)]
 
     def begin(self) -> None:
-        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        self._side.wait_stream(self.streams.current())
 
     def start(self, buffer: int, copy: Callable[[], None]) -> None:
         self._side.wait_event(self._freed[buffer])
-        with torch.cuda.stream(self._side):
+        with self.streams.on(self._side):
             copy()
             self._filled[buffer].record(self._side)
 
     def wait(self, buffer: int) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self._filled[buffer])
+        self.streams.current().wait_event(self._filled[buffer])
 
     def free(self, buffer: int) -> None:
-        self._freed[buffer].record(torch.cuda.current_stream(self.device))
+        self._freed[buffer].record(self.streams.current())
 
     def end(self) -> None:
-        torch.cuda.current_stream(self.device).wait_stream(self._side)
-
-
-def _pin(plane: Tensor) -> None:
-    """Lock the plane's memory for copies beside the computation; it stays so until the process ends."""
-    code = torch.cuda.cudart().cudaHostRegister(plane.data_ptr(), plane.nbytes, 0)  # type: ignore[no-untyped-call]
-    if int(code) != 0:
-        raise ValueError(f"{plane.nbytes} bytes of host memory cannot be locked for --host-kv-memory (CUDA {code})")
+        self.streams.current().wait_stream(self._side)

@@ -56,22 +56,27 @@ class KVLocations:
                 start = location.end
         return found
 
-    def write(self, seq: SequenceState, layer: int, start: int, parts: Sequence[Sequence[Bytes]]) -> None:
-        """Put KV that has come from elsewhere where it belongs in a sequence that computes none of its own. Locked.
-
-        `parts[i]` are the planes of layer `layer + i`, uint8 [tokens, token_bytes] each, for tokens from `start` on.
-        """
+    def arriving(self, seq: SequenceState, start: int, end: int) -> list[KVLocation]:
+        """Where KV of these tokens belongs, in order, of a sequence that computes none of its own. Under the lock."""
         if seq.offload is not None:
             seq.offload.arrive()
-        begin, end = start, start + len(parts[0][0])
-        while begin < end:
-            location = self._located(seq, begin, end)
+        found: list[KVLocation] = []
+        while start < end:
+            found.append(self._located(seq, start, end))
+            start = found[-1].end
+        return found
+
+    def write(self, locations: Sequence[KVLocation], layers: range, parts: Sequence[Sequence[Bytes]]) -> None:
+        """Put KV that has come from elsewhere where it belongs: not under the lock, for it may take a while.
+
+        `parts[i]` are the planes of layer `layers[i]`, uint8 [tokens, token_bytes] each, for the tokens of `locations`.
+        Their blocks are held meanwhile (KVCacheManager.keep).
+        """
+        for location in locations:
             self._wait(location)
             slots = location.device_kv.slots(location.blocks, location.start, location.end)
-            rows = slice(location.start - start, location.end - start)
-            for index, planes in enumerate(parts, layer):
-                location.device_kv.write(index, slots, [plane[rows] for plane in planes])
-            begin = location.end
+            rows = slice(location.start - locations[0].start, location.end - locations[0].start)
+            location.device_kv.write_all(layers, slots, [[plane[rows] for plane in planes] for planes in parts])
 
     def _located(self, seq: SequenceState, start: int, end: int) -> KVLocation:
         """Where token `start` lies, and as many after it as lie in the same memory."""

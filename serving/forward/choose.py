@@ -48,9 +48,19 @@ def make_forward(
 
 
 def make_sampler(forward: Forward) -> Sampler:
-    """The sampler for `forward`'s logits: by the compiled kernels where they compute these, else by torch."""
+    """The sampler for `forward`'s logits: by the compiled kernels where they compute these, else by torch.
+
+    Where Triton's kernels compute them, these also draw, compiled before this returns.
+    """
     if isinstance(forward, CpuForward):
         return Sampler(CpuSampling(forward.decoder.kernels))
+    if forward.form == "triton":
+        from serving.forward.triton_forward import TritonForward  # these import triton, which is not everywhere
+        from serving.sampling import triton_sampling
+
+        assert isinstance(forward, TritonForward)
+        triton_sampling.warm_up(forward.model.spec.vocab_size, forward.device)
+        return Sampler(TorchSampling(triton_sampling.draw))
     return Sampler(TorchSampling())
 
 
@@ -61,13 +71,25 @@ def _on_cpu(
     reason = supports(model.model, model.dtype)
     if reason is not None:
         return reason
-    kernels = cpu.load(threads=config.threads)
+    try:
+        kernels = _kernels(config)
+    except ValueError as error:
+        raise ValueError(f"--cpu-form: {error}") from error
     if kernels is None:
         return "they could not be built"
     torch.set_num_threads(1)  # or torch's idle threads would spin on the cores the kernels compute on
     forward = CpuForward(model.model, planes, kernels, max_position, releases=releases)
     give_back_memory()  # what packing took, and loading before it
     return forward
+
+
+def _kernels(config: EngineConfig) -> cpu.Kernels | None:
+    """Raises ValueError for a form this CPU does not run.
+
+    Workers of equal CPUs could measure different forms to be the quickest, which with --deterministic would not pair.
+    """
+    form = None if config.cpu_form == "auto" else config.cpu_form
+    return cpu.load(threads=config.threads, form=form, measured=not config.deterministic)
 
 
 def _on_cuda(model: LoadedModel, planes: Sequence[Planes], config: EngineConfig, max_position: int) -> Forward | str:

@@ -24,7 +24,7 @@ from serving.forward.released import release
 from serving.kernels import cpu
 from serving.kernels.cpu.offloaded_step import offloaded_step
 from serving.model.decoder import Decoder, Planes
-from serving.model.quantized_linear import QuantizedLinear
+from serving.model.quantized_linear import QuantizedLinear, float8_linears
 from serving.parallel.rank_module import computes_with_others
 
 WATCH_SECONDS = 0.0005  # between reads of how many layers are done, in a step with `layer_done`
@@ -154,6 +154,8 @@ def supports(model: Decoder, dtype: str) -> str | None:
         return reason
     if model.spec.rope is not None and model.spec.rope.long_frequencies is not None:
         return "LongRoPE needs two rotary tables"
+    if (name := float8_linears(model)) is not None:
+        return f"the kernels do not multiply {name}'s FP8 weights"
     if dtype not in ("float32", "bfloat16"):
         return f"the kernels do not compute in {dtype}"
     return None

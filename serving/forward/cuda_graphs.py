@@ -27,6 +27,7 @@ Size = tuple[int, int]  # (sequences, tokens of context)
 WARM_UP_STEPS = 2  # before a capture: kernels are compiled and tuned in the first, libraries make room in both
 PADDING_SLOT = -1  # a row with this slot writes no KV
 PADDING = {"tokens": 0, "positions": 0, "slots": PADDING_SLOT, "context_lens": 0}  # what rows that pad a step hold
+SHORT_CONTEXTS = (1024, 4096)  # tokens, for which graphs launch fewer programs than for any longer one
 LOG_EVERY = 10  # captures between lines of the log
 
 
@@ -35,7 +36,7 @@ class GraphSizes:
     """Which sizes are captured: every pair of these, each ascending. ValueError if there is none or they do not."""
 
     sequences: tuple[int, ...]
-    contexts: tuple[int, ...]  # tokens: kernels launch programs for this much context, whatever a step has
+    contexts: tuple[int, ...]  # tokens: kernels launch programs for this much context, however little a step has
 
     def __post_init__(self) -> None:
         for name, sizes in (("sequences", self.sequences), ("contexts", self.contexts)):
@@ -44,11 +45,14 @@ class GraphSizes:
 
     @staticmethod
     def up_to(sequences: int, context: int) -> GraphSizes:
-        """1, 2, 4, then steps of 8 to 64, of 32 to 256, then of 128; contexts four times longer each, from 1,024 on."""
+        """1, 2, 4, then steps of 8 to 64, of 32 to 256, then of 128; contexts of 1,024, 4,096 and all longer ones.
+
+        Beyond that attention launches no more programs, whatever the context (serving.kernels.gpu.decode_attention).
+        """
         ladder = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 32), *range(256, sequences, 128)]
-        contexts = [1024 * 4**power for power in range(16) if 1024 * 4**power < context]
         return GraphSizes(
-            sequences=(*(n for n in ladder if n < sequences), sequences), contexts=(*contexts, max(context, 1))
+            sequences=(*(n for n in ladder if n < sequences), sequences),
+            contexts=(*(length for length in SHORT_CONTEXTS if length < context), max(context, 1)),
         )
 
     def fit(self, sequences: int, context: int) -> Size | None:
@@ -141,6 +145,9 @@ class CudaGraphs:
         self.device = device
         self._graphs: dict[Size, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]] = {}
         self._memory = torch.cuda.graph_pool_handle()
+        # One for all captures: libraries keep memory of their own for each stream they have been used on.
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._warmed: set[int] = set()  # sequences of steps that have run: what those of another context need is there
 
     @torch.inference_mode()
     def __call__(self, batch: RaggedBatch) -> tuple[Tensor, ...] | None:
@@ -171,14 +178,16 @@ class CudaGraphs:
     def _capture(self, size: Size) -> None:
         self.static.pad(0)
         batch = self.static.view(size)
-        current, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        current, side = torch.cuda.current_stream(self.device), self._side
         side.wait_stream(current)
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UP_STEPS):
-                self.step(batch)
+        if size[0] not in self._warmed:
+            self._warmed.add(size[0])
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UP_STEPS):
+                    self.step(batch)
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on using the device meanwhile: KV leaves and arrives on streams of its own.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._memory, stream=side, capture_error_mode="thread_local"):
             outputs = self.step(batch)
         self._graphs[size] = (graph, outputs)

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
-from typing import Protocol
 
 import torch
+
+from serving.streams import Event, streams_of
 
 LayerDone = Callable[[int], None]
 
@@ -22,13 +23,6 @@ LayerNotifier = Callable[[LayerDone], AbstractContextManager[LayerDone]]
 `layer_done(layer)` has been called for each of them when the context is left: it must not come after the step, whose
 sequences then count its tokens as computed.
 """
-
-
-class Event(Protocol):
-    """The methods of torch.cuda.Event that are used here."""
-
-    def record(self) -> object: ...
-    def synchronize(self) -> object: ...
 
 
 class EventNotifier:
@@ -62,5 +56,4 @@ class EventNotifier:
 def layer_notifier(layers: int, device: torch.device) -> LayerNotifier:
     if device.type != "cuda":
         return nullcontext
-    # Blocking events let the thread that waits for them sleep: it would else spin beside the one that launches.
-    return EventNotifier([torch.cuda.Event(blocking=True) for _ in range(layers)])  # type: ignore[no-untyped-call]
+    return EventNotifier([streams_of(device).event() for _ in range(layers)])

@@ -23,7 +23,7 @@ from serving.forward.llama_shape import layer_weights, linear_weights, norm_weig
 from serving.kernels import gpu
 from serving.kernels.gpu.decoder import TritonDecoder
 from serving.model.decoder import Decoder, Planes
-from serving.model.quantized_linear import QuantizedLinear
+from serving.model.quantized_linear import QuantizedLinear, float8_linears
 from serving.parallel.rank_module import computes_with_others
 
 log = logging.getLogger(__name__)
@@ -174,6 +174,8 @@ def supports(model: Decoder, dtype: str, kv: Planes) -> str | None:
             f"the kernels do not attend with {spec.heads} heads of {spec.head_dim} dimensions over {spec.kv_heads},"
             f" {dtype} over {kv[0].dtype}"
         )
+    if (name := float8_linears(model)) is not None:
+        return f"the kernels do not multiply {name}'s FP8 weights"
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear) and not gpu.supports_linear(module.in_features, module.out_features):
             return f"the kernels do not multiply {name}'s {module.in_features} inputs in INT8"

@@ -8,7 +8,7 @@ Shapes: R rows of the call, G rows of a group, V vocabulary, K best-ranked candi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,11 +31,22 @@ CANDIDATES = 4096
 TIE_MARGIN = 8  # ranks looked at beyond those asked for, so that a tie at the edge seldom costs a sort
 
 
+# Makes of edited logits [G, V], their highest [G] and rows that are not greedy a token [G] for each.
+Draw = Callable[[Tensor, Tensor, Sequence[SampleRow]], Tensor]
+
+
 class TorchSampling:
-    """Samples with torch (serving.sampling.sampler.SamplingBackend)."""
+    """Samples with torch (serving.sampling.sampler.SamplingBackend), and draws by `draw_tokens`: by default `draw`."""
+
+    def __init__(self, draw_tokens: Draw | None = None):
+        self.draw_tokens = draw_tokens
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-        return sample_on_device(logits, rows).tolist()
+        return self.on_device(logits, rows).tolist()
+
+    def on_device(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        """The tokens of `sample`, int64 [R], on the logits' device, without waiting for it."""
+        return sample_on_device(logits, rows, self.draw_tokens)
 
     def logprobs(self, logits: Tensor, chosen: Sequence[int], k: int) -> list[TokenLogprob]:
         logprobs = logits.log_softmax(dim=-1)
@@ -51,17 +62,17 @@ class TorchSampling:
         ]
 
 
-def sample_on_device(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+def sample_on_device(logits: Tensor, rows: Sequence[SampleRow], draw_tokens: Draw | None = None) -> Tensor:
     """The tokens of `TorchSampling.sample`, int64 [R], on the logits' device, without waiting for it."""
     logits = only_allowed(logits, [row.allowed for row in rows])
     if all(row.greedy and not row.edited for row in rows):
         peaks, tokens = logits.max(dim=-1)
     else:
-        peaks, tokens = _sample(logits, rows)
+        peaks, tokens = _sample(logits, rows, draw_tokens or draw)
     return tokens.masked_fill_(~peaks.isfinite(), NOT_NUMBERS).masked_fill_(peaks == float("-inf"), ALL_MASKED)
 
 
-def _sample(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor]:
+def _sample(logits: Tensor, rows: Sequence[SampleRow], draw_tokens: Draw) -> tuple[Tensor, Tensor]:
     """The highest logit [R] of each row after edits, and the token [R] sampled from it.
 
     A row whose highest logit is no finite number keeps that, whatever its edits are; its token means nothing.
@@ -82,7 +93,7 @@ def _sample(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor]:
         if greedy:
             tokens = _put(tokens, [group[g] for g in greedy], take(group_logits, greedy).argmax(dim=-1))
         if drawn:
-            ids = draw(take(group_logits, drawn), take(group_peaks, drawn), [group_rows[g] for g in drawn])
+            ids = draw_tokens(take(group_logits, drawn), take(group_peaks, drawn), [group_rows[g] for g in drawn])
             tokens = _put(tokens, [group[g] for g in drawn], ids)
     return peaks.where(raw_peaks.isfinite(), raw_peaks), tokens
 

@@ -5,8 +5,8 @@ What it computes is compared with the model's modules in tests/serving/forward/t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +19,8 @@ from serving.batch.ragged import RaggedBatch
 from serving.forward.cuda_graphs import GraphSizes
 from serving.messages import SamplingParams
 from serving.sampling.sampler import SampleRow
-from serving.sampling.torch_sampling import sample_on_device
+from serving.sampling.torch_sampling import TorchSampling
+from tests.gpu.waiting import no_waiting
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,16 +71,6 @@ def step(contexts: list[int], counts: list[int], seed: int = 0) -> RaggedBatch:
     )
 
 
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @torch.inference_mode()
 def test_graphs_give_what_launching_gives(forwards: list[Any]) -> None:
     for forward in forwards:
@@ -98,6 +89,8 @@ def test_graphs_give_what_launching_gives(forwards: list[Any]) -> None:
 @torch.inference_mode()
 def test_a_step_waits_for_nothing(forwards: list[Any]) -> None:
     """From the lists of a plan to tokens on the device, greedy and sampled; in graphs and without, prompts as well."""
+    from serving.sampling import triton_sampling
+
     rows = [
         SampleRow(
             SamplingParams(max_tokens=9, temperature=temperature, seed=5, logit_bias=bias, **filters),
@@ -110,7 +103,9 @@ def test_a_step_waits_for_nothing(forwards: list[Any]) -> None:
     steps: list[Callable[[], Tensor]] = []
     for forward in forwards:
         steps.append(lambda forward=forward: forward.greedy(step([101, 301], [1, 1]), None))
-        steps.append(lambda forward=forward: sample_on_device(forward.logits(step([101, 301], [1, 1]), None), rows))
+        logits = partial(forward.logits, step([101, 301], [1, 1]), None)
+        for backend in (TorchSampling(), TorchSampling(triton_sampling.draw)):
+            steps += [lambda logits=logits, backend=backend: backend.on_device(logits(), rows)]
         steps.append(lambda forward=forward: forward.greedy(step([40, 302], [20, 1]), None))
     for run in steps:
         expected = run()  # once with leave to wait: kernels are compiled, memory is taken

@@ -62,7 +62,9 @@ def test_replays_are_the_step() -> None:
         batch = decode_step(contexts)
         with torch.inference_mode():
             expected = plain(batch)
-        torch.testing.assert_close(graphs(batch), expected, rtol=0, atol=0)
+        # The head is a library's product, which may sum in another order for another number of rows: three are padded.
+        close = {"rtol": 0, "atol": 0} if len(contexts) in (1, 2, 4) else {"rtol": 1e-4, "atol": 1e-4}
+        torch.testing.assert_close(graphs(batch), expected, **close)
     assert step.calls == captured
     for mine, other in zip(step.planes, plain.planes, strict=True):
         assert torch.equal(mine, other)

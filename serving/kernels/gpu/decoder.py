@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from serving.batch.ragged import RaggedBatch
 from serving.kernels.gpu.attention import paged_attention
-from serving.kernels.gpu.linear import int8_linear, tune
+from serving.kernels.gpu.linear import int8_linear, tune, tuned_tiles
 from serving.kernels.gpu.rotary import rope_write_kv
 from serving.kernels.gpu.rows import (
     Quantized,
@@ -116,7 +116,12 @@ class TritonDecoder:
         return x_TH, branch_TH
 
     def tune(self, most_rows: int) -> None:
-        """Choose the tiles of every INT8 product, for up to so many rows, now rather than within a step."""
+        """Choose the tiles of every INT8 product, for up to so many rows, now rather than within a step.
+
+        On CUDA what an earlier process has chosen on such a device is not timed again.
+        """
+        kept = tuned_tiles(self.embedding.device) if self.embedding.is_cuda else None
+        before = 0 if kept is None else kept.restore()
         mlps = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MlpWeights)]
         linears = [linear for layer in self.layers for linear in (layer.qkv, layer.o)]
         linears += [linear for mlp in mlps for linear in (mlp.gate_up, mlp.down)]
@@ -125,6 +130,8 @@ class TritonDecoder:
         for (_, _, dtype), linear in kinds.items():
             if linear.scale is not None:
                 tune(linear.weight, linear.scale, linear.bias, most_rows, dtype)
+        if kept is not None and kept.chosen > before:
+            kept.keep()
 
     def _normed(
         self, x_TH: Tensor, branch_TH: Tensor | None, weight: Tensor, into: LinearWeights

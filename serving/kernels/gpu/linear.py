@@ -10,6 +10,8 @@ Shapes: T rows of activations, K inputs, N outputs, S splits of the inputs.
 
 from __future__ import annotations
 
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from serving.kernels.gpu.launch import (
     require,
     require_device,
 )
+from serving.kernels.tuned_tiles import TunedTiles
 
 FEW_ROWS = 64  # up to here reading the weights takes longer than multiplying
 ALIGNMENT = 16  # bytes: what the memory accelerator needs a row to be a multiple of
@@ -73,6 +76,21 @@ def tune(weight: Tensor, weight_scales: Tensor, bias: Tensor | None, most_rows: 
         values = torch.randint(-127, 128, (rows, weight.shape[1]), dtype=torch.int8, device=weight.device)
         scales = torch.ones(rows, dtype=torch.float32, device=weight.device)
         int8_linear(values, scales, weight, weight_scales, bias, out_dtype)
+
+
+def tuned_tiles(device: torch.device) -> TunedTiles:
+    """The tiles that have been chosen on this CUDA device, to be kept for later processes.
+
+    Triton keeps no configurations that set something up before a launch, as those of the memory accelerator do.
+    """
+    found = torch.cuda.get_device_properties(device)
+    kind = {
+        "device": found.name,
+        "capability": f"{found.major}.{found.minor}",
+        "triton": triton.__version__,
+        "source": sha256(Path(__file__).read_bytes()).hexdigest(),
+    }
+    return TunedTiles({"many rows": _many_rows_kernel, "few rows": _few_rows_kernel}, kind)
 
 
 def _check(

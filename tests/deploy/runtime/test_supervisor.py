@@ -23,7 +23,7 @@ if how == "stubborn":
 if how == "obliging":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 with open(os.path.join(folder, name), "a") as log:
-    log.write(f"{os.getpid()} {os.getsid(0)} {os.environ.get('MILLRACE_TOLD', '')}\\n")
+    log.write(f"{os.getpid()} {os.getsid(0)} {os.environ.get('MILLRACE_TOLD', '')} {os.environ.get('OWN')}\\n")
 if how == "dies":
     sys.exit(3)
 signal.pause()
@@ -42,7 +42,10 @@ class Children:
         self.supervisor: Supervisor
 
     def start(self, **ways: str) -> None:
-        specs = [ChildSpec(name=name, arguments=(name, str(self.folder), how)) for name, how in ways.items()]
+        specs = [
+            ChildSpec(name=name, arguments=(name, str(self.folder), how), environ={"OWN": name})
+            for name, how in ways.items()
+        ]
         self.supervisor = Supervisor(specs, {"MILLRACE_TOLD": "yes"})
         self.supervisor.start()
 
@@ -81,6 +84,7 @@ async def test_children_start_in_sessions_of_their_own_and_leave_when_asked(chil
     (one,), (two,) = children.lives("one"), children.lives("two")
     assert one[1] == one[0] and two[1] == two[0], "Ctrl-C is for us alone"
     assert one[2] == two[2] == "yes"
+    assert one[3] == "one" and two[3] == "two", "what is a child's alone"
     await children.supervisor.stop(10.0)
     assert not runs(one[0]) and not runs(two[0])
     codes = [process.returncode for process in children.supervisor.processes.values()]

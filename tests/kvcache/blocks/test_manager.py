@@ -71,7 +71,7 @@ class ManagerMachine(RuleBasedStateMachine):
             block = seq.blocks[position // self.size]
             users = sum(block in other.blocks for other in self.sequences)
             assert users == 1, "a block is written that others read"
-            assert block not in self.kv.allocator._key_of, "a block is written that others may find"
+            assert self.kv.allocator._key_of[block] is None, "a block is written that others may find"
             slot = block * self.size + position % self.size
             self.written[slot] = (seq.prefix.root, tuple(seq.tokens[: position + 1]))
         seq.computed += count

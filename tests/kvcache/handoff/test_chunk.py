@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.handoff.chunk import Chunk, encode, sealed, split, verify
+from kvcache.handoff.chunk import Chunk, digest, encode, sealed, split, verify
+from kvcache.handoff.tree_digest import LEAF
 from kvcache.memory.device import DeviceKV
 from serving.errors import CorruptChunk
+from serving.kvspec import gqa
 from serving.messages import LeaseId
 from tests.fakes.kv_layouts import LAYOUTS, random_pool, token_at
 from tests.fakes.sequences import lease_id
@@ -78,6 +82,55 @@ def test_every_truncation_and_addition_is_found() -> None:
     for n in range(len(chunk.digest)):
         with pytest.raises(CorruptChunk):
             verify(replace(chunk, digest=chunk.digest[:n]), device_kv)
+
+
+def leafy_chunk() -> tuple[Chunk, DeviceKV]:
+    """Of three leaves and a part of a fourth; the first two are zeros, and so is the end of the last."""
+    specs = (gqa(4, 64, "float32"),)
+    device_kv = random_pool(specs, 104, 1, 5)
+    slots = device_kv.slots(list(range(104)), 0, 104)
+    values = [part.clone() for part in device_kv.read(0, slots)]
+    flat = torch.cat([part.flatten() for part in values])
+    flat[: 2 * LEAF], flat[-100:] = 0, 0
+    device_kv.write(0, slots, [one.view(part.shape) for one, part in zip(flat.chunk(2), values, strict=True)])
+    return encode(device_kv, FENCE, "layout", range(1), list(range(104)), 0, 104), device_kv
+
+
+def test_what_is_harmed_across_leaves_is_found() -> None:
+    chunk, device_kv = leafy_chunk()
+    payload = bytes(chunk.payload)
+    assert 3 * LEAF < len(payload) < 4 * LEAF and payload[:LEAF] == payload[LEAF : 2 * LEAF] == bytes(LEAF)
+    verify(replace(chunk, payload=payload), device_kv)
+    leaves = [payload[start : start + LEAF] for start in range(0, len(payload), LEAF)]
+    whole = [*leaves[:3], leaves[3].ljust(LEAF, b"\0")]
+    harmed = {
+        "swapped leaves": b"".join((leaves[0], leaves[2], leaves[1], leaves[3])),
+        "a leaf twice": b"".join((leaves[0], leaves[2], leaves[2], leaves[3])),
+        "a leaf of zeros": b"".join((leaves[0], leaves[1], bytes(LEAF), leaves[3])),
+        "a leaf less": b"".join(leaves[1:]),
+        "a leaf more": bytes(LEAF) + payload,
+        "zeros cut off": payload[:-8],
+        "zeros of its own": payload + bytes(8),
+        "filled up": b"".join(whole),
+        "moved by a byte": payload[-1:] + payload[:-1],
+    }
+    for bit in (0, 8 * LEAF - 1, 8 * LEAF, 8 * 3 * LEAF - 1, 8 * 3 * LEAF, 8 * len(payload) - 1):
+        flipped = bytearray(payload)
+        flipped[bit // 8] ^= 1 << bit % 8
+        harmed[f"bit {bit}"] = bytes(flipped)
+    for what, changed in harmed.items():
+        with pytest.raises(CorruptChunk):
+            verify(replace(chunk, payload=changed), device_kv)
+            pytest.fail(what)
+
+
+def test_the_digest_is_what_the_protocol_says() -> None:
+    """Of bytes wherever they lie. Where these change, KV_PROTOCOL has to."""
+    payload = bytes(range(256)) * 600
+    kinds = (payload, memoryview(payload), np.frombuffer(payload, np.uint8).data)
+    assert {digest(b"header", kind).hex() for kind in kinds} == {"2414b92b7c14b6735c540a787c0d9645"}
+    assert digest(b"header", b"").hex() == "4cde52cc89d88ed2cc653b5213442044"
+    assert digest(b"header", b"a").hex() == "62e920987fcc93da8ae2c5816fb7b9b9"
 
 
 @pytest.mark.parametrize(

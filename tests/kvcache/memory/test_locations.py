@@ -165,7 +165,8 @@ def test_what_comes_from_elsewhere_lies_where_attention_looks(data: st.DataObjec
         start, end = far[layer], min(length, far[layer] + data.draw(st.integers(1, 40)))
         tokens = [kv_of(layer, position) for position in range(start, end)]
         parts = [np.concatenate(planes) for planes in zip(*tokens, strict=True)]
-        engine.locations.write(engine.seq, layer, start, [parts])
+        arriving = engine.locations.arriving(engine.seq, start, end)
+        engine.locations.write(arriving, range(layer, layer + 1), [parts])
         far[layer] = end
     engine.seq.computed = length
     assert engine.host.bytes_out == 0, "nothing goes there by way of the device"

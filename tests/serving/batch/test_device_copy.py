@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.batch.device_copy import ALIGNMENT, all_on_device, on_device, packed, unpacked
+from serving.batch.device_copy import ALIGNMENT, all_on_device, on_device, pack, unpacked
 from serving.batch.ragged import RaggedBatch
+from serving.streams import IMMEDIATE
 
 SHAPES = st.lists(st.integers(0, 40), min_size=1, max_size=2)
 KINDS = st.sampled_from([np.int64, np.int32, np.float64, np.bool_])
@@ -19,7 +20,7 @@ KINDS = st.sampled_from([np.int64, np.int32, np.float64, np.bool_])
 def test_packed_arrays_come_out_as_they_were(kinds: list[tuple[list[int], type]], seed: int) -> None:
     numbers = np.random.default_rng(seed)
     arrays = [numbers.integers(0, 2, shape).astype(kind) for shape, kind in kinds]
-    room = packed(arrays, pinned=False)
+    room = pack(arrays, IMMEDIATE)
     views = unpacked(room.clone(), arrays)
     for array, view in zip(arrays, views, strict=True):
         assert torch.equal(view, torch.from_numpy(array)) and view.dtype is torch.from_numpy(array).dtype

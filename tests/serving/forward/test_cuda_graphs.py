@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.batch.ragged import RaggedBatch
+from serving.forward import cuda_graphs
 from serving.forward.cuda_graphs import PADDING_SLOT, CudaGraphs, GraphSizes, StaticBatch, replayable
 
 SIZES = GraphSizes(sequences=(1, 2, 4, 8), contexts=(64, 256))
@@ -41,6 +46,7 @@ def test_sizes_up_to_a_limit(sequences: int, context: int) -> None:
     sizes = GraphSizes.up_to(sequences, context)
     assert (sizes.sequences[-1], sizes.contexts[-1]) == (sequences, context)
     assert sizes.fit(1, 1) == (1, sizes.contexts[0])
+    assert len(sizes.contexts) <= 3, "however long the longest is"
     for n in range(9, sequences, 7):  # padding never doubles a step of more than a few
         fit = sizes.fit(n, 1)
         assert fit is not None
@@ -103,6 +109,39 @@ def test_a_padded_step_stays_where_it_is() -> None:
     for name in ("tokens", "positions", "slots", "query_start", "context_lens", "block_tables", "logits_rows"):
         assert getattr(before, name).data_ptr() == getattr(after, name).data_ptr(), name
     assert before.tokens.tolist() == [7, 8, 9, 0]
+
+
+class PlayedCuda:
+    """As much of torch.cuda as capturing asks for, where there is no device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.streams = 0
+        self.captured_on: list[object] = []
+        for name in ("Stream", "stream", "current_stream", "graph", "graph_pool_handle", "CUDAGraph"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name, MagicMock()))
+        monkeypatch.setattr(cuda_graphs, "StaticBatch", lambda sizes, block, _: StaticBatch(sizes, block, "cpu"))
+
+    def Stream(self, _device: torch.device) -> MagicMock:
+        self.streams += 1
+        return MagicMock()
+
+    @contextmanager
+    def graph(self, _graph: object, *, stream: object, **_rest: object) -> Iterator[None]:
+        self.captured_on.append(stream)
+        yield
+
+
+def test_all_graphs_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries keep memory for each stream. What a step needs is warmed up once for so many sequences."""
+    cuda, steps = PlayedCuda(monkeypatch), list[int]()
+
+    def step(batch: RaggedBatch) -> tuple[torch.Tensor]:
+        steps.append(len(batch.tokens))
+        return (batch.tokens,)
+
+    CudaGraphs(step, SIZES, 16, torch.device("cuda")).warm_up()
+    assert cuda.streams == 1 and len(cuda.captured_on) == 8 and len(set(map(id, cuda.captured_on))) == 1
+    assert steps == [n for n in (8, 4, 2, 1) for _ in range(4)], "twice, then captured for each of two contexts"
 
 
 def test_graphs_need_a_cuda_device() -> None:

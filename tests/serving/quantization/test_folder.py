@@ -164,7 +164,10 @@ def test_a_layer_that_is_quantized_in_part_is_refused(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"quant_method": "awq"}, "'awq' quantized checkpoints are not supported"),
-        ({"format": "pack-quantized"}, "format 'pack-quantized' is not supported; int-quantized is"),
+        (
+            {"format": "pack-quantized"},
+            "format 'pack-quantized' is not supported; int-quantized and float-",
+        ),
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         ({"config_groups": {"W8A8": ["Linear"]}}, "only named"),
         ({"weights": {"num_bits": 4}}, "weights with num_bits 4; only 8"),

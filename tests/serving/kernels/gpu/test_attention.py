@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
+from serving.batch.ragged import RaggedBatch
 from serving.kernels import gpu
+from serving.kernels.gpu import decode_attention
 from serving.kernels.gpu.decode_attention import splits_of
 from tests.serving.kernels.gpu.formulas import CLOSE, Pages, error
 
@@ -66,8 +72,15 @@ def test_windows_over_the_borders_of_splits(window: int, device: torch.device) -
     assert attend([512, 513, 800], [1, 1, 1], window=window, block_size=32, device=device) < CLOSE[torch.float32]
 
 
-def test_more_splits_than_are_combined_at_once(device: torch.device) -> None:
-    assert attend([7000], [1], heads=(16, 1), device=device) < CLOSE[torch.float32]
+@pytest.mark.parametrize("window", [None, 1, 130, 700])
+def test_splits_grow_where_there_would_be_too_many(
+    window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four splits at most, of 64 tokens at least."""
+    monkeypatch.setattr(decode_attention, "SPLITS", 4)
+    monkeypatch.setattr(decode_attention, "SHORTEST", 64)
+    contexts = [1, 64, 256, 257, 513, 900]
+    assert attend(contexts, [1] * 6, window=window, device=device) < CLOSE[torch.float32]
 
 
 def test_float16(device: torch.device) -> None:
@@ -113,8 +126,43 @@ def test_rows_do_not_depend_on_the_chunk(device: torch.device) -> None:
 
 
 def test_how_many_splits() -> None:
-    assert [splits_of(n, None) for n in (0, 1, 256, 257, 4096)] == [1, 1, 1, 2, 16]
-    assert [splits_of(4096, window) for window in (1, 2, 257, 258, 9000)] == [1, 2, 2, 3, 16]
+    """No more than 32, however long the context is that a graph is captured for."""
+    assert [splits_of(n, None) for n in (0, 1, 256, 257, 4096, 8192, 131_072)] == [1, 1, 1, 2, 16, 32, 32]
+    assert [splits_of(4096, window) for window in (1, 193, 194, 450, 9000)] == [1, 1, 2, 3, 16]
+
+
+class Launches:
+    """Stands for a kernel: notes how it is launched, and launches nothing."""
+
+    def __init__(self) -> None:
+        self.grids: list[tuple[int, ...]] = []
+        self.forms: list[dict[str, Any]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*_arguments: Any, **form: Any) -> None:
+            self.grids.append(grid)
+            self.forms.append(form)
+
+        return launch
+
+
+@pytest.mark.parametrize("window", [None, 4096])
+def test_a_launch_does_not_grow_with_the_longest_context(
+    window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What warming up compiles for a short context is what a long one takes, and its programs are few."""
+    decoding, combining = Launches(), Launches()
+    monkeypatch.setattr(decode_attention, "_decode_kernel", decoding)
+    monkeypatch.setattr(decode_attention, "_combine_kernel", combining)
+    plane, q = torch.zeros(2, 16, 2, 64, device=device), torch.zeros(128, 4, 64, device=device)
+    for context in (1, 1000, 131_072):
+        batch = RaggedBatch.build(
+            tokens=[[0]] * 128, starts=[0] * 128, block_tables=[[0]] * 128, block_size=16, device=device
+        )
+        gpu.paged_attention(q, plane, plane, replace(batch, context_lens_list=(context,) * 128), SCALE, window)
+    assert [grid[2] for grid in decoding.grids] == [1, 4, 32 if window is None else 17]
+    for launches in (decoding, combining):
+        assert all(form == launches.forms[0] for form in launches.forms)
 
 
 def test_what_is_refused(device: torch.device) -> None:

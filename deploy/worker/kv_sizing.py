@@ -1,0 +1,137 @@
+"""How much memory a worker's KV cache takes: what was asked for, or what a GPU has left beside the model and its steps.
+
+Steps are measured, not guessed: the largest is computed and every graph captured over a single block of KV before the
+cache is allocated. What the device says of its memory comes through `DeviceMemory`.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvcache.memory.device import DeviceKV
+from serving.batch.ragged import RaggedBatch
+from serving.config import EngineConfig
+from serving.forward.choose import make_sampler
+from serving.forward.forward import Forward
+from serving.kvspec import LayerKV
+from serving.loader.loading import LoadedModel
+from serving.messages import SamplingParams
+from serving.sampling.sampler import SampleRow
+
+log = logging.getLogger(__name__)
+
+GIB = 1 << 30
+ON_A_CPU = 2 * GIB  # bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReading:
+    """Bytes: of the device and free on it, whoever has the rest; held by torch here, and the most since last read."""
+
+    total: int
+    free: int
+    held: int
+    peak: int
+
+
+class DeviceMemory(Protocol):
+    """A device's memory as it is now."""
+
+    def reading(self) -> MemoryReading:
+        """After everything launched has run, and what nobody uses is given back."""
+
+
+class CudaMemory:
+    """DeviceMemory of the current CUDA device."""
+
+    def reading(self) -> MemoryReading:
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_reserved()
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        free, total = torch.cuda.mem_get_info()
+        return MemoryReading(total=total, free=free, held=torch.cuda.memory_reserved(), peak=peak)
+
+
+def left_for_kv(before: MemoryReading, after: MemoryReading, utilization: float) -> int:
+    """Bytes that may be KV, so that this share of the device is used in all: by the model, its steps, others, and KV.
+
+    `before` the steps were rehearsed, and `after` that, with their graphs still there. Graphs and libraries take memory
+    that torch does not count. May be negative.
+    """
+    used = before.total - before.free
+    steps = after.peak - before.held
+    uncounted = (before.free - after.free) - (after.held - before.held)
+    return int(before.total * utilization) - used - steps - max(uncounted, 0)
+
+
+def measured_kv(memory: DeviceMemory, rehearse: Callable[[], object], utilization: float) -> int:
+    """Bytes of KV for this share of the device. `rehearse` computes steps, and returns what holds their graphs.
+
+    Raises ValueError where nothing is left.
+    """
+    before = memory.reading()
+    forward = rehearse()
+    after = memory.reading()
+    del forward
+    memory.reading()  # which gives its memory back
+    left = left_for_kv(before, after, utilization)
+    if left <= 0:
+        raise ValueError(
+            f"--gpu-memory-utilization {utilization:g} of {before.total / GIB:.1f} GiB leaves no KV: what"
+            f" others use, the model and its steps take {-left / GIB:.1f} GiB more; raise it, lower"
+            " --max-num-batched-tokens or --max-num-seqs, or give workers that share a GPU each a --kv-cache-memory"
+        )
+    log.info("KV cache of %.1f GiB: %.1f of %.1f GiB were free", left / GIB, before.free / GIB, before.total / GIB)
+    return left
+
+
+def kv_cache_bytes(config: EngineConfig, device: str, rehearse: Callable[[], object]) -> int:
+    """Bytes of a worker's KV cache on this device. Raises ValueError where nothing is left."""
+    if config.kv_cache_memory is not None:
+        return config.kv_cache_memory
+    if torch.device(device).type != "cuda" or config.num_kv_blocks is not None:
+        return ON_A_CPU
+    return measured_kv(CudaMemory(), rehearse, config.gpu_memory_utilization)
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What steps are rehearsed with: a model, its KV's layers, the longest context, and what makes a forward pass."""
+
+    model: LoadedModel
+    specs: Sequence[LayerKV]
+    longest: int
+    make_forward: Callable[[LoadedModel, DeviceKV, EngineConfig, int], Forward]
+
+    def over_one_block(self, config: EngineConfig, device: str) -> Forward:
+        """The forward pass of the largest step, tuned and captured, over a block of KV."""
+        block = DeviceKV(self.specs, 1, config.block_size, device)
+        forward = self.make_forward(self.model, block, config, self.longest)
+        return rehearsed(forward, config, self.model.spec.vocab_size, device)
+
+
+@torch.inference_mode()
+def rehearsed(forward: Forward, config: EngineConfig, vocab: int, device: str) -> Forward:
+    """The forward pass, after the largest step it may get and the draws of as many tokens; its KV means nothing."""
+    tokens = config.max_num_batched_tokens
+    sequences = min(config.max_num_seqs, tokens)
+    counts = [tokens // sequences + (number < tokens % sequences) for number in range(sequences)]
+    batch = RaggedBatch.build(
+        tokens=[[0] * count for count in counts],
+        starts=[0] * sequences,
+        block_tables=[[0] * -(-count // config.block_size) for count in counts],
+        block_size=config.block_size,
+        device=torch.device(device),
+    )
+    params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=vocab // 2, repetition_penalty=1.1)
+    rows = [SampleRow(params, position=0, output_tokens=(), prompt_tokens=(0,)) for _ in range(sequences)]
+    make_sampler(forward)(forward.logits(batch, None), rows)
+    return forward
