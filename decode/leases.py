@@ -44,6 +44,7 @@ class Lease:
     state: LeaseState = LeaseState.FILLING
     pooled: range = range(0)
     limit: int = field(init=False)
+    arriving: set[int] = field(default_factory=set)  # layers that a chunk is being written to
     meter: HandoffMeter = field(default_factory=HandoffMeter)
 
     def __post_init__(self) -> None:
@@ -53,17 +54,24 @@ class Lease:
         """May this range be written? Chunks of a layer must come gapless, in order and once. Raises CorruptChunk."""
         if self.state is not LeaseState.FILLING:
             raise StaleLease("KV arrived for a lease that is already running", code="state")
-        if end > self.limit or any(self.filled[layer] != start for layer in range(first_layer, last_layer)):
+        layers = range(first_layer, last_layer)
+        if end > self.limit or any(self.filled[layer] != start for layer in layers) or self.arriving & set(layers):
             raise CorruptChunk(f"KV for tokens {start} to {end} arrived out of order", code="order")
+        self.arriving |= set(layers)
 
     def fill(self, first_layer: int, last_layer: int, end: int) -> None:
         """The range just accepted has been written."""
         for layer in range(first_layer, last_layer):
             self.filled[layer] = end
 
+    def over(self, first_layer: int, last_layer: int) -> None:
+        """Nothing is written any more of the range just accepted."""
+        self.arriving -= set(range(first_layer, last_layer))
+
     def leave_to_pool(self, tokens: range) -> bool:
         """These come from the KV pool, the handoff begins after them; False where it has begun, or they do not fit."""
-        untouched = self.state is LeaseState.FILLING and not self.pooled and self.limit == self.seq.start
+        begun = bool(self.pooled or self.arriving or self.limit != self.seq.start)
+        untouched = self.state is LeaseState.FILLING and not begun
         if not untouched or any(upto != tokens.start for upto in self.filled) or tokens.stop >= self.limit:
             return False
         self.pooled = tokens
@@ -143,6 +151,8 @@ class LeaseTable:
     def adopt(self, fence: LeaseId) -> Lease:
         """A prefill in this same worker computes the lease's own blocks: nothing will be handed over."""
         lease = self._filling(fence)
+        if lease.arriving:
+            raise StaleLease("KV is being written to the lease, which is to be computed here", code="state")
         lease.state = LeaseState.RUNNING
         lease.pooled = range(0)
         return lease

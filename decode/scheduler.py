@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from decode.model_drafts import Drafts
 from decode.speculation import DraftTurns, Speculation
-from serving.engine.plan import KVBlocks, StepPlan, StepRecord
+from serving.engine.plan import KVBlocks, StepPlan, StepRecord, Work
 from serving.engine.proposed import PROMISED
 from serving.engine.sequence import SequenceState
 from serving.errors import NoRoom
@@ -93,6 +93,7 @@ class DecodeScheduler:
         self.choice = DraftOrOverlap() if speculation is not None else None
         self.running: list[SequenceState] = []
         self._drafts: dict[SequenceState, Drafts] = {}
+        self._token: dict[SequenceState, Work] = {}  # one token of each that runs
         self._joined: list[SequenceState] = []  # since the last step was planned
         self.preemptions = 0
 
@@ -103,6 +104,7 @@ class DecodeScheduler:
         while place and self.running[place - 1].objectives.priority > priority:
             place -= 1
         self.running.insert(place, seq)
+        self._token[seq] = Work(seq, 1, self)
         self._joined.append(seq)
 
     def _begin(self, now: float) -> None:
@@ -141,7 +143,8 @@ class DecodeScheduler:
                 self.kv.grow(seq)
         except NoRoom:
             return False
-        plan.add_tokens(ready, self)
+        token = self._token
+        plan.add_tokens([token[seq] for seq in ready])
         return True
 
     def fill_ahead(self, plan: StepPlan, now: float) -> bool:
@@ -248,7 +251,7 @@ class DecodeScheduler:
 
     def remove(self, seq: SequenceState) -> None:
         self._drafts.pop(seq, None)
-        if seq in self.running:
+        if self._token.pop(seq, None) is not None:
             self.running.remove(seq)
 
     def sequences(self) -> list[SequenceState]:

@@ -71,15 +71,13 @@ class TpotBound(LeaseBound):
         self._decoding = Share()
 
     def check(self, order: LeaseOrder, held: Collection[SequenceState], now: float) -> None:
-        model = self.cost()
-        decodes = [len(seq.tokens) > seq.start for seq in held]  # its first token was drawn here, or came with its KV
-        held = [
-            seq
-            for seq, each in zip(held, decodes, strict=True)
-            if each or seq.order.generated or seq.objectives.due > now
-        ]
-        decoding = sum(decodes)
-        waiting = 0.0 if self.prompts else self._decoding.look(decoding, len(held), now)
+        model, waiting = self.cost(), 0.0
+        decoding = sum([len(seq.tokens) > seq.start for seq in held])  # the first was drawn here, or came with its KV
+        if not self.prompts:
+            held = [
+                seq for seq in held if len(seq.tokens) > seq.start or seq.order.generated or seq.objectives.due > now
+            ]
+            waiting = self._decoding.look(decoding, len(held), now)
         if model is None or not model.samples or order.generated:
             return
         new = _NewLease.of(order, model)
@@ -87,25 +85,29 @@ class TpotBound(LeaseBound):
             self._note(new, now, kept_out=False)
             return
         tightest = min(new.tpot, YIELD_SHARE * self._kept_from(new, model, now))
-        everyone, as_important = StepSize(1.0, new.length), StepSize(1.0, new.length)
+        rows = as_important = 1.0  # of a step, as many as are expected, and the tokens they attend to
+        context = important_context = float(new.length)
         for seq in held:
-            tokens, request, goals = len(seq.tokens), seq.request, seq.objectives
+            tokens, goals = len(seq.tokens), seq.objectives
             counts = 1.0 if tokens > seq.start else waiting
             if not counts:
                 continue
-            length = tokens + min(HORIZON, request.sampling.max_tokens - (tokens - len(request.prompt)))
-            everyone.add(counts, length)
+            left = seq.most - tokens
+            length = tokens + (HORIZON if left > HORIZON else left)
+            rows += counts
+            context += counts * length
             if goals.priority > new.priority:
                 continue
-            as_important.add(counts, length)
+            as_important += counts
+            important_context += counts * length
             least = goals.tpot if goals.priority == new.priority else YIELD_SHARE * goals.tpot
             if least < tightest:
                 tightest = min(tightest, self._allowed(seq, length, new, model))
-        step, allowed = everyone.seconds(model), self.share * tightest
+        step, allowed = model.decode_seconds(rows, context), self.share * tightest
         if step <= allowed:
             self._note(new, now, kept_out=False)
             return
-        if as_important.seconds(model) <= allowed:
+        if model.decode_seconds(as_important, important_context) <= allowed:
             self._note(new, now, kept_out=True)
         raise NoRoom(
             f"with one more sequence a step would take {step * 1e3:.0f} ms, and for the TPOT of others or its own"
@@ -192,21 +194,6 @@ class AskedLately:
     def keeps_from(self, new: _NewLease, now: float) -> bool:
         part = max(self.before / HORIZON, self.waiting / max(1, new.tokens))
         return now - self.at < LATELY * min(1.0, part)
-
-
-@dataclass(slots=True)
-class StepSize:
-    """Rows of a step and the tokens they attend to, as many as are expected."""
-
-    rows: float
-    context: float
-
-    def add(self, rows: float, length: int) -> None:
-        self.rows += rows
-        self.context += rows * length
-
-    def seconds(self, model: StepCost) -> float:
-        return model.decode_seconds(self.rows, self.context)
 
 
 def _attainable(model: StepCost, tpot: float, length: int) -> bool:

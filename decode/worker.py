@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 from decode.deadlines import Deadlines
 from decode.direct import DirectLeases
+from decode.lease_events import LeaseEvents, untold
 from decode.leases import Lease, LeaseTable
 from decode.scheduler import DecodeScheduler
 from decode.tpot_bound import LeaseBound, Unbound
@@ -23,6 +25,7 @@ from kvcache.handoff.chunk import Chunk, Commit, split, verify, verify_commit
 from kvcache.handoff.local import LOCAL
 from kvcache.memory.device import token_bytes
 from kvcache.memory.kv_dtype import is_lossy
+from kvcache.memory.locations import KVLocation
 from kvcache.transfer.lent_memory import MemoryLenders
 from kvcache.worker_context import WorkerContext
 from serving.engine.objectives import DEADLINE_PASSED
@@ -209,17 +212,33 @@ class DecodeWorker:
                 raise StaleLease("KV of another model or layout", code="layout")
             verify(chunk, self.device_kv)
             layers = split(chunk, self.device_kv)
-            with self.engine.lock:
-                lease = self.table.check(chunk.lease)
-                lease.accept(chunk.first_layer, chunk.last_layer, chunk.start, chunk.end)
-                self.context.locations.write(lease.seq, chunk.first_layer, chunk.start, layers)
-                lease.fill(chunk.first_layer, chunk.last_layer, chunk.end)
-                lease.seq.incoming.lossy |= is_lossy(chunk.encoding)
-                stored = self.device_kv.specs[chunk.first_layer : chunk.last_layer]
-                lease.meter.came((chunk.end - chunk.start) * token_bytes(stored), self.engine.clock())
+            with self._writing(chunk) as locations:
+                self.context.locations.write(locations, range(chunk.first_layer, chunk.last_layer), layers)
         except Retryable as error:
             self._refuse(error, chunk.lease)
             raise
+
+    @contextmanager
+    def _writing(self, chunk: Chunk) -> Iterator[list[KVLocation]]:
+        """Where to write the chunk, without the lock: its lease may end meanwhile, its blocks are held."""
+        with self.engine.lock:
+            lease = self.table.check(chunk.lease)
+            lease.accept(chunk.first_layer, chunk.last_layer, chunk.start, chunk.end)
+            locations = self.context.locations.arriving(lease.seq, chunk.start, chunk.end)
+            kept = self.kv.keep(lease.seq, chunk.start, chunk.end)
+        written = False
+        try:
+            yield locations
+            written = True
+        finally:
+            with self.engine.lock:
+                self.kv.let_go(kept)
+                lease.over(chunk.first_layer, chunk.last_layer)
+                if written and self.table.check(chunk.lease) is lease:
+                    lease.fill(chunk.first_layer, chunk.last_layer, chunk.end)
+                    lease.seq.incoming.lossy |= is_lossy(chunk.encoding)
+                    stored = self.device_kv.specs[chunk.first_layer : chunk.last_layer]
+                    lease.meter.came((chunk.end - chunk.start) * token_bytes(stored), self.engine.clock())
 
     async def commit(self, commit: Commit, via: str = LOCAL) -> range | None:
         """All KV is handed over: the lease joins the batch after its first token. Raises CorruptChunk, StaleLease.
@@ -270,33 +289,22 @@ class DecodeWorker:
 
         A lease that has ended or begun anew since the step began has another sequence, or none: it gets nothing.
         """
-        events: dict[str, list[LeaseEvent]] = {}
+        events = LeaseEvents(kept=self.engine.tell_every > 1)
         leases = self.table.leases
         for output in outputs:
             seq, delta = output.seq, output.delta
-            fence = seq.order.lease
-            name = fence.lease
+            name = seq.order.lease.lease
             lease = leases.get(name)
             if lease is None or lease.seq is not seq:
                 continue
             if output.prefilled:
                 self.traces.begin(name, seq)
                 continue
-            event = LeaseEvent(name, fence.epoch, delta, output.error)
-            if lease.session in events:
-                events[lease.session].append(event)
-            else:
-                events[lease.session] = [event]
+            events.add(lease, delta, output.error)
             if delta is None or delta.finish is not None:
                 self.traces.end(name, seq, output)
                 self.end(name)
-        self._send(events)
-
-    def _send(self, events: Mapping[str, Sequence[LeaseEvent]]) -> None:
-        """Events by session; those of a session that is gone are dropped."""
-        for name, sent in events.items():
-            if name in self.sessions:
-                self.sessions[name].deliver(sent)
+        events.send(self.sessions)
 
     # ---- leaving -----------------------------------------------------------------------------------------------
 
@@ -321,16 +329,15 @@ class DecodeWorker:
     def abandon(self, error: MillraceError, computing: Collection[SequenceState] | None = None) -> None:
         """The engine died: every lease ends with this error; `computing` was in its step, None: not known."""
         self.draining = True
-        events: dict[str, list[LeaseEvent]] = {}
+        events = LeaseEvents(kept=self.engine.tell_every > 1)
         for lease in list(self.table.leases.values()):
             self.table.end(lease.fence.lease)
             self.deadlines.forget(lease.fence.lease)
             self.direct.stop(lease.fence.lease)
             ended = of_crash(error, lease.seq, computing)
             self.traces.end(lease.fence.lease, lease.seq, SequenceOutput(lease.seq, error=ended))
-            event = LeaseEvent(lease.fence.lease, lease.fence.epoch, error=ended)
-            events.setdefault(lease.session, []).append(event)
-        self._send(events)
+            events.add(lease, None, ended)
+        events.send(self.sessions)
         self._note_idle()
 
     # ---- accounts ----------------------------------------------------------------------------------------------
@@ -369,6 +376,11 @@ class RouterSession:
 
     async def advance(self, order: LeaseOrder) -> LeaseGrant:
         return self.worker.advance(order, self.name)
+
+    def untold(self, but: int) -> list[LeaseEvent]:
+        """The tokens of its leases that the engine has kept to tell later, `but` the last so many of each."""
+        with self.worker.engine.lock:
+            return untold(self.worker.table.of(self.name), but)
 
     def cancel(self, lease: str) -> None:
         if self.worker.table.held(lease, self.name) is not None:

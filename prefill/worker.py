@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, nullcontext, suppress
 from math import inf
 from typing import Protocol
 
@@ -167,7 +167,10 @@ class PrefillWorker:
 
     async def _computed(self, seq: SequenceState) -> Prefilled:
         first = self._runs[seq]
-        async with self._in_time(seq), self._bringing(seq):
+        # Nearly no request has a deadline, and few workers have elsewhere to bring KV from.
+        in_time = self._in_time(seq) if seq.objectives.ends < inf else nullcontext()
+        bringing = self._bringing(seq, self.prefixes) if self.prefixes is not None else nullcontext()
+        async with in_time, bringing:
             with self.engine.lock:
                 if seq.ended:
                     raise WorkerLost("the lease ended before its prefill began")
@@ -202,13 +205,10 @@ class PrefillWorker:
             raise DeadlineExceeded(DEADLINE_PASSED) from None
 
     @asynccontextmanager
-    async def _bringing(self, seq: SequenceState) -> AsyncIterator[None]:
+    async def _bringing(self, seq: SequenceState, prefixes: Prefixes) -> AsyncIterator[None]:
         """Entered once the sequence may be queued, though some of its prefix may still come; no more does after."""
-        if self.prefixes is None:
-            yield
-            return
         begun = asyncio.Event()
-        bringing = asyncio.create_task(self._bring(self.prefixes, seq, begun.set), name="bring-prefix")
+        bringing = asyncio.create_task(self._bring(prefixes, seq, begun.set), name="bring-prefix")
         bringing.add_done_callback(lambda _: begun.set())
         bringing.add_done_callback(lambda _: self.loop.wake())  # an arriving prefix no longer holds it up
         try:

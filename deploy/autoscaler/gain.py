@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import exp, sqrt
 
 from deploy.autoscaler.demand import RoleNeed, TrafficProfile, WorkerCapacity
-from router.predict import LEAST_ERROR, within
+from router.chances import LEAST_ERROR, within
 
 VARIATION = 1.0  # of prompts' seconds: their standard deviation by their mean
 FULL = 0.98  # load from which on a queue counts as never empty

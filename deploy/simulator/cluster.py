@@ -33,6 +33,7 @@ from serving.errors import MillraceError
 from serving.kvspec import LayerKV, Plane
 from serving.messages import Audit, Role, WorkerIdentity, WorkerStatus
 
+AT_THE_END = 1 << 30  # tokens: no text has as many, so those between its second and its last come with the last
 LOG_TIMES = 4  # a worker's KV events that are remembered, for each block: more than come between two heartbeats
 TOKEN_KV = (LayerKV("modelled", (Plane("kv", (1,), "uint8"),)),)  # a byte a token: chunks and digests stay small
 
@@ -203,7 +204,8 @@ class SimulatedCluster:
             WorkerLinks(address=address, dialer=dialer),
             clock=self.clock,
             engine_loop=lambda engine: VirtualEngineLoop(engine, leaving=1 / profile.layers),
-            kv_events=LOG_TIMES * blocks if POLICIES[plan.router.policy].needs_prefixes else 1,
+            tell_every=AT_THE_END if plan.drafts is None else 1,
+            kv_events=LOG_TIMES * blocks if POLICIES[plan.router.policy].needs_prefixes else 0,
         )
         if worker.decode is not None:
             self._receivers[address] = worker.decode
@@ -211,9 +213,15 @@ class SimulatedCluster:
 
     def _link(self, status: WorkerStatus) -> WorkerLink:
         seconds = self.plan.network.message_seconds
-        link = ModelledLink(self.workers[status.instance], status.name, seconds, self.placed)
+        worker = self.workers[status.instance]
+        link = ModelledLink(worker, status.name, seconds, self.placed, partial(self._steps_since, worker))
         self._links.setdefault(status.instance, []).append(link)
         return link
+
+    def _steps_since(self, worker: Worker, at: float) -> int:
+        """How many steps of the worker have ended later: their tokens may still be on their way."""
+        assert isinstance(worker.loop, VirtualEngineLoop)
+        return worker.loop.ended_since(at)
 
     async def catch_up(self) -> None:
         """Let routers have the tokens that have come by now: call before counting what they have."""

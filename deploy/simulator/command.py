@@ -28,7 +28,7 @@ from deploy.simulator.profiles import PROFILES, Profile, profile_of
 from deploy.simulator.recorded_systems import SYSTEMS
 from deploy.simulator.run import quiet_log
 from deploy.simulator.study import Study
-from deploy.simulator.trace_files import MOST_TOKENS, read_trace
+from deploy.simulator.trace_files import MOST_TOKENS, TraceFile
 from deploy.simulator.traffic import Lengths, Traffic, traffic_of
 from router.policies import POLICIES
 from serving.messages import Role
@@ -192,7 +192,7 @@ def study_of(options: argparse.Namespace, policy: str) -> Study:
     if options.drafts is not None:
         plan = plan.with_drafts(DraftModel(right=options.drafts))
     given = {name: getattr(options, name) for name in ENGINE_FLAGS if getattr(options, name) is not None}
-    traced = tuple(read_trace(options.trace)) if options.trace is not None else ()
+    traced = TraceFile.checked(options.trace) if options.trace is not None else None
     seeds = options.seeds or (SEEDS_OF_A_TRACE if traced else SEEDS)
     traffic = traffic_from(options)
     for name in ("prompt", "output"):
@@ -319,7 +319,7 @@ def _measured(
 ) -> report.PolicyResult:
     """All rates that were asked for, or those of a search; fewer if it is broken off."""
     result = report.PolicyResult(policy=policy)
-    searching = options.rate == SEARCH or (options.rate is None and not study.given)
+    searching = options.rate == SEARCH or (options.rate is None and study.given is None)
     wanted = options.attainment if searching else 0.0
 
     def measure(rate: float) -> RateFigures:

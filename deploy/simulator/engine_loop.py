@@ -7,6 +7,7 @@ costs: those are the runner's.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from serving.engine.engine import BegunStep, Engine
@@ -14,6 +15,8 @@ from serving.engine.loop import EngineLoop, OutputListener
 from serving.engine.plan import Work
 from serving.engine.run import RunResult
 from serving.engine.sequence import SequenceOutput, SequenceState
+
+ENDS = 64  # of steps, that are remembered: more than end while a message is on its way
 
 
 class VirtualEngineLoop(EngineLoop):
@@ -26,6 +29,7 @@ class VirtualEngineLoop(EngineLoop):
         super().__init__(engine)
         self.leaving = leaving
         self._stepping = False
+        self._ends: deque[float] = deque(maxlen=ENDS)
         self._rested = asyncio.Event()
         self._layers: list[tuple[list[tuple[SequenceState, int]], int]] = []
 
@@ -56,6 +60,8 @@ class VirtualEngineLoop(EngineLoop):
             return
         began = self.engine.clock()
         plan, outputs = self.engine.schedule(began)
+        if outputs:
+            self._tell_kept(outputs)
         if not plan.work:
             self.engine.step_ended = None  # the engine sleeps
             self._rest()
@@ -75,9 +81,21 @@ class VirtualEngineLoop(EngineLoop):
     def _end(self, step: BegunStep, result: RunResult, outputs: list[SequenceOutput]) -> None:
         """The next step begins before the listeners hear of this one, as it does when the engine has a thread."""
         outputs = outputs + self.engine.finish(step, result)
+        self._ends.append(self._loop.time())
         self._begin()
         if outputs:
             self._tell_outputs(outputs)
+
+    def _tell_kept(self, outputs: Sequence[SequenceOutput]) -> None:
+        """The tokens of sequences that give way now, which is told with the next step: they are there already."""
+        kept = [(output.seq, output.seq.untold()) for output in outputs]
+        told = [SequenceOutput(seq, delta) for seq, delta in kept if delta is not None]
+        if told:
+            self._tell_outputs(told)
+
+    def ended_since(self, at: float) -> int:
+        """How many of the last steps have ended later than `at` on the event loop's clock; ENDS at most."""
+        return sum(end > at for end in self._ends)
 
     def _rest(self) -> None:
         self._stepping = False

@@ -8,25 +8,26 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 
+from serving.joined_delta import JoinedDelta
 from serving.links import Deliver, LeaseEvent
 from serving.messages import Delta
 
 
 @dataclass(kw_only=True, slots=True)
-class HeldDelta(Delta):
-    """The tokens of several `steps` together. The last of them was there `came_at` on the virtual clock."""
+class HeldDelta(JoinedDelta):
+    """The last of the tokens was there `came_at` on the virtual clock."""
 
-    steps: int = field()
     came_at: float
 
 
 class HeldTokens:
     """One session's way from its worker to its router. `later` calls back after the message's `seconds`.
 
-    The first message of an attempt, its second token, passes: routers measure handoffs by it.
+    The first message of an attempt, its second token, passes: routers measure handoffs by it. `untold` are the tokens
+    that the worker itself has kept to tell later, and that would be there by now.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class HeldTokens:
         self.seconds = seconds
         self.clock = clock
         self.later = later
+        self.untold: Callable[[], Sequence[LeaseEvent]] = tuple
         self._held: dict[str, HeldAttempt] = {}  # by lease
 
     def send(self, events: Sequence[LeaseEvent]) -> None:
@@ -73,6 +75,8 @@ class HeldTokens:
         for held in self._held.values():
             if events := held.release(upto=now):
                 self.deliver(events)
+        if kept := self.untold():
+            self.deliver(kept)
 
     def forget(self, lease: str) -> None:
         """The router has left the lease."""
@@ -101,7 +105,7 @@ class HeldAttempt:
             index=deltas[0].index,
             tokens=tuple([token for delta in deltas for token in delta.tokens]),
             cached_tokens=deltas[0].cached_tokens,
-            steps=steps,
+            steps=sum([delta.steps for delta in deltas]),
             came_at=dues[-1],
         )
         return [LeaseEvent(self.lease, self.epoch, together)]

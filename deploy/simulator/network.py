@@ -9,7 +9,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Protocol
 
+from decode.worker import RouterSession
 from deploy.simulator.held_tokens import HeldTokens
 from kvcache.handoff.chunk import Chunk, Commit
 from kvcache.handoff.local import Receiver
@@ -109,15 +111,29 @@ class ModelledHandoff:
         """Nothing is open."""
 
 
+class DecodingLink(WorkerLink, Protocol):
+    """A worker in this process."""
+
+    async def connect(self, router: str, deliver: Deliver, lost: Callable[[MillraceError], None]) -> RouterSession: ...
+
+
 class ModelledLink:
     """A router's way to a worker (router.fleet.WorkerLink): the worker itself, some time away.
 
     `placed` is told of the requests that are leased or prefilled there: request id, worker's name, and `decode` or
-    `prefill`.
+    `prefill`. `steps_since` says how many steps of the worker have ended later than at some time.
     """
 
-    def __init__(self, worker: WorkerLink, name: str, seconds: float, placed: Callable[[str, str, str], None]):
+    def __init__(
+        self,
+        worker: DecodingLink,
+        name: str,
+        seconds: float,
+        placed: Callable[[str, str, str], None],
+        steps_since: Callable[[float], int],
+    ):
         self.worker = worker
+        self.steps_since = steps_since
         self.name = name
         self.seconds = seconds
         self.placed = placed
@@ -127,8 +143,10 @@ class ModelledLink:
         await asyncio.sleep(self.seconds)
         loop = asyncio.get_running_loop()
         held = HeldTokens(deliver, self.seconds, loop.time, loop.call_later)
+        session = await self.worker.connect(router, held.send, lost)
+        held.untold = lambda: session.untold(self.steps_since(loop.time() - self.seconds))
         self._held.append(held)
-        return ModelledSession(self, await self.worker.connect(router, held.send, lost), held)
+        return ModelledSession(self, session, held)
 
     def flush(self) -> None:
         """Deliver the tokens that have come by now."""

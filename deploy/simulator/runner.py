@@ -29,18 +29,28 @@ class ModelledRunner(Runner):
         self.noise = noise
 
     def run(self, work: Sequence[Work], layer_done: LayerDone | None) -> RunResult:
-        seconds = self.profile.seconds(step_work(work)) * self.noise()
-        following = self.texts.next
+        following, made = self.texts.next, StepWork()
         drawn: list[list[Sampled | SamplingFailed]] = []
+        decoding = context = 0
+        leaving: list[Work] = []
         for item in work:
-            seq = item.seq
-            if item.draft:
+            seq, count = item.seq, item.count
+            computed, tokens = seq.computed, seq.tokens
+            if count == 1:  # add_decode without drafts, summed up
+                decoding += 1
+                context += computed + 1
+            elif item.draft:
+                made.add_decode(computed, len(item.draft))
                 drawn.append(self._verify(item))
-            elif seq.computed + item.count == len(seq.tokens):
-                drawn.append(_DRAWN[following(seq.request, seq.tokens)])
+                continue
             else:
-                drawn.append([])
-        leaving = [item for item in work if item.seq.prefill.handoff is not None] if layer_done is not None else []
+                made.add_prompt(computed, count)
+            drawn.append(_DRAWN[following(seq.request, tokens)] if computed + count == len(tokens) else [])
+            if not seq.stays and seq.prefill.handoff is not None:
+                leaving.append(item)
+        made.decoding += decoding
+        made.decoding_context += context
+        seconds = self.profile.seconds(made) * self.noise()
         if layer_done is not None and leaving:
             layer_done(leaving, 0)
         return RunResult(drawn, {}, RunTimes(0.0, seconds, 0.0))
@@ -52,24 +62,6 @@ class ModelledRunner(Runner):
         known = [*seq.tokens, *work.draft]
         ends = range(len(seq.tokens), len(known) + 1)
         return [Sampled(self.texts.next(seq.request, known[:end])) for end in ends]
-
-
-def step_work(work: Sequence[Work]) -> StepWork:
-    """What a step computes, prompts and decoding sequences apart."""
-    made = StepWork()
-    decoding = context = 0
-    for item in work:
-        computed, count = item.seq.computed, item.count
-        if count == 1:  # add_decode without drafts, summed up
-            decoding += 1
-            context += computed + 1
-        elif count == 1 + len(item.draft):
-            made.add_decode(computed, len(item.draft))
-        else:
-            made.add_prompt(computed, count)
-    made.decoding += decoding
-    made.decoding_context += context
-    return made
 
 
 def lognormal(sigma: float, seed: int) -> Callable[[], float]:

@@ -17,7 +17,7 @@ from deploy.simulator.outcomes import OutcomeColumns, RateFigures, RequestOutcom
 from deploy.simulator.recorded_replay import replay
 from deploy.simulator.recorded_systems import RecordedSystem
 from deploy.simulator.run import simulate
-from deploy.simulator.trace_files import TracedRequest, made_up, natural_rate, request_name
+from deploy.simulator.trace_files import TraceFile, made_up, natural_rate
 from deploy.simulator.traffic import Arrival, Traffic, arriving, drawn
 
 FULL_BATCH = 32  # sequences, for a first guess
@@ -29,8 +29,8 @@ TOLD_EVERY = 32  # requests, by such a process
 class Study:
     """A cluster under a kind of load: `requests` at every rate, once for each seed.
 
-    `given` are the requests of a trace file, in place of those that are drawn; a recorded `system` serves them in
-    place of the cluster. Runs of several seeds take up to `jobs` processes.
+    `given` is a trace file, in place of requests that are drawn; a recorded `system` serves them in place of the
+    cluster. Runs of several seeds take up to `jobs` processes.
     """
 
     plan: ClusterPlan
@@ -38,33 +38,37 @@ class Study:
     requests: int = 1000
     seeds: tuple[int, ...] = (0, 1, 2)
     max_tokens: int | None = None
-    given: tuple[TracedRequest, ...] = ()
+    given: TraceFile | None = None
     system: RecordedSystem | None = None
     jobs: int = 1
 
     @property
     def offered(self) -> int:
         """Requests of all seeds together."""
-        return (sum(each.counted for each in self.given) or self.requests) * len(self.seeds)
+        return (self.requests if self.given is None else self.given.counted) * len(self.seeds)
 
     @property
     def natural_rate(self) -> float:
         """Requests a second of the trace that was given."""
+        assert self.given is not None
         return natural_rate(self.given)
 
     def arriving(self, seed: int) -> Iterator[Arrival]:
         """One seed's requests, one by one."""
-        if self.given:
+        if self.given is not None:
             return made_up(self.given, self.traffic.classes[0].objectives(self.plan.profile), seed)
         return arriving(self.traffic, self.plan.profile, self.requests, seed, max_tokens=self.max_tokens)
 
     def run(self, rate: float, seed: int, progress: RunProgress) -> OutcomeColumns:
         """One seed's requests at one rate, of a trace those that count; that have ended, where it is broken off."""
-        found, arrivals = OutcomeColumns(), self.arriving(seed)
-        left_out = {request_name(number) for number, each in enumerate(self.given) if not each.counted}
+        found, left_out = OutcomeColumns(), set[str]()  # those under way that are not counted
+        arrivals = _noting(self.arriving(seed), left_out)
 
         def ended(outcome: RequestOutcome) -> None:
-            if outcome.request.request_id not in left_out:
+            name = outcome.request.request_id
+            if name in left_out:
+                left_out.discard(name)
+            else:
                 found.add(outcome)
             progress.ended(1)
             if progress.stopped():
@@ -145,12 +149,18 @@ class Study:
 
     def _mean_lengths(self) -> tuple[float, float]:
         """Prompt and output tokens of the first seed's requests."""
-        if self.given:
-            lengths = [(each.prompt_tokens, each.output_tokens) for each in self.given]
-            prompts, outputs = (sum(column) for column in zip(*lengths, strict=True))
-            return prompts / len(lengths), outputs / len(lengths)
+        if self.given is not None:
+            return self.given.prompt_tokens / len(self.given), self.given.output_tokens / len(self.given)
         requests = drawn(self.traffic, self.plan.profile, self.requests, self.seeds[0])
         return int(requests.prompt.sum()) / len(requests), int(requests.output.sum()) / len(requests)
+
+
+def _noting(arrivals: Iterator[Arrival], left_out: set[str]) -> Iterator[Arrival]:
+    """All of them; of those that are not counted the names are added."""
+    for arrival in arrivals:
+        if not arrival.counted:
+            left_out.add(arrival.request.request_id)
+        yield arrival
 
 
 class RunBrokenOff(Exception):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,21 +53,73 @@ class TracedRequest:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceFile:
+    """A trace that stays in its file: to go through it is to read that anew, line by line, in the order of arrival.
+
+    Its requests come from `first_s` to `last_s` on its clock, with so many tokens in all, and some are not `counted`. A
+    file whose lines are not `ordered` by arrival is read as a whole each time.
+    """
+
+    path: Path
+    requests: int
+    counted: int
+    first_s: float
+    last_s: float
+    prompt_tokens: int
+    output_tokens: int
+    ordered: bool
+
+    @staticmethod
+    def checked(path: Path) -> TraceFile:
+        """Read once, and nothing of it kept. Raises ValueError that names file, line and field; OSError."""
+        requests = counted = prompt = output = 0
+        first, last, before, ordered = math.inf, 0.0, 0.0, True
+        for each in _requests(path):
+            at = each.arrival_s
+            requests, counted = requests + 1, counted + each.counted
+            prompt, output = prompt + each.prompt_tokens, output + each.output_tokens
+            first, last, ordered, before = min(first, at), max(last, at), ordered and before <= at, at
+        if not counted:
+            raise ValueError(f"{path}: no request in it" + (" is counted" if requests else ""))
+        return TraceFile(
+            path=path,
+            requests=requests,
+            counted=counted,
+            first_s=first,
+            last_s=last,
+            prompt_tokens=prompt,
+            output_tokens=output,
+            ordered=ordered,
+        )
+
+    def __len__(self) -> int:
+        return self.requests
+
+    def __iter__(self) -> Iterator[TracedRequest]:
+        if self.ordered:
+            return _requests(self.path)
+        return iter(sorted(_requests(self.path), key=lambda each: each.arrival_s))
+
+
 def read_trace(path: Path) -> list[TracedRequest]:
     """The requests in the order they arrived. Raises ValueError that names file, line and field; OSError."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: {error}") from None
-    rows = _csv_rows(path, text) if path.suffix.lower() == ".csv" else _json_rows(path, text)
-    found = [_request(where, row) for where, row in rows]
-    if not any(each.counted for each in found):
-        raise ValueError(f"{path}: no request in it" + (" is counted" if found else ""))
-    return sorted(found, key=lambda each: each.arrival_s)
+    return list(TraceFile.checked(path))
 
 
-def _csv_rows(path: Path, text: str) -> Iterator[tuple[str, Mapping[str, object]]]:
-    reader = csv.DictReader(text.splitlines())
+def _requests(path: Path) -> Iterator[TracedRequest]:
+    """Line by line, as they stand there."""
+    with path.open(encoding="utf-8-sig") as lines:
+        rows = _csv_rows(path, lines) if path.suffix.lower() == ".csv" else _json_rows(path, lines)
+        try:
+            for where, row in rows:
+                yield _request(where, row)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+
+def _csv_rows(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, Mapping[str, object]]]:
+    reader = csv.DictReader(lines)
     try:
         for name in ("arrival_s", "prompt_tokens", "output_tokens"):
             if name not in (reader.fieldnames or ()):
@@ -80,8 +132,8 @@ def _csv_rows(path: Path, text: str) -> Iterator[tuple[str, Mapping[str, object]
         raise ValueError(f"{path}, line {reader.line_num + 1}: {error}") from None
 
 
-def _json_rows(path: Path, text: str) -> Iterator[tuple[str, Mapping[str, object]]]:
-    for number, line in enumerate(text.splitlines(), 1):
+def _json_rows(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, Mapping[str, object]]]:
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
@@ -140,39 +192,45 @@ def _count(where: str, name: str, value: object) -> int:
     return int(number)
 
 
-def natural_rate(traced: Sequence[TracedRequest]) -> float:
+Traced = Sequence[TracedRequest] | TraceFile
+"""A trace's requests, in the order they arrived."""
+
+
+def natural_rate(traced: Traced) -> float:
     """Requests a second at which they arrived, from the first to the last; 1 where all came at once."""
-    span = traced[-1].arrival_s - traced[0].arrival_s
-    return (len(traced) - 1) / span if span >= LEAST_SPAN else 1.0
+    first, last = _ends(traced)
+    return (len(traced) - 1) / (last - first) if last - first >= LEAST_SPAN else 1.0
 
 
-def as_arrivals(traced: Sequence[TracedRequest], slo: Slo, seed: int = 0) -> tuple[Arrival, ...]:
+def _ends(traced: Traced) -> tuple[float, float]:
+    """When the first and the last arrived."""
+    if isinstance(traced, TraceFile):
+        return traced.first_s, traced.last_s
+    return traced[0].arrival_s, traced[-1].arrival_s
+
+
+def as_arrivals(traced: Traced, slo: Slo, seed: int = 0) -> tuple[Arrival, ...]:
     """All of `made_up` at once."""
     return tuple(made_up(traced, slo, seed))
 
 
-def made_up(traced: Sequence[TracedRequest], slo: Slo, seed: int = 0) -> Iterator[Arrival]:
+def made_up(traced: Traced, slo: Slo, seed: int = 0) -> Iterator[Arrival]:
     """The same at one request a second, with made-up texts of these lengths: `natural_rate` restores their times.
 
     `slo` is for those without objectives of their own.
     """
-    generator, rate, first = np.random.default_rng((seed, 0x5446)), natural_rate(traced), traced[0].arrival_s
+    generator, rate, (first, _) = np.random.default_rng((seed, 0x5446)), natural_rate(traced), _ends(traced)
     for number, each in enumerate(traced):
         own = generator.integers(1, VOCABULARY, size=each.prompt_tokens - each.prefix_tokens)
         request = Request(
-            request_id=request_name(number),
+            request_id=f"trace-{number}",
             prompt=(*_prefix(each, seed), *own.tolist()),
             sampling=SamplingParams(max_tokens=each.output_tokens, seed=number, temperature=0.0),
             slo=each.slo(slo),
             service_class=each.service_class,
             priority=SERVICE_CLASSES[each.service_class].priority,
         )
-        yield Arrival((each.arrival_s - first) * rate, request, each.output_tokens)
-
-
-def request_name(number: int) -> str:
-    """Of a trace's request, counted from 0."""
-    return f"trace-{number}"
+        yield Arrival((each.arrival_s - first) * rate, request, each.output_tokens, each.counted)
 
 
 def _prefix(traced: TracedRequest, seed: int) -> list[int]:

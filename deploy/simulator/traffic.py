@@ -95,11 +95,15 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request of a trace: `at` seconds after the first at one request a second, `output_tokens` until its EOS."""
+    """A request of a trace: `at` seconds after the first at one request a second, `output_tokens` until its EOS.
+
+    One that is not `counted` is left out of every figure.
+    """
 
     at: float
     request: Request
     output_tokens: int
+    counted: bool = True
 
 
 def of_mixture(mixture: Mixture) -> Traffic:
@@ -218,8 +222,9 @@ def arriving(
     slos = [kind.objectives(profile) for kind in traffic.classes]
     for number, each in enumerate(requests):
         chosen, output = traffic.classes[each.kind], each.output
-        group = int(groups[each.kind].searchsorted(generator.random(), side="right"))
-        start = prefixes[each.kind][group][: each.prompt]
+        drawn_group, starts = generator.random(), prefixes[each.kind]
+        group = int(groups[each.kind].searchsorted(drawn_group, side="right")) if len(starts) > 1 else 0
+        start = starts[group][: each.prompt]
         asked = max(output, max_tokens) if max_tokens is not None else output
         request = Request(
             request_id=f"{seed}-{number}",

@@ -37,13 +37,18 @@ class VirtualCall(Handle):
         self._loop = loop
         self._callback = callback
         self._args = args
-        self._context = copy_context() if context is None else context
+        self._context = context  # None: the one that the loop runs in
         self._cancelled = False
         self._source_traceback = None
 
     def cancel(self) -> None:
         self._cancelled = True
         self._callback, self._args = _nothing, ()
+
+    def _run(self) -> None:
+        """As asyncio does: what it raises is told to the loop's exception handler."""
+        self._context = self._context or copy_context()
+        super()._run()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._callback}>"
@@ -82,6 +87,7 @@ class VirtualLoop(BaseEventLoop):
         self._order = count()
         self._cancelled = 0  # timers, since those were last thrown away
         self._halted = False
+        self.ending = False  # what callbacks raise from now on is of no interest
         self.set_exception_handler(self._break)
 
     def time(self) -> float:
@@ -130,11 +136,18 @@ class VirtualLoop(BaseEventLoop):
 
     def _turn(self) -> None:
         """Run what is ready; if nothing is, time goes on to the next timer."""
-        due = self._due
+        due, ending = self._due, self.ending
         while due:
             call = due.popleft()
-            if not call._cancelled:
+            if call._cancelled:
+                continue
+            context = call._context
+            if ending:
                 call._run()
+            elif context is not None:
+                context.run(call._callback, *call._args)
+            else:
+                call._callback(*call._args)
             if self._halted:
                 return
         timers = self._timers
@@ -196,6 +209,7 @@ def run_virtually(main: Callable[[VirtualLoop], Coroutine[Any, Any, T]]) -> T:
 
 
 def _cancel_all(loop: VirtualLoop) -> None:
+    loop.ending = True
     loop.set_exception_handler(lambda loop, context: None)
     left = asyncio.all_tasks(loop)
     for task in left:

@@ -41,7 +41,7 @@ Lock = AbstractContextManager[object]
 """Guards a worker's sequences and blocks; the same thread may take it again."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one for every step, and frozen ones take three times as long to make
 class BegunStep:
     """A step that is planned and not accounted for. Seconds on the engine's clock."""
 
@@ -53,7 +53,11 @@ class BegunStep:
 
 
 class Engine:
-    """A model, a KV cache, and the schedulers of the worker's role in the order they fill a step."""
+    """A model, a KV cache, and the schedulers of the worker's role in the order they fill a step.
+
+    A sequence's tokens after its second are told `tell_every` so many together, but for its last (SequenceState.untold
+    has what is not told yet); a step that brings several tokens of a sequence, or scores of one, tells them at once.
+    """
 
     can_overlap = False  # True if a step may begin before the tokens of the one before it are known
 
@@ -68,6 +72,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         trace: TraceWriter | None = None,
         proposer: Proposer | None = None,
+        tell_every: int = 1,
     ):
         self.runner = runner
         self.kv = kv
@@ -76,6 +81,7 @@ class Engine:
         self.clock = clock
         self.trace = trace
         self.proposer = proposer
+        self.tell_every = tell_every
         self.lock: Lock = threading.RLock() if lock is None else lock
         self.flying: list[SequenceState] = []  # sequences of the steps begun and not accounted for, step by step
         self.barrier: LayerBarrier | None = None  # where that step may wait
@@ -158,7 +164,9 @@ class Engine:
                         self.kv.release(seq)
                     continue
                 if work.count == 1 and plain and len(drawn) == 1 and work.barrier is None and not work.cut:
-                    outputs.append(self._append_one(work, drawn[0]))
+                    output = self._append_one(work, drawn[0])
+                    if output is not None:
+                        outputs.append(output)
                     continue
                 if work.barrier is not None and work.left:
                     if seq.incoming.arrival is not None:  # else all has come after all
@@ -179,6 +187,7 @@ class Engine:
 
     def _append(self, work: Work, drawn: Sequence[Sampled | SamplingFailed]) -> SequenceOutput:
         """Take the drawn tokens up to the first that differs from its draft or ends the sequence."""
+        assert self.tell_every == 1 or work.of_prompt, "drafted tokens are told at once"
         seq, draft, limits = work.seq, work.draft, self.limits
         prefilled = len(seq.tokens) == seq.start
         tokens: list[int] = []
@@ -208,27 +217,35 @@ class Engine:
             work.by.stepped(seq)
         return output
 
-    def _append_one(self, work: Work, sample: Sampled | SamplingFailed) -> SequenceOutput:
-        """Take the one token that was drawn after one was computed: `_append`, as it is for nearly all tokens."""
+    def _append_one(self, work: Work, sample: Sampled | SamplingFailed) -> SequenceOutput | None:
+        """Take the one token that was drawn after one was computed: `_append`, as it is for nearly all tokens.
+
+        None where it is told later.
+        """
         seq = work.seq
         seq.computed += 1
         tokens = seq.tokens
-        prefilled = len(tokens) == seq.start
+        length = len(tokens)
+        prefilled = length == seq.start
         if isinstance(sample, SamplingFailed):
             self._finish(seq)
             return SequenceOutput(seq, None, sample.error(), prefilled)
         token = sample.token
         tokens.append(token)
+        later = length - seq.told < self.tell_every - 1 and length > seq.start + 1 and sample.logprob is None
         finish = seq.finish_for(token, self.limits.eos_token_ids, self.limits.max_model_len)
         if prefilled or seq.offload is not None or not seq.computed % self.kv.block_size:  # else no block is full now
             self.kv.publish(seq)
-        logprobs = () if sample.logprob is None else (sample.logprob,)
-        output = SequenceOutput(seq, seq.delta((token,), logprobs, finish), None, prefilled)
-        if finish is not None:
-            self._finish(seq)
-        else:
+        if finish is None:
             work.by.stepped(seq)
-        return output
+            if later:
+                return None
+        else:
+            self._finish(seq)
+        if length > seq.told:
+            return SequenceOutput(seq, seq.untold(finish=finish), None, prefilled)
+        logprobs = () if sample.logprob is None else (sample.logprob,)
+        return SequenceOutput(seq, seq.delta((token,), logprobs, finish), None, prefilled)
 
     def _embedded(self, seq: SequenceState, embedding: bytes | SamplingFailed) -> SequenceOutput:
         """The prompt is computed, and that is all that was asked for."""

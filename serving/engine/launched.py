@@ -18,7 +18,8 @@ from serving.engine.overlap import Launched
 from serving.engine.plan import Work
 from serving.engine.run import RunResult, RunTimes
 from serving.sampling.sampler import SampleRow, SamplingBackend, sampled
-from serving.sampling.torch_sampling import TorchSampling, sample_on_device
+from serving.sampling.torch_sampling import TorchSampling
+from serving.streams import Event, recorded, streams_of
 
 
 class LaunchedStep(Launched):
@@ -48,25 +49,21 @@ class LaunchedStep(Launched):
         return tokens.index_copy(0, on_device(places, torch.int64, tokens.device), drawn)
 
     def collect(self) -> RunResult:
-        if self._copied is not None:
-            self._copied.synchronize()
+        self._copied.synchronize()
         drawn = [[sampled(token)] for token in self._host.tolist()]
         return RunResult(drawn, {}, RunTimes(self.built - self.began, time.perf_counter() - self.built, 0.0))
 
 
-def to_host(tokens: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """A copy on the host, and what to wait for before it is read; None if it is there."""
-    if tokens.device.type != "cuda":
-        return tokens.clone(), None
-    host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+def to_host(tokens: Tensor) -> tuple[Tensor, Event]:
+    """A copy on the host of tokens [R], and what to wait for before it is read."""
+    streams = streams_of(tokens.device)
+    host = streams.pinned(tokens.nbytes).view(tokens.dtype)
     host.copy_(tokens, non_blocking=True)
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record(torch.cuda.current_stream(tokens.device))
-    return host, copied
+    return host, recorded(streams)
 
 
 def draw(backend: SamplingBackend, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """What `backend` chooses of `logits` [R, V], int64 [R] on their device; it waits for that where it must."""
     if type(backend) is TorchSampling:
-        return sample_on_device(logits, rows)
+        return backend.on_device(logits, rows)
     return on_device(backend.sample(logits, rows), torch.int64, logits.device)

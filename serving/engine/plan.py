@@ -81,7 +81,7 @@ class Work:
         return self.seq.computed + self.count == len(self.seq.tokens) + len(self.draft)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one for every step, and frozen ones take three times as long to make
 class PlannedLoad:
     """A step's load, and how many of its new tokens are of prompts."""
 
@@ -110,17 +110,21 @@ class StepPlan:
 
     def load(self) -> PlannedLoad:
         """What the step computes, once it has begun: a sequence of the step before counts as one token longer."""
-        new = prompt = context = 0
+        new = prompt = context = single = 0
         seen = 0.0
         for work in self.work:
             seq, count = work.seq, work.count
+            if len(seq.tokens) == seq.start:  # Work.of_prompt, spelt out: this is done for every row
+                prompt += count
+            if count == 1:
+                single += seq.computed + seq.in_flight
+                new += 1
+                continue
             start = seq.computed + seq.in_flight - 1
             new += count
             context += start + count
-            seen += start + 1.0 if count == 1 else pairs(start, count)
-            if len(seq.tokens) == seq.start:  # Work.of_prompt, spelt out: this is done for every row
-                prompt += count
-        return PlannedLoad(StepLoad(new, seen, len(self.work), context), prompt)
+            seen += pairs(start, count)
+        return PlannedLoad(StepLoad(new, seen + single, len(self.work), context + single), prompt)
 
     def add(
         self,
@@ -139,13 +143,13 @@ class StepPlan:
         self.tokens -= count
         self.seqs -= 1
 
-    def add_tokens(self, sequences: Sequence[SequenceState], by: Scheduler) -> None:
-        """`add` a token of each of the sequences."""
-        assert len(sequences) <= self.tokens and len(sequences) <= self.seqs and self.barrier is None
-        assert self.ahead or not sum([seq.in_flight for seq in sequences])
-        self.work += [Work(seq, 1, by) for seq in sequences]
-        self.tokens -= len(sequences)
-        self.seqs -= len(sequences)
+    def add_tokens(self, work: Sequence[Work]) -> None:
+        """`add` work of a token each, which nobody changes: the same for every step of a sequence."""
+        assert len(work) <= self.tokens and len(work) <= self.seqs and self.barrier is None
+        assert self.ahead or not sum([each.seq.in_flight for each in work])
+        self.work += work
+        self.tokens -= len(work)
+        self.seqs -= len(work)
 
     def drop(self, seq: SequenceState) -> None:
         """The sequence is no part of the step after all, if it was."""
@@ -201,7 +205,7 @@ class KVBlocks(Protocol):
     def release(self, seq: SequenceState) -> None: ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: one for every step, and frozen ones take three times as long to make
 class StepRecord:
     """Counts, and seconds on the engine's clock. What is neither forward, sample nor proposing is Python.
 

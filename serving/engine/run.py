@@ -14,7 +14,7 @@ LayerDone = Callable[[Sequence[Work], int], None]
 """Called, on any thread, when a layer's KV of this work is written: for each layer in order, once for each work."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one for every step, and frozen ones take three times as long to make
 class RunTimes:
     """Seconds a run spent building its batch, in the model, and drawing tokens."""
 
@@ -23,7 +23,7 @@ class RunTimes:
     sample: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one for every step, and frozen ones take three times as long to make
 class RunResult:
     """`drawn[i]` are the draws for work i: none where its prompt goes on, else one more than it has drafted.
 

@@ -45,6 +45,7 @@ from serving.sampling.sampler import (
     sampled,
 )
 from serving.sampling.torch_sampling import TorchSampling
+from serving.streams import recorded, streams_of
 
 Draws = tuple[list[list[Sampled | SamplingFailed]], dict[int, list[TokenLogprob | None]]]
 """For each work item what was drawn, and the prompt log-probabilities of those that asked."""
@@ -94,6 +95,14 @@ class ModelRunner(OverlapRunner):
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work], layer_done: LayerDone | None) -> RunResult:
+        try:
+            return self._run(work, layer_done)
+        finally:
+            # What has been launched is over: its KV is counted next, or its blocks are given to others. That tokens
+            # are here does not say so: a chunk that is not a prompt's last draws none.
+            recorded(streams_of(self.device)).synchronize()
+
+    def _run(self, work: Sequence[Work], layer_done: LayerDone | None) -> RunResult:
         together, alone = batches(work)
         if len(together) == 1 and not alone:
             return self._compute(work, layer_done)

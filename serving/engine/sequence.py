@@ -4,6 +4,8 @@ Plain state, guarded by the engine's lock. No torch, no clock.
 
     tokens    prompt, then output; the KV of tokens[:computed] is in `blocks`, what `offload` names apart
     start     tokens the sequence was opened with; output beyond them was made here
+    told      tokens that whoever waits for them has been told of, the first of the output among them
+    most      tokens it may come to, whatever the worker's model allows
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from serving.engine.objectives import Objectives
 from serving.engine.offload import OffloadState
 from serving.engine.proposed import ProposerState
 from serving.errors import BESIDE_STEP, IN_STEP, MillraceError
+from serving.joined_delta import JoinedDelta
 from serving.kvspec import AUTO
 from serving.messages import Delta, FinishReason, LeaseOrder, Request, TokenLogprob
 
@@ -121,6 +124,8 @@ class SequenceState:
     request: Request = field(init=False)
     tokens: list[int] = field(init=False)
     start: int = field(init=False)
+    told: int = field(init=False)
+    most: int = field(init=False)
     computed: int = 0
     cached: int = 0  # tokens whose KV was found, not computed
     in_flight: int = 0  # steps begun and not accounted for that it is part of: its blocks must outlive them
@@ -142,6 +147,8 @@ class SequenceState:
         self.batched_with = self.kv_dtype if self.request.pooling is None else f"{self.kv_dtype} embeddings"
         self.tokens = [*self.request.prompt, *self.order.generated]
         self.start = len(self.tokens)
+        self.told = self.start + 1
+        self.most = len(self.request.prompt) + self.request.sampling.max_tokens
         self.prefix = PrefixKeys(root)
         self.incoming = IncomingKV(prefilled_here=not self.stays)
         self.prefill = PrefillState(now)
@@ -185,15 +192,29 @@ class SequenceState:
         if token in sampling.stop_token_ids or (token in eos_token_ids and not sampling.ignore_eos):
             return FinishReason.STOP  # the sampler keeps these out until min_tokens is reached
         length = len(self.tokens)  # full_with, spelt out: this is done for every token
-        full = length - len(self.request.prompt) >= sampling.max_tokens or length >= max_model_len
-        return FinishReason.LENGTH if full else None
+        return FinishReason.LENGTH if length >= self.most or length >= max_model_len else None
 
     def full_with(self, more: int, max_model_len: int) -> bool:
         """True if so many more tokens are the last it may have, whatever they are."""
         return self.output_len + more >= self.request.sampling.max_tokens or len(self.tokens) + more >= max_model_len
 
+    def untold(self, *, but: int = 0, finish: FinishReason | None = None) -> Delta | None:
+        """The message for all tokens that nobody has been told of, `but` the last so many; None where there are none.
+
+        Each came with a step of its own.
+        """
+        first, self.told = self.told, max(self.told, len(self.tokens) - but)
+        tokens, prompt_len = tuple(self.tokens[first : self.told]), len(self.request.prompt)
+        if not tokens:
+            return None
+        cached = min(self.cached, prompt_len)
+        return JoinedDelta(
+            index=first - prompt_len, tokens=tokens, finish=finish, cached_tokens=cached, steps=len(tokens)
+        )
+
     def delta(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], finish: FinishReason | None) -> Delta:
         """The message for tokens that were just appended."""
+        self.told = len(self.tokens)
         prompt_len = len(self.request.prompt)
         first = len(self.tokens) - prompt_len - len(tokens)
         return Delta(

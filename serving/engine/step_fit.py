@@ -183,7 +183,7 @@ class StepFit:
         for pace in (self._present, self._lasting):
             pace.take_over(changes)
         self._fitted = stated(fitted, error=self._error(), samples=len(rows))
-        _, new, seen, sequences, context, seconds = rows[np.argsort(rows[:, 5])[len(rows) // 50]].tolist()
+        _, new, seen, sequences, context, seconds = rows[rows[:, 5].argsort()[len(rows) // 50]].tolist()
         self._cheapest = StepLoad(int(new), seen, int(sequences), context), seconds
 
     def _kept(self) -> tuple[Array, Array]:
@@ -244,8 +244,10 @@ def log_ratios(rows: Array, coefficients: Array) -> Array:
 def spread(residuals: list[float]) -> float:
     """The root of the mean square, what lies beyond three standard deviations pulled in to there."""
     found = np.abs(np.array(residuals))
-    most = max(LEAST_SPREAD, 3 * 1.4826 * float(np.median(found)))
-    return max(LEAST_SPREAD, float(np.sqrt(np.mean(np.minimum(found, most) ** 2))))
+    count, ordered = len(residuals), np.sort(found)
+    middle = float(ordered[(count - 1) // 2] + ordered[count // 2]) / 2  # np.median takes ten times as long
+    most = max(LEAST_SPREAD, 3 * 1.4826 * middle)
+    return max(LEAST_SPREAD, math.sqrt(float(np.add.reduce(np.minimum(found, most) ** 2)) / count))
 
 
 def fit(x: Array, seconds: Array, weights: Array, prior: Array, unit: Array, looseness: float) -> Array:
@@ -272,9 +274,9 @@ def fit(x: Array, seconds: Array, weights: Array, prior: Array, unit: Array, loo
 
 
 def weighted_median(values: Array, weights: Array) -> float:
-    order = np.argsort(values)
-    sums = np.cumsum(weights[order])
-    return float(values[order[np.searchsorted(sums, sums[-1] / 2)]])
+    order = values.argsort()
+    sums = weights[order].cumsum()
+    return float(values[order[sums.searchsorted(sums[-1] / 2)]])
 
 
 def solve_nonnegative(gram: Array, right: Array) -> Array:

@@ -94,6 +94,9 @@ class LeaseMachine(RuleBasedStateMachine):
                 lease.accept(first, last, start, end)
         else:
             lease.accept(first, last, start, end)
+            with pytest.raises(CorruptChunk):
+                lease.accept(first, last, start, end)
+            lease.over(first, last)
             lease.fill(first, last, end)
             entry.begun = True
             for layer in range(first, last):
@@ -108,6 +111,7 @@ class LeaseMachine(RuleBasedStateMachine):
                 if missing:
                     lease = self.table.check(lease_id(name, entry.epoch, "now"))
                     lease.accept(layer, layer + 1, missing[0], missing[-1] + 1)
+                    lease.over(layer, layer + 1)
                     lease.fill(layer, layer + 1, missing[-1] + 1)
                     missing.clear()
 
@@ -225,6 +229,19 @@ def test_a_running_lease_cannot_be_adopted() -> None:
     table, _, fence = running_lease()
     with pytest.raises(StaleLease):
         table.adopt(fence)
+
+
+def test_a_lease_that_is_being_written_to_is_neither_adopted_nor_left_to_the_pool() -> None:
+    """What computes its KV, or brings it, would write to the same blocks."""
+    table, fence = LeaseTable("now", 1), lease_id("a", 0, "now")
+    lease = table.open(make_order([1], lease=fence), "x", make(3, 0))
+    lease.accept(0, 1, 0, 1)
+    assert not lease.leave_to_pool(range(1))
+    with pytest.raises(StaleLease) as refused:
+        table.adopt(fence)
+    assert refused.value.code == "state"
+    lease.over(0, 1)  # the write has failed
+    assert lease.leave_to_pool(range(1)) and table.adopt(fence) is lease
 
 
 def test_why_a_fence_is_refused_is_said() -> None:

@@ -257,6 +257,24 @@ async def test_draining_sends_the_rest_elsewhere_when_time_is_up(session: Router
     assert worker.idle()
 
 
+@pytest.mark.parametrize("crash", [True, False])
+async def test_tokens_that_a_step_still_accounts_for_are_not_told_with_the_end(
+    session: RouterSession, worker: Worker, crash: bool
+) -> None:
+    """The engine's thread appends a token before it is told of, and zeros for tokens that are not known yet."""
+    grant = await worker.lease(session, PROMPT)
+    await hand_over(worker, grant, PROMPT)
+    worker.step()
+    leases = list(worker.decode.sequences())
+    leases[0].tokens.append(0)
+    if crash:
+        worker.decode.abandon(NoRoom("the engine died"))
+        worker.engine.end(leases[0])
+    else:
+        await worker.decode.drain(0)
+    assert [event.delta is None for event in worker.events] == [False, True], "what was told, and the end"
+
+
 async def test_draining_ends_with_the_engine(session: RouterSession, worker: Worker) -> None:
     await worker.lease(session, PROMPT)
     draining = asyncio.create_task(worker.decode.drain(10_000.0))

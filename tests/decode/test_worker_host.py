@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from decode.worker import RouterSession
 from kvcache.blocks.offload import OffloadPlan
 from kvcache.handoff.chunk import Chunk, encode, sealed, sealed_commit
+from kvcache.memory.kv_copies import HostCopies
 from serving.engine.sequence import SequenceState
 from serving.errors import ContextLengthExceeded, CorruptChunk, MillraceError, NoRoom, StaleLease
 from serving.messages import LeaseId, Role
@@ -124,6 +126,38 @@ async def test_a_new_epoch_shuts_out_what_the_last_one_still_sends_to_the_host(
     await fill(worker, new.lease)
     await worker.decode.commit(sealed_commit(new.lease, next_token(PROMPT)))
     assert [next_token(PROMPT), *run(worker)] == written_out(PROMPT, 4)
+
+
+@pytest.mark.parametrize("across", [False, True], ids=["on the host", "in both memories"])
+async def test_only_what_is_written_is_kept_of_a_lease_that_begins_anew_meanwhile(
+    worker: Worker, session: RouterSession, monkeypatch: pytest.MonkeyPatch, across: bool
+) -> None:
+    """So there is room for the new epoch, which takes as much as the old one did."""
+    old = await worker.lease(session, PROMPT, max_tokens=4)
+    seq = worker.decode.table.check(old.lease).seq
+    assert seq.offload is not None
+    blocks, extents = list(seq.blocks), list(seq.offload.extents)
+    border = len(extents) * PLAN.extent_tokens
+    start, end = (border - 3, border + 2) if across else (0, 10)
+    if start:
+        await worker.decode.receive(chunk(old.lease, 0, start))
+    put, kept = HostCopies.put, []
+
+    def begin_anew(self: HostCopies, *args: Any) -> None:
+        if not kept:
+            kept.extend(worker.kv.kept)
+            worker.decode.advance(make_order(PROMPT, lease=worker.fence(epoch=1), max_tokens=4), session.name)
+        put(self, *args)
+
+    written = {(n // 8, "host") if n < border else ((n - border) // 4, "device") for n in range(start, end)}
+    monkeypatch.setattr(HostCopies, "put", begin_anew)
+    with pytest.raises(StaleLease):
+        await worker.decode.receive(chunk(old.lease, start, end))
+    assert len(kept) == 1 and worker.kv.kept == []
+    assert {(extents.index(one), "host") for one in kept[0].extents} | {
+        (blocks.index(one), "device") for one in kept[0].blocks
+    } == written
+    await fill(worker, worker.fence(epoch=1))
 
 
 @pytest.mark.parametrize("filled", [0, 20, 70])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from pathlib import Path
 
 import orjson
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.simulator.trace_files import TracedRequest, as_arrivals, natural_rate, read_trace
+from deploy.simulator.trace_files import TracedRequest, TraceFile, as_arrivals, made_up, natural_rate, read_trace
 from serving.messages import Slo
 
 HEAD = "arrival_s,prompt_tokens,output_tokens\n"
@@ -27,6 +28,33 @@ def test_both_forms_give_the_same(rows: list[tuple[float, int, int]], tmp_path_f
     key = repr  # measured times are not-a-numbers, which equal nothing
     assert [key(each) for each in found] == [key(each) for each in read_trace(folder / "a.jsonl")]
     assert [each.arrival_s for each in found] == sorted(at for at, _, _ in rows)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_a_long_trace_stays_in_its_file(name: str, tmp_path: Path) -> None:
+    """However long it is, going through it holds a few of its lines."""
+    rows = [{"arrival_s": number / 10, "prompt_tokens": 5 + number % 7, "output_tokens": 2} for number in range(4_000)]
+    text = HEAD + "".join(f"{','.join(map(str, row.values()))}\n" for row in rows)
+    (tmp_path / name).write_bytes(text.encode() if name == "a.csv" else b"\n".join(map(orjson.dumps, rows)))
+    tracemalloc.start()
+    try:
+        traced = TraceFile.checked(tmp_path / name)
+        arrivals = sum(1 for _ in made_up(traced, Slo()))
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < 300_000, "bytes, for what would take millions"
+    assert (traced.requests, traced.counted, arrivals, traced.ordered) == (4_000, 4_000, 4_000, True)
+    assert natural_rate(traced) == natural_rate(read_trace(tmp_path / name)) == pytest.approx(10.0)
+
+
+def test_a_trace_out_of_order_is_gone_through_in_order(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(HEAD.strip() + ",counted\n3,5,2,true\n1,6,3,false\n2,7,4,true\n")
+    traced = TraceFile.checked(tmp_path / "a.csv")
+    assert [each.prompt_tokens for each in traced] == [6, 7, 5] and not traced.ordered
+    assert (traced.first_s, traced.last_s, traced.counted, len(traced)) == (1.0, 3.0, 2, 3)
+    assert (traced.prompt_tokens, traced.output_tokens) == (18, 9)
+    assert [each.counted for each in as_arrivals(traced, Slo())] == [False, True, True]
 
 
 def test_what_was_measured_comes_along(tmp_path: Path) -> None:

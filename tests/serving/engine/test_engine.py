@@ -57,6 +57,38 @@ def test_a_sequence_goes_from_prompt_to_its_last_token(mixed: Mixed) -> None:
     assert seq.ended and mixed.kv.allocator.held == 0
 
 
+@pytest.mark.parametrize("every", [1, 2, 3, 100])
+def test_tokens_after_the_second_are_told_together(mixed: Mixed, every: int) -> None:
+    mixed.engine.tell_every = every
+    mixed.add(range(8), max_tokens=9)
+    told: list[tuple[int, ...]] = []
+    steps = 0
+    while (outputs := mixed.engine.step()) is not None:
+        for delta in [output.delta for output in outputs]:
+            assert delta is not None and delta.index == sum(map(len, told))
+            told.append(delta.tokens)
+            steps += delta.steps
+    assert [token for tokens in told for token in tokens] == written_out(range(8), 9) and steps == 9
+    apart = [1, 1, *[every] * (7 // every), *([7 % every] if 7 % every else [])]
+    assert [len(tokens) for tokens in told] == apart
+
+
+def test_what_is_not_told_yet_can_be_asked_for(mixed: Mixed) -> None:
+    mixed.engine.tell_every = 100
+    seq = mixed.add(range(8), max_tokens=9)
+    for _ in range(5):
+        mixed.engine.step()
+    assert len(seq.output) == 5
+    asked = [seq.untold(but=1), seq.untold(but=1), seq.untold(), seq.untold()]
+    text = tuple(written_out(range(8), 9))
+    assert [delta and (delta.index, delta.tokens, delta.steps) for delta in asked] == [
+        (2, text[2:4], 2),
+        None,
+        (4, text[4:5], 1),
+        None,
+    ]
+
+
 def test_decode_goes_first_and_prompts_take_the_rest(mixed: Mixed) -> None:
     mixed.add([1, 2], max_tokens=9)
     mixed.engine.step()

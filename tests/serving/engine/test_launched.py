@@ -138,6 +138,7 @@ class NotingSelection(TorchSampling):
     """Notes of each draw where it is and whether stop tokens are out; draws on the host, as other backends do."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.draws: list[tuple[int, bool]] = []
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
