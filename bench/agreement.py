@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -59,25 +60,50 @@ def simulated_figures(told: Mapping[str, Any]) -> ServedFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
-    """One run at `share` of the deployment's capacity, measured and simulated. `rate` in requests a second."""
+    """Runs at `share` of the deployment's capacity, each measured and simulated. `rate` in requests a second, the mean.
+
+    Attainment is compared over all of them, and a latency by the median run: a machine that is slow for one run's time
+    then says little.
+    """
 
     case: str
     deployment: str
     workload: str
     share: float
     rate: float
-    measured: ServedFigures
-    simulated: ServedFigures
+    pairs: Sequence[tuple[ServedFigures, ServedFigures]]  # of each run what was measured, and what simulated
+
+    @property
+    def offered(self) -> int:
+        return sum(measured.offered for measured, _ in self.pairs)
+
+    @property
+    def attained(self) -> tuple[float, float]:
+        """The shares that attained, measured and simulated, each run counting by its requests."""
+        weights = [measured.offered / max(1, self.offered) for measured, _ in self.pairs]
+        measured, simulated = (
+            sum(weight * each.attainment for weight, each in zip(weights, side, strict=True))
+            for side in zip(*self.pairs, strict=True)
+        )
+        return measured, simulated
 
     @property
     def points(self) -> float:
         """By which the simulated attainment is above the measured one."""
-        return 100 * (self.simulated.attainment - self.measured.attainment)
+        measured, simulated = self.attained
+        return 100 * (simulated - measured)
 
-    def apart(self, latency: str) -> float | None:
-        """By which share the simulated latency is above the measured one; None where either is missing."""
-        simulated, measured = (each.latencies[latency] for each in (self.simulated, self.measured))
-        return simulated / measured - 1 if simulated is not None and measured else None
+    def latency(self, name: str) -> tuple[float, float] | None:
+        """Milliseconds, measured and simulated, each the median of the runs that have both; None where none has."""
+        both = [(measured.latencies[name], simulated.latencies[name]) for measured, simulated in self.pairs]
+        known = [(one, other) for one, other in both if one and other is not None]
+        return (median(one for one, _ in known), median(other for _, other in known)) if known else None
+
+    def apart(self, name: str) -> float | None:
+        """By which share the simulated latency is above the measured one, in the median run."""
+        both = [(measured.latencies[name], simulated.latencies[name]) for measured, simulated in self.pairs]
+        known = [other / one - 1 for one, other in both if one and other is not None]
+        return median(known) if known else None
 
     @property
     def too_far(self) -> list[str]:
@@ -91,24 +117,23 @@ class Agreement:
 
 
 def agreement_table(agreements: Sequence[Agreement]) -> str:
-    """Markdown, a line for each run: measured → simulated, and by how much they are apart."""
-    heads = ["deployment", "workload", "of capacity", "req/s", "requests", "attained, %"]
+    """Markdown, a line for each case: measured → simulated, and by how much they are apart."""
+    heads = ["deployment", "workload", "of capacity", "req/s", "runs", "requests", "attained, %"]
     heads += [f"{name[:4].upper()} {name[5:]}, ms" for name in LATENCIES] + ["too far apart"]
     rows = []
     for each in agreements:
-        attained = f"{100 * each.measured.attainment:.1f} → {100 * each.simulated.attainment:.1f} ({each.points:+.1f})"
+        measured, simulated = each.attained
+        attained = f"{100 * measured:.1f} → {100 * simulated:.1f} ({each.points:+.1f})"
         latencies = [_latency(each, name) for name in LATENCIES]
-        counts = [f"{each.share:.0%}", f"{each.rate:.2f}", str(each.measured.offered)]
+        counts = [f"{each.share:.0%}", f"{each.rate:.2f}", str(len(each.pairs)), str(each.offered)]
         told = ", ".join(each.too_far) or "nothing"
         rows.append([each.deployment, each.workload, *counts, attained, *latencies, told])
     return table(heads, rows)
 
 
 def _latency(agreement: Agreement, name: str) -> str:
-    apart = agreement.apart(name)
-    if apart is None:
-        return "—"
-    return f"{agreement.measured.latencies[name]:.4g} → {agreement.simulated.latencies[name]:.4g} ({apart:+.0%})"
+    apart, both = agreement.apart(name), agreement.latency(name)
+    return "—" if apart is None or both is None else f"{both[0]:.4g} → {both[1]:.4g} ({apart:+.0%})"
 
 
 def summary_line(agreements: Sequence[Agreement]) -> str:
@@ -118,5 +143,5 @@ def summary_line(agreements: Sequence[Agreement]) -> str:
     whole = sum(not each.too_far for each in agreements)
     return (
         f"{every - len(far)} of {every} figures are within {POINTS:g} points of attainment or {SHARE:.0%} of a latency;"
-        f" all of {whole} of {len(agreements)} runs."
+        f" all of {whole} of {len(agreements)} cases."
     )

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
+from bench import cpu
 from bench.endpoint import ServerError
-from bench.options import BenchOptions, Point, add_arguments, parse_options
+from bench.options import BenchOptions, Point, add_server_arguments, parse_options
 from bench.plot import plot_html, plot_svg
 from bench.progress import Progress
 from bench.report import goodput_report, loads, point_report, results_json, sweep_report
@@ -23,11 +24,21 @@ from bench.session import BenchSession, Results
 
 __all__ = ["add_arguments", "run"]
 
+CPU = "measure this machine's memory and arithmetic, and what share of them each kind of step reaches"
 DONE, WITH_ERRORS, UNUSABLE, INTERRUPTED = 0, 1, 2, 130  # exit statuses
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `millrace bench`, and `millrace bench cpu`."""
+    add_server_arguments(parser)
+    machines = parser.add_subparsers(dest="machine", metavar="[cpu]", title="without a server")
+    cpu.add_arguments(machines.add_parser("cpu", help=CPU, description=f"{CPU[0].upper()}{CPU[1:]}."))
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures as the parsed flags say. 0: all well; 1: requests failed; 2: nothing measured; 130: interrupted."""
+    if args.machine is not None:
+        return cpu.run(args)
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         options = parse_options(args)

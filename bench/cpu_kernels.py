@@ -1,16 +1,15 @@
-"""Times the fused CPU decoder step on random weights of SmolLM2-135M's shape, and sampling tokens from its logits.
+"""Times the compiled CPU kernels on random weights of SmolLM2-135M's shape: whole steps, layers, and sampling tokens.
 
-Run `python -m bench.cpu_kernels`. It prints the minimum and the median of many steps, because other work on the host
-adds time and never takes any away. The floor of a decode step is the bytes it must read (weights and KV) over the read
-bandwidth measured in the same run; that of a prompt is its multiply-adds over the best INT8 or bfloat16 rate measured.
+The least of many repetitions counts, because other work on the host adds time and never takes any away. `bench.cpu`
+makes a table of it.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -75,85 +74,82 @@ def read_bandwidth(seconds: float) -> float:
 
 def multiply_rate(kernels: cpu.Kernels, kind: cpu.Kind, seconds: float) -> float:
     """Operations a second (two a multiply-add) of one large linear layer."""
-    rows, outputs, inputs = 2048, 3072, 576
+    rows, outputs, inputs = 512, 3072, 576
     weight = torch.randint(-127, 128, (outputs, inputs)).to(kind.dtype)
     w = kernels.pack(weight, scale=torch.ones(outputs) if kind is cpu.Kind.INT8 else None)
     x, out = torch.randn(rows, inputs), torch.empty(rows, outputs)
     return 2 * rows * outputs * inputs / timed(lambda: kernels.linear(x, w, out=out), seconds)[0]
 
 
-def report(model: Decoder, forward: CpuForward, kv_bytes: int, bandwidth: float, rate: float, seconds: float) -> None:
-    """`kv_bytes` are a token's, over all layers."""
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """One kind of step; seconds."""
 
-    def row(name: str, batch: RaggedBatch, floor: float) -> None:
-        best, median = timed(partial(forward.greedy, batch, None), seconds)
-        times = f"min {best * 1e3:8.2f} ms  median {median * 1e3:8.2f} ms  floor {floor * 1e3:7.2f} ms"
-        print(f"  {name:31} {times}  ({floor / best:4.0%} of the floor's speed)")
+    name: str
+    least: float
+    median: float
+    floor: float  # what memory, or multiplying alone, would take
+
+    @property
+    def share(self) -> float:
+        """Of the floor's speed."""
+        return self.floor / self.least
+
+
+def steps(
+    model: Decoder, forward: CpuForward, kv_bytes: int, bandwidth: float, rate: float, seconds: float
+) -> Iterator[StepTime]:
+    """Decode steps over a context of 300 tokens, and prompts. `kv_bytes` are a token's, over all layers.
+
+    The floor of a decode step is the bytes it must read (weights and KV) over the `bandwidth`; that of a prompt is its
+    multiply-adds over `rate`.
+    """
+
+    def step(name: str, batch: RaggedBatch, floor: float) -> StepTime:
+        return StepTime(name, *timed(partial(forward.greedy, batch, None), seconds), floor)
 
     for count in (1, 8, 32):
         floor = (weight_bytes(model) + count * 300 * kv_bytes) / bandwidth
-        row(f"decode batch {count:3}, context 300:", batch_of(count, 1, 300), floor)
+        yield step(f"decode, batch {count}", batch_of(count, 1, 300), floor)
     spec = model.spec
     dense = sum(weight.numel() for layer in model.layers for weight in layer.parameters() if weight.dim() == 2)
     for count in (256, 2048):
         pairs = spec.layers * spec.heads * spec.head_dim * count * (count + 1) / 2  # query-key pairs, twice each below
-        row(f"prefill {count:4} tokens:", batch_of(1, count, count), (2 * dense * count + 4 * pairs) / rate)
+        yield step(f"prompt of {count:,}", batch_of(1, count, count), (2 * dense * count + 4 * pairs) / rate)
 
 
-def report_sampling(kernels: cpu.Kernels, seconds: float) -> None:
-    """Sampling tokens from logits spread like a normal distribution, as the engine's sampler does it."""
+def model_steps(
+    kernels: cpu.Kernels, kind: cpu.Kind, kv: cpu.Kind, layers: int, bandwidth: float, seconds: float
+) -> Iterator[StepTime]:
+    """Steps of SmolLM2-135M's shape with random weights of one kind, the head's as a worker has it."""
+    dtype = torch.float32 if kind is cpu.Kind.F32 else torch.bfloat16
+    spec = llama(**SHAPES["smollm2"] | {"layers": layers})
+    model = random_model(spec, kind.name.lower(), dtype, torch.device("cpu"), kept="")
+    device_kv = random_kv(spec, str(kv.dtype).removeprefix("torch."), blocks=32 * 19 + 128)
+    forward = CpuForward(model, device_kv.planes, kernels, spec.max_position)
+    rate = multiply_rate(kernels, kind, seconds)
+    yield from steps(model, forward, token_bytes(device_kv.specs), bandwidth, rate, seconds)
+
+
+SAMPLED: Mapping[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature 1": {},
+    "top-p 0.9": {"top_p": 0.9},
+    "top-k 50": {"top_k": 50},
+    "min-p 0.05": {"min_p": 0.05},
+    "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.3},
+    "logprobs 5": {"logprobs": 5},
+}
+
+
+def sampling_times(kernels: cpu.Kernels, counts: Sequence[int], seconds: float) -> Iterator[tuple[str, list[float]]]:
+    """Seconds of sampling a step of so many rows, whose logits are spread like a normal distribution."""
     sampler = Sampler(CpuSampling(kernels))
-    kinds: dict[str, dict[str, Any]] = {
-        "greedy": {"temperature": 0.0},
-        "temperature 1": {},
-        "top-p 0.9": {"top_p": 0.9},
-        "top-k 50": {"top_k": 50},
-        "min-p 0.05": {"min_p": 0.05},
-        "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.3},
-        "logprobs 5": {"logprobs": 5},
-    }
-    for name, params in kinds.items():
+    for name, params in SAMPLED.items():
         times = []
-        for count in (1, 8, 32):
+        for count in counts:
             logits = torch.randn(count, VOCAB) * 2.5
             sampling = SamplingParams(max_tokens=1, **params)
             rows = [SampleRow(sampling, at, (), (1,), (), PenaltyState((1,), VOCAB)) for at in range(count)]
-            times.append(timed(partial(sampler, logits, rows), seconds / 4)[0])
-        columns = (f"{count:2} rows {t * 1e3:6.3f} ms" for count, t in zip((1, 8, 32), times, strict=True))
-        print(f"  {name:14} {'  '.join(columns)}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=cpu.default_threads())
-    parser.add_argument("--form", help="instruction set; the best by default")
-    parser.add_argument("--weights", nargs="+", default=["int8", "bf16"], choices=["int8", "bf16", "f32"])
-    parser.add_argument("--kv", default="bf16", choices=["int8", "bf16", "f32"])
-    parser.add_argument("--layers", type=int, default=30)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
-    options = parser.parse_args()
-    torch.manual_seed(0)
-    kernels = cpu.load(threads=options.threads, form=options.form, progress=print)
-    if kernels is None:
-        raise SystemExit("the CPU kernels cannot be built here")
-    torch.set_num_threads(options.threads)
-    bandwidth = read_bandwidth(options.seconds)
-    torch.set_num_threads(1)  # torch's waiting threads would take the cores from the kernels
-    kv_dtype = str(cpu.Kind[options.kv.upper()].dtype).removeprefix("torch.")
-    spec = llama(**SHAPES["smollm2"] | {"layers": options.layers})
-    print(f"form {kernels.form}, {kernels.threads} threads, read bandwidth {bandwidth / 1e9:.0f} GB/s")
-    print("sampling tokens, minima:")
-    report_sampling(kernels, options.seconds)
-    for name in options.weights:
-        kind = cpu.Kind[name.upper()]
-        dtype = torch.float32 if kind is cpu.Kind.F32 else torch.bfloat16
-        model = random_model(spec, name, dtype, torch.device("cpu"), kept="")
-        device_kv = random_kv(spec, kv_dtype, blocks=32 * 19 + 128)
-        forward = CpuForward(model, device_kv.planes, kernels, spec.max_position)
-        rate = multiply_rate(kernels, kind, options.seconds)
-        print(f"{name} weights, {options.kv} KV: large linear layers {rate / 1e9:.0f} GOP/s")
-        report(model, forward, token_bytes(device_kv.specs), bandwidth, rate, options.seconds)
-
-
-if __name__ == "__main__":
-    main()
+            times.append(timed(partial(sampler, logits, rows), seconds)[0])
+        yield name, times

@@ -10,6 +10,7 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,11 @@ class ServedWorkers:
         groups = (f'[[workers]]\nrole = "{role}"\nthreads = {count}\n' for role, count in self.threads.items())
         return "\n".join(groups)
 
-    def flags(self, folder: Path) -> tuple[str, ...]:
-        """Of `millrace serve`; what they name lies in the folder."""
+    def flags(self, folder: Path, model: Path | None = None) -> tuple[str, ...]:
+        """Of `millrace serve`; what they name lies in the folder. With a `model` workers are paced: a thread each."""
+        if model is not None:
+            counts = () if self.embedded else tuple(word for role in self.roles for word in (f"--{role}", "1"))
+            return (str(model), *counts, "--threads", "1")
         if self.embedded:
             return ("--threads", str(self.threads["mixed"]))
         return ("--placement", str(folder / f"{self.name}.toml"))
@@ -68,38 +72,42 @@ DEPLOYMENTS: Mapping[str, ServedWorkers] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedRun:
-    """One run: a deployment under a workload at a share of the rate that a closed loop of six gave."""
+    """One run: a deployment under a workload at a share of the rate of a closed loop of six. `round` from 1 on."""
 
     deployment: ServedWorkers
     mixture: Mixture
     share: float
+    round: int = 1
+
+    @property
+    def case(self) -> str:
+        """What its repetitions in other rounds have in common."""
+        return f"{self.deployment.name}, {self.mixture.name}, {self.share:g}"
 
     @property
     def key(self) -> str:
-        return f"{self.deployment.name}, {self.mixture.name}, {self.share:g}"
+        return f"{self.case}, round {self.round}"
 
 
 def cases_of(args: argparse.Namespace) -> Iterator[ServedRun]:
-    """One deployment after the other, all workloads at a share before the next share. Raises ValueError."""
+    """Everything once, then a further round; within one the deployments take turns. Raises ValueError."""
     try:
         shares = [float(part) for part in args.shares.split(",")]
     except ValueError:
         shares = []
     if not shares or not all(0 < share < math.inf for share in shares):
         raise ValueError(f"--shares {args.shares}: give numbers above 0, with commas between them")
-    for name in args.deployments.split(","):
+    names = args.deployments.split(",")
+    for name in names:
         if name not in DEPLOYMENTS:
             raise ValueError(f"--deployments {name}: there are {', '.join(DEPLOYMENTS)}")
-        for share in shares:
-            for workload in args.workloads.split(","):
-                yield ServedRun(
-                    deployment=DEPLOYMENTS[name], mixture=mixture_of(workload).scaled(args.slo_scale), share=share
-                )
+    mixtures = [mixture_of(workload).scaled(args.slo_scale) for workload in args.workloads.split(",")]
+    for number, share, mixture, name in product(range(1, args.rounds + 1), shares, mixtures, names):
+        yield ServedRun(deployment=DEPLOYMENTS[name], mixture=mixture, share=share, round=number)
 
 
-def noise_of(learned: Mapping[str, Any]) -> str:
+def noise_of(profiles: Mapping[str, Any]) -> str:
     """Of a step's logarithm by role: what the worker's own fit leaves."""
-    profiles: Mapping[str, Any] = learned["profiles"]
     return ",".join(f"{role}={profile['cost']['error']:.4f}" for role, profile in profiles.items())
 
 
@@ -119,19 +127,32 @@ def pace(profile: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     return seconds[0] / seconds[1] - 1
 
 
+def slower(profiles: Mapping[str, Any], others: Mapping[str, Any]) -> float:
+    """How many times as long the workers take by these profiles as by the others, in the mean of the roles."""
+    return sum(1 + pace(profiles[role], others[role]) for role in others) / len(others)
+
+
+def pace_line(name: str, paces: Sequence[float]) -> str:
+    """By how much the machine's pace changed from run to run."""
+    told = ", ".join(f"{each - 1:+.0%}" for each in paces)
+    return f"{name}: a prompt and its tokens took {told} in the runs, against what was learned first"
+
+
 def told_of(learned: Mapping[str, Any]) -> str:
     """What the simulator is given, in a line."""
-    costs = [_told_cost(role, profile["cost"]) for role, profile in learned["profiles"].items()]
+    costs = [
+        f"{told_cost(role, each['cost'])}, ±{each['cost']['error']:.0%}" for role, each in learned["profiles"].items()
+    ]
     capacity = ", ".join(f"{name} {rate:.2f}" for name, rate in learned["capacity"].items())
     front = f"front {learned['front_ms']:.1f} ms, end of a handoff {learned['commit_ms']:.1f} ms"
     return f"{'; '.join(costs)}; {front}; closed loop of six, req/s: {capacity}"
 
 
-def _told_cost(role: str, cost: Mapping[str, float]) -> str:
+def told_cost(role: str, cost: Mapping[str, float]) -> str:
+    """A step cost's coefficients, in a few words."""
     return (
         f"{role} {1e3 * cost['fixed']:.2f} ms a step, {1e3 * cost['token']:.3f} a token, {1e3 * cost['sequence']:.3f} a"
-        f" sequence, {1e9 * cost['pair']:.0f} ns a pair, {1e9 * cost['context']:.0f} a token of context,"
-        f" ±{cost['error']:.0%}"
+        f" sequence, {1e9 * cost['pair']:.0f} ns a pair, {1e9 * cost['context']:.0f} a token of context"
     )
 
 

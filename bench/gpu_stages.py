@@ -20,7 +20,7 @@ STAGES = {
     4: "a mixed worker",
     5: "prefill and decode apart",
 }
-NOT_BUILT = {"fp8": "stage 4 in FP8: not built, the loader takes no FP8 weights"}
+NOT_BUILT = {"fp8": "stage 4 in FP8: not built, torch alone multiplies FP8 weights"}
 KERNEL_TESTS = "tests/serving/kernels/gpu"
 FORWARD_TESTS = ("tests/gpu", "tests/serving/forward/test_triton_forward.py")
 SHORT_ATTENTION = "test_float16"

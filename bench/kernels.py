@@ -21,11 +21,12 @@ from torch import Tensor
 from bench.kernel_bench import TINY, KernelBench, KernelSizes, device_name
 from serving.batch.ragged import RaggedBatch
 from serving.messages import SamplingParams
+from serving.sampling import torch_sampling
 from serving.sampling.sampler import SampleRow
-from serving.sampling.torch_sampling import sample_on_device
 
 if find_spec("triton") is not None:
     from serving.kernels import gpu
+    from serving.sampling import triton_sampling
 
 BLOCK = 16  # tokens a KV block
 KINDS = (torch.bfloat16, torch.int8)
@@ -123,9 +124,15 @@ def bench_sampling(bench: KernelBench) -> None:
     logits = torch.randn(count, vocab, device=bench.device)
     params = SamplingParams(max_tokens=1, temperature=0.8, top_p=0.9, seed=1)
     rows = [SampleRow(params, position=n, output_tokens=(), prompt_tokens=()) for n in range(count)]
-    sample_on_device(logits, rows)
-    spent = bench.seconds_waited_for(partial(sample_on_device, logits, rows))
-    bench.bytes_line(f"top-p sampling, {count} sequences", spent, logits.nbytes)
+    spent = [0.0, 0.0]
+    for number, draw in enumerate((torch_sampling.draw, triton_sampling.draw)):
+        sample = partial(torch_sampling.sample_on_device, logits, rows, draw)
+        sample()
+        spent[number] = bench.seconds_waited_for(sample)
+    sorting, searching = spent
+    bench.bytes_line(
+        f"top-p sampling, {count} sequences", searching, logits.nbytes, f"{sorting / searching:.2f}x torch's"
+    )
 
 
 GROUPS: dict[str, tuple[Callable[[KernelBench], None], ...]] = {

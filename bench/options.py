@@ -105,8 +105,8 @@ class BenchOptions:
         return max(FEWEST_OPEN_REQUESTS, math.ceil(point.rate * self.seconds))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `millrace bench`."""
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags by which `millrace bench` measures servers."""
     _add_server_flags(parser)
     _add_load_flags(parser)
     _add_workload_flags(parser)

@@ -45,9 +45,9 @@ async def command(*arguments: str) -> None:
         raise ServerError(f"millrace {arguments[0]} failed: {last[0]}")
 
 
-def model_sizes() -> tuple[int, int]:
-    """Layers of the default model, and bytes of a token's KV."""
-    spec, _, dtype = open_checkpoint(resolve(None))
+def model_sizes(model: Path | None = None) -> tuple[int, int]:
+    """Layers of the model in this folder, or of the default one, and bytes of a token's KV."""
+    spec, _, dtype = open_checkpoint(model or resolve(None))
     return spec.layers, token_bytes(spec.kv_layers(dtype))
 
 

@@ -22,6 +22,7 @@ SHAPES = {
     "8b": dict(zip(SIZES, (4096, 32, 32, 8, 128, 14336, 128256, 131072), strict=True)),
     "tiny": dict(zip(SIZES, (32, 2, 2, 1, 16, 64, 100, 1024), strict=True)),
     "mini": dict(zip(SIZES, (64, 2, 4, 2, 16, 128, 384, 2048), strict=True)),  # the least that a server is given
+    "paced": dict(zip(SIZES, (512, 2, 4, 2, 64, 1024, 512, 2048), strict=True)),  # of bench.premises
 }
 
 

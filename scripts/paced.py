@@ -23,7 +23,7 @@ from deploy.children import alike
 from deploy.cli import children_of, make_parser
 from deploy.runtime.settings import read_settings
 from deploy.runtime.signals import leave_at_once_on_signals
-from deploy.serve import children_below, serve_front
+from deploy.serve import children_below, serve_embedded, serve_front
 from deploy.worker.computing import forward_of
 from deploy.worker.process import WorkerProcess
 from kvcache.memory.device import DeviceKV
@@ -99,10 +99,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = given["command"]
     setup_logging(setup_of(settings.logs, command, settings.cluster.worker_name or command))
     leave_at_once_on_signals()
+    make_forward = partial(paced_forward, cost)
+    if command == "serve" and not children_of(given):
+        return uvloop.run(serve_embedded(settings, make_forward))
     if command == "serve":
         children = alike(children_of(given), given["kvcache"], settings)
         return uvloop.run(serve_front(settings, children, partial(children_below, module="scripts.paced")))
-    make_forward = partial(paced_forward, cost)
     return uvloop.run(WorkerProcess(Role(command), settings, parent=given["parent"], make_forward=make_forward).run())
 
 

@@ -23,10 +23,8 @@ def figures(attainment: float, latency: float | None) -> ServedFigures:
     return ServedFigures(offered=20, attainment=attainment, latencies=dict.fromkeys(LATENCIES, latency), errors={})
 
 
-def agreement(measured: ServedFigures, simulated: ServedFigures) -> Agreement:
-    return Agreement(
-        case="it", deployment="split", workload="chat", share=0.6, rate=2.5, measured=measured, simulated=simulated
-    )
+def agreement(*pairs: tuple[ServedFigures, ServedFigures]) -> Agreement:
+    return Agreement(case="it", deployment="split", workload="chat", share=0.6, rate=2.5, pairs=pairs)
 
 
 def answered(ttft: float, tpot: float) -> Outcome:
@@ -39,13 +37,13 @@ def answered(ttft: float, tpot: float) -> Outcome:
 def test_a_figure_is_too_far_beyond_five_points_or_fifteen_percent(
     one: float, other: float, measured: float, simulated: float
 ) -> None:
-    found = agreement(figures(one, measured), figures(other, simulated))
+    found = agreement((figures(one, measured), figures(other, simulated)))
     assert ("attainment" in found.too_far) == (abs(100 * (other - one)) > 5)
     assert ({*LATENCIES} <= {*found.too_far}) == (abs(simulated / measured - 1) > 0.15)
 
 
 def test_what_one_side_lacks_is_too_far() -> None:
-    found = agreement(figures(1.0, 10.0), figures(1.0, None))
+    found = agreement((figures(1.0, 10.0), figures(1.0, None)))
     assert found.too_far == [*LATENCIES] and "—" in agreement_table([found])
 
 
@@ -60,7 +58,16 @@ def test_refused_requests_have_missed_and_have_no_latency() -> None:
 
 def test_the_table_shows_both_sides_and_how_far_apart_they_are() -> None:
     told = {"offered": 60, "attainment": 0.9, "errors": {}, **dict.fromkeys(LATENCIES, 120.0)}
-    found = agreement(figures(0.95, 100.0), simulated_figures(told))
+    found = agreement((figures(0.95, 100.0), simulated_figures(told)))
     text = agreement_table([found])
     assert "95.0 → 90.0 (-5.0)" in text and "100 → 120 (+20%)" in text and "TTFT p50, ms" in text
-    assert summary_line([found, agreement(figures(1, 10.0), figures(1, 10.0))]).startswith("6 of 10 figures")
+    assert summary_line([found, agreement((figures(1, 10.0), figures(1, 10.0)))]).startswith("6 of 10 figures")
+
+
+def test_runs_are_compared_each_with_its_own_simulation_and_the_median_counts() -> None:
+    """One run of a slow machine does not decide; attainment is over all requests."""
+    slow = figures(0.5, 300.0), figures(1.0, 100.0)
+    found = agreement(slow, (figures(1.0, 100.0), figures(1.0, 110.0)), (figures(1.0, 200.0), figures(0.9, 220.0)))
+    assert found.offered == 60 and found.points == pytest.approx(100 * (2.9 - 2.5) / 3)
+    assert found.apart("ttft_p50") == pytest.approx(0.1) and found.latency("tpot_p90") == (200.0, 110.0)
+    assert found.too_far == ["attainment"]

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from bench.endpoint import Target
-from bench.options import BenchOptions, Point, add_arguments, parse_options
+from bench.options import BenchOptions, Point, add_server_arguments, parse_options
 
 
 def parse(*flags: str) -> BenchOptions:
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_server_arguments(parser)
     return parse_options(parser.parse_args(flags))
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
+import os
 import signal
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 import pytest
 
-from bench import simulated
+from bench import served_runs, simulated
 from bench.connection import HttpClient
 from bench.deployments import (
     DEPLOYMENTS,
@@ -21,16 +21,17 @@ from bench.deployments import (
     WARM_TEXTS,
     cases_of,
     mean_profile,
-    noise_of,
     pace,
     prelude,
     row_of,
     salted,
+    slower,
 )
 from bench.endpoint import Endpoint, RequestShape, Target
 from bench.mixture import MIXTURES
+from bench.premises import STEADY, VARIABLE, Premises, premises
 from bench.prompts import IdPrompts
-from bench.simulated import MeasuredTwice, make_parser, options_of
+from bench.simulated import MeasuredTwice, asked, options_of, simulator_flags
 from bench.sitting import OpenServer
 from bench.sse import Outcome
 from deploy import cli
@@ -38,9 +39,10 @@ from deploy.placement.given import load_placement
 from deploy.simulator.command import study_of
 from deploy.simulator.trace_files import as_arrivals, read_trace
 from serving.messages import Slo
+from serving.step_cost import StepCost
 from tests.fakes.openai_server import ScriptedServer
 
-PROFILE = {
+PROFILE: dict[str, Any] = {
     "model": "some",
     "cost": {"fixed": 9e-3, "token": 8e-4, "pair": 0.0, "sequence": 1e-4, "context": 0.0, "error": 0.2, "samples": 900},
     "kv_tokens": 16384,
@@ -54,10 +56,6 @@ FIGURES = {
     **{"rate": 1.0, "offered": 36, "attainment": 1.0, "errors": {}},
     **dict.fromkeys(("ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90"), 0.5),
 }
-
-
-def asked(*flags: str) -> argparse.Namespace:
-    return make_parser().parse_args(flags)
 
 
 @pytest.mark.parametrize("workload", MIXTURES)
@@ -97,15 +95,16 @@ def test_shared_texts_are_cached_before_they_are_asked_for_and_not_counted(tmp_p
 
 
 def test_profiles_are_taken_in_the_mean_and_compared_by_what_a_request_takes() -> None:
-    slower = {**PROFILE, "cost": {name: 3 * value for name, value in PROFILE["cost"].items()}}  # type: ignore[attr-defined]
-    both = mean_profile([PROFILE, slower])
+    thrice = {**PROFILE, "cost": {name: 3 * value for name, value in PROFILE["cost"].items()}}
+    both = mean_profile([PROFILE, thrice])
     assert both["cost"]["token"] == pytest.approx(16e-4) and both["kv_tokens"] == PROFILE["kv_tokens"]
-    assert pace(slower, PROFILE) == pytest.approx(2.0) and pace(both, both) == 0.0
+    assert pace(thrice, PROFILE) == pytest.approx(2.0) and pace(both, both) == 0.0
+    assert slower({"prefill": thrice, "decode": PROFILE}, {"prefill": PROFILE, "decode": PROFILE}) == pytest.approx(2.0)
 
 
 def test_threads_are_each_workers_own(tmp_path: Path) -> None:
     embedded, split = DEPLOYMENTS["embedded"], DEPLOYMENTS["split"]
-    assert embedded.flags(tmp_path) == ("--threads", "3") and options_of(asked()).base[:1] != ("--threads",)
+    assert embedded.flags(tmp_path) == ("--threads", "3") and options_of(asked([])).base[:1] != ("--threads",)
     (tmp_path / "split.toml").write_text(split.placement)
     plan = load_placement(split.flags(tmp_path)[1])
     assert [(group.kind, group.settings["threads"]) for group in plan.workers] == [("prefill", 2), ("decode", 1)]
@@ -121,10 +120,9 @@ def test_runs_share_no_text_with_each_other() -> None:
 def test_the_simulator_is_given_the_workers_as_they_were_learned(deployment: str, tmp_path: Path) -> None:
     """The flags are those of the command, and name each role's own profile, the front and the end of a handoff."""
     chosen = DEPLOYMENTS[deployment]
-    twice = MeasuredTwice(options_of(asked("--out", str(tmp_path / "found"))))
     profiles = {role: {**PROFILE, "kv_tokens": 4096 * (1 + place)} for place, role in enumerate(chosen.roles)}
     learned = {"profiles": profiles, "front_ms": 3.0, "commit_ms": 4.0}
-    flags = [*twice._flags(chosen, learned), "--role-noise", noise_of(learned)]
+    flags = simulator_flags(chosen, learned, profiles, tmp_path / "found")
     parsed = cli.make_parser().parse_args(["simulate", *flags])
     plan = study_of(parsed, parsed.policy).plan
     assert [plan.hardware(role).kv_tokens for role in plan.roles] == [each["kv_tokens"] for each in profiles.values()]
@@ -149,59 +147,105 @@ async def measuring(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> 
         done.append("warmed")
         return 100.0
 
-    async def profiled(*_: object) -> dict[str, Any]:
+    async def profiled(one: served_runs.ServedDeployment) -> served_runs.Profiles:
         done.append("profiled")
-        return PROFILE
+        return dict.fromkeys(one.deployment.roles, PROFILE)
 
     async def simulated_(rows: Sequence[object], flags: Sequence[str]) -> dict[str, Any]:
         done.append(f"simulated {len(rows)}")
         return dict(FIGURES)
 
-    for name, fake in (("open_server", opened), ("warm_up", warmed), ("write_profile", profiled)):
+    async def settled(_: OpenServer) -> None:
+        """There is no server of ours to wait for."""
+
+    for name, fake in (("open_server", opened), ("warm_up", warmed), ("simulate", simulated_)):
         monkeypatch.setattr(simulated, name, fake)
-    monkeypatch.setattr(simulated, "simulate", simulated_)
-    monkeypatch.setattr(simulated, "model_sizes", lambda: (30, 23_040))
+    monkeypatch.setattr(served_runs.ServedDeployment, "profiles", profiled)
+    monkeypatch.setattr(served_runs, "settle", settled)
+    monkeypatch.setattr(simulated, "model_sizes", lambda model: (30, 23_040))
     monkeypatch.setattr(simulated, "commit", str)
     for name in ("HEARTBEAT_SECONDS", "LONE_PAUSE"):
-        monkeypatch.setattr(simulated, name, 0.0)
+        monkeypatch.setattr(served_runs, name, 0.0)
     yield done
     await client.close()
 
 
-async def settled(_: OpenServer) -> None:
-    """There is no server of ours to wait for."""
-
-
-async def test_an_ended_measurement_goes_on_where_it_was(
-    measuring: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(simulated, "settle", settled)
-    flags = ("--deployments", "split", "--workloads", "chat", "--seconds", "0.1", "--out", str(tmp_path / "found"))
-    first = MeasuredTwice(options_of(asked(*flags)))
+async def test_an_ended_measurement_goes_on_where_it_was(measuring: list[str], tmp_path: Path) -> None:
+    flags = ("--deployments", "split", "--workloads", "chat", "--seconds", "0.1", "--rounds", "2")
+    flags += ("--out", str(tmp_path / "found"))
+    first = MeasuredTwice(options_of(asked([*flags])), Premises())
     note = first.ledger.note
 
     def once(name: str, value: Any) -> None:
         note(name, value)
-        if name.startswith("simulated"):
+        if name.startswith("run"):
             first.interrupted.set()
 
     first.ledger.note = once  # type: ignore[method-assign]
     await first.run()
-    assert measuring == ["opened split", *["warmed", "profiled", "profiled"] * 3, *["simulated 12"] * 3]
-    assert len(first.agreements()) == 1
+    learned = [*["warmed", "profiled"] * 3, "simulated 12", "simulated 12"]
+    assert measuring == ["opened split", *learned, *["profiled"] * 3, "simulated 12"]
     measuring.clear()
-    again = MeasuredTwice(options_of(asked(*flags)))
-    await again.run()
-    assert measuring == ["opened split", "warmed", "simulated 12", "profiled", "profiled"], "what there was is kept"
-    assert "at the end of the runs" in (tmp_path / "found.md").read_text()
+    await MeasuredTwice(options_of(asked([*flags])), Premises()).run()
+    assert measuring == ["opened split", "warmed", *["profiled"] * 3, "simulated 12"], "what there was is kept"
     told = json.loads((tmp_path / "found.json").read_text())
-    assert [one["share"] for one in told["runs"]] == [0.6, 0.9] and "100 → " not in str(told)
-    assert "split | chat" in " ".join((tmp_path / "found.md").read_text().split())
+    assert [(one["share"], len(one["pairs"])) for one in told["cases"]] == [(0.6, 2)]
+    text = " ".join((tmp_path / "found.md").read_text().split())
+    assert "split | chat" in text and "took +0%, +0% in the runs" in text
     measuring.clear()
-    await MeasuredTwice(options_of(asked(*flags, "--again"))).run()
+    await MeasuredTwice(options_of(asked([*flags, "--again"])), Premises()).run()
     assert measuring == ["simulated 12"] * 2
     with pytest.raises(ValueError, match="give another --out"):
-        MeasuredTwice(options_of(asked(*flags, "--seed", "1")))
+        MeasuredTwice(options_of(asked([*flags, "--seed", "1"])), Premises())
+
+
+def learned_token(profile: Path) -> float:
+    found: float = json.loads(profile.read_text())["cost"]["token"]
+    return found
+
+
+async def test_a_run_is_simulated_by_what_was_learned_at_its_time(
+    measuring: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine is three times as slow as when capacity was measured: so is the rate, and all that is simulated."""
+    flags = ("--deployments", "split", "--workloads", "chat", "--seconds", "0.1", "--rounds", "1")
+    twice = MeasuredTwice(options_of(asked([*flags, "--out", str(tmp_path / "found")])), Premises())
+    note = {"capacity": {"chat": 300.0}, "front_ms": 7.0, "commit_ms": 1.0}
+    twice.ledger.note("learned split", {**note, "profiles": dict.fromkeys(("prefill", "decode"), PROFILE)})
+    cost: dict[str, float] = PROFILE["cost"]
+    slow = {**PROFILE, "cost": {name: 3 * value for name, value in cost.items()}}
+
+    async def profiled(_: served_runs.ServedDeployment) -> served_runs.Profiles:
+        return {"prefill": slow, "decode": slow}
+
+    asked_for: dict[str, float] = {}
+
+    async def simulated_(rows: Sequence[object], given: Sequence[str]) -> dict[str, Any]:
+        asked_for["front"] = float(given[given.index("--front-ms") + 1])
+        asked_for["token"] = await asyncio.to_thread(learned_token, Path(given[given.index("--profile") + 1]))
+        return dict(FIGURES)
+
+    monkeypatch.setattr(served_runs.ServedDeployment, "profiles", profiled)
+    monkeypatch.setattr(simulated, "simulate", simulated_)
+    await twice.run()
+    (run,) = (kept for name, kept in twice.ledger.notes.items() if name.startswith("run "))
+    assert run["rate"] == pytest.approx(60.0)
+    assert asked_for["front"] == pytest.approx(21.0)
+    assert asked_for["token"] == pytest.approx(3 * cost["token"])
+
+
+def test_paced_servers_are_given_a_pace_and_a_model_of_their_own() -> None:
+    before = os.environ.get(VARIABLE)
+    with premises(STEADY) as on:
+        assert on.model is not None and (on.model / "config.json").exists() and on.module == "scripts.paced"
+        assert StepCost(**json.loads(os.environ[VARIABLE])) == STEADY
+        split, embedded = (DEPLOYMENTS[name].flags(on.model.parent, on.model) for name in ("split", "embedded"))
+        given = cli.make_parser().parse_args(["serve", *split, *options_of(asked(["--paced"])).base])
+        assert (given.prefill, given.decode, given.mixed) == (1, 1, 0)
+        assert not cli.children_of(vars(cli.make_parser().parse_args(["serve", *embedded])))
+    assert os.environ.get(VARIABLE) == before and not on.model.exists()
+    with premises(None) as on:
+        assert on == Premises()
 
 
 async def test_ended_in_between_it_writes_what_there_is(
@@ -215,26 +259,28 @@ async def test_ended_in_between_it_writes_what_there_is(
         raise AssertionError
 
     monkeypatch.setattr(simulated, "warm_up", endless)
-    assert await simulated.measure(options_of(asked("--out", str(tmp_path / "found")))) == 130
-    assert measuring == ["opened embedded"] and "wrote" in capsys.readouterr().err
+    assert await simulated.measure(options_of(asked(["--out", str(tmp_path / "found")])), Premises()) == 130
+    assert measuring == ["opened embedded", "opened split"] and "wrote" in capsys.readouterr().err
     assert (tmp_path / "found.json").exists()
 
 
 async def test_nothing_begins_after_the_time(measuring: list[str], tmp_path: Path) -> None:
-    twice = MeasuredTwice(options_of(asked("--minutes", "0.0001", "--out", str(tmp_path / "found"))))
+    twice = MeasuredTwice(options_of(asked(["--minutes", "0.0001", "--out", str(tmp_path / "found")])), Premises())
     await asyncio.sleep(0.01)
     await twice.run()
     assert measuring == [] and (tmp_path / "found.md").exists()
 
 
-def test_deployments_come_one_after_the_other() -> None:
-    cases = [case.key for case in cases_of(asked("--workloads", "chat"))]
-    assert cases == ["embedded, chat, 0.6", "embedded, chat, 0.9", "split, chat, 0.6", "split, chat, 0.9"]
+def test_deployments_take_turns_and_everything_comes_once_before_it_comes_again() -> None:
+    cases = [case.key for case in cases_of(asked(["--workloads", "chat,long-mixed", "--rounds", "2"]))]
+    begin = ["embedded, chat, 0.6", "split, chat, 0.6", "embedded, long-mixed, 0.6"]
+    assert cases[:3] == [f"{case}, round 1" for case in begin]
+    assert len(set(cases)) == 8 and all("round 1" in case for case in cases[:4])
 
 
 @pytest.mark.parametrize(
-    "wrong", [("--shares", "0.6,x"), ("--shares", "0"), ("--deployments", "x"), ("--seconds", "0")]
+    "wrong", [("--shares", "0.6,x"), ("--shares", "0"), ("--deployments", "x"), ("--seconds", "0"), ("--rounds", "0")]
 )
 def test_what_cannot_be_is_refused(wrong: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match=wrong[0]):
-        options_of(asked(*wrong))
+        options_of(asked([*wrong]))

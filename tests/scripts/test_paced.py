@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from scripts import paced
 from scripts.paced import PacedForward, load_of
 from serving.batch.ragged import RaggedBatch
 from serving.forward.forward import ByLogits
@@ -44,11 +46,28 @@ def test_a_step_lasts_as_its_cost_says_or_as_long_as_it_takes() -> None:
     assert load_of(batch()) == StepLoad.of(16, 3) + StepLoad.of(8, 1)
     inner = TimedForward()
     cost = StepCost(fixed=0.01, token=0.001, sequence=0.002)
-    for paced in (made := PacedForward(inner, cost, lambda: inner.now, inner.slept.append), made.over(())):
-        paced.greedy(batch(), None)
-        paced.logits(batch(), None)
-        paced.hidden(batch(), None)
-        paced.greedy_and_logits(batch(), None, [0])
+    for one in (made := PacedForward(inner, cost, lambda: inner.now, inner.slept.append), made.over(())):
+        one.greedy(batch(), None)
+        one.logits(batch(), None)
+        one.hidden(batch(), None)
+        one.greedy_and_logits(batch(), None, [0])
     assert inner.slept == pytest.approx([0.01 + 0.004 + 0.004 - 0.005] * 8)
     PacedForward(inner, StepCost(fixed=0.001, token=0.0), lambda: inner.now, inner.slept.append).logits(batch(), None)
     assert inner.slept[-1] == 0.0
+
+
+def test_a_server_of_one_process_is_paced_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+
+    async def served(_: object, make_forward: object) -> int:
+        made.append(make_forward)
+        return 3
+
+    monkeypatch.setenv(paced.PACE, '{"fixed": 0.01, "token": 0.001}')
+    monkeypatch.setattr(paced, "serve_embedded", served)
+    for name in ("setup_logging", "leave_at_once_on_signals"):
+        monkeypatch.setattr(paced, name, lambda *_: None)
+    assert paced.main(["serve", "some"]) == 3
+    (make,) = made
+    assert isinstance(make, partial) and make.func is paced.paced_forward
+    assert make.args == (StepCost(fixed=0.01, token=0.001),)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from serving.kernels.cpu.decoder import CpuDecoder, DecoderShape, KvPlanes, StepOutput
 from serving.kernels.cpu.extension import Kernels, default_threads, forms, open_library
+from serving.kernels.cpu.form_choice import quickest_form
 from serving.kernels.cpu.sampling import ORDER, Logprobs, logprobs, sample
 from serving.kernels.cpu.structures import Finish, Kind
 from serving.kernels.cpu.weights import PackedExperts, PackedLinear, interleave
@@ -57,11 +58,20 @@ def shared_library(progress: Callable[[str], None] = _log.info) -> ctypes.CDLL |
 
 
 def load(
-    *, threads: int | None = None, form: str | None = None, progress: Callable[[str], None] = _log.info
+    *,
+    threads: int | None = None,
+    form: str | None = None,
+    measured: bool = False,
+    progress: Callable[[str], None] = _log.info,
 ) -> Kernels | None:
     """Kernels on a team of `threads` (default: the CPUs this process may use), or None where they cannot be had.
 
+    Without a `form` they are of the best that the CPU has by its flags, or of the quickest one as `measured`.
     `progress` receives a line before and after a build. Raises ValueError for a form this CPU does not run.
     """
     library = shared_library(progress)
-    return None if library is None else Kernels(library, threads=threads, form=form)
+    if library is None:
+        return None
+    if form is None and measured:
+        form = quickest_form(library, threads or default_threads())
+    return Kernels(library, threads=threads, form=form)

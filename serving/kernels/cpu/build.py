@@ -121,9 +121,18 @@ def _run(commands: list[list[str]]) -> None:
             raise BuildError(f"{' '.join(command)} failed: {text[:2000]}")
 
 
+def cpu_name() -> str:
+    """The model of this CPU, as the kernel tells it."""
+    return _cpu_line("model name").partition(":")[2].strip()
+
+
 def _cpu_flags() -> str:
+    return _cpu_line("flags", "Features")
+
+
+def _cpu_line(*names: str) -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return next((line for line in lines if line.startswith(names)), "")
