@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from deploy.placement.plan import DeploymentPlan, ServiceGroup
 from deploy.runtime.cpu_binding import parse_cpus
+from deploy.runtime.devices import VISIBLE, asked_index, device_of, visible_devices
 from deploy.runtime.settings import Settings
 from deploy.runtime.supervisor import ChildSpec
 from serving.messages import Role
 from serving.options import names
+
+log = logging.getLogger(__name__)
+
+ON_A_SHARED_GPU = "2GiB"  # of KV for each worker that is told no size: a share of it would be that of the first alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,13 +62,20 @@ def placed(plan: DeploymentPlan, settings_of: Callable[[ServiceGroup], Settings]
 def child_specs(path: Path, groups: Sequence[WorkerGroup], router: str) -> list[ChildSpec]:
     """The commands of the workers: their own model and worker flags, this router, an even share of the cores.
 
-    The cores are shared by all workers that are given the same `--cpus`, or none.
+    The cores are shared by all workers that are given the same `--cpus`, or none. One on a GPU has that which it was
+    told, or that of the fewest others; where GPUs are shared, KV has a size and not a share of them.
     """
     specs: list[ChildSpec] = []
+    gpus = visible_devices(os.environ)
+    users = Counter(dict.fromkeys(gpus, 0))
+    unsized: set[str] = set()
     placed: Counter[str | None] = Counter()
     totals: Counter[str | None] = Counter()
     for group in groups:
         totals[group.settings.engine.cpus] += group.count
+        asked = asked_index(group.settings.model_config.device)
+        if asked is not None and asked < len(gpus):
+            users[gpus[asked]] += group.count
     for group in groups:
         cpus, total = group.settings.engine.cpus, totals[group.settings.engine.cpus]
         cores = sorted(parse_cpus(cpus)) if cpus else None
@@ -74,9 +87,29 @@ def child_specs(path: Path, groups: Sequence[WorkerGroup], router: str) -> list[
                 share = cores[first * len(cores) // total : (first + 1) * len(cores) // total] or cores
                 own += ["--cpus", ",".join(map(str, share))]
             placed[cpus] += 1
+            freest = gpus.index(min(gpus, key=lambda gpu: users[gpu])) if gpus else 0
+            device, environ = device_of(group.settings.model_config.device, freest, gpus)
+            if environ:
+                users[environ[VISIBLE]] += asked_index(group.settings.model_config.device) is None
+                own += ["--device", device]
             arguments = (group.role.value, str(path), *worker_flags(group.settings), *own)
-            specs.append(_spec(f"{group.name}-{number}", router, arguments))
-    return specs
+            specs.append(replace(_spec(f"{group.name}-{number}", router, arguments), environ=environ))
+            if group.settings.engine.kv_cache_memory is None and group.settings.engine.num_kv_blocks is None:
+                unsized.add(specs[-1].name)
+    return [
+        _sized(spec) if users[spec.environ.get(VISIBLE, "")] > 1 and spec.name in unsized else spec for spec in specs
+    ]
+
+
+def _sized(spec: ChildSpec) -> ChildSpec:
+    """A worker that shares its GPU: each measures what the others leave, and all of them start at once."""
+    log.warning(
+        "%s shares GPU %s: it has %s of KV; --kv-cache-memory says how much else",
+        spec.name,
+        spec.environ[VISIBLE],
+        ON_A_SHARED_GPU,
+    )
+    return replace(spec, arguments=(*spec.arguments, "--kv-cache-memory", ON_A_SHARED_GPU))
 
 
 def node_specs(count: int, router: str, settings: Settings) -> list[ChildSpec]:

@@ -56,7 +56,6 @@ NO_LORA = "LoRA adapters are not served: merge the adapter into the weights and 
 OWN_CONFIG = "what a model is stands in its folder alone: change config.json in a copy of it"
 HUB = "hub models go where HF_HOME says, and private ones need HF_TOKEN: set these in the environment"
 DOWNLOAD = "fetch that revision with `hf download NAME --revision REVISION --local-dir FOLDER`, and serve FOLDER"
-MEMORY = "the KV cache has a size in bytes, not a share of the device: --kv-cache-memory 20GiB"
 SEEDS = "there is no seed for all requests: each may have its own, as `seed` in its body"
 APART = "`millrace serve --prefill N --decode M`, or `millrace prefill` and `millrace decode` on hosts of their own"
 TOKENIZER = "the tokenizer is the one in the model's folder: put other files there"
@@ -124,7 +123,7 @@ FLAGS: tuple[ForeignFlag, ...] = (
     ),
     refused("--kv-transfer-config", "--disaggregation-mode", "--disaggregation-transfer-backend", instead=APART),
     refused("--disaggregation-bootstrap-port", "--disaggregation-ib-device", instead=APART),
-    refused("--gpu-memory-utilization", "--mem-fraction-static", instead=MEMORY),
+    becomes("--gpu-memory-utilization", "--mem-fraction-static"),
     refused("--max-total-tokens", instead="--num-kv-blocks N: blocks of --block-size tokens"),
     becomes("--kv-cache-memory", "--kv-cache-memory-bytes"),
     becomes("--num-kv-blocks", "--num-gpu-blocks-override"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from deploy.worker.build import WorkerLinks, build_worker
+from deploy.worker.build import MakeForward, WorkerLinks, build_worker
 from deploy.worker.computing import KeptForward, forward_of
 from deploy.worker.worker import Worker
 from kvcache.handoff.dialer import Dialer
@@ -34,9 +34,10 @@ class LocalCluster:
         heartbeat_interval: float = 0.5,
         pool: PoolConfig | None = None,
         pool_nodes: Mapping[str, PoolLink] | None = None,
-        releases_model: bool = False,  # which is the one worker's alone
+        make_forward: MakeForward = forward_of,
     ):
-        assert not releases_model or len(roles) == 1, "each worker packs the weights for itself"
+        kept = isinstance(make_forward, KeptForward)
+        assert not kept or len(roles) == 1, "each worker packs the weights for itself"
         self.model = model
         self.model_config = model_config
         self.engine_config = engine_config
@@ -44,7 +45,7 @@ class LocalCluster:
         self.roles = roles
         self.heartbeat_interval = heartbeat_interval
         self.pool = pool or PoolConfig()
-        self.releases_model = releases_model
+        self.make_forward = make_forward
         self.pool_nodes = dict(pool_nodes or {})  # the KV pool's nodes by address
         self.fleet = Fleet(router_config, self._link)
         self.placer = Placer(self.fleet, make_policy(router_config.policy))
@@ -74,10 +75,8 @@ class LocalCluster:
         name = f"{role}-{number}"
         pool_link = self.pool_nodes.__getitem__
         links = WorkerLinks(address=f"local:{name}", dialer=dialer, pool=self.pool, pool_link=pool_link)
-        make_forward = KeptForward() if self.releases_model else forward_of
-        return build_worker(
-            *(role, self.model, self.model_config, self.engine_config, links), name=name, make_forward=make_forward
-        )
+        parts = (role, self.model, self.model_config, self.engine_config, links)
+        return build_worker(*parts, name=name, make_forward=self.make_forward)
 
     def _link(self, status: WorkerStatus) -> WorkerLink:
         return next(worker for worker in self.workers if worker.identity.instance == status.instance)

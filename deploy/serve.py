@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 import secrets
 import socket
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deploy.chat_template import read_chat_template
 from deploy.children import Children, child_specs, node_specs
@@ -22,6 +24,7 @@ from deploy.kvcache_process import store_config
 from deploy.router_snapshot import SnapshotFile, SnapshotKeeper, snapshot_file
 from deploy.runtime.addresses import near
 from deploy.runtime.cpu_binding import use_cores
+from deploy.runtime.devices import use_device
 from deploy.runtime.http_server import bind, open_status_door
 from deploy.runtime.open_doors import check_api, check_grpc
 from deploy.runtime.settings import Settings
@@ -47,6 +50,9 @@ from serving.rpc import Caller, listen, server
 from serving.service_config import configured_classes
 from serving.text.tokenizer import load_tokenizer
 
+if TYPE_CHECKING:  # torch comes with it
+    from deploy.worker.build import MakeForward
+
 log = logging.getLogger(__name__)
 
 ROUTER_PORT = 8100
@@ -67,9 +73,13 @@ def router_config(settings: Settings) -> RouterConfig:
     )
 
 
-async def serve_embedded(settings: Settings) -> int:
-    """One process: a mixed worker, the router and the API; with --disk, a node of the KV pool too."""
+async def serve_embedded(settings: Settings, make_forward: MakeForward | None = None) -> int:
+    """One process: a mixed worker, the router and the API; with --disk, a node of the KV pool too.
+
+    Steps are computed by what `make_forward` makes; None: by the form that fits the model, which it gives up for that.
+    """
     from deploy.local import LocalCluster  # torch comes with it, which a front without a worker does not need
+    from deploy.worker.computing import KeptForward
     from deploy.worker.model_cache import load_from, release
 
     check_api(settings.http, settings.service, settings.security)
@@ -78,7 +88,7 @@ async def serve_embedded(settings: Settings) -> int:
     use_cores(settings.engine.cpus, settings.engine.threads)
     path = resolve(settings.model)
     log.info("loading %s", path)
-    config, began = settings.model_config, time.monotonic()
+    config, began = use_device(settings.model_config, os.environ), time.monotonic()
     give_back_freed_memory()
     model, tokenizer = await asyncio.gather(
         asyncio.to_thread(load_from, path, config), asyncio.to_thread(load_tokenizer, path, template)
@@ -94,7 +104,7 @@ async def serve_embedded(settings: Settings) -> int:
         heartbeat_interval=settings.placement.heartbeat_interval,
         pool=settings.pool,
         pool_nodes={node.address: node} if node is not None else None,
-        releases_model=True,
+        make_forward=make_forward or KeptForward(),
     )
     async with AsyncExitStack() as stack:
         stack.callback(release, model)

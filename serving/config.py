@@ -10,6 +10,7 @@ from serving.options import ConfigError, option
 from serving.speculative_config import SpeculativeConfig, read_speculative_config
 
 KERNELS = ("auto", "compiled", "torch")
+CPU_FORMS = ("auto", "avx512_bf16", "avx512_vnni", "avx2", "plain")
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 
 
@@ -125,7 +126,8 @@ class EngineConfig:
     """How a worker batches, and how much KV it holds."""
 
     block_size: int = option(16, "tokens a KV block", least=1)
-    kv_cache_memory: int = option(2 << 30, "bytes of KV cache a worker, such as 2GiB", least=1)
+    kv_cache_memory: int | None = option(None, "bytes of KV cache a worker, such as 2GiB, a CPU's default", least=1)
+    gpu_memory_utilization: float = option(0.9, "share of a GPU to use; what is left is KV cache", least=0.01, most=1)
     num_kv_blocks: int | None = option(None, "KV blocks a worker; overrides --kv-cache-memory", least=1)
     host_kv_memory: int = option(
         0, "bytes of host memory a worker, for KV of sequences longer than its KV cache; 0: none", least=0
@@ -179,9 +181,8 @@ class EngineConfig:
     kernels: str = option(
         "auto", "compute with compiled kernels or with torch alone; auto: compiled where they fit", choices=KERNELS
     )
-    cuda_graphs: bool = option(
-        True, "on CUDA, replay decode steps from graphs captured at start: quicker steps for a slower start"
-    )
+    cpu_form: str = option("auto", "instructions of CPU kernels; auto: the quickest as measured", choices=CPU_FORMS)
+    cuda_graphs: bool = option(True, "on CUDA, replay decode steps from graphs that are captured at start")
     threads: int | None = option(None, "compute threads a worker; default: the host's cores shared out", least=1)
     cpus: str | None = option(None, "cores a worker is bound to, such as 0-3,8; its memory stays on their NUMA node")
 

@@ -16,7 +16,7 @@ from serving.step_cost import StepCost
 from serving.tracing import TraceContext
 
 PROTOCOL = 6  # of registration and leases: a router takes workers of its own version and of the one before
-KV_PROTOCOL = 1  # of handoffs: workers of unequal versions never hand KV to each other; blocks: kvcache.blocks.prefix
+KV_PROTOCOL = 2  # of handoffs: workers of unequal versions never hand KV to each other; blocks: kvcache.blocks.prefix
 
 
 class FinishReason(StrEnum):

@@ -5,6 +5,7 @@ A second line of defence: code that logs leaves headers, queries and bodies out 
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,7 @@ from urllib.parse import quote, quote_plus
 
 REDACTED = "[redacted]"
 LEAST_CHARACTERS = 6  # shorter known secrets would blank ordinary words
+LEAST_BASE64 = 12  # the same, of what stands for a known secret in base64
 _SMALL = {ord(letter): letter.lower() for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}
 
 # Of the patterns: each has one group that takes part, which is the secret, and reads a bounded part in vain.
@@ -56,6 +58,7 @@ _FORMS = (
     _form("authorization", rf"{_SIGN}{_NOT}(?:b?{_QUOTE})?({_SCHEME}{_WORD}+)"),
     _form("authorization", rf"{_SIGN}{_NOT}(?:{_VALUE})"),
     _form("authorization", rf"\s?:\s{{0,8}}((?:{_SCHEME})?{_WORD}+)"),
+    _form("cookie", rf"(?:{_SIGN}|\s?:\s{{0,8}}){_NOT}(?:b?{_QUOTE})?((?=[^\n\"']{{0,256}}=)[^\n\"']{{3,4096}})"),
     *(_form(name, _NAMED) for name in ("pepper", "password", "passwd", "passphrase", "secret")),
     _form(
         "token",
@@ -97,8 +100,9 @@ class Redactor:
 
 
 def _forms_of(word: str) -> Iterator[str]:
-    """A known secret as it is, as it is in addresses, and as Python and JSON write it."""
+    """A known secret as it is, as it is in addresses, as Python and JSON write it, and within a text in base64."""
     data = word.encode("utf-8", "surrogateescape")
+    yield from _in_base64(data)
     for form in (word, quote(data), quote(data, safe=""), quote_plus(data)):
         yield form
         yield re.sub("%..", lambda found: found[0].lower(), form) if form != word else form
@@ -106,6 +110,15 @@ def _forms_of(word: str) -> Iterator[str]:
         inner = ascii(written).removeprefix("b")[1:-1]
         yield from (inner, inner.replace("\\'", "'"), inner.replace("'", "\\'"))
     yield from (repr(word)[1:-1], json.dumps(word)[1:-1], json.dumps(word, ensure_ascii=False)[1:-1])
+
+
+def _in_base64(data: bytes) -> Iterator[str]:
+    """What stands for it alone, wherever in threes of bytes it begins, in both alphabets."""
+    for before in range(3):
+        encoded = base64.b64encode(bytes(before) + data).decode()
+        alone = encoded[-(-before * 8 // 6) : (before + len(data)) * 8 // 6]
+        if len(alone) >= LEAST_BASE64:
+            yield from (alone, alone.replace("+", "-").replace("/", "_"))
 
 
 def _spans(text: str) -> Iterator[tuple[int, int]]:

@@ -6,11 +6,14 @@ It decides nothing, and knows no router.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Protocol
 
+from deploy.runtime.devices import VISIBLE, visible_devices
 from deploy.runtime.supervisor import ChildSpec, Supervisor
 from serving.errors import InvalidRequest, Unavailable
 from serving.messages import Role
@@ -73,7 +76,8 @@ class ChildProcesses:
             raise Unavailable("no worker was started here, so there is none to start another like: start it by itself")
         taken = {*roles, *self._leaving}
         name = next(name for number in count() if (name := f"{role}-{number}") not in taken)
-        self.supervisor.add(_called(name, role, self.supervisor.children[like]))
+        child = _called(name, role, self.supervisor.children[like])
+        self.supervisor.add(replace(child, environ=freest_device(child.environ, self.supervisor.children.values())))
 
     def let_go(self, name: str) -> None:
         if name not in self.roles():
@@ -93,4 +97,12 @@ def _called(name: str, role: Role, like: ChildSpec) -> ChildSpec:
     arguments = list(like.arguments)
     arguments[0] = role.value
     arguments[arguments.index("--worker-name") + 1] = name
-    return ChildSpec(name=name, arguments=tuple(arguments))
+    return replace(like, name=name, arguments=tuple(arguments))
+
+
+def freest_device(environ: Mapping[str, str], others: Iterable[ChildSpec]) -> dict[str, str]:
+    """The environment with the GPU that the fewest of the `others` use, where it names one."""
+    if VISIBLE not in environ:
+        return dict(environ)
+    used = Counter(child.environ.get(VISIBLE) for child in others)
+    return {**environ, VISIBLE: min(visible_devices(os.environ) or [environ[VISIBLE]], key=lambda one: used[one])}

@@ -18,6 +18,7 @@ from serving.checkpoint.safetensors_files import opened, tensor_files
 Container = Literal["safetensors", "gguf"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAPPED_BYTES = 16 << 20  # of a file that stay mapped, and so count as the process's memory, while it is read
+EIGHT_BITS = ("I8", "F8_E4M3")
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -38,7 +39,11 @@ class Checkpoint(Protocol):
 
     @property
     def int8_names(self) -> frozenset[str]:
-        """The tensors stored as plain 8-bit integers, whose scales are tensors of their own."""
+        """The tensors stored as plain 8-bit integers or floats, whose scales are tensors of their own."""
+
+    @property
+    def float8(self) -> bool:
+        """True if those are floats, e4m3."""
 
     @property
     def bytes_read(self) -> int:
@@ -91,7 +96,11 @@ class SafetensorsFolder:
 
     @property
     def int8_names(self) -> frozenset[str]:
-        return frozenset(name for name in self._where if self._slice(name).get_dtype() == "I8")
+        return frozenset(name for name in self._where if self._slice(name).get_dtype() in EIGHT_BITS)
+
+    @property
+    def float8(self) -> bool:
+        return any(self._slice(name).get_dtype() == "F8_E4M3" for name in self._where)
 
     def _slice(self, name: str) -> Any:
         return self._open[self._where[name]].get_slice(name)

@@ -54,6 +54,10 @@ class GgufFile:
     def int8_names(self) -> frozenset[str]:
         return frozenset()  # its quantized tensors carry their scales within
 
+    @property
+    def float8(self) -> bool:
+        return False
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self._header.tensors[name].shape
 

@@ -21,6 +21,7 @@ from serving.checkpoint.hub import resolve
 from serving.checkpoint.json_file import read_json
 from serving.checkpoint.read_spec import read_spec
 from serving.checkpoint.weights import sources
+from serving.kernels import float8
 from serving.kernels.torch_linears import use_cpu_linears
 from serving.loader.quantize_at_load import kept_scales, quantize, quantized_modules
 from serving.loader.reading import fill_parameter
@@ -63,10 +64,12 @@ def load(
     spec, checkpoint, own_dtype = open_checkpoint(path)
     if layout is not None and quantization == "int8" and not checkpoint.int8_names:
         raise ValueError("a rank that loads a part of a model cannot quantize it: `millrace quantize` it first")
+    if layout is not None and checkpoint.float8:
+        raise ValueError("ranks share no FP8 weights: use a checkpoint in BF16 or INT8")
     dtype = own_dtype if dtype == "auto" else dtype
     with torch.device("meta"):
         model = Decoder(spec)
-        hold_int8(model, int8_modules(model, checkpoint))
+        hold_int8(model, int8_modules(model, checkpoint), float8.DTYPE if checkpoint.float8 else torch.int8)
     every = [name for name, _ in model.named_parameters()]
     cuts = None if layout is None else layout(model)
     digest = fingerprint(spec, checkpoint.files, dtype)

@@ -22,8 +22,9 @@ def fill_parameter(name: str, value: Tensor, parts: Sequence[Part], checkpoint: 
     """
     row = first = 0  # of the value, of the whole parameter
     for part in parts:
-        if part.name in checkpoint.int8_names and value.dtype != torch.int8:  # its scales would be left out
-            raise ValueError(f"{part.name} is INT8, which is not supported for this tensor; keep it in a float type")
+        if part.name in checkpoint.int8_names and value.dtype.itemsize > 1:  # its scales would be left out
+            kind = "FP8" if checkpoint.float8 else "INT8"
+            raise ValueError(f"{part.name} is {kind}, which is not supported for this tensor; keep it in a wider type")
         stored = checkpoint.shape(part.name)
         count = stored[-1] if part.transposed else stored[0]
         for tensor in _pieces(checkpoint, part, stored, first, cut):

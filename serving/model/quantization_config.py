@@ -1,4 +1,4 @@
-"""How config.json says that weights are INT8: the `compressed-tensors` convention, read and written.
+"""How config.json says that weights are INT8 or FP8: the `compressed-tensors` convention, read and written.
 
 A module is stored as `weight` int8 [out, in] and `weight_scale` [out, 1] beside the modules left as they were. Data
 alone: no torch here, since specs are read where there is none.
@@ -11,6 +11,7 @@ from typing import Any
 
 QUANT_METHOD = "compressed-tensors"
 FORMAT = "int-quantized"
+FORMATS = {FORMAT: "int", "float-quantized": "float"}  # and the type of their numbers
 SCALE_LEAF = "weight_scale"  # what the tensor of scales is called, beside `weight`
 ZERO_POINT_LEAF = "weight_zero_point"  # some tools write it although it is all zeros
 
@@ -33,7 +34,7 @@ def int8_config(ignored: Sequence[str]) -> dict[str, Any]:
 
 
 def check_config(config: Mapping[str, Any] | None) -> None:
-    """Raises ValueError, saying what is different, unless `config` is None or describes INT8 as computed here.
+    """Raises ValueError, saying what is different, unless `config` is None or describes INT8 or FP8 as computed here.
 
     That is: symmetric weights of 8 bits, one scale per output channel, and activations quantized per token on arrival.
     """
@@ -45,8 +46,11 @@ def check_config(config: Mapping[str, Any] | None) -> None:
             f"{method!r} quantized checkpoints are not supported (quantization_config.quant_method); "
             "use unquantized weights or a GGUF file"
         )
-    if config.get("format") != FORMAT:
-        raise ValueError(f"{QUANT_METHOD} format {config.get('format')!r} is not supported; {FORMAT} is")
+    kind = FORMATS.get(config.get("format", ""))
+    if kind is None:
+        raise ValueError(
+            f"{QUANT_METHOD} format {config.get('format')!r} is not supported; {' and '.join(FORMATS)} are"
+        )
     if config.get("kv_cache_scheme"):
         raise ValueError("this checkpoint brings scales for its KV cache (kv_cache_scheme), which is not supported")
     for name, group in config.get("config_groups", {}).items():
@@ -54,14 +58,14 @@ def check_config(config: Mapping[str, Any] | None) -> None:
             raise ValueError(
                 f"quantization group {name} is not described, only named; write out its weights and inputs"
             )
-        _check(name, "weights", group.get("weights"), strategy="channel", dynamic=False)
-        _check(name, "input_activations", group.get("input_activations"), strategy="token", dynamic=True)
+        _check(name, "weights", group.get("weights"), type=kind, strategy="channel", dynamic=False)
+        _check(name, "input_activations", group.get("input_activations"), type=kind, strategy="token", dynamic=True)
         if group.get("output_activations"):
             raise ValueError(f"quantization group {name} quantizes outputs, which is not supported")
 
 
 def _check(group: str, part: str, found: Mapping[str, Any] | None, **more: Any) -> None:
-    wanted = {"num_bits": 8, "type": "int", "symmetric": True, **more}
+    wanted = {"num_bits": 8, "symmetric": True, **more}
     for key, value in wanted.items():
         if (found or {}).get(key) != value:
             has = (found or {}).get(key)

@@ -10,45 +10,62 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from serving.kernels import int8
+from serving.kernels import float8, int8
 
 
 class QuantizedLinear(nn.Module):
     """x [..., in] → [..., out] in x's dtype: (Q(x) · weightᵀ) * scale * row scale + bias.
 
-    `weight` is int8 [out, in], `scale` float32 [out], one for each output; rows of x are quantized as they come, each
-    by its largest magnitude.
+    `weight` is int8 or FP8 [out, in], `scale` float32 [out], one for each output; rows of x are quantized to the same
+    as they come, each by its largest magnitude.
     """
 
     def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
-        assert weight.dtype == torch.int8 and scale.shape == weight.shape[:1], (weight.dtype, scale.shape)
+        assert weight.dtype in (torch.int8, float8.DTYPE), weight.dtype
+        assert scale.shape == weight.shape[:1], scale.shape
         self.out_features, self.in_features = weight.shape
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.scale = nn.Parameter(scale.float(), requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return int8.linear(x, self.weight, self.scale, self.bias)
+        linear = float8.linear if self.float8 else int8.linear
+        return linear(x, self.weight, self.scale, self.bias)
+
+    @property
+    def float8(self) -> bool:
+        return self.weight.dtype == float8.DTYPE
 
     def of_quantized(self, values: Tensor, row_scale: Tensor) -> Tensor:
         """`forward`, float32 [M, out], of rows that `int8.quantize_rows` has made int8 [M, in] and [M]."""
         return int8.quantized_linear(values, row_scale, self.weight, self.scale, self.bias)
 
 
-def hold_int8(model: nn.Module, names: Sequence[str]) -> None:
-    """Replace the linear modules `names` of a model built on meta, so that INT8 tensors can be loaded into them."""
+def hold_int8(model: nn.Module, names: Sequence[str], dtype: torch.dtype = torch.int8) -> None:
+    """Replace the linear modules `names` of a model built on meta, so that INT8 tensors can be loaded into them.
+
+    Or tensors of another 8-bit type.
+    """
     for name in names:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         outputs, inputs = linear.weight.shape
-        weight = torch.empty(outputs, inputs, dtype=torch.int8, device="meta")
+        weight = torch.empty(outputs, inputs, dtype=dtype, device="meta")
         scale = torch.empty(outputs, device="meta")
         model.set_submodule(name, QuantizedLinear(weight, scale, linear.bias))
 
 
 def own_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     """The parameters of quantized layers that keep a type of their own, whatever the model's is."""
-    quantized = [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
-    own = {"weight": torch.int8, "scale": torch.float32}
-    return {f"{name}.{leaf}": dtype for name in quantized for leaf, dtype in own.items()}
+    own: dict[str, torch.dtype] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            own |= {f"{name}.weight": module.weight.dtype, f"{name}.scale": torch.float32}
+    return own
+
+
+def float8_linears(model: nn.Module) -> str | None:
+    """The first linear layer of 8-bit floats; None: there is none."""
+    modules = model.named_modules()
+    return next((name for name, module in modules if isinstance(module, QuantizedLinear) and module.float8), None)

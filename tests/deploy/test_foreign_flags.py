@@ -71,17 +71,16 @@ def test_a_command_line_of_sglang_starts_the_same_thing(started: Started) -> Non
         "--model-path m --tp 1 --context-length 2048 --port 30000 --max-running-requests 8 --chunked-prefill-size 512"
     )
     more = "--disable-radix-cache --disable-cuda-graph --page-size 8 --schedule-policy fcfs --log-level-http error"
+    more += " --mem-fraction-static 0.8"
     assert main(["serve", *line.split(), *more.split()]) == 0
     made, engine = started.settings, started.settings.engine
     assert (made.model, made.model_config.max_model_len, made.http.port) == ("m", 2048, 30000)
     assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.block_size) == (8, 512, 8)
     assert (engine.enable_prefix_caching, engine.cuda_graphs, engine.prefill_order) == (False, False, "fcfs")
-    assert made.logs.log_level == "error"
+    assert made.logs.log_level == "error" and engine.gpu_memory_utilization == 0.8
 
 
 REFUSED = {
-    "--gpu-memory-utilization 0.9": "--kv-cache-memory",
-    "--mem-fraction-static=0.8": "--kv-cache-memory",
     "--enable-lora": "merge",
     "--seed 1": "`seed`",
     "--kv-transfer-config {}": "millrace prefill",
@@ -131,7 +130,7 @@ def test_whatever_is_given_is_ours_afterwards_or_refused(words: list[str]) -> No
 @pytest.mark.parametrize("name", NAMES)
 def test_each_flag_is_taken_or_refused_by_the_parser(name: str, started: Started) -> None:
     flag = BY_NAME[name]
-    good = next(iter(flag.values), "4") if flag.to else "x"
+    good = next(iter(flag.values), "0.5" if flag.to == "--gpu-memory-utilization" else "4") if flag.to else "x"
     value = good if flag.always == ANY or not flag.always else flag.always[0]
     words = [name, value] if flag.takes else [name]
     if flag.always or flag.to:

@@ -88,7 +88,7 @@ DOORS = {
     ),
     "gguf": ("serving/checkpoint/*",),
     "huggingface_hub": ("serving/checkpoint/hub.py",),
-    "xxhash": ("serving/checkpoint/fingerprint.py", "kvcache/handoff/chunk.py", "kvcache/pool/block.py"),
+    "xxhash": ("serving/checkpoint/fingerprint.py", "kvcache/handoff/tree_digest.py", "kvcache/pool/block.py"),
     "triton": ("serving/kernels/gpu/*",),
     "matplotlib": ("deploy/planner/charts.py",),
     "pymoo": ("deploy/planner/front.py",),

@@ -51,7 +51,8 @@ def values(field: dataclasses.Field[Any]) -> list[tuple[str, Any]]:
         least = int(field.metadata["least"] or 0)
         return [(str(least + 3), least + 3), ("2KiB", 2048), (str(least + 7), least + 7)]
     if kind.startswith("float"):
-        return [("1.5", 1.5), ("2", 2.0), ("0.25", 0.25)]
+        scale = 0.25 if field.metadata["most"] == 1 else 1.0
+        return [(str(scale * value), scale * value) for value in (1.5, 2.0, 0.25)]
     if kind.startswith("tuple"):
         return [("one", ("one",)), ("two,three", ("two", "three")), ('["four"]', ("four",))]
     return [("one", "one"), ("two", "two"), ("three", "three")]

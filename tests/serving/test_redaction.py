@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 from urllib.parse import quote, quote_plus
@@ -40,6 +41,8 @@ SECRET = "s3cretWords"
         f"authorization: Token {SECRET} 'authorization': 'Digest {SECRET}' X-Api-Key : {SECRET}",
         f"-----BEGIN RSA PRIVATE KEY-----\nMII{SECRET}\n{SECRET}\n-----END RSA PRIVATE KEY-----",
         f"İİİ api_key='{SECRET}'",
+        f"Cookie: session={SECRET}; theme=dark",
+        f"[(b'cookie', b'theme=dark; session={SECRET}')] {{'set-cookie': 'id={SECRET}; HttpOnly'}}",
     ],
 )
 def test_what_looks_like_a_secret_is_taken_out(text: str) -> None:
@@ -54,6 +57,7 @@ def test_what_looks_like_a_secret_is_taken_out(text: str) -> None:
         "--api-keys-file /etc/keys: larger than 5 bytes; --api-key is empty",
         "https://host:4317/v1/traces does not answer; see http://a/@b",
         "the basis is a bearer of news",
+        "a cookie: none was sent; cookies are not read",
         "pad_token=0 max_tokens=5 token=5 eos_token='</s>' 'token', 'type'",
         "api_key=None, cluster_key=[redacted], {'password': None}",
         "Bearer authentication; basic authentication failed",
@@ -81,6 +85,20 @@ def test_a_known_secret_is_known_as_others_write_it(secret: str) -> None:
     forms += [json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1]]
     for form in forms:
         assert REDACTED in redactor.redacted(f"x {form} y"), form
+
+
+@given(
+    secret=st.text(st.characters(exclude_categories=["Cs"]), min_size=12, max_size=40),
+    before=st.binary(max_size=12),
+    after=st.binary(max_size=12),
+    urlsafe=st.booleans(),
+)
+def test_a_known_secret_is_known_in_base64(secret: str, before: bytes, after: bytes, urlsafe: bool) -> None:
+    """As in basic authentication: what stays of it are the characters that its neighbours share, a byte at each end."""
+    data = secret.encode()
+    encoded = (base64.urlsafe_b64encode if urlsafe else base64.b64encode)(before + data + after).decode()
+    alone = encoded[-(-len(before) * 8 // 6) : (len(before) + len(data)) * 8 // 6]
+    assert alone not in Redactor([secret]).redacted(f"got {encoded} from it")
 
 
 def test_of_two_secrets_the_longer_goes_first() -> None:

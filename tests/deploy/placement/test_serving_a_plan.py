@@ -66,7 +66,8 @@ def test_every_child_is_told_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
     first, _, last = (spec.arguments for spec in specs)
     assert {"--block-size=8", f"--kv-cache-memory={1 << 20}"} <= {*first}
-    assert {"--block-size=32", f"--kv-cache-memory={2 << 30}"} <= {*last}
+    assert {"--block-size=32", "--gpu-memory-utilization=0.9"} <= {*last}
+    assert not any(word.startswith("--kv-cache-memory") for word in last)
     assert [arguments[arguments.index("--threads") + 1] for arguments in (first, last)] == ["2", "3"]
     assert all(spec.arguments[spec.arguments.index("--heartbeat-interval") + 1] == "0.5" for spec in specs)
     assert children.node_settings is not None
