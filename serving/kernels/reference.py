@@ -49,6 +49,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up for gate_up [T, 2W], gate first; gelu by its tanh form (arXiv 1606.08415). Returns [T, W]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 def write_kv(k: Tensor, v: Tensor, k_plane: Tensor, v_plane: Tensor, slots: Tensor) -> None:
     """Store k and v [T, Hkv, D] at `slots` [T] of planes [num_blocks, block_size, Hkv, D], of any strides and dtype."""
     blocks, offsets = slots // k_plane.shape[1], slots % k_plane.shape[1]

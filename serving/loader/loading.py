@@ -137,8 +137,9 @@ def fill(
     for name in shapes:
         give(name, torch.device("meta") if name.rpartition(".")[0] in later else device)
     model.tie_weights()
-    if model.rotary is not None:
-        model.rotary.to(device)  # its frequencies
+    for rotary in (model.rotary, model.window_rotary):
+        if rotary is not None:
+            rotary.to(device)  # its frequencies
     return fill_module
 
 

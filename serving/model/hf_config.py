@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from serving.model.hf_experts import deepseek_v2, deepseek_v3, mixtral, qwen3_moe
-from serving.model.hf_shape import llama_shape, qwen_windows, same_window
+from serving.model.hf_shape import layer_kinds, llama_shape, one_of, qwen_windows, rope_of, same_window
 from serving.model.quantization_config import check_config
+from serving.model.rope import Rope
 from serving.model.spec import MlpKind, ModelSpec
 
 PLAIN_MLPS: dict[str, MlpKind] = {
@@ -24,6 +25,7 @@ def spec_from_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
 
     Raises ValueError, with what to do next, for an architecture or a variant this decoder does not cover.
     """
+    config = _of_text(config)
     kind = config.get("model_type")
     read = _READERS.get(str(kind))
     if read is None:
@@ -37,6 +39,12 @@ def spec_from_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     ending = generation_config or {}
     eos = ending.get("eos_token_id", config.get("eos_token_id"))
     return replace(spec, eos_token_ids=_token_ids(eos), bos_token_id=config.get("bos_token_id"))
+
+
+def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the config of several models, for images and for text, says of the one for text."""
+    text = config.get("text_config") or {}
+    return {**text, **{key: value for key, value in config.items() if key not in text or value is not None}}
 
 
 def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
@@ -69,6 +77,47 @@ def _qwen3(config: Mapping[str, Any]) -> ModelSpec:
     spec = llama_shape(config, head_dim=128)
     bias = bool(config.get("attention_bias", False))
     return replace(spec, qk_norm=True, qkv_bias=bias, o_bias=bias, windows=qwen_windows(config, spec))
+
+
+def _gemma3(config: Mapping[str, Any]) -> ModelSpec:
+    """The text model alone. Its defaults are those of `transformers`: published files leave most keys out."""
+    one_of(config, "hidden_activation", ("gelu_pytorch_tanh",))
+    one_of(config, "use_bidirectional_attention", (False, None))
+    for capped in ("attn_logit_softcapping", "final_logit_softcapping"):
+        one_of(config, capped, (None,))
+    shape = llama_shape({**_GEMMA3_DEFAULTS, **config, **_GEMMA3_OWN}, head_dim=256)
+    everywhere, in_windows = _gemma3_ropes(config, shape)
+    window, every = int(config.get("sliding_window", 4096)), int(config.get("sliding_window_pattern", 6))
+    kinds = layer_kinds(config, [(layer + 1) % every != 0 for layer in range(shape.layers)])
+    bias = bool(config.get("attention_bias", False))
+    return replace(
+        shape,
+        norm="rms_offset",
+        mlp="gated_gelu_tanh",
+        rope=everywhere,
+        window_rope=in_windows,
+        windows=tuple(window if sliding else None for sliding in kinds),
+        qk_norm=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        post_norms=True,
+        score_scale=float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
+        embedding_scale=shape.hidden**0.5,
+    )
+
+
+def _gemma3_ropes(config: Mapping[str, Any], shape: ModelSpec) -> tuple[Rope, Rope]:
+    """Of layers that see everything, and of those with a window."""
+    parameters = config.get("rope_parameters") or {
+        "full_attention": {"rope_theta": config.get("rope_theta", 1e6), **(config.get("rope_scaling") or {})},
+        "sliding_attention": {"rope_theta": config.get("rope_local_base_freq", 1e4)},
+    }
+    shared = {"max_position_embeddings": shape.max_position}
+    found = []
+    for kind, theta in (("full_attention", 1e6), ("sliding_attention", 1e4)):
+        given = {"rope_theta": theta, **(parameters.get(kind) or {})}
+        found.append(rope_of({**shared, "rope_parameters": given}, shape.head_dim))
+    return found[0], found[1]
 
 
 def _opt(config: Mapping[str, Any]) -> ModelSpec:
@@ -133,9 +182,19 @@ def _plain_mlp(activation: str) -> MlpKind:
     return PLAIN_MLPS[activation]
 
 
+_GEMMA3_DEFAULTS = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+}
+_GEMMA3_OWN = {"hidden_act": "silu", "rope_parameters": None, "rope_scaling": None}  # are read apart
 _READERS: dict[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "gemma3": _gemma3,
+    "gemma3_text": _gemma3,
     "llama": _llama,
     "mistral": _mistral,
     "mixtral": mixtral,

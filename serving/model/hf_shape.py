@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serving.model.rope import Rope, from_parameters
 from serving.model.spec import ModelSpec
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def llama_shape(config: Mapping[str, Any], *, head_dim: int | None = None, norm_eps: float = 1e-6) -> ModelSpec:
@@ -59,12 +61,21 @@ def same_window(spec: ModelSpec, window: int | None) -> tuple[int | None, ...]:
     return () if window is None else (int(window),) * spec.layers
 
 
+def layer_kinds(config: Mapping[str, Any], default: Sequence[bool]) -> list[bool]:
+    """For each layer whether it has a window: as `layer_types` says, else by `default`."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return list(default)
+    for kind in kinds:
+        one_of({"layer_types": kind, "model_type": config["model_type"]}, "layer_types", LAYER_TYPES)
+    return [kind == "sliding_attention" for kind in kinds]
+
+
 def qwen_windows(config: Mapping[str, Any], spec: ModelSpec) -> tuple[int | None, ...]:
     """Qwen's windows are off unless `use_sliding_window`, and then begin at layer `max_window_layers`."""
     window = config.get("sliding_window")
     if not config.get("use_sliding_window", False) or window is None:
         return ()
     first = int(config.get("max_window_layers", 28))
-    default = ["full_attention" if layer < first else "sliding_attention" for layer in range(spec.layers)]
-    kinds = config.get("layer_types") or default
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+    kinds = layer_kinds(config, [layer >= first for layer in range(spec.layers)])
+    return tuple(int(window) if sliding else None for sliding in kinds)

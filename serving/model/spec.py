@@ -13,8 +13,8 @@ from serving.model.mla_spec import MlaSpec
 from serving.model.moe_spec import MoeSpec
 from serving.model.rope import Rope
 
-NormKind = Literal["rms", "layernorm"]
-MlpKind = Literal["gated_silu", "gelu", "gelu_tanh", "relu"]
+NormKind = Literal["rms", "rms_offset", "layernorm"]  # of the second the gain is 1 + the weight
+MlpKind = Literal["gated_silu", "gated_gelu_tanh", "gelu", "gelu_tanh", "relu"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,12 +34,16 @@ class ModelSpec:
     norm_eps: float
     mlp: MlpKind = "gated_silu"
     rope: Rope | None = None
+    window_rope: Rope | None = None  # of layers with a window, where it is not `rope`
     learned_positions: bool = False
     position_offset: int = 0  # OPT's table of learned positions starts at row 2
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False  # RMS norm over each head of q and k, before rope
+    qk_norm: bool = False  # a norm over each head of q and k, before rope
+    post_norms: bool = False  # a norm of what attention and MLP make, before it is added
+    score_scale: float | None = None  # of attention scores; None: head_dim ** -0.5
+    embedding_scale: float = 1.0  # of embedded tokens, rounded to the model's type
     tied_embeddings: bool = False
     moe: MoeSpec | None = None
     mla: MlaSpec | None = None  # attention over latents; `kv_heads` is then `heads`, `head_dim` a query's whole width

@@ -14,7 +14,7 @@ from serving.parallel.layout import ParallelLayout
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?<=experts)\.\d+")
-_WHOLE = ("attention_norm", "mlp_norm", "mlp.router", "attention.qkv_a")
+_WHOLE = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "mlp.router", "attention.qkv_a")
 _WHOLE_NORMS = ("attention.q_norm", "attention.k_norm", "attention.q_a_norm", "attention.kv_a_norm")
 
 

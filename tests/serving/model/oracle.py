@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
+    Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -86,6 +87,13 @@ YARN_MLA = {
     "mscale_all_dim": 1.3,
     "beta_fast": 4,
 }
+GEMMA3 = COMMON | {
+    "head_dim": 12,
+    "rms_norm_eps": 1e-2,
+    "query_pre_attn_scalar": 7,
+    "sliding_window": 9,
+    "tie_word_embeddings": False,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -112,6 +120,17 @@ def configs() -> dict[str, PreTrainedConfig]:
             rope_interleave=False,
             norm_topk_prob=False,
             attention_bias=True,
+        ),
+        "gemma3": Gemma3TextConfig(
+            **GEMMA3,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
+            },
+        ),
+        "gemma3_biased": Gemma3TextConfig(
+            **GEMMA3 | {"tie_word_embeddings": True}, attention_bias=True, sliding_window_pattern=2
         ),
         "llama2": LlamaConfig(**COMMON | {"num_key_value_heads": 4}, rope_parameters=theta),
         "llama3": LlamaConfig(**COMMON, rope_parameters=LLAMA3_ROPE),

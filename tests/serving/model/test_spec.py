@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,7 +95,7 @@ def test_qwen_windows_begin_at_a_layer() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, "choose a model whose model_type is one of deepseek_v2, deepseek_v3, gpt2"),
+        ({"model_type": "mamba"}, "choose a model whose model_type is one of deepseek_v2, deepseek_v3, gemma3"),
         ({"model_type": None}, "architecture None is not supported"),
         ({"quantization_config": {"quant_method": "gptq"}}, "'gptq' quantized checkpoints are not supported"),
         ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
@@ -162,3 +163,57 @@ def test_what_mixtures_of_experts_leave_out() -> None:
 def test_experts_that_cannot_be_chosen(chosen: int, experts: int) -> None:
     with pytest.raises(ValueError, match="experts"):
         spec_from_hf(LLAMA | {"model_type": "mixtral", "num_local_experts": experts, "num_experts_per_tok": chosen})
+
+
+GEMMA3_4B: dict[str, Any] = {  # the text part of what was published, with all that it says
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 34,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "sliding_window": 1024,
+}
+
+
+def test_gemma_3_of_a_file_that_leaves_most_keys_out() -> None:
+    spec = spec_from_hf(GEMMA3_4B)
+    assert (spec.heads, spec.kv_heads, spec.head_dim, spec.vocab_size, spec.max_position) == (8, 4, 256, 262208, 131072)
+    assert spec.windows == tuple(None if layer % 6 == 5 else 1024 for layer in range(34))
+    assert spec.rope == Rope(frequencies=tuple(each / 8 for each in default_frequencies(1e6, 256)))
+    assert spec.window_rope == Rope(frequencies=default_frequencies(1e4, 256))
+    assert (spec.score_scale, spec.embedding_scale, spec.norm_eps) == (1 / 16, 2560**0.5, 1e-6)
+    assert spec.tied_embeddings and spec.qk_norm and spec.post_norms and not spec.qkv_bias
+
+
+def test_gemma_3_with_images_is_its_text_part() -> None:
+    outer = {"model_type": "gemma3", "text_config": GEMMA3_4B, "vision_config": {"hidden_size": 1152}}
+    spec = spec_from_hf(outer | {"eos_token_id": [1, 106], "bos_token_id": None})
+    expected = replace(spec_from_hf(GEMMA3_4B), architecture="gemma3", eos_token_ids=(1, 106))
+    assert spec == expected
+
+
+def test_gemma_3_s_old_and_new_rope_keys_mean_the_same() -> None:
+    old = GEMMA3_4B | {"rope_theta": 5e5, "rope_local_base_freq": 3e4}
+    new = GEMMA3_4B | {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+        }
+    }
+    del new["rope_scaling"]
+    assert spec_from_hf(old) == spec_from_hf(new) != spec_from_hf(GEMMA3_4B)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        ({"hidden_activation": "silu"}, "hidden_activation 'silu'"),
+        ({"layer_types": ["chunked_attention"] * 34}, "layer_types 'chunked_attention' is not supported"),
+    ],
+)
+def test_gemma_3_variants_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        spec_from_hf(GEMMA3_4B | change)

@@ -26,6 +26,7 @@ from tests.serving.quantization.test_apply import apart, logits
 ARCHITECTURES = (
     "deepseek_v2_lite",
     "deepseek_v3",
+    "gemma3",
     "llama_biased",
     "smollm2",
     "mixtral",
