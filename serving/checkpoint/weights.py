@@ -131,6 +131,7 @@ _DEEPSEEK = {
     "attention.kv_a_norm": "self_attn.kv_a_layernorm",
     "attention.kv_b": "self_attn.kv_b_proj",
 }
+_GPT_OSS = {**_QWEN_MOE, "mlp.router": "mlp.router", "attention": "self_attn"}  # as FusedExperts shows them
 _GEMMA3 = {
     "attention_post_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
@@ -149,9 +150,15 @@ _HUGGING_FACE = {
         beside=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
     ),
     "gemma3_text": replace(_LLAMA, inner={**_LLAMA.inner, **_GEMMA3}),
+    "gpt_oss": replace(_LLAMA, inner={**_LLAMA.inner, **_GPT_OSS}),
     "mixtral": replace(_LLAMA, inner={**_LLAMA.inner, **_MIXTRAL}),
     "qwen3_moe": replace(_LLAMA, inner={**_LLAMA.inner, **_QWEN_MOE}),
 }
+
+
+def fuses_experts(spec: ModelSpec) -> bool:
+    """True if a tensor of the family's checkpoints holds all experts of a layer: names here are `FusedExperts`'."""
+    return spec.architecture == "gpt_oss"
 
 
 def sources(

@@ -141,6 +141,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(spec.hidden, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, bias=spec.qkv_bias)
         self.q_norm = make_norm(spec, spec.head_dim) if spec.qk_norm else None
         self.k_norm = make_norm(spec, spec.head_dim) if spec.qk_norm else None
+        self.sinks = nn.Parameter(torch.empty(spec.heads)) if spec.sinks else None
         self.o = nn.Linear(spec.heads * spec.head_dim, spec.hidden, bias=spec.o_bias)
 
     def forward(self, x_TH: Tensor, rotation: Rotation | None, batch: RaggedBatch, planes: Planes) -> Tensor:
@@ -151,7 +152,7 @@ class Attention(nn.Module):
         if rotation is not None:
             q, k = kernels.rope(q, k, *rotation)
         kernels.write_kv(k, v, planes, batch.slots)
-        out_TND = kernels.paged_attention(q, planes, batch, self.scale, self.window)
+        out_TND = kernels.paged_attention(q, planes, batch, self.scale, self.window, self.sinks)
         return self.o(out_TND.flatten(1))  # type: ignore[no-any-return]
 
 

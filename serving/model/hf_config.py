@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from serving.model.hf_experts import deepseek_v2, deepseek_v3, mixtral, qwen3_moe
+from serving.model.hf_experts import deepseek_v2, deepseek_v3, gpt_oss, mixtral, qwen3_moe
 from serving.model.hf_shape import layer_kinds, llama_shape, one_of, qwen_windows, rope_of, same_window
 from serving.model.quantization_config import check_config
 from serving.model.rope import Rope
@@ -31,7 +31,7 @@ def spec_from_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     if read is None:
         known = ", ".join(sorted(_READERS))
         raise ValueError(f"architecture {kind!r} is not supported; choose a model whose model_type is one of {known}")
-    check_config(config.get("quantization_config"))
+    check_config(config.get("quantization_config"), _DEQUANTIZED.get(str(kind), ()))
     try:
         spec = read(config)
     except KeyError as missing:
@@ -190,11 +190,13 @@ _GEMMA3_DEFAULTS = {
     "tie_word_embeddings": True,
 }
 _GEMMA3_OWN = {"hidden_act": "silu", "rope_parameters": None, "rope_scaling": None}  # are read apart
+_DEQUANTIZED = {"gpt_oss": ("mxfp4",)}
 _READERS: dict[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
     "gemma3": _gemma3,
     "gemma3_text": _gemma3,
+    "gpt_oss": gpt_oss,
     "llama": _llama,
     "mistral": _mistral,
     "mixtral": mixtral,

@@ -6,11 +6,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from serving.model.hf_shape import llama_shape, one_of, qwen_windows, rope_of, same_window
+from serving.model.hf_shape import layer_kinds, llama_shape, one_of, qwen_windows, rope_of, same_window
 from serving.model.mla_spec import MlaSpec
-from serving.model.moe_spec import MoeSpec
+from serving.model.moe_spec import ClampedSwiglu, MoeSpec
 from serving.model.rope import yarn_scale
 from serving.model.spec import ModelSpec
+
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 def mixtral(config: Mapping[str, Any]) -> ModelSpec:
@@ -37,6 +46,29 @@ def qwen3_moe(config: Mapping[str, Any]) -> ModelSpec:
     bias = bool(config.get("attention_bias", False))
     windows = qwen_windows(config, spec)
     return replace(spec, qk_norm=True, qkv_bias=bias, o_bias=bias, moe=moe, windows=windows)
+
+
+def gpt_oss(config: Mapping[str, Any]) -> ModelSpec:
+    """A softmax over the chosen experts alone is the one over all, scaled to a sum of 1."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or _GPT_OSS_ROPE
+    rope = {"rope_theta": config.get("rope_theta", 150000.0), **given}
+    defaults = {"max_position_embeddings": 131072}
+    shape = llama_shape({**defaults, **config, "rope_parameters": rope}, head_dim=64, norm_eps=1e-5)
+    clamped = ClampedSwiglu(
+        alpha=float(config.get("swiglu_alpha", 1.702)), limit=float(config.get("swiglu_limit", 7.0))
+    )
+    moe = MoeSpec(
+        experts=int(config.get("num_local_experts", 128)),
+        top_k=int(config.get("num_experts_per_tok", 4)),
+        intermediate=shape.intermediate,
+        sparse=(True,) * shape.layers,
+        bias=True,
+        product=clamped,
+    )
+    window, bias = int(config.get("sliding_window", 128)), bool(config.get("attention_bias", True))
+    kinds = layer_kinds(config, [layer % 2 == 0 for layer in range(shape.layers)])
+    windows = tuple(window if sliding else None for sliding in kinds)
+    return replace(shape, moe=moe, windows=windows, sinks=True, qkv_bias=bias, o_bias=bias)
 
 
 def deepseek_v2(config: Mapping[str, Any]) -> ModelSpec:

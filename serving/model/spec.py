@@ -42,6 +42,7 @@ class ModelSpec:
     mlp_bias: bool = False
     qk_norm: bool = False  # a norm over each head of q and k, before rope
     post_norms: bool = False  # a norm of what attention and MLP make, before it is added
+    sinks: bool = False  # each head has a score that joins its softmax and has no value
     score_scale: float | None = None  # of attention scores; None: head_dim ** -0.5
     embedding_scale: float = 1.0  # of embedded tokens, rounded to the model's type
     tied_embeddings: bool = False

@@ -34,6 +34,8 @@ def parameter_cut(layout: ParallelLayout, spec: ModelSpec, rank: int, name: str)
     if module in ("attention.o", "mlp.down", "mlp.experts.down", "mlp.shared.down"):
         # A bias, and the scale of each output, belong to the sum.
         return Cut(columns=_inputs(layout, spec, rank, module)) if leaf == "weight" else Cut()
+    if f"{module}.{leaf}" == "attention.sinks":
+        return Cut(rows=(layout.heads(spec, rank),))
     rows = _outputs(layout, spec, rank, module)
     return Cut(rows=rows)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from serving.model.decoder import Decoder, Layer, PlainMlp
 from serving.model.gated_mlp import GatedMlp
 from serving.model.mla import MlaAttention
+from serving.model.moe import MoeMlp
 from serving.model.norms import LayerNorm, Norm
 from serving.model.quantized_linear import QuantizedLinear
 from serving.model.spec import ModelSpec
@@ -77,10 +78,11 @@ def _mlp_sites(layer: Layer, at: str, wanted: Collection[str]) -> Iterator[Linea
     else:
         shared = [] if layer.mlp.shared is None else [f"{at}.shared"]
         gated = [*(f"{at}.experts.{i}" for i in range(len(layer.mlp.experts))), *shared]
+    clamped = isinstance(layer.mlp, MoeMlp) and layer.mlp.spec.product is not None  # lets no factor through
     for one in gated:
         up = f"{one}.gate_up"
         yield LinearSite(name=up, norm=layer.mlp_norm if one == at else None)
-        yield LinearSite(name=f"{one}.down", feeder=up if up in wanted else None)
+        yield LinearSite(name=f"{one}.down", feeder=up if up in wanted and not clamped else None)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from transformers import Gemma3TextConfig, PreTrainedConfig
+from transformers import Gemma3TextConfig, GptOssConfig, PreTrainedConfig
 
 from serving.loader.loading import LoadedModel, load
 from serving.messages import Role
@@ -17,11 +17,12 @@ from tests.flow.conftest import ClusterMaker
 from tests.flow.reference import greedy_tiny, is_greedy_tiny, prompts
 from tests.flow.test_pool import BLOCK, ask, cluster, served
 from tests.kvcache.pool.nodes import Cluster as Pool
-from tests.serving.model.oracle import GEMMA3, VOCAB, build, save
+from tests.serving.model.oracle import GEMMA3, GPT_OSS, VOCAB, build, save
 
 TOKENS = 12
 FAMILIES: dict[str, PreTrainedConfig] = {
     "gemma3": Gemma3TextConfig(**GEMMA3 | {"max_position_embeddings": 512}, sliding_window_pattern=2),
+    "gpt_oss": GptOssConfig(**GPT_OSS | {"max_position_embeddings": 512}),
 }
 
 

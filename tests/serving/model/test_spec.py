@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from serving.model.hf_config import spec_from_hf
-from serving.model.moe_spec import MoeSpec
+from serving.model.moe_spec import ClampedSwiglu, MoeSpec
 from serving.model.rope import Rope, default_frequencies, divided
 
 LLAMA: dict[str, Any] = {
@@ -217,3 +217,46 @@ def test_gemma_3_s_old_and_new_rope_keys_mean_the_same() -> None:
 def test_gemma_3_variants_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         spec_from_hf(GEMMA3_4B | change)
+
+
+GPT_OSS_20B: dict[str, Any] = {  # as it was published
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 131072,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+
+
+def test_the_published_config_of_gpt_oss() -> None:
+    spec = spec_from_hf(GPT_OSS_20B)
+    assert spec.windows == (128, None) * 12 and spec.sinks and spec.qkv_bias and spec.o_bias and not spec.mlp_bias
+    assert spec.moe is not None and (spec.moe.experts, spec.moe.top_k, spec.moe.intermediate) == (32, 4, 2880)
+    assert spec.moe.bias and spec.moe.product == ClampedSwiglu(alpha=1.702, limit=7.0)
+    assert spec.rope is not None and spec.rope.magnitude == pytest.approx(1.3465735903)  # 0.1 ln 32 + 1
+    assert spec.rope.frequencies[-1] == pytest.approx(150000 ** (-62 / 64) / 32)
+    left_out = ("head_dim", "rope_theta", "rope_scaling", "sliding_window", "swiglu_limit", "num_experts_per_tok")
+    assert spec_from_hf({key: value for key, value in GPT_OSS_20B.items() if key not in left_out}) == spec
+
+
+def test_only_gpt_oss_is_read_from_mxfp4() -> None:
+    with pytest.raises(ValueError, match="'mxfp4' quantized checkpoints are not supported"):
+        spec_from_hf(LLAMA | {"quantization_config": {"quant_method": "mxfp4"}})

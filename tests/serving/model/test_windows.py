@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,9 @@ def test_a_factor_is_rounded_to_the_type_it_multiplies() -> None:
     assert Scale(3072**0.5)(x.float())[1] == torch.tensor(3072**0.5)
 
 
-@pytest.mark.parametrize("name", ["gemma3"])
-def test_the_compiled_forms_leave_it_to_torch(name: str, tmp_path: Path) -> None:
-    assert "Llama shape" in (unlike_llama(load(save(build(configs()[name]), tmp_path)).spec) or "")
+@pytest.mark.parametrize(("name", "reason"), [("gemma3", "Llama shape"), ("gpt_oss", "attention sinks")])
+def test_the_compiled_forms_leave_it_to_torch(name: str, reason: str, tmp_path: Path) -> None:
+    spec = load(save(build(configs()[name]), tmp_path)).spec
+    assert reason in (unlike_llama(spec) or "")
+    if spec.moe is not None:
+        assert "does not route experts" in (unlike_llama(replace(spec, sinks=False)) or "")
