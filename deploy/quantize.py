@@ -36,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Imported on use: the other commands need not wait for torch.
     from serving.checkpoint.hub import resolve
     from serving.loader.loading import load
+    from serving.model.hf_config import becomes_wide, of_text
     from serving.quantization.folder import write_model
     from serving.quantization.scheme import PORTABLE, ROTATED
 
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_new(out)
     path = resolve(arguments.model)
     config = read_config(path)
-    if "quantization_config" in config:
+    if of_text(config).get("quantization_config") and not becomes_wide(config):
         raise ValueError(f"{path} is quantized already")
     started = time.monotonic()
     scheme = ROTATED if arguments.rotate else PORTABLE

@@ -6,6 +6,7 @@ Knows the file formats' tensors, not what they mean to a decoder.
 from __future__ import annotations
 
 from collections import Counter
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
@@ -96,7 +97,7 @@ class SafetensorsFolder:
             )
         return STORED_DTYPES[stored]
 
-    @property
+    @cached_property
     def int8_names(self) -> frozenset[str]:
         return frozenset(name for name in self._where if self._slice(name).get_dtype() in EIGHT_BITS)
 

@@ -9,6 +9,7 @@ Shapes: E experts, H hidden width, I width of an expert.
 from __future__ import annotations
 
 import re
+from functools import cached_property
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -18,6 +19,8 @@ from serving.checkpoint.checkpoint import Container, SafetensorsFolder
 from serving.checkpoint.mxfp4 import GROUP, dequantized
 
 _PROJECTION = re.compile(r"(?P<experts>.*\.experts)\.(?P<projection>gate_up|down)_proj(?P<leaf>|_bias|_blocks|_scales)")
+_PACKED = ("_blocks", "_scales")  # of MXFP4
+_DIMENSIONS = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
 _ROWS = {"gate_up": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}, "down": {"down_proj": slice(None)}}
 
 
@@ -36,9 +39,16 @@ class FusedExperts:
     container: Final[Container] = "safetensors"
 
     def __init__(self, folder: SafetensorsFolder) -> None:
+        """Raises ValueError where tensors of experts do not fit together."""
         self._folder = folder
-        self._places = {place: at for name in sorted(folder.names) for place, at in _places(name, folder).items()}
         self._others = frozenset(name for name in folder.names if _PROJECTION.fullmatch(name) is None)
+        self._places: dict[str, _Place] = {}
+        for name in sorted(folder.names - self._others):
+            _check(name, folder)
+            for shown, place in _places(name, folder).items():
+                if shown in self._others or shown in self._places:
+                    raise ValueError(f"the checkpoint has {shown} twice, once in {name}; leave one of the two out")
+                self._places[shown] = place
 
     @property
     def names(self) -> frozenset[str]:
@@ -48,7 +58,7 @@ class FusedExperts:
     def files(self) -> tuple[Path, ...]:
         return self._folder.files
 
-    @property
+    @cached_property
     def int8_names(self) -> frozenset[str]:
         return self._folder.int8_names & self._others
 
@@ -94,6 +104,23 @@ class FusedExperts:
         stored = [self._folder.read_slice(f"{place.tensor}_{part}", one, held)[0] for part in ("blocks", "scales")]
         whole = dequantized(*(part[place.rows] for part in stored))
         return whole if columns is None else whole[:, columns.start : columns.stop]
+
+
+def _check(name: str, folder: SafetensorsFolder) -> None:
+    """Raises ValueError for a tensor whose shape is not that of its kind, or that lacks what belongs to it."""
+    found = _PROJECTION.fullmatch(name)
+    assert found is not None
+    shape, dimensions = folder.shape(name), _DIMENSIONS[found["leaf"]]
+    if len(shape) != dimensions:
+        raise ValueError(f"{name} has shape {list(shape)}, and {dimensions} dimensions are needed")
+    if found["leaf"] in _PACKED:
+        blocks, scales = (name.removesuffix(found["leaf"]) + leaf for leaf in _PACKED)
+        if missing := {blocks, scales} - folder.names:
+            raise ValueError(f"the checkpoint lacks {', '.join(missing)}, which {name} needs")
+        if folder.shape(blocks)[: len(folder.shape(scales))] != folder.shape(scales):
+            raise ValueError(
+                f"{blocks} {list(folder.shape(blocks))} does not fit {scales} {list(folder.shape(scales))}"
+            )
 
 
 def _places(name: str, folder: SafetensorsFolder) -> dict[str, _Place]:

@@ -24,7 +24,8 @@ from serving.forward.released import release
 from serving.kernels import cpu
 from serving.kernels.cpu.offloaded_step import offloaded_step
 from serving.model.decoder import Decoder, Planes
-from serving.model.quantized_linear import QuantizedLinear, float8_linears
+from serving.model.moe import MoeMlp
+from serving.model.quantized_linear import QuantizedLinear, float8_linears, rotated_linear
 from serving.parallel.rank_module import computes_with_others
 
 WATCH_SECONDS = 0.0005  # between reads of how many layers are done, in a step with `layer_done`
@@ -156,9 +157,17 @@ def supports(model: Decoder, dtype: str) -> str | None:
         return "LongRoPE needs two rotary tables"
     if (name := float8_linears(model)) is not None:
         return f"the kernels do not multiply {name}'s FP8 weights"
+    if (name := _rotated_expert(model)) is not None:
+        return f"the fused step does not transform the inputs of {name}"
     if dtype not in ("float32", "bfloat16"):
         return f"the kernels do not compute in {dtype}"
     return None
+
+
+def _rotated_expert(model: Decoder) -> str | None:
+    """The first linear layer of experts whose inputs are transformed; None: there is none."""
+    mixtures = ((name, module) for name, module in model.named_modules() if isinstance(module, MoeMlp))
+    return next((f"{name}.{linear}" for name, mixture in mixtures if (linear := rotated_linear(mixture))), None)
 
 
 def _float(norm: nn.Module) -> Tensor:

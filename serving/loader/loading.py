@@ -29,6 +29,7 @@ from serving.loader.quantize_at_load import default_scheme, kept_scales, quantiz
 from serving.loader.reading import fill_parameter
 from serving.loader.rotations import decoder_rotations, refuse_rotations, stored_rotations
 from serving.model.decoder import Decoder
+from serving.model.hf_config import of_text
 from serving.model.mla import hold_float32
 from serving.model.moe import float32_parameters
 from serving.model.quantized_linear import hold_int8, own_dtypes
@@ -110,7 +111,7 @@ def open_checkpoint(path: Path) -> tuple[ModelSpec, Checkpoint, str]:
     if path.is_file():
         file = GgufFile(path)
         return spec_from_gguf(file), file, "bfloat16"
-    spec, config = read_spec(path), read_json(path / "config.json")
+    spec, config = read_spec(path), of_text(read_json(path / "config.json"))
     folder = SafetensorsFolder(path)
     named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     dtype = named if named in DTYPES else folder.dtype

@@ -12,6 +12,7 @@ from serving.checkpoint.checkpoint import Checkpoint
 from serving.checkpoint.json_file import read_json
 from serving.checkpoint.weights import sources
 from serving.model.decoder import Decoder
+from serving.model.hf_config import of_text
 from serving.model.quantization_config import module_rotations
 
 
@@ -19,7 +20,7 @@ def stored_rotations(path: Path) -> dict[str, int]:
     """The inputs that are joined at a time, by modules' names in the checkpoint at `path`; nothing for a GGUF file."""
     if path.is_file():
         return {}
-    return module_rotations(read_json(path / "config.json").get("quantization_config"))
+    return module_rotations(of_text(read_json(path / "config.json")).get("quantization_config"))
 
 
 def refuse_rotations(path: Path) -> None:

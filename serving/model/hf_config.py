@@ -25,32 +25,46 @@ def spec_from_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
 
     Raises ValueError, with what to do next, for an architecture or a variant this decoder does not cover.
     """
-    config = _of_text(config)
+    config = of_text(config)
     kind = config.get("model_type")
     read = _READERS.get(str(kind))
     if read is None:
         known = ", ".join(sorted(_READERS))
         raise ValueError(f"architecture {kind!r} is not supported; choose a model whose model_type is one of {known}")
-    check_config(config.get("quantization_config"), _DEQUANTIZED.get(str(kind), ()))
+    ending = generation_config or {}
     try:
+        check_config(config.get("quantization_config"), _DEQUANTIZED.get(str(kind), ()))
         spec = read(config)
+        eos = _token_ids(ending.get("eos_token_id", config.get("eos_token_id")))
     except KeyError as missing:
         raise ValueError(f"config.json of this {kind} model has no {missing}") from None
-    ending = generation_config or {}
-    eos = ending.get("eos_token_id", config.get("eos_token_id"))
-    return replace(spec, eos_token_ids=_token_ids(eos), bos_token_id=config.get("bos_token_id"))
+    except (TypeError, AttributeError, ArithmeticError) as wrong:
+        raise ValueError(f"config.json of this {kind} model has a value that cannot be: {wrong}") from wrong
+    return replace(spec, eos_token_ids=eos, bos_token_id=config.get("bos_token_id"))
 
 
-def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the config of several models, for images and for text, says of the one for text."""
     text = config.get("text_config") or {}
+    if not isinstance(text, Mapping):
+        raise ValueError(f"text_config of this config.json should be an object, and is {text!r}")
     return {**text, **{key: value for key, value in config.items() if key not in text or value is not None}}
+
+
+def becomes_wide(config: Mapping[str, Any]) -> bool:
+    """True if weights of this config.json are quantized in the checkpoint alone, not in the model that is loaded."""
+    config = of_text(config)
+    stored = config.get("quantization_config") or {}
+    return stored.get("quant_method") in _DEQUANTIZED.get(str(config.get("model_type")), ())
 
 
 def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    tokens = (value,) if isinstance(value, int) else tuple(value)
+    if not all(isinstance(token, int) for token in tokens):
+        raise ValueError(f"eos_token_id {value!r} is not a token's number, or a list of such")
+    return tokens
 
 
 def _llama(config: Mapping[str, Any]) -> ModelSpec:

@@ -39,6 +39,8 @@ def rope_of(config: Mapping[str, Any], head_dim: int) -> Rope:
     """Checkpoints up to 2025 say `rope_theta` and `rope_scaling`, later ones put both into `rope_parameters`."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if not 0 < share <= 1:
+        raise ValueError(f"partial_rotary_factor {share} is not a share of a head's dimensions")
     return from_parameters(
         parameters,
         theta=float(parameters.get("rope_theta", config.get("rope_theta", 10000.0))),
@@ -66,6 +68,8 @@ def layer_kinds(config: Mapping[str, Any], default: Sequence[bool]) -> list[bool
     kinds = config.get("layer_types")
     if kinds is None:
         return list(default)
+    if len(kinds) != len(default):
+        raise ValueError(f"layer_types names {len(kinds)} layers, and the model has {len(default)}")
     for kind in kinds:
         one_of({"layer_types": kind, "model_type": config["model_type"]}, "layer_types", LAYER_TYPES)
     return [kind == "sliding_attention" for kind in kinds]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf, isfinite
 from typing import Literal
 
 
@@ -12,6 +13,10 @@ class ClampedSwiglu:
 
     alpha: float
     limit: float
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.alpha) and 0 < self.limit < inf):
+            raise ValueError(f"a clamped SwiGLU has a finite alpha and limit; {self.alpha} and {self.limit} are given")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,9 @@ class Rope:
 
 
 def default_frequencies(theta: float, rotary_dim: int) -> tuple[float, ...]:
-    """theta^(-2i / rotary_dim) for each pair i of `rotary_dim` dimensions."""
+    """theta^(-2i / rotary_dim) for each pair i of `rotary_dim` dimensions. Raises ValueError for no base of a power."""
+    if not 0 < theta < math.inf:
+        raise ValueError(f"rope's theta is a finite number above 0; {theta} is given")
     return tuple(theta ** (-dim / rotary_dim) for dim in range(0, rotary_dim, 2))
 
 

@@ -6,6 +6,7 @@ It knows no config (see serving.model.hf_config) and may not import torch: route
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from serving.kvspec import LayerKV, gqa, gqa_int8, mla
@@ -56,6 +57,7 @@ class ModelSpec:
     bos_token_id: int | None = None
 
     def __post_init__(self) -> None:
+        _check_numbers(self)
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} attention heads cannot share {self.kv_heads} key-value heads evenly")
         if self.windows and len(self.windows) != self.layers:
@@ -89,3 +91,17 @@ class ModelSpec:
     def long_rope_after(self) -> int:
         """Tokens of a request beyond which it rotates by LongRoPE's long factors; 0 for other models."""
         return (self.rope.long_after or 0) if self.rope is not None else 0
+
+
+def _check_numbers(spec: ModelSpec) -> None:
+    """Raises ValueError for a number of `spec` that no model has."""
+    for name in ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "max_position"):
+        if getattr(spec, name) < 1:
+            raise ValueError(f"a model's {name} is 1 or more; {getattr(spec, name)} is given")
+    if narrow := [window for window in spec.windows if window is not None and window < 1]:
+        raise ValueError(f"an attention window is 1 token or more; {narrow[0]} is given")
+    if not 0 <= spec.norm_eps < inf:
+        raise ValueError(f"a norm's epsilon is a finite number, 0 or more; {spec.norm_eps} is given")
+    for factor in (spec.score_scale, spec.embedding_scale):
+        if factor is not None and not 0 < factor < inf:
+            raise ValueError(f"scores and embeddings are scaled by a finite number above 0; {factor} is given")

@@ -1,17 +1,18 @@
-"""A model whose inputs are transformed before INT8 products: as the modules compute it, and where it is left to them."""
+"""A model whose inputs are transformed before INT8 products: as the modules compute it, and what is left to them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvcache.memory.device import DeviceKV
 from serving.forward.cpu_forward import supports
 from serving.kernels import cpu
 from serving.loader import quantize_at_load
 from serving.loader.loading import LoadedModel, load
-from serving.model.quantized_linear import rotated_linear
+from serving.model.quantized_linear import QuantizedLinear, rotated_linear
 from tests.serving.forward.test_sparse_forward import SEQUENCES, same_but_for_ties
 from tests.serving.model.oracle import build, configs, save
 
@@ -32,6 +33,18 @@ def test_the_compiled_step_computes_what_the_modules_do(rotated: LoadedModel) ->
     assert supports(rotated.model, "float32") is None
     assert same_but_for_ties(rotated, kernels, 2e-3) > 0.9
     kernels.close()
+
+
+def test_experts_of_transformed_inputs_are_left_to_the_modules(tmp_path: Path) -> None:
+    loaded = load(save(build(configs()["mixtral"]), tmp_path), "float32")
+    assert supports(loaded.model, "float32") is None
+    down = loaded.model.get_submodule("layers.1.mlp.experts.2.down")
+    weight = torch.zeros(down.weight.shape, dtype=torch.int8)
+    loaded.model.set_submodule(
+        "layers.1.mlp.experts.2.down", QuantizedLinear(weight, torch.ones(len(weight)), None, rotation=16)
+    )
+    said = supports(loaded.model, "float32")
+    assert said == "the fused step does not transform the inputs of layers.1.mlp.experts.2.down"
 
 
 def test_triton_leaves_it_to_the_modules(rotated: LoadedModel) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,32 @@ def test_blocks_that_do_not_fit_their_scales() -> None:
     scales = torch.zeros(2, 3, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"blocks \[2, 4, 16\] .* do not fit scales \[2, 3\]"):
         dequantized(torch.zeros(2, 4, 16, dtype=torch.uint8), scales)
+
+
+GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda one: one.pop(f"{GATE_UP}_scales"), "lacks .*gate_up_proj_scales, which .*gate_up_proj_blocks needs"),
+        (lambda one: one.pop(f"{GATE_UP}_blocks"), "lacks .*gate_up_proj_blocks, which .*gate_up_proj_scales needs"),
+        (lambda one: one.update({GATE_UP: torch.zeros(6, 32, 128)}), "has .*0.gate_proj.weight twice, once in"),
+        (
+            lambda one: one.update({GATE_UP.replace("gate_up", "0.gate") + ".weight": torch.zeros(64, 32)}),
+            "has .*0.gate_proj.weight twice, once in",
+        ),
+        (lambda one: one.update({f"{GATE_UP}_scales": one[f"{GATE_UP}_scales"][:3].clone()}), "does not fit"),
+        (lambda one: one.update({f"{GATE_UP}_blocks": one[f"{GATE_UP}_blocks"].flatten(1)}), "4 dimensions are needed"),
+        (lambda one: one.update({f"{GATE_UP}_bias": torch.tensor(1.0)}), r"has shape \[\], and 2 dimensions"),
+    ],
+)
+def test_experts_that_do_not_fit_together_are_refused(
+    change: Callable[[dict[str, Tensor]], object], message: str, tmp_path: Path
+) -> None:
+    write(tmp_path, packed=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(tmp_path)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -260,3 +263,42 @@ def test_the_published_config_of_gpt_oss() -> None:
 def test_only_gpt_oss_is_read_from_mxfp4() -> None:
     with pytest.raises(ValueError, match="'mxfp4' quantized checkpoints are not supported"):
         spec_from_hf(LLAMA | {"quantization_config": {"quant_method": "mxfp4"}})
+
+
+ODD = (None, 0, -1, 1.5, "x", [], {}, [1], [None], {"a": 1}, math.nan, math.inf, "full_attention")
+FURTHER = (
+    *("layer_types", "sliding_window", "sliding_window_pattern", "rope_parameters", "query_pre_attn_scalar"),
+    *("text_config", "quantization_config", "rms_norm_eps", "partial_rotary_factor", "rope_local_base_freq"),
+    *("num_key_value_heads", "swiglu_alpha", "eos_token_id"),
+)
+
+
+@pytest.mark.parametrize("config", [LLAMA, GEMMA3_4B, GPT_OSS_20B], ids=lambda config: str(config["model_type"]))
+def test_a_value_of_another_kind_is_read_or_refused(config: dict[str, Any]) -> None:
+    for key, value in itertools.product({**config, **dict.fromkeys(FURTHER)}, ODD):
+        with contextlib.suppress(ValueError):
+            spec_from_hf(config | {key: value})
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        (GEMMA3_4B, {"sliding_window": None}, "of this gemma3_text model has a value that cannot be"),
+        (GEMMA3_4B, {"sliding_window": 0}, "an attention window is 1 token or more; 0 is given"),
+        (GEMMA3_4B, {"layer_types": []}, "layer_types names 0 layers, and the model has 34"),
+        (GEMMA3_4B, {"query_pre_attn_scalar": math.inf}, "a finite number above 0"),
+        (GEMMA3_4B, {"rope_local_base_freq": -1.0}, "rope's theta is a finite number above 0; -1.0"),
+        (GEMMA3_4B, {"partial_rotary_factor": 1.5}, "not a share of a head's dimensions"),
+        (GPT_OSS_20B, {"swiglu_limit": math.nan}, "finite alpha and limit"),
+        (GPT_OSS_20B, {"sliding_window": -128}, "1 token or more"),
+        (LLAMA, {"num_hidden_layers": 0}, "a model's layers is 1 or more; 0"),
+        (LLAMA, {"num_key_value_heads": -3}, "a model's kv_heads is 1 or more; -3"),
+        (LLAMA, {"rms_norm_eps": math.nan}, "a norm's epsilon is a finite number"),
+        (LLAMA, {"eos_token_id": ["</s>"]}, "eos_token_id .* is not a token's number"),
+        (LLAMA, {"quantization_config": "int8"}, "of this llama model has a value that cannot be"),
+        (LLAMA, {"text_config": "x"}, "text_config of this config.json should be an object"),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused(config: dict[str, Any], change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        spec_from_hf(config | change)

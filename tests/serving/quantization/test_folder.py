@@ -26,6 +26,7 @@ from serving.quantization.scheme import PORTABLE, ROTATED, Int8Scheme, Scales
 from serving.rank_group.layout_leader import check_layout
 from tests.serving.model.gguf_writing import write_gguf
 from tests.serving.model.oracle import build, configs, save
+from tests.serving.model.test_fused_experts import write as write_gpt_oss
 from tests.serving.quantization.test_apply import apart, logits
 
 ARCHITECTURES = (
@@ -167,6 +168,22 @@ def test_ranks_refuse_transformed_inputs(rotated_folder: Path) -> None:
         check_layout(rotated_folder, "float32", None, layout)
     with pytest.raises(ValueError, match="without --rotate"):
         load(rotated_folder, layout=lambda model: None)
+
+
+def test_transforms_named_in_the_part_for_text_are_computed(rotated_folder: Path) -> None:
+    before = load(rotated_folder)
+    config = json.loads((rotated_folder / "config.json").read_text())
+    config["text_config"] = {"quantization_config": config.pop("quantization_config")}
+    (rotated_folder / "config.json").write_text(json.dumps(config))
+    assert rotations(load(rotated_folder)) == rotations(before)
+
+
+def test_what_becomes_wide_as_it_is_loaded_is_quantized(tmp_path: Path) -> None:
+    write_gpt_oss(tmp_path / "source", packed=True)
+    quantize(tmp_path / "source", tmp_path / "out")
+    same(load(tmp_path / "source", "float32", quantization="int8", scheme=PORTABLE), load(tmp_path / "out"))
+    with pytest.raises(ValueError, match="is quantized already"):
+        quantize(tmp_path / "out", tmp_path / "again")
 
 
 def test_a_quantized_head_is_written_apart_from_the_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
