@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import IO, Any
 
@@ -85,7 +86,7 @@ class Asking:
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, error.read()
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
+        except (urllib.error.URLError, HTTPException, ConnectionError, TimeoutError):
             return 0, b""
 
     def wait_ready(self) -> None:

@@ -75,7 +75,7 @@ def children() -> Iterator[int]:
 
 async def begun(work: BodyWork) -> None:
     """The first lane's process has been given a body."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while work._lanes[0]._process._process is not None:
             await asyncio.sleep(0.005)
 
@@ -216,7 +216,7 @@ def test_a_process_that_ends_while_idle_costs_nobody_anything(tokenizer: Tokeniz
                 while list(children()):
                     await asyncio.sleep(0.01)
                 await asyncio.sleep(0.1)
-                plan = await asyncio.wait_for(work.run(prepare, completion(9000), HEAD), 20.0)
+                plan = await asyncio.wait_for(work.run(prepare, completion(9000), HEAD), 60)
                 assert plan.plan.prompt_tokens == 50
 
     run(test())
@@ -239,8 +239,8 @@ def test_a_lane_goes_on_whatever_is_raised_in_it(
                 patched.setattr(BodyProcess, "ask", fail)
                 for _ in range(2):
                     with pytest.raises(InternalError):
-                        await asyncio.wait_for(work.run(prepare, completion(9000), HEAD), 5.0)
-            plan = await asyncio.wait_for(work.run(prepare, completion(9000), HEAD), 20.0)
+                        await asyncio.wait_for(work.run(prepare, completion(9000), HEAD), 60)
+            plan = await asyncio.wait_for(work.run(prepare, completion(9000), HEAD), 60)
             assert plan.plan.prompt_tokens == 50
 
     run(test())
@@ -259,7 +259,7 @@ def test_a_process_that_stands_still_is_given_up(
             (pid,) = children()
             stop(pid)
             with pytest.raises(Unavailable) as caught:
-                await asyncio.wait_for(work.run(prepare, completion(9000), HEAD), 5.0)
+                await asyncio.wait_for(work.run(prepare, completion(9000), HEAD), 60)
             assert caught.value.code == "body_unread" and caught.value.retry_after
             assert pid not in children()
             work._lanes[0]._process._patience = 60.0  # the next one may be slow
