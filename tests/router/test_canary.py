@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from typing import Any
 
 import pytest
 
+from router import canary as canaries
 from router.breaker import BreakerState
 from router.canary import TENANT, Canary
 from router.candidate import Candidate
@@ -114,6 +117,28 @@ async def test_a_decode_worker_that_grants_nothing_turns_all_its_pairs_red(split
     await probed(split)
     assert red(split) == {("p0", "d0"), ("p1", "d0")}
     split.workers["d0"].lose_sessions()
+
+
+async def test_a_router_that_stood_still_takes_no_answer_for_missing(
+    split: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: what hung at the standstill was given up at its end, and what the worker held was moved."""
+    worker, answers = split.workers["p0"], asyncio.Event()
+    play = worker.play
+
+    async def late(*given: Any) -> Any:
+        await answers.wait()
+        return await play(*given)
+
+    monkeypatch.setattr(canaries, "LOOK", 0.05)
+    worker.play = late  # type: ignore[method-assign]
+    canary = Canary(split.fleet, INTERVAL, patience=PATIENCE)
+    canary.begin_due()
+    await split.settled()
+    time.sleep(1.5 * PATIENCE)  # noqa: ASYNC251 - nothing of the router runs
+    asyncio.get_running_loop().call_later(0.05, answers.set)
+    await probed(split, canary)
+    assert red(split) == set() and canary.outcomes == {"ok": 4}
 
 
 async def test_a_busy_worker_that_gets_on_is_not_held_to_be_broken(split: World) -> None:

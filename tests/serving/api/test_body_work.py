@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -151,6 +152,27 @@ async def test_a_process_that_ends_over_a_body_fails_that_request_alone(tokenize
         assert (await third).plan.prompt_tokens == 50
 
 
+async def test_a_process_that_is_slow_to_end_was_ended_from_outside_all_the_same(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: a machine that stood still for two seconds between the end of its pipes and its own made it a 500."""
+    wait = Process.wait
+
+    async def late(process: Process) -> int:
+        await asyncio.sleep(2.5)
+        return await wait(process)
+
+    async with reading(tokenizer) as work:
+        (pid,) = children()
+        stop(pid)
+        asking = asyncio.create_task(work.run(work.readers.completions.prepare, completion(9000), HEAD))
+        await begun(work)
+        with monkeypatch.context() as patched:
+            patched.setattr(Process, "wait", late)
+            os.kill(pid, signal.SIGKILL)
+            assert (await asking).plan.prompt_tokens == 50
+
+
 async def test_a_body_over_which_two_processes_are_ended_from_outside_may_come_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -165,7 +187,10 @@ async def test_a_body_over_which_two_processes_are_ended_from_outside_may_come_a
     assert asked == [b"frame"] * 2
 
 
-async def test_a_body_that_takes_too_long_is_refused_and_the_next_one_read(tokenizer: Tokenizer) -> None:
+async def test_a_body_that_takes_too_long_is_refused_and_the_next_one_read(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_process, "PATIENCE", 60)  # a busy machine may give it little of each second
     async with reading(tokenizer, budget=1) as work:
         slow = json.dumps({"messages": [{"role": "user", "content": "mill, river. " * 900_000}]}).encode()
         with pytest.raises(InvalidRequest, match="more than 1 s") as caught:

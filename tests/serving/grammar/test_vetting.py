@@ -68,6 +68,23 @@ def test_a_compile_is_broken_off(vetter: GrammarVetter) -> None:
     vetter.vet(choice_grammar(["b"]))  # in another process
 
 
+def test_one_that_is_slow_to_end_was_broken_off_all_the_same(
+    vetter: GrammarVetter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: a machine that stood still for a second between the end of its socket and its own made it a 503."""
+    wait = subprocess.Popen.wait
+
+    def late(child: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout is not None and timeout < 5.0:
+            raise subprocess.TimeoutExpired(child.args, timeout)
+        return wait(child, timeout)
+
+    child_of(vetter)
+    monkeypatch.setattr(subprocess.Popen, "wait", late)
+    with pytest.raises(GrammarTooCostly):
+        vetter.vet(written_grammar(LONG))
+
+
 def test_the_first_mask_is_part_of_it(vetter: GrammarVetter) -> None:
     """It compiles, but nothing may come first."""
     with pytest.raises(GrammarError, match=r"^no text follows it$"):
