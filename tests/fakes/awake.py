@@ -40,9 +40,14 @@ class Awake:
         self._thread.join()
 
     def seconds(self, began: float, ended: float | None = None) -> float:
-        """Of those from `began` to `ended`, or to now, by the monotonic clock: without those that nobody looked."""
+        """Of those from `began` to `ended`, or to now, by the monotonic clock: without those in which it did not look.
+
+        All count from when it was left on.
+        """
         ended = time.monotonic() if ended is None else ended
-        gaps = [*self._gaps, self._gap(self._seen, max(ended, self._seen))]
+        gaps = [*self._gaps]
+        if not self._ended.is_set():  # it may not have looked since
+            gaps.append(self._gap(self._seen, max(ended, self._seen)))
         asleep = sum(max(0.0, min(end, ended) - max(start, began)) for start, end in gaps)
         return ended - began - asleep
 

@@ -52,6 +52,13 @@ def test_all_others_do(began: float, ended: float, counted: float) -> None:
     assert awake.seconds(began, ended) == pytest.approx(counted)
 
 
+def test_all_seconds_count_after_the_watch_has_ended() -> None:
+    awake = Awake()
+    awake._gaps, awake._seen = [(102.0, 105.0)], 110.0 - TICK
+    awake._ended.set()
+    assert awake.seconds(101.0, 115.0) == pytest.approx(11.0)
+
+
 class Sittings:
     """A test that fails so many times; `disturbed` says whether the machine stands still meanwhile."""
 
