@@ -15,7 +15,7 @@ from tests.flow.test_hangup import stream
 
 pytestmark = pytest.mark.slow
 
-TOKENS = 900  # more than are written while the signal is taken, by kernels that are slow enough
+TOKENS = 600  # more than are written while the signal is taken, by kernels that are slow enough
 
 
 @pytest.mark.parametrize(

@@ -167,8 +167,8 @@ async def test_a_router_dies_and_comes_back(services: Services, client: httpx.As
     first, second = services.routers
     asked = prompts(6, shortest=20, longest=100, seed=51)
     before = second.metric("replacements_total")
-    lost = [Stream(client, first, prompt, 600, key=f"lost-{n}") for n, prompt in enumerate(asked[:2])]
-    lost.append(Stream(client, first, asked[2], 600, temperature=1.0, key="lost-warm"))
+    lost = [Stream(client, first, prompt, 400, key=f"lost-{n}") for n, prompt in enumerate(asked[:2])]
+    lost.append(Stream(client, first, asked[2], 400, temperature=1.0, key="lost-warm"))
     kept = [Stream(client, second, prompt, LENGTH // 2) for prompt in asked[3:]]
     await begun([*lost, *kept], 10)
     assert sum(services.held().values()) >= 6  # and the canary's
@@ -185,7 +185,7 @@ async def test_a_router_dies_and_comes_back(services: Services, client: httpx.As
     for stream in kept:
         await stream.leave()
     check_texts(model, [*lost[:2], *kept])
-    warm = Stream(client, second, asked[2], 600, temperature=1.0, key="lost-warm")
+    warm = Stream(client, second, asked[2], 400, temperature=1.0, key="lost-warm")
     await warm.whole()
     assert warm.tokens == lost[2].tokens and not is_greedy_tiny(model, warm.prompt, warm.tokens)
     assert second.metric("replacements_total") == before
@@ -231,7 +231,7 @@ async def test_a_router_that_is_told_to_leave_finishes_its_streams(
     """New requests are refused there meanwhile, with when to come again, and go to the other."""
     first, second = services.routers
     asked = prompts(2, shortest=20, longest=100, seed=53)
-    stream = Stream(client, first, asked[0], 1000)
+    stream = Stream(client, first, asked[0], 600)
     await begun([stream], 5)
     first.process.send_signal(signal.SIGTERM)
     body = {"model": "tiny", "prompt": asked[1], "max_tokens": 2}
