@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "abi.h"
-#include "vector.h"
+#include "soon.h"
 
 namespace {
 
@@ -221,9 +221,16 @@ INLINE void deliver(const Linear& w, long panel, const float* value, const Targe
     }
 }
 
-// Rows [row0, row1) of A against panels [panel0, panel1). The rows are cut into tiles of nearly equal height.
-void linear_block(const Linear& w, const Rows& a, long row0, long row1, long panel0, long panel1,
-                  const Target& target) {
+// A tile of rows that fetches so many lines for each word of inputs.
+INLINE Tile tile_for(int kind, long rows, long lines) {
+    return lines == 0 ? tile_for<0>(kind, rows) : lines == 1 ? tile_for<1>(kind, rows) : tile_for<2>(kind, rows);
+}
+
+// Rows [row0, row1) of A against panels [panel0, panel1). The rows are cut into tiles of nearly equal height. One tile
+// reads its panel from memory; of several, the first two fetch a half each of the next panel, and the others what will
+// be read soon.
+void linear_block(const Linear& w, const Rows& a, long row0, long row1, long panel0, long panel1, const Target& target,
+                  Soon* soon = nullptr) {
     const long words = words_of(w.kind, w.inputs), count = row1 - row0;
     if (count <= 0) return;
     const long tiles = (count + TILE_ROWS - 1) / TILE_ROWS;
@@ -232,14 +239,12 @@ void linear_block(const Linear& w, const Rows& a, long row0, long row1, long pan
         const int32_t* b = static_cast<const int32_t*>(w.packed) + panel * words * PANEL;
         for (long t = 0; t < tiles; ++t) {
             const long first = row0 + count * t / tiles, rows = row0 + count * (t + 1) / tiles - first;
-            const int32_t* from = a.data + first * a.words;
-            // One tile reads its panel from memory; of several, the first two fetch a half each of the next panel.
-            if (tiles == 1)
-                tile_for<2>(w.kind, rows)(from, a.words, b, 0, words, b + AHEAD, raw, PANEL);
-            else if (t < 2 && panel + 1 < panel1)
-                tile_for<1>(w.kind, rows)(from, a.words, b, 0, words, b + words * (PANEL + 16 * t), raw, PANEL);
-            else
-                tile_for<0>(w.kind, rows)(from, a.words, b, 0, words, nullptr, raw, PANEL);
+            Soon::Part ahead = {b + AHEAD, 2};
+            if (tiles > 1 && t < 2)
+                ahead = {b + words * (PANEL + 16 * t), panel + 1 < panel1};
+            else if (tiles > 1)
+                ahead = soon ? soon->take(words) : Soon::Part{nullptr, 0};
+            tile_for(w.kind, rows, ahead.lines)(a.data + first * a.words, a.words, b, 0, words, ahead.from, raw, PANEL);
             for (long r = 0; r < rows; ++r) {
                 to_values(w, panel, w.kind == KIND_INT8 ? a.scale[first + r] : 1.0f, raw + r * PANEL);
                 deliver(w, panel, reinterpret_cast<float*>(raw + r * PANEL), target, first + r);
