@@ -122,6 +122,7 @@ def replayable(batch: RaggedBatch) -> bool:
     return (
         batch.long_rope is None
         and batch.barrier is None
+        and batch.offloaded is None
         and all(count == 1 for count in batch.query_lens)
         and len(batch.logits_rows) == len(batch.query_lens) > 0
     )

@@ -1,21 +1,23 @@
 """A built decoder of the Llama shape computed by the Triton kernels: steps replay CUDA graphs, or are launched.
 
 It hands the model's own tensors to the kernels, copying none; what they compute is in serving.kernels.gpu, whose
-import needs triton. A batch with KV in host memory goes through the model's modules. On CUDA no step waits for the
-device, except with `layer_done`: such a step ends once its last layer's KV is written.
+import needs triton. On CUDA no step waits for the device, except with `layer_done`: such a step ends once its last
+layer's KV is written.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from dataclasses import replace
+from math import lcm
 
 import torch
 from torch import Tensor
 
 from serving.batch.device_copy import on_device
-from serving.batch.ragged import RaggedBatch
+from serving.batch.ragged import KVSegment, OffloadedKV, RaggedBatch
 from serving.forward.cuda_graphs import CudaGraphs, GraphSizes, Size
 from serving.forward.forward import EagerForward, Forward, best_tokens
 from serving.forward.layer_events import LayerDone
@@ -31,6 +33,7 @@ from serving.parallel.rank_module import computes_with_others
 log = logging.getLogger(__name__)
 
 WARM_UP_STEPS = ((1, 3), (100,))  # new tokens of sequences: few rows and many, decoding and prompts
+OFFLOADED_STEPS = (1, 100)  # new tokens of a sequence
 
 
 class TritonForward:
@@ -59,6 +62,7 @@ class TritonForward:
         self.graphs: CudaGraphs[Size] | None = None
         self.mixed: CudaGraphs[MixedSize] | None = None
         self._warm_for = 0  # tokens of the largest step it has been made ready for
+        self._offloads = False  # whether it has been made ready for steps with KV in host memory
         self._modules = EagerForward(model, planes)
 
     def over(self, planes: Sequence[Planes]) -> Forward:
@@ -74,6 +78,8 @@ class TritonForward:
         other.graphs = other.mixed = None
         if self._warm_for:
             other.warm_up(self._warm_for, None)
+        if self._offloads:
+            other.warm_up_offloaded()
         return other
 
     @torch.inference_mode()
@@ -98,16 +104,20 @@ class TritonForward:
                 self.mixed.warm_up()
             self.graphs.warm_up()
 
+    @torch.inference_mode()
+    def warm_up_offloaded(self) -> None:
+        """Compile what steps with KV in host memory take as well, decoding and prompts."""
+        self._offloads = True
+        for count in OFFLOADED_STEPS:
+            batch = silent_step((count,), self.block_size, self.device)
+            self.kernels.logits(replace(batch, offloaded=SilentSegments(self.kernels.planes)))
+
     def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
-        if batch.offloaded is not None:
-            return self._modules.logits(batch, layer_done)
         if layer_done is None and (replayed := self._replayed(batch)) is not None:
             return replayed[0].clone()
         return self._launched(batch, layer_done)
 
     def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
-        if batch.offloaded is not None:
-            return self._modules.greedy(batch, layer_done)
         if layer_done is None and (replayed := self._replayed(batch)) is not None:
             return replayed[1].clone()
         return best_tokens(self._launched(batch, layer_done))
@@ -115,8 +125,6 @@ class TritonForward:
     def greedy_and_logits(
         self, batch: RaggedBatch, layer_done: LayerDone | None, rows: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        if batch.offloaded is not None:
-            return self._modules.greedy_and_logits(batch, layer_done, rows)
         if layer_done is None and (replayed := self._replayed(batch)) is not None:
             logits, tokens = replayed
             return tokens.clone(), logits[on_device(rows, torch.int64, self.device)]
@@ -124,8 +132,6 @@ class TritonForward:
         return best_tokens(logits), logits[on_device(rows, torch.int64, self.device)]
 
     def hidden(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
-        if batch.offloaded is not None:
-            return self._modules.hidden(batch, layer_done)
         return self._launched(batch, layer_done, self.kernels.hidden)
 
     def _replayed(self, batch: RaggedBatch) -> tuple[Tensor, ...] | None:
@@ -154,6 +160,22 @@ class TritonForward:
         logits = self._logits[: len(batch.logits_rows)]
         logits.copy_(self.kernels.logits(batch))
         return logits, best_tokens(logits)
+
+
+class SilentSegments(OffloadedKV):
+    """For each layer a segment as host memory's are kept (`OffloadedKV`), of zeros; none of the sequence's tokens."""
+
+    tokens = 0
+
+    def __init__(self, planes: Sequence[Planes]) -> None:
+        self.layers = iter(planes)
+
+    def segments(self) -> Iterator[KVSegment]:
+        layer = next(self.layers)
+        tokens = lcm(128, layer[0].shape[1])
+        shapes = [(1, tokens, *plane.shape[2:]) for plane in layer]
+        staged = [static(shape, 0, plane.dtype, plane.device) for shape, plane in zip(shapes, layer, strict=True)]
+        yield KVSegment(tuple(staged), 0, tokens)
 
 
 def silent_step(counts: Sequence[int], block_size: int, device: torch.device) -> RaggedBatch:
