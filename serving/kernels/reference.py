@@ -60,9 +60,12 @@ def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
 
     Gate is clamped to `limit` from above, up from both sides. Returns [T, W].
     """
-    gate, up = gate_up.chunk(2, dim=-1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+    bounded = gate_up.clamp(max=limit)
+    gate, up = bounded.chunk(2, dim=-1)
+    # Of half of each row. Over whole rows at once, vectors end elsewhere when there are more rows, and what comes after
+    # the last is computed with another exponential: a row's bits would depend on the others.
+    share = torch.sigmoid((bounded * alpha).chunk(2, dim=-1)[0])
+    return (up.clamp(min=-limit) + 1) * (gate * share)
 
 
 def write_kv(k: Tensor, v: Tensor, k_plane: Tensor, v_plane: Tensor, slots: Tensor) -> None:

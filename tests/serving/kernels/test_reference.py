@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -146,6 +147,21 @@ def test_planes_of_lower_precision_are_read_as_they_are() -> None:
     assert found.dtype == torch.bfloat16
     truth = expected(pool, q, starts, counts, 0.4, None)
     torch.testing.assert_close(found.double(), truth, atol=0.0, rtol=2**-8)
+
+
+@pytest.mark.parametrize("width", [20, 48, 64])
+def test_a_row_s_gated_products_do_not_depend_on_how_many_there_are(width: int) -> None:
+    x = torch.randn(40, 2 * width, generator=torch.Generator().manual_seed(9)) * 3
+    for product in (kernels.silu_mul, kernels.gelu_tanh_mul, partial(kernels.clamped_swiglu, alpha=1.702, limit=2.0)):
+        whole = product(x)
+        assert all(torch.equal(product(x[:rows]), whole[:rows]) for rows in range(1, 40))
+
+
+def test_clamped_swiglu_is_the_published_formula() -> None:
+    gate, up = torch.tensor([[-9.0, -1.0, 0.5, 9.0]]), torch.tensor([[9.0, -9.0, 0.5, -1.0]])
+    found = kernels.clamped_swiglu(torch.cat([gate, up], -1), 1.702, 7.0)[0].tolist()
+    pairs = [(-9.0, 7.0), (-1.0, -7.0), (0.5, 0.5), (7.0, -1.0)]
+    assert found == pytest.approx([(u + 1) * g / (1 + math.exp(-1.702 * g)) for g, u in pairs])
 
 
 def test_write_kv_touches_its_slots_only() -> None:

@@ -22,6 +22,7 @@ from serving.rank_group.child import RankProcess
 from serving.rank_group.kv_share import kv_share
 from serving.rank_group.layout_forward import LayoutForward
 from serving.rank_group.layout_leader import DividedModel, join_layout, load_layout
+from tests.fakes.awake import retaken
 from tests.serving.model.oracle import configs
 from tests.serving.parallel.models import written
 from tests.serving.rank_group.groups import (
@@ -144,6 +145,7 @@ def test_kv_of_a_narrower_type_lies_in_the_same_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@retaken
 def test_a_rank_that_stands_still_is_named_within_the_deadline(tmp_path: Path) -> None:
     with divided_over(tiny_llama(tmp_path), TP2, deadline=2.0) as divided:
         group = Side(join_layout(divided, device_kv(divided).planes))
