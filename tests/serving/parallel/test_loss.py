@@ -57,17 +57,61 @@ class NeverDone:
         raise RuntimeError("the time is up")
 
 
+class DoneLate:
+    """An operation that needs nobody any more, and that its thread has not come to yet."""
+
+    def __init__(self, looks: int) -> None:
+        self._looks = looks
+
+    def wait(self, moment: timedelta) -> None:
+        self._looks -= 1
+        if self._looks >= 0:
+            time.sleep(moment.total_seconds())
+            raise RuntimeError("the time is up")
+
+
+def ended_process() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_what_a_rank_has_sent_before_it_left_is_waited_for() -> None:
+    store = HashStore()
+    BoundedWaits(store, 1, 2, ProcessWatch({}), deadline=60.0).close()
+    waits = BoundedWaits(store, 0, 2, ProcessWatch({1: ended_process()}), deadline=60.0)
+    waits.finish(cast(Work, DoneLate(3)))
+    waits.close()
+
+
+def test_one_that_has_left_hides_no_other_that_is_lost() -> None:
+    store = HashStore()
+    BoundedWaits(store, 1, 3, ProcessWatch({}), deadline=60.0).close()
+    waits = BoundedWaits(store, 0, 3, ProcessWatch({1: ended_process(), 2: ended_process()}), deadline=60.0)
+    with pytest.raises(RankLost, match="ended") as lost:
+        waits.finish(cast(Work, NeverDone()))
+    assert lost.value.rank == 2
+
+
+def test_a_rank_that_gives_up_does_not_say_that_it_leaves() -> None:
+    store = HashStore()
+    leaving = BoundedWaits(store, 1, 2, ProcessWatch({0: ended_process()}), deadline=60.0)
+    with pytest.raises(RankLost):
+        leaving.finish(cast(Work, NeverDone()))
+    leaving.close()
+    assert not store.check(["left/1"])
+
+
 def test_who_left_because_of_another_is_not_blamed() -> None:
     """Rank 1 waits for rank 2, which has stopped, and leaves; rank 0 sees that, and has no group with rank 2."""
-    store, left = HashStore(), subprocess.Popen([sys.executable, "-c", ""])
-    left.wait()
+    store, left = HashStore(), ended_process()
     for other in (0, 3):  # they say that they wait, too
         store.set(f"waiting/{other}", "")
     leaving = BoundedWaits(store, 1, 4, ProcessWatch({}), deadline=0.2)
     with pytest.raises(RankLost, match="deadline") as lost:
         leaving.finish(cast(Work, NeverDone()))
     assert lost.value.rank == 2
-    staying = BoundedWaits(store, 0, 4, ProcessWatch({1: left.pid}), deadline=60.0)
+    staying = BoundedWaits(store, 0, 4, ProcessWatch({1: left}), deadline=60.0)
     with pytest.raises(RankLost, match="ended") as lost:
         staying.finish(cast(Work, NeverDone()))
     assert lost.value.rank == 2
