@@ -1,4 +1,4 @@
-"""A model whose inputs are transformed before INT8 products: as the modules compute it, and what is left to them."""
+"""A model whose inputs are transformed before INT8 products: what computes it as the modules do, and what does not."""
 
 from __future__ import annotations
 
