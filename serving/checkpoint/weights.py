@@ -146,6 +146,7 @@ _HUGGING_FACE = {
     "gemma3": replace(
         _LLAMA,
         prefixes=("language_model.model.", "model.language_model."),
+        outer={**_LLAMA.outer, "head": "lm_head | language_model.lm_head"},
         inner={**_LLAMA.inner, **_GEMMA3},
         beside=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
     ),
@@ -176,7 +177,7 @@ def sources(
     further tokens (`ModelSpec.mtp_layers`) are left out.
     """
     scheme = _GGUF if container == "gguf" else _HUGGING_FACE.get(spec.architecture, _LLAMA)
-    embed, head = scheme.outer["embed"], scheme.outer["head"]
+    embed, heads = scheme.outer["embed"], {f"{head}.weight" for head in scheme.outer["head"].split(" | ")}
     prefix = next((prefix for prefix in scheme.prefixes if f"{prefix}{embed}.weight" in present), scheme.prefixes[0])
     found = {name: _parts(name, spec, scheme, prefix, present) for name in parameters}
     used = {part.name for parts in found.values() for part in parts}
@@ -188,7 +189,7 @@ def sources(
         and not (left_out and name.startswith(left_out))
         and not name.endswith((*scheme.ignored, f".{ZERO_POINT_LEAF}"))
         and not name.startswith(scheme.beside)
-        and not (spec.tied_embeddings and name == f"{head}.weight")
+        and not (spec.tied_embeddings and name in heads)
     )
     if spare and all_used:
         shown = ", ".join(spare[:4]) + (f" and {len(spare) - 4} more" if len(spare) > 4 else "")

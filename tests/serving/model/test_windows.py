@@ -22,18 +22,24 @@ SEQUENCES = [[random.Random(4).randrange(VOCAB) for _ in range(33)]]
 
 
 @pytest.mark.parametrize("outer", ["language_model.model.", "model.language_model."])
-def test_gemma_3_with_images_computes_as_its_text_part(outer: str, tmp_path: Path) -> None:
-    oracle = build(Gemma3TextConfig(**GEMMA3 | {"tie_word_embeddings": True}))
+@pytest.mark.parametrize("head", [None, "lm_head.weight", "language_model.lm_head.weight"])
+def test_gemma_3_with_images_computes_as_its_text_part(outer: str, head: str | None, tmp_path: Path) -> None:
+    oracle = build(Gemma3TextConfig(**GEMMA3 | {"tie_word_embeddings": head is None}))
     expected = expected_logits(oracle, SEQUENCES[0])
     vision = SiglipVisionConfig(
         hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
     )
-    images = Gemma3ForConditionalGeneration(Gemma3Config(text_config=oracle.config, vision_config=vision))
+    tied = head is None
+    config = Gemma3Config(text_config=oracle.config, vision_config=vision, tie_word_embeddings=tied)
+    images = Gemma3ForConditionalGeneration(config)
     images.model.language_model.load_state_dict(oracle.model.state_dict())
     file = save(images, tmp_path) / "model.safetensors"
     written = re.compile(r"^(language_model.model|model.language_model)\.")
     tensors = {written.sub(outer, name): tensor for name, tensor in load_file(file).items()}
     assert any(name.startswith(f"{outer}layers") for name in tensors)
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("lm_head.weight")}
+    if head is not None:
+        tensors[head] = oracle.lm_head.weight.detach().clone()
     save_file(tensors, file)
     loaded = load(tmp_path, "float32")
     assert loaded.spec.architecture == "gemma3"
