@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from kvcache.memory.device import DeviceKV
 from serving.batch.layer_barrier import LayerBarrier
-from serving.batch.ragged import RaggedBatch
+from serving.batch.ragged import KVSegment, RaggedBatch
 from serving.forward.cuda_graphs import GraphSizes, Size, StaticBatch, Step, replayable
 from serving.forward.forward import EagerForward, best_tokens
 from serving.kernels.int8 import quantize_rows
@@ -334,8 +334,8 @@ def test_a_step_waits_at_its_barrier_and_leaves(triton_forward: ModuleType) -> N
 
 
 @runs_here
-def test_offloaded_kv_goes_through_the_modules(triton_forward: ModuleType) -> None:
-    pair = Pair(triton_forward, CASES["float32"])
+def test_offloaded_kv_is_attended_with_the_rest(triton_forward: ModuleType) -> None:
+    pair = Pair(triton_forward, Case(changes=(("max_position", 256),)))
 
     class Offloaded:
         """128 tokens of KV in host memory, alike in every layer."""
@@ -343,16 +343,13 @@ def test_offloaded_kv_goes_through_the_modules(triton_forward: ModuleType) -> No
         tokens = 128
 
         def segments(self) -> Any:
-            from serving.batch.ragged import KVSegment
-
             torch.manual_seed(3)
-            yield KVSegment(tuple(torch.randn(8, BLOCK_SIZE, 2, 16, device=DEVICE) for _ in range(2)), 0, 128)
+            yield KVSegment(tuple(torch.randn(2, 1, 128, 2, 16, device=DEVICE)), 0, 128)
 
-    batch = step_of([[1, 2, 3]], [128], tables=TABLES[:1], offloaded=Offloaded())
-    with torch.inference_mode():
-        expected = pair.modules.logits(batch, None)
-        assert torch.equal(pair.kernels.logits(batch, None), expected)
-        assert torch.equal(pair.kernels.greedy(batch, None), expected.argmax(dim=-1))
+    for tokens, start in (([1, 2, 3], 128), ([4], 131)):
+        batch = step_of([tokens], [start], tables=TABLES[:1], offloaded=Offloaded())
+        pair.greedy(batch, pair.step(batch))
+    pair.same_kv()
 
 
 @runs_here

@@ -16,7 +16,7 @@ import torch
 from kvcache.memory.device import DeviceKV
 from serving import logs
 from serving.expert_parallel.exchange import RankLost
-from serving.model.spec import ModelSpec
+from serving.model.hf_config import spec_from_hf
 from serving.parallel.layout import ParallelLayout
 from serving.rank_group.child import RankProcess
 from serving.rank_group.kv_share import kv_share
@@ -158,7 +158,7 @@ def test_a_rank_that_stands_still_is_named_within_the_deadline(tmp_path: Path) -
 @pytest.mark.parametrize("layout", [TP2, PP2, SP2, ParallelLayout(tensor=4), TP2_PP2], ids=str)
 def test_shares_of_kv_cover_the_planes(name: str, layout: ParallelLayout) -> None:
     """Each layer's every head belongs to a rank that attends with it; a view of it has the rank's own shape."""
-    spec = ModelSpec.from_hf_config(configs()[name].to_dict(), None)
+    spec = spec_from_hf(configs()[name].to_dict(), None)
     kv = DeviceKV(spec.kv_layers("float32"), 2, BLOCK)
     for rank in range(layout.ranks):
         share = kv_share(kv.planes, rank, spec, layout)
