@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import shlex
 import shutil
 import signal
@@ -28,6 +29,7 @@ PASSED, FAILED, TIMED_OUT, INTERRUPTED, SKIPPED = "passed", "failed", "timed out
 TAIL_LINES = 15
 LEAST_SECONDS = 20.0  # for which a step is begun
 GRACE = 10.0  # seconds to end in, once a step has been interrupted
+KILLED_SECONDS = 10.0  # that the kernel may take to end a process that is killed
 
 Sample = Callable[[], dict[str, float]]
 
@@ -182,11 +184,24 @@ def end(child: subprocess.Popen[bytes], grace: float) -> None:
     child.send_signal(signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(grace)
-    for pid in {*family, *descendants(child.pid)} - {child.pid}:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+    killed = [kill(pid) for pid in {*family, *descendants(child.pid)} - {child.pid}]
     child.kill()
     child.wait()
+    for descriptor in killed:
+        if descriptor is not None:
+            select.select([descriptor], [], [], KILLED_SECONDS)
+            os.close(descriptor)
+
+
+def kill(pid: int) -> int | None:
+    """Kill a process; a descriptor that can be read once it has ended, None where there is none to wait for."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    return descriptor
 
 
 def _path() -> str:

@@ -182,7 +182,7 @@ class EngineConfig:
         "auto", "compute with compiled kernels or with torch alone; auto: compiled where they fit", choices=KERNELS
     )
     cpu_form: str = option("auto", "instructions of CPU kernels; auto: the quickest as measured", choices=CPU_FORMS)
-    cuda_graphs: bool = option(True, "on CUDA, replay decode steps from graphs that are captured at start")
+    cuda_graphs: bool = option(True, "on CUDA, replay steps from graphs that are captured at start")
     threads: int | None = option(None, "compute threads a worker; default: the host's cores shared out", least=1)
     cpus: str | None = option(None, "cores a worker is bound to, such as 0-3,8; its memory stays on their NUMA node")
 

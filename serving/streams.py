@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 DEFAULT = "default"  # the name of the stream that steps are computed on
+
+Outputs = TypeVar("Outputs")
 
 
 class Event(Protocol):
@@ -34,6 +36,27 @@ class Stream(Protocol):
 
     def wait_stream(self, stream: Any) -> object:
         """What is given to this stream from here on begins after all that has been given to the other one."""
+
+
+class Graph(Protocol):
+    """Launches that are given to a stream as one, as `torch.cuda.CUDAGraph`."""
+
+    def replay(self) -> object:
+        """All of them, on the thread's current stream."""
+
+
+class Captures(Protocol):
+    """Makes graphs that share their memory: what one has put out is gone once another is replayed."""
+
+    def warm_up(self, step: Callable[[], object]) -> None:
+        """Call `step` as it will be captured, before that: libraries make room where they are used first."""
+
+    def capture(self, step: Callable[[], Outputs]) -> tuple[Graph, Outputs]:
+        """Call `step`, whose launches are done by replays alone, and what it returns: memory that each replay writes.
+
+        It must not wait for the device.
+        """
+        ...
 
 
 class Streams(Protocol):
@@ -79,6 +102,10 @@ class Streams(Protocol):
         """Call a kernel with tensors of the device, on the current stream."""
         ...
 
+    def captures(self) -> Captures:
+        """Raises ValueError where launches are no more than calls."""
+        ...
+
 
 class CudaStreams(Streams):
     """A CUDA device's."""
@@ -119,6 +146,33 @@ class CudaStreams(Streams):
 
     def launch(self, kernel: Callable[..., object], *tensors: Tensor) -> None:
         kernel(*tensors)
+
+    def captures(self) -> Captures:
+        return CudaCaptures(self.device)
+
+
+class CudaCaptures(Captures):
+    """All on one stream: libraries keep memory of their own for each stream they have been used on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._memory = torch.cuda.graph_pool_handle()
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def warm_up(self, step: Callable[[], object]) -> None:
+        current = torch.cuda.current_stream(self.device)
+        self._side.wait_stream(current)
+        with torch.cuda.stream(self._side):
+            step()
+        current.wait_stream(self._side)
+
+    def capture(self, step: Callable[[], Outputs]) -> tuple[Graph, Outputs]:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may go on using the device meanwhile: KV leaves and arrives on streams of its own.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=self._memory, stream=self._side, capture_error_mode=mode):
+            outputs = step()
+        return graph, outputs
 
 
 class Immediate(Streams, Stream, Event):
@@ -165,6 +219,9 @@ class Immediate(Streams, Stream, Event):
 
     def launch(self, kernel: Callable[..., object], *tensors: Tensor) -> None:
         kernel(*tensors)
+
+    def captures(self) -> Captures:
+        raise ValueError("CUDA graphs need a CUDA device")
 
 
 IMMEDIATE = Immediate()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import select
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,23 +35,25 @@ class ProcessWatch:
             except ProcessLookupError:
                 self._ended.add(rank)
 
-    def ended(self, wait_seconds: float = 0.0) -> int | None:
+    def ended(self, wait_seconds: float = 0.0, *, besides: Collection[int] = ()) -> int | None:
         """A rank whose process has ended or is ending, the lowest; None where all live on after this wait.
 
-        Its main thread has stopped for good; others of the process may write for a moment yet.
+        Its main thread has stopped for good; others of the process may write for a moment yet. `besides` are ranks
+        that are not asked for.
         """
-        ended = self.all_ended(wait_seconds) or {rank for rank, pid in self.pids.items() if is_ending(pid)}
+        watched = {rank: pid for rank, pid in self.pids.items() if rank not in besides}
+        ended = self.all_ended(wait_seconds, besides=besides) or {r for r, pid in watched.items() if is_ending(pid)}
         return min(ended, default=None)
 
-    def all_ended(self, wait_seconds: float = 0.0) -> set[int]:
+    def all_ended(self, wait_seconds: float = 0.0, *, besides: Collection[int] = ()) -> set[int]:
         """The ranks whose processes have ended, with all their threads; none where all live on after this wait."""
-        if self._ended:
-            wait_seconds = 0.0
+        before = self._ended.difference(besides)
+        watched = {rank: descriptor for rank, descriptor in self.descriptors.items() if rank not in besides}
         poller = select.poll()
-        for descriptor in self.descriptors.values():
+        for descriptor in watched.values():
             poller.register(descriptor, select.POLLIN)
-        ready = {descriptor for descriptor, _ in poller.poll(wait_seconds * 1000)}
-        return self._ended | {rank for rank, descriptor in self.descriptors.items() if descriptor in ready}
+        ready = {descriptor for descriptor, _ in poller.poll(0.0 if before else wait_seconds * 1000)}
+        return before | {rank for rank, descriptor in watched.items() if descriptor in ready}
 
     def close(self) -> None:
         for descriptor in self.descriptors.values():

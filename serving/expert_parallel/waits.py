@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store, Work
@@ -20,6 +21,7 @@ POLL = timedelta(milliseconds=5)  # between looks at the processes of the others
 WAITING = 0.25  # of the deadline: how long a rank waits before it says so
 ROLL_CALL = 0.75  # of the deadline: how long, at most, a rank that has given up waits to hear who else waits
 FIRST = "lost"  # under which the store has the rank that was lost first
+LEAVING_SECONDS = 1.0  # that a rank which leaves takes, at most, to say so
 DEATH_SECONDS = 0.05  # a broken connection is seen before the end of the process that held it
 
 
@@ -46,6 +48,7 @@ class BoundedWaits:
         self.rank, self.ranks, self.deadline = rank, ranks, deadline
         self.seconds = 0.0  # spent in waits, so far
         self._store, self._watch = BoundedStore(store, deadline), watch
+        self._left: set[int] = set()  # ranks that have said so: what they sent before may still be on its way
         self._lost: tuple[int | None, str] | None = None  # the rank and the reason: an error would hold what it ended
 
     def check(self) -> None:
@@ -67,7 +70,7 @@ class BoundedWaits:
         began, said = time.monotonic(), False
         try:
             while not ended(work):
-                if (dead := self._watch.ended()) is not None:
+                if (dead := self._dead()) is not None:
                     raise self._lost_rank(dead, "its process has ended")
                 waited = time.monotonic() - began
                 if not said and waited >= WAITING * self.deadline:
@@ -84,6 +87,20 @@ class BoundedWaits:
             raise self._broken(error) from error
         finally:
             self.seconds += time.monotonic() - began
+
+    def _dead(self) -> int | None:
+        """The lowest rank whose process ended without a word. A connection to one that left breaks if it is missed."""
+        while (dead := self._watch.ended(besides=self._left)) is not None:
+            if not self._said_to_leave(dead):
+                return dead
+            self._left.add(dead)
+        return None
+
+    def _said_to_leave(self, rank: int) -> bool:
+        try:
+            return self._store.ask(lambda store: store.check([_leaving(rank)]))
+        except StoreUnavailable:
+            return False
 
     def _broken(self, error: RuntimeError) -> RankLost:
         told = str(error).partition(". ")[0]  # gloo goes on with advice
@@ -115,14 +132,23 @@ class BoundedWaits:
         return None  # whom the first to give up has named
 
     def close(self) -> None:
-        """Waits that are asked for later raise RankLost."""
-        self._lost = self._lost or (self.rank, "its exchange is closed")
+        """Say that this rank leaves, unless it has lost another. Waits that are asked for later raise RankLost."""
+        if self._lost is None:
+            self._lost = self.rank, "its exchange is closed"
+            with suppress(StoreUnavailable, RuntimeError):  # it may have been another's, and gone with that one
+                leaving = BoundedStore(self._store.store, LEAVING_SECONDS)
+                leaving.ask(lambda store: store.set(_leaving(self.rank), ""))
         self._watch.close()
 
 
 def _waiting(rank: int) -> str:
     """Under which name a rank says that it waits for others: long before it gives up, since others begin later."""
     return f"waiting/{rank}"
+
+
+def _leaving(rank: int) -> str:
+    """Under which name a rank says that it leaves of its own accord."""
+    return f"left/{rank}"
 
 
 def _first(store: Store, rank: int | None) -> int | None:

@@ -107,6 +107,10 @@ def _on_cuda(model: LoadedModel, planes: Sequence[Planes], config: EngineConfig,
     if reason is not None:
         return reason
     forward = triton_forward.TritonForward(model.model, planes, max_position)
-    sizes = GraphSizes.up_to(config.max_num_seqs, max_position) if config.cuda_graphs else None
+    sizes = None
+    if config.cuda_graphs:
+        sizes = GraphSizes.up_to(config.max_num_seqs, max_position, config.max_num_batched_tokens)
     forward.warm_up(config.max_num_batched_tokens, sizes)
+    if config.host_kv_memory:
+        forward.warm_up_offloaded()
     return forward

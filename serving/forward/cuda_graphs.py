@@ -1,9 +1,10 @@
-"""CUDA graphs for decode steps: one graph per padded (sequences, context), replayed with the step's batch copied in.
+"""CUDA graphs: one graph for each padded size of a step, replayed with the step's batch copied in.
 
-It knows a step as a callable over a RaggedBatch, and nothing of models or schedules. It replays plain
-decode steps of a captured size only.
+It knows a step as a callable over a RaggedBatch, and nothing of models or schedules. Plain decode steps have sizes of
+their own, by (sequences, context); those of steps with prompts among them are in `mixed_graphs`.
 
-Shapes: B sequences of the step, N sequences of the graph it is padded to, M blocks of the graph's longest table.
+Shapes: B sequences of the step, N sequences of the graph it is padded to, M blocks of the graph's longest table, R rows
+of the step whose logits are wanted.
 """
 
 from __future__ import annotations
@@ -12,31 +13,70 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from serving.batch.device_copy import on_device
 from serving.batch.ragged import RaggedBatch
+from serving.forward.mixed_graphs import MixedSizes
+from serving.forward.padding import TOKENS, static
+from serving.streams import Captures, Graph, streams_of
 
 log = logging.getLogger(__name__)
 
 Step = Callable[[RaggedBatch], tuple[Tensor, ...]]
 Size = tuple[int, int]  # (sequences, tokens of context)
+S = TypeVar("S", bound=tuple[int, ...])  # a size: the second number is the context
+Held = TypeVar("Held", bound=tuple[int, ...], contravariant=True)
 
 WARM_UP_STEPS = 2  # before a capture: kernels are compiled and tuned in the first, libraries make room in both
-PADDING_SLOT = -1  # a row with this slot writes no KV
-PADDING = {"tokens": 0, "positions": 0, "slots": PADDING_SLOT, "context_lens": 0}  # what rows that pad a step hold
+PADDING = TOKENS | {"context_lens": 0}  # what rows that pad a decode step hold
 SHORT_CONTEXTS = (1024, 4096)  # tokens, for which graphs launch fewer programs than for any longer one
 LOG_EVERY = 10  # captures between lines of the log
 
 
+class Static(Protocol[Held]):
+    """The tensors that captured steps read, at addresses that never change."""
+
+    def fill(self, batch: RaggedBatch, size: Held) -> None:
+        """Copy a step in, padded to a size that holds it. Nothing here waits for the device."""
+
+    def clear(self, size: Held) -> None:
+        """Make all of a step of this size padding."""
+
+    def view(self, size: Held) -> RaggedBatch:
+        """The step a graph of this size is captured over, the largest that it may be replayed with."""
+        ...
+
+
+class Sizes(Protocol[S]):
+    """Which sizes are captured."""
+
+    def size_of(self, batch: RaggedBatch) -> S | None:
+        """The size a step is replayed in; None for one that no graph computes."""
+
+    def all(self) -> list[S]:
+        """Largest first: the memory of a larger graph serves the smaller ones."""
+        ...
+
+    def static(self, block_size: int, device: torch.device | str) -> Static[S]:
+        """Memory for steps of all of them."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphSizes:
-    """Which sizes are captured: every pair of these, each ascending. ValueError if there is none or they do not."""
+    """Which decode steps are captured: every pair of these, each ascending. ValueError if there is none or they do not.
+
+    `mixed` are the sizes of steps with prompts among them; None: such steps are launched.
+    """
 
     sequences: tuple[int, ...]
     contexts: tuple[int, ...]  # tokens: kernels launch programs for this much context, however little a step has
+    mixed: MixedSizes | None = None
 
     def __post_init__(self) -> None:
         for name, sizes in (("sequences", self.sequences), ("contexts", self.contexts)):
@@ -44,16 +84,26 @@ class GraphSizes:
                 raise ValueError(f"{name}: {sizes} is not an ascending list of positive sizes")
 
     @staticmethod
-    def up_to(sequences: int, context: int) -> GraphSizes:
+    def up_to(sequences: int, context: int, tokens: int = 0) -> GraphSizes:
         """1, 2, 4, then steps of 8 to 64, of 32 to 256, then of 128; contexts of 1,024, 4,096 and all longer ones.
 
         Beyond that attention launches no more programs, whatever the context (serving.kernels.gpu.decode_attention).
+        With `tokens`, the most of a step, also the mixed sizes up to that.
         """
         ladder = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 32), *range(256, sequences, 128)]
+        contexts = (*(length for length in SHORT_CONTEXTS if length < context), max(context, 1))
         return GraphSizes(
             sequences=(*(n for n in ladder if n < sequences), sequences),
-            contexts=(*(length for length in SHORT_CONTEXTS if length < context), max(context, 1)),
+            contexts=contexts,
+            mixed=MixedSizes.up_to(sequences, contexts, tokens) if tokens else None,
         )
+
+    def size_of(self, batch: RaggedBatch) -> Size | None:
+        """The size a plain decode step is replayed in; None for another step, or where none holds it."""
+        return self.fit(len(batch.query_lens), max(batch.context_lens_list)) if replayable(batch) else None
+
+    def static(self, block_size: int, device: torch.device | str) -> StaticBatch:
+        return StaticBatch(self, block_size, device)
 
     def fit(self, sequences: int, context: int) -> Size | None:
         """The smallest size that holds a step of this many sequences and this longest context; None: none does."""
@@ -72,26 +122,25 @@ def replayable(batch: RaggedBatch) -> bool:
     return (
         batch.long_rope is None
         and batch.barrier is None
+        and batch.offloaded is None
         and all(count == 1 for count in batch.query_lens)
         and len(batch.logits_rows) == len(batch.query_lens) > 0
     )
 
 
 class StaticBatch:
-    """The tensors that captured steps read, at addresses that never change."""
+    """Of decode steps: see `Static`."""
 
     def __init__(self, sizes: GraphSizes, block_size: int, device: torch.device | str) -> None:
         most, width = sizes.sequences[-1], -(-sizes.contexts[-1] // block_size)
         self.block_size = block_size
         self.rows: dict[str, Any] = {
-            name: torch.full(
-                (most,), value, dtype=torch.int32 if name == "context_lens" else torch.int64, device=device
-            )
+            name: static((most,), value, torch.int32 if name == "context_lens" else torch.int64, device)
             for name, value in PADDING.items()
         }
-        self.block_tables = torch.zeros((most, width), dtype=torch.int32, device=device)
-        self.query_start = torch.arange(most + 1, dtype=torch.int32, device=device)
-        self.logits_rows = torch.arange(most, dtype=torch.int64, device=device)
+        self.block_tables = static((most, width), 0, torch.int32, device)
+        self.query_start = on_device(range(most + 1), torch.int32, device)
+        self.logits_rows = on_device(range(most), torch.int64, device)
         self._used = 0  # rows from here on are padding
 
     def fill(self, batch: RaggedBatch, size: Size) -> None:
@@ -115,6 +164,9 @@ class StaticBatch:
                 rows[first : self._used].fill_(PADDING[name])
         self._used = first
 
+    def clear(self, size: Size) -> None:
+        self.pad(0)
+
     def view(self, size: Size) -> RaggedBatch:
         """The step a graph of this size is captured over: its contexts are all the longest it may be replayed with."""
         n, context = size
@@ -129,33 +181,31 @@ class StaticBatch:
         )
 
 
-class CudaGraphs:
-    """`step` with its launches replayed: the same results for [B, ...] outputs, without the time Python takes.
+class CudaGraphs(Generic[S]):
+    """`step` with its launches replayed: the same results for [R, ...] outputs, without the time Python takes.
 
     `step` must read nothing from the device, and must let rows with slot -1 write no KV and rows without context see
-    nothing, as serving.kernels.gpu does.
+    nothing, as serving.kernels.gpu does. ValueError where the device has no graphs.
     """
 
-    def __init__(self, step: Step, sizes: GraphSizes, block_size: int, device: torch.device) -> None:
-        if device.type != "cuda":
-            raise ValueError(f"CUDA graphs need a CUDA device, not {device}")
+    def __init__(
+        self, step: Step, sizes: Sizes[S], block_size: int, device: torch.device, captures: Captures | None = None
+    ) -> None:
+        """`captures` are those of other graphs that compute one after the other with these, and share their memory."""
+        self.captures = captures or streams_of(device).captures()
         self.step = step
         self.sizes = sizes
-        self.static = StaticBatch(sizes, block_size, device)
-        self.device = device
-        self._graphs: dict[Size, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]] = {}
-        self._memory = torch.cuda.graph_pool_handle()
-        # One for all captures: libraries keep memory of their own for each stream they have been used on.
-        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._warmed: set[int] = set()  # sequences of steps that have run: what those of another context need is there
+        self.static = sizes.static(block_size, device)
+        self._graphs: dict[S, tuple[Graph, tuple[Tensor, ...]]] = {}
+        self._warmed: set[tuple[int, ...]] = set()  # sizes that have run: what those of another context need is there
 
     @torch.inference_mode()
     def __call__(self, batch: RaggedBatch) -> tuple[Tensor, ...] | None:
-        """The step's outputs [B, ...], in memory that the next call overwrites; None where no size holds the batch.
+        """The step's outputs [R, ...], in memory that the next call overwrites; None where no size holds the batch.
 
         Captures each size once. Nothing else here waits for the device.
         """
-        size = self.sizes.fit(len(batch.query_lens), max(batch.context_lens_list)) if replayable(batch) else None
+        size = self.sizes.size_of(batch)
         if size is None:
             return None
         if size not in self._graphs:
@@ -163,7 +213,7 @@ class CudaGraphs:
         graph, outputs = self._graphs[size]
         self.static.fill(batch, size)
         graph.replay()
-        return tuple(output[: len(batch.query_lens)] for output in outputs)
+        return tuple(output[: len(batch.logits_rows)] for output in outputs)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -175,19 +225,12 @@ class CudaGraphs:
             if number % LOG_EVERY == 0 or number == len(sizes):
                 log.info("capturing CUDA graphs: %d of %d", number, len(sizes))
 
-    def _capture(self, size: Size) -> None:
-        self.static.pad(0)
-        batch = self.static.view(size)
-        current, side = torch.cuda.current_stream(self.device), self._side
-        side.wait_stream(current)
-        if size[0] not in self._warmed:
-            self._warmed.add(size[0])
-            with torch.cuda.stream(side):
-                for _ in range(WARM_UP_STEPS):
-                    self.step(batch)
-        current.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may go on using the device meanwhile: KV leaves and arrives on streams of its own.
-        with torch.cuda.graph(graph, pool=self._memory, stream=side, capture_error_mode="thread_local"):
-            outputs = self.step(batch)
-        self._graphs[size] = (graph, outputs)
+    def _capture(self, size: S) -> None:
+        self.static.clear(size)
+        step = partial(self.step, self.static.view(size))
+        rows = size[0], *size[2:]
+        if rows not in self._warmed:
+            self._warmed.add(rows)
+            for _ in range(WARM_UP_STEPS):
+                self.captures.warm_up(step)
+        self._graphs[size] = self.captures.capture(step)

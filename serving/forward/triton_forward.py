@@ -1,25 +1,29 @@
-"""A built decoder of the Llama shape computed by the Triton kernels: decode steps from CUDA graphs, the rest launched.
+"""A built decoder of the Llama shape computed by the Triton kernels: steps replay CUDA graphs, or are launched.
 
 It hands the model's own tensors to the kernels, copying none; what they compute is in serving.kernels.gpu, whose
-import needs triton. A batch with KV in host memory goes through the model's modules. On CUDA no step waits for the
-device, except with `layer_done`: such a step ends once its last layer's KV is written.
+import needs triton. On CUDA no step waits for the device, except with `layer_done`: such a step ends once its last
+layer's KV is written.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from dataclasses import replace
+from math import lcm
 
 import torch
 from torch import Tensor
 
 from serving.batch.device_copy import on_device
-from serving.batch.ragged import RaggedBatch
-from serving.forward.cuda_graphs import PADDING_SLOT, CudaGraphs, GraphSizes
+from serving.batch.ragged import KVSegment, OffloadedKV, RaggedBatch
+from serving.forward.cuda_graphs import CudaGraphs, GraphSizes, Size
 from serving.forward.forward import EagerForward, Forward, best_tokens
 from serving.forward.layer_events import LayerDone
 from serving.forward.llama_shape import layer_weights, linear_weights, norm_weight, rotary_tables, unlike_llama
+from serving.forward.mixed_graphs import MixedSize
+from serving.forward.padding import PADDING_SLOT, static
 from serving.kernels import gpu
 from serving.kernels.gpu.decoder import TritonDecoder
 from serving.model.decoder import Decoder, Planes
@@ -29,6 +33,7 @@ from serving.parallel.rank_module import computes_with_others
 log = logging.getLogger(__name__)
 
 WARM_UP_STEPS = ((1, 3), (100,))  # new tokens of sequences: few rows and many, decoding and prompts
+OFFLOADED_STEPS = (1, 100)  # new tokens of a sequence
 
 
 class TritonForward:
@@ -54,8 +59,10 @@ class TritonForward:
             rotation=torch.stack(rotary_tables(spec.rope, max_position, self.device)),
             planes=planes,
         )
-        self.graphs: CudaGraphs | None = None
+        self.graphs: CudaGraphs[Size] | None = None
+        self.mixed: CudaGraphs[MixedSize] | None = None
         self._warm_for = 0  # tokens of the largest step it has been made ready for
+        self._offloads = False  # whether it has been made ready for steps with KV in host memory
         self._modules = EagerForward(model, planes)
 
     def over(self, planes: Sequence[Planes]) -> Forward:
@@ -67,16 +74,19 @@ class TritonForward:
         if supports(self.model, dtype, planes[0]) is not None:
             return self._modules.over(planes)
         other = copy(self)
-        other.kernels, other.graphs, other._modules = self.kernels.over(planes), None, self._modules.over(planes)
+        other.kernels, other._modules = self.kernels.over(planes), self._modules.over(planes)
+        other.graphs = other.mixed = None
         if self._warm_for:
             other.warm_up(self._warm_for, None)
+        if self._offloads:
+            other.warm_up_offloaded()
         return other
 
     @torch.inference_mode()
     def warm_up(self, most_tokens: int, graphs: GraphSizes | None) -> None:
         """Compile, tune and capture now, so that no request waits for it: steps of up to `most_tokens` tokens.
 
-        Decode steps of these sizes are replayed from CUDA graphs; None: of none. Seconds to minutes, the first time.
+        Steps of these sizes are replayed from CUDA graphs; None: of none. Seconds to minutes, the first time.
         """
         log.info("compiling and tuning kernels")
         self._warm_for = most_tokens
@@ -86,39 +96,50 @@ class TritonForward:
         if graphs is not None:
             # All graphs write their logits to the same place: at a size each they would take gigabytes.
             shape = (graphs.sequences[-1], self.model.spec.vocab_size)
-            self._logits = torch.empty(shape, dtype=torch.float32, device=self.device)
-            self.graphs = CudaGraphs(self._decode, graphs, self.block_size, self.device)
+            self._logits = static(shape, 0, torch.float32, self.device)
+            self.graphs = CudaGraphs(self._captured, graphs, self.block_size, self.device)
+            if graphs.mixed is not None:  # first, for theirs are the largest steps
+                captures = self.graphs.captures
+                self.mixed = CudaGraphs(self._captured, graphs.mixed, self.block_size, self.device, captures)
+                self.mixed.warm_up()
             self.graphs.warm_up()
 
+    @torch.inference_mode()
+    def warm_up_offloaded(self) -> None:
+        """Compile what steps with KV in host memory take as well, decoding and prompts."""
+        self._offloads = True
+        for count in OFFLOADED_STEPS:
+            batch = silent_step((count,), self.block_size, self.device)
+            self.kernels.logits(replace(batch, offloaded=SilentSegments(self.kernels.planes)))
+
     def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
-        if batch.offloaded is not None:
-            return self._modules.logits(batch, layer_done)
-        if self.graphs is not None and layer_done is None and (replayed := self.graphs(batch)) is not None:
+        if layer_done is None and (replayed := self._replayed(batch)) is not None:
             return replayed[0].clone()
         return self._launched(batch, layer_done)
 
     def greedy(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
-        if batch.offloaded is not None:
-            return self._modules.greedy(batch, layer_done)
-        if self.graphs is not None and layer_done is None and (replayed := self.graphs(batch)) is not None:
+        if layer_done is None and (replayed := self._replayed(batch)) is not None:
             return replayed[1].clone()
         return best_tokens(self._launched(batch, layer_done))
 
     def greedy_and_logits(
         self, batch: RaggedBatch, layer_done: LayerDone | None, rows: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        if batch.offloaded is not None:
-            return self._modules.greedy_and_logits(batch, layer_done, rows)
-        if self.graphs is not None and layer_done is None and (replayed := self.graphs(batch)) is not None:
+        if layer_done is None and (replayed := self._replayed(batch)) is not None:
             logits, tokens = replayed
             return tokens.clone(), logits[on_device(rows, torch.int64, self.device)]
         logits = self._launched(batch, layer_done)
         return best_tokens(logits), logits[on_device(rows, torch.int64, self.device)]
 
     def hidden(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
-        if batch.offloaded is not None:
-            return self._modules.hidden(batch, layer_done)
         return self._launched(batch, layer_done, self.kernels.hidden)
+
+    def _replayed(self, batch: RaggedBatch) -> tuple[Tensor, ...] | None:
+        """Logits [R, V] and the best token of each row, until the next step; None where no graph computes this one."""
+        if self.graphs is None:
+            return None
+        replayed = self.graphs(batch)
+        return self.mixed(batch) if replayed is None and self.mixed is not None else replayed
 
     def _launched(
         self, batch: RaggedBatch, layer_done: LayerDone | None, compute: Callable[..., Tensor] | None = None
@@ -134,11 +155,27 @@ class TritonForward:
         with self._modules.notify_layers(layer_done) as written:
             return compute(batch, angles=angles, written=written)
 
-    def _decode(self, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
+    def _captured(self, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
         """What a graph is captured of: logits [N, V], and the best token of each row."""
-        logits = self._logits[: len(batch.tokens)]
+        logits = self._logits[: len(batch.logits_rows)]
         logits.copy_(self.kernels.logits(batch))
         return logits, best_tokens(logits)
+
+
+class SilentSegments(OffloadedKV):
+    """For each layer a segment as host memory's are kept (`OffloadedKV`), of zeros; none of the sequence's tokens."""
+
+    tokens = 0
+
+    def __init__(self, planes: Sequence[Planes]) -> None:
+        self.layers = iter(planes)
+
+    def segments(self) -> Iterator[KVSegment]:
+        layer = next(self.layers)
+        tokens = lcm(128, layer[0].shape[1])
+        shapes = [(1, tokens, *plane.shape[2:]) for plane in layer]
+        staged = [static(shape, 0, plane.dtype, plane.device) for shape, plane in zip(shapes, layer, strict=True)]
+        yield KVSegment(tuple(staged), 0, tokens)
 
 
 def silent_step(counts: Sequence[int], block_size: int, device: torch.device) -> RaggedBatch:

@@ -106,9 +106,11 @@ def paged_attention(
     batch: RaggedBatch,
     scale: float,
     window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`reference.paged_attention` over what the planes stand for, which is worked out for the blocks in use."""
     used, tables = torch.unique(batch.block_tables, return_inverse=True)
     keys = k_plane[used].float() * k_scale[used][..., None]
     values = v_plane[used].float() * v_scale[used][..., None]
-    return reference.paged_attention(q, keys, values, replace(batch, block_tables=tables), scale, window)
+    part = replace(batch, block_tables=tables)
+    return reference.paged_attention(q, keys, values, part, scale, window, sinks)

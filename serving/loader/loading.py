@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from serving.checkpoint.checkpoint import DTYPES, Checkpoint, SafetensorsFolder
 from serving.checkpoint.cuts import Cut
 from serving.checkpoint.fingerprint import fingerprint
+from serving.checkpoint.fused_experts import FusedExperts
 from serving.checkpoint.gguf_file import GgufFile
 from serving.checkpoint.gguf_spec import spec_from_gguf
 from serving.checkpoint.hub import resolve
 from serving.checkpoint.json_file import read_json
 from serving.checkpoint.read_spec import read_spec
-from serving.checkpoint.weights import sources
+from serving.checkpoint.weights import fuses_experts, sources
 from serving.kernels import float8
 from serving.kernels.torch_linears import use_cpu_linears
 from serving.loader.quantize_at_load import kept_scales, quantize, quantized_modules
@@ -100,9 +101,11 @@ def open_checkpoint(path: Path) -> tuple[ModelSpec, Checkpoint, str]:
     if path.is_file():
         file = GgufFile(path)
         return spec_from_gguf(file), file, "bfloat16"
-    spec, config, folder = read_spec(path), read_json(path / "config.json"), SafetensorsFolder(path)
+    spec, config = read_spec(path), read_json(path / "config.json")
+    folder = SafetensorsFolder(path)
     named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
-    return spec, folder, named if named in DTYPES else folder.dtype
+    dtype = named if named in DTYPES else folder.dtype
+    return spec, FusedExperts(folder) if fuses_experts(spec) else folder, dtype
 
 
 def fill(
@@ -137,8 +140,9 @@ def fill(
     for name in shapes:
         give(name, torch.device("meta") if name.rpartition(".")[0] in later else device)
     model.tie_weights()
-    if model.rotary is not None:
-        model.rotary.to(device)  # its frequencies
+    for rotary in (model.rotary, model.window_rotary):
+        if rotary is not None:
+            rotary.to(device)  # its frequencies
     return fill_module
 
 

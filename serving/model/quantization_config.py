@@ -33,14 +33,17 @@ def int8_config(ignored: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def check_config(config: Mapping[str, Any] | None) -> None:
+def check_config(config: Mapping[str, Any] | None, dequantized: Sequence[str] = ()) -> None:
     """Raises ValueError, saying what is different, unless `config` is None or describes INT8 or FP8 as computed here.
 
     That is: symmetric weights of 8 bits, one scale per output channel, and activations quantized per token on arrival.
+    Methods of `dequantized` need not be computed: weights become wide as they are loaded.
     """
     if not config:
         return
     method = config.get("quant_method", "unknown")
+    if method in dequantized:
+        return
     if method != QUANT_METHOD:
         raise ValueError(
             f"{method!r} quantized checkpoints are not supported (quantization_config.quant_method); "

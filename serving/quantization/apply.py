@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from serving.model.decoder import Decoder, Layer, PlainMlp
 from serving.model.gated_mlp import GatedMlp
 from serving.model.mla import MlaAttention
-from serving.model.norms import LayerNorm, RmsNorm
+from serving.model.moe import MoeMlp
+from serving.model.norms import LayerNorm, Norm
 from serving.model.quantized_linear import QuantizedLinear
 from serving.model.spec import ModelSpec
 from serving.quantization.calibrate import LayerInputs, activations
@@ -31,7 +32,7 @@ class LinearSite:
     """A linear layer, and what can absorb the smoothing of its inputs: a norm, or the last rows of another linear."""
 
     name: str
-    norm: RmsNorm | LayerNorm | None = None
+    norm: Norm | None = None
     feeder: str | None = None  # a linear layer; its last rows, as many as there are inputs / shared, make the inputs
     shared: int = 1  # how many inputs one row of the feeder makes
     head_dim: int = 1  # inputs of one head, where they are shared
@@ -77,10 +78,11 @@ def _mlp_sites(layer: Layer, at: str, wanted: Collection[str]) -> Iterator[Linea
     else:
         shared = [] if layer.mlp.shared is None else [f"{at}.shared"]
         gated = [*(f"{at}.experts.{i}" for i in range(len(layer.mlp.experts))), *shared]
+    clamped = isinstance(layer.mlp, MoeMlp) and layer.mlp.spec.product is not None  # lets no factor through
     for one in gated:
         up = f"{one}.gate_up"
         yield LinearSite(name=up, norm=layer.mlp_norm if one == at else None)
-        yield LinearSite(name=f"{one}.down", feeder=up if up in wanted else None)
+        yield LinearSite(name=f"{one}.down", feeder=up if up in wanted and not clamped else None)
 
 
 @torch.no_grad()
@@ -115,8 +117,8 @@ def _smoothing(site: LinearSite, seen: LayerInputs, weight: Tensor, scheme: Int8
     if site.norm is not None:
         best = smoothing(seen.rows, seen.sizes, weight, scheme.strengths)
         # What is stored of the divided norm is rounded: the weight is multiplied by what the norm was truly divided by.
-        old = site.norm.weight.float()
-        new = (old / best).to(site.norm.weight.dtype).float()
+        old = site.norm.gain()
+        new = site.norm.weight_of(old / best).float() + site.norm.offset
         return torch.where(new != 0, old / new, torch.ones_like(old))
     if site.feeder is None:
         return None
@@ -174,7 +176,7 @@ def _quantized(linear: nn.Module, scales: Scales) -> QuantizedLinear:
 def _absorb(model: Decoder, site: LinearSite, divisor: Tensor) -> None:
     """Let what feeds the layer at `site` give inputs divided by `divisor` [inputs]."""
     if site.norm is not None:
-        _divide(site.norm.weight, divisor)
+        site.norm.weight.copy_(site.norm.weight_of(site.norm.gain() / divisor))
         if isinstance(site.norm, LayerNorm):
             _divide(site.norm.bias, divisor)
         return

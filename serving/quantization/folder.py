@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from serving.checkpoint.weights import Part, destinations
 from serving.model.decoder import Decoder
+from serving.model.hf_config import spec_from_hf
 from serving.model.mla import KvExpansion
 from serving.model.quantization_config import int8_config
 from serving.model.quantized_linear import QuantizedLinear
@@ -114,6 +115,6 @@ def config_from_spec(spec: ModelSpec, theta: float) -> dict[str, Any]:
         "bos_token_id": spec.bos_token_id,
         "eos_token_id": list(spec.eos_token_ids),
     }
-    if ModelSpec.from_hf_config(config) != spec:
+    if spec_from_hf(config) != spec:
         raise ValueError(f"no config.json says all of this {spec.architecture} model from GGUF; {hint}")
     return config

@@ -27,6 +27,7 @@ from serving.streams import DEFAULT, Streams
 POISON = 0xA5  # each byte of memory that nothing has been written to
 DEVICE = torch.device("cuda", 0)
 ATEN = torch.ops.aten
+ROOM = {ATEN.new_empty, ATEN.empty_like}  # nothing is launched for it
 WAITING = {ATEN.nonzero, ATEN.masked_select, ATEN.equal, ATEN.is_nonzero}  # the shape or value goes to the host
 
 
@@ -205,7 +206,8 @@ class FakeCuda(Streams):
 
     def operation(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         packet = func.overloadpacket
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+        if composite and packet is not ATEN.where:  # which would make a number's tensor, of no memory
             return func.decompose(*args, **kwargs)  # inference mode leaves that to us
         if packet is ATEN.copy_:
             return self._copy(args[0], args[1], bool(args[2]) if len(args) > 2 else kwargs.get("non_blocking", False))
@@ -220,7 +222,8 @@ class FakeCuda(Streams):
         assert not hosts(args), f"{func} is given memory of the host"
         if func.is_view:
             return tree_map(self._wrapped, func(*self._inner(args), **self._inner(kwargs)))
-        self.count("launch", self.current())
+        if packet not in ROOM:
+            self.count("launch", self.current())
         if func._schema.is_mutable:
             given, named = self._inner(args), self._inner(kwargs)
             self.queue(self.current(), lambda: func(*given, **named))
@@ -312,6 +315,10 @@ class DeviceTensor(torch.Tensor):
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
         return True
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        return False
 
     def tolist(self) -> Any:
         return self.cpu().tolist()

@@ -1,4 +1,4 @@
-"""Launches, copies and host waits by thread and stream, of decode steps and of a handoff, on a device that only counts.
+"""Launches, copies and host waits by thread and stream, of steps and of a handoff, on a device that only counts.
 
 `python -m tests.gpu.step_counts` prints them. KV is laid out as an 8B's: 32 layers of 8 heads of 128 in bfloat16.
 """
@@ -29,6 +29,7 @@ from serving.streams import streams_of
 from tests.fakes.sequences import lease_id, make_sequence
 from tests.gpu.fake_cuda import DEVICE, Counted, FakeCuda, installed
 from tests.gpu.late_forward import SPEC, LateForward, device_pool
+from tests.gpu.triton_counts import mixed_steps
 
 EIGHT_B = (gqa(8, 128, "bfloat16"),) * 32
 SIZE = 16
@@ -140,6 +141,9 @@ def main() -> None:
     launching, reading = decode_steps(20)
     print(*table("a decode step, launched behind another one", launching, 20), sep="\n")
     print(*table("reading its tokens, while the next one runs", reading, 20), sep="\n")
+    for graphs in (False, True):
+        title = f"a step of three decodes beside a chunk of a prompt, {'from a graph' if graphs else 'launched'}"
+        print(*table(title, mixed_steps(10, graphs=graphs), 10), sep="\n")
     counts, link = handoff(2048, 512)
     print(*table(f"a handoff of 2,048 tokens: {link.chunks} chunks, {link.bytes >> 20} MiB", counts), sep="\n")
 

@@ -17,6 +17,7 @@ from bench.random_model import llama, random_model
 from kvcache.memory.device import DeviceKV
 from serving.batch.ragged import RaggedBatch
 from serving.forward.cuda_graphs import GraphSizes
+from serving.forward.mixed_graphs import MixedSizes
 from serving.messages import SamplingParams
 from serving.sampling.sampler import SampleRow
 from serving.sampling.torch_sampling import TorchSampling
@@ -30,7 +31,8 @@ CUDA = torch.device("cuda")
 BLOCK = 16
 BLOCKS = 200
 LIMIT = 600  # tokens a sequence
-SIZES = GraphSizes(sequences=(1, 2, 4, 8), contexts=(128, LIMIT))
+MIXED = MixedSizes(sequences=(8,), contexts=(LIMIT,), tokens=(64,))
+SIZES = GraphSizes(sequences=(1, 2, 4, 8), contexts=(128, LIMIT), mixed=MIXED)
 SHAPE = {
     "hidden": 512,
     "layers": 3,

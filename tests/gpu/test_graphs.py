@@ -8,6 +8,7 @@ from torch import Tensor
 
 from serving.batch.ragged import RaggedBatch
 from serving.forward.cuda_graphs import CudaGraphs, GraphSizes
+from serving.forward.mixed_graphs import MixedSizes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -68,6 +69,28 @@ def test_replays_are_the_step() -> None:
     assert step.calls == captured
     for mine, other in zip(step.planes, plain.planes, strict=True):
         assert torch.equal(mine, other)
+
+
+def test_replays_of_steps_with_prompts_are_the_step() -> None:
+    step, plain = TinyLayer(), TinyLayer()
+    sizes = MixedSizes(sequences=(2, 4), contexts=(320,), tokens=(16, 48))
+    graphs = CudaGraphs(step, sizes, 16, CUDA)
+    graphs.warm_up()
+    captured = step.calls
+    for starts, counts in (([0], [9]), ([9, 0], [1, 30]), ([10, 30, 0], [1, 3, 7]), ([11, 33, 7, 0], [1, 1, 40, 6])):
+        batch = RaggedBatch.build(
+            tokens=[[(5 * b + i) % 100 for i in range(count)] for b, count in enumerate(counts)],
+            starts=starts,
+            block_tables=[list(range(10 * b, 10 * b + 10)) for b in range(len(counts))],
+            block_size=16,
+            device=CUDA,
+        )
+        with torch.inference_mode():
+            expected = plain(batch)
+        torch.testing.assert_close(graphs(batch), expected, rtol=1e-4, atol=1e-4)
+    assert step.calls == captured
+    for mine, other in zip(step.planes, plain.planes, strict=True):
+        torch.testing.assert_close(mine, other)
 
 
 def test_what_fits_no_graph_is_left_to_others() -> None:

@@ -8,8 +8,12 @@ import pytest
 
 from serving.streams import DEFAULT
 from tests.gpu.step_counts import EIGHT_B, decode_steps, handoff
+from tests.gpu.triton_counts import mixed_steps
 
 TOKENS, CHUNK = 256, 128
+LAYERS = len(EIGHT_B)
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (the extra `gpu`)")
 
 
 def test_a_decode_step_is_launched_without_a_wait_and_read_behind_the_next() -> None:
@@ -18,7 +22,18 @@ def test_a_decode_step_is_launched_without_a_wait_and_read_behind_the_next() -> 
     assert [(counted.what, count) for counted, count in reading.items()] == [("wait: event", 5)]
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (the extra `gpu`)")
+@needs_triton
+@pytest.mark.parametrize(("graphs", "least", "most"), [(False, 11 * LAYERS, 12 * LAYERS), (True, 2, 14)])
+def test_a_step_with_a_prompt_is_one_replay_instead_of_a_launch_for_each_operation(
+    graphs: bool, least: int, most: int
+) -> None:
+    counts = mixed_steps(3, graphs=graphs)
+    found = {counted.what: count / 3 for counted, count in counts.items()}
+    assert least <= found.pop("launch") + found.pop("replay", 0.0) <= most
+    assert found == {"copy": 1, "wait: copy": 1, "wait: event": 1}, "the batch there, the tokens back, and the end"
+
+
+@needs_triton
 def test_a_handoff_waits_once_a_chunk_and_never_for_what_is_computed() -> None:
     counts, link = handoff(TOKENS, CHUNK)
     found = {(counted.what, counted.stream, counted.thread): count for counted, count in counts.items()}

@@ -2,7 +2,7 @@
 
 Sequences with one query go to `decode_attention`, which splits their context over programs; those with more to
 `prompt_attention`; each skips the other's. A row's numbers depend on its own sequence alone, whatever else is in the
-batch.
+batch. A sequence with KV in host memory is alone in its batch: `offloaded_attention`.
 
 Shapes: T new tokens, Hq query heads, Hkv key-value heads, D head dimensions.
 """
@@ -15,6 +15,7 @@ from torch import Tensor
 from serving.batch.ragged import RaggedBatch
 from serving.kernels.gpu.decode_attention import decode_attention
 from serving.kernels.gpu.launch import FLOATS, require, require_device
+from serving.kernels.gpu.offloaded_attention import offloaded_attention
 from serving.kernels.gpu.planes import Paged
 from serving.kernels.gpu.prompt_attention import LARGEST_GROUP, prompt_attention
 
@@ -47,8 +48,8 @@ def paged_attention(
 
     Planes are [num_blocks, block_size, Hkv, D] of q's dtype, or int8 with k_scale and v_scale [num_blocks, block_size,
     Hkv] float32; any strides but the last, which is 1. `window` limits a query to that many last tokens, its own
-    included. This step's k and v must be written already. A sequence with a context of 0 gets zeros. ValueError for
-    other shapes and types.
+    included. This step's k and v must be written already; of a batch with `offloaded` KV the planes hold the rest. A
+    sequence with a context of 0 gets zeros. ValueError for other shapes and types.
     """
     paged = Paged(k_plane, v_plane, k_scale, v_scale)
     paged.check()
@@ -63,6 +64,8 @@ def paged_attention(
         " is not supported",
     )
     require(window is None or window > 0, f"a window of {window} tokens sees nothing")
+    if batch.offloaded is not None:
+        return offloaded_attention(q, paged, batch, scale, window)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if 1 in batch.query_lens:
         decode_attention(q, paged, batch, scale, window, out)

@@ -15,6 +15,7 @@ from serving.kernels.gpu.launch import kernel, require, require_device
 
 # A tile waits for its block table, so the pipeline has two stages for each tile in flight; these are two tiles.
 STAGES = 5
+SCALE_THREADS = tl.constexpr(256)  # of the kernels over int8
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,19 @@ class Paged:
 
 
 @kernel
+def _scales(k_scale_ptr, v_scale_ptr, at, stored, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scales of keys and of values [L] float32, 0 where nothing is stored: two columns of a load that has one element
+    for each thread at least.
+
+    Triton takes a smaller load for a cheap one, and has each thread load all scales of its scores: 16 times two.
+    """
+    column = tl.arange(0, COLUMNS)[None, :]
+    pointers = tl.where(column == 0, k_scale_ptr + at[:, None], v_scale_ptr + at[:, None])
+    scales = tl.load(pointers, mask=stored[:, None] & (column < 2), other=0.0)
+    return tl.sum(tl.where(column == 0, scales, 0.0), axis=1), tl.sum(tl.where(column == 1, scales, 0.0), axis=1)
+
+
+@kernel
 def attend(  # type: ignore[no-untyped-def]
     q,  # [M, D] of the type products are computed in
     top,  # [M] float32: each row's greatest score so far
@@ -93,7 +107,8 @@ def attend(  # type: ignore[no-untyped-def]
     scores = tl.dot(q, keys.T, input_precision="ieee") * scale_log2
     if INT8:
         scale_at = block * scale_block + offset * scale_token + head * scale_head
-        scores *= tl.load(k_scale_ptr + scale_at, mask=stored, other=0.0)[None, :]
+        k_scale, v_scale = _scales(k_scale_ptr, v_scale_ptr, scale_at, stored, SCALE_THREADS // position.shape[0])
+        scores *= k_scale[None, :]
     if MASKED:
         seen = position[None, :] <= last[:, None]
         if WINDOW:
@@ -106,7 +121,7 @@ def attend(  # type: ignore[no-untyped-def]
     weights = tl.exp2(scores - shift[:, None])
     total = total * decay + tl.sum(weights, axis=1)
     if INT8:
-        weights *= tl.load(v_scale_ptr + scale_at, mask=stored, other=0.0)[None, :]
+        weights *= v_scale[None, :]
     values = tl.load(v_ptr + at, mask=loaded, other=0.0).to(q.dtype)
     acc = tl.dot(weights.to(WEIGHTS).to(q.dtype), values, acc * decay[:, None], input_precision="ieee")
     return new_top, total, acc

@@ -18,6 +18,7 @@ from serving.forward import choose as choosing
 from serving.forward.choose import make_forward
 from serving.forward.cuda_graphs import GraphSizes
 from serving.forward.forward import EagerForward
+from serving.forward.mixed_graphs import MixedSizes
 from serving.loader.loading import LoadedModel
 from serving.model.decoder import Decoder
 from serving.model.rope import Rope, default_frequencies
@@ -98,7 +99,8 @@ def test_cuda_gets_triton_with_graphs_of_what_the_worker_may_hold(model: LoadedM
     made = make_forward(model, OnCuda().planes, EngineConfig(max_num_seqs=5, max_num_batched_tokens=48), 600)
     assert scripted.made == [made]
     assert (made.max_position, made.most_tokens) == (600, 48)
-    assert made.graphs == GraphSizes(sequences=(1, 2, 4, 5), contexts=(600,))
+    mixed = MixedSizes(sequences=(5,), contexts=(600,), tokens=(48,))
+    assert made.graphs == GraphSizes(sequences=(1, 2, 4, 5), contexts=(600,), mixed=mixed)
 
 
 def test_graphs_can_be_left_out(model: LoadedModel, scripted: Scripted) -> None:

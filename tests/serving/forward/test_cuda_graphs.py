@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.batch.ragged import RaggedBatch
-from serving.forward import cuda_graphs
-from serving.forward.cuda_graphs import PADDING_SLOT, CudaGraphs, GraphSizes, StaticBatch, replayable
+from serving.forward.cuda_graphs import CudaGraphs, GraphSizes, StaticBatch, replayable
+from serving.forward.padding import PADDING_SLOT
+from serving.streams import IMMEDIATE, CudaCaptures
 
 SIZES = GraphSizes(sequences=(1, 2, 4, 8), contexts=(64, 256))
 
@@ -119,7 +120,7 @@ class PlayedCuda:
         self.captured_on: list[object] = []
         for name in ("Stream", "stream", "current_stream", "graph", "graph_pool_handle", "CUDAGraph"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name, MagicMock()))
-        monkeypatch.setattr(cuda_graphs, "StaticBatch", lambda sizes, block, _: StaticBatch(sizes, block, "cpu"))
+        monkeypatch.setattr(type(IMMEDIATE), "captures", lambda _: CudaCaptures(torch.device("cuda", 0)))
 
     def Stream(self, _device: torch.device) -> MagicMock:
         self.streams += 1
@@ -139,7 +140,7 @@ def test_all_graphs_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) 
         steps.append(len(batch.tokens))
         return (batch.tokens,)
 
-    CudaGraphs(step, SIZES, 16, torch.device("cuda")).warm_up()
+    CudaGraphs(step, SIZES, 16, torch.device("cpu")).warm_up()
     assert cuda.streams == 1 and len(cuda.captured_on) == 8 and len(set(map(id, cuda.captured_on))) == 1
     assert steps == [n for n in (8, 4, 2, 1) for _ in range(4)], "twice, then captured for each of two contexts"
 

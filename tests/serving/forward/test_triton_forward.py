@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from kvcache.memory.device import DeviceKV
 from serving.batch.layer_barrier import LayerBarrier
-from serving.batch.ragged import RaggedBatch
+from serving.batch.ragged import KVSegment, RaggedBatch
 from serving.forward.cuda_graphs import GraphSizes, Size, StaticBatch, Step, replayable
 from serving.forward.forward import EagerForward, best_tokens
 from serving.kernels.int8 import quantize_rows
@@ -271,7 +271,7 @@ class ReplayedByHand:
 def test_decode_steps_come_from_graphs(triton_forward: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_forward, "CudaGraphs", ReplayedByHand)
     pair = Pair(triton_forward, CASES["int8"])
-    pair.kernels.warm_up(16, GraphSizes(sequences=(1, 4), contexts=(16, 32)))
+    pair.kernels.warm_up(16, GraphSizes(sequences=(1, 3), contexts=(16, 32)))
     assert not any(plane.any() for planes in pair.pools[0].planes for plane in planes), "warming up writes no KV"
     graphs = pair.kernels.graphs
     pair.step(step_of([[1, 2, 3], [4] * 17], [0, 0]))
@@ -287,7 +287,7 @@ def test_decode_steps_come_from_graphs(triton_forward: ModuleType, monkeypatch: 
         pair.kernels.greedy(decode[1], None)
         alone = pair.kernels.greedy(step_of([[9]], [3], tables=TABLES[:1]), None)
         pair.kernels.logits(step_of([[9]], [32], tables=[[5, 2, 1]]), None)
-    assert graphs.replayed == [(4, 32)] * 4 + [(1, 16)]
+    assert graphs.replayed == [(3, 32)] * 4 + [(1, 16)]
     assert torch.equal(scores, kept[0]) and torch.equal(tokens, kept[1]), "later steps leave what was returned alone"
     assert error(scores, pair.step(decode[0])) < pair.case.close
     assert torch.equal(tokens, scores.argmax(dim=-1)) and torch.equal(alone, tokens[:1])
@@ -308,13 +308,13 @@ def test_int8_kv_in_blocks_made_for_floats(triton_forward: ModuleType, dtype: st
     assert isinstance(forward, triton_forward.TritonForward)
     first = [(5 * i) % 60 for i in range(30)]
     for batch in (
-        step_of([first[:13], first[:6]], [0, 0]),
-        step_of([first[13:27], [9]], [13, 6]),
-        step_of([[1], [2]], [27, 7]),
+        step_of([first[:13], first[:3]], [0, 0]),
+        step_of([first[13:17], [9]], [13, 3]),  # the former begins its second block
+        step_of([[1], [2]], [17, 4]),
     ):
         with torch.inference_mode():
             assert torch.equal(forward.logits(batch, None), expected.logits(batch, None))
-    slots = own.slots(TABLES[0], 0, 28)
+    slots = own.slots(TABLES[0], 0, 18)
     assert all(map(torch.equal, kept.read(1, slots), own.read(1, slots)))
 
 
@@ -334,8 +334,8 @@ def test_a_step_waits_at_its_barrier_and_leaves(triton_forward: ModuleType) -> N
 
 
 @runs_here
-def test_offloaded_kv_goes_through_the_modules(triton_forward: ModuleType) -> None:
-    pair = Pair(triton_forward, CASES["float32"])
+def test_offloaded_kv_is_attended_with_the_rest(triton_forward: ModuleType) -> None:
+    pair = Pair(triton_forward, Case(changes=(("max_position", 256),)))
 
     class Offloaded:
         """128 tokens of KV in host memory, alike in every layer."""
@@ -343,16 +343,13 @@ def test_offloaded_kv_goes_through_the_modules(triton_forward: ModuleType) -> No
         tokens = 128
 
         def segments(self) -> Any:
-            from serving.batch.ragged import KVSegment
-
             torch.manual_seed(3)
-            yield KVSegment(tuple(torch.randn(8, BLOCK_SIZE, 2, 16, device=DEVICE) for _ in range(2)), 0, 128)
+            yield KVSegment(tuple(torch.randn(2, 1, 128, 2, 16, device=DEVICE)), 0, 128)
 
-    batch = step_of([[1, 2, 3]], [128], tables=TABLES[:1], offloaded=Offloaded())
-    with torch.inference_mode():
-        expected = pair.modules.logits(batch, None)
-        assert torch.equal(pair.kernels.logits(batch, None), expected)
-        assert torch.equal(pair.kernels.greedy(batch, None), expected.argmax(dim=-1))
+    for tokens, start in (([1, 2, 3], 128), ([4], 131)):
+        batch = step_of([tokens], [start], tables=TABLES[:1], offloaded=Offloaded())
+        pair.greedy(batch, pair.step(batch))
+    pair.same_kv()
 
 
 @runs_here
@@ -366,6 +363,16 @@ def test_scores_that_are_no_numbers_give_no_token() -> None:
     ("changes", "dtype", "kv_dtype", "words"),
     [
         ({"norm": "layernorm"}, "float32", "float32", "Llama shape"),
+        *(
+            (unlike, "float32", "float32", "Llama shape")
+            for unlike in (
+                {"norm": "rms_offset"},
+                {"post_norms": True},
+                {"score_scale": 0.3},
+                {"embedding_scale": 2.0},
+                {"window_rope": Rope(frequencies=default_frequencies(10.0, 16))},
+            )
+        ),
         ({"intermediate": 2**17}, "float32", "float32", "rows of 131072"),
         ({"head_dim": 260}, "float32", "float32", "260 dimensions"),
         ({"head_dim": 20}, "float32", "float32", "attend"),

@@ -19,6 +19,7 @@ from serving.expert_parallel.processes import ProcessWatch
 from serving.expert_parallel.waits import BoundedWaits
 from serving.parallel.joining import ParallelRank
 from serving.parallel.layout import ParallelLayout
+from tests.fakes.awake import retaken
 from tests.fakes.stopping import stop
 from tests.serving.expert_parallel.ranks import Ranks, keep_store
 from tests.serving.parallel.losing import RUNNING, step_until_lost
@@ -28,6 +29,7 @@ VICTIM = 3  # rank 0 has no group with it
 
 
 @pytest.mark.parametrize(("how", "deadline"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 3.0)], ids=str)
+@retaken
 def test_every_rank_names_the_one_that_is_lost(how: signal.Signals, deadline: float) -> None:
     with Ranks() as group:
         started = group.start_all(LAYOUT.ranks, step_until_lost, LAYOUT, deadline)
@@ -57,17 +59,62 @@ class NeverDone:
         raise RuntimeError("the time is up")
 
 
+class DoneLate:
+    """An operation that needs nobody any more, and that its thread has not come to yet."""
+
+    def __init__(self, looks: int) -> None:
+        self._looks = looks
+
+    def wait(self, moment: timedelta) -> None:
+        self._looks -= 1
+        if self._looks >= 0:
+            time.sleep(moment.total_seconds())
+            raise RuntimeError("the time is up")
+
+
+def ended_process() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_what_a_rank_has_sent_before_it_left_is_waited_for() -> None:
+    store = HashStore()
+    BoundedWaits(store, 1, 2, ProcessWatch({}), deadline=60.0).close()
+    waits = BoundedWaits(store, 0, 2, ProcessWatch({1: ended_process()}), deadline=60.0)
+    waits.finish(cast(Work, DoneLate(3)))
+    waits.close()
+
+
+def test_one_that_has_left_hides_no_other_that_is_lost() -> None:
+    store = HashStore()
+    BoundedWaits(store, 1, 3, ProcessWatch({}), deadline=60.0).close()
+    waits = BoundedWaits(store, 0, 3, ProcessWatch({1: ended_process(), 2: ended_process()}), deadline=60.0)
+    with pytest.raises(RankLost, match="ended") as lost:
+        waits.finish(cast(Work, NeverDone()))
+    assert lost.value.rank == 2
+
+
+def test_a_rank_that_gives_up_does_not_say_that_it_leaves() -> None:
+    store = HashStore()
+    leaving = BoundedWaits(store, 1, 2, ProcessWatch({0: ended_process()}), deadline=60.0)
+    with pytest.raises(RankLost):
+        leaving.finish(cast(Work, NeverDone()))
+    leaving.close()
+    assert not store.check(["left/1"])
+
+
+@retaken
 def test_who_left_because_of_another_is_not_blamed() -> None:
     """Rank 1 waits for rank 2, which has stopped, and leaves; rank 0 sees that, and has no group with rank 2."""
-    store, left = HashStore(), subprocess.Popen([sys.executable, "-c", ""])
-    left.wait()
+    store, left = HashStore(), ended_process()
     for other in (0, 3):  # they say that they wait, too
         store.set(f"waiting/{other}", "")
     leaving = BoundedWaits(store, 1, 4, ProcessWatch({}), deadline=0.2)
     with pytest.raises(RankLost, match="deadline") as lost:
         leaving.finish(cast(Work, NeverDone()))
     assert lost.value.rank == 2
-    staying = BoundedWaits(store, 0, 4, ProcessWatch({1: left.pid}), deadline=60.0)
+    staying = BoundedWaits(store, 0, 4, ProcessWatch({1: left}), deadline=60.0)
     with pytest.raises(RankLost, match="ended") as lost:
         staying.finish(cast(Work, NeverDone()))
     assert lost.value.rank == 2
@@ -77,6 +124,7 @@ def test_who_left_because_of_another_is_not_blamed() -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=str)
+@retaken
 def test_a_rank_that_takes_the_store_with_it_is_named(how: signal.Signals) -> None:
     with Ranks() as group:
         lost = group.start(1, keep_store)

@@ -31,10 +31,12 @@ from serving.batch.ragged import RaggedBatch
 from serving.kernels import gpu
 from serving.kernels.gpu import drawing, kv_rows, launch, leaf_digests
 from serving.kernels.gpu.radix_search import DrawColumns
+from tests.serving.kernels.segments import CopiedSegments
 
 SHARED_BYTES = 227 * 1024  # what one program may have
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 WATCHED = re.compile(r"\b(HGMMA|IGMMA|HMMA|IMMA|UTMALDG|LDGSTS|LDL|STL)\b")
+NARROW = re.compile(r"\bLDGSTS\.E(?![.\w]*\.(64|128)\b)")  # an asynchronous copy of four bytes
 INSTRUCTION = re.compile(r"^\s*/\*(?P<at>[0-9a-f]{4,})\*/(?P<text>.*)", re.MULTILINE)
 INSTRUCTION_BYTES = 16
 BRANCH = re.compile(r"\bBRA 0x(?P<to>[0-9a-f]+)")
@@ -47,12 +49,13 @@ TABLE = Path(__file__).resolve().parents[4] / "docs/kernel-resources.md"
 HEADING = f"""# What the Triton kernels take
 
 Compiled for compute capability 9.0 (H100, H200) by Triton {triton.__version__}, at the shapes of an 8B; the most of all
-variants of a case. A multiprocessor has 65,536 registers and 227 KiB of shared memory for its programs. Spills are
+variants of a case. A multiprocessor has 65,536 registers and 227 KiB of shared memory for its programs. Copies of 4
+bytes are instructions that bring no more than that to shared memory: entries of block tables, and scales. Spills are
 instructions that move registers to memory and back. Written by `python -m tests.serving.kernels.gpu.hopper --write`,
 held by `tests/serving/kernels/gpu/test_own_process.py`.
 
-| kernel | case | warps | registers a thread | shared bytes | spills |
-|---|---|---|---|---|---|"""
+| kernel | case | warps | registers a thread | shared bytes | copies of 4 bytes | spills |
+|---|---|---|---|---|---|---|"""
 
 # Kernels by the beginning of their name: the matrix and copy instructions at least one of which each must have.
 EXPECTED = {
@@ -60,6 +63,7 @@ EXPECTED = {
     "_few_rows": [{"IGMMA", "IMMA"}, {"LDGSTS"}],
     "_decode": [{"HMMA"}, {"LDGSTS"}],
     "_prompt": [{"HGMMA"}, {"LDGSTS"}],
+    "_range": [{"HGMMA", "HMMA"}, {"LDGSTS"}],
 }
 
 
@@ -121,7 +125,7 @@ class Compiled:
         most: dict[tuple[str, str], tuple[int, ...]] = {}
         for kernel, instructions in zip(self.kernels, found, strict=True):
             spilled = instructions["LDL"] + instructions["STL"]
-            takes = kernel.warps, kernel.registers, kernel.shared, spilled
+            takes = kernel.warps, kernel.registers, kernel.shared, instructions["narrow"], spilled
             most[kernel.case] = tuple(map(max, takes, most.get(kernel.case, takes)))
         rows = [f"| `{name}` | {case} | {' | '.join(map(str, most[name, case]))} |" for name, case in sorted(most)]
         return "\n".join((HEADING, *rows, ""))
@@ -144,6 +148,7 @@ class Compiled:
             at = int(line["at"], 16)
             number = bisect_right(ends, at)
             found[number].update(WATCHED.findall(line["text"]))
+            found[number]["narrow"] += len(NARROW.findall(line["text"]))
             if (branch := BRANCH.search(line["text"])) and (to := int(branch["to"], 16)) < at:
                 loops[number] = max(loops[number], (at - to) // INSTRUCTION_BYTES + 1)
         assert at == ends[-1] - INSTRUCTION_BYTES, "not all was disassembled"
@@ -237,6 +242,22 @@ def attention(dtype: torch.dtype, kv_dtype: torch.dtype, heads: int, kv_heads: i
         gpu.paged_attention(q, plane, plane, batch, 0.1, window, *scales)
 
 
+def offloaded(dtype: torch.dtype, kv_dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
+    """A segment of 128 tokens, for a decode step and for a chunk of a prompt."""
+    plane = torch.zeros(8, 16, kv_heads, head_dim, dtype=kv_dtype)
+    scales = [torch.zeros(8, 16, kv_heads)] * 2 if kv_dtype is torch.int8 else []
+    for count in (1, 40):
+        q = torch.zeros(count, heads, head_dim, dtype=dtype)
+        batch = RaggedBatch.build(
+            tokens=[[0] * count],
+            starts=[128],
+            block_tables=[[0, 1, 2]],
+            block_size=16,
+            offloaded=CopiedSegments([(plane, plane, *scales)], range(8), 128, 128),
+        )
+        gpu.paged_attention(q, plane, plane, batch, 0.1, None, *scales)
+
+
 def copies() -> None:
     """KV of two planes out and in, by units of eight bytes and of one; and its digests."""
     packed = torch.zeros(2 << 20, dtype=torch.uint8)
@@ -277,6 +298,7 @@ def main() -> int:
         compiled.exact = dtype is torch.float32
         rotary(dtype, kv_dtype)
         attention(dtype, kv_dtype, *shape)
+        offloaded(dtype, kv_dtype, *shape)
     for name, count in sorted(compiled.names.items()):
         print(f"{name}: {count}")
     found = compiled.watched()
