@@ -105,4 +105,5 @@ def linear_weights(linear: nn.Module) -> LinearWeights:
         weight=held(linear.weight.detach()),
         scale=linear.scale.detach() if isinstance(linear, QuantizedLinear) else None,
         bias=None if linear.bias is None else linear.bias.detach(),
+        rotation=linear.rotation if isinstance(linear, QuantizedLinear) else 0,
     )

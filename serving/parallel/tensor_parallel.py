@@ -59,6 +59,7 @@ class SummedInt8Linear(RankModule):
 def summed(linear: nn.Module, group: Collective) -> nn.Module:
     """The linear layer, cut by columns, with its sum."""
     if isinstance(linear, QuantizedLinear):
+        assert not linear.rotation, "a row is transformed as a whole, and a rank has a part of it"
         return SummedInt8Linear(linear, group)
     assert isinstance(linear, nn.Linear)
     return SummedLinear(linear, group)

@@ -29,7 +29,8 @@ _CLASSES = {name.lower(): f"{name}ForCausalLM" for name in ("Llama", "Qwen2", "Q
 def write_model(model: Decoder, config: Mapping[str, Any], out: Path) -> None:
     """Write `model` to `out`/model.safetensors, and its Hugging Face `config` with the quantization to config.json."""
     tied = model.spec.tied_embeddings and not isinstance(model.head, QuantizedLinear)
-    written = dict(config) | {"tie_word_embeddings": tied, "quantization_config": int8_config(_ignored(model))}
+    quantized = int8_config(_ignored(model), _rotations(model))
+    written = dict(config) | {"tie_word_embeddings": tied, "quantization_config": quantized}
     written["dtype"] = str(model.norm.weight.dtype).removeprefix("torch.")
     written.pop("torch_dtype", None)
     save_file(stored_tensors(model), out / "model.safetensors", metadata={"format": "pt"})
@@ -75,6 +76,17 @@ def _ignored(model: Decoder) -> list[str]:
     wide = (nn.Linear, KvExpansion)
     kept = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, wide)]
     return [part.name.removesuffix(".weight") for parts in destinations(model.spec, kept).values() for part in parts]
+
+
+def _rotations(model: Decoder) -> dict[str, int]:
+    """The rotations of INT8 modules, by their names in the checkpoint."""
+    rotations = {
+        f"{name}.weight": module.rotation
+        for name, module in model.named_modules()
+        if isinstance(module, QuantizedLinear) and module.rotation
+    }
+    stored = destinations(model.spec, rotations)
+    return {part.name.removesuffix(".weight"): rotations[name] for name, parts in stored.items() for part in parts}
 
 
 def config_from_spec(spec: ModelSpec, theta: float) -> dict[str, Any]:

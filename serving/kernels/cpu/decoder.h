@@ -118,12 +118,14 @@ struct Step {
                 float* row) const {
         for (long i = row0; i < row1; ++i) {
             rms_norm(x_row(i), weight, model.hidden, model.eps, row);
-            encode_row(next.kind, row, next.inputs, a.row(i - base), a.scale + (i - base));
+            encode_input(next, row, row, a.row(i - base), a.scale + (i - base));
         }
     }
 
-    void encoded(const float* values, long ld, const Linear& next, long row0, long row1, const Rows& a) const {
-        for (long i = row0; i < row1; ++i) encode_row(next.kind, values + i * ld, next.inputs, a.row(i), a.scale + i);
+    // `room` is for one row: values are not changed, for other threads may read them too.
+    void encoded(const float* values, long ld, const Linear& next, long row0, long row1, const Rows& a,
+                 float* room) const {
+        for (long i = row0; i < row1; ++i) encode_input(next, values + i * ld, room, a.row(i), a.scale + i);
     }
 
     void rotate_rows(const Layer& layer, long row0, long row1, float* qkv, long base) const {
@@ -156,13 +158,13 @@ struct Step {
         const long rows = row1 - row0;
         attend_block(layer, row0, row1, s);
         const Rows attended = rows_for(layer.o, s.rows);
-        encoded(s.rows.attn, model.heads * layer.kv.head_dim, layer.o, 0, rows, attended);
+        encoded(s.rows.attn, model.heads * layer.kv.head_dim, layer.o, 0, rows, attended, s.normed);
         linear_block(layer.o, attended, 0, rows, 0, panels_of(layer.o), {FINISH_ADD, x_row(row0), model.hidden});
         const Rows a = rows_for(layer.gate_up, s.rows);
         normed(layer.mlp_norm, layer.gate_up, row0, row1, a, row0, s.normed);
         linear_block(layer.gate_up, a, 0, rows, 0, panels_of(layer.gate_up), {FINISH_SWIGLU, s.rows.h, sizes.h_width});
         const Rows gated = rows_for(layer.down, s.rows);
-        encoded(s.rows.h, sizes.h_width, layer.down, 0, rows, gated);
+        encoded(s.rows.h, sizes.h_width, layer.down, 0, rows, gated, s.normed);
         linear_block(layer.down, gated, 0, rows, 0, panels_of(layer.down), {FINISH_ADD, x_row(row0), model.hidden});
     }
 
@@ -266,8 +268,8 @@ struct Step {
         }
         const Rows halfway = norm(layer.mlp_norm, layer.gate_up);
         panels(layer.gate_up, halfway, tokens, {FINISH_SWIGLU, shared.h, sizes.h_width}, thread, &soon);
-        const Rows gated = prepare(layer.down, thread, [&](long row0, long row1, const Rows& a, ThreadScratch&) {
-            encoded(shared.h, sizes.h_width, layer.down, row0, row1, a);
+        const Rows gated = prepare(layer.down, thread, [&](long row0, long row1, const Rows& a, ThreadScratch& s) {
+            encoded(shared.h, sizes.h_width, layer.down, row0, row1, a, s.normed);
         });
         panels(layer.down, gated, tokens, {FINISH_ADD, x, model.hidden}, thread, &soon);
         return true;
@@ -293,7 +295,7 @@ struct Step {
         float* from = shared.attn;
         if (plan.split && batch.tokens_count <= REDUNDANT_ROWS) from = s.rows.attn;
         join_rows(layer.kv, shape(layer), plan, row0, row1, s.normed, from);
-        encoded(from, width, layer.o, row0, row1, a);
+        encoded(from, width, layer.o, row0, row1, a, s.normed);
     }
 
     // ---- logits and the whole ---------------------------------------------------------------------------------------
