@@ -363,16 +363,6 @@ def test_scores_that_are_no_numbers_give_no_token() -> None:
     ("changes", "dtype", "kv_dtype", "words"),
     [
         ({"norm": "layernorm"}, "float32", "float32", "Llama shape"),
-        *(
-            (unlike, "float32", "float32", "Llama shape")
-            for unlike in (
-                {"norm": "rms_offset"},
-                {"post_norms": True},
-                {"score_scale": 0.3},
-                {"embedding_scale": 2.0},
-                {"window_rope": Rope(frequencies=default_frequencies(10.0, 16))},
-            )
-        ),
         ({"intermediate": 2**17}, "float32", "float32", "rows of 131072"),
         ({"head_dim": 260}, "float32", "float32", "260 dimensions"),
         ({"head_dim": 20}, "float32", "float32", "attend"),
