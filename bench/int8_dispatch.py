@@ -101,7 +101,7 @@ def main() -> None:
         rows.append(compare(case, found[CASES[0]], found[case], 0.0))
         print(f"{case}: {sent.dispatch_bytes / sent.rows:.0f} bytes a row, {sent.rows} rows", flush=True)
     same = torch.equal(found[CASES[2]].logprobs, found[CASES[3]].logprobs)
-    print(table(rows))
+    print(table("docstrings", rows))
     print(
         f"INT8 experts: the log-probabilities of float rows and INT8 rows are {'the same' if same else 'not the same'}"
     )

@@ -1,9 +1,10 @@
 """What INT8 costs in quality: perplexity and agreement on the likeliest token, against the same model in bfloat16.
 
-    python -m bench.quality [MODEL] [--json FILE]
+    python -m bench.quality [MODEL] [--text docstrings code FILE] [--json FILE]
 
-The text is made on the spot out of the docstrings of Python's standard library: English prose about programs, the same
-for one version of Python wherever it runs, and free to use. Knows loading and the decoder; nothing of serving.
+Texts are made on the spot out of Python's standard library, its docstrings (English prose about programs) and its code:
+the same for one version of Python wherever it runs, and free to use. Any file in UTF-8 is another one. Knows loading
+and the decoder; nothing of serving.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +32,7 @@ from kvcache.memory.device import DeviceKV
 from serving.batch.ragged import RaggedBatch
 from serving.loader.loading import load, resolve
 from serving.model.decoder import Decoder
+from serving.quantization.scheme import PORTABLE, ROTATED, Int8Scheme
 from serving.text.tokenizer import load_tokenizer
 
 MODULES = """
@@ -39,7 +41,14 @@ heapq http.client inspect difflib string tarfile unittest.mock urllib.request as
 configparser pickle sched smtplib socketserver subprocess tempfile timeit turtle uuid zipapp optparse ast
 """.split()  # noqa: SIM905 - a list would take a line for each
 SHORTEST = 160  # characters: shorter docstrings are labels rather than prose
+SOURCE = 8000  # characters of a module
 BLOCK_SIZE = 16
+FORMS: tuple[tuple[str, Int8Scheme | None, tuple[str, ...]], ...] = (
+    ("bfloat16", None, ("bfloat16",)),
+    ("INT8, portable", PORTABLE, ("bfloat16",)),
+    ("INT8", ROTATED, ("bfloat16", "int8")),
+)
+"""Names, what is quantized, and KV caches; agreement is with the first."""
 
 
 def text() -> str:
@@ -48,6 +57,20 @@ def text() -> str:
     for name in MODULES:
         kept.update(dict.fromkeys(_docstrings(importlib.import_module(name))))
     return "\n\n".join(kept)
+
+
+def code() -> str:
+    """The beginnings of the same modules' sources."""
+    return "\n\n".join(inspect.getsource(importlib.import_module(name))[:SOURCE] for name in MODULES)
+
+
+TEXTS = {"docstrings": text, "code": code}
+
+
+def read_text(name: str) -> str:
+    """One of `TEXTS`, or what the file of that name holds."""
+    made = TEXTS.get(name)
+    return Path(name).read_text(encoding="utf-8") if made is None else made()
 
 
 def _docstrings(module: ModuleType) -> Iterator[str]:
@@ -108,24 +131,25 @@ def compare(name: str, baseline: Scores, scores: Scores, seconds: float) -> Row:
     )
 
 
-def measure(path: Path, windows: Sequence[Sequence[int]]) -> list[Row]:
-    """The model at `path` in bfloat16, in INT8, and in INT8 with an INT8 KV cache."""
-    rows: list[Row] = []
-    baseline: Scores | None = None
-    for quantization, caches in ((None, ("bfloat16",)), ("int8", ("bfloat16", "int8"))):
-        model = load(path, "bfloat16", quantization=quantization).model
+def measure(path: Path, texts: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, list[Row]]:
+    """The model at `path` in every form on the windows of each text."""
+    rows: dict[str, list[Row]] = {name: [] for name in texts}
+    baselines: dict[str, Scores] = {}
+    for form, scheme, caches in FORMS:
+        model = load(path, "bfloat16", quantization=None if scheme is None else "int8", scheme=scheme).model
         for kv_dtype in caches:
-            started = time.monotonic()
-            scores = score(model, windows, kv_dtype)
-            baseline = baseline or scores
-            name = f"{quantization or 'bfloat16'}, KV {kv_dtype}"
-            rows.append(compare(name, baseline, scores, time.monotonic() - started))
-            print(f"{name}: {rows[-1].seconds:.0f} s", file=sys.stderr)
+            for text_name, windows in texts.items():
+                started = time.monotonic()
+                scores = score(model, windows, kv_dtype)
+                baseline = baselines.setdefault(text_name, scores)
+                seconds, name = time.monotonic() - started, f"{form}, KV {kv_dtype}"
+                rows[text_name].append(compare(name, baseline, scores, seconds))
+                print(f"{text_name}, {name}: {seconds:.0f} s", file=sys.stderr)
     return rows
 
 
-def table(rows: Sequence[Row]) -> str:
-    cells = [["", "perplexity", "ratio", "top-1 agreement"]]
+def table(name: str, rows: Sequence[Row]) -> str:
+    cells = [[name, "perplexity", "ratio", "top-1 agreement"]]
     cells += [[row.name, f"{row.perplexity:.4f}", f"{row.ratio:.4f}", f"{row.agreement:.2%}"] for row in rows]
     return aligned(cells)
 
@@ -135,25 +159,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", nargs="?", help="a folder, a .gguf file or a hub name (default: the demo model)")
     parser.add_argument("--tokens", type=int, default=24576, help="tokens of text to read (default: 24576)")
     parser.add_argument("--window", type=int, default=1024, help="tokens read at a time (default: 1024)")
+    parser.add_argument(
+        "--text",
+        nargs="+",
+        default=["docstrings"],
+        metavar="NAME",
+        help=f"{', '.join(TEXTS)} or files in UTF-8 (default: docstrings)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     given = parser.parse_args(arguments)
-    path, read = resolve(given.model), text()
-    tokens = load_tokenizer(path).encode(read, add_special_tokens=False)[: given.tokens]
-    windows = [tokens[at : at + given.window] for at in range(0, len(tokens) - given.window + 1, given.window)]
-    if not windows:
-        raise ValueError(f"the text has {len(tokens)} tokens, which is less than a window of {given.window}")
+    path = resolve(given.model)
+    texts = {name: read_text(name) for name in given.text}
+    windows = {name: cut(path, read, given.tokens, given.window) for name, read in texts.items()}
     rows = measure(path, windows)
-    print(table(rows))
+    for name in texts:
+        print(table(name, rows[name]))
     if given.json is not None:
-        given.json.write_text(json.dumps(report(path, read, windows, rows), indent=2) + "\n", encoding="utf-8")
+        reports = [report(path, name, read, windows[name], rows[name]) for name, read in texts.items()]
+        given.json.write_text(json.dumps(reports, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
-def report(path: Path, read: str, windows: Sequence[Sequence[int]], rows: Sequence[Row]) -> dict[str, Any]:
+def cut(path: Path, read: str, count: int, window: int) -> list[list[int]]:
+    """The first `count` tokens of a text in whole windows, by the tokenizer of the model at `path`."""
+    tokens = load_tokenizer(path).encode(read, add_special_tokens=False)[:count]
+    if len(tokens) < window:
+        raise ValueError(f"the text has {len(tokens)} tokens, which is less than a window of {window}")
+    return [tokens[at : at + window] for at in range(0, len(tokens) - window + 1, window)]
+
+
+def report(path: Path, name: str, read: str, windows: Sequence[Sequence[int]], rows: Sequence[Row]) -> dict[str, Any]:
     """All that is needed to say whether two reports are of the same text, and the figures."""
     return {
         "model": path.name,
-        "text": f"docstrings of the standard library of Python {platform.python_version()}",
+        "text": name,
+        "python": platform.python_version(),
         "text_sha256": hashlib.sha256(read.encode()).hexdigest(),
         "tokens": sum(map(len, windows)),
         "window": len(windows[0]),

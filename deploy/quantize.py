@@ -23,6 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "float32", "bfloat16", "float16"),
         help="type of what is not quantized (default: the model's own)",
     )
+    parser.add_argument(
+        "--rotate",
+        action="store_true",
+        help="every linear of every layer in INT8, with Hadamard transforms of inputs that are computed as they come:"
+        " quicker on a CPU here, and not for systems or kernels without them",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -31,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     from serving.checkpoint.hub import resolve
     from serving.loader.loading import load
     from serving.quantization.folder import write_model
+    from serving.quantization.scheme import PORTABLE, ROTATED
 
     out: Path = arguments.out
     check_new(out)
@@ -39,7 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     if "quantization_config" in config:
         raise ValueError(f"{path} is quantized already")
     started = time.monotonic()
-    loaded = load(path, arguments.dtype, quantization="int8")
+    scheme = ROTATED if arguments.rotate else PORTABLE
+    loaded = load(path, arguments.dtype, quantization="int8", scheme=scheme)
     out.mkdir(parents=True, exist_ok=True)
     write_model(loaded.model, config, out)
     write_companions(path, config, out)

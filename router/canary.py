@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Coroutine
 from contextlib import suppress
 from enum import Enum
 from functools import partial
 from itertools import count, islice
+from typing import Any
 from uuid import uuid4
 
 from router.candidate import Candidate, Dispatched
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 TENANT = "millrace-canary"  # no user shares blocks with it
 PROMPT = (1, 2, 3)  # every vocabulary has these
 PATIENCE = 2.0  # seconds for the token, beside the worker's longest step: within 5 s of a break the pair is red
+LOOK = 0.25  # seconds from one look at the clock to the next
 MOST = 8  # pairs at a time
 WINDOW = 512  # pairs that are looked at at a time: in large clusters it takes more to go round
 
@@ -96,8 +99,7 @@ class Canary:
         trip = _Trip(self.fleet, prefill, decode, f"canary-{self._life}-{next(self._numbers)}")
         error: MillraceError | None = None
         try:
-            async with asyncio.timeout(self._patience(prefill) + self._patience(decode) - self.patience):
-                await trip.run()
+            await _within(self._patience(prefill) + self._patience(decode) - self.patience, trip.run())
         except TimeoutError:
             error = self._unanswered(trip)
         except MillraceError as broken:
@@ -193,6 +195,25 @@ class _Trip:
         with suppress(MillraceError):
             await self.fleet.link(self.prefill.status).audit()
             self.answered = True
+
+
+async def _within(seconds: float, work: Coroutine[Any, Any, None]) -> None:
+    """Raises TimeoutError when the work has lasted so long, and then has ended.
+
+    A router that stood still could hear nobody: what counts is time in which its loop went round.
+    """
+    clock, running = asyncio.get_running_loop().time, asyncio.create_task(work, name="canary-trip")
+    try:
+        while seconds > 0.0 and not running.done():
+            before = clock()
+            await asyncio.wait({running}, timeout=min(LOOK, seconds))
+            seconds -= min(clock() - before, 2 * LOOK)
+        if not running.done():
+            raise TimeoutError
+        running.result()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 def _key(prefill: Candidate, decode: Candidate) -> Pair:

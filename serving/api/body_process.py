@@ -34,6 +34,7 @@ BUDGET_SECONDS = 10  # of CPU time for one body
 NICENESS = 5  # about a quarter of a core where all are busy
 TIDY_BYTES = 1 << 20  # after a longer body, memory is given back
 STOP_SECONDS = 2.0
+ENDING_SECONDS = 20.0  # from the end of its pipes to its own, which takes long where a machine stands still
 START_SECONDS = 60.0
 PATIENCE = 6  # seconds by the clock for each of the budget, until a process that stands still is given up
 RETRY_AFTER = 5.0  # seconds
@@ -90,7 +91,7 @@ class BodyProcess:
             log.error("the process that reads bodies did not read one in %g s and is ended", self._patience)
             return None, Unavailable("the body was not read in time", code="body_unread", retry_after=RETRY_AFTER)
         except BROKEN:
-            code = await _ended(process)
+            code = await _ended(process, ENDING_SECONDS)
             return None if code in ENDED_FROM_OUTSIDE else (None, self._error(code))
         else:
             self._process = process
@@ -106,7 +107,7 @@ class BodyProcess:
             return
         assert process.stdin is not None
         process.stdin.close()
-        await _ended(process)
+        await _ended(process, STOP_SECONDS)
         await _kill(process)
 
     async def _begin(self) -> Process:
@@ -130,7 +131,7 @@ class BodyProcess:
         except TimeoutError as error:
             raise _cannot_begin(f"it was not ready in {START_SECONDS:g} s") from error
         except BROKEN as error:
-            raise _cannot_begin(f"it ended with {await _ended(process)}") from error
+            raise _cannot_begin(f"it ended with {await _ended(process, ENDING_SECONDS)}") from error
         finally:
             if not begun:
                 await _kill(process)
@@ -169,10 +170,10 @@ async def _read(process: Process) -> bytes:
     return await process.stdout.readexactly(length)
 
 
-async def _ended(process: Process) -> int | None:
-    """The exit status of one that is about to end; None if it stays."""
+async def _ended(process: Process, seconds: float) -> int | None:
+    """The exit status of one that is about to end; None if it stays for so long."""
     with suppress(TimeoutError):
-        return await asyncio.wait_for(process.wait(), STOP_SECONDS)
+        return await asyncio.wait_for(process.wait(), seconds)
     return None
 
 

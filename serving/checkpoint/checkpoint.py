@@ -19,6 +19,7 @@ Container = Literal["safetensors", "gguf"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAPPED_BYTES = 16 << 20  # of a file that stay mapped, and so count as the process's memory, while it is read
 EIGHT_BITS = ("I8", "F8_E4M3")
+PACKED = "U8"  # bytes that hold parts of numbers, or several
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -86,7 +87,8 @@ class SafetensorsFolder:
     @property
     def dtype(self) -> str:
         """The dtype most of the model is stored in, as its largest tensor has it."""
-        largest = max(self.names - self.int8_names, key=lambda name: prod(self._slice(name).get_shape()))
+        wide = (name for name in self.names if self._slice(name).get_dtype() not in (*EIGHT_BITS, PACKED))
+        largest = max(wide, key=lambda name: prod(self._slice(name).get_shape()))
         stored = self._slice(largest).get_dtype()
         if stored not in STORED_DTYPES:
             raise ValueError(

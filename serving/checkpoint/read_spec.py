@@ -10,6 +10,7 @@ from pathlib import Path
 from serving.checkpoint.gguf_file import GgufFile
 from serving.checkpoint.gguf_spec import spec_from_gguf
 from serving.checkpoint.json_file import read_json
+from serving.model.hf_config import spec_from_hf
 from serving.model.spec import ModelSpec
 
 
@@ -19,4 +20,4 @@ def read_spec(path: Path) -> ModelSpec:
         return spec_from_gguf(GgufFile(path))
     generation = path / "generation_config.json"
     given = read_json(generation) if generation.is_file() else None
-    return ModelSpec.from_hf_config(read_json(path / "config.json"), given)
+    return spec_from_hf(read_json(path / "config.json"), given)

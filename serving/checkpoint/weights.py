@@ -41,6 +41,7 @@ class Scheme:
     inner: Mapping[str, str]
     transposed: bool = False
     ignored: tuple[str, ...] = ()  # endings of tensors that are known to carry nothing we need
+    beside: tuple[str, ...] = ()  # beginnings of tensors of other models in the same files
 
 
 _LLAMA = Scheme(
@@ -130,15 +131,34 @@ _DEEPSEEK = {
     "attention.kv_a_norm": "self_attn.kv_a_layernorm",
     "attention.kv_b": "self_attn.kv_b_proj",
 }
+_GPT_OSS = {**_QWEN_MOE, "mlp.router": "mlp.router", "attention": "self_attn"}  # as FusedExperts shows them
+_GEMMA3 = {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
 _MTP = {"norm": "shared_head.norm", "head": "shared_head.head"}
 _HUGGING_FACE = {
     "opt": _OPT,
     "gpt2": _GPT2,
     "deepseek_v2": replace(_LLAMA, inner={**_LLAMA.inner, **_DEEPSEEK}),
     "deepseek_v3": replace(_LLAMA, inner={**_LLAMA.inner, **_DEEPSEEK}),
+    "gemma3": replace(
+        _LLAMA,
+        prefixes=("language_model.model.", "model.language_model."),
+        inner={**_LLAMA.inner, **_GEMMA3},
+        beside=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    ),
+    "gemma3_text": replace(_LLAMA, inner={**_LLAMA.inner, **_GEMMA3}),
+    "gpt_oss": replace(_LLAMA, inner={**_LLAMA.inner, **_GPT_OSS}),
     "mixtral": replace(_LLAMA, inner={**_LLAMA.inner, **_MIXTRAL}),
     "qwen3_moe": replace(_LLAMA, inner={**_LLAMA.inner, **_QWEN_MOE}),
 }
+
+
+def fuses_experts(spec: ModelSpec) -> bool:
+    """True if a tensor of the family's checkpoints holds all experts of a layer: names here are `FusedExperts`'."""
+    return spec.architecture == "gpt_oss"
 
 
 def sources(
@@ -167,6 +187,7 @@ def sources(
         if name not in used
         and not (left_out and name.startswith(left_out))
         and not name.endswith((*scheme.ignored, f".{ZERO_POINT_LEAF}"))
+        and not name.startswith(scheme.beside)
         and not (spec.tied_embeddings and name == f"{head}.weight")
     )
     if spare and all_used:

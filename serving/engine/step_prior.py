@@ -31,7 +31,7 @@ def guessed_cost(spec: ModelSpec, *, weight_bytes: float, kv_bytes: float, devic
     """`weight_bytes` are read once a step, `kv_bytes` are those of one token's KV. All coefficients are positive."""
     rates = CUDA if device.partition(":")[0] == "cuda" else CPU
     width = spec.heads * spec.head_dim
-    matrices = 3 if spec.mlp == "gated_silu" else 2
+    matrices = 3 if spec.mlp.startswith("gated") else 2
     attention = spec.hidden * (2 * width + 2 * spec.kv_heads * spec.head_dim)
     layers = spec.layers * (attention + matrices * spec.hidden * spec.intermediate)
     head = spec.hidden * spec.vocab_size  # computed where a token is drawn

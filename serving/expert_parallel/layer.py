@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from serving import kernels
 from serving.expert_parallel.exchange import ExchangeShape, ExpertExchange, Received, Rows
 from serving.expert_parallel.physical import PhysicalExperts
 from serving.model.decoder import Decoder, Layer
@@ -94,7 +93,7 @@ def _uncounted(_: Tensor) -> None:
 def _of_quantized(expert: nn.Module, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """An INT8 expert of rows that travelled as its first layer would have quantized them."""
     assert isinstance(expert, GatedMlp) and isinstance(expert.gate_up, QuantizedLinear)
-    return expert.down(kernels.silu_mul(expert.gate_up.of_quantized(values, scale).to(dtype)))
+    return expert.down(expert.product(expert.gate_up.of_quantized(values, scale).to(dtype)))
 
 
 def hold_experts(model: Decoder, placements: Sequence[ExpertPlacement], rank: int) -> None:

@@ -98,17 +98,16 @@ def _half(
                 yield from layer.mlp.stages(nothing, "nothing")
         return None
     batch = part.batch
-    x_TH = model.embed(batch.tokens)
-    if model.positions is not None:
-        x_TH = x_TH + model.positions(batch.positions + model.spec.position_offset)
-    rotation = model.rotary(batch) if model.rotary is not None else None
+    x_TH, rotations = model.embedded(batch), model.rotations(batch)
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, Layer)
-        x_TH = x_TH + layer.attention(layer.attention_norm(x_TH), rotation, batch, kv[index])
+        x_TH = layer.attended(x_TH, rotations[index], batch, kv[index])
+        given = layer.mlp_norm(x_TH)
         if isinstance(layer.mlp, ExpertParallelMlp):
-            x_TH = x_TH + (yield from layer.mlp.stages(layer.mlp_norm(x_TH), "attention"))
+            made = yield from layer.mlp.stages(given, "attention")
         else:
-            x_TH = x_TH + layer.mlp(layer.mlp_norm(x_TH))
+            made = layer.mlp(given)
+        x_TH = x_TH + layer.mlp_post_norm(made)
     return part.rows, model.norm(x_TH)
 
 

@@ -195,7 +195,7 @@ def _pack(
         weight = cpu.interleave(*weight.chunk(2))
         bias = None if bias is None else cpu.interleave(*bias.chunk(2))
         scale = None if scale is None else cpu.interleave(*scale.chunk(2))
-    packed = kernels.pack(weight, scale=scale, bias=bias)
+    packed = kernels.pack(weight, scale=scale, bias=bias, rotation=w.rotation)
     if releases:
         release(linear)
     return packed

@@ -26,9 +26,13 @@ def unlike_llama(spec: ModelSpec) -> str | None:
     """Why a model is not of the Llama shape, or None if it is. Layers may have experts in place of their MLP."""
     if spec.mla is not None:
         return "the fused step has no latent attention"
+    if spec.sinks:
+        return "the fused step has no attention sinks"
     if spec.moe is not None and not _plainly_routed(spec.moe):
         return f"the fused step does not route experts as {spec.architecture} does"
-    if spec.norm == "rms" and spec.mlp == "gated_silu" and spec.rope is not None and not spec.learned_positions:
+    plain = spec.norm == "rms" and spec.mlp == "gated_silu" and not spec.post_norms and spec.embedding_scale == 1.0
+    rotated = spec.rope is not None and spec.window_rope is None and not spec.learned_positions
+    if plain and rotated and spec.score_scale is None:
         return None
     return f"{spec.architecture} is not of the Llama shape"
 
@@ -101,4 +105,5 @@ def linear_weights(linear: nn.Module) -> LinearWeights:
         weight=held(linear.weight.detach()),
         scale=linear.scale.detach() if isinstance(linear, QuantizedLinear) else None,
         bias=None if linear.bias is None else linear.bias.detach(),
+        rotation=linear.rotation if isinstance(linear, QuantizedLinear) else 0,
     )

@@ -27,7 +27,7 @@ from serving.forward.padding import PADDING_SLOT, static
 from serving.kernels import gpu
 from serving.kernels.gpu.decoder import TritonDecoder
 from serving.model.decoder import Decoder, Planes
-from serving.model.quantized_linear import QuantizedLinear, float8_linears
+from serving.model.quantized_linear import QuantizedLinear, float8_linears, rotated_linear
 from serving.parallel.rank_module import computes_with_others
 
 log = logging.getLogger(__name__)
@@ -213,6 +213,8 @@ def supports(model: Decoder, dtype: str, kv: Planes) -> str | None:
         )
     if (name := float8_linears(model)) is not None:
         return f"the kernels do not multiply {name}'s FP8 weights"
+    if (name := rotated_linear(model)) is not None:
+        return f"the Triton kernels do not transform {name}'s inputs before they are quantized"
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear) and not gpu.supports_linear(module.in_features, module.out_features):
             return f"the kernels do not multiply {name}'s {module.in_features} inputs in INT8"

@@ -24,6 +24,7 @@ from serving.grammar.grammars import GrammarError
 from serving.grammar.vocabulary import Vocabulary
 
 SECONDS = 1.0  # of CPU time that a grammar and its first mask may take; a schema of 1,000 properties takes 0.1
+ENDING_SECONDS = 20.0  # from the end of its socket to its own, which takes long where a machine stands still
 PATIENCE = 20.0  # seconds until the process, which had its CPU time or never got it, is given up
 
 
@@ -83,7 +84,7 @@ class GrammarVetter:
         child, self._child = self._child, None
         assert child is not None
         try:
-            return child.wait(1.0)  # before it is killed
+            return child.wait(ENDING_SECONDS)  # before it is killed
         except subprocess.TimeoutExpired:
             return -signal.SIGKILL
         finally:

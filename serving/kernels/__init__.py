@@ -12,11 +12,13 @@ from serving.batch.ragged import RaggedBatch
 from serving.kernels import int8, reference
 from serving.kernels.latent_attention import absorbed_attention, expanded_attention, part_of, write_latent
 from serving.kernels.offloaded_attention import offloaded_attention
-from serving.kernels.reference import layer_norm, rms_norm, rope, silu_mul
+from serving.kernels.reference import clamped_swiglu, gelu_tanh_mul, layer_norm, rms_norm, rope, silu_mul
 
 __all__ = [
     "absorbed_attention",
+    "clamped_swiglu",
     "expanded_attention",
+    "gelu_tanh_mul",
     "layer_norm",
     "paged_attention",
     "part_of",
@@ -36,11 +38,16 @@ def write_kv(k: Tensor, v: Tensor, planes: tuple[Tensor, ...], slots: Tensor) ->
 
 
 def paged_attention(
-    q: Tensor, planes: tuple[Tensor, ...], batch: RaggedBatch, scale: float, window: int | None
+    q: Tensor,
+    planes: tuple[Tensor, ...],
+    batch: RaggedBatch,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of q [T, Hq, D] over each sequence's own blocks of a layer's planes; [T, Hq, D] in q's dtype."""
     form = _BY_PLANES[len(planes)]
     if batch.offloaded is not None:
-        return offloaded_attention(q, planes, batch, scale, window, form.gather)
-    out: Tensor = form.paged_attention(q, *planes, batch, scale, window)
+        return offloaded_attention(q, planes, batch, scale, window, form.gather, sinks)
+    out: Tensor = form.paged_attention(q, *planes, batch, scale, window, sinks)
     return out

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from serving.batch.ragged import RaggedBatch
-from serving.kernels import reference
+from serving.kernels import hadamard, reference
 
 LARGEST = 127  # symmetric: -128 is not used
 EXACT_INPUTS = (1 << 24) // (128 * 128)  # of int8 products that add up to what float32 holds exactly
@@ -60,9 +60,16 @@ def _product_in_floats(a: Tensor, b: Tensor) -> Tensor:
     return total
 
 
-def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., K] · (weight [N, K] int8 * scale [N])ᵀ + bias, each row of x quantized on its own; in x's dtype."""
-    values, row_scale = quantize_rows(x.reshape(-1, x.shape[-1]))
+def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, rotation: int = 0) -> Tensor:
+    """x [..., K] · (weight [N, K] int8 * scale [N])ᵀ + bias, each row of x quantized on its own; in x's dtype.
+
+    With `rotation` weights are those of x · H, where H is orthogonal: so many neighbours are joined by a Hadamard
+    transform before they are quantized.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    values, row_scale = quantize_rows(hadamard.transformed(rows, rotation) if rotation else rows)
+    if rotation:
+        row_scale = row_scale / rotation**0.5
     out = quantized_linear(values, row_scale, weight, scale, bias)
     return out.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
@@ -106,9 +113,11 @@ def paged_attention(
     batch: RaggedBatch,
     scale: float,
     window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`reference.paged_attention` over what the planes stand for, which is worked out for the blocks in use."""
     used, tables = torch.unique(batch.block_tables, return_inverse=True)
     keys = k_plane[used].float() * k_scale[used][..., None]
     values = v_plane[used].float() * v_scale[used][..., None]
-    return reference.paged_attention(q, keys, values, replace(batch, block_tables=tables), scale, window)
+    part = replace(batch, block_tables=tables)
+    return reference.paged_attention(q, keys, values, part, scale, window, sinks)

@@ -12,11 +12,15 @@ L = TypeVar("L")  # a linear layer, as the kernels read it
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearWeights:
-    """weight [N, K] of a float type, or int8 with a float32 scale [N] for each output; bias [N]."""
+    """weight [N, K] of a float type, or int8 with a float32 scale [N] for each output; bias [N].
+
+    With `rotation` they are int8 weights of inputs that were transformed, so many at a time (`int8.linear`).
+    """
 
     weight: Tensor
     scale: Tensor | None = None
     bias: Tensor | None = None
+    rotation: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,13 @@ Gather = Callable[..., tuple[Tensor, Tensor]]
 
 
 def offloaded_attention(
-    q: Tensor, planes: tuple[Tensor, ...], batch: RaggedBatch, scale: float, window: int | None, gather: Gather
+    q: Tensor,
+    planes: tuple[Tensor, ...],
+    batch: RaggedBatch,
+    scale: float,
+    window: int | None,
+    gather: Gather,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`reference.paged_attention` of q [T, Hq, D] where the sequence's first tokens are `batch.offloaded`."""
     assert batch.offloaded is not None and len(batch.query_lens) == 1
@@ -34,7 +40,7 @@ def offloaded_attention(
     left = context - batch.offloaded.tokens
     keys, values = gather(*planes, batch.block_tables[0, : -(-left // batch.block_size)])
     running.add(keys[:left], values[:left], batch.offloaded.tokens)
-    return running.result().to(q.dtype)
+    return running.result(sinks).to(q.dtype)
 
 
 class RunningAttention:
@@ -83,6 +89,10 @@ class RunningAttention:
         self.total_HGT[:, :, rows] = self.total_HGT[:, :, rows] * keep_HGT + weights_HGTL.sum(-1)
         self.top_HGT[:, :, rows] = top_HGT
 
-    def result(self) -> Tensor:
-        """The attended values [T, Hq, D] float32."""
-        return (self.sum_HGTD / self.total_HGT[..., None]).permute(2, 0, 1, 3).flatten(1, 2)
+    def result(self, sinks: Tensor | None = None) -> Tensor:
+        """The attended values [T, Hq, D] float32; `sinks` [Hq] as in `reference.paged_attention`."""
+        out_HGTD = self.sum_HGTD / self.total_HGT[..., None]
+        if sinks is not None:  # of the whole softmax the keys have sigmoid(log of their sum - sink)
+            sinks_HG1 = sinks.float().view(*self.top_HGT.shape[:2], 1)
+            out_HGTD *= (self.top_HGT + self.total_HGT.log() - sinks_HG1).sigmoid()[..., None]
+        return out_HGTD.permute(2, 0, 1, 3).flatten(1, 2)

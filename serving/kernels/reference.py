@@ -49,6 +49,25 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up for gate_up [T, 2W], gate first; gelu by its tanh form (arXiv 1606.08415). Returns [T, W]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate) for gate_up [T, 2W], gate first: gpt-oss (arXiv 2508.10925).
+
+    Gate is clamped to `limit` from above, up from both sides. Returns [T, W].
+    """
+    bounded = gate_up.clamp(max=limit)
+    gate, up = bounded.chunk(2, dim=-1)
+    # Of half of each row. Over whole rows at once, vectors end elsewhere when there are more rows, and what comes after
+    # the last is computed with another exponential: a row's bits would depend on the others.
+    share = torch.sigmoid((bounded * alpha).chunk(2, dim=-1)[0])
+    return (up.clamp(min=-limit) + 1) * (gate * share)
+
+
 def write_kv(k: Tensor, v: Tensor, k_plane: Tensor, v_plane: Tensor, slots: Tensor) -> None:
     """Store k and v [T, Hkv, D] at `slots` [T] of planes [num_blocks, block_size, Hkv, D], of any strides and dtype."""
     blocks, offsets = slots // k_plane.shape[1], slots % k_plane.shape[1]
@@ -62,11 +81,18 @@ def gather(k_plane: Tensor, v_plane: Tensor, blocks: Tensor) -> tuple[Tensor, Te
 
 
 def paged_attention(
-    q: Tensor, k_plane: Tensor, v_plane: Tensor, batch: RaggedBatch, scale: float, window: int | None
+    q: Tensor,
+    k_plane: Tensor,
+    v_plane: Tensor,
+    batch: RaggedBatch,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of q [T, Hq, D] over each sequence's own blocks; returns [T, Hq, D] in q's dtype.
 
-    `window` limits a query to that many last tokens, its own included. This step's k and v must be written already.
+    `window` limits a query to that many last tokens, its own included. `sinks` [Hq] are scores that join each head's
+    softmax and have no value: what they weigh is lost. This step's k and v must be written already.
     """
     out = q.new_empty(*q.shape[:2], v_plane.shape[3])
     single: dict[int, list[int]] = {}  # sequences with one query, by the magnitude of their context
@@ -76,16 +102,31 @@ def paged_attention(
             single.setdefault(context.bit_length(), []).append(sequence)
         else:
             rows = slice(row, row + queries)
-            out[rows] = _attend_prompt(q[rows], k_plane, v_plane, batch.block_tables[sequence], context, scale, window)
+            table = batch.block_tables[sequence]
+            out[rows] = _attend_prompt(q[rows], k_plane, v_plane, table, context, scale, window, sinks)
         row += queries
     for sequences in single.values():
         rows_S = batch.query_start[sequences].long()
-        out[rows_S] = _attend_single(q[rows_S], k_plane, v_plane, batch, sequences, scale, window)
+        out[rows_S] = _attend_single(q[rows_S], k_plane, v_plane, batch, sequences, scale, window, sinks)
     return out
 
 
+def _attention_weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The softmax over the last of scores [..., L], beside sinks [...] where there are any."""
+    if sinks is None:
+        return scores.softmax(-1)
+    return torch.cat((scores, sinks.float().expand(scores.shape[:-1])[..., None]), -1).softmax(-1)[..., :-1]
+
+
 def _attend_prompt(
-    q: Tensor, k_plane: Tensor, v_plane: Tensor, table: Tensor, context: int, scale: float, window: int | None
+    q: Tensor,
+    k_plane: Tensor,
+    v_plane: Tensor,
+    table: Tensor,
+    context: int,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """The last Tq tokens of one sequence, q [Tq, Hq, D], over its `context` tokens. G is folded into the queries."""
     block_size, kv_heads = k_plane.shape[1], k_plane.shape[2]
@@ -107,7 +148,9 @@ def _attend_prompt(
         hidden_TL = positions_L > positions_T1
         if window is not None:
             hidden_TL |= positions_L <= positions_T1 - window
-        weights_HQL = scores_HGTL.masked_fill_(hidden_TL, float("-inf")).softmax(-1).flatten(1, 2)
+        scores_HGTL = scores_HGTL.masked_fill_(hidden_TL, float("-inf"))
+        sinks_HG1 = None if sinks is None else sinks.view(kv_heads, -1, 1)
+        weights_HQL = _attention_weights(scores_HGTL, sinks_HG1).flatten(1, 2)
         out_HGTD = torch.bmm(weights_HQL, values_HLD[:, :end]).view(kv_heads, -1, count, v_plane.shape[3])
         out[first : first + count] = out_HGTD.permute(2, 0, 1, 3).flatten(1, 2)
     return out
@@ -121,6 +164,7 @@ def _attend_single(
     sequences: list[int],
     scale: float,
     window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """One query for each of S sequences of like length, q [S, Hq, D], padded to the longest of them."""
     block_size, kv_heads = k_plane.shape[1], k_plane.shape[2]
@@ -138,5 +182,6 @@ def _attend_single(
     values_SLHD = values_SLHD.masked_fill(hidden_SL[..., None, None], 0.0)
     q_SHGD = (q.float() * scale).view(len(sequences), kv_heads, -1, q.shape[2])
     scores_SHGL = torch.matmul(q_SHGD, keys_SLHD.permute(0, 2, 3, 1))
-    weights_SHGL = scores_SHGL.masked_fill_(hidden_SL[:, None, None], float("-inf")).softmax(-1)
+    scores_SHGL = scores_SHGL.masked_fill_(hidden_SL[:, None, None], float("-inf"))
+    weights_SHGL = _attention_weights(scores_SHGL, None if sinks is None else sinks.view(kv_heads, -1))
     return torch.matmul(weights_SHGL, values_SLHD.permute(0, 2, 1, 3)).flatten(1, 2).to(q.dtype)

@@ -5,6 +5,7 @@ The way from a path to a model that can run. Tokenizers and chat templates are r
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,22 +15,25 @@ from torch import Tensor, nn
 
 from serving.checkpoint.checkpoint import DTYPES, Checkpoint, SafetensorsFolder
 from serving.checkpoint.cuts import Cut
-from serving.checkpoint.fingerprint import fingerprint
+from serving.checkpoint.fingerprint import extended, fingerprint
+from serving.checkpoint.fused_experts import FusedExperts
 from serving.checkpoint.gguf_file import GgufFile
 from serving.checkpoint.gguf_spec import spec_from_gguf
 from serving.checkpoint.hub import resolve
 from serving.checkpoint.json_file import read_json
 from serving.checkpoint.read_spec import read_spec
-from serving.checkpoint.weights import sources
+from serving.checkpoint.weights import fuses_experts, sources
 from serving.kernels import float8
 from serving.kernels.torch_linears import use_cpu_linears
-from serving.loader.quantize_at_load import kept_scales, quantize, quantized_modules
+from serving.loader.quantize_at_load import default_scheme, kept_scales, quantize, quantized_modules
 from serving.loader.reading import fill_parameter
+from serving.loader.rotations import decoder_rotations, refuse_rotations, stored_rotations
 from serving.model.decoder import Decoder
 from serving.model.mla import hold_float32
 from serving.model.moe import float32_parameters
 from serving.model.quantized_linear import hold_int8, own_dtypes
 from serving.model.spec import ModelSpec
+from serving.quantization.scheme import Int8Scheme
 
 __all__ = ["LoadedModel", "load", "resolve"]
 
@@ -50,11 +54,13 @@ def load(
     device: str = "cpu",
     quantization: str | None = None,
     layout: Callable[[Decoder], Mapping[str, Cut] | None] | None = None,
+    scheme: Int8Scheme | None = None,
 ) -> LoadedModel:
     """Load the Hugging Face folder or GGUF file at `path`.
 
     `dtype` is float32, bfloat16, float16 or auto: the checkpoint's own for a folder, bfloat16 for a GGUF file.
-    `quantization` int8 makes its linear layers ones of 8-bit weights and activations, unless its files hold such.
+    `quantization` int8 makes its linear layers ones of 8-bit weights and activations, unless its files hold such: those
+    that `scheme` says, by default all on a CPU, and on a GPU what its kernels multiply.
     `layout` takes off the model, before it has memory, what other ranks hold, and returns which rows and columns are
     left of the parameters it has cut: nothing else is read.
     Raises ValueError when the model is not supported or its files do not fit together.
@@ -66,17 +72,21 @@ def load(
         raise ValueError("a rank that loads a part of a model cannot quantize it: `millrace quantize` it first")
     if layout is not None and checkpoint.float8:
         raise ValueError("ranks share no FP8 weights: use a checkpoint in BF16 or INT8")
+    if layout is not None:
+        refuse_rotations(path)
     dtype = own_dtype if dtype == "auto" else dtype
     with torch.device("meta"):
         model = Decoder(spec)
-        hold_int8(model, int8_modules(model, checkpoint), float8.DTYPE if checkpoint.float8 else torch.int8)
+        rotated = hold_stored(model, checkpoint, stored_rotations(path))
     every = [name for name, _ in model.named_parameters()]
     cuts = None if layout is None else layout(model)
     digest = fingerprint(spec, checkpoint.files, dtype)
+    if rotated:  # which is said beside the files of tensors
+        digest = extended(digest, json.dumps(rotated, sort_keys=True).encode())
     scales = None
     if quantization == "int8" and not checkpoint.int8_names:
-        scales = kept_scales(path, digest, spec.max_position)
-    later = () if scales is None or scales.stored is None else quantized_modules(model)
+        scales = kept_scales(path, digest, spec.max_position, scheme or default_scheme(device))
+    later = () if scales is None or scales.stored is None else quantized_modules(model, scales.scheme)
     fill_module = fill(model, checkpoint, DTYPES[dtype], torch.device(device), every, cuts, later)
     hold_float32(model)
     if device == "cpu":
@@ -100,9 +110,11 @@ def open_checkpoint(path: Path) -> tuple[ModelSpec, Checkpoint, str]:
     if path.is_file():
         file = GgufFile(path)
         return spec_from_gguf(file), file, "bfloat16"
-    spec, config, folder = read_spec(path), read_json(path / "config.json"), SafetensorsFolder(path)
+    spec, config = read_spec(path), read_json(path / "config.json")
+    folder = SafetensorsFolder(path)
     named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
-    return spec, folder, named if named in DTYPES else folder.dtype
+    dtype = named if named in DTYPES else folder.dtype
+    return spec, FusedExperts(folder) if fuses_experts(spec) else folder, dtype
 
 
 def fill(
@@ -137,8 +149,9 @@ def fill(
     for name in shapes:
         give(name, torch.device("meta") if name.rpartition(".")[0] in later else device)
     model.tie_weights()
-    if model.rotary is not None:
-        model.rotary.to(device)  # its frequencies
+    for rotary in (model.rotary, model.window_rotary):
+        if rotary is not None:
+            rotary.to(device)  # its frequencies
     return fill_module
 
 
@@ -157,6 +170,14 @@ def int8_modules(model: Decoder, checkpoint: Checkpoint) -> list[str]:
         if held:
             found.append(name.removesuffix(".weight"))
     return found
+
+
+def hold_stored(model: Decoder, checkpoint: Checkpoint, rotations: Mapping[str, int]) -> dict[str, int]:
+    """Let `model`, built on meta, hold the 8-bit weights of `checkpoint`. Returns the rotations by its own names."""
+    names = int8_modules(model, checkpoint)
+    own = decoder_rotations(model, checkpoint, names, rotations)
+    hold_int8(model, names, float8.DTYPE if checkpoint.float8 else torch.int8, own)
+    return own
 
 
 def use_float32_head(model: Decoder) -> None:

@@ -23,39 +23,45 @@ from serving.cache_folder import cache_folder
 from serving.checkpoint.fingerprint import extended
 from serving.model.decoder import Decoder
 from serving.quantization.apply import apply_scales, find_scales, linear_sites
-from serving.quantization.scheme import Int8Scheme, Scales
+from serving.quantization.scheme import PORTABLE, ROTATED, Int8Scheme, Scales
 from serving.text.tokenizer import load_tokenizer
 
 _log = logging.getLogger("millrace.quantization")
 
-DEFAULT = Int8Scheme()
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptScales:
-    """What is known of a model's scales by `DEFAULT` before it is loaded: a safetensors file in bytes, or nothing."""
+    """What is known of a model's scales by `scheme` before it is loaded: a safetensors file in bytes, or nothing."""
 
+    scheme: Int8Scheme
     key: str  # the fingerprint of the model and of how scales are sought
     file: Path
     calibration: Sequence[Sequence[int]]
     stored: bytes | None
 
 
-def kept_scales(path: Path, fingerprint: str, longest: int) -> KeptScales:
+def default_scheme(device: str) -> Int8Scheme:
+    """All linears on a CPU; elsewhere what the kernels multiply there, which transform no inputs."""
+    return ROTATED if device == "cpu" else PORTABLE
+
+
+def kept_scales(path: Path, fingerprint: str, longest: int, scheme: Int8Scheme) -> KeptScales:
     """Of the model at `path`, which reads up to `longest` tokens and is named by `fingerprint`."""
     calibration = calibration_tokens(path, longest)
-    key = extended(fingerprint, json.dumps([asdict(DEFAULT), calibration]).encode())
+    key = extended(fingerprint, json.dumps([asdict(scheme), calibration]).encode())
     file = cache_folder() / f"int8-{key}.safetensors"
-    return KeptScales(key=key, file=file, calibration=calibration, stored=_cached(file))
+    return KeptScales(scheme=scheme, key=key, file=file, calibration=calibration, stored=_cached(file))
 
 
-def quantized_modules(model: Decoder) -> frozenset[str]:
-    """The layers' modules that `DEFAULT` quantizes: with scales that are known, one after the other can be loaded."""
-    return frozenset(site.name for site in linear_sites(model, DEFAULT) if site.name != "head")
+def quantized_modules(model: Decoder, scheme: Int8Scheme) -> frozenset[str]:
+    """The layers' modules that `scheme` quantizes: with scales that are known, one after the other can be loaded."""
+    return frozenset(site.name for site in linear_sites(model, scheme) if site.name != "head")
 
 
 def quantize(model: Decoder, kept: KeptScales, ready: Callable[[str], None]) -> str:
-    """Quantize `model` in place by `DEFAULT`; its new fingerprint. `ready(name)` is called before a module is read.
+    """Quantize `model` in place by the scheme of `kept`; its new fingerprint.
+
+    `ready(name)` is called before a module is read.
 
     The fingerprint covers the scales, because a search on another machine may end in others: such models must not share
     KV.
@@ -63,9 +69,9 @@ def quantize(model: Decoder, kept: KeptScales, ready: Callable[[str], None]) -> 
     stored = kept.stored
     if stored is None:
         started = time.monotonic()
-        stored = _keep(kept.file, packed(find_scales(model, DEFAULT, kept.calibration)))
+        stored = _keep(kept.file, packed(find_scales(model, kept.scheme, kept.calibration)))
         _log.info("found INT8 scales in %.1f s, kept in %s", time.monotonic() - started, kept.file)
-    apply_scales(model, DEFAULT, unpacked(stored), ready)
+    apply_scales(model, kept.scheme, unpacked(stored), ready)
     return extended(kept.key, stored)
 
 

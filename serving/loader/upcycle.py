@@ -23,6 +23,7 @@ from serving.checkpoint.checkpoint import DTYPES
 from serving.checkpoint.weights import destinations
 from serving.loader.loading import fill, open_checkpoint
 from serving.model.decoder import Decoder, Layer
+from serving.model.hf_config import spec_from_hf
 from serving.model.moe_spec import MoeSpec
 from serving.model.spec import ModelSpec
 
@@ -104,7 +105,7 @@ def moe_config(spec: ModelSpec, config: Mapping[str, Any], how: Upcycling) -> di
     if "rope_theta" not in parameters:
         written.setdefault("rope_theta", 10000.0)
     meant = replace(spec, architecture="mixtral", moe=moe, eos_token_ids=(), bos_token_id=None)
-    if replace(ModelSpec.from_hf_config(written), eos_token_ids=(), bos_token_id=None) != meant:
+    if replace(spec_from_hf(written), eos_token_ids=(), bos_token_id=None) != meant:
         raise ValueError(f"no Mixtral config says all of this {spec.architecture} model")
     return written
 

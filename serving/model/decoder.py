@@ -21,7 +21,7 @@ from serving.batch.ragged import RaggedBatch
 from serving.model.gated_mlp import GatedMlp
 from serving.model.mla import MlaAttention
 from serving.model.moe import MoeMlp
-from serving.model.norms import LayerNorm, RmsNorm
+from serving.model.norms import LayerNorm, Norm, OffsetRmsNorm, RmsNorm
 from serving.model.rope import Rope
 from serving.model.spec import ModelSpec
 
@@ -33,6 +33,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),  # as GPT-2 was trained with
     "relu": F.relu,
 }
+GATED_PRODUCTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gated_silu": kernels.silu_mul,
+    "gated_gelu_tanh": kernels.gelu_tanh_mul,
+}
+NORMS: dict[str, type[Norm]] = {"rms": RmsNorm, "rms_offset": OffsetRmsNorm, "layernorm": LayerNorm}
 
 
 def _embedding(rows: int, hidden: int) -> nn.Embedding:
@@ -48,9 +53,11 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.embed = _embedding(spec.vocab_size, spec.hidden)
+        self.embedding_scale = nn.Identity() if spec.embedding_scale == 1.0 else Scale(spec.embedding_scale)
         rows = spec.max_position + spec.position_offset
         self.positions = _embedding(rows, spec.hidden) if spec.learned_positions else None
         self.rotary = Rotary(spec.rope) if spec.rope is not None else None
+        self.window_rotary = Rotary(spec.window_rope) if spec.window_rope is not None else self.rotary
         self.layers = nn.ModuleList(Layer(spec, index) for index in range(spec.layers))
         self.norm = make_norm(spec)
         self.head = nn.Linear(spec.hidden, spec.vocab_size, bias=False)
@@ -70,17 +77,30 @@ class Decoder(nn.Module):
         `layer_done(layer)` is called when that layer's KV for this batch is complete. Where the step leaves the
         batch's barrier, what is returned means nothing.
         """
-        x_TH = self.embed(batch.tokens)
-        if self.positions is not None:
-            x_TH = x_TH + self.positions(batch.positions + self.spec.position_offset)
-        rotation = self.rotary(batch) if self.rotary is not None else None
+        x_TH, rotations = self.embedded(batch), self.rotations(batch)
         for index, layer in enumerate(self.layers):
             if batch.barrier is not None and not batch.barrier.passes(index):
                 break
-            x_TH = layer(x_TH, rotation, batch, kv[index])
+            x_TH = layer(x_TH, rotations[index], batch, kv[index])
             if layer_done is not None:
                 layer_done(index)
         return self.norm(x_TH)  # type: ignore[no-any-return]
+
+    def embedded(self, batch: RaggedBatch) -> Tensor:
+        """What the first layer is given, [T, H]."""
+        x_TH = self.embedding_scale(self.embed(batch.tokens))
+        if self.positions is not None:
+            x_TH = x_TH + self.positions(batch.positions + self.spec.position_offset)
+        return x_TH  # type: ignore[no-any-return]
+
+    def rotations(self, batch: RaggedBatch) -> list[Rotation | None]:
+        """What each layer turns queries and keys by."""
+        everywhere = self.rotary(batch) if self.rotary is not None else None
+        in_windows = everywhere
+        if self.window_rotary is not None and self.window_rotary is not self.rotary:
+            in_windows = self.window_rotary(batch)
+        windows = map(self.spec.window, range(len(self.layers)))
+        return [everywhere if window is None else in_windows for window in windows]
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """Scores of the next token [R, V], float32, for rows of what `forward` returned."""
@@ -89,18 +109,25 @@ class Decoder(nn.Module):
 
 
 class Layer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); in some families what is added has been through a norm as well."""
 
     def __init__(self, spec: ModelSpec, index: int) -> None:
         super().__init__()
         self.attention_norm = make_norm(spec)
         self.attention = _attention(spec, index)
+        self.attention_post_norm = make_norm(spec) if spec.post_norms else nn.Identity()
         self.mlp_norm = make_norm(spec)
         self.mlp = _mlp(spec, index)
+        self.mlp_post_norm = make_norm(spec) if spec.post_norms else nn.Identity()
 
     def forward(self, x_TH: Tensor, rotation: Rotation | None, batch: RaggedBatch, planes: Planes) -> Tensor:
-        x_TH = x_TH + self.attention(self.attention_norm(x_TH), rotation, batch, planes)
-        return x_TH + self.mlp(self.mlp_norm(x_TH))  # type: ignore[no-any-return]
+        x_TH = self.attended(x_TH, rotation, batch, planes)
+        return x_TH + self.mlp_post_norm(self.mlp(self.mlp_norm(x_TH)))  # type: ignore[no-any-return]
+
+    def attended(self, x_TH: Tensor, rotation: Rotation | None, batch: RaggedBatch, planes: Planes) -> Tensor:
+        """The first half of it: what the MLP's norm is given, [T, H]."""
+        out_TH = self.attention(self.attention_norm(x_TH), rotation, batch, planes)
+        return x_TH + self.attention_post_norm(out_TH)  # type: ignore[no-any-return]
 
 
 class Attention(nn.Module):
@@ -109,11 +136,12 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, window: int | None) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = spec.heads, spec.kv_heads, spec.head_dim
-        self.scale = spec.head_dim**-0.5
+        self.scale = spec.head_dim**-0.5 if spec.score_scale is None else spec.score_scale
         self.window = window
         self.qkv = nn.Linear(spec.hidden, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, bias=spec.qkv_bias)
-        self.q_norm = RmsNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
-        self.k_norm = RmsNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.q_norm = make_norm(spec, spec.head_dim) if spec.qk_norm else None
+        self.k_norm = make_norm(spec, spec.head_dim) if spec.qk_norm else None
+        self.sinks = nn.Parameter(torch.empty(spec.heads)) if spec.sinks else None
         self.o = nn.Linear(spec.heads * spec.head_dim, spec.hidden, bias=spec.o_bias)
 
     def forward(self, x_TH: Tensor, rotation: Rotation | None, batch: RaggedBatch, planes: Planes) -> Tensor:
@@ -124,7 +152,7 @@ class Attention(nn.Module):
         if rotation is not None:
             q, k = kernels.rope(q, k, *rotation)
         kernels.write_kv(k, v, planes, batch.slots)
-        out_TND = kernels.paged_attention(q, planes, batch, self.scale, self.window)
+        out_TND = kernels.paged_attention(q, planes, batch, self.scale, self.window, self.sinks)
         return self.o(out_TND.flatten(1))  # type: ignore[no-any-return]
 
 
@@ -150,13 +178,25 @@ class PlainMlp(nn.Module):
 def _mlp(spec: ModelSpec, layer: int) -> GatedMlp | PlainMlp | MoeMlp:
     if spec.moe is not None and spec.moe.sparse[layer]:
         return MoeMlp(spec.hidden, spec.moe)
-    if spec.mlp == "gated_silu":
-        return GatedMlp(spec.hidden, spec.intermediate, bias=spec.mlp_bias)
+    if spec.mlp in GATED_PRODUCTS:
+        return GatedMlp(spec.hidden, spec.intermediate, bias=spec.mlp_bias, product=GATED_PRODUCTS[spec.mlp])
     return PlainMlp(spec)
 
 
-def make_norm(spec: ModelSpec) -> RmsNorm | LayerNorm:
-    return (RmsNorm if spec.norm == "rms" else LayerNorm)(spec.hidden, spec.norm_eps)
+def make_norm(spec: ModelSpec, width: int | None = None) -> Norm:
+    """Over rows of the hidden width, or of another."""
+    return NORMS[spec.norm](width or spec.hidden, spec.norm_eps)
+
+
+class Scale(nn.Module):
+    """x times a factor, which is rounded to x's type."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float(torch.tensor(self.factor, dtype=x.dtype, device="cpu"))
 
 
 class Rotary(nn.Module):

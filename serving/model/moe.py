@@ -6,11 +6,14 @@ Shapes: T tokens, H hidden width, E experts, K experts of a token.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from serving import kernels
 from serving.model.gated_mlp import GatedMlp
 from serving.model.moe_spec import MoeSpec
 
@@ -75,9 +78,12 @@ class MoeMlp(nn.Module):
         super().__init__()
         self.spec = spec
         self.router = (
-            Float32Router(hidden, spec) if spec.router_float32 else nn.Linear(hidden, spec.experts, bias=False)
+            Float32Router(hidden, spec) if spec.router_float32 else nn.Linear(hidden, spec.experts, bias=spec.bias)
         )
-        self.experts = nn.ModuleList(GatedMlp(hidden, spec.intermediate) for _ in range(spec.experts))
+        product = kernels.silu_mul if spec.product is None else partial(kernels.clamped_swiglu, **asdict(spec.product))
+        self.experts = nn.ModuleList(
+            GatedMlp(hidden, spec.intermediate, bias=spec.bias, product=product) for _ in range(spec.experts)
+        )
         self.shared = GatedMlp(hidden, spec.shared_intermediate) if spec.shared_intermediate else None
 
     @property

@@ -7,6 +7,14 @@ from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ClampedSwiglu:
+    """(up + 1) gate sigmoid(alpha gate), of a gate that is at most `limit` and an up within ± it (gpt-oss)."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MoeSpec:
     """Routed experts in place of the MLPs of some layers: each a gated MLP, of which a token takes `top_k`."""
 
@@ -22,6 +30,8 @@ class MoeSpec:
     group_best: int = 1  # a group's score is the sum of so many of its best experts'
     biased: bool = False  # a learned bias for each expert joins its score in the choice, not in the weight
     router_float32: bool = False  # logits are computed in float32, whatever the model's type
+    bias: bool = False  # the router and the experts' layers have biases
+    product: ClampedSwiglu | None = None  # what an expert makes of its gate and up; None: silu(gate) up
     shared_intermediate: int = 0  # width of the MLP that every token goes through beside its experts; 0: none
 
     def __post_init__(self) -> None:

@@ -85,7 +85,7 @@ def _drop_outer(model: Decoder, layout: ParallelLayout, rank: int) -> None:
     first, last, tied = layout.is_first(rank), layout.is_last(rank), model.spec.tied_embeddings
     embeds = first or (last and tied)
     if not first:
-        model.positions = None
+        model.positions, model.embedding_scale = None, nn.Identity()
     if not embeds:
         model.set_submodule("embed", Absent())
     if not last:

@@ -14,7 +14,7 @@ from serving.parallel.layout import ParallelLayout
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?<=experts)\.\d+")
-_WHOLE = ("attention_norm", "mlp_norm", "mlp.router", "attention.qkv_a")
+_WHOLE = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "mlp.router", "attention.qkv_a")
 _WHOLE_NORMS = ("attention.q_norm", "attention.k_norm", "attention.q_a_norm", "attention.kv_a_norm")
 
 
@@ -34,6 +34,8 @@ def parameter_cut(layout: ParallelLayout, spec: ModelSpec, rank: int, name: str)
     if module in ("attention.o", "mlp.down", "mlp.experts.down", "mlp.shared.down"):
         # A bias, and the scale of each output, belong to the sum.
         return Cut(columns=_inputs(layout, spec, rank, module)) if leaf == "weight" else Cut()
+    if f"{module}.{leaf}" == "attention.sinks":
+        return Cut(rows=(layout.heads(spec, rank),))
     rows = _outputs(layout, spec, rank, module)
     return Cut(rows=rows)
 

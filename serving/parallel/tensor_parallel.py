@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from serving.kernels import int8
+from serving.model.gated_mlp import GatedMlp
 from serving.model.moe import MoeMlp, route
 from serving.model.quantized_linear import QuantizedLinear
 from serving.parallel.collective import Collective
@@ -58,6 +59,7 @@ class SummedInt8Linear(RankModule):
 def summed(linear: nn.Module, group: Collective) -> nn.Module:
     """The linear layer, cut by columns, with its sum."""
     if isinstance(linear, QuantizedLinear):
+        assert not linear.rotation, "a row is transformed as a whole, and a rank has a part of it"
         return SummedInt8Linear(linear, group)
     assert isinstance(linear, nn.Linear)
     return SummedLinear(linear, group)
@@ -70,6 +72,10 @@ class SummedMoe(MoeMlp, RankModule):
         nn.Module.__init__(self)
         self.__dict__.update(mlp.__dict__)  # its parameters and modules, whatever the family has
         self.group = group
+        if group.rank:  # what experts add beside their products is added once
+            for expert in mlp.experts:
+                assert isinstance(expert, GatedMlp)
+                expert.down.register_parameter("bias", None)
 
     def forward(self, x_TH: Tensor) -> Tensor:
         experts_TK, weights_TK = route(self.router(x_TH), self.spec, self.correction)

@@ -10,7 +10,7 @@ rows of up theirs (down, where the gate multiplies: a plain activation does not 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from serving.model.decoder import Decoder, Layer, PlainMlp
 from serving.model.gated_mlp import GatedMlp
 from serving.model.mla import MlaAttention
-from serving.model.norms import LayerNorm, RmsNorm
+from serving.model.moe import MoeMlp
+from serving.model.norms import LayerNorm, Norm
 from serving.model.quantized_linear import QuantizedLinear
 from serving.model.spec import ModelSpec
 from serving.quantization.calibrate import LayerInputs, activations
 from serving.quantization.scheme import Int8Scheme, Scales
-from serving.quantization.search import clipped_scales, rounded, smoothing
+from serving.quantization.search import clipped_scales, rotated, rounded, smoothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,27 +32,29 @@ class LinearSite:
     """A linear layer, and what can absorb the smoothing of its inputs: a norm, or the last rows of another linear."""
 
     name: str
-    norm: RmsNorm | LayerNorm | None = None
+    norm: Norm | None = None
     feeder: str | None = None  # a linear layer; its last rows, as many as there are inputs / shared, make the inputs
     shared: int = 1  # how many inputs one row of the feeder makes
     head_dim: int = 1  # inputs of one head, where they are shared
+    rotation: int = 0  # inputs that are joined before they are quantized; 0: none
 
 
 def linear_sites(model: Decoder, scheme: Int8Scheme) -> Iterator[LinearSite]:
     """The linear layers that `scheme` quantizes."""
     spec = model.spec
-    wanted = {
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not scheme.keeps(name, spec.layers)
-    }
+    wanted = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and not scheme.keeps(name, spec.layers):
+            rotation = scheme.rotation(name, spec.layers, module.in_features)
+            if rotation is not None:
+                wanted[name] = rotation
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, Layer)
         at = f"layers.{index}"
         found = (*_attention_sites(layer, f"{at}.attention", wanted, spec), *_mlp_sites(layer, f"{at}.mlp", wanted))
-        yield from (site for site in found if site.name in wanted)
+        yield from (replace(site, rotation=wanted[site.name]) for site in found if site.name in wanted)
     if "head" in wanted:
-        yield LinearSite(name="head", norm=model.norm)
+        yield LinearSite(name="head", norm=model.norm, rotation=wanted["head"])
 
 
 def _attention_sites(layer: Layer, at: str, wanted: Collection[str], spec: ModelSpec) -> Iterator[LinearSite]:
@@ -77,10 +80,11 @@ def _mlp_sites(layer: Layer, at: str, wanted: Collection[str]) -> Iterator[Linea
     else:
         shared = [] if layer.mlp.shared is None else [f"{at}.shared"]
         gated = [*(f"{at}.experts.{i}" for i in range(len(layer.mlp.experts))), *shared]
+    clamped = isinstance(layer.mlp, MoeMlp) and layer.mlp.spec.product is not None  # lets no factor through
     for one in gated:
         up = f"{one}.gate_up"
         yield LinearSite(name=up, norm=layer.mlp_norm if one == at else None)
-        yield LinearSite(name=f"{one}.down", feeder=up if up in wanted else None)
+        yield LinearSite(name=f"{one}.down", feeder=up if up in wanted and not clamped else None)
 
 
 @torch.no_grad()
@@ -99,11 +103,13 @@ def find_scales(model: Decoder, scheme: Int8Scheme, calibration: Sequence[Sequen
         assert isinstance(linear, nn.Linear)
         weight = linear.weight.float()
         if site.name not in seen:
+            weight = rotated(weight, site.rotation)
             found[site.name] = Scales(smoothing=None, scale=clipped_scales(weight, scheme.clips).cpu())
             continue
         given = seen.pop(site.name)
         x, chosen = given.rows, _smoothing(site, given, weight, scheme)
         smooth_x, smooth_weight = (x, weight) if chosen is None else (x / chosen, weight * chosen)
+        smooth_x, smooth_weight = rotated(smooth_x, site.rotation), rotated(smooth_weight, site.rotation)
         token_size = (x @ weight.t()).norm(dim=-1, keepdim=True).clamp_min(1e-12)
         scale = clipped_scales(smooth_weight, scheme.clips, smooth_x / token_size)
         found[site.name] = Scales(smoothing=None if chosen is None else chosen.cpu(), scale=scale.cpu())
@@ -113,15 +119,16 @@ def find_scales(model: Decoder, scheme: Int8Scheme, calibration: Sequence[Sequen
 def _smoothing(site: LinearSite, seen: LayerInputs, weight: Tensor, scheme: Int8Scheme) -> Tensor | None:
     """The best smoothing that what feeds this layer can absorb; None where nothing can."""
     if site.norm is not None:
-        best = smoothing(seen.rows, seen.sizes, weight, scheme.strengths)
+        best = smoothing(seen.rows, seen.sizes, weight, scheme.strengths, rotation=site.rotation)
         # What is stored of the divided norm is rounded: the weight is multiplied by what the norm was truly divided by.
-        old = site.norm.weight.float()
-        new = (old / best).to(site.norm.weight.dtype).float()
+        old = site.norm.gain()
+        new = site.norm.weight_of(old / best).float() + site.norm.offset
         return torch.where(new != 0, old / new, torch.ones_like(old))
     if site.feeder is None:
         return None
+    assert site.shared == 1 or not site.rotation, "folded columns have other neighbours"
     x, sizes, folded = (_fold(part, site) for part in (seen.rows, seen.sizes, weight))
-    return _unfold(smoothing(x, sizes, folded, scheme.strengths, site.shared), site)
+    return _unfold(smoothing(x, sizes, folded, scheme.strengths, site.shared, site.rotation), site)
 
 
 def _fold(rows: Tensor, site: LinearSite) -> Tensor:
@@ -150,7 +157,7 @@ def apply_scales(
         raise ValueError("these scales were found for other layers than this scheme quantizes")
     for site in wanted:  # a layer comes after the one that feeds it, which is then quantized already
         ready(site.name)
-        model.set_submodule(site.name, _quantized(model.get_submodule(site.name), found[site.name]))
+        model.set_submodule(site.name, _quantized(model.get_submodule(site.name), found[site.name], site.rotation))
         given = found[site.name].smoothing
         if given is not None:
             _absorb(model, site, given.to(model.norm.weight.device))
@@ -159,7 +166,7 @@ def apply_scales(
     return model
 
 
-def _quantized(linear: nn.Module, scales: Scales) -> QuantizedLinear:
+def _quantized(linear: nn.Module, scales: Scales, rotation: int) -> QuantizedLinear:
     weight, bias = linear.weight, linear.bias
     assert isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
     if scales.scale.shape != weight.shape[:1]:
@@ -168,13 +175,13 @@ def _quantized(linear: nn.Module, scales: Scales) -> QuantizedLinear:
     if scales.smoothing is not None:
         values = values * scales.smoothing.to(weight.device)
     # Its own copy of the scales: what it feeds may have them divided.
-    return QuantizedLinear(rounded(values, scale), scale.clone(), bias)
+    return QuantizedLinear(rounded(rotated(values, rotation), scale), scale.clone(), bias, rotation)
 
 
 def _absorb(model: Decoder, site: LinearSite, divisor: Tensor) -> None:
     """Let what feeds the layer at `site` give inputs divided by `divisor` [inputs]."""
     if site.norm is not None:
-        _divide(site.norm.weight, divisor)
+        site.norm.weight.copy_(site.norm.weight_of(site.norm.gain() / divisor))
         if isinstance(site.norm, LayerNorm):
             _divide(site.norm.bias, divisor)
         return

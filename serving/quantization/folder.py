@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from serving.checkpoint.weights import Part, destinations
 from serving.model.decoder import Decoder
+from serving.model.hf_config import spec_from_hf
 from serving.model.mla import KvExpansion
 from serving.model.quantization_config import int8_config
 from serving.model.quantized_linear import QuantizedLinear
@@ -28,7 +29,8 @@ _CLASSES = {name.lower(): f"{name}ForCausalLM" for name in ("Llama", "Qwen2", "Q
 def write_model(model: Decoder, config: Mapping[str, Any], out: Path) -> None:
     """Write `model` to `out`/model.safetensors, and its Hugging Face `config` with the quantization to config.json."""
     tied = model.spec.tied_embeddings and not isinstance(model.head, QuantizedLinear)
-    written = dict(config) | {"tie_word_embeddings": tied, "quantization_config": int8_config(_ignored(model))}
+    quantized = int8_config(_ignored(model), _rotations(model))
+    written = dict(config) | {"tie_word_embeddings": tied, "quantization_config": quantized}
     written["dtype"] = str(model.norm.weight.dtype).removeprefix("torch.")
     written.pop("torch_dtype", None)
     save_file(stored_tensors(model), out / "model.safetensors", metadata={"format": "pt"})
@@ -76,6 +78,17 @@ def _ignored(model: Decoder) -> list[str]:
     return [part.name.removesuffix(".weight") for parts in destinations(model.spec, kept).values() for part in parts]
 
 
+def _rotations(model: Decoder) -> dict[str, int]:
+    """The rotations of INT8 modules, by their names in the checkpoint."""
+    rotations = {
+        f"{name}.weight": module.rotation
+        for name, module in model.named_modules()
+        if isinstance(module, QuantizedLinear) and module.rotation
+    }
+    stored = destinations(model.spec, rotations)
+    return {part.name.removesuffix(".weight"): rotations[name] for name, parts in stored.items() for part in parts}
+
+
 def config_from_spec(spec: ModelSpec, theta: float) -> dict[str, Any]:
     """A Hugging Face config.json for a model read from a GGUF file whose rope has the base `theta`.
 
@@ -114,6 +127,6 @@ def config_from_spec(spec: ModelSpec, theta: float) -> dict[str, Any]:
         "bos_token_id": spec.bos_token_id,
         "eos_token_id": list(spec.eos_token_ids),
     }
-    if ModelSpec.from_hf_config(config) != spec:
+    if spec_from_hf(config) != spec:
         raise ValueError(f"no config.json says all of this {spec.architecture} model from GGUF; {hint}")
     return config

@@ -10,22 +10,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from serving.kernels import int8
+from serving.kernels import hadamard, int8
 
 SMALLEST, LARGEST = 1 / 32, 32.0  # bounds of smoothing, relative to its geometric mean
 
 
-def output_error(x: Tensor, weight: Tensor, smoothing: Tensor, exact: Tensor | None = None) -> float:
+def output_error(x: Tensor, weight: Tensor, smoothing: Tensor, exact: Tensor | None = None, rotation: int = 0) -> float:
     """mean over tokens of ‖Q(W·s) Q(s⁻¹x) − Wx‖² / ‖Wx‖² for x [M, K], weight [N, K] and smoothing s [K].
 
-    `exact` is Wx [M, N] where it is known already.
+    `exact` is Wx [M, N] where it is known already. With `rotation` both are transformed before they are quantized.
 
     Relative to each token's own output, so that a few tokens with huge activations weigh as much as any others.
     """
     exact = x @ weight.t() if exact is None else exact
-    values, scale = int8.quantize_rows(weight * smoothing)
-    error = int8.linear(x / smoothing, values, scale, None) - exact
+    values, scale = int8.quantize_rows(rotated(weight * smoothing, rotation))
+    error = int8.linear(x / smoothing, values, scale, None, rotation) - exact
     return float((error.square().sum(-1) / exact.square().sum(-1).clamp_min(1e-12)).mean())
+
+
+def rotated(rows: Tensor, rotation: int) -> Tensor:
+    """Rows [M, K] times the orthogonal matrix that `int8.linear` multiplies inputs by; 0: as they are."""
+    return hadamard.transformed(rows, rotation) / rotation**0.5 if rotation else rows
 
 
 def input_sizes(x: Tensor) -> Tensor:
@@ -62,10 +67,12 @@ def _joined(size: Tensor, shared: int) -> Tensor:
     return size.square().view(-1, shared).mean(1).sqrt().clamp_min(1e-6)
 
 
-def smoothing(x: Tensor, sizes: Tensor, weight: Tensor, strengths: Sequence[float], shared: int = 1) -> Tensor:
+def smoothing(
+    x: Tensor, sizes: Tensor, weight: Tensor, strengths: Sequence[float], shared: int = 1, rotation: int = 0
+) -> Tensor:
     """s* = argmin ‖Q(W·s)(s⁻¹X) − WX‖ over `candidates`, with s⁻¹X quantized as well; [K]. Never worse than ones."""
     exact = x @ weight.t()
-    return min(candidates(sizes, weight, strengths, shared), key=lambda s: output_error(x, weight, s, exact))
+    return min(candidates(sizes, weight, strengths, shared), key=lambda s: output_error(x, weight, s, exact, rotation))
 
 
 def clipped_scales(weight: Tensor, clips: Sequence[float], x: Tensor | None = None) -> Tensor:

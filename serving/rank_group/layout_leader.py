@@ -15,6 +15,7 @@ import torch
 from serving.expert_parallel.bounded import StoreUnavailable
 from serving.expert_parallel.exchange import RankLost
 from serving.loader.loading import LoadedModel, open_checkpoint
+from serving.loader.rotations import refuse_rotations
 from serving.model.decoder import Planes
 from serving.model.spec import ModelSpec
 from serving.parallel.layout import ParallelLayout
@@ -59,6 +60,7 @@ def check_layout(path: Path, dtype: str, quantization: str | None, layout: Paral
             most = next(one for one in sizes if _unfit(replace(fitting, **{form: one}), spec) is None)
             raise ValueError(f"{flag} {asked}: {reason.partition(': ')[2]}; choose {most} or less")
         fitting = replace(fitting, **{form: asked})
+    refuse_rotations(path)
     if quantization == "int8" and not checkpoint.int8_names:
         raise ValueError(
             f"--quantization int8: {layout.ranks} ranks load parts of the model, which cannot be quantized then; write"

@@ -18,6 +18,7 @@ from serving.expert_parallel.exchange import WIRE_DTYPES, ExchangeUnavailable, R
 from serving.expert_parallel.rehosting import ExpertLoader
 from serving.expert_parallel.shared_memory import functions
 from serving.loader.loading import LoadedModel, open_checkpoint
+from serving.loader.rotations import refuse_rotations
 from serving.model.decoder import Planes
 from serving.rank_group.forward import GroupForward
 from serving.rank_group.member import EpochMember, loader_of
@@ -57,6 +58,7 @@ def check_spread(path: Path, dtype: str, quantization: str | None, ranks: int, r
             f"--eplb-config: {ranks} ranks hold {spec.moe.experts} experts {ranks} times at most, so"
             f" num_redundant_experts is {spec.moe.experts * (ranks - 1)} or less"
         )
+    refuse_rotations(path)
     computed_in = own_dtype if dtype == "auto" else dtype
     if DTYPES.get(computed_in) not in WIRE_DTYPES:
         raise ValueError(

@@ -27,7 +27,7 @@ def prepared(endpoint: Endpoint, count: int, output_tokens: int = 3) -> list[Pre
 
 async def load(endpoint: Endpoint, requests: list[Prepared], pace: Pace, watch: Watch | None = None) -> Run:
     try:
-        async with asyncio.timeout(10):  # a load that hangs is a failure, not a pause
+        async with asyncio.timeout(60):  # a load that hangs is a failure, not a pause
             return await run_load(endpoint, requests, pace, watch or Watch())
     finally:
         await endpoint.client.close()

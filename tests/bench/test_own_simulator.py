@@ -17,7 +17,7 @@ async def test_a_command_that_is_given_up_ends_with_all_below_it(
 ) -> None:
     alive, program = tmp_path / "alive", tmp_path / "program"
     os.mkfifo(alive)  # read to its end once nobody is left that writes there
-    program.write_text(f"#!/bin/sh\nexec 3>{alive}\necho begun >&3\nsleep 30 &\nwait\n")
+    program.write_text(f"#!/bin/sh\nexec 3>{alive}\necho begun >&3\nsleep 600 &\nwait\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     running = asyncio.create_task(own_simulator.command("simulate"))
@@ -26,4 +26,4 @@ async def test_a_command_that_is_given_up_ends_with_all_below_it(
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert await asyncio.wait_for(asyncio.to_thread(written.read), 20) == ""
+        assert await asyncio.wait_for(asyncio.to_thread(written.read), 60) == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from bench.ledger import Ledger
 from bench.policies import Comparison, Referee, add_arguments, comparisons_of, options_of
+from tests.fakes.awake import retaken
 from tests.fakes.openai_server import scripted_server
 
 
@@ -71,9 +73,15 @@ def test_what_means_nothing_is_refused(flags: list[str], complaint: str) -> None
         options_of(parse("--seconds", "0"))
 
 
+def fresh(folder: Path) -> Path:
+    """A folder in it that no earlier sitting has written to."""
+    return Path(tempfile.mkdtemp(dir=folder))
+
+
 @pytest.mark.thorough
+@retaken
 async def test_servers_take_turns_and_an_interrupted_comparison_goes_on(tmp_path: Path) -> None:
-    out = tmp_path / "found"
+    out = fresh(tmp_path) / "found"
     async with scripted_server() as quick, scripted_server() as slow:
 
         async def late(number: int, chunk: int) -> None:
@@ -104,7 +112,7 @@ async def test_servers_take_turns_and_an_interrupted_comparison_goes_on(tmp_path
 
         args.warm_up = 1.5  # the slow one has to answer something
         again = Referee(options_of(args))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             running = asyncio.create_task(again.run(comparisons_of(args)))
             while len(again.ledger.trials) < 6 and not running.done():
                 await asyncio.sleep(0.05)
@@ -117,8 +125,9 @@ async def test_servers_take_turns_and_an_interrupted_comparison_goes_on(tmp_path
 
 
 @pytest.mark.thorough
+@retaken
 async def test_the_budget_ends_a_comparison_and_what_is_known_is_written(tmp_path: Path) -> None:
-    out = tmp_path / "found"
+    out = fresh(tmp_path) / "found"
     async with scripted_server() as server:
         args = parse(
             "--url", f"it={server.url}", "--workloads", "chat,long-mixed", "--out", str(out), "--warm-up", "0.1"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.quality import compare, score, table, text
+from bench.quality import code, compare, read_text, score, table, text
 from serving.loader.loading import LoadedModel, load
 from tests.serving.model.oracle import build, configs, expected_logits, save
 
@@ -38,10 +38,14 @@ def test_int8_kv_is_another_measurement(loaded: LoadedModel) -> None:
     row = compare("INT8 KV", exact, rounded, 1.0)
     assert row.ratio == pytest.approx(rounded.perplexity / exact.perplexity)
     assert compare("itself", exact, exact, 1.0).agreement == 1.0
-    assert "INT8 KV" in table([row])
+    assert "INT8 KV" in table("prose", [row])
 
 
 def test_the_text_is_long_enough_and_always_the_same(tmp_path: Path) -> None:
-    read = text()
-    assert len(read) > 200_000  # well above 20,000 tokens
-    assert read == text()
+    for make in (text, code):
+        read = make()
+        assert len(read) > 200_000  # well above 20,000 tokens
+        assert read == make()
+    (tmp_path / "any.txt").write_text("größer")
+    assert read_text(str(tmp_path / "any.txt")) == "größer"
+    assert read_text("code") == code()

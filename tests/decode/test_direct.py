@@ -41,7 +41,7 @@ class Direct(Worker):
         super().__init__(role)
         self.reader = Stopping(self.pooled())
         locations, cost = self.worker.context.locations, DirectCost(FetchCost())
-        self.prefixes = DirectFetcher(self.reader, self.kv, locations, cost, wait=60, always=True)
+        self.prefixes = DirectFetcher(self.reader, self.kv, locations, cost, wait=600, always=True)
         self.decode.direct = DirectLeases(self.decode.table, self.engine.lock, self.prefixes, "decode-0")
 
     def pooled(self) -> dict[bytes, PoolBlock]:
@@ -54,7 +54,7 @@ class Direct(Worker):
         self.reader.after = self.reader.sent + slabs
         wanted = self.reader.after
         start = await self.decode.direct.begin(fence)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while self.reader.sent < wanted:
                 await asyncio.sleep(0)
         return start
@@ -154,7 +154,7 @@ async def test_a_direct_fetch_is_a_span_and_calls_to_the_pool_are_its_children(
         return grant.lease
 
     async def told() -> tuple[str, dict[str, Any], str]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not recorder.told:
                 await asyncio.sleep(0)
         return recorder.told.pop()
@@ -210,7 +210,7 @@ async def test_a_commit_with_kv_missing_is_refused_at_once(worker: Direct, sessi
     grant = await worker.lease(session, PROMPT)
     assert await worker.stalled(grant.lease) == WHOLE
     with pytest.raises(CorruptChunk, match="missing"):
-        await asyncio.wait_for(worker.decode.commit(sealed_commit(grant.lease, 1)), 30)
+        await asyncio.wait_for(worker.decode.commit(sealed_commit(grant.lease, 1)), 60)
     with pytest.raises(CorruptChunk, match="order"):
         await worker.decode.receive(chunk(grant.lease, 0, 14))
 
@@ -225,7 +225,7 @@ async def test_beginning_anew_stops_what_still_came_and_begins_that_anew_too(
     await asyncio.sleep(0)
     new = await session.advance(make_order(PROMPT, lease=worker.fence(epoch=1), generated=[3]))
     with pytest.raises(StaleLease):
-        await asyncio.wait_for(committing, 5)
+        await asyncio.wait_for(committing, 60)
     before = [plane.view(torch.uint8).clone() for planes in worker.device_kv.planes for plane in planes]
     worker.reader.gate.set()
     for _ in range(20):

@@ -92,7 +92,7 @@ async def test_a_chunk_that_comes_twice_at_once_is_taken_once(worker: Worker, mo
             refused.append(error.value)
 
     meanwhile(worker, monkeypatch, again)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await worker.decode.receive(chunk(grant.lease))
     assert len(refused) == 1 and worker.decode.table.check(grant.lease).filled == [10, 10]
 

@@ -41,7 +41,7 @@ class Router:
         return to_pb(order, pb.LeaseOrder)
 
     async def reply(self) -> pb.SessionReply:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return await anext(self.replies)
 
     async def ask(self, order: pb.LeaseOrder, kind: str = "open") -> pb.LeaseAnswer:

@@ -255,7 +255,7 @@ async def test_a_nodes_own_figures_are_fresh_without_any_router() -> None:
     served = await Served("local").start()
     watching = asyncio.create_task(made._watch(served.node))
     await served.link.put(BLOCKS)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while made._last is None or made._last.stat.stored < len(BLOCKS):
             await asyncio.sleep(0.001)
     watching.cancel()

@@ -40,7 +40,7 @@ async def test_the_health_check_asks_beside_an_api_that_wants_certificates(monke
     monkeypatch.setenv("MILLRACE_METRICS_PORT", str(port))
     monkeypatch.setenv("MILLRACE_PORT", "1")
     running = asyncio.create_task(_run(front, settings))
-    async with asyncio.timeout(30), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+    async with asyncio.timeout(60), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
         await front.up.wait()
         assert (await client.get("/metrics")).text == front.metrics_text().decode()
         assert (await client.get("/audit")).status_code == 404, "which tells of all tenants, and asks for a key"
@@ -51,7 +51,7 @@ async def test_the_health_check_asks_beside_an_api_that_wants_certificates(monke
         front.over.set()
         await running
     with pytest.raises(httpx.ConnectError):
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             await client.get(f"http://127.0.0.1:{port}/live")
 
 

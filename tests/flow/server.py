@@ -13,9 +13,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import IO, Any
 
+from tests.fakes.awake import Awake
 from tests.fakes.stopping import stop
 from tests.flow.ports import free_port
 
@@ -25,13 +27,14 @@ IDLE_SECONDS = 15.0  # and looks at what they hold now and then
 
 
 def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
-    """Poll until the condition holds; its value. Fails the test when time is up."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.02)
+    """Poll until the condition holds; its value. Fails the test when time is up, but for that of a standstill."""
+    with Awake() as awake:
+        began = time.monotonic()
+        while awake.seconds(began) < seconds:
+            value = condition()
+            if value:
+                return value
+            time.sleep(0.02)
     raise AssertionError(f"not within {seconds} s: {what}")
 
 
@@ -85,7 +88,7 @@ class Asking:
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, error.read()
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
+        except (urllib.error.URLError, HTTPException, ConnectionError, TimeoutError):
             return 0, b""
 
     def wait_ready(self) -> None:

@@ -33,7 +33,7 @@ async def front_over(cluster: Cluster, folder: Path, prefix: str = "vllm") -> As
         front = Frontend(cluster.cluster.placer, config, served, tiny_tokenizer(folder), listening)
         await front.server.start()
         try:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.server.port}") as client:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.server.port}", timeout=60) as client:
                 yield client
         finally:
             await front.server.stop()

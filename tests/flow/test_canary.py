@@ -9,6 +9,7 @@ from signal import SIGCONT
 
 import pytest
 
+from tests.fakes.awake import Awake
 from tests.flow.server import MillraceServer, wait_until
 from tests.tiny import tiny_llama
 
@@ -36,10 +37,11 @@ def test_a_frozen_worker_is_red_within_five_seconds_and_green_again_afterwards(s
     assert json.loads(server.get("/health")[1]) == {"status": "ok"}
     assert server.metric("time_to_first_token_seconds_count") == 0.0, "users' metrics know nothing of it"
     server.stop_worker("decode-0")
-    began = time.monotonic()
     try:
-        wait_until(lambda: not up(server, "decode-0"), RED_SECONDS + 1.0, "red")
-        assert time.monotonic() - began < RED_SECONDS
+        with Awake() as awake:
+            began = time.monotonic()
+            wait_until(lambda: not up(server, "decode-0"), 60.0, "red")
+            assert awake.seconds(began) < RED_SECONDS
         assert up(server, "decode-1")
         code, body = server.get("/health")
         assert code == 200 and "prefill-0 to decode-0" in json.loads(body)["detail"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.awake import retaken
 from tests.flow.chaos.cluster import ChaosCluster
 from tests.flow.chaos.load import Client
 from tests.flow.chaos.run import run, undisturbed
@@ -25,6 +26,7 @@ def cluster(tiny_path: Path) -> Iterator[ChaosCluster]:
         yield started
 
 
+@retaken
 async def test_requests_survive_what_breaks_between_processes(cluster: ChaosCluster, tiny_path: Path) -> None:
     async with Client(cluster.url) as client:
         texts = await undisturbed(tiny_path, client)

@@ -203,7 +203,7 @@ async def test_a_client_that_leaves_leaves_nothing(make_cluster: ClusterMaker, p
     """The cluster is idle at the end."""
     inputs = prompts(80, shortest=500, longest=900)
     async with make_cluster(placement) as cluster, at_the_door(cluster, tiny_path, EmbeddingForm(size=64)) as port:
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             url = f"http://127.0.0.1:{port}/v1/embeddings"
             asking = asyncio.create_task(client.post(url, json={"input": inputs}))
             while not any(worker.status().waiting for worker in cluster.cluster.workers):
@@ -217,7 +217,7 @@ async def test_a_client_that_leaves_leaves_nothing(make_cluster: ClusterMaker, p
 
 async def test_a_deadline_ends_them(make_cluster: ClusterMaker, tiny_path: Path) -> None:
     async with make_cluster("embedded") as cluster, at_the_door(cluster, tiny_path, EmbeddingForm(size=64)) as port:
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             answer = await client.post(
                 f"http://127.0.0.1:{port}/v1/embeddings",
                 json={"input": prompts(80, shortest=900, longest=900)},

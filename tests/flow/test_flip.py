@@ -51,7 +51,7 @@ class Flow:
 
     async def decoding(self, name: str) -> None:
         """A stream decodes on the worker."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not self.made.named(name).status().running:
                 if all(task.done() for _, task in self.asked):  # they were quicker than this looks
                     self.begin(8, len(self.asked))
@@ -132,7 +132,7 @@ async def test_the_kv_of_a_life_is_given_back_before_the_next_one_takes_its_own(
 
 
 async def draining(worker: FlippableWorker) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not worker.status().draining:
             await asyncio.sleep(0)
 
@@ -208,7 +208,7 @@ async def test_a_drain_that_exceeds_its_bound_leaves_the_worker_as_it_was(flow: 
     worker.engine.runner.run = held  # type: ignore[method-assign, assignment]
     try:
         flow.begin(12, 7)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not worker.prefill.sequences():
                 await asyncio.sleep(0.001)
         with pytest.raises(Unavailable, match=r"stays prefill: prompts were still computed after 0\.05 s") as refused:
@@ -282,7 +282,7 @@ async def test_one_that_is_told_to_leave_while_it_flips_leaves_as_it_is(
         flip = asyncio.create_task(flow.made.actuator.flip("decode-2", Role.PREFILL))
         await draining(flippable)
         flippable.leaving.set()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             with pytest.raises(ActuatorError, match="decode-2 is leaving"):
                 await flip
             await flippable.settle()

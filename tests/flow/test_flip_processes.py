@@ -23,6 +23,7 @@ pytestmark = pytest.mark.slow
 KEY = "cluster-key-of-the-tests"
 WORKERS = ("prefill-0", "decode-0", "decode-1")
 PORT = free_port()
+TRIES = 4
 
 
 @pytest.fixture(scope="module")
@@ -102,21 +103,29 @@ async def test_streams_outlast_a_flip_and_the_way_back(
         await streams.whole(server, tiny_path)
 
 
+async def kill_in_a_flip(server: MillraceServer, actuator: RouterActuator, streams: Streams) -> BaseException | None:
+    """What is told of the flip; None where it was over before."""
+    await streams.until_decoding(server, "decode-1", 400)
+    flip = asyncio.create_task(actuator.flip("decode-1", Role.PREFILL))
+    while not (flip.done() or server.metric("worker_draining", engine="decode-1")):
+        await asyncio.sleep(0.01)
+    server.signal_worker("decode-1", signal.SIGKILL)
+    [told] = await asyncio.gather(flip, return_exceptions=True)
+    return told
+
+
 async def test_a_worker_that_is_killed_while_it_flips_comes_back_in_its_old_role(
     server: MillraceServer, actuator: RouterActuator, tiny_path: Path
 ) -> None:
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
         streams = Streams(client, seed=62)
         streams.add(6, 400)
-        await streams.until_decoding(server, "decode-1", 400)
-        flip = asyncio.create_task(actuator.flip("decode-1", Role.PREFILL))
-        async with asyncio.timeout(60):
-            while not server.metric("worker_draining", engine="decode-1"):
-                await asyncio.sleep(0.01)
-        server.signal_worker("decode-1", signal.SIGKILL)
-        with pytest.raises(ActuatorError, match="decode-1 did not flip to prefill"):
-            await flip
-        await until(actuator, "decode-1", (Role.DECODE, "ready"))
+        for _ in range(TRIES):
+            told = await kill_in_a_flip(server, actuator, streams)
+            await until(actuator, "decode-1", (Role.DECODE, "ready"))
+            if told is not None:  # else it was killed when it had flipped
+                break
+        assert isinstance(told, ActuatorError) and "decode-1 did not flip to prefill" in str(told)
         assert server.metric("replacements_total") > 0
         await streams.whole(server, tiny_path)
 

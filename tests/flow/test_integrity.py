@@ -186,7 +186,7 @@ async def test_a_chunk_of_an_old_epoch_is_refused_and_the_new_one_goes_on(
             await push(cluster, lease, replay)
         assert lease.decode.refused == {"epoch": 1}
         await push(cluster, lease, lease.chunk(WHOLE, 0, 50))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not any(event.delta and event.delta.finish for event in lease.events):
                 await asyncio.sleep(0.01)
         await lease.session.close()

@@ -206,7 +206,7 @@ async def waiting_at_the_gate(
     async with cluster(model, pool, roles, **{"kvcache_wait": 30.0, "kvcache_timeout": 30.0, **config}) as workers:
         worker = workers.cluster.workers[0]
         asking = asyncio.create_task(served(workers, ask(prompt)))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while worker.engine.barrier is None:
                 await asyncio.sleep(0)
         yield workers, worker, asking

@@ -83,7 +83,7 @@ def judged(server: MillraceServer, client: Client, prompt: list[int]) -> bool:
 
 @pytest.fixture(scope="module")
 def split(model: Path) -> Iterator[MillraceServer]:
-    arguments = (str(model), "--prefill", "1", "--decode", "1", "--served-model-name", "tiny", "--rank-timeout", "3")
+    arguments = (str(model), "--prefill", "1", "--decode", "1", "--served-model-name", "tiny", "--rank-timeout", "6")
     with MillraceServer(*arguments, *RANKS, *SMALL, workers=("prefill-0", "decode-0")) as started:
         yield started
 

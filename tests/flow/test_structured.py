@@ -109,8 +109,8 @@ async def test_a_compile_holds_up_its_own_request_alone(
     async with make_cluster(placement) as cluster:
         monkeypatch.setattr(Compile, "__call__", hanging)
         waiting = asyncio.create_task(cluster.tokens(held))
-        await asyncio.wait_for(cluster.tokens(free), 30)
+        await asyncio.wait_for(cluster.tokens(free), 60)
         assert not waiting.done()
         go.set()
-        assert await asyncio.wait_for(waiting, 30) == expected
+        assert await asyncio.wait_for(waiting, 60) == expected
         await cluster.idle()

@@ -66,7 +66,7 @@ def test_one_trace_shows_the_request_across_four_processes(tiny_path: Path, tmp_
     with MillraceServer(*flags, workers=("prefill-0", "decode-0"), environ=OFTEN) as server:
         wait_until(lambda: server.log().count("the KV pool is kvcache-0@") == 2, 90, "every worker knows the pool")
         unsampled = {**headers, "traceparent": CLIENT[:-2] + "00"}
-        assert httpx.post(f"{server.url}/v1/chat/completions", json={**body, **OTHER}, headers=unsampled)
+        assert httpx.post(f"{server.url}/v1/chat/completions", json={**body, **OTHER}, headers=unsampled, timeout=120)
         answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=120)
         assert answer.status_code == 200, answer.text
         wait_until(lambda: {*PHASES} <= {span["name"] for span in spans_of(file)}, 30, "the spans are exported")

@@ -141,21 +141,24 @@ async def test_routers_that_fill_the_workers_at_once_commit_no_more_than_there_i
     services: Services, client: httpx.AsyncClient, model: Path
 ) -> None:
     """The workers' own counts decide. A request that one refuses finds the other, or waits; none fails."""
-    asked = prompts(14, shortest=1000, longest=1500, seed=50)
-    streams = [Stream(client, services.routers[n % 2], prompt, 24) for n, prompt in enumerate(asked)]
-    most = {"leases": 0, "blocks": 0}
-    while not all(stream.task.done() for stream in streams):
-        for name in ("decode-0", "mixed-0"):
-            counts = await asyncio.to_thread(services.workers[name].counts)
-            most = {kind: max(held, counts[kind]) for kind, held in most.items()}
-        await asyncio.sleep(0.01)
-    for stream in streams:
-        await stream.whole()
-    check_texts(model, streams)
-    await wait_idle(services)
-    refused = [await asyncio.to_thread(router.metric, "leases_refused_total") for router in services.routers]
-    assert min(refused) > 0, "both routers hear of the leases that were refused: they were to meet"
-    assert most["leases"] <= SEQS and most["blocks"] <= BLOCKS
+    for seed in (50, 54, 55, 56):
+        asked = prompts(14, shortest=1000, longest=1500, seed=seed)
+        streams = [Stream(client, services.routers[n % 2], prompt, 24) for n, prompt in enumerate(asked)]
+        most = {"leases": 0, "blocks": 0}
+        while not all(stream.task.done() for stream in streams):
+            for name in ("decode-0", "mixed-0"):
+                counts = await asyncio.to_thread(services.workers[name].counts)
+                most = {kind: max(held, counts[kind]) for kind, held in most.items()}
+            await asyncio.sleep(0.01)
+        for stream in streams:
+            await stream.whole()
+        check_texts(model, streams)
+        await wait_idle(services)
+        assert most["leases"] <= SEQS and most["blocks"] <= BLOCKS
+        refused = [await asyncio.to_thread(router.metric, "leases_refused_total") for router in services.routers]
+        if min(refused) > 0:  # else they have not met, and are to do so again
+            break
+    assert min(refused) > 0, "both routers hear of the leases that were refused"
     assert [router.metric("request_failure_total") for router in services.routers] == [0, 0]
 
 
@@ -164,9 +167,9 @@ async def test_a_router_dies_and_comes_back(services: Services, client: httpx.As
     first, second = services.routers
     asked = prompts(6, shortest=20, longest=100, seed=51)
     before = second.metric("replacements_total")
-    lost = [Stream(client, first, prompt, 200, key=f"lost-{n}") for n, prompt in enumerate(asked[:2])]
-    lost.append(Stream(client, first, asked[2], 200, temperature=1.0, key="lost-warm"))
-    kept = [Stream(client, second, prompt, 400) for prompt in asked[3:]]
+    lost = [Stream(client, first, prompt, 400, key=f"lost-{n}") for n, prompt in enumerate(asked[:2])]
+    lost.append(Stream(client, first, asked[2], 400, temperature=1.0, key="lost-warm"))
+    kept = [Stream(client, second, prompt, LENGTH // 2) for prompt in asked[3:]]
     await begun([*lost, *kept], 10)
     assert sum(services.held().values()) >= 6  # and the canary's
     await asyncio.to_thread(first.kill)
@@ -177,10 +180,12 @@ async def test_a_router_dies_and_comes_back(services: Services, client: httpx.As
     for stream in lost:
         stream.go_on(second)
     first.start()
-    for stream in [*lost, *kept]:
+    for stream in lost:
         await stream.whole()
+    for stream in kept:
+        await stream.leave()
     check_texts(model, [*lost[:2], *kept])
-    warm = Stream(client, second, asked[2], 200, temperature=1.0, key="lost-warm")
+    warm = Stream(client, second, asked[2], 400, temperature=1.0, key="lost-warm")
     await warm.whole()
     assert warm.tokens == lost[2].tokens and not is_greedy_tiny(model, warm.prompt, warm.tokens)
     assert second.metric("replacements_total") == before
@@ -226,7 +231,7 @@ async def test_a_router_that_is_told_to_leave_finishes_its_streams(
     """New requests are refused there meanwhile, with when to come again, and go to the other."""
     first, second = services.routers
     asked = prompts(2, shortest=20, longest=100, seed=53)
-    stream = Stream(client, first, asked[0], 300)
+    stream = Stream(client, first, asked[0], 600)
     await begun([stream], 5)
     first.process.send_signal(signal.SIGTERM)
     body = {"model": "tiny", "prompt": asked[1], "max_tokens": 2}

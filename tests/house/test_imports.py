@@ -42,6 +42,7 @@ TORCH_FREE = (
     "serving/timeline.py",
     "serving/tracing*.py",
     "serving/wire.py",
+    "serving/model/hf_*.py",
     "serving/model/spec.py",
     "serving/checkpoint/hub.py",
     "serving/batch/layer_barrier.py",

@@ -64,6 +64,6 @@ class Remote:
 
     async def gone(self) -> None:
         """Wait until the worker holds nothing."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not self.worker.idle():
                 await asyncio.sleep(0.001)

@@ -85,7 +85,7 @@ async def test_one_that_degrades_queues_up_again_behind_those_that_wait() -> Non
     await rest()
     assert world.placer.admission.waiting == 4
     running[0].cancel()
-    await asyncio.wait_for(asyncio.gather(*running[1:]), 20)
+    await asyncio.wait_for(asyncio.gather(*running[1:]), 60)
     assert [order.order.request.request_id for order in worker.orders] == ["first", "0", "1", "2", "late"]
     await world.settled()
     assert world.held() == {}

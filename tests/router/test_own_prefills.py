@@ -27,7 +27,7 @@ def with_prefill(remote: Remote, lease: str = "r/1", epoch: int = 0, **fields: A
 
 
 async def first(remote: Remote, grant: LeaseGrant) -> Prefilled:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         (prefilled,) = [one async for one in remote.link.run(remote.prefill(grant))]
     return prefilled
 
@@ -89,7 +89,7 @@ async def test_a_prefill_ends_with_its_lease(remote: Remote, ending: str) -> Non
     if ending != "leave":
         with pytest.raises(StaleLease if ending == "cancel" else WorkerLost):
             await waiting
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while remote.worker.prefill.sequences() or remote.worker.decode.table.leases:
             await asyncio.sleep(0.001)
     assert session._latest.prefills == {}
@@ -174,7 +174,7 @@ async def test_what_cannot_be_read_is_one_leases_error(
             [one async for one in remote.link.run(PrefillOrder(order=with_prefill(remote, "r/2"), grant=grant))]
         error: MillraceError = broken.value
     else:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not (errors := [event.error for event in remote.events if event.lease == "r/2" and event.error]):
                 await asyncio.sleep(0.001)
         error = errors[0]

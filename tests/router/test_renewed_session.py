@@ -36,7 +36,7 @@ def sessions(remote: Remote) -> set[str]:
 
 
 async def until(condition: object) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # type: ignore[operator]
             await asyncio.sleep(0.001)
 

@@ -13,7 +13,7 @@ from serving.background import BackgroundTasks
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
 

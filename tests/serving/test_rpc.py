@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from grpc import StatusCode, aio
+from grpc import ChannelConnectivity, StatusCode, aio
 
 from serving import rpc
 from serving.errors import NEVER_SENT, InvalidRequest, MillraceError, Unauthorized, WorkerLost
@@ -172,7 +172,9 @@ async def test_nobody_there_is_a_lost_worker(world: World, shape: str) -> None:
     if shape != "run":
         await world.beat()
     await world.server.stop(0)
-    await asyncio.sleep(0.05)  # until the channel has heard of it
+    async with asyncio.timeout(60):  # until the channel has heard of it
+        while world.caller.channel.get_state() is ChannelConnectivity.READY:
+            await asyncio.sleep(0.001)
     with pytest.raises(WorkerLost) as raised:
         await getattr(world, shape)()
     assert raised.value.code == NEVER_SENT
@@ -219,7 +221,7 @@ async def test_leaving_a_stream_tells_the_other_side(world: World) -> None:
     async for _ in call:
         break
     call.cancel()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await world.answers.closed.wait()
 
 
@@ -233,7 +235,7 @@ async def test_a_peer_that_answers_no_ping_is_given_up(monkeypatch: pytest.Monke
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04" + bytes(5))  # and an empty SETTINGS frame
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while await reader.read(4096):  # it takes everything in, and says no more
                 pass
     finally:

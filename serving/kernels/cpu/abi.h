@@ -14,6 +14,7 @@ struct Linear {
     int32_t kind;
     int32_t outputs;
     int32_t inputs;
+    int32_t rotation;     // inputs that a Hadamard transform joins before they are quantized; 0: none. int8 only
     const void* packed;
     const float* scale;   // [outputs], int8 only
     const float* bias;    // [outputs] or null

@@ -136,10 +136,16 @@ void take_queries(const KvPlanes& kv, const AttentionShape& shape, const Item& i
                              q + ((item.segment.row + t) * kv.kv_heads + item.head + h) * words, words * 4);
 }
 
-// Rows [row0, row0 + rows) of one head, at most TILE_ROWS, over the first `keys` keys of the packed chunk at key0. The
-// head's rows begin at `base` in s.q and in the running results.
+// So many rows of a head multiply the values where they lie: one tile has them all, and whole panels of dimensions.
+INLINE bool values_in_place(const KvPlanes& kv, long rows) {
+    return rows <= TILE_ROWS && product_kind(kv) == KIND_BF16 && kv.head_dim % PANEL == 0;
+}
+
+// Rows [row0, row0 + rows) of one head, at most TILE_ROWS, over the first `keys` keys of the chunk at key0, whose keys
+// are packed, and its values too unless they are multiplied in place. The head's rows begin at `base` in s.q and in the
+// running results.
 void attend_tile(const KvPlanes& kv, const AttentionShape& shape, const Item& item, long key0, long keys, long row0,
-                 long rows, long base, AttentionScratch& s, const Parts& parts) {
+                 long rows, long base, bool in_place, Ahead& ahead, AttentionScratch& s, const Parts& parts) {
     const int kind = product_kind(kv);
     const long group = group_of(kv, shape), words = words_of(kind, kv.head_dim), dim = padded_dim(kv);
     multiply(kind, rows, s.q + (base + row0) * words, words, s.chunk.k, words * PANEL, words,
@@ -162,8 +168,11 @@ void attend_tile(const KvPlanes& kv, const AttentionShape& shape, const Item& it
         else
             weights[r].total = weigh(score, weights[r].top, padded, factor, kind, v_scale, p);
     }
-    multiply(kind, rows, s.p, CHUNK, s.chunk.v, words_of(kind, CHUNK) * PANEL, words_of(kind, keys), dim / PANEL,
-             s.part, dim);
+    if (in_place)
+        multiply_values(rows, s.p, s.chunk, words_of(kind, keys), dim / PANEL, ahead, s.part, dim);
+    else
+        multiply(kind, rows, s.p, CHUNK, s.chunk.v, words_of(kind, CHUNK) * PANEL, words_of(kind, keys), dim / PANEL,
+                 s.part, dim);
     for (long r = 0; r < rows; ++r) {
         if (parts.out) {
             float* out = parts.out + (row0 + r) * parts.stride;
@@ -192,14 +201,16 @@ void attend_chunk(const KvPlanes& kv, const AttentionShape& shape, const Item& i
     s.chunk.coming.count = 0;
     if (coming.item) find_chunk(kv, *coming.item, coming.chunk, s.chunk.coming);
     const long ahead = s.chunk.coming.count;
+    const bool in_place = values_in_place(kv, rows);
     for (long h = 0; h < item.heads; ++h) {
-        const Ahead share = {coming.item ? coming.item->head : 0, coming.item ? coming.item->heads : 0,
-                             ahead * h / item.heads, ahead * (h + 1) / item.heads};
-        pack_head(kv, item.head + h, share, s.chunk);
+        Ahead share = {kv, s.chunk.coming, 0, 0, ahead * h / item.heads, ahead * (h + 1) / item.heads};
+        if (coming.item) share.head = coming.item->head, share.heads = coming.item->heads;
+        take_keys(kv, item.head + h, share, s.chunk);
+        take_values(kv, item.head + h, in_place, share, s.chunk);
         for (long row0 = 0; row0 < rows; row0 += TILE_ROWS) {
             const long count = least(TILE_ROWS, rows - row0);
             const long keys = least(s.chunk.places.count, segment.position + (row0 + count - 1) / group + 1 - key0);
-            if (keys > 0) attend_tile(kv, shape, item, key0, keys, row0, count, h * rows, s, parts);
+            if (keys > 0) attend_tile(kv, shape, item, key0, keys, row0, count, h * rows, in_place, share, s, parts);
         }
     }
 }

@@ -1,4 +1,5 @@
-// One chunk of paged keys and values of one KV head, gathered and laid out as the right side of a register tile.
+// One chunk of paged keys and values of one KV head as the right side of a register tile: keys gathered and laid out
+// so, values too unless they are multiplied where they lie.
 //
 // INT8 values are widened exactly to bfloat16, so that every stored kind but float32 multiplies as bfloat16 pairs.
 #pragma once
@@ -9,10 +10,11 @@ namespace {
 
 constexpr long CHUNK = 128;  // keys
 
-// Where the keys of a chunk lie in a plane, counted in rows of one head, for KV head 0.
+// Where the keys of a chunk lie in a plane, for KV head 0: counted in rows of one head, and in bytes.
 struct Places {
     long count;
     long at[CHUNK];
+    long offset[CHUNK];
 };
 
 struct PackedChunk {
@@ -25,12 +27,6 @@ struct PackedChunk {
     Places coming;  // of the one packed after it
 };
 
-// The part of the coming chunk that is fetched while one head of this chunk is packed: its keys [first, last), with all
-// the heads that will be packed of it, which lie side by side.
-struct Ahead {
-    long head, heads, first, last;
-};
-
 INLINE long padded_dim(const KvPlanes& kv) { return round_up(kv.head_dim, PANEL); }
 
 INLINE void find_places(const KvPlanes& kv, const int32_t* table, long key0, long count, Places& places) {
@@ -38,21 +34,35 @@ INLINE void find_places(const KvPlanes& kv, const int32_t* table, long key0, lon
     for (long i = 0; i < count; ++block, offset = 0) {
         const long stop = least(count, i + kv.block_size - offset);
         long place = (long(table[block]) * kv.block_size + offset) * kv.kv_heads;
-        for (; i < stop; ++i, place += kv.kv_heads) places.at[i] = place;
+        for (; i < stop; ++i, place += kv.kv_heads) {
+            places.at[i] = place;
+            places.offset[i] = place * kv.row_bytes;
+        }
     }
     places.count = count;
 }
 
-// Fetches the share of the coming chunk that belongs to packing keys [i, i + n) of this one, so that memory need not
-// wait for arithmetic. Whole rows in order let the hardware's own prefetcher run further ahead.
-INLINE void prefetch(const KvPlanes& kv, const void* plane, const PackedChunk& s, const Ahead& ahead, long i, long n) {
-    const long wide = ahead.last - ahead.first, bytes = kv.row_bytes, count = s.places.count;
-    const long stop = ahead.first + wide * least(i + n, count) / count;
-    for (long key = ahead.first + wide * i / count; key < stop; ++key) {
-        const char* row = static_cast<const char*>(plane) + (s.coming.at[key] + ahead.head) * bytes;
-        for (long at = 0; at < bytes * ahead.heads; at += 64) __builtin_prefetch(row + at);
+// The part of the coming chunk that is fetched while one head of this chunk is computed: its keys [at, last), with all
+// the heads that will be used of it, which lie side by side. A few keys at a time between pieces of arithmetic, and
+// into the second cache: the first waits for two dozen lines at most, and what is used now has to wait behind them.
+struct Ahead {
+    const KvPlanes& kv;
+    const Places& places;
+    long head, heads, at, last;
+
+    INLINE void fetch(long keys) {
+        const long stop = least(at + keys, last), bytes = kv.row_bytes * heads;
+        for (; at < stop; ++at) {
+            const long first = places.offset[at] + head * kv.row_bytes;
+            for (long byte = first; byte < first + bytes; byte += 64) {
+                __builtin_prefetch(static_cast<const char*>(kv.k) + byte, 0, 2);
+                __builtin_prefetch(static_cast<const char*>(kv.v) + byte, 0, 2);
+            }
+        }
     }
-}
+    // Keys that are left, for each of so many pieces.
+    INLINE long each(long pieces) const { return (last - at + pieces - 1) / pieces; }
+};
 
 // Points s.rows at one head's rows of a plane; int8 rows are widened to bfloat16 and their scales collected.
 INLINE void gather(const KvPlanes& kv, const void* plane, const float* scales, long head, PackedChunk& s,
@@ -62,7 +72,7 @@ INLINE void gather(const KvPlanes& kv, const void* plane, const float* scales, l
     if (kv.kind != KIND_INT8) {
         const char* first = static_cast<const char*>(plane) + head * bytes;
         for (long i = 0; i < places.count; ++i)
-            s.rows[i] = reinterpret_cast<const int32_t*>(first + places.at[i] * bytes);
+            s.rows[i] = reinterpret_cast<const int32_t*>(first + places.offset[i]);
         return;
     }
     for (long i = 0; i < places.count; ++i) {
@@ -113,10 +123,10 @@ INLINE void transpose_16(const int32_t* const* rows, long at, int32_t* out) {
 
 // Keys across: panel p, word w, column c holds word w of key 32 p + c. Columns past `count` are left as they are: the
 // mask throws their scores away.
-INLINE void pack_keys(const KvPlanes& kv, const PackedChunk& s, const Ahead& ahead, long words) {
-    const long count = s.places.count;
+INLINE void pack_keys(const PackedChunk& s, Ahead& ahead, long words) {
+    const long count = s.places.count, fetched = ahead.each(count / 8 + 1);
     for (long i = 0; i < count; i += 16) {
-        prefetch(kv, kv.k, s, ahead, i, 16);
+        ahead.fetch(fetched);
         int32_t* out = s.k + (i / PANEL) * words * PANEL + i % PANEL;
 #if defined(__AVX512F__)
         if (words % 16 == 0 && i + 16 <= count) {
@@ -129,43 +139,128 @@ INLINE void pack_keys(const KvPlanes& kv, const PackedChunk& s, const Ahead& ahe
     }
 }
 
+// Stands for the values of a key past the last.
+alignas(64) const uint16_t NO_VALUES[1024] = {};
+
+#if defined(__AVX512BW__)
+// Which of two vectors' 64 halves go side by side to the words of the first 16 dimensions, and of the second.
+struct Interleaved {
+    alignas(64) uint16_t half[2][32];
+    constexpr Interleaved() : half() {
+        for (int i = 0; i < 32; ++i) {
+            half[i / 16][i % 16 * 2] = uint16_t(i);
+            half[i / 16][i % 16 * 2 + 1] = uint16_t(32 + i);
+        }
+    }
+};
+constexpr Interleaved INTERLEAVED;
+#endif
+
+// Dimensions [d, d + 32) of two keys side by side: lane j of right[v] holds dimension d + v LANES + j of both.
+INLINE void pair_values(const uint16_t* even, const uint16_t* odd, long d, vi* right) {
+#if defined(__AVX512BW__)
+    const __m512i a = _mm512_loadu_si512(even + d), b = _mm512_loadu_si512(odd + d);
+    for (int v = 0; v < NV; ++v)
+        right[v] = (vi)_mm512_permutex2var_epi16(a, _mm512_load_si512(INTERLEAVED.half[v]), b);
+#else
+    for (int v = 0; v < NV; ++v)
+        right[v] = (vi)(load_halves(even + d + v * LANES) | load_halves(odd + d + v * LANES) << 16);
+#endif
+}
+
+INLINE const uint16_t* values_of(const PackedChunk& s, long key) {
+    return key < s.places.count ? reinterpret_cast<const uint16_t*>(s.rows[key]) : NO_VALUES;
+}
+
 // Dimensions across: panel p, word w, column c holds dimension 32 p + c of the keys that share word w.
-INLINE void pack_values_bf16(const KvPlanes& kv, const PackedChunk& s, const Ahead& ahead) {
-    static const uint16_t zeros[1024] = {};
-    const long count = s.places.count, dim = kv.head_dim;
+INLINE void pack_values_bf16(const KvPlanes& kv, const PackedChunk& s, Ahead& ahead) {
+    const long count = s.places.count, dim = kv.head_dim, fetched = ahead.each(count / 16 + 1);
     for (long i = 0; i < count; i += 2) {
-        if (i % 16 == 0) prefetch(kv, kv.v, s, ahead, i, 16);
-        const uint16_t* even = reinterpret_cast<const uint16_t*>(s.rows[i]);
-        const uint16_t* odd = i + 1 < count ? reinterpret_cast<const uint16_t*>(s.rows[i + 1]) : zeros;
+        if (i % 16 == 0) ahead.fetch(fetched);
+        const uint16_t *even = values_of(s, i), *odd = values_of(s, i + 1);
         int32_t* out = s.v + (i / 2) * PANEL;
         long d = 0;
-        for (; d + LANES <= dim; d += LANES) {
-            const vu low = load_halves(even + d), high = load_halves(odd + d) << 16;
-            *reinterpret_cast<vi_at*>(out + (d / PANEL) * (CHUNK / 2) * PANEL + d % PANEL) = (vi)(low | high);
+        for (; d + PANEL <= dim; d += PANEL, out += (CHUNK / 2) * PANEL) {
+            vi right[NV];
+            pair_values(even, odd, d, right);
+            for (int v = 0; v < NV; ++v) *reinterpret_cast<vi_at*>(out + v * LANES) = right[v];
         }
-        for (; d < dim; ++d)
-            out[(d / PANEL) * (CHUNK / 2) * PANEL + d % PANEL] = int32_t(even[d] | uint32_t(odd[d]) << 16);
+        for (; d + LANES <= dim; d += LANES)
+            *reinterpret_cast<vi_at*>(out + d % PANEL) = (vi)(load_halves(even + d) | load_halves(odd + d) << 16);
+        for (; d < dim; ++d) out[d % PANEL] = int32_t(even[d] | uint32_t(odd[d]) << 16);
     }
 }
 
-INLINE void pack_values_f32(const KvPlanes& kv, const PackedChunk& s, const Ahead& ahead) {
-    const long count = s.places.count, dim = kv.head_dim;
+// out[r][0:32 PANELS] = p[r] . values from dimension d on, for the keys of `words` words, as they lie: what a tile over
+// packed values gives, for rows so few that packing would cost more.
+template <class Dot, int ROWS, int PANELS>
+void tile_values(const int32_t* p, const PackedChunk& s, long d, long words, Ahead& ahead, int32_t* out, long ldo) {
+    const long fetched = ahead.each(words);
+    vi acc[ROWS][PANELS * NV] = {};
+    for (long k = 0; k < words; ++k) {
+        if (fetched) ahead.fetch(fetched);
+        const uint16_t *even = values_of(s, 2 * k), *odd = values_of(s, 2 * k + 1);
+        vi right[PANELS * NV];
+#pragma GCC unroll 2
+        for (int j = 0; j < PANELS; ++j) pair_values(even, odd, d + j * PANEL, right + j * NV);
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; ++r) {
+            const typename Dot::Left left = Dot::left(p[r * CHUNK + k]);
+#pragma GCC unroll 16
+            for (int j = 0; j < PANELS * NV; ++j) acc[r][j] = Dot::step(acc[r][j], left, right[j]);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 16
+        for (int j = 0; j < PANELS * NV; ++j) *reinterpret_cast<vi_at*>(out + r * ldo + j * LANES) = acc[r][j];
+}
+
+typedef void (*ValueTile)(const int32_t*, const PackedChunk&, long, long, Ahead&, int32_t*, long);
+
+template <int PANELS, int... ROWS_LESS_1>
+INLINE ValueTile pick_values(long rows, std::integer_sequence<int, ROWS_LESS_1...>) {
+    static constexpr ValueTile tiles[] = {
+        tile_values<DotBf16, ROWS_LESS_1 + 1, (ROWS_LESS_1 < PAIR_ROWS ? PANELS : 1)>...};
+    return tiles[rows - 1];
+}
+
+// `multiply` by the chunk's values in place: out [rows][32 * panels] = p . values.
+INLINE void multiply_values(long rows, const int32_t* p, const PackedChunk& s, long words, long panels, Ahead& ahead,
+                            float* out, long ldo) {
+    constexpr auto all = std::make_integer_sequence<int, TILE_ROWS>();
+    int32_t* raw = reinterpret_cast<int32_t*>(out);
+    long panel = 0;
+    if (rows <= PAIR_ROWS)
+        for (; panel + 2 <= panels; panel += 2)
+            pick_values<2>(rows, all)(p, s, panel * PANEL, words, ahead, raw + panel * PANEL, ldo);
+    for (; panel < panels; ++panel)
+        pick_values<1>(rows, all)(p, s, panel * PANEL, words, ahead, raw + panel * PANEL, ldo);
+}
+
+INLINE void pack_values_f32(const KvPlanes& kv, const PackedChunk& s, Ahead& ahead) {
+    const long count = s.places.count, dim = kv.head_dim, fetched = ahead.each(count / 16 + 1);
     for (long i = 0; i < count; ++i) {
-        if (i % 16 == 0) prefetch(kv, kv.v, s, ahead, i, 16);
+        if (i % 16 == 0) ahead.fetch(fetched);
         for (long d = 0; d < dim; d += PANEL)
             __builtin_memcpy(s.v + ((d / PANEL) * CHUNK + i) * PANEL, s.rows[i] + d, least(PANEL, dim - d) * 4);
     }
 }
 
-// Packs one head of the chunk at s.places.
-INLINE void pack_head(const KvPlanes& kv, long head, const Ahead& ahead, PackedChunk& s) {
-    gather(kv, kv.k, kv.k_scale, head, s, s.k_scale);
-    pack_keys(kv, s, ahead, words_of(product_kind(kv), kv.head_dim));
+// Values of one head of the chunk at s.places, where its keys have been packed. `in_place`: only s.rows of them.
+INLINE void take_values(const KvPlanes& kv, long head, bool in_place, Ahead& ahead, PackedChunk& s) {
     gather(kv, kv.v, kv.v_scale, head, s, s.v_scale);
+    if (in_place) return;
     if (product_kind(kv) == KIND_BF16)
         pack_values_bf16(kv, s, ahead);
     else
         pack_values_f32(kv, s, ahead);
+}
+
+// Packs one head's keys of the chunk at s.places; its values are taken next.
+INLINE void take_keys(const KvPlanes& kv, long head, Ahead& ahead, PackedChunk& s) {
+    gather(kv, kv.k, kv.k_scale, head, s, s.k_scale);
+    pack_keys(s, ahead, words_of(product_kind(kv), kv.head_dim));
 }
 
 }  // namespace

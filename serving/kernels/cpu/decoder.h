@@ -38,6 +38,7 @@ struct Step {
     const Results& results;
     int threads;
     Sizes sizes;
+    long window;      // the widest of all layers'; 0: all
     long block_rows;  // rows of a block when the step is cut by rows, else 0
     long blocks;
     float* x;          // [T, hidden], the residual stream
@@ -51,7 +52,7 @@ struct Step {
 
     Step(ThreadTeam* team, const Model& model, const Batch& batch, const Results& results, Arena& arena)
         : team(team), model(model), batch(batch), results(results), threads(team_threads(team)),
-          sizes(sizes_of(model)) {
+          sizes(sizes_of(model)), window(widest_window(model)) {
         const long tokens = batch.tokens_count;
         const Layer* const sparse = sparse_layer(model);
         const bool rows_mode = tokens >= ROWS_MODE_TOKENS * threads && !sparse;
@@ -65,13 +66,15 @@ struct Step {
         expert_counters = arena.take<int>(expert_items);
         if (sparse) experts = ExpertTeam::take(arena, team, sizes_of(sparse->experts), tokens);
         local = arena.take<ThreadScratch>(threads);
-        plan = plan_items(arena, batch, model.layer[0].kv, {model.heads, widest_window(model), 0.0f}, threads);
+        plan = plan_items(arena, batch, model.layer[0].kv, {model.heads, window, 0.0f}, threads);
         for (int t = 0; t < threads; ++t) {
             ThreadScratch s;
             take_attention(arena, ITEM_TOKENS, sizes.group, sizes.head_words, sizes.padded_head, s.attention);
             s.rows = take_rows(arena, sizes, rows_mode ? block_rows : REDUNDANT_ROWS);
             s.normed = arena.take<float>(most(sizes.widest, sizes.padded_head));
             s.best = arena.take<Best>(batch.logits_count);
+            s.runs = arena.take<Run>(rows_mode ? 0 : batch.sequences * batch.table_width);
+            s.runs_count = 0;
             if (arena.base) local[t] = s;
         }
         if (!arena.base) return;
@@ -115,12 +118,14 @@ struct Step {
                 float* row) const {
         for (long i = row0; i < row1; ++i) {
             rms_norm(x_row(i), weight, model.hidden, model.eps, row);
-            encode_row(next.kind, row, next.inputs, a.row(i - base), a.scale + (i - base));
+            encode_input(next, row, row, a.row(i - base), a.scale + (i - base));
         }
     }
 
-    void encoded(const float* values, long ld, const Linear& next, long row0, long row1, const Rows& a) const {
-        for (long i = row0; i < row1; ++i) encode_row(next.kind, values + i * ld, next.inputs, a.row(i), a.scale + i);
+    // `room` is for one row: values are not changed, for other threads may read them too.
+    void encoded(const float* values, long ld, const Linear& next, long row0, long row1, const Rows& a,
+                 float* room) const {
+        for (long i = row0; i < row1; ++i) encode_input(next, values + i * ld, room, a.row(i), a.scale + i);
     }
 
     void rotate_rows(const Layer& layer, long row0, long row1, float* qkv, long base) const {
@@ -153,13 +158,13 @@ struct Step {
         const long rows = row1 - row0;
         attend_block(layer, row0, row1, s);
         const Rows attended = rows_for(layer.o, s.rows);
-        encoded(s.rows.attn, model.heads * layer.kv.head_dim, layer.o, 0, rows, attended);
+        encoded(s.rows.attn, model.heads * layer.kv.head_dim, layer.o, 0, rows, attended, s.normed);
         linear_block(layer.o, attended, 0, rows, 0, panels_of(layer.o), {FINISH_ADD, x_row(row0), model.hidden});
         const Rows a = rows_for(layer.gate_up, s.rows);
         normed(layer.mlp_norm, layer.gate_up, row0, row1, a, row0, s.normed);
         linear_block(layer.gate_up, a, 0, rows, 0, panels_of(layer.gate_up), {FINISH_SWIGLU, s.rows.h, sizes.h_width});
         const Rows gated = rows_for(layer.down, s.rows);
-        encoded(s.rows.h, sizes.h_width, layer.down, 0, rows, gated);
+        encoded(s.rows.h, sizes.h_width, layer.down, 0, rows, gated, s.normed);
         linear_block(layer.down, gated, 0, rows, 0, panels_of(layer.down), {FINISH_ADD, x_row(row0), model.hidden});
     }
 
@@ -212,13 +217,31 @@ struct Step {
     }
 
     // Each thread multiplies its own range of panels; the barrier after it makes the outputs everyone's.
-    void panels(const Linear& w, const Rows& a, long rows, const Target& target, int thread) const {
+    void panels(const Linear& w, const Rows& a, long rows, const Target& target, int thread,
+                Soon* soon = nullptr) const {
         const Span mine = share(panels_of(w), thread, threads);
-        linear_block(w, a, 0, rows, mine.first, mine.last, target);
+        linear_block(w, a, 0, rows, mine.first, mine.last, target, soon);
         team_barrier(team);
     }
 
-    bool layer_by_panels(const Layer& layer, long index, int thread) {
+    // Where this thread's share of the KV lies, for linear layers of tiles enough to fetch some of it.
+    void find_kv(int thread) const {
+        ThreadScratch& s = local[thread];
+        if (batch.tokens_count <= 2 * TILE_ROWS) return;
+        const Span mine = share(batch.sequences, thread, threads);
+        s.runs_count = find_runs(batch, model.layer[0].kv, {model.heads, window, 0.0f}, mine, s.runs);
+    }
+
+    // This thread's share of the KV that a layer's attention will read.
+    Soon kv_soon(long index, int thread) const {
+        if (index >= model.layers || model.layer[index].window != window) return {};
+        const KvPlanes& kv = model.layer[index].kv;
+        const ThreadScratch& s = local[thread];
+        return {{static_cast<char*>(kv.k), static_cast<char*>(kv.v)}, s.runs, s.runs_count, FETCHED_BEFORE / LINE};
+    }
+
+    // `soon` is what attention of this layer will read; on return, what that of the next will.
+    bool layer_by_panels(const Layer& layer, long index, int thread, Soon& soon) {
         const long tokens = batch.tokens_count;
         const Span mine = share(tokens, thread, threads);
         const auto norm = [&](const float* weight, const Linear& next) {
@@ -227,7 +250,7 @@ struct Step {
             });
         };
         const Rows entering = norm(layer.attention_norm, layer.qkv);
-        panels(layer.qkv, entering, tokens, {FINISH_STORE, shared.qkv, layer.qkv.outputs}, thread);
+        panels(layer.qkv, entering, tokens, {FINISH_STORE, shared.qkv, layer.qkv.outputs}, thread, &soon);
         rotate_rows(layer, mine.first, mine.last, shared.qkv, 0);
         team_barrier(team);
         if (!arrived(index, thread)) return false;
@@ -237,17 +260,18 @@ struct Step {
         const Rows attended = prepare(layer.o, thread, [&](long row0, long row1, const Rows& a, ThreadScratch& s) {
             encode_attended(layer, row0, row1, a, s);
         });
-        panels(layer.o, attended, tokens, {FINISH_ADD, x, model.hidden}, thread);
+        soon = kv_soon(index + 1, thread);
+        panels(layer.o, attended, tokens, {FINISH_ADD, x, model.hidden}, thread, &soon);
         if (layer.experts.count) {
             add_experts(layer, index, thread);
             return true;
         }
         const Rows halfway = norm(layer.mlp_norm, layer.gate_up);
-        panels(layer.gate_up, halfway, tokens, {FINISH_SWIGLU, shared.h, sizes.h_width}, thread);
-        const Rows gated = prepare(layer.down, thread, [&](long row0, long row1, const Rows& a, ThreadScratch&) {
-            encoded(shared.h, sizes.h_width, layer.down, row0, row1, a);
+        panels(layer.gate_up, halfway, tokens, {FINISH_SWIGLU, shared.h, sizes.h_width}, thread, &soon);
+        const Rows gated = prepare(layer.down, thread, [&](long row0, long row1, const Rows& a, ThreadScratch& s) {
+            encoded(shared.h, sizes.h_width, layer.down, row0, row1, a, s.normed);
         });
-        panels(layer.down, gated, tokens, {FINISH_ADD, x, model.hidden}, thread);
+        panels(layer.down, gated, tokens, {FINISH_ADD, x, model.hidden}, thread, &soon);
         return true;
     }
 
@@ -271,7 +295,7 @@ struct Step {
         float* from = shared.attn;
         if (plan.split && batch.tokens_count <= REDUNDANT_ROWS) from = s.rows.attn;
         join_rows(layer.kv, shape(layer), plan, row0, row1, s.normed, from);
-        encoded(from, width, layer.o, row0, row1, a);
+        encoded(from, width, layer.o, row0, row1, a, s.normed);
     }
 
     // ---- logits and the whole ---------------------------------------------------------------------------------------
@@ -314,8 +338,10 @@ struct Step {
             const Span mine = share(batch.tokens_count, thread, threads);
             embed(mine.first, mine.last);
             team_barrier(team);
+            find_kv(thread);
+            Soon soon = kv_soon(0, thread);
             for (long i = 0; i < model.layers; ++i)
-                if (!layer_by_panels(model.layer[i], i, thread)) return;
+                if (!layer_by_panels(model.layer[i], i, thread, soon)) return;
         }
         if (results.hidden)
             hidden(thread);

@@ -77,15 +77,21 @@ class Kernels:
         """One of `structures.OPERATIONS`. Its arguments must stay alive until it returns."""
         self._operations[operation](self.context, *arguments)
 
-    def pack(self, weight: Tensor, *, scale: Tensor | None = None, bias: Tensor | None = None) -> PackedLinear:
+    def pack(
+        self, weight: Tensor, *, scale: Tensor | None = None, bias: Tensor | None = None, rotation: int = 0
+    ) -> PackedLinear:
         """`weight` [outputs, inputs] in panels, once for many calls.
 
-        `scale` [outputs] belongs to int8 weights and to no others (ValueError).
+        `scale` [outputs] belongs to int8 weights and to no others (ValueError). With `rotation` they are weights of
+        inputs that were transformed, so many at a time (`int8.linear`).
         """
         kind = Kind.of(weight.dtype)
         if (scale is not None) != (kind is Kind.INT8):
             raise ValueError("int8 weights, and only they, come with one scale per output channel")
         outputs, inputs = weight.shape
+        if rotation and (scale is None or inputs % rotation or rotation & (rotation - 1) or rotation < 16):
+            raise ValueError(f"{inputs} inputs cannot be transformed {rotation} at a time before they are quantized")
+        root = rotation**0.5 or 1.0  # what transforms leave undivided
         padded, words = -(-outputs // PANEL) * PANEL, -(-inputs * weight.itemsize // 4)
         packed = torch.zeros(padded // PANEL, words, PANEL, dtype=torch.int32)
         source = weight.contiguous()
@@ -95,9 +101,10 @@ class Kernels:
             outputs=outputs,
             inputs=inputs,
             packed=packed,
-            scale=None if scale is None else pad(scale.float().reshape(outputs), padded),
+            scale=None if scale is None else pad(scale.float().reshape(outputs) / root, padded),
             sums=None if scale is None else pad(weight.sum(dim=1, dtype=torch.int32) * 128, padded),
             bias=None if bias is None else pad(bias.float(), padded),
+            rotation=rotation,
         )
 
     def linear(self, x: Tensor, w: PackedLinear, *, finish: Finish = Finish.STORE, out: Tensor | None = None) -> Tensor:

@@ -82,14 +82,17 @@ KERNEL(linear)(Context& c, const Linear& w, int finish, const float* x, long row
     Arena measure = {nullptr};
     measure.take<int32_t>(rows * words);
     measure.take<float>(rows);
+    const long room = w.rotation ? round_up(w.inputs, 16) : 0;  // floats a thread
+    measure.take<float>(threads * room);
     Arena arena = {c.scratch.reserve(measure.used)};
     int32_t* const encoded = arena.take<int32_t>(rows * words);
     const Rows a = {encoded, arena.take<float>(rows), words};
+    float* const rooms = arena.take<float>(threads * room);
     const Target target = {Finish(finish), out, ld};
     team_each(c.team, [&](int thread) {
         const Span mine = share(rows, thread, threads);
         for (long i = mine.first; i < mine.last; ++i)
-            encode_row(w.kind, x + i * w.inputs, w.inputs, a.row(i), a.scale + i);
+            encode_input(w, x + i * w.inputs, rooms + thread * room, a.row(i), a.scale + i);
         team_barrier(c.team);
         const Span panels = share(count, thread, threads);
         if (rows <= PANEL_ROWS) return linear_block(w, a, 0, rows, panels.first, panels.last, target);

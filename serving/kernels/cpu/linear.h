@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "abi.h"
-#include "vector.h"
+#include "soon.h"
 
 namespace {
 
@@ -93,17 +93,18 @@ constexpr int32_t UNSIGNED_SHIFT = 128;  // what int8 activations are stored wit
 constexpr int32_t UNSIGNED_SHIFT = 0;
 #endif
 
-constexpr long AHEAD = 512;                 // words of weights fetched ahead of use; panels follow one another
+constexpr long AHEAD = 2048;              // words of weights fetched ahead of use; panels follow one another
 constexpr int PAIR_ROWS = TILE_ROWS / 2;  // up to here two panels at a time keep the multipliers busy
 
 // out[r][0:32] = A[r] . panel for ROWS rows; raw accumulators (int32, or float32 bits). With PANELS = 2 the next panel,
-// `apart` words further on, goes to out[r][32:64].
-template <class Dot, int ROWS, int PANELS>
-void tile(const int32_t* a, long lda, const int32_t* b, long apart, long words, int32_t* out, long ldo) {
+// `apart` words further on, goes to out[r][32:64]. Meanwhile LINES cache lines for each word of inputs are fetched from
+// `ahead` on, into the second cache: what is on its way there leaves the first one's few places to what is used now.
+template <class Dot, int ROWS, int PANELS, int LINES>
+void tile(const int32_t* a, long lda, const int32_t* b, long apart, long words, const int32_t* ahead, int32_t* out,
+          long ldo) {
     vi acc[ROWS][PANELS * NV] = {};
-    for (long k = 0; k < words; ++k, b += PANEL, ++a) {
-        __builtin_prefetch(b + AHEAD);
-        __builtin_prefetch(b + AHEAD + 16);
+    for (long k = 0; k < words; ++k, b += PANEL, ++a, ahead += LINES * 16) {
+        for (int line = 0; line < LINES; ++line) __builtin_prefetch(ahead + line * 16, 0, 2);
         vi right[PANELS * NV];
 #pragma GCC unroll 16
         for (int j = 0; j < PANELS * NV; ++j) right[j] = load(b + (j / NV) * apart + (j % NV) * LANES);
@@ -120,23 +121,24 @@ void tile(const int32_t* a, long lda, const int32_t* b, long apart, long words, 
         for (int j = 0; j < PANELS * NV; ++j) *reinterpret_cast<vi_at*>(out + r * ldo + j * LANES) = acc[r][j];
 }
 
-typedef void (*Tile)(const int32_t*, long, const int32_t*, long, long, int32_t*, long);
+typedef void (*Tile)(const int32_t*, long, const int32_t*, long, long, const int32_t*, int32_t*, long);
 
 // The tile of so many rows; of more than PAIR_ROWS there is only that of one panel.
-template <class Dot, int PANELS, int... ROWS_LESS_1>
+template <class Dot, int PANELS, int LINES, int... ROWS_LESS_1>
 INLINE Tile pick(long rows, std::integer_sequence<int, ROWS_LESS_1...>) {
-    static constexpr Tile tiles[] = {tile<Dot, ROWS_LESS_1 + 1, (ROWS_LESS_1 < PAIR_ROWS ? PANELS : 1)>...};
+    static constexpr Tile tiles[] = {tile<Dot, ROWS_LESS_1 + 1, (ROWS_LESS_1 < PAIR_ROWS ? PANELS : 1), LINES>...};
     return tiles[rows - 1];
 }
 
-template <class Dot, int PANELS>
+template <class Dot, int PANELS, int LINES>
 INLINE Tile pick(long rows) {
-    return pick<Dot, PANELS>(rows, std::make_integer_sequence<int, TILE_ROWS>());
+    return pick<Dot, PANELS, LINES>(rows, std::make_integer_sequence<int, TILE_ROWS>());
 }
 
+template <int LINES>
 Tile tile_for(int kind, long rows) {
-    if (kind == KIND_INT8) return pick<DotInt8, 1>(rows);
-    return kind == KIND_BF16 ? pick<DotBf16, 1>(rows) : pick<DotF32, 1>(rows);
+    if (kind == KIND_INT8) return pick<DotInt8, 1, LINES>(rows);
+    return kind == KIND_BF16 ? pick<DotBf16, 1, LINES>(rows) : pick<DotF32, 1, LINES>(rows);
 }
 
 // out [rows][32 * panels] = A . panels, `apart` words from one to the next; rows at most TILE_ROWS. For float kinds.
@@ -145,11 +147,12 @@ INLINE void multiply(int kind, long rows, const int32_t* a, long lda, const int3
     int32_t* raw = reinterpret_cast<int32_t*>(out);
     long panel = 0;
     if (rows <= PAIR_ROWS) {
-        const Tile pair = kind == KIND_BF16 ? pick<DotBf16, 2>(rows) : pick<DotF32, 2>(rows);
-        for (; panel + 2 <= panels; panel += 2) pair(a, lda, b + panel * apart, apart, words, raw + panel * PANEL, ldo);
+        const Tile pair = kind == KIND_BF16 ? pick<DotBf16, 2, 0>(rows) : pick<DotF32, 2, 0>(rows);
+        for (; panel + 2 <= panels; panel += 2)
+            pair(a, lda, b + panel * apart, apart, words, nullptr, raw + panel * PANEL, ldo);
     }
-    const Tile one = tile_for(kind, rows);
-    for (; panel < panels; ++panel) one(a, lda, b + panel * apart, 0, words, raw + panel * PANEL, ldo);
+    const Tile one = tile_for<0>(kind, rows);
+    for (; panel < panels; ++panel) one(a, lda, b + panel * apart, 0, words, nullptr, raw + panel * PANEL, ldo);
 }
 
 // ---- from accumulators to outputs ----------------------------------------------------------------------------------
@@ -218,9 +221,16 @@ INLINE void deliver(const Linear& w, long panel, const float* value, const Targe
     }
 }
 
-// Rows [row0, row1) of A against panels [panel0, panel1). The rows are cut into tiles of nearly equal height.
-void linear_block(const Linear& w, const Rows& a, long row0, long row1, long panel0, long panel1,
-                  const Target& target) {
+// A tile of rows that fetches so many lines for each word of inputs.
+INLINE Tile tile_for(int kind, long rows, long lines) {
+    return lines == 0 ? tile_for<0>(kind, rows) : lines == 1 ? tile_for<1>(kind, rows) : tile_for<2>(kind, rows);
+}
+
+// Rows [row0, row1) of A against panels [panel0, panel1). The rows are cut into tiles of nearly equal height. One tile
+// reads its panel from memory; of several, the first two fetch a half each of the next panel, and the others what will
+// be read soon.
+void linear_block(const Linear& w, const Rows& a, long row0, long row1, long panel0, long panel1, const Target& target,
+                  Soon* soon = nullptr) {
     const long words = words_of(w.kind, w.inputs), count = row1 - row0;
     if (count <= 0) return;
     const long tiles = (count + TILE_ROWS - 1) / TILE_ROWS;
@@ -229,7 +239,12 @@ void linear_block(const Linear& w, const Rows& a, long row0, long row1, long pan
         const int32_t* b = static_cast<const int32_t*>(w.packed) + panel * words * PANEL;
         for (long t = 0; t < tiles; ++t) {
             const long first = row0 + count * t / tiles, rows = row0 + count * (t + 1) / tiles - first;
-            tile_for(w.kind, rows)(a.data + first * a.words, a.words, b, 0, words, raw, PANEL);
+            Soon::Part ahead = {b + AHEAD, 2};
+            if (tiles > 1 && t < 2)
+                ahead = {b + words * (PANEL + 16 * t), panel + 1 < panel1};
+            else if (tiles > 1)
+                ahead = soon ? soon->take(words) : Soon::Part{nullptr, 0};
+            tile_for(w.kind, rows, ahead.lines)(a.data + first * a.words, a.words, b, 0, words, ahead.from, raw, PANEL);
             for (long r = 0; r < rows; ++r) {
                 to_values(w, panel, w.kind == KIND_INT8 ? a.scale[first + r] : 1.0f, raw + r * PANEL);
                 deliver(w, panel, reinterpret_cast<float*>(raw + r * PANEL), target, first + r);

@@ -3,6 +3,7 @@
 // A row's result is a function of that row alone, in a fixed order of additions.
 #pragma once
 
+#include "hadamard.h"
 #include "linear.h"
 
 namespace {
@@ -41,6 +42,15 @@ INLINE void encode_row(int kind, const float* x, long n, int32_t* words, float* 
         to_bf16_row(x, n, reinterpret_cast<uint16_t*>(words));
     else
         __builtin_memcpy(words, x, n * sizeof(float));
+}
+
+// `encode_row` for `next`, whose inputs are transformed first where it wants them so: into `room` [n], which may be x.
+INLINE void encode_input(const Linear& next, const float* x, float* room, int32_t* words, float* scale) {
+    if (next.rotation) {
+        hadamard(x, next.inputs, next.rotation, room);
+        x = room;
+    }
+    encode_row(next.kind, x, next.inputs, words, scale);
 }
 
 // out = x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, "Root Mean Square Layer Normalization").

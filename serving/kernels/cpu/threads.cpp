@@ -1,11 +1,13 @@
 // The threads of a team wait by spinning for a moment and then sleep, because a decode step follows the last one within
 // microseconds while an idle server must not burn a core. Barriers spin too, and sleep once a peer seems to have lost
-// its core: it may be this one that it waits for.
+// its core: it may be this one that it waits for. How long they spin follows from how long it would have taken lately:
+// on a quiet machine peers are late by their larger share of the work, on a busy one by a turn of the scheduler.
 #include "threads.h"
 
 #include "abi.h"
 #include "relax.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -15,6 +17,8 @@
 
 namespace {
 constexpr int SPINS_BEFORE_SLEEP = 500;  // some 10 microseconds; yielding instead starves both threads on a busy host
+constexpr int MOST_SPINS = 2000;
+constexpr std::chrono::microseconds LATE{50};  // who slept less at a barrier had better spun on
 constexpr std::chrono::microseconds IDLE_SPIN{50};      // awake for the next job: a decode step follows within that
 constexpr std::chrono::microseconds BARRIER_PAUSE{50};  // between looks: the threads that write the KV need the cores
 }
@@ -34,6 +38,8 @@ struct ThreadTeam {
     alignas(64) std::atomic<unsigned> round{0};  // grows with each full barrier
     std::atomic<int> late{0};                    // threads asleep at the barrier
     std::condition_variable met;
+    std::chrono::steady_clock::time_point met_at;  // when peers asleep were last called
+    std::atomic<int> patience{SPINS_BEFORE_SLEEP};  // spins at a barrier before sleep
 
     void wait_for_job(unsigned seen) {
         const auto until = std::chrono::steady_clock::now() + IDLE_SPIN;
@@ -103,18 +109,23 @@ void team_barrier(ThreadTeam* team) {
         team->round.store(round + 1);  // sequentially consistent with `late`, as in publish
         if (team->late.load() > 0) {
             std::lock_guard<std::mutex> lock(team->mutex);
+            team->met_at = std::chrono::steady_clock::now();
             team->met.notify_all();
         }
         return;
     }
-    for (int spins = 0; spins < SPINS_BEFORE_SLEEP; ++spins) {
+    const int patience = team->patience.load(std::memory_order_relaxed);
+    for (int spins = 0; spins < patience; ++spins) {
         if (team->round.load(std::memory_order_acquire) != round) return;
         RELAX();
     }
+    const auto asleep = std::chrono::steady_clock::now();
     std::unique_lock<std::mutex> lock(team->mutex);
     team->late.fetch_add(1);
     team->met.wait(lock, [&] { return team->round.load() != round; });
     team->late.fetch_sub(1);
+    const int next = team->met_at - asleep < LATE ? patience + patience / 32 : patience / 2;
+    team->patience.store(std::min(std::max(next, SPINS_BEFORE_SLEEP), MOST_SPINS), std::memory_order_relaxed);
 }
 
 bool team_wait_at(LayerBarrier* barrier, long layer) {

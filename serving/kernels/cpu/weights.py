@@ -20,7 +20,8 @@ HALF = PANEL // 2
 class PackedLinear:
     """y [M, outputs] = x [M, inputs] · Wᵀ + bias, with W int8 (and a scale per output channel), bfloat16 or float32.
 
-    int8 activations are quantized per token when they meet it: q = round(127 x / max|x|).
+    int8 activations are quantized per token when they meet it: q = round(127 x / max|x|), after Hadamard transforms
+    of each `rotation` inputs where the weights are such of transformed inputs.
     """
 
     kind: Kind
@@ -30,11 +31,13 @@ class PackedLinear:
     scale: Tensor | None  # [padded outputs] float32, int8 only
     sums: Tensor | None  # [padded outputs] int32, 128 * sum of each channel's weights, int8 only
     bias: Tensor | None  # [padded outputs] float32
+    rotation: int = 0  # int8 only
 
     def as_c(self) -> Structure:
         """`Linear` of abi.h."""
         arrays = {name: address(getattr(self, name)) for name in ("packed", "scale", "bias", "sums")}
-        return STRUCTURES["Linear"](kind=self.kind, outputs=self.outputs, inputs=self.inputs, **arrays)
+        shape = {"outputs": self.outputs, "inputs": self.inputs, "rotation": self.rotation}
+        return STRUCTURES["Linear"](kind=self.kind, **shape, **arrays)
 
 
 class PackedExperts:
@@ -49,6 +52,8 @@ class PackedExperts:
         hidden, width = first.gate_up.inputs, first.down.inputs
         if router.inputs != hidden or first.down.outputs != hidden or router.outputs != len(weights.experts):
             raise ValueError(f"{len(weights.experts)} experts of {hidden} inputs do not fit their router")
+        if any(linear.rotation for mlp in weights.experts for linear in (mlp.gate_up, mlp.down)):
+            raise ValueError("the fused step transforms no inputs of experts")
         if first.gate_up.outputs != -(-width // HALF) * PANEL:
             raise ValueError("`gate_up` of an expert is packed from interleave(gate, up), as wide as `down` reads")
         if not 0 < weights.top_k <= len(weights.experts):

@@ -8,6 +8,7 @@ namespace {
 
 constexpr long PARTS_LIMIT = 64L << 20;  // bytes of split-attention results
 constexpr long ROWS_MODE_TOKENS = 32;    // tokens a thread from which blocks of rows beat panels of weights
+constexpr long FETCHED_BEFORE = 2L << 20;  // bytes of KV a thread fetches before attention, for caches to keep
 
 // Hands out aligned pieces of one allocation; with a null base it only measures.
 struct Arena {
@@ -45,6 +46,8 @@ struct ThreadScratch {
     RowBuffers rows;  // of `local_rows` rows
     float* normed;    // one row
     Best* best;       // [R]
+    Run* runs;        // of the KV of this thread's share of sequences
+    long runs_count;
 };
 
 struct Sizes {
@@ -146,6 +149,22 @@ INLINE ItemPlan plan_items(Arena& arena, const Batch& batch, const KvPlanes& kv,
 INLINE float* parts_of(const ItemPlan& plan, const Item& item, long heads, long group) {
     const long row = item.segment.row * heads + item.head * item.segment.tokens * group;
     return plan.parts + row * plan.chunks * plan.stride;
+}
+
+// Where the KV of sequences [mine.first, mine.last) lies in a plane, blocks that follow one another together.
+INLINE long find_runs(const Batch& batch, const KvPlanes& kv, const AttentionShape& shape, const Span& mine,
+                      Run* runs) {
+    const long block_bytes = long(kv.block_size) * kv.kv_heads * kv.row_bytes;
+    long count = 0;
+    for (long b = mine.first; b < mine.last; ++b) {
+        const int32_t* table = batch.block_tables + b * batch.table_width;
+        const long stop = (batch.context_lens[b] + kv.block_size - 1) / kv.block_size;
+        for (long i = first_visible(shape, batch.context_lens[b] - 1) / kv.block_size, end; i < stop; i = end) {
+            for (end = i + 1; end < stop && table[end] == table[end - 1] + 1; ++end) {}
+            runs[count++] = {table[i] * block_bytes, (end - i) * block_bytes / LINE};
+        }
+    }
+    return count;
 }
 
 INLINE int next(int* counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }

@@ -76,7 +76,7 @@ class Door:
         limits = {"max_header_size": LIMIT, "header_timeout": 5.0, **config}
         self.server = HttpServer(self.app, bind("127.0.0.1", 0), HttpConfig(**limits))
         self.clients: list[Client] = []
-        self.limit = asyncio.timeout(20)  # of the whole test
+        self.limit = asyncio.timeout(60)  # of the whole test
         self._let_pass: Callable[[float], None] | None = None
 
     def let_pass(self, seconds: float) -> None:

@@ -50,7 +50,7 @@ class Unread:
 
     async def freed(self) -> None:
         """Everything its request held."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await self.script.all_closed.wait()
             await self.app.state.in_flight.wait_idle()
         assert self.observer.finished and {reason for reason, _ in self.observer.finished} == {FinishReason.ABORT}
@@ -89,7 +89,7 @@ async def test_a_client_that_reads_slowly_is_not(tokenizer: Tokenizer) -> None:
             await read_until_less(stream.client, connection, left)
             connection.watch.check()
             assert not connection.transport.is_closing()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not connection.transport.is_closing():  # what is still on its way comes to an end
                 await asyncio.sleep(0)
                 connection.watch.check()
@@ -98,7 +98,7 @@ async def test_a_client_that_reads_slowly_is_not(tokenizer: Tokenizer) -> None:
 
 async def paused(server: HttpServer) -> HttpConnection:
     """The connection, once nothing more fits."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             for connection in server._server.server_state.connections:
                 assert isinstance(connection, HttpConnection)
@@ -109,7 +109,7 @@ async def paused(server: HttpServer) -> HttpConnection:
 
 async def read_until_less(client: socket.socket, connection: HttpConnection, left: int) -> None:
     """How much has to be read until the other end is told is the system's affair."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while connection.watch.untaken() >= left:
             with suppress(BlockingIOError):
                 client.recv(1000)

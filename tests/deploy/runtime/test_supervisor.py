@@ -55,7 +55,7 @@ class Children:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -117,18 +117,18 @@ async def test_a_child_that_was_stopped_leaves_as_well(children: Children) -> No
     children.start(one="obliging")
     await until(lambda: children.lives("one"))
     os.kill(int(children.lives("one")[0][0]), signal.SIGSTOP)
-    async with asyncio.timeout(5):
-        await children.supervisor.stop(60.0)
+    async with asyncio.timeout(60):
+        await children.supervisor.stop(600.0)
     assert children.supervisor.processes["one"].returncode == 0
 
 
 async def test_nobody_is_started_again_once_it_stops(children: Children, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisors, "LONGEST_PAUSE", 60.0)
-    monkeypatch.setattr(supervisors, "FIRST_PAUSE", 60.0)
+    monkeypatch.setattr(supervisors, "LONGEST_PAUSE", 600.0)
+    monkeypatch.setattr(supervisors, "FIRST_PAUSE", 600.0)
     children.start(one="dies", two="stays")
     await until(lambda: children.lives("one") and children.lives("two"))
     await until(lambda: children.supervisor.processes["one"].returncode is not None)
-    async with asyncio.timeout(5):  # it does not wait for the pause to be over
+    async with asyncio.timeout(60):  # it does not wait for the pause to be over
         await children.supervisor.stop(10.0)
     assert len(children.lives("one")) == 1 and not runs(children.lives("two")[0][0])
 

@@ -29,7 +29,7 @@ async def test_both_sides_of_a_worker_drain_at_once() -> None:
     worker = Worker.__new__(Worker)
     worker.prefill, worker.decode = cast(Any, prefill), cast(Any, decode)
     worker.connector = cast(Any, SimpleNamespace(flush=_no_flush))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await worker.drain(7.0)
     assert prefill.seconds == decode.seconds == [7.0] and prefill.draining
 

@@ -37,7 +37,7 @@ async def test_the_door_is_open_before_the_model_is_loaded(tmp_path: Path, monke
     port = free_port()
     settings = read_settings({"host": "127.0.0.1", "metrics_port": str(port)})
     running = asyncio.create_task(WorkerProcess(Role.PREFILL, settings).run())
-    async with asyncio.timeout(30), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
+    async with asyncio.timeout(60), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
         while not SlowLoad.begun.is_set():
             await asyncio.sleep(0)
         assert (await client.get("/live")).status_code == 200

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.fakes.awake import Awake
 from tests.flow.chaos.cluster import ChaosCluster
 from tests.flow.chaos.load import Client, Load, Outcome, Text
 from tests.flow.chaos.scenarios import Scenario
@@ -29,7 +30,8 @@ BEFORE = 1.5  # seconds of undisturbed load
 
 @dataclass(frozen=True)
 class Result:
-    """What a scenario came to; seconds. `red_after` and `green_after` count from the harm and from its end.
+    """What a scenario came to; seconds, without those in which this machine stood still. `red_after` and `green_after`
+    count from the harm and from its end.
 
     `early`: requests that had ended before the harm, `opened`: workers whose breaker was seen not closed.
     """
@@ -39,6 +41,7 @@ class Result:
     replacements: int
     resets: int
     watch: Watch
+    awake: Awake
     harmed_at: float
     healed_at: float
     well: bool
@@ -48,7 +51,7 @@ class Result:
     def red_after(self) -> float | None:
         """Until the last of the pairs that had to be red was; None where one never was."""
         spells = [self.watch.red.get(pair) for pair in self.scenario.red]
-        found = [spell.first - self.harmed_at for spell in spells if spell is not None]
+        found = [self.awake.seconds(self.harmed_at, spell.first) for spell in spells if spell is not None]
         return max(found) if found and len(found) == len(spells) else None
 
     @property
@@ -75,7 +78,8 @@ class Result:
         found += [
             f"{' to '.join(pair)} was not red within {RED_SECONDS} s"
             for pair in sorted(self.scenario.red)
-            if (spell := self.watch.red.get(pair)) is None or spell.first - self.harmed_at > RED_SECONDS
+            if (spell := self.watch.red.get(pair)) is None
+            or self.awake.seconds(self.harmed_at, spell.first) > RED_SECONDS
         ]
         if not self.well:
             found.append(f"not every breaker was closed and every pair green {WELL_SECONDS:g} s after the harm's end")
@@ -107,13 +111,15 @@ async def run(cluster: ChaosCluster, scenario: Scenario, client: Client, texts: 
     load.begin()
     await asyncio.sleep(BEFORE)
     watching = asyncio.create_task(watch.run())
-    harmed_at = time.monotonic()
-    try:
-        await asyncio.to_thread(scenario.begin, cluster)
-        await asyncio.sleep(scenario.seconds)
-    finally:
-        healed_at = time.monotonic()
-        await asyncio.to_thread(scenario.end, cluster)
+    with Awake() as awake:
+        harmed_at = time.monotonic()
+        try:
+            await asyncio.to_thread(scenario.begin, cluster)
+            while (left := scenario.seconds - awake.seconds(harmed_at)) > 0:
+                await asyncio.sleep(left)
+        finally:
+            healed_at = time.monotonic()
+            await asyncio.to_thread(scenario.end, cluster)
     well = await watch.until_well(WELL_SECONDS, len(cluster.pairs()))
     watching.cancel()
     await load.stop()
@@ -123,6 +129,7 @@ async def run(cluster: ChaosCluster, scenario: Scenario, client: Client, texts: 
         replacements=await _replacements(cluster) - before,
         resets=sum(link.resets for link in cluster.network.links()) - resets,
         watch=watch,
+        awake=awake,
         harmed_at=harmed_at,
         healed_at=healed_at,
         well=well,

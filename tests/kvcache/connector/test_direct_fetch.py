@@ -74,7 +74,7 @@ class Direct:
     async def sent(self, slabs: int) -> None:
         """Wait until so many slabs have been written, and the next is held back."""
         self.reader.after = slabs
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while self.reader.sent < slabs:
                 await asyncio.sleep(0)
 
@@ -130,11 +130,11 @@ async def test_blocks_before_the_first_that_lacks_a_piece_count(part: int, block
 
 
 async def test_the_wait_ends_when_the_other_way_would_have_brought_it() -> None:
-    its = Direct(always=False, wait=60)
+    its = Direct(always=False, wait=600)
     fetch = await its.begin()
     await its.sent(2)
     its.cost.byte_seconds = 1e-6
-    assert await asyncio.wait_for(its.direct.settle(fetch), 5) == 0
+    assert await asyncio.wait_for(its.direct.settle(fetch), 60) == 0
     assert its.direct.fallbacks == 1 and its.direct.running == 0
     assert [its.cost.pays(1) for _ in range(PROBE_EVERY)] == [False] * PROBE_EVERY, "left alone for a while"
 
@@ -147,10 +147,10 @@ async def test_a_fetch_that_must_be_waited_for_ends_by_itself() -> None:
 
 
 async def test_all_is_there_though_the_stream_does_not_end() -> None:
-    its = Direct(wait=60)
+    its = Direct(wait=600)
     its.reader.endless = True
     fetch = await its.begin()
-    assert await asyncio.wait_for(its.direct.settle(fetch), 5) == 8 * SIZE
+    assert await asyncio.wait_for(its.direct.settle(fetch), 60) == 8 * SIZE
     assert not fetch.task.done() and its.direct.fallbacks == 0
     its.reader.gate.set()
     await fetch.task
@@ -158,7 +158,7 @@ async def test_all_is_there_though_the_stream_does_not_end() -> None:
 
 async def test_nothing_is_written_after_a_stop_or_the_end_of_its_sequence() -> None:
     for how in ("stop", "end"):
-        its = Direct(wait=60)
+        its = Direct(wait=600)
         fetch = await its.begin()
         await its.sent(1)
         if how == "stop":

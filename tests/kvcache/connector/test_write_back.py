@@ -266,7 +266,7 @@ async def test_storing_that_broke_goes_on_with_what_waits_and_holds_nothing_of_b
     with pytest.raises(ZeroDivisionError):
         await world.running
     world.running = asyncio.create_task(world.back.run(lambda: world.busy))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await world.back.wait_idle()
     assert len(world.writer.taken) == 8 and world.back.table(world.back.device) == []
     await world.stop()

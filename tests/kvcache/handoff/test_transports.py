@@ -11,9 +11,10 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
+from kvcache.handoff import grpc_stream
 from kvcache.handoff.chunk import Chunk, Commit, sealed_commit
 from kvcache.handoff.dialer import Dialer
-from kvcache.handoff.grpc_stream import PARTING_SECONDS, WINDOW, GrpcHandoff
+from kvcache.handoff.grpc_stream import WINDOW, GrpcHandoff
 from kvcache.handoff.local import LOCAL, LocalHandoff
 from kvcache.transfer.lent_memory import MemoryLenders, TransferUnavailable
 from kvcache.transfer.shared_memory import DETAILS, Segment, SharedMemoryLender, SharedMemoryWriters
@@ -63,7 +64,7 @@ class Taking:
 
     async def let_go(self) -> None:
         """Wait until no handoff is being received."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while self.receiving:
                 await asyncio.sleep(0.001)
 
@@ -102,7 +103,7 @@ def chunk(number: int, size: int = 10) -> Chunk:
 async def until_stuck(pushed: list[int]) -> None:
     """Wait until no more is taken for a while: all that may wait waits."""
     unchanged, before = 0, 0
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while unchanged < 20:
             await asyncio.sleep(0.01)
             unchanged = unchanged + 1 if 0 < len(pushed) == before else 0
@@ -139,14 +140,16 @@ async def test_a_large_chunk_arrives_whole(way: Way, taking: Taking) -> None:
     assert taking.via["grpc"] == {"local": 0, "grpc": 4}.get(way.kind, 1)
 
 
-async def test_a_sender_of_another_generation_is_refused_before_anything_is_sent(way: Way, taking: Taking) -> None:
+async def test_a_sender_of_another_generation_is_refused_before_anything_is_sent(
+    way: Way, taking: Taking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_stream, "PARTING_SECONDS", 600.0)
     link = way.dialer.dial(granted(way.address, *way.lenders.offers), STRANGE)
     with pytest.raises(StaleLease) as raised:
         await link.begin()
     assert raised.value.code == "generation"
-    began = asyncio.get_running_loop().time()
-    await link.close()
-    assert asyncio.get_running_loop().time() - began < PARTING_SECONDS, "it waited for an end that does not come"
+    async with asyncio.timeout(60):  # else it would wait for an end that does not come
+        await link.close()
     await taking.let_go()
     assert taking.chunks == []
 
@@ -189,7 +192,7 @@ async def test_after_a_refusal_nothing_more_is_taken(stream: Way, taking: Taking
 async def test_a_refused_commit_comes_back(way: Way, taking: Taking) -> None:
     link = way.dial()
     await link.push(chunk(0))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not taking.chunks:
             await asyncio.sleep(0.001)
     taking.refuse = CorruptChunk("KV is missing", code="incomplete")
@@ -240,7 +243,7 @@ async def test_a_slow_receiver_holds_the_sender_up(stream: Way, taking: Taking) 
     await until_stuck(pushed)
     assert len(pushed) < 100 and not pushing.done()
     taking.open.set()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await pushing
         await link.commit(sealed_commit(lease_id(), 1))
     await link.close()

@@ -44,7 +44,7 @@ async def test_writes_that_fail_while_others_wait_for_a_buffer(
 
     monkeypatch.setattr(BufferSender, "write", failing_write)
     taking = Taking()
-    async with way_to(kind, taking) as way, asyncio.timeout(10):
+    async with way_to(kind, taking) as way, asyncio.timeout(60):
         link = way.dial()
         await asyncio.gather(*(link.push(chunk(number)) for number in range(COUNT)))
         await link.commit(sealed_commit(lease_id(), 1))

@@ -117,7 +117,7 @@ async def test_the_buffers_of_a_get_left_early_rest(served: Served) -> None:
     await anext(aiter(get))
     await get.aclose()  # type: ignore[attr-defined]
     assert lendable(served.lenders) == -1
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while served.node.calls:
             await asyncio.sleep(0.001)
     assert right(await fetched(link))

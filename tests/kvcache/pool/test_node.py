@@ -118,7 +118,7 @@ async def test_verifying_reads_everything(served: Served) -> None:
 
 
 async def take(events: Any, count: int) -> list[PoolEvent]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         return [await anext(events) for _ in range(count)]
 
 
@@ -132,7 +132,7 @@ async def test_events_begin_with_what_is_here_and_go_on_with_what_changes(served
             PoolEvent(kind="stored", keys=(key(2),), sequence=1),
             PoolEvent(kind="evicted", keys=(key(1),), sequence=2),
         ]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while served.node._listeners:
             await asyncio.sleep(0.001)
 
@@ -176,7 +176,7 @@ async def test_draining_waits_for_a_read_in_progress(served: Served) -> None:
     await served.link.put([block(1)])
     served.store.after = 0
     reading = asyncio.create_task(parts(served, [1]))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not served.node.calls:
             await asyncio.sleep(0.001)
     draining = asyncio.create_task(served.node.drain(10))
@@ -199,7 +199,7 @@ async def test_leaving_a_get_early_frees_the_reader(served: Served) -> None:
     await served.link.put([block(1)])
     async with aclosing(served.link.get([key(1)], 0, 0)) as slabs:
         await anext(slabs)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while served.node.calls:
             await asyncio.sleep(0.001)
     assert len(await parts(served, [1])) == PARTS
@@ -228,7 +228,7 @@ async def test_verifying_ends_with_its_caller_and_keeps_nobody_waiting(
     await served.link.put([block(number) for number in range(5)])
     slow = SlowCheck(served, monkeypatch)
     verifying = asyncio.create_task(served.link.verify())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await slow.begun.wait()
         assert await served.link.evict(BlockSelection(keys=(key(0),))) == 1
         verifying.cancel()
@@ -245,7 +245,7 @@ async def test_verifying_does_not_keep_a_node_from_leaving(served: Served, monke
     await served.link.put([block(number) for number in range(5)])
     slow = SlowCheck(served, monkeypatch)
     verifying = asyncio.create_task(served.link.verify())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await slow.begun.wait()
         draining = asyncio.create_task(served.node.drain(10))
         await asyncio.sleep(0)

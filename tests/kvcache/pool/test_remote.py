@@ -99,7 +99,7 @@ async def test_leaving_a_get_tells_the_node(served: Served) -> None:
     await anext(aiter(stream))
     assert isinstance(stream, AsyncIterator)
     await stream.aclose()  # type: ignore[attr-defined]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while served.node.calls:
             await asyncio.sleep(0.001)
 

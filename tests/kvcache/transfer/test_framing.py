@@ -97,10 +97,14 @@ def test_what_is_no_message_is_refused_as_the_library_refuses_it(data: bytes) ->
 
 
 def test_a_number_without_end_is_refused_at_once() -> None:
-    began = time.process_time()
-    with pytest.raises(IndexError):
-        read_varint(b"\xff" * (16 << 20), 0)
-    assert read_varint(varint(2**64 - 1), 0) == (2**64 - 1, 10) and time.process_time() - began < 0.5
+    def seconds() -> float:
+        began = time.process_time()
+        with pytest.raises(IndexError):
+            read_varint(b"\xff" * (16 << 20), 0)
+        return time.process_time() - began
+
+    assert read_varint(varint(2**64 - 1), 0) == (2**64 - 1, 10)
+    assert min(seconds() for _ in range(3)) < 0.5
 
 
 def varint(value: int) -> bytes:

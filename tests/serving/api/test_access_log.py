@@ -67,7 +67,7 @@ async def test_the_trace_of_a_bug_has_the_request_and_not_the_key_it_shows(
 
     setup_logging(LogSetup(role="router", form="json", access=True))
     script = ScriptedGenerate(saying(tokenizer, "x"), before=broken)
-    async with listening(app(tokenizer, script)) as port, httpx.AsyncClient() as client:
+    async with listening(app(tokenizer, script)) as port, httpx.AsyncClient(timeout=60) as client:
         answer = await client.post(f"http://127.0.0.1:{port}{CHAT}", json=HELLO, headers=HEADERS)
     assert answer.status_code == 500
     found = lines(capsys)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -75,7 +76,7 @@ def children() -> Iterator[int]:
 
 async def begun(work: BodyWork) -> None:
     """The first lane's process has been given a body."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while work._lanes[0]._process._process is not None:
             await asyncio.sleep(0.005)
 
@@ -151,6 +152,27 @@ async def test_a_process_that_ends_over_a_body_fails_that_request_alone(tokenize
         assert (await third).plan.prompt_tokens == 50
 
 
+async def test_a_process_that_is_slow_to_end_was_ended_from_outside_all_the_same(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: a machine that stood still for two seconds between the end of its pipes and its own made it a 500."""
+    wait = Process.wait
+
+    async def late(process: Process) -> int:
+        await asyncio.sleep(2.5)
+        return await wait(process)
+
+    async with reading(tokenizer) as work:
+        (pid,) = children()
+        stop(pid)
+        asking = asyncio.create_task(work.run(work.readers.completions.prepare, completion(9000), HEAD))
+        await begun(work)
+        with monkeypatch.context() as patched:
+            patched.setattr(Process, "wait", late)
+            os.kill(pid, signal.SIGKILL)
+            assert (await asking).plan.prompt_tokens == 50
+
+
 async def test_a_body_over_which_two_processes_are_ended_from_outside_may_come_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -165,7 +187,10 @@ async def test_a_body_over_which_two_processes_are_ended_from_outside_may_come_a
     assert asked == [b"frame"] * 2
 
 
-async def test_a_body_that_takes_too_long_is_refused_and_the_next_one_read(tokenizer: Tokenizer) -> None:
+async def test_a_body_that_takes_too_long_is_refused_and_the_next_one_read(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_process, "PATIENCE", 60)  # a busy machine may give it little of each second
     async with reading(tokenizer, budget=1) as work:
         slow = json.dumps({"messages": [{"role": "user", "content": "mill, river. " * 900_000}]}).encode()
         with pytest.raises(InvalidRequest, match="more than 1 s") as caught:
@@ -216,7 +241,7 @@ def test_a_process_that_ends_while_idle_costs_nobody_anything(tokenizer: Tokeniz
                 while list(children()):
                     await asyncio.sleep(0.01)
                 await asyncio.sleep(0.1)
-                plan = await asyncio.wait_for(work.run(prepare, completion(9000), HEAD), 20.0)
+                plan = await asyncio.wait_for(work.run(prepare, completion(9000), HEAD), 60)
                 assert plan.plan.prompt_tokens == 50
 
     run(test())
@@ -239,8 +264,8 @@ def test_a_lane_goes_on_whatever_is_raised_in_it(
                 patched.setattr(BodyProcess, "ask", fail)
                 for _ in range(2):
                     with pytest.raises(InternalError):
-                        await asyncio.wait_for(work.run(prepare, completion(9000), HEAD), 5.0)
-            plan = await asyncio.wait_for(work.run(prepare, completion(9000), HEAD), 20.0)
+                        await asyncio.wait_for(work.run(prepare, completion(9000), HEAD), 60)
+            plan = await asyncio.wait_for(work.run(prepare, completion(9000), HEAD), 60)
             assert plan.plan.prompt_tokens == 50
 
     run(test())
@@ -259,7 +284,7 @@ def test_a_process_that_stands_still_is_given_up(
             (pid,) = children()
             stop(pid)
             with pytest.raises(Unavailable) as caught:
-                await asyncio.wait_for(work.run(prepare, completion(9000), HEAD), 5.0)
+                await asyncio.wait_for(work.run(prepare, completion(9000), HEAD), 60)
             assert caught.value.code == "body_unread" and caught.value.retry_after
             assert pid not in children()
             work._lanes[0]._process._patience = 60.0  # the next one may be slow

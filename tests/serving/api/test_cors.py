@@ -91,7 +91,7 @@ async def test_a_stream_comes_piece_by_piece(tokenizer: Tokenizer) -> None:
     api = Called(tokenizer)
     async with (
         listening(api.app) as port,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
         client.stream("POST", CHAT, json={**HELLO, "stream": True}, headers={"origin": PAGE, **WITH_KEY}) as answer,
     ):
         pieces = [line async for line in answer.aiter_lines() if line.startswith("data: ")]

@@ -251,13 +251,13 @@ async def test_a_client_that_leaves_ends_all_its_inputs(tokenizer: Tokenizer) ->
 
     made, observer = ScriptedGenerate(lambda request: (), before=before), CountingObserver()
     async with listening(app_of(made, tokenizer, observer=observer)) as port:
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             asking = asyncio.create_task(
                 client.post(f"http://127.0.0.1:{port}{PATH}", json={"input": [[7 + i] for i in range(200)]})
             )
             await arrived.wait()
             asking.cancel()
-        await asyncio.wait_for(made.all_closed.wait(), 5)
+        await asyncio.wait_for(made.all_closed.wait(), 60)
         while len(observer.finished) < len(made.started):
             await asyncio.sleep(0.01)
     assert len(made.started) == AT_ONCE and {finish for finish, _ in observer.finished} == {FinishReason.ABORT}

@@ -18,7 +18,7 @@ from serving.grammar.forms import choice_grammar, written_grammar
 from serving.grammar.grammars import GrammarError
 from serving.text.tokenizer import Tokenizer
 from tests.fakes.generate import ScriptedGenerate, app_of, calling, saying
-from tests.serving.grammar.test_vetting import LONG
+from tests.serving.grammar.test_vetting import LONG, LONGER
 
 
 async def turns() -> None:
@@ -45,12 +45,12 @@ async def test_one_client_has_not_all_of_them() -> None:
     waiting = asyncio.create_task(slots.take("a"))
     await turns()
     assert not waiting.done()
-    await asyncio.wait_for(slots.take("b"), 30.0)
+    await asyncio.wait_for(slots.take("b"), 60)
     with pytest.raises(Overloaded) as refused:
         await slots.take("a")
     assert refused.value.retry_after
     slots.give_back("a")
-    await asyncio.wait_for(waiting, 30.0)
+    await asyncio.wait_for(waiting, 60)
 
 
 @settings(deadline=None)
@@ -103,7 +103,7 @@ async def test_work_goes_on_when_its_client_has_left() -> None:
     await turns()
     assert not second.done()
     go.set()
-    assert await asyncio.wait_for(second, 5.0)
+    assert await asyncio.wait_for(second, 60)
 
 
 async def test_costly_grammars_hold_up_their_own_client_alone(tokenizer: Tokenizer) -> None:
@@ -172,12 +172,12 @@ async def test_costly_grammars_that_pass_are_tried_again(tokenizer: Tokenizer, m
 
 async def test_who_waits_for_a_verdict_when_the_gate_closes_is_told(tokenizer: Tokenizer) -> None:
     """Before: a 500, when everything else had gone."""
-    gate = GrammarGate(tokenizer, 5.0)
-    forms = [OutputForm(written_grammar(LONG) + f"\nB{i}: /b/", "guided_grammar") for i in range(3)]
+    gate = GrammarGate(tokenizer, 600.0)
+    forms = [OutputForm(written_grammar(LONGER) + f"\nB{i}: /b/", "guided_grammar") for i in range(3)]
     waiting = [asyncio.create_task(gate.check("a", form)) for form in forms]
     while gate._vetters[-1]._connection is None:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.1)
     gate.close()
-    for told in await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 3.0):
+    for told in await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 60):
         assert isinstance(told, Unavailable) and told.code == "draining"

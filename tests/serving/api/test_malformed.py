@@ -60,7 +60,7 @@ async def test_all_of_them_over_one_real_socket(tokenizer: Tokenizer) -> None:
     script = ScriptedGenerate(saying(tokenizer, "fine"))
     async with (
         listening(app_of(script, tokenizer)) as port,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
     ):
         for case in CASES:
             case.check(await case.send(client))
@@ -110,7 +110,7 @@ async def test_endless_upload_over_a_socket(tokenizer: Tokenizer) -> None:
     script = ScriptedGenerate(saying(tokenizer, "x"))
     async with (
         listening(app_of(script, tokenizer, max_body_size=100_000)) as port,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
     ):
         response, _ = await endless_upload(client)
     assert response.status_code == 413

@@ -205,7 +205,7 @@ async def test_error_in_mid_stream_is_an_event_and_no_false_ending(tokenizer: To
         with pytest.raises(openai.APIError, match="the worker is gone"):
             async for chunk in stream:
                 seen.add(chunk.choices[0].finish_reason)
-        async with httpx.AsyncClient() as raw:
+        async with httpx.AsyncClient(timeout=60) as raw:
             body = {"model": MODEL, "messages": HELLO, "stream": True}
             text = (await raw.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body)).text
     assert seen == {None}
@@ -227,8 +227,8 @@ async def test_hanging_up_closes_every_iterator(tokenizer: Tokenizer) -> None:
         await anext(aiter(stream))
         assert app.state.in_flight.count == 1
         await stream.close()
-        await asyncio.wait_for(script.all_closed.wait(), timeout=10)
-        await asyncio.wait_for(app.state.in_flight.wait_idle(), timeout=10)
+        await asyncio.wait_for(script.all_closed.wait(), timeout=60)
+        await asyncio.wait_for(app.state.in_flight.wait_idle(), timeout=60)
     assert len(script.started) == len(script.closed) == 3
 
 

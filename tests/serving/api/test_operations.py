@@ -64,7 +64,7 @@ async def test_draining_refuses_the_new_and_finishes_the_old(tokenizer: Tokenize
     in_flight = app.state.in_flight
     async with calling(app) as client:
         old = asyncio.create_task(client.post(CHAT, json={**HELLO, "stream": True}))
-        await asyncio.wait_for(inside.wait(), timeout=10)
+        await asyncio.wait_for(inside.wait(), timeout=60)
         assert (await client.get("/load")).json() == {"server_load": 1}
         in_flight.begin_drain()
         refused = await client.post(CHAT, json=HELLO)
@@ -74,7 +74,7 @@ async def test_draining_refuses_the_new_and_finishes_the_old(tokenizer: Tokenize
         assert (await client.get("/live")).status_code == 200
         assert in_flight.count == 1
         go_on.set()
-        await asyncio.wait_for(in_flight.wait_idle(), timeout=10)
+        await asyncio.wait_for(in_flight.wait_idle(), timeout=60)
         assert "[DONE]" in (await old).text
 
 

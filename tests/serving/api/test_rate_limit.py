@@ -277,7 +277,7 @@ async def test_who_leaves_has_used_the_prompt_and_what_came(tokenizer: Tokenizer
     await waits.wait()
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    await asyncio.wait_for(api.script.all_closed.wait(), 10)
+    await asyncio.wait_for(api.script.all_closed.wait(), 60)
     api.script.before = None
     last = await api.post(max_tokens=1)
     left = 1000 - body["total_tokens"] - body["prompt_tokens"] - (body["prompt_tokens"] + 1)

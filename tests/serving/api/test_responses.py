@@ -224,7 +224,7 @@ async def test_an_error_in_mid_stream_ends_it_as_failed(tokenizer: Tokenizer) ->
     async with listening(app_of(script, tokenizer)) as port, client_at(port) as client:
         stream = await client.responses.create(model=MODEL, input="Hi", stream=True)
         events = [event async for event in stream]
-        async with httpx.AsyncClient() as raw:
+        async with httpx.AsyncClient(timeout=60) as raw:
             text = (await raw.post(f"http://127.0.0.1:{port}{PATH}", json={"input": "Hi", "stream": True})).text
     last = events[-1]
     assert last.type == "response.failed" and last.response.status == "failed"

@@ -157,14 +157,14 @@ async def test_hang_up_on_a_socket_closes_the_iterators(tokenizer: Tokenizer, st
     script = ScriptedGenerate(saying(tokenizer, TEXT), before=wait)
     app = app_of(script, tokenizer, observer=observer)
     async with listening(app) as port:
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             url = f"http://127.0.0.1:{port}{CHAT}"
             calling = asyncio.create_task(client.post(url, json={**HELLO, "n": n, "stream": stream}))
-            await asyncio.wait_for(waiting.wait(), timeout=10)
+            await asyncio.wait_for(waiting.wait(), timeout=60)
             calling.cancel()
             await asyncio.wait([calling])
-        await asyncio.wait_for(script.all_closed.wait(), timeout=10)
-        await asyncio.wait_for(app.state.in_flight.wait_idle(), timeout=10)
+        await asyncio.wait_for(script.all_closed.wait(), timeout=60)
+        await asyncio.wait_for(app.state.in_flight.wait_idle(), timeout=60)
     assert observer.finished == [(FinishReason.ABORT, 0)] * n
 
 

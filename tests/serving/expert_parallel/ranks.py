@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from torch.distributed import TCPStore
 
-START_SECONDS = 60.0
+START_SECONDS = 120.0
 _FORKING = multiprocessing.get_context("forkserver")
 _JOBS = ("served", "groups", "recovering")
 _FORKING.set_forkserver_preload([f"tests.serving.expert_parallel.{name}" for name in _JOBS])

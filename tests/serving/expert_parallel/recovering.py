@@ -29,7 +29,7 @@ from serving.expert_parallel.recovery import DeclaredLost, ExpertGroup, ExpertsL
 from serving.loader.experts import CheckpointExperts
 from serving.loader.loading import load
 from serving.model.decoder import Decoder
-from serving.model.spec import ModelSpec
+from serving.model.hf_config import spec_from_hf
 from serving.quantization.folder import stored_tensors
 from tests.serving.expert_parallel.groups import join
 from tests.serving.expert_parallel.ranks import open_descriptors
@@ -104,7 +104,7 @@ def write_mixture(folder: Path) -> Path:
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
     }
-    model = Decoder(ModelSpec.from_hf_config(config, None))
+    model = Decoder(spec_from_hf(config, None))
     generator = torch.Generator().manual_seed(7)
     for parameter in model.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2

@@ -26,13 +26,13 @@ from tests.serving.model.oracle import VOCAB, build, configs, save
 LENGTHS = (9, 1, 14, 5, 3)
 PROMPTS = [[random.Random(length).randrange(VOCAB) for _ in range(length)] for length in LENGTHS]
 
-MODELS = ("mixtral", "qwen3_moe", "qwen3_moe_dense", "mixtral_int8")
+MODELS = ("mixtral", "qwen3_moe", "qwen3_moe_dense", "gpt_oss", "mixtral_int8")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("moe")
-    found = {name: save(build(configs()[name]), root / name) for name in MODELS[:3]}
+    found = {name: save(build(configs()[name]), root / name) for name in MODELS[:-1]}
     model, out = load(found["mixtral"], "float32").model, root / "mixtral_int8"
     out.mkdir()
     scheme = Int8Scheme()
@@ -50,6 +50,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("qwen3_moe", "shared_memory", 4, 0),
         ("qwen3_moe_dense", "hierarchical", 4, 1),
         ("qwen3_moe", "all_to_all", 2, 1),
+        ("gpt_oss", "shared_memory", 2, 1),
         ("mixtral_int8", "shared_memory", 2, 1),
         ("mixtral_int8", "all_to_all", 2, 0),
         ("mixtral_int8", "hierarchical", 4, 1),

@@ -20,6 +20,7 @@ from serving.expert_parallel.all_to_all import AllToAllExchange
 from serving.expert_parallel.exchange import RankLost, Rows
 from serving.expert_parallel.processes import ProcessWatch
 from serving.expert_parallel.shared_memory import SharedMemoryExchange
+from tests.fakes.awake import retaken
 from tests.serving.expert_parallel.losing import RUNNING, exchange_and_end, exchange_until_lost, shape_of
 from tests.serving.expert_parallel.ranks import Ranks
 
@@ -56,6 +57,7 @@ def lose(kind: str, how: signal.Signals, trials: int, *, deadline: float, ranks:
 
 @pytest.mark.parametrize("trials", TRIALS)
 @pytest.mark.parametrize("kind", ["shared_memory", "all_to_all"])
+@retaken
 def test_a_killed_rank_is_noticed_at_once(kind: str, trials: int) -> None:
     for _ in range(SITTINGS):
         took = sorted(lose(kind, signal.SIGKILL, trials, deadline=20.0))
@@ -67,6 +69,7 @@ def test_a_killed_rank_is_noticed_at_once(kind: str, trials: int) -> None:
 
 @pytest.mark.parametrize("trials", TRIALS)
 @pytest.mark.parametrize("kind", ["shared_memory", "all_to_all"])
+@retaken
 def test_a_stopped_rank_is_noticed_at_the_deadline(kind: str, trials: int) -> None:
     deadline = 0.5
     took = sorted(lose(kind, signal.SIGSTOP, trials, deadline=deadline))
@@ -104,6 +107,7 @@ class NeverEnding:
 
 
 @pytest.mark.parametrize("apart", [0.3, 1.2])  # of the deadline
+@retaken
 def test_ranks_that_begin_apart_name_the_one_that_has_stopped(apart: float) -> None:
     store = torch.distributed.HashStore()
     deadline = 0.5

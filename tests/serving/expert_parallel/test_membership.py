@@ -17,6 +17,7 @@ from serving.expert_parallel.membership import DeclaredLost, Door, Membership
 from serving.expert_parallel.processes import ProcessWatch
 from serving.expert_parallel.surviving import ExpertsLost
 from serving.model.expert_balance import ExpertPlacement
+from tests.fakes.awake import retaken
 
 Answer = TypeVar("Answer")
 DEADLINE = 0.3
@@ -46,6 +47,7 @@ class Members:
         return at_once(*(lambda m=member: self.all[m].following(epoch, NOBODY) for member in reports))  # type: ignore[misc]
 
 
+@retaken
 def test_who_is_silent_is_left_out_and_told_so_when_it_speaks() -> None:
     members = Members()
     after = members.end(members.first, {0: Report(step=4), 1: Report(step=5)})
@@ -57,6 +59,7 @@ def test_who_is_silent_is_left_out_and_told_so_when_it_speaks() -> None:
         late.following(members.first, NOBODY)
 
 
+@retaken
 def test_a_report_on_an_epoch_that_is_over_counts_for_none_that_follows() -> None:
     members = Members()
     epoch, _ = members.end(members.first, {0: Report(step=4), 1: Report(step=4)})
@@ -80,6 +83,7 @@ def test_whom_another_misses_is_kept_if_it_speaks() -> None:
     assert [one.order for one in after] == [[0, 1, 2]] * 3
 
 
+@retaken
 def test_who_is_missed_by_the_others_is_not_waited_for_long() -> None:
     members = Members()
     missing = frozenset({2})
@@ -90,6 +94,7 @@ def test_who_is_missed_by_the_others_is_not_waited_for_long() -> None:
     assert time.monotonic() - began < 5.0
 
 
+@retaken
 def test_a_member_comes_back_under_its_number() -> None:
     members = Members()
     epoch, _ = members.end(members.first, {0: Report(step=4), 1: Report(step=4)})

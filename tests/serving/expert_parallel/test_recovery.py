@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from serving.expert_parallel.membership import GRACE
+from tests.fakes.awake import retaken
 from tests.fakes.stopping import stop
 from tests.serving.expert_parallel.ranks import Rank, Ranks, keep_store
 from tests.serving.expert_parallel.recovering import Case, Ended, Seen, decode, write_mixture
@@ -105,6 +106,7 @@ def lose_and_come_back(case: Case, victim: int, how: signal.Signals, trials: int
 
 @pytest.mark.parametrize("trials", TRIALS)
 @pytest.mark.parametrize(("kind", "spare", "victim"), [("shared_memory", 3, 2), ("all_to_all", 0, 0)])
+@retaken
 def test_a_killed_member_is_done_without_and_comes_back(
     folder: Path, kind: str, spare: int, victim: int, trials: int
 ) -> None:
@@ -122,6 +124,7 @@ def test_a_killed_member_is_done_without_and_comes_back(
         pytest.param("all_to_all", 3, 2, MANY, marks=pytest.mark.slow),
     ],
 )
+@retaken
 def test_a_stopped_member_is_done_without_and_ends_when_it_wakes(
     folder: Path, kind: str, spare: int, victim: int, trials: int
 ) -> None:
@@ -146,6 +149,7 @@ def test_two_members_lost_at_once(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+@retaken
 def test_a_member_lost_in_the_recovery_leaves_the_last_alone(folder: Path, how: signal.Signals) -> None:
     limit = Case.deadline if how == signal.SIGKILL else DEADLINE
     with Ranks() as group:
@@ -161,6 +165,7 @@ def test_a_member_lost_in_the_recovery_leaves_the_last_alone(folder: Path, how: 
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+@retaken
 def test_a_member_lost_while_it_comes_back(folder: Path, how: signal.Signals) -> None:
     case = Case(folder=folder, ranks=2, meeting=1.0)
     with Ranks() as group:
@@ -203,6 +208,7 @@ def test_experts_that_nobody_can_have_are_named(folder: Path) -> None:
     ("kind", "how"),
     [("shared_memory", signal.SIGKILL), pytest.param("all_to_all", signal.SIGSTOP, marks=pytest.mark.slow)],
 )
+@retaken
 def test_a_store_that_has_stopped_holds_nobody_up(folder: Path, kind: str, how: signal.Signals) -> None:
     with Ranks() as group:
         keeper = group.start(0, keep_store)

@@ -28,20 +28,21 @@ def planes_of(kind: str, blocks: int) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("kind", ["float32", "int8"])
 @pytest.mark.parametrize("window", [None, 1, 100, 300])
 @pytest.mark.parametrize(("start", "new"), [(900, 1), (640, 300), (513, 40)], ids=["decode", "chunk", "short"])
-@pytest.mark.parametrize("each", [128, 384])
-def test_pieces_add_up(kind: str, window: int | None, start: int, new: int, each: int) -> None:
+@pytest.mark.parametrize(("each", "sink"), [(128, None), (384, None), (384, 5.0)])
+def test_pieces_add_up(kind: str, window: int | None, start: int, new: int, each: int, sink: float | None) -> None:
     torch.manual_seed(0)
     table = random.Random(1).sample(range(80), 60)
     planes = planes_of(kind, 80)
     q = torch.randn(new, HEADS, DIM)
     whole = RaggedBatch.build(tokens=[[0] * new], starts=[start], block_tables=[table], block_size=SIZE)
-    expected = kernels.paged_attention(q, planes, whole, DIM**-0.5, window)
+    sinks = None if sink is None else torch.randn(HEADS) * sink
+    expected = kernels.paged_attention(q, planes, whole, DIM**-0.5, window, sinks)
     offloaded = CopiedSegments([planes], table, 512, each, start=start, windows=[window])
     batch = RaggedBatch.build(
         tokens=[[0] * new], starts=[start], block_tables=[table[512 // SIZE :]], block_size=SIZE, offloaded=offloaded
     )
     assert torch.equal(batch.slots, whole.slots) and batch.context_lens_list == whole.context_lens_list
-    found = kernels.paged_attention(q, planes, batch, DIM**-0.5, window)
+    found = kernels.paged_attention(q, planes, batch, DIM**-0.5, window, sinks)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert not torch.equal(found, torch.zeros_like(found))
 

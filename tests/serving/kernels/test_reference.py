@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -58,13 +59,21 @@ class Pool:
         return RaggedBatch.build(tokens=tokens, starts=starts, block_tables=self.tables, block_size=self.block_size)
 
 
-def textbook_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """query [D], keys and values [L, D] → [D]."""
+def textbook_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float, beside: float) -> Tensor:
+    """query [D], keys and values [L, D] → [D]; `beside` joins the sum that weights are divided by."""
     scores = (scale * keys.double() @ query.double()).exp()
-    return scores @ values.double() / scores.sum()
+    return scores @ values.double() / (scores.sum() + beside)
 
 
-def expected(pool: Pool, q: Tensor, starts: list[int], counts: list[int], scale: float, window: int | None) -> Tensor:
+def expected(
+    pool: Pool,
+    q: Tensor,
+    starts: list[int],
+    counts: list[int],
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     rows = []
     row = 0
     for dense, start, count in zip(pool.dense, starts, counts, strict=True):
@@ -80,6 +89,7 @@ def expected(pool: Pool, q: Tensor, starts: list[int], counts: list[int], scale:
                             keys[first : position + 1, head // group],
                             values[first : position + 1, head // group],
                             scale,
+                            0.0 if sinks is None else float(sinks[head].double().exp()),
                         )
                         for head in range(q.shape[1])
                     ]
@@ -100,6 +110,7 @@ ragged = st.lists(st.tuples(st.integers(0, 24), st.sampled_from([1, 1, 2, 5, 9])
     group=st.integers(1, 3),
     window=st.sampled_from([None, 1, 3, 10]),
     query_block=st.sampled_from([2, 256]),
+    with_sinks=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_paged_attention_is_the_textbook_s(
@@ -109,6 +120,7 @@ def test_paged_attention_is_the_textbook_s(
     group: int,
     window: int | None,
     query_block: int,
+    with_sinks: bool,
     seed: int,
 ) -> None:
     starts, counts = [start for start, _ in sequences], [count for _, count in sequences]
@@ -117,10 +129,12 @@ def test_paged_attention_is_the_textbook_s(
     batch = pool.batch(starts, counts)
     pool.write(batch, starts)
     q = torch.randn(sum(counts), kv_heads * group, HEAD_DIM, generator=torch.Generator().manual_seed(seed))
+    sinks = torch.linspace(-2, 2, q.shape[1]) if with_sinks else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "QUERY_BLOCK", query_block)
-        found = kernels.paged_attention(q, pool.planes, batch, 0.4, window)
-    torch.testing.assert_close(found.double(), expected(pool, q, starts, counts, 0.4, window), atol=1e-5, rtol=1e-5)
+        found = kernels.paged_attention(q, pool.planes, batch, 0.4, window, sinks)
+    truth = expected(pool, q, starts, counts, 0.4, window, sinks)
+    torch.testing.assert_close(found.double(), truth, atol=1e-5, rtol=1e-5)
 
 
 def test_planes_of_lower_precision_are_read_as_they_are() -> None:
@@ -133,6 +147,21 @@ def test_planes_of_lower_precision_are_read_as_they_are() -> None:
     assert found.dtype == torch.bfloat16
     truth = expected(pool, q, starts, counts, 0.4, None)
     torch.testing.assert_close(found.double(), truth, atol=0.0, rtol=2**-8)
+
+
+@pytest.mark.parametrize("width", [20, 48, 64])
+def test_a_row_s_gated_products_do_not_depend_on_how_many_there_are(width: int) -> None:
+    x = torch.randn(40, 2 * width, generator=torch.Generator().manual_seed(9)) * 3
+    for product in (kernels.silu_mul, kernels.gelu_tanh_mul, partial(kernels.clamped_swiglu, alpha=1.702, limit=2.0)):
+        whole = product(x)
+        assert all(torch.equal(product(x[:rows]), whole[:rows]) for rows in range(1, 40))
+
+
+def test_clamped_swiglu_is_the_published_formula() -> None:
+    gate, up = torch.tensor([[-9.0, -1.0, 0.5, 9.0]]), torch.tensor([[9.0, -9.0, 0.5, -1.0]])
+    found = kernels.clamped_swiglu(torch.cat([gate, up], -1), 1.702, 7.0)[0].tolist()
+    pairs = [(-9.0, 7.0), (-1.0, -7.0), (0.5, 0.5), (7.0, -1.0)]
+    assert found == pytest.approx([(u + 1) * g / (1 + math.exp(-1.702 * g)) for g, u in pairs])
 
 
 def test_write_kv_touches_its_slots_only() -> None:

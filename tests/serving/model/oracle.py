@@ -11,7 +11,9 @@ from torch import Tensor
 from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
+    Gemma3TextConfig,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -86,6 +88,22 @@ YARN_MLA = {
     "mscale_all_dim": 1.3,
     "beta_fast": 4,
 }
+GEMMA3 = COMMON | {
+    "head_dim": 12,
+    "rms_norm_eps": 1e-2,
+    "query_pre_attn_scalar": 7,
+    "sliding_window": 9,
+    "tie_word_embeddings": False,
+}
+GPT_OSS = COMMON | {
+    "head_dim": 12,
+    "rms_norm_eps": 1e-2,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "sliding_window": 9,
+    "swiglu_alpha": 1.1,
+    "swiglu_limit": 0.9,  # which clamps more than a tenth of what there is
+}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -113,6 +131,24 @@ def configs() -> dict[str, PreTrainedConfig]:
             norm_topk_prob=False,
             attention_bias=True,
         ),
+        "gemma3": Gemma3TextConfig(
+            **GEMMA3,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
+            },
+        ),
+        "gemma3_biased": Gemma3TextConfig(
+            **GEMMA3 | {"tie_word_embeddings": True}, attention_bias=True, sliding_window_pattern=2
+        ),
+        "gpt_oss": GptOssConfig(
+            **GPT_OSS,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            attention_bias=False,
+            rope_parameters=YARN | {"truncate": False, "rope_theta": 70.0},
+        ),
+        "gpt_oss_biased": GptOssConfig(**GPT_OSS, rope_parameters=theta | {"rope_theta": 500.0}),
         "llama2": LlamaConfig(**COMMON | {"num_key_value_heads": 4}, rope_parameters=theta),
         "llama3": LlamaConfig(**COMMON, rope_parameters=LLAMA3_ROPE),
         "llama_biased": LlamaConfig(**COMMON, rope_parameters=theta, attention_bias=True, mlp_bias=True),

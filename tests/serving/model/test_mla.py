@@ -19,10 +19,10 @@ from serving.batch.ragged import KVSegment, RaggedBatch
 from serving.forward.llama_shape import unlike_llama
 from serving.kvspec import mla
 from serving.loader.loading import LoadedModel, load
+from serving.model.hf_config import spec_from_hf
 from serving.model.mla import MlaAttention, hold_float32
 from serving.model.mla_spec import MlaSpec
 from serving.model.moe_spec import MoeSpec
-from serving.model.spec import ModelSpec
 from tests.serving.model.oracle import VOCAB, build, configs, expected_logits, save
 from tests.serving.model.paged import SCHEDULES, PagedRun, run_whole
 
@@ -171,7 +171,7 @@ def test_kv_is_a_latent_and_a_key_that_heads_share(loaded: LoadedModel) -> None:
 
 
 def test_the_published_config_of_deepseek_v3() -> None:
-    spec = ModelSpec.from_hf_config(DEEPSEEK_V3)
+    spec = spec_from_hf(DEEPSEEK_V3)
     assert spec.mla is not None and spec.moe is not None
     assert spec.mla.scale == pytest.approx(192**-0.5 * 1.3688879**2, rel=1e-6)
     assert spec.rope is not None and spec.rope.magnitude == 1.0 and len(spec.rope.frequencies) == 32
@@ -225,17 +225,17 @@ def test_the_compiled_forms_leave_it_to_torch(loaded: LoadedModel) -> None:
 
 
 def test_layers_without_experts() -> None:
-    every_other = ModelSpec.from_hf_config(DEEPSEEK_V3 | {"moe_layer_freq": 2, "num_hidden_layers": 8})
+    every_other = spec_from_hf(DEEPSEEK_V3 | {"moe_layer_freq": 2, "num_hidden_layers": 8})
     assert every_other.moe is not None
     assert [i for i, sparse in enumerate(every_other.moe.sparse) if sparse] == [4, 6]
-    assert ModelSpec.from_hf_config(DEEPSEEK_V3 | {"n_routed_experts": None}).moe is None
+    assert spec_from_hf(DEEPSEEK_V3 | {"n_routed_experts": None}).moe is None
 
 
 def test_weights_of_deepseek_v2_are_normalized_or_scaled() -> None:
     """As its own code does; `transformers` scales in any case, and never normalizes."""
     v2 = DEEPSEEK_V3 | {"model_type": "deepseek_v2", "topk_method": "greedy", "scoring_func": "softmax"}
     for normalized, scaling in ((True, 1.0), (False, 2.5)):
-        moe = ModelSpec.from_hf_config(v2 | {"norm_topk_prob": normalized}).moe
+        moe = spec_from_hf(v2 | {"norm_topk_prob": normalized}).moe
         assert moe is not None and (moe.normalized, moe.scaling, moe.groups) == (normalized, scaling, 1)
 
 
@@ -254,13 +254,13 @@ def test_weights_of_deepseek_v2_are_normalized_or_scaled() -> None:
 )
 def test_what_is_not_covered_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ModelSpec.from_hf_config(DEEPSEEK_V3 | change)
+        spec_from_hf(DEEPSEEK_V3 | change)
 
 
 @pytest.mark.parametrize("key", ["kv_lora_rank", "v_head_dim", "qk_rope_head_dim", "num_experts_per_tok"])
 def test_a_missing_key_is_named(key: str) -> None:
     with pytest.raises(ValueError, match=f"has no '{key}'"):
-        ModelSpec.from_hf_config({name: value for name, value in DEEPSEEK_V3.items() if name != key})
+        spec_from_hf({name: value for name, value in DEEPSEEK_V3.items() if name != key})
 
 
 def changed(folder: Path, to: Path, tensors: dict[str, Tensor], **config: Any) -> Path:

@@ -22,7 +22,7 @@ from tests.serving.parallel.models import written
 
 LAYOUTS = (ParallelLayout(tensor=2, pipeline=3), ParallelLayout(tensor=2, sequence=2))
 NAMES = (
-    *("phi3", "gpt2", "mixtral_int8", "deepseek_v3_plain", "gguf_Q8_0"),
+    *("phi3", "gpt2", "gemma3", "gpt_oss", "mixtral_int8", "deepseek_v3_plain", "gguf_Q8_0"),
     *(
         pytest.param(name, marks=pytest.mark.slow)
         for name in ("llama_biased", "qwen3", "mixtral", "deepseek_v2_lite", "gguf_F32", "gguf_BF16")

@@ -19,6 +19,7 @@ from serving.expert_parallel.processes import ProcessWatch
 from serving.expert_parallel.waits import BoundedWaits
 from serving.parallel.joining import ParallelRank
 from serving.parallel.layout import ParallelLayout
+from tests.fakes.awake import retaken
 from tests.fakes.stopping import stop
 from tests.serving.expert_parallel.ranks import Ranks, keep_store
 from tests.serving.parallel.losing import RUNNING, step_until_lost
@@ -28,6 +29,7 @@ VICTIM = 3  # rank 0 has no group with it
 
 
 @pytest.mark.parametrize(("how", "deadline"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 3.0)], ids=str)
+@retaken
 def test_every_rank_names_the_one_that_is_lost(how: signal.Signals, deadline: float) -> None:
     with Ranks() as group:
         started = group.start_all(LAYOUT.ranks, step_until_lost, LAYOUT, deadline)
@@ -102,6 +104,7 @@ def test_a_rank_that_gives_up_does_not_say_that_it_leaves() -> None:
     assert not store.check(["left/1"])
 
 
+@retaken
 def test_who_left_because_of_another_is_not_blamed() -> None:
     """Rank 1 waits for rank 2, which has stopped, and leaves; rank 0 sees that, and has no group with rank 2."""
     store, left = HashStore(), ended_process()
@@ -121,6 +124,7 @@ def test_who_left_because_of_another_is_not_blamed() -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=str)
+@retaken
 def test_a_rank_that_takes_the_store_with_it_is_named(how: signal.Signals) -> None:
     with Ranks() as group:
         lost = group.start(1, keep_store)

@@ -25,13 +25,14 @@ TP4, SP4, TP2_SP2 = ParallelLayout(tensor=4), ParallelLayout(sequence=4), Parall
 TP2_PP2, SP2_PP2 = ParallelLayout(tensor=2, pipeline=2), ParallelLayout(sequence=2, pipeline=2)
 Case = tuple[str, ParallelLayout]
 FEW: tuple[Case, ...] = (
-    *((name, TP2) for name in ("llama3", "gpt2", "mixtral", "qwen3_int8")),
+    *((name, TP2) for name in ("llama3", "gpt2", "mixtral", "qwen3_int8", "gemma3", "gpt_oss")),
     *((name, SP2) for name in ("llama3", "deepseek_v3_plain")),
-    *((name, PP2) for name in ("qwen3", "gpt2")),
+    *((name, PP2) for name in ("qwen3", "gpt2", "gemma3")),
 )
 MANY: tuple[Case, ...] = (
-    *((name, TP2) for name in ("qwen3", "opt", "mixtral_int8", "deepseek_v2_lite", "deepseek_v3_plain")),
-    *((name, SP2) for name in ("opt", "mixtral", "qwen3_int8", "deepseek_v2_lite")),
+    *((name, TP2) for name in ("qwen3", "opt", "mixtral_int8", "gpt_oss_int8")),
+    *((name, TP2) for name in ("deepseek_v2_lite", "deepseek_v3_plain")),
+    *((name, SP2) for name in ("opt", "gemma3", "gpt_oss_biased", "mixtral", "qwen3_int8", "deepseek_v2_lite")),
     *((name, PP2) for name in ("llama3", "mixtral", "deepseek_v3_plain")),
     *((name, TP4) for name in ("llama3", "gpt2")),  # of llama3 two ranks hold each key-value head
     *((name, TP2_SP2) for name in ("mixtral", "deepseek_v2_lite")),

@@ -15,15 +15,16 @@ from serving.model import moe
 from serving.model.decoder import Decoder
 from serving.model.moe import route
 from serving.model.quantized_linear import QuantizedLinear
-from serving.quantization import apply
+from serving.quantization import apply, search
 from serving.quantization.apply import apply_scales, find_scales
 from serving.quantization.calibrate import activations
-from serving.quantization.scheme import Int8Scheme
+from serving.quantization.scheme import ROTATED, Int8Scheme
 from serving.quantization.search import output_error
 from tests.serving.model.oracle import VOCAB, build, configs, save
 from tests.serving.model.paged import PagedRun, run_mixed, run_whole
 
 EVERYTHING = Int8Scheme(high=())
+TRANSFORMED = replace(ROTATED, high=())
 CHANCE = random.Random(5)
 CALIBRATION = [[CHANCE.randrange(VOCAB) for _ in range(40)] for _ in range(4)]
 PROMPTS = [[CHANCE.randrange(VOCAB) for _ in range(length)] for length in (41, 9)]
@@ -52,17 +53,18 @@ def quantize_model(model: Decoder, scheme: Int8Scheme, calibration: list[list[in
     return apply_scales(model, scheme, find_scales(model, scheme, calibration))
 
 
+@pytest.mark.parametrize("scheme", [EVERYTHING, TRANSFORMED], ids=["plain", "rotated"])
 @pytest.mark.parametrize("calibration", [CALIBRATION, None], ids=["calibrated", "data-free"])
 @pytest.mark.thorough
 def test_every_architecture_stays_close(
-    folder: Path, calibration: list[list[int]] | None, monkeypatch: pytest.MonkeyPatch
+    folder: Path, calibration: list[list[int]] | None, scheme: Int8Scheme, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a mixture of experts, where a token takes the same ones: near a border between two, rounding takes another."""
     chosen: list[Tensor] = []
     monkeypatch.setattr(moe, "route", lambda *given: _noted(chosen, route(*given)))
     exact = logits(load(folder, "float32").model)
     monkeypatch.setattr(moe, "route", route)
-    model = quantize_model(load(folder, "float32").model, EVERYTHING, calibration)
+    model = quantize_model(load(folder, "float32").model, scheme, calibration)
     wide = {name for name, module in linears(model).items() if not isinstance(module, QuantizedLinear)}
     assert all(name.endswith(".router") for name in wide)  # which experts a token takes is no matter of rounding
     found = logits(model)
@@ -91,21 +93,26 @@ def _median_apart(found: Tensor, expected: Tensor) -> float:
     return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
 
 
+@pytest.mark.parametrize("scheme", [EVERYTHING, TRANSFORMED], ids=["plain", "rotated"])
 @pytest.mark.thorough
-def test_smoothing_leaves_the_function_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without rounding, what is multiplied into the weights is just what was divided out before."""
+def test_smoothing_leaves_the_function_as_it_was(
+    folder: Path, scheme: Int8Scheme, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without rounding, what is multiplied into the weights is just what was divided out before, and so is what is
+    transformed."""
 
     class Unrounded(QuantizedLinear):
-        def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
-            super().__init__(torch.zeros(weight.shape, dtype=torch.int8), scale, bias)
+        def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None = None, rotation: int = 0) -> None:
+            super().__init__(torch.zeros(weight.shape, dtype=torch.int8), scale, bias, rotation)
             self.exact = weight
 
         def forward(self, x: Tensor) -> Tensor:
+            x = search.rotated(x, self.rotation)
             return nn.functional.linear(x, self.exact * self.scale[:, None], self.bias)
 
     model = load(folder, "float32").model
     exact = logits(model)
-    scales = find_scales(model, EVERYTHING, CALIBRATION)
+    scales = find_scales(model, scheme, CALIBRATION)
     smoothed = [name for name, found in scales.items() if found.smoothing is not None]
     expected = {"attention.qkv", "attention.o"}
     if (latent := model.spec.mla) is not None:
@@ -113,7 +120,7 @@ def test_smoothing_leaves_the_function_as_it_was(folder: Path, monkeypatch: pyte
     assert {name.split(".", 2)[-1] for name in smoothed} >= {*expected, "head"}
     monkeypatch.setattr(apply, "QuantizedLinear", Unrounded)
     monkeypatch.setattr(apply, "rounded", lambda weight, scale: weight / scale[:, None])
-    torch.testing.assert_close(logits(apply_scales(model, EVERYTHING, scales)), exact, atol=2e-4, rtol=0)
+    torch.testing.assert_close(logits(apply_scales(model, scheme, scales)), exact, atol=2e-4, rtol=0)
 
 
 @pytest.mark.thorough

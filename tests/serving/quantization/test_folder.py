@@ -7,18 +7,23 @@ import hashlib
 import importlib.util
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from deploy import quantize as command
 from serving.loader import quantize_at_load as at_load
-from serving.loader.loading import LoadedModel, load
+from serving.loader.loading import LoadedModel, load, open_checkpoint
 from serving.model.quantization_config import int8_config
-from serving.model.quantized_linear import QuantizedLinear
-from serving.quantization.scheme import Int8Scheme, Scales
+from serving.model.quantized_linear import QuantizedLinear, rotated_linear
+from serving.parallel.layout import ParallelLayout
+from serving.quantization.scheme import PORTABLE, ROTATED, Int8Scheme, Scales
+from serving.rank_group.layout_leader import check_layout
 from tests.serving.model.gguf_writing import write_gguf
 from tests.serving.model.oracle import build, configs, save
 from tests.serving.quantization.test_apply import apart, logits
@@ -26,6 +31,8 @@ from tests.serving.quantization.test_apply import apart, logits
 ARCHITECTURES = (
     "deepseek_v2_lite",
     "deepseek_v3",
+    "gemma3",
+    "gpt_oss_biased",
     "llama_biased",
     "smollm2",
     "mixtral",
@@ -45,10 +52,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "millrace"
 
 
-def quantize(model: Path, out: Path) -> None:
+def quantize(model: Path, out: Path, *options: str) -> None:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    assert command.run(parser.parse_args([str(model), str(out), "--dtype", "float32"])) == 0
+    assert command.run(parser.parse_args([str(model), str(out), "--dtype", "float32", *options])) == 0
 
 
 def same(one: LoadedModel, other: LoadedModel) -> None:
@@ -59,28 +66,115 @@ def same(one: LoadedModel, other: LoadedModel) -> None:
         assert torch.equal(value, right[name]), name
 
 
+@pytest.mark.parametrize("scheme", [PORTABLE, ROTATED], ids=["portable", "rotated"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.thorough
-def test_what_is_written_is_read_back(architecture: str, tmp_path: Path) -> None:
+def test_what_is_written_is_read_back(architecture: str, scheme: Int8Scheme, tmp_path: Path) -> None:
     source = save(build(configs()[architecture]), tmp_path / "source")
-    quantize(source, tmp_path / "out")
-    ours, back = load(source, "float32", quantization="int8"), load(tmp_path / "out")
+    quantize(source, tmp_path / "out", *(["--rotate"] if scheme.rotated else []))
+    ours, back = load(source, "float32", quantization="int8", scheme=scheme), load(tmp_path / "out")
     same(ours, back)
+    assert rotations(ours) == rotations(back)
+    assert (rotated_linear(back.model) is not None) == bool(scheme.rotated)
     assert torch.equal(logits(ours.model), logits(back.model))
     assert any(isinstance(module, QuantizedLinear) for module in back.model.modules())
     assert back.spec == ours.spec
     names = {name for name in load_file(tmp_path / "out" / "model.safetensors") if not name.endswith("_scale")}
-    assert names == set(load_file(source / "model.safetensors"))
+    assert names == open_checkpoint(source)[1].names
     again = load(tmp_path / "out", quantization="int8")  # already is
     assert again.fingerprint == back.fingerprint
 
 
+def rotations(loaded: LoadedModel) -> dict[str, int]:
+    modules = loaded.model.named_modules()
+    return {name: module.rotation for name, module in modules if isinstance(module, QuantizedLinear)}
+
+
+@pytest.fixture
+def rotated_folder(tmp_path: Path) -> Path:
+    quantize(save(build(configs()["llama2"]), tmp_path / "source"), tmp_path / "out", "--rotate")
+    return tmp_path / "out"
+
+
+def test_every_linear_of_every_layer_is_int8_when_rotated(rotated_folder: Path) -> None:
+    held = load(rotated_folder).model
+    wide = [name for name, module in held.named_modules() if isinstance(module, nn.Linear)]
+    assert wide == ["head"]
+    found = rotations(load(rotated_folder))
+    assert {name.split(".", 2)[2] for name, block in found.items() if block} == {
+        "attention.qkv",
+        "mlp.gate_up",
+        "mlp.down",
+    }
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the transforms that config.json names, by group."""
+    config = json.loads((folder / "config.json").read_text())
+    change(config["quantization_config"]["transform_config"]["config_groups"])
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_the_transforms_are_part_of_the_fingerprint(rotated_folder: Path) -> None:
+    before = load(rotated_folder)
+    rewrite(rotated_folder, lambda groups: groups.clear())
+    after = load(rotated_folder)
+    assert rotated_linear(after.model) is None
+    assert after.fingerprint != before.fingerprint
+    assert apart(logits(after.model), logits(before.model)) > 0.5, "the same tensors mean another function"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"type": "random-matrix"}, "is not supported; Hadamard transforms of 16 inputs or more"),
+        ({"randomize": True}, "not random"),
+        ({"head_dim": 24}, "Hadamard transforms of 16"),
+        ({"head_dim": None}, "Hadamard transforms of 16"),
+        ({"apply": []}, "inputs alone"),
+        ({"apply": [{"targets": ["a.b"], "location": "output"}]}, "inputs alone"),
+        ({"ignore": ["x.y"]}, "ignores modules"),
+        ({"targets": ["re:.*down_proj"]}, "patterns or classes"),
+        ({"targets": ["Linear"]}, "patterns or classes"),
+        ({"targets": ["model.layers.0.self_attn.q_proj"]}, "q_proj are to be transformed twice"),
+        ({"targets": ["model.layers.0.self_attn.o_proj"], "head_dim": 1024}, "o_proj of 32 inputs are not transformed"),
+        ({"targets": ["model.norm"]}, "model.norm are to be transformed, whose weights are not INT8"),
+    ],
+)
+def test_other_transforms_are_refused(rotated_folder: Path, change: dict[str, Any], message: str) -> None:
+    def altered(groups: dict[str, Any]) -> None:
+        group = next(iter(groups.values()))
+        group.update({key: value for key, value in change.items() if key in group})
+        for part in group["apply"]:
+            part.update({key: value for key, value in change.items() if key in part})
+
+    rewrite(rotated_folder, altered)
+    with pytest.raises(ValueError, match=message):
+        load(rotated_folder)
+
+
+def test_transforms_before_float8_products_are_refused(rotated_folder: Path) -> None:
+    file = rotated_folder / "config.json"
+    text = file.read_text().replace('"int-quantized"', '"float-quantized"').replace('"type": "int"', '"type": "float"')
+    file.write_text(text)
+    with pytest.raises(ValueError, match="INT8 products alone"):
+        load(rotated_folder)
+
+
+def test_ranks_refuse_transformed_inputs(rotated_folder: Path) -> None:
+    layout = ParallelLayout(tensor=2)
+    with pytest.raises(ValueError, match="without --rotate"):
+        check_layout(rotated_folder, "float32", None, layout)
+    with pytest.raises(ValueError, match="without --rotate"):
+        load(rotated_folder, layout=lambda model: None)
+
+
 def test_a_quantized_head_is_written_apart_from_the_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(at_load, "DEFAULT", Int8Scheme(high=()))
+    monkeypatch.setattr("serving.quantization.scheme.PORTABLE", everything := Int8Scheme(high=()))
     source = save(build(configs()["smollm2"]), tmp_path / "source")
     assert load(source).spec.tied_embeddings
     quantize(source, tmp_path / "out")
-    ours, back = load(source, "float32", quantization="int8"), load(tmp_path / "out")
+    ours, back = load(source, "float32", quantization="int8", scheme=everything), load(tmp_path / "out")
     assert isinstance(back.model.head, QuantizedLinear)
     assert torch.equal(logits(ours.model), logits(back.model))
 
@@ -95,7 +189,7 @@ def test_gguf_becomes_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     parts.backend = type("Backend", (), {"to_str": staticmethod(lambda: "{}")})  # type: ignore[attr-defined]
     monkeypatch.setattr("serving.text.gguf_tokenizer.read_gguf", lambda path: parts)
     quantize(file, tmp_path / "out")
-    same(load(file, "float32", quantization="int8"), load(tmp_path / "out"))
+    same(load(file, "float32", quantization="int8", scheme=PORTABLE), load(tmp_path / "out"))
     assert load(tmp_path / "out").spec.eos_token_ids == load(file).spec.eos_token_ids
     written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert (written["chat_template"], written["eos_token"]) == ("{{ messages }}", "</s>")
@@ -229,13 +323,13 @@ class TestKeptScales:
         found = {load(source).fingerprint, load(source, quantization="int8").fingerprint}
         monkeypatch.setattr(at_load, "calibration_tokens", lambda path, longest: [[5, 80, 33, 2] * 9])
         found.add(load(source, quantization="int8").fingerprint)
-        monkeypatch.setattr(at_load, "DEFAULT", Int8Scheme(high=()))
-        found.add(load(source, quantization="int8").fingerprint)
+        for scheme in (PORTABLE, everything := Int8Scheme(high=())):
+            found.add(load(source, quantization="int8", scheme=scheme).fingerprint)
         (tmp_path / "elsewhere").mkdir()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
         monkeypatch.setattr(at_load, "find_scales", _larger_scales)  # as a search on another machine may end
-        found.add(load(source, quantization="int8").fingerprint)
-        assert len(found) == 5
+        found.add(load(source, quantization="int8", scheme=everything).fingerprint)
+        assert len(found) == 6
 
     def test_a_damaged_file_is_replaced(self, tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
         source = save(build(configs()["llama2"]), tmp_path / "source")

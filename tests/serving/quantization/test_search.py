@@ -91,3 +91,13 @@ def test_clipping_gives_up_a_weight_that_meets_nothing() -> None:
     x, weight = problem(4, outliers=0)
     x[:, 3], weight[0, 3] = 0, 8.0
     assert clipped_scales(weight, CLIPS, x)[0] < weight[0].abs().max() / 127
+
+
+def test_transformed_rows_and_weights_meet_again() -> None:
+    """Both go through the same orthogonal matrix: what is left is rounding, and less of it where one input is huge."""
+    generator = torch.Generator().manual_seed(4)
+    x, weight = torch.randn(20, 96, generator=generator), torch.randn(30, 96, generator=generator)
+    x[:, 7] *= 60
+    weight[:, 7] /= 60
+    plain, rotated = (output_error(x, weight, torch.ones(96), rotation=block) for block in (0, 32))
+    assert 0 < rotated < 0.1 * plain

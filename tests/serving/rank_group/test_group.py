@@ -85,7 +85,7 @@ def test_groups_of_any_model_and_size_compute_the_bits_of_one_process(name: str,
 
 def test_signals_to_leave_are_the_leaders_to_hear(mixtral: Path) -> None:
     """Who ends a service may tell all its processes at once: what runs is to be finished all the same."""
-    with spread_over(mixtral, 2, deadline=2.0) as spread:
+    with spread_over(mixtral, 2, deadline=60.0) as spread:
         group = Side(group_forward(spread))
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             os.kill(*pids(spread), number)

@@ -16,12 +16,13 @@ import torch
 from kvcache.memory.device import DeviceKV
 from serving import logs
 from serving.expert_parallel.exchange import RankLost
-from serving.model.spec import ModelSpec
+from serving.model.hf_config import spec_from_hf
 from serving.parallel.layout import ParallelLayout
 from serving.rank_group.child import RankProcess
 from serving.rank_group.kv_share import kv_share
 from serving.rank_group.layout_forward import LayoutForward
 from serving.rank_group.layout_leader import DividedModel, join_layout, load_layout
+from tests.fakes.awake import retaken
 from tests.serving.model.oracle import configs
 from tests.serving.parallel.models import written
 from tests.serving.rank_group.groups import (
@@ -144,6 +145,7 @@ def test_kv_of_a_narrower_type_lies_in_the_same_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@retaken
 def test_a_rank_that_stands_still_is_named_within_the_deadline(tmp_path: Path) -> None:
     with divided_over(tiny_llama(tmp_path), TP2, deadline=2.0) as divided:
         group = Side(join_layout(divided, device_kv(divided).planes))
@@ -156,7 +158,7 @@ def test_a_rank_that_stands_still_is_named_within_the_deadline(tmp_path: Path) -
 @pytest.mark.parametrize("layout", [TP2, PP2, SP2, ParallelLayout(tensor=4), TP2_PP2], ids=str)
 def test_shares_of_kv_cover_the_planes(name: str, layout: ParallelLayout) -> None:
     """Each layer's every head belongs to a rank that attends with it; a view of it has the rank's own shape."""
-    spec = ModelSpec.from_hf_config(configs()[name].to_dict(), None)
+    spec = spec_from_hf(configs()[name].to_dict(), None)
     kv = DeviceKV(spec.kv_layers("float32"), 2, BLOCK)
     for rank in range(layout.ranks):
         share = kv_share(kv.planes, rank, spec, layout)

@@ -21,6 +21,7 @@ from serving.rank_group.leader import SpreadModel
 from serving.rank_group.member import EpochMember
 from serving.rank_group.messages import BeginEpoch
 from serving.rank_group.ranks import MEETING_SECONDS
+from tests.fakes.awake import retaken
 from tests.serving.model.oracle import build, configs, save
 from tests.serving.rank_group.groups import LENGTHS, Side, alone, exists, group_forward, pids, spread_over
 
@@ -66,6 +67,7 @@ def until_back(spread: SpreadModel, group: Side, reference: Side) -> None:
         pytest.param(signal.SIGSTOP, EXPERTS, marks=pytest.mark.slow),
     ],
 )
+@retaken
 def test_a_step_that_loses_a_rank_is_repeated_and_the_rank_comes_back(
     how: signal.Signals, redundant: int, mixtral: Path
 ) -> None:

@@ -137,7 +137,11 @@ def test_stop_strings_are_made_ready_once_for_all_choices() -> None:
     """A response has up to 256 choices, each with a matcher of its own."""
     stops = [f"{number:04d}" + "ab" * 510 for number in range(32)]
     StopMatcher(stops)
-    began = time.process_time()
-    for _ in range(256):
-        StopMatcher(stops)
-    assert time.process_time() - began < 0.5
+
+    def seconds() -> float:
+        began = time.process_time()
+        for _ in range(256):
+            StopMatcher(stops)
+        return time.process_time() - began
+
+    assert min(seconds() for _ in range(3)) < 0.5

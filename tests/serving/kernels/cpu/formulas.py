@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from serving.batch.ragged import RaggedBatch
 from serving.kernels import cpu
 from serving.kernels.cpu import Kind
+from serving.kernels.hadamard import block_of
 from serving.kernels.layer_weights import LayerWeights, MlpWeights, MoeWeights
 
 
@@ -26,6 +27,13 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x * inverse).round(), top / 127
 
 
+def hadamard(x: Tensor, block: int) -> Tensor:
+    """Each `block` neighbours times the orthogonal matrix of signs by the parity of the bits that two numbers share."""
+    signs = [[(-1.0) ** (i & j).bit_count() for j in range(block)] for i in range(block)]
+    matrix = torch.tensor(signs, dtype=torch.float64) / block**0.5
+    return (x.double().unflatten(-1, (-1, block)) @ matrix).flatten(-2).float()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plain:
     """An unpacked linear layer: int8 weights with `scale`, or bfloat16 or float32 ones without."""
@@ -33,25 +41,27 @@ class Plain:
     weight: Tensor
     scale: Tensor | None = None
     bias: Tensor | None = None
+    rotation: int = 0  # int8 only: inputs that a Hadamard transform joins
 
     @staticmethod
-    def random(kind: Kind, outputs: int, inputs: int, *, bias: bool = False) -> Plain:
+    def random(kind: Kind, outputs: int, inputs: int, *, bias: bool = False, rotation: int = 0) -> Plain:
         added = torch.randn(outputs) if bias else None
         if kind is Kind.INT8:
             weight = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
-            return Plain(weight=weight, scale=(torch.rand(outputs) + 0.5) * inputs**-0.5 / 74, bias=added)
+            scale = (torch.rand(outputs) + 0.5) * inputs**-0.5 / 74
+            return Plain(weight=weight, scale=scale, bias=added, rotation=rotation)
         return Plain(weight=(torch.randn(outputs, inputs) * inputs**-0.5).to(kind.dtype), bias=added)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.scale is not None:
-            values, scale = quantize_rows(x)
+            values, scale = quantize_rows(hadamard(x, self.rotation) if self.rotation else x)
             out = (values.double() @ self.weight.double().T).float() * (self.scale * scale)
         else:
             out = x.to(self.weight.dtype).float() @ self.weight.float().T
         return out if self.bias is None else out + self.bias
 
     def packed(self, kernels: cpu.Kernels) -> cpu.PackedLinear:
-        return kernels.pack(self.weight, scale=self.scale, bias=self.bias)
+        return kernels.pack(self.weight, scale=self.scale, bias=self.bias, rotation=self.rotation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +73,10 @@ class PlainMlp:
     down: Plain
 
     @staticmethod
-    def random(kind: Kind, hidden: int, width: int) -> PlainMlp:
-        gate, up = Plain.random(kind, width, hidden), Plain.random(kind, width, hidden)
-        return PlainMlp(gate=gate, up=up, down=Plain.random(kind, hidden, width))
+    def random(kind: Kind, hidden: int, width: int, *, rotated: bool = False) -> PlainMlp:
+        outer, inner = (block_of(hidden), block_of(width)) if rotated else (0, 0)
+        gate, up = (Plain.random(kind, width, hidden, rotation=outer) for _ in range(2))
+        return PlainMlp(gate=gate, up=up, down=Plain.random(kind, hidden, width, rotation=inner))
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -73,7 +84,8 @@ class PlainMlp:
     def packed(self, kernels: cpu.Kernels) -> MlpWeights[cpu.PackedLinear]:
         gate, up = self.gate, self.up
         scale = None if gate.scale is None or up.scale is None else cpu.interleave(gate.scale, up.scale)
-        gate_up = kernels.pack(cpu.interleave(gate.weight, up.weight), scale=scale)
+        weight = cpu.interleave(gate.weight, up.weight)
+        gate_up = kernels.pack(weight, scale=scale, rotation=gate.rotation)
         return MlpWeights(gate_up=gate_up, down=self.down.packed(kernels))
 
 
@@ -206,6 +218,7 @@ class SmallDecoder:
     top_k: int = 2
     normalized: bool = True
     dense: tuple[int, ...] = ()
+    rotated: bool = False  # all linears but experts' and the head
     planes: list[cpu.KvPlanes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -216,8 +229,8 @@ class SmallDecoder:
         self.head = Plain.random(kind, self.vocab, self.hidden)
         self.parts = [
             {
-                "qkv": Plain.random(kind, width, self.hidden, bias=self.bias),
-                "o": Plain.random(kind, self.hidden, self.heads * self.head_dim, bias=self.bias),
+                "qkv": self._linear(width, self.hidden),
+                "o": self._linear(self.hidden, self.heads * self.head_dim),
             }
             for _ in range(self.layers)
         ]
@@ -227,9 +240,13 @@ class SmallDecoder:
         ]
         self.clear()
 
+    def _linear(self, outputs: int, inputs: int) -> Plain:
+        rotation = block_of(inputs) if self.rotated else 0
+        return Plain.random(self.kind, outputs, inputs, bias=self.bias, rotation=rotation)
+
     def _mlp(self, layer: int) -> PlainMlp | PlainExperts:
         if not self.experts or layer in self.dense:
-            return PlainMlp.random(self.kind, self.hidden, self.intermediate)
+            return PlainMlp.random(self.kind, self.hidden, self.intermediate, rotated=self.rotated)
         width = self.intermediate // 2 + 3
         return PlainExperts.random(self.kind, self.hidden, width, self.experts, self.top_k, normalized=self.normalized)
 

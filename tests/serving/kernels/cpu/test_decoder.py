@@ -74,7 +74,7 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(kernels: cpu.Kernels, kinds: 
 
 
 @pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: f"{kinds[0].name}-{kinds[1].name}")
-@pytest.mark.parametrize("company", [1, 7, 80])
+@pytest.mark.parametrize("company", [1, 7, 15, 80])
 def test_bits_do_not_depend_on_the_batch(kernels: cpu.Kernels, kinds: tuple[Kind, Kind], company: int) -> None:
     small = SmallDecoder(kind=kinds[0], kv_kind=kinds[1], blocks=16 * 90)
     decoder = small.build(kernels)

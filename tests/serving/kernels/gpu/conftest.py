@@ -20,6 +20,11 @@ collect_ignore = []
 if find_spec("triton") is None or not (INTERPRETED or GPU):
     collect_ignore = [file.name for file in Path(__file__).parent.glob("test_*.py") if file.stem != "test_own_process"]
 
+if INTERPRETED and find_spec("triton") is not None:
+    from tests.serving.kernels.gpu.interpreted import prepare_once
+
+    prepare_once()
+
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
