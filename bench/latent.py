@@ -86,7 +86,7 @@ def report_widening(heads: int, layers: int, context: int, seconds: float) -> No
 
 
 @dataclass(frozen=True)
-class Attended:
+class LatentForms:
     """One layer's attention in both forms, its queries drawn."""
 
     attention: MlaAttention
@@ -118,7 +118,7 @@ def report_forms(weights: str, heads: int, rows: Sequence[int], contexts: Sequen
     attention = model.layers[0].attention
     assert isinstance(attention, MlaAttention)
     planes = random_kv(model.spec, NAMES[weights], -(-max(contexts) // 16)).planes[0]
-    attended = Attended(attention, planes, heads, DTYPES[weights])
+    attended = LatentForms(attention, planes, heads, DTYPES[weights])
     print(f"{weights}, {heads} heads: new tokens from which expanding pays (as expected), ms of both:")
     for context in contexts:
         new = [count for count in rows if count <= context]

@@ -1,12 +1,13 @@
 """`millrace profile` and `millrace simulate` of this checkout: what a server has learned, and what it would do.
 
-It runs the commands and reads what they write. What is simulated, and why, is not its affair.
+It writes what they read, runs the commands and reads what they write. What is simulated, and why, is not its affair.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -17,8 +18,10 @@ from typing import Any
 
 import orjson
 
+from bench.deployments import ServedWorkers, noise_of, slower
 from bench.endpoint import ServerError
 from bench.own_server import ROOT
+from bench.served_runs import HEARTBEAT_SECONDS
 from kvcache.memory.device import token_bytes
 from serving.checkpoint.hub import resolve
 from serving.loader.loading import open_checkpoint
@@ -67,6 +70,41 @@ async def simulate(rows: Sequence[Mapping[str, object]], flags: Sequence[str]) -
         await command("simulate", *flags, "--trace", str(trace), "--json", str(out))
         (rate,) = _read(out)["policies"][0]["rates"]
     return dict(rate)
+
+
+def simulator_flags(
+    deployment: ServedWorkers,
+    learned: Mapping[str, Any],
+    profiles: Mapping[str, Any],
+    out: Path,
+    steps: Mapping[str, Path] | None = None,
+) -> list[str]:
+    """Of `millrace simulate`, for workers of these profiles; beside `out` their files are written anew.
+
+    What is around the steps was learned before, and is taken to be as much slower as the steps are. `steps` are traces
+    by role: steps vary as there.
+    """
+    factor = slower(profiles, learned["profiles"])
+    around = {name: factor * learned[name] for name in ("front_ms", "commit_ms")}
+    varied = ",".join(f"{role}={file}" for role, file in (steps or {}).items())
+    noise = ("--role-noise", noise_of(profiles), "--role-steps", varied)
+    return [*worker_flags(deployment, profiles, around, out), *noise]
+
+
+def worker_flags(
+    deployment: ServedWorkers, profiles: Mapping[str, Any], around: Mapping[str, float], out: Path
+) -> list[str]:
+    """The same without the noise of steps, and with what is around them as given."""
+    files = {role: out.absolute().with_name(f"{out.name}-{deployment.name}-{role}.json") for role in deployment.roles}
+    for role, file in files.items():
+        file.write_text(json.dumps(profiles[role]))
+    messages = "0" if deployment.embedded else "0.2"
+    return [
+        *("--workers", deployment.workers, "--profile", str(files[deployment.roles[-1]])),
+        *("--role-profiles", ",".join(f"{role}={file}" for role, file in files.items())),
+        *("--front-ms", f"{around['front_ms']:.3f}", "--commit-ms", f"{around['commit_ms']:.3f}"),
+        *("--message-ms", messages, "--heartbeat-interval", f"{HEARTBEAT_SECONDS:g}", "--learned"),
+    ]
 
 
 def _read(path: Path) -> Mapping[str, Any]:

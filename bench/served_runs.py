@@ -83,7 +83,7 @@ class ServedDeployment:
         None where it was interrupted.
         """
         timed = salted(case.mixture.timed(rate, case.mixture.count(rate, seconds), seed=seed), case.key)
-        before, load = prelude(timed), os.getloadavg()[0]
+        before, load, began = prelude(timed), os.getloadavg()[0], time.monotonic()
         first = await self._sent(before, Pace(concurrency=1))
         gc.collect()
         looks = [await self.profiles()]
@@ -107,6 +107,7 @@ class ServedDeployment:
             "profiles": {role: mean_profile([look[role] for look in looks]) for role in self.deployment.roles},
             "rows": rows,
             "at": time.time(),
+            "span": (began, time.monotonic()),  # of the clock of its workers
         }
 
     async def _sent(self, timed: Sequence[TimedAsk], pace: Pace) -> list[Outcome]:

@@ -44,7 +44,6 @@ from bench.deployments import (
     ServedWorkers,
     cases_of,
     mean_profile,
-    noise_of,
     pace_line,
     slower,
     told_cost,
@@ -54,10 +53,11 @@ from bench.endpoint import ServerError
 from bench.ledger import Ledger
 from bench.mixture import MIXTURES
 from bench.own_server import commit
-from bench.own_simulator import model_sizes, simulate
+from bench.own_simulator import model_sizes, simulate, simulator_flags, worker_flags
 from bench.premises import STEADY, Premises, premises
-from bench.served_runs import HEARTBEAT_SECONDS, SHORT, USUAL, ServedDeployment
+from bench.served_runs import SHORT, USUAL, ServedDeployment
 from bench.sitting import BASE_FLAGS, open_server, warm_up
+from bench.step_traces import cut_steps, logs_of, steps_of, trace_flags
 
 DONE, UNUSABLE, INTERRUPTED = 0, 2, 130  # exit statuses
 SEEDS = 3  # simulations of a run: its steps vary
@@ -128,6 +128,9 @@ class MeasuredTwice:
             served = {name: await self._open(one, stack) for name, one in deployments.items()}
             lanes = [[name] for name in served] if self.options.paced else [list(served)]
             await asyncio.gather(*(self._lane([served[name] for name in lane], todo) for lane in lanes))
+        for case in todo:
+            if case.key in self._runs:
+                cut_steps(logs_of(self.options.out), case.deployment, case.key, *self._runs[case.key]["span"])
 
     async def _lane(self, servers: Sequence[ServedDeployment], todo: Sequence[ServedRun]) -> None:
         """One run at a time, on these servers."""
@@ -140,10 +143,11 @@ class MeasuredTwice:
                 await self._measure(by_name[case.deployment.name], case)
 
     async def _open(self, deployment: ServedWorkers, stack: AsyncExitStack) -> ServedDeployment:
-        folder = self.options.out.absolute().with_name(f"{self.options.out.name}-logs")
-        contender = Contender(name=deployment.name, flags=deployment.flags(folder, self.on.model))
+        folder = logs_of(self.options.out)
+        flags = (*deployment.flags(folder, self.on.model), *trace_flags(folder, deployment))
+        contender = Contender(name=deployment.name, flags=flags)
+        folder.mkdir(parents=True, exist_ok=True)
         if not deployment.embedded:
-            folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{deployment.name}.toml").write_text(deployment.placement)
         say(f"starting a server: {deployment.name}")
         module, base = self.on.module, self.options.base
@@ -211,7 +215,8 @@ class MeasuredTwice:
         kept, learned = self._runs.get(case.key), self._learned(case.deployment)
         if kept is None or learned is None:
             return
-        flags = simulator_flags(case.deployment, learned, kept["profiles"], self.options.out)
+        steps = steps_of(logs_of(self.options.out), case.deployment, case.key)
+        flags = simulator_flags(case.deployment, learned, kept["profiles"], self.options.out, steps)
         found = await simulate(kept["rows"], [*flags, "--seeds", str(SEEDS)])
         self.ledger.note(f"simulated {case.key}", found)
         say(agreement_table(self.agreements([case])))
@@ -268,34 +273,6 @@ class MeasuredTwice:
             f" {self.options.seconds:g} s, objectives × {self.options.slo_scale:g}, load {min(loads, default=0):.1f} to"
             f" {max(loads, default=0):.1f}. Measured → simulated."
         )
-
-
-def simulator_flags(
-    deployment: ServedWorkers, learned: Mapping[str, Any], profiles: Mapping[str, Any], out: Path
-) -> list[str]:
-    """Of `millrace simulate`, for workers of these profiles; beside `out` their files are written anew.
-
-    What is around the steps was learned before, and is taken to be as much slower as the steps are.
-    """
-    factor = slower(profiles, learned["profiles"])
-    around = {name: factor * learned[name] for name in ("front_ms", "commit_ms")}
-    return [*worker_flags(deployment, profiles, around, out), "--role-noise", noise_of(profiles)]
-
-
-def worker_flags(
-    deployment: ServedWorkers, profiles: Mapping[str, Any], around: Mapping[str, float], out: Path
-) -> list[str]:
-    """The same without the noise of steps, and with what is around them as given."""
-    files = {role: out.absolute().with_name(f"{out.name}-{deployment.name}-{role}.json") for role in deployment.roles}
-    for role, file in files.items():
-        file.write_text(json.dumps(profiles[role]))
-    messages = "0" if deployment.embedded else "0.2"
-    return [
-        *("--workers", deployment.workers, "--profile", str(files[deployment.roles[-1]])),
-        *("--role-profiles", ",".join(f"{role}={file}" for role, file in files.items())),
-        *("--front-ms", f"{around['front_ms']:.3f}", "--commit-ms", f"{around['commit_ms']:.3f}"),
-        *("--message-ms", messages, "--heartbeat-interval", f"{HEARTBEAT_SECONDS:g}", "--learned"),
-    ]
 
 
 def say(line: str) -> None:

@@ -155,4 +155,5 @@ class Candidate:
     @property
     def tightest_tpot(self) -> float | None:
         """Seconds: the least TPOT objective among its running sequences, None without any."""
-        return self.objectives[0][0] if self.objectives else None
+        known = self._objectives if self._objectives is not None else self.objectives
+        return known[0][0] if known else None

@@ -16,7 +16,7 @@ from typing import ClassVar
 from router.calibration import Calibration
 from router.candidate import Candidate
 from router.columns import KeptColumns
-from router.placements import PlacementSearch
+from router.placements import PlacementSearch, PredictedPlacement
 from router.policy import Decision, Demand, FleetView, PrefixAware
 from router.predict import KnownCosts
 
@@ -25,7 +25,7 @@ USED_BAND = 0.05  # share of what that uses: placements within it are near ties,
 LATE = 1.3  # of its TTFT objective: predictions learn nothing from how much later than that a first token was
 KEPT = 8  # placements that a decision tells it has considered
 
-_best_first = itemgetter(0, 1)  # of a PredictedPlacement: the highest score, then the least used
+_best_first = itemgetter(0, 1)  # `behind` and `used` of a PredictedPlacement: the highest score, then the least used
 
 
 class Goodput:
@@ -45,12 +45,13 @@ class Goodput:
         if not placements:
             return self.fallback.choose(demand, view, now)
         placements.sort(key=_best_first)
-        worst = -placements[0].behind - SCORE_BAND * demand.weight
-        near = [placed for placed in placements if -placed.behind >= worst]
-        most = min([placed.used for placed in near]) * (1 + USED_BAND)
-        tied = [placed for placed in near if placed.used <= most]
-        chosen = min(tied, key=lambda placed: placed.spread(demand)) if len(tied) > 1 else tied[0]
-        others = [placed for placed in placements[:KEPT] if placed is not chosen]
+        worst = -placements[0][0] - SCORE_BAND * demand.weight
+        near = [placed for placed in placements if -placed[0] >= worst]
+        most = min([placed[1] for placed in near]) * (1 + USED_BAND)
+        tied = [placed for placed in near if placed[1] <= most]
+        best = min(tied, key=lambda placed: PredictedPlacement(*placed).spread(demand)) if len(tied) > 1 else tied[0]
+        chosen = PredictedPlacement(*best)
+        others = [PredictedPlacement(*placed) for placed in placements[:KEPT] if placed is not best]
         reason = "slo" if len(near) < len(placements) else "tie" if len(tied) > 1 else "quickest"
         due_in = demand.first_token_in if demand.first_token_in is not None and demand.build is None else inf
         considered = tuple([placed.told(search.urgency, due_in) for placed in (chosen, *others[: KEPT - 1])])

@@ -35,7 +35,7 @@ from router.predict import (
     token_seconds,
 )
 from router.shortlist import quickest_prompts, quickest_steps, quickest_texts, roomy
-from serving.step_cost import StepCost, StepLoad
+from serving.step_cost import StepCost
 
 SHORTLIST = 4  # workers of each kind whose placements are predicted
 
@@ -72,7 +72,10 @@ class FurtherTokens:
 
 
 class PredictedPlacement(NamedTuple):
-    """`further` is None where a request needs no decode. The best are those with the least `behind`, then `used`."""
+    """`further` is None where a request needs no decode. The best are those with the least `behind`, then `used`.
+
+    Of dozens that are found few are asked for more than these two: they are found as the plain tuples they are made of.
+    """
 
     behind: float  # minus the score
     used: float  # of its objectives, or seconds (objectives_used)
@@ -90,19 +93,20 @@ class PredictedPlacement(NamedTuple):
     def decode(self) -> Candidate | None:
         return self.further.worker if self.further is not None else None
 
-    def predicted(self, urgency: int, due_in: float) -> Prediction:
-        first, further = self.first, self.further
-        step, error = (further.step, further.error) if further is not None else (0.0, LEAST_ERROR)
-        raw = first.queue, first.compute, self.transfer, step, self.token
-        return Prediction(*raw, first.ttft, self.tpot, first.error, error, urgency, due_in)
-
     def told(self, urgency: int, due_in: float) -> Considered:
-        decode = self.further.worker.status.name if self.further is not None else ""
-        return Considered(self.prefill.status.name, decode, self.predicted(urgency, due_in), -self.behind)
+        behind, _, first, further, transfer, token, tpot = self
+        decode, step, error = "", 0.0, LEAST_ERROR
+        if further is not None:
+            decode, step, error = further.worker.status.name, further.step, further.error
+        raw = first.queue, first.compute, transfer, step, token, first.ttft, tpot, first.error, error, urgency, due_in
+        return Considered(first.worker.status.name, decode, Prediction(*raw), -behind)
 
     def spread(self, demand: Demand) -> tuple[int, int]:
         """Orders near ties, for each request otherwise."""
         return spread(demand, self.decode) if self.decode is not None else 0, spread(demand, self.prefill)
+
+
+Scored = tuple[float, float, FirstToken, FurtherTokens | None, float, float, float]
 
 
 class PlacementSearch:
@@ -132,13 +136,15 @@ class PlacementSearch:
         self._columns = columns or KeptColumns()
         self._prefills = self._columns.of(view.prefill)
         self._fed: dict[tuple[str, bool], list[FirstToken]] = {}  # prompts for decodes elsewhere, by kind
-        context = demand.tokens + self.output / 2
-        self._text = StepLoad(1, context, 1, context)  # what it adds to a step
+        self._context = demand.tokens + self.output / 2  # tokens, in the mean while it decodes
         self._choice = False  # prompts and decodes can be given to different workers
 
-    def placements(self) -> list[PredictedPlacement]:
-        """The shortlisted placements, on workers whose device holds the whole text and that have room, if any do."""
-        view, found = self.view, list[PredictedPlacement]()
+    def placements(self) -> list[Scored]:
+        """The shortlisted placements, on workers whose device holds the whole text and that have room, if any do.
+
+        As the tuples that PredictedPlacement is of.
+        """
+        view, found = self.view, list[Scored]()
         if not view.decode:
             return [self._alone(self._elsewhere(worker)) for worker in self._quickest()]
         split, mixed = self._decodes()
@@ -161,7 +167,7 @@ class PlacementSearch:
 
     def _quickest(self) -> list[Candidate]:
         demand, columns, now = self.demand, self._prefills, self.now
-        if columns.known:
+        if columns.known and not columns.others:
             return columns.prompts(demand, now, 2 * SHORTLIST)
         return quickest_prompts(demand, self.view.prefill, self.costs, now, 2 * SHORTLIST)
 
@@ -236,30 +242,29 @@ class PlacementSearch:
     def _slowed(self, worker: Candidate, cost: StepCost, token: float) -> float:
         """What prompts at this worker lose by a decode there, which gets a token in so many seconds."""
         first = self.calibration.first(worker.instance, self.urgency, both=worker.decodes)
-        return prompts_slowed(worker, cost, self._text, self.output * token, self.tpot, first, self.now)
+        return prompts_slowed(worker, cost, self._context, self.output * token, self.tpot, first, self.now)
 
-    def _alone(self, first: FirstToken) -> PredictedPlacement:
+    def _alone(self, first: FirstToken) -> Scored:
         """A request that needs no decode."""
         score = self.demand.weight * first.chance - first.lost
-        return PredictedPlacement(-score, first.ttft, first, None, 0.0, 0.0, 0.0)
+        return -score, first.ttft, first, None, 0.0, 0.0, 0.0
 
-    def _pair(self, firsts: Sequence[FirstToken], further: FurtherTokens, found: list[PredictedPlacement]) -> None:
+    def _pair(self, firsts: Sequence[FirstToken], further: FurtherTokens, found: list[Scored]) -> None:
         """A decode with each of the prefills for it. Errors of TTFT and TPOT are taken for independent."""
         decode, demand, limit, seconds = further.worker, self.demand, self.tpot, self.view.links.seconds
         weight, slo, output, tokens = demand.weight, demand.slo, demand.output, self.output - 1
-        held, pause, factor, error = further.held, further.pause, further.factor, further.error
-        lost, sure, instance = further.lost, further.sure, decode.instance
+        pause, factor, sure, lost, instance = further.pause, further.factor, further.sure, further.lost, decode.instance
+        slower = pause > further.token
         for first in firsts:
-            worker, begun, token, transfer = first.worker, first.queue, further.token, 0.0
+            worker, token, transfer, chance = first.worker, further.token, 0.0, first.chance
             if worker is not decode:
                 transfer = seconds(worker.instance, instance, demand.tokens)
-                begun += first.compute
-            if pause > token:
-                token = min(held, after_backlog(token, pause, further.left - begun, tokens))
+            if slower:
+                begun = first.queue if worker is decode else first.queue + first.compute
+                token = min(further.held, after_backlog(token, pause, further.left - begun, tokens))
             token += transfer / tokens  # the handoff delays the second
-            tpot, chance = token * factor, first.chance
+            tpot = token * factor
             if limit is not None and not 0.0 < tpot * sure <= limit:  # else it is certain
-                chance *= within(limit, tpot, error)
-            score = weight * chance - lost - first.lost
+                chance *= within(limit, tpot, further.error)
             used = objectives_used(slo, first.ttft, tpot, output)
-            found.append(PredictedPlacement(-score, used, first, further, transfer, token, tpot))
+            found.append((-(weight * chance - lost - first.lost), used, first, further, transfer, token, tpot))

@@ -163,7 +163,8 @@ def newcomers_lost(
         behind = max(0.0, waits + taken - first)  # seconds: those that come then come to stand behind it
         if behind and in_time > NEVER:
             before = waits + alone
-            lost += rate * behind * in_time * less_likely(limit, before, before + taken, error, sure)
+            if (before + taken) * sure > limit:  # else it is certain that they are in time
+                lost += rate * behind * in_time * less_likely(limit, before, before + taken, error, sure)
         if in_time < 1.0 - NEVER:
             fewer = less_likely(limit, alone, alone + taken, error, sure)
             lost += rate * taken * (1.0 - in_time) * LATE_SHARE * fewer
@@ -189,7 +190,8 @@ def chunk_tokens(worker: Candidate, cost: StepCost, start: int, tpot: float | No
         tightest = tpot
     if tightest is None:
         return chunk
-    return cost.paced_chunk(tightest, start, rows, chunk)
+    beside = worker.step_seconds if cost is worker.cost else cost.seconds(rows)
+    return cost.paced_chunk(tightest, start, beside, chunk)
 
 
 def prompt_seconds(worker: Candidate, cost: StepCost, start: int, end: int, tpot: float | None) -> float:
@@ -252,7 +254,11 @@ def step_seconds(worker: Candidate, cost: StepCost, tokens: int, output: int) ->
     """A decode step with one more sequence, of `tokens`, once all have grown by half of its `output`."""
     decodes = worker.decode_load
     rows = decodes.sequences + 1
-    context = decodes.context_tokens + tokens + rows * output / 2
+    return rows_seconds(cost, rows, decodes.context_tokens + tokens + rows * output / 2)
+
+
+def rows_seconds(cost: StepCost, rows: int, context: float) -> float:
+    """A step of one token each for so many sequences of `context` tokens in all: that of their StepLoad."""
     return cost.fixed + cost.token * rows + cost.pair * context + cost.sequence * rows + cost.context * context
 
 

@@ -19,8 +19,9 @@ import orjson
 
 from bench.deployments import DEPLOYMENTS, PRELUDE_SECONDS, WARM_TEXTS
 from bench.ledger import Ledger
-from bench.simulated import simulator_flags
+from bench.own_simulator import simulator_flags
 from bench.standings import table
+from bench.step_traces import logs_of, steps_of
 from deploy.cli import make_parser
 from deploy.simulator.command import study_of
 from deploy.simulator.outcomes import RequestOutcome
@@ -29,14 +30,18 @@ from deploy.simulator.run import quiet_log, simulate
 Row = Mapping[str, Any]
 
 
-def pairs(ledger: Ledger, part: str, out: Path) -> Iterator[tuple[str, list[tuple[Row, RequestOutcome]]]]:
-    """Of each run whose name has `part`: the counted requests as they were measured, and what is simulated of each."""
+def pairs(ledger: Ledger, part: str, logs: Path, out: Path) -> Iterator[tuple[str, list[tuple[Row, RequestOutcome]]]]:
+    """Of each run whose name has `part`: the counted requests as they were measured, and what is simulated of each.
+
+    `logs` is where the command has kept the runs' steps, `out` the beginning of new files.
+    """
     for note, kept in ledger.notes.items():
         name = note.removeprefix("run ")
         if name == note or part not in name:
             continue
         deployment = DEPLOYMENTS[name.partition(",")[0]]
-        flags = simulator_flags(deployment, ledger.notes[f"learned {deployment.name}"], kept["profiles"], out)
+        learned, steps = ledger.notes[f"learned {deployment.name}"], steps_of(logs, deployment, name)
+        flags = simulator_flags(deployment, learned, kept["profiles"], out, steps)
         rows = sorted(kept["rows"], key=lambda row: float(row["arrival_s"]))
         found = zip(rows, simulated(rows, flags), strict=True)
         yield name, [(row, outcome) for row, outcome in found if row["counted"]]
@@ -86,7 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("part", nargs="?", default="", help="of a run's name (all)")
     args = parser.parse_args(arguments)
     with TemporaryDirectory() as folder:
-        for name, found in pairs(Ledger(args.path.with_suffix(".jsonl")), args.part, Path(folder) / "profiles"):
+        ledger = Ledger(args.path.with_suffix(".jsonl"))
+        for name, found in pairs(ledger, args.part, logs_of(args.path), Path(folder) / "profiles"):
             print(f"\n{name}\n\n{compared(found)}", flush=True)
     return 0
 

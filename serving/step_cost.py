@@ -96,9 +96,12 @@ class StepCost:
         """What a step with prompts is planned to take at most, beside decodes of which the tightest has this TPOT."""
         return GAP * tpot * math.exp(-SPARED * min(self.error, MOST_ERROR))
 
-    def paced_chunk(self, tpot: float, start: int, beside: StepLoad, most: int) -> int:
-        """About how many tokens of a prompt, from `start` on, such a step computes: decodes are early, for the most."""
-        return max(min(LEAST_CHUNK, most), self.chunk_within(self.pause_seconds(tpot), start, beside, most))
+    def paced_chunk(self, tpot: float, start: int, beside: float, most: int) -> int:
+        """About how many tokens of a prompt, from `start` on, such a step computes: decodes are early, for the most.
+
+        `beside` are the seconds of a step without them.
+        """
+        return max(min(LEAST_CHUNK, most), self.chunk_beside(self.pause_seconds(tpot), start, beside, most))
 
     def prompt_seconds(self, start: int, end: int, chunk: int, beside: float = 0.0) -> float:
         """Positions `start` to `end` of one prompt in chunks of `chunk` tokens, each step `beside` seconds longer."""
@@ -136,12 +139,16 @@ class StepCost:
         return self.token * (end - start) + self.pair * pairs(start, end - start)
 
     def chunk_within(self, seconds: float, start: int, beside: StepLoad, most: int) -> int:
-        """The most tokens of a prompt, from `start` on, that a step beside a load can compute in so many seconds.
+        """The most tokens of a prompt, from `start` on, that a step beside a load can compute in so many seconds."""
+        return self.chunk_beside(seconds, start, self.seconds(beside), most)
+
+    def chunk_beside(self, seconds: float, start: int, beside: float, most: int) -> int:
+        """The same beside what takes `beside` seconds by itself.
 
         Solves pair/2·n² + (token + pair·start + context)·n = what is left, as `pairs` grow with n². 0 where even
         one does not fit.
         """
-        left = seconds - self.seconds(beside) - self.sequence - self.context * start
+        left = seconds - beside - self.sequence - self.context * start
         if left <= 0:
             return 0
         linear = self.token + self.pair * (start + 0.5) + self.context

@@ -79,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--learned", action="store_true", help="workers begin with what the profile says of steps, not with a guess")
     add("--noise", type=float, default=0.05, help="of a step's time, as a logarithm (default: 0.05)")
     add("--role-noise", default="", metavar="ROLE=X,…", help="another noise, of the workers of a role")
+    add("--role-steps", default="", metavar="ROLE=FILE,…", help="steps vary as in this trace (serve --profile) instead")
     add("--heartbeat-interval", type=float, default=0.5, help="seconds between a worker's heartbeats (default: 0.5)")
     add("--json", type=Path, metavar="FILE", help="write all figures there too")
 

@@ -17,6 +17,7 @@ from deploy.simulator.engine_loop import VirtualEngineLoop
 from deploy.simulator.network import ModelledDialer, ModelledLink, NetworkModel, Ports
 from deploy.simulator.profiles import Profile
 from deploy.simulator.runner import ModelledRunner, lognormal
+from deploy.simulator.step_records import Noise, RecordedNoise, VariedStep
 from deploy.simulator.texts import EOS, ScriptedTexts
 from deploy.worker.build import ModelParts, WorkerLinks, assemble
 from deploy.worker.worker import Worker
@@ -43,7 +44,8 @@ class ClusterPlan:
     """Which workers there are, of what model and hardware, and how requests come to them.
 
     `of_role` are the profiles of roles whose hardware is not that of `profile`; the model is the same.
-    `noise` is the standard deviation of the logarithm of a step's seconds, `noise_of` that of roles with another.
+    `noise` is the standard deviation of the logarithm of a step's seconds, `noise_of` that of roles with another; steps
+    of roles in `steps_of` vary as recorded instead.
     Beats come every `heartbeat_interval` seconds from each worker, spread over the interval. `engine` may set all but
     the KV's size, which is the profile's unless it gives a number of blocks. Each of the `routers` hears every beat,
     and knows of no other router. Workers with `drafts` try as many tokens at a time as `engine` says. `front_seconds`
@@ -60,6 +62,7 @@ class ClusterPlan:
     heartbeat_interval: float = 0.5
     of_role: Mapping[Role, Profile] = field(default_factory=dict)
     noise_of: Mapping[Role, float] = field(default_factory=dict)
+    steps_of: Mapping[Role, tuple[VariedStep, ...]] = field(default_factory=dict)
     routers: int = 1
     drafts: DraftModel | None = None
     front_seconds: float = 0.0
@@ -186,8 +189,7 @@ class SimulatedCluster:
             kv_dtype="bfloat16",
             max_model_len=min(profile.max_model_len, blocks * config.block_size),
         )
-        noise = lognormal(plan.noise_of.get(role, plan.noise), self.seed * 4096 + number)
-        runner = ModelledRunner(profile, self.texts, noise)
+        runner = ModelledRunner(profile, self.texts, self._noise(role, self.seed * 4096 + number))
         parts = ModelParts(
             runner=runner,
             eos_token_ids=frozenset({EOS}),
@@ -210,6 +212,12 @@ class SimulatedCluster:
         if worker.decode is not None:
             self._receivers[address] = worker.decode
         return worker
+
+    def _noise(self, role: Role, seed: int) -> Noise:
+        recorded = self.plan.steps_of.get(role)
+        if recorded is not None:
+            return RecordedNoise(recorded, seed)
+        return lognormal(self.plan.noise_of.get(role, self.plan.noise), seed)
 
     def _link(self, status: WorkerStatus) -> WorkerLink:
         seconds = self.plan.network.message_seconds

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -24,9 +25,10 @@ from deploy.simulator.drafts import DraftModel
 from deploy.simulator.network import NetworkModel
 from deploy.simulator.outcomes import RateFigures
 from deploy.simulator.profile_files import read_profile
-from deploy.simulator.profiles import PROFILES, Profile, profile_of
+from deploy.simulator.profiles import PROFILES, Fitted, Profile, profile_of
 from deploy.simulator.recorded_systems import SYSTEMS
 from deploy.simulator.run import quiet_log
+from deploy.simulator.step_records import VariedStep, read_steps
 from deploy.simulator.study import Study
 from deploy.simulator.trace_files import MOST_TOKENS, TraceFile
 from deploy.simulator.traffic import Lengths, Traffic, traffic_of
@@ -92,6 +94,20 @@ def noise_of(text: str) -> dict[Role, float]:
         if role not in list(Role) or not 0 <= noise <= MOST_NOISE:
             raise ValueError(f"--role-noise {text}: {part!r} is not ROLE=X with a role and 0 to {MOST_NOISE:g}")
         found[Role(role)] = noise
+    return found
+
+
+def steps_of(text: str, hardware: Callable[[Role], Profile]) -> dict[Role, tuple[VariedStep, ...]]:
+    """`prefill=steps.prefill-0.json` → how that role's steps varied, held against its profile. Raises ValueError."""
+    found: dict[Role, tuple[VariedStep, ...]] = {}
+    for part in filter(None, text.split(",")):
+        role, _, name = part.strip().partition("=")
+        if role not in list(Role) or not name:
+            raise ValueError(f"--role-steps {text}: {part!r} is not ROLE=FILE with one of {', '.join(Role)}")
+        steps = hardware(Role(role)).steps
+        if not isinstance(steps, Fitted):
+            raise ValueError(f"--role-steps {text}: give the role a profile that millrace profile wrote")
+        found[Role(role)] = read_steps(Path(name), steps.cost)
     return found
 
 
@@ -186,6 +202,7 @@ def study_of(options: argparse.Namespace, policy: str) -> Study:
         learned=options.learned,
         noise=options.noise,
         noise_of=noise_of(options.role_noise),
+        steps_of=steps_of(options.role_steps, lambda role: of_role.get(role, profile)),
         heartbeat_interval=options.heartbeat_interval,
         of_role=of_role,
     )

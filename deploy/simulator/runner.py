@@ -5,11 +5,12 @@ It computes no KV and reads none; neither clocks nor workers are known here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from deploy.simulator.profiles import Profile, StepWork
+from deploy.simulator.step_records import Noise
 from deploy.simulator.texts import VOCABULARY, ScriptedTexts
 from serving.engine.plan import Work
 from serving.engine.run import LayerDone, Runner, RunResult, RunTimes
@@ -21,9 +22,9 @@ _DRAWN: list[list[Sampled | SamplingFailed]] = [[Sampled(token)] for token in ra
 
 
 class ModelledRunner(Runner):
-    """`noise` multiplies each step's seconds (see `lognormal`)."""
+    """`noise` multiplies each step's seconds (`lognormal`, deploy.simulator.step_records)."""
 
-    def __init__(self, profile: Profile, texts: ScriptedTexts, noise: Callable[[], float]):
+    def __init__(self, profile: Profile, texts: ScriptedTexts, noise: Noise):
         self.profile = profile
         self.texts = texts
         self.noise = noise
@@ -50,7 +51,7 @@ class ModelledRunner(Runner):
                 leaving.append(item)
         made.decoding += decoding
         made.decoding_context += context
-        seconds = self.profile.seconds(made) * self.noise()
+        seconds = self.profile.seconds(made) * self.noise(made.prompts > 0)
         if layer_done is not None and leaving:
             layer_done(leaving, 0)
         return RunResult(drawn, {}, RunTimes(0.0, seconds, 0.0))
@@ -64,14 +65,14 @@ class ModelledRunner(Runner):
         return [Sampled(self.texts.next(seq.request, known[:end])) for end in ends]
 
 
-def lognormal(sigma: float, seed: int) -> Callable[[], float]:
-    """Draws of mean 1 whose logarithms have the standard deviation `sigma`; always 1 where that is 0."""
+def lognormal(sigma: float, seed: int) -> Noise:
+    """Draws of mean 1 whose logarithms have the standard deviation `sigma`, for any step; always 1 where that is 0."""
     if sigma == 0.0:
-        return lambda: 1.0
+        return lambda prompts: 1.0
     generator = np.random.default_rng((seed, 0x4E4F))
     drawn: list[float] = []
 
-    def draw() -> float:
+    def draw(prompts: bool) -> float:
         if not drawn:
             drawn.extend(generator.lognormal(-sigma * sigma / 2, sigma, _NOISE_DRAWS).tolist())
         return drawn.pop()

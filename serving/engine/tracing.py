@@ -27,7 +27,10 @@ class TraceWriter:
         counts = {
             "sequences": record.load.sequences,
             "new_tokens": record.load.new_tokens,
+            "prompt_tokens": record.prompt_tokens,
             "context_tokens": round(record.load.context_tokens),
+            "pairs": round(record.load.pairs),
+            "cadence_us": round(record.cadence_seconds * 1e6),
         }
         self.span("step", begin, record.step_seconds, counts)
         for name in ("schedule", "batch", "forward", "sample"):

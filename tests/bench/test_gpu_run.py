@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from bench import gpu_device
+from bench import gpu_device, gpu_run
 from bench.gpu_run import FAILED, INTERRUPTED, PASSED, SKIPPED, TIMED_OUT, GpuRecord, RecordFile, StepRunner, shown
 from bench.gpu_stages import GpuStep, PlanPlaces
 from bench.own_server import ROOT
@@ -111,12 +114,20 @@ def test_a_step_beyond_its_limit_is_ended_with_all_below_it(tmp_path: Path) -> N
         assert gone(json.loads(started.read_text())["pid"])
 
 
-def test_a_stage_has_so_much_time_and_each_has_its_own(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    steps = [step("long", ENDLESS), step("late", QUICK), step("other", QUICK, stage=2), step("later", QUICK)]
-    replace(bench.runner, stage_seconds=2.0).run(steps)
+def test_a_stage_has_so_much_time_and_each_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of an hour has passed at once when the first step is seen to run; the others are quick."""
+    bench, passed = Bench(tmp_path), [0.0]
+
+    def show(line: str) -> None:
+        if re.search(r"long: \d+/", line):
+            passed[0] = 1000.0
+
+    own = SimpleNamespace(**{**vars(time), "monotonic": lambda: time.monotonic() + passed[0]})
+    monkeypatch.setattr(gpu_run, "time", own)
+    steps = [step("long", ENDLESS, limit=900.0), step("late", QUICK), step("other", QUICK, stage=2)]
+    replace(bench.runner, stage_seconds=600.0, show=show).run([*steps, step("later", QUICK)])
     long, late = bench.records.get("long"), bench.records.get("late")
-    assert long is not None and (long.status, long.why) == (TIMED_OUT, "after 2 s")
+    assert long is not None and (long.status, long.why) == (TIMED_OUT, "after 600 s")
     assert late is not None and (late.status, late.why) == (SKIPPED, "stage 1 has no time left; call it again")
     assert (bench.status("other"), bench.status("later")) == (PASSED, SKIPPED)
     Bench(tmp_path).runner.run([step("late", QUICK)])

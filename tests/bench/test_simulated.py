@@ -29,9 +29,10 @@ from bench.deployments import (
 )
 from bench.endpoint import Endpoint, RequestShape, Target
 from bench.mixture import MIXTURES
+from bench.own_simulator import simulator_flags
 from bench.premises import STEADY, VARIABLE, Premises, premises
 from bench.prompts import IdPrompts
-from bench.simulated import MeasuredTwice, asked, options_of, simulator_flags
+from bench.simulated import MeasuredTwice, asked, options_of
 from bench.sitting import OpenServer
 from bench.sse import Outcome
 from deploy import cli

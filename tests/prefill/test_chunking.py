@@ -148,7 +148,7 @@ def test_what_routers_take_a_chunk_for_is_the_chunk(tpots: list[float], start: i
     decoding, (chunk,) = step.plan(0.0)
     context = sum(len(seq.tokens) for seq in rows)
     beside = StepLoad(len(rows), context, len(rows), context)
-    paced = cost.paced_chunk(min(tpots) / 1e3, start, beside, BUDGET - len(rows))
+    paced = cost.paced_chunk(min(tpots) / 1e3, start, cost.seconds(beside), BUDGET - len(rows))
     assert len(decoding) == len(rows) and paced > FLOOR
     assert chunk.count == pytest.approx(paced, abs=1)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.candidate import Candidate
-from router.columns import MOST_KEPT, KeptColumns, WorkerColumns
+from router.columns import MOST_KEPT, SAMPLED, KeptColumns, WorkerColumns, least
 from router.goodput import Goodput
 from router.policy import FleetView
 from router.predict import KnownCosts
@@ -51,10 +52,12 @@ def changed(draw: random.Random, workers: list[Candidate], number: int) -> list[
 
 
 @settings(max_examples=120, deadline=None)
-@given(seed=st.integers(0, 2**32), size=st.integers(1, 12), most=st.integers(0, 6))
+@given(seed=st.integers(0, 2**32), size=st.integers(1, 12) | st.integers(13, 90), most=st.integers(0, 6))
 def test_shortlists_are_those_of_workers_looked_at_anew(seed: int, size: int, most: int) -> None:
     draw, kept = random.Random(seed), KeptColumns()
     workers = [a_worker(draw, number, ROLES) for number in range(size)]
+    if size > 12:  # so many that one without a cost would nearly always be among them
+        workers = [each for each in workers if each.cost is not None]
     for turn in range(6):
         demand, columns, costs = a_demand(draw, workers), kept.of(workers), KnownCosts(workers)
         assert columns.known == all(each.cost is not None for each in workers)
@@ -62,7 +65,8 @@ def test_shortlists_are_those_of_workers_looked_at_anew(seed: int, size: int, mo
         assert all(columns.holds(each) for each in workers)
         assert not columns.holds(replace(workers[0]))
         if columns.known:
-            prompts = quickest_prompts(demand, workers, costs, NOW, most)
+            prefilling = [each for each in workers if each.prefills]
+            prompts = quickest_prompts(demand, prefilling, costs, NOW, most)
             assert columns.prompts(demand, NOW, most) == prompts
             able = roomy(demand, workers)
             if columns.roomy(demand):
@@ -84,6 +88,22 @@ def test_a_policy_that_has_chosen_before_chooses_as_its_formulas_say(seed: int, 
         fewer = FleetView(view.decode[1:], view.prefill, view.links)  # the best was full
         assert policy.choose(demand, fewer, NOW) == plain_choice(policy.calibration, demand, fewer, NOW)
         workers = changed(draw, workers, 100 + turn)
+
+
+@given(st.lists(st.integers(0, 30), max_size=200), st.integers(0, 9), st.randoms(use_true_random=False))
+def test_the_least_few_are_those_of_all_sorted(numbers: list[int], most: int, draw: random.Random) -> None:
+    draw.shuffle(numbers)
+    places = range(len(numbers))
+    assert least(numbers, most) == sorted(places, key=numbers.__getitem__)[:most]
+    wanted = bytearray(draw.random() < 0.8 for _ in places)
+    asked = [place for place in places if wanted[place]]
+    assert least(numbers, most, wanted) == sorted(asked, key=numbers.__getitem__)[:most]
+
+
+@pytest.mark.parametrize("most", [1, 4, 8])
+def test_the_least_few_may_all_be_those_looked_at_first(most: int) -> None:
+    numbers = [place + (1000 if place % SAMPLED else 0) for place in range(3 * SAMPLED * most)]
+    assert least(numbers, most) == [SAMPLED * place for place in range(most)]
 
 
 def test_few_lists_of_workers_are_kept() -> None:

@@ -16,12 +16,12 @@ from router.decode_price import prompts_slowed
 from router.goodput import Goodput
 from router.registry import believable
 from serving.messages import Role
-from serving.step_cost import StepCost, StepLoad
+from serving.step_cost import StepCost
 from tests.router.costed import COST, choose, wanting, worker
 from tests.router.scripted import make_status
 
 CHATS = Arrivals(priority=0, limit=0.25, seconds=0.15, rate=10.0)
-TEXT = StepLoad(1, 288.0, 1, 288.0)
+TEXT = 288.0  # tokens
 NUMBERS = st.just(0.0) | st.floats(0.0, 1e4, allow_subnormal=True) | st.sampled_from([5e-324, 1e-310, 1e-300, 9999.0])
 
 

@@ -28,7 +28,7 @@ SHORTEST = 256  # tokens of one
 
 
 @dataclass(frozen=True, slots=True)
-class Attended:
+class AttendedSoFar:
     """What queries have attended to so far: values [T, Hq, D], and log2 of the sums of their weights [T, Hq]."""
 
     values: Tensor
@@ -42,7 +42,7 @@ def offloaded_attention(q: Tensor, paged: Paged, batch: RaggedBatch, scale: floa
     """
     assert batch.offloaded is not None and len(batch.query_lens) == 1
     (context,), (count,) = batch.context_lens_list, batch.query_lens
-    attended = Attended(
+    attended = AttendedSoFar(
         torch.zeros(q.shape, dtype=torch.float32, device=q.device),
         torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device),
     )
@@ -67,7 +67,7 @@ def _attend_range(
     start: int,
     scale: float,
     window: int | None,
-    attended: Attended,
+    attended: AttendedSoFar,
 ) -> None:
     """Join `tokens` tokens in the blocks of `table`; the first query's position is `start`, counted from the first."""
     count, heads, head_dim = q.shape

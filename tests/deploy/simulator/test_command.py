@@ -100,6 +100,7 @@ def test_a_search_ends_at_a_rate_that_attains(capsys: pytest.CaptureFixture[str]
         ("--tpot-ms", "0"),
         ("--bandwidth", "nan"),
         ("--front-ms", "-1"),
+        *(("--role-steps", text) for text in ("router=steps.json", "prefill", "prefill=", "mixed=steps.json")),
         *(("--role-noise", text) for text in ("router=0.1", "prefill", "prefill=nan", "decode=4")),
         ("--message-ms", "nan"),
         ("--commit-ms", "inf"),

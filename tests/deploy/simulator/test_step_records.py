@@ -1,0 +1,196 @@
+"""Steps that vary as a worker's did: read from its trace, repeated in spells, and nearer to it than its fit alone."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from deploy.simulator import cluster as simulated_cluster
+from deploy.simulator.cluster import ClusterPlan, SimulatedCluster
+from deploy.simulator.outcomes import RequestOutcome
+from deploy.simulator.profiles import Fitted, Profile
+from deploy.simulator.run import simulate
+from deploy.simulator.step_records import FEWEST_STEPS, Noise, RecordedNoise, VariedStep, read_steps
+from deploy.simulator.traffic import Lengths, Traffic, TrafficClass, arriving
+from serving.engine.plan import StepRecord
+from serving.engine.step_meter import StepMeter
+from serving.engine.tracing import TraceWriter
+from serving.messages import Role
+from serving.step_cost import StepCost, StepLoad
+
+COST = StepCost(fixed=11e-3, token=9e-4, pair=3e-7, sequence=2.5e-4, context=1e-6, error=0.1, samples=500)
+PROFILE = Profile(name="irregular", model="irregular", steps=Fitted(COST), kv_tokens=16_384, kv_bytes=23_040, layers=30)
+CHATS = Traffic(
+    name="chats",
+    classes=(TrafficClass(prompt=Lengths(256, 0.3), output=Lengths(64, 0.3)),),
+)
+
+
+def record(load: StepLoad, seconds: float, prompt_tokens: int) -> StepRecord:
+    return StepRecord(
+        began=1.0,
+        load=load,
+        prompt_tokens=prompt_tokens,
+        schedule_seconds=0.0,
+        batch_seconds=0.0,
+        forward_seconds=seconds,
+        sample_seconds=0.0,
+        step_seconds=seconds,
+        cadence_seconds=seconds,
+    )
+
+
+def traced(path: Path, steps: list[StepRecord]) -> Path:
+    trace = TraceWriter(path, "mixed-0")
+    for step in steps:
+        trace.step(step)
+    trace.close()
+    return path
+
+
+def test_what_a_worker_traces_is_read_as_multiples_of_its_cost(tmp_path: Path) -> None:
+    loads = [StepLoad.of(0, 200 + n) if n % 3 == 0 else StepLoad(2, 600.0, 2, 600.0) for n in range(FEWEST_STEPS)]
+    steps = [
+        record(load, (1 + n % 5) * COST.seconds(load), load.new_tokens if n % 3 == 0 else 0)
+        for n, load in enumerate(loads)
+    ]
+    found = read_steps(traced(tmp_path / "steps.json", steps), COST)
+    assert [step.ratio for step in found] == pytest.approx([1 + n % 5 for n in range(FEWEST_STEPS)], rel=1e-3)
+    assert [step.prompts for step in found] == [n % 3 == 0 for n in range(FEWEST_STEPS)]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [],
+        ["not a trace"] * 100,
+        ['{"name": "step", "args": {"new_tokens": 1}},'] * 100,
+        ['{"name": "step", "args": 3},'] * 100,
+        [
+            json.dumps(
+                {
+                    "name": "step",
+                    "args": dict.fromkeys(("new_tokens", "sequences", "prompt_tokens", "context_tokens", "pairs"), 1)
+                    | {"cadence_us": -1},
+                }
+            )
+        ]
+        * 100,
+    ],
+)
+def test_what_is_no_trace_of_steps_is_refused(lines: list[str], tmp_path: Path) -> None:
+    (tmp_path / "steps.json").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=r"steps\.json"):
+        read_steps(tmp_path / "steps.json", COST)
+
+
+@given(
+    ratios=st.lists(st.tuples(st.integers(1, 1000), st.booleans()), min_size=1, max_size=300),
+    asked=st.lists(st.booleans(), max_size=300),
+    seed=st.integers(0, 1 << 16),
+)
+def test_every_draw_is_a_recorded_step_of_its_kind(
+    ratios: list[tuple[int, bool]], asked: list[bool], seed: int
+) -> None:
+    steps = [VariedStep(float(ratio), prompts) for ratio, prompts in ratios]
+    one, other = RecordedNoise(steps, seed), RecordedNoise(steps, seed)
+    for prompts in asked:
+        drawn = one(prompts)
+        assert drawn == other(prompts), "one seed gives one run"
+        assert drawn in ({step.ratio for step in steps if step.prompts is prompts} or {1.0})
+
+
+def test_in_the_long_run_each_recorded_step_comes_as_often_as_any_other() -> None:
+    noise = RecordedNoise([VariedStep(float(n), False) for n in range(50)], 3)
+    drawn = np.bincount([int(noise(False)) for _ in range(50_000)], minlength=50)
+    assert drawn.min() > 800 and drawn.max() < 1200
+
+
+def test_a_slow_spell_stays_one() -> None:
+    """Steps 0 to 199 are quick and 200 to 399 slow: what follows a slow step is nearly always slow."""
+    noise = RecordedNoise([VariedStep(3.0 if n >= 200 else 1.0, n % 4 == 0) for n in range(400)], 5)
+    drawn = [noise(n % 4 == 0) for n in range(8000)]
+    followed = [after for before, after in pairwise(drawn) if before == 3.0]
+    assert np.mean([after == 3.0 for after in followed]) > 0.95
+    assert 0.3 < np.mean([each == 3.0 for each in drawn]) < 0.7
+
+
+# ---- a machine whose cores are taken now and then ---------------------------------------------------------------
+
+
+def slow_spells(seed: int) -> Noise:
+    """Of four virtual seconds one in the mean, in which steps last three times as long."""
+    chance, clock = random.Random(seed), asyncio.get_running_loop().time
+    slow, until = False, chance.expovariate(1 / 3.0)
+
+    def draw(prompts: bool) -> float:
+        nonlocal slow, until
+        while clock() > until:
+            slow = not slow
+            until += chance.expovariate(1.0 if slow else 1 / 3.0)
+        return chance.lognormvariate(0.0, 0.08) * (3.0 if slow else 1.0)
+
+    return draw
+
+
+def slow_steps(seed: int) -> Noise:
+    """Of five steps one in the mean lasts three times as long."""
+    chance = random.Random(seed)
+    return lambda prompts: chance.lognormvariate(0.0, 0.08) * (3.0 if chance.random() < 0.2 else 1.0)
+
+
+def play(plan: ClusterPlan, seed: int, looks: list[StepCost] | None = None) -> list[RequestOutcome]:
+    async def look(cluster: SimulatedCluster) -> None:
+        (worker,) = cluster.workers.values()
+        while looks is not None:
+            await asyncio.sleep(2.0)
+            looks.append(worker.status().step_cost or COST)
+
+    return simulate(plan, arriving(CHATS, plan.profile, 80, 3), 0.6, seed=seed, watch=look).outcomes
+
+
+def p90s(outcomes: list[RequestOutcome]) -> NDArray[np.float64]:
+    """Seconds: of TTFT and of TPOT."""
+    latencies = [[each.ttft for each in outcomes], [each.tpot for each in outcomes if each.tpot is not None]]
+    return np.array([np.quantile(each, 0.9) for each in latencies])
+
+
+@pytest.mark.parametrize("machine", [slow_spells, slow_steps])
+def test_recorded_steps_tell_more_of_an_irregular_machine_than_its_fit(
+    machine: Callable[[int], Noise], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """p90 of TTFT and TPOT on a worker whose steps now and then take thrice as long, and as simulated from its fit."""
+    plan = ClusterPlan.of(PROFILE, (Role.MIXED,), "least_loaded", noise=0.0, heartbeat_interval=1.0, learned=True)
+    looks, steps, stepped = list[StepCost](), list[StepRecord](), StepMeter.stepped
+
+    def recording(meter: StepMeter, record: StepRecord) -> None:
+        steps.append(record)
+        stepped(meter, record)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StepMeter, "stepped", recording)
+        patched.setattr(simulated_cluster, "lognormal", lambda sigma, seed: machine(seed))
+        served = p90s(play(plan, 3, looks))
+    fields = {
+        each.name: float(np.mean([getattr(look, each.name) for look in looks])) for each in dataclasses.fields(COST)
+    }
+    cost = StepCost(**{**fields, "samples": 500})
+    fitted = dataclasses.replace(plan, profile=dataclasses.replace(PROFILE, steps=Fitted(cost)))
+    by_fit = dataclasses.replace(fitted, noise=cost.error)
+    by_steps = dataclasses.replace(
+        fitted, steps_of={Role.MIXED: read_steps(traced(tmp_path / "steps.json", steps), cost)}
+    )
+    of_fit, of_steps = (np.mean([p90s(play(each, seed)) for seed in range(2)], axis=0) for each in (by_fit, by_steps))
+    assert of_fit[0] < 0.75 * served[0], "this machine tells them not apart"
+    assert (abs(of_steps / served - 1) < 0.25).all()
