@@ -278,3 +278,18 @@ def test_a_file_that_comes_in_pieces_has_the_same_fingerprint(
     spec, file = load(tiny, "float32").spec, tiny / "model.safetensors"
     expected = fingerprint_module.fingerprint(spec, [file], "float32")
     assert fingerprint_module.fingerprint(spec, [PiecemealPath(file)], "float32") == expected
+
+
+def test_tensors_are_looked_at_a_few_times_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all of them again for each one: mixtures of experts have ten thousands."""
+    path = save(build(configs()["mixtral"]), tmp_path)
+    looks: list[str] = []
+    look = SafetensorsFolder._slice
+
+    def counted(folder: SafetensorsFolder, name: str) -> Any:
+        looks.append(name)
+        return look(folder, name)
+
+    monkeypatch.setattr(SafetensorsFolder, "_slice", counted)
+    load(path)
+    assert len(looks) <= 10 * len(SafetensorsFolder(path).names)
